@@ -1,0 +1,51 @@
+"""Every error that dsx raises on purpose: where it is, what is wrong, how to mend it."""
+
+
+class DsxError(Exception):
+    """An error with a place, a reason and a fix.
+
+    Args:
+        where: The config key, file or argument at fault, with its value when there is one.
+        what: Why it is wrong.
+        fix: What to do instead.
+
+    >>> print(DsxError("dsx.parallel.tensor = 3", "8 heads do not divide by 3", "use 1, 2, 4 or 8"))
+    dsx.parallel.tensor = 3: 8 heads do not divide by 3. Fix: use 1, 2, 4 or 8.
+    """
+
+    def __init__(self, where: str, what: str, fix: str) -> None:
+        super().__init__(f"{where}: {what.rstrip('.')}. Fix: {fix.rstrip('.')}.")
+        self.where = where
+        self.what = what
+        self.fix = fix
+
+    def __reduce__(self) -> tuple[type["DsxError"], tuple[str, str, str]]:
+        return type(self), (self.where, self.what, self.fix)
+
+
+class ConfigError(DsxError):
+    """A key of the config, or a command-line argument, cannot be used."""
+
+
+class LayoutError(DsxError):
+    """A mesh, stage map or sharding that cannot exist."""
+
+
+class ScheduleError(DsxError):
+    """A pipeline schedule that is incomplete, disordered or that would deadlock."""
+
+
+class DataError(DsxError):
+    """Training data that is missing, empty or unreadable."""
+
+
+class CheckpointError(DsxError):
+    """A checkpoint that is missing, incomplete, corrupt or of another model or layout."""
+
+
+class ModelError(DsxError):
+    """A model (Hugging Face config, weights or layer list) that dsx cannot build or run."""
+
+
+class VersionError(DsxError):
+    """An installed package whose internals dsx has not been checked against."""
