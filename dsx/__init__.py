@@ -1,0 +1,96 @@
+"""Train in 3D (tensor x pipeline x ZeRO) with DeepSpeed, from one JSON file.
+
+This is the whole public API. Names are imported on first use: ``import dsx`` loads neither torch nor
+DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsx.config.arguments import Arguments, parse_arguments
+    from dsx.config.resolve import resolve as load_config
+    from dsx.config.run import RunConfig
+    from dsx.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        DsxError,
+        LayoutError,
+        ModelError,
+        ScheduleError,
+        VersionError,
+    )
+    from dsx.nn.parallel import TensorParallel
+    from dsx.runtime.engine import PipelineEngine, initialize
+    from dsx.runtime.pipeline_module import PipelineModule
+    from dsx.spec.mesh import Mesh
+    from dsx.spec.model import ModelSpec
+    from dsx.spec.param import ParamSpec
+    from dsx.spec.schedule import Schedule
+    from dsx.spec.stages import StageMap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Arguments",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DsxError",
+    "LayoutError",
+    "Mesh",
+    "ModelError",
+    "ModelSpec",
+    "ParamSpec",
+    "PipelineEngine",
+    "PipelineModule",
+    "RunConfig",
+    "Schedule",
+    "ScheduleError",
+    "StageMap",
+    "TensorParallel",
+    "VersionError",
+    "__version__",
+    "initialize",
+    "load_config",
+    "parse_arguments",
+]
+
+# Public name -> (module, name there). Nothing is imported before it is asked for.
+_HOMES = {
+    "Arguments": ("dsx.config.arguments", "Arguments"),
+    "CheckpointError": ("dsx.errors", "CheckpointError"),
+    "ConfigError": ("dsx.errors", "ConfigError"),
+    "DataError": ("dsx.errors", "DataError"),
+    "DsxError": ("dsx.errors", "DsxError"),
+    "LayoutError": ("dsx.errors", "LayoutError"),
+    "Mesh": ("dsx.spec.mesh", "Mesh"),
+    "ModelError": ("dsx.errors", "ModelError"),
+    "ModelSpec": ("dsx.spec.model", "ModelSpec"),
+    "ParamSpec": ("dsx.spec.param", "ParamSpec"),
+    "PipelineEngine": ("dsx.runtime.engine", "PipelineEngine"),
+    "PipelineModule": ("dsx.runtime.pipeline_module", "PipelineModule"),
+    "RunConfig": ("dsx.config.run", "RunConfig"),
+    "Schedule": ("dsx.spec.schedule", "Schedule"),
+    "ScheduleError": ("dsx.errors", "ScheduleError"),
+    "StageMap": ("dsx.spec.stages", "StageMap"),
+    "TensorParallel": ("dsx.nn.parallel", "TensorParallel"),
+    "VersionError": ("dsx.errors", "VersionError"),
+    "initialize": ("dsx.runtime.engine", "initialize"),
+    "load_config": ("dsx.config.resolve", "resolve"),
+    "parse_arguments": ("dsx.config.arguments", "parse_arguments"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dsx' has no attribute {name!r}")
+    module, there = _HOMES[name]
+    return getattr(import_module(module), there)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

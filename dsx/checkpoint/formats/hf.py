@@ -1,0 +1,399 @@
+"""Hugging Face model folders: ``config.json`` and safetensors, read in slices and written in shards.
+
+Which Hugging Face tensor holds which part of a parameter, and whether transposed, is in its
+:class:`~dsx.spec.param.ParamSpec`; this file only moves bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dsx.errors import CheckpointError
+from dsx.plan.hf_config import model_spec
+from dsx.plan.params import param_specs
+from dsx.spec.param import Box, ParamSpec
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Buffers that older transformers wrote as tensors: GPT-2's causal masks, Llama's rotary frequencies.
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+# Hub files of the bare model (openai-community/gpt2) lack the language model's prefix.
+_PREFIXES = ("transformer.", "model.")
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """Content of a model folder's ``config.json``. Raises CheckpointError if missing or not a JSON object."""
+    file = Path(folder) / CONFIG
+    return _read_json(file, "name a Hugging Face model folder, which has one")
+
+
+def open_weights(folder: str | Path) -> HfWeights:
+    """The safetensors weights of a model folder: one file, or several with an index.
+
+    Raises:
+        CheckpointError: No such file, an unreadable one, or an index that names a missing file.
+    """
+    folder = Path(folder)
+    index, single = folder / INDEX, folder / SINGLE
+    if index.exists():
+        names = _read_json(index, "download the model again").get("weight_map")
+        if not isinstance(names, dict):
+            raise CheckpointError(str(index), "it has no weight_map", "download the model again")
+        return HfWeights({str(name): folder / str(file) for name, file in names.items()}, index)
+    if not single.exists():
+        raise CheckpointError(
+            str(folder),
+            f"it has neither {SINGLE} nor {INDEX}",
+            "name a Hugging Face model folder; convert older .bin weights with "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)",
+        )
+    with _open(single) as handle:
+        return HfWeights(dict.fromkeys(handle.keys(), single), single)
+
+
+class HfWeights:
+    """Weights of a model folder, read one rank's slices at a time. A context manager that closes its files.
+
+    Args:
+        files: File of each tensor.
+        source: What to call the whole in messages.
+    """
+
+    def __init__(self, files: Mapping[str, Path], source: Path) -> None:
+        self._files = dict(files)
+        self._source = source
+        self._handles: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files."""
+        self._handles.clear()
+        self._stack.close()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, as the files have them."""
+        return tuple(self._files)
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape of a tensor and its type in safetensors' words. Raises CheckpointError if not a float type."""
+        stored = self._stored(name)
+        if stored.get_dtype() not in _FLOATS:
+            raise CheckpointError(
+                f"{self._files[name]}: tensor {name}",
+                f"its type is {stored.get_dtype()}",
+                "use unquantised weights",
+            )
+        return tuple(stored.get_shape()), stored.get_dtype()
+
+    def check(self, specs: Iterable[ParamSpec]) -> None:
+        """Prove that the files hold exactly the model: every tensor there, of its shape, and no other.
+
+        Raises:
+            CheckpointError: Naming the file and the tensor.
+        """
+        used = set()
+        for spec in specs:
+            for part, name in enumerate(spec.hf):
+                used.add(self._slice(spec, name, _hf_shape(spec, part))[0])
+            if spec.tie is not None:
+                used.add("lm_head.weight")  # some writers store the tied head as well
+        extra = sorted(name for name in self._files if name not in used and not name.endswith(_BUFFERS))
+        if extra:
+            raise CheckpointError(
+                f"{self._files[extra[0]]}: tensor {extra[0]}",
+                f"the model that config.json describes has no place for it (of {len(extra)} such tensors)",
+                "use the config.json that belongs to these weights; dsx has the gpt2 and llama families",
+            )
+
+    def read(self, spec: ParamSpec, tp: int = 1, tp_rank: int = 0) -> Tensor:
+        """One rank's local tensor, in the file's dtype, on CPU; reads only that rank's bytes.
+
+        Args:
+            spec: The parameter.
+            tp: Tensor-parallel degree.
+            tp_rank: This rank's index.
+
+        Returns:
+            Shape ``spec.local_shape(tp)``; padding is zero.
+
+        Raises:
+            CheckpointError: A tensor that is missing, of another shape or not of a float type.
+        """
+        return cut(spec, lambda box: self._read_box(spec, box), tp, tp_rank)
+
+    def _read_box(self, spec: ParamSpec, box: Box) -> Tensor:
+        """The global box of a parameter; it lies within one fused part."""
+        part = 0
+        if len(spec.hf) > 1:
+            assert spec.split is not None
+            starts = [sum(spec.parts[:i]) for i in range(len(spec.parts))]
+            part = max(i for i, start in enumerate(starts) if start <= box[spec.split][0])
+            lo, hi = (at - starts[part] for at in box[spec.split])
+            box = (*box[: spec.split], (lo, hi), *box[spec.split + 1 :])
+        _, stored = self._slice(spec, spec.hf[part], _hf_shape(spec, part))
+        at = tuple(slice(*span) for span in box)
+        piece: Tensor = stored[at[::-1] if spec.hf_transposed else at]
+        return piece.t() if spec.hf_transposed else piece
+
+    def _slice(self, spec: ParamSpec, name: str, shape: tuple[int, ...]) -> tuple[str, Any]:
+        """The stored name of a tensor and its lazy slice, after checking type and shape."""
+        found = next((n for n in _candidates(spec, name) if n in self._files), None)
+        if found is None:
+            raise CheckpointError(
+                f"{self._source}: tensor {name}",
+                "it is missing",
+                "use the config.json that belongs to these weights, or complete the download",
+            )
+        file = self._files[found]
+        try:
+            stored = self._handle(file).get_slice(found)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{file}: tensor {found}", str(error), "download the model again"
+            ) from error
+        if tuple(stored.get_shape()) != shape:
+            raise CheckpointError(
+                f"{file}: tensor {found}",
+                f"its shape is {tuple(stored.get_shape())}, the model of config.json needs {shape}",
+                "use the config.json that belongs to these weights",
+            )
+        if stored.get_dtype() not in _FLOATS:
+            raise CheckpointError(
+                f"{file}: tensor {found}", f"its type is {stored.get_dtype()}", "use unquantised weights"
+            )
+        return found, stored
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._handles:
+            self._handles[file] = self._stack.enter_context(_open(file))
+        return self._handles[file]
+
+
+def cut(spec: ParamSpec, fetch: Callable[[Box], Tensor], tp: int, tp_rank: int) -> Tensor:
+    """One rank's local tensor, put together from the global boxes that it holds; padding is zero."""
+    boxes = spec.boxes(tp, tp_rank)
+    if spec.split is None:
+        return fetch(boxes[0]).contiguous()
+    dim = spec.split
+    pieces = [fetch(box) for box in boxes if box[dim][0] < box[dim][1]]
+    missing = spec.local_extent(tp) - sum(piece.shape[dim] for piece in pieces)
+    if missing:
+        padding = (*spec.shape[:dim], missing, *spec.shape[dim + 1 :])
+        like = pieces[0] if pieces else fetch(tuple((0, min(1, n)) for n in spec.shape))
+        pieces.append(like.new_zeros(padding))
+    return torch.cat(pieces, dim)
+
+
+def merge(spec: ParamSpec, shards: Sequence[Tensor]) -> Tensor:
+    """The logical tensor from every tensor-parallel rank's local one, in rank order; padding is dropped."""
+    if spec.split is None:
+        return shards[0]
+    whole = shards[0].new_empty(spec.shape)
+    for rank, shard in enumerate(shards):
+        at = 0
+        for box in spec.boxes(len(shards), rank):
+            extent = box[spec.split][1] - box[spec.split][0]
+            whole[tuple(slice(*span) for span in box)] = shard.narrow(spec.split, at, extent)
+            at += extent
+    return whole
+
+
+def split(spec: ParamSpec, tensor: Tensor) -> dict[str, Tensor]:
+    """The Hugging Face tensors, contiguous, of a parameter's logical tensor.
+
+    Raises:
+        CheckpointError: A tensor of another shape, a padded or local one for example.
+    """
+    if tuple(tensor.shape) != spec.shape:
+        raise CheckpointError(
+            spec.name,
+            f"its shape is {tuple(tensor.shape)}, not {spec.shape}",
+            "merge the ranks' tensors first",
+        )
+    whole = (tensor,)
+    pieces = whole if len(spec.hf) == 1 else torch.split(tensor, list(spec.parts), spec.split or 0)
+    turned = (piece.t() if spec.hf_transposed else piece for piece in pieces)
+    return {name: piece.contiguous() for name, piece in zip(spec.hf, turned, strict=True)}
+
+
+def write_shard(
+    folder: str | Path,
+    index: int,
+    count: int,
+    tensors: Mapping[str, Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Write one of ``count`` safetensors files of an export, aside, in ``<folder>.partial``, and sync it.
+
+    Any number of processes that share the file system may each write theirs. When all have returned, one of
+    them calls :func:`finish` with what they returned.
+
+    Args:
+        folder: The model folder to make. Must not exist yet.
+        index: This shard, from 0.
+        count: Number of shards.
+        tensors: Hugging Face tensors (:func:`split`) by name, any device.
+        metadata: Put into the file's header.
+
+    Returns:
+        The shard's file name for each tensor's name.
+
+    Raises:
+        CheckpointError: ``folder`` exists or cannot be written.
+    """
+    folder = Path(folder)
+    _check_absent(folder)
+    file = _partial(folder) / (SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors")
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # transformers refuses files without the format entry.
+        save_file(state, file, metadata={**(metadata or {}), "format": "pt"})
+        _sync(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            str(file), f"cannot be written ({error})", "free space or choose another folder"
+        ) from error
+    return dict.fromkeys(state, file.name)
+
+
+def finish(folder: str | Path, config: Mapping[str, Any], files: Mapping[str, str]) -> None:
+    """Complete an export whose shards are all written: index, config, sync, then rename into place.
+
+    The result loads with ``AutoModelForCausalLM.from_pretrained(folder)``.
+
+    Args:
+        folder: As given to :func:`write_shard`.
+        config: The model's Hugging Face config; ``architectures`` and ``dtype`` are set to what was written.
+        files: File name of every tensor, as all calls of :func:`write_shard` returned them.
+
+    Raises:
+        CheckpointError: ``folder`` exists, or the shards do not hold exactly the tensors of ``config``'s model.
+    """
+    folder = Path(folder)
+    _check_absent(folder)
+    partial = _partial(folder)
+    expected = {name for spec in param_specs(model_spec(config)) for name in spec.hf}
+    if files.keys() != expected:
+        raise CheckpointError(
+            str(partial),
+            f"missing tensors {sorted(expected - files.keys())}, unknown {sorted(files.keys() - expected)}",
+            "write every parameter of the model to one shard",
+        )
+    names = sorted(set(files.values()))
+    total_bytes, dtypes = _survey(partial, files)
+    for leftover in (path for path in partial.iterdir() if path.name not in names):
+        leftover.unlink()  # of an export that never finished, or the empty shard of a stage with a tied head alone
+    if names != [SINGLE]:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
+        _write_json(partial / INDEX, index)
+    _write_json(partial / CONFIG, _export_config(config, dtypes))
+    _sync(partial)
+    partial.rename(folder)
+    _sync(folder.absolute().parent)
+
+
+def _export_config(config: Mapping[str, Any], dtypes: set[str]) -> dict[str, Any]:
+    out = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    out["architectures"] = [_ARCHITECTURES[str(config["model_type"])]]
+    if len(dtypes) == 1:
+        out["dtype"] = str(_FLOATS[dtypes.pop()]).removeprefix("torch.")
+    return out
+
+
+def _survey(partial: Path, files: Mapping[str, str]) -> tuple[int, set[str]]:
+    """Bytes of all tensors, and their types, from the headers of the files just written."""
+    total_bytes, dtypes = 0, set()
+    weights = HfWeights({name: partial / file for name, file in files.items()}, partial)
+    with weights:
+        for name in files:
+            shape, dtype = weights.describe(name)
+            total_bytes += prod(shape) * _FLOATS[dtype].itemsize
+            dtypes.add(dtype)
+    return total_bytes, dtypes
+
+
+def _hf_shape(spec: ParamSpec, part: int) -> tuple[int, ...]:
+    """Shape that a Hugging Face tensor of ``spec`` must have."""
+    shape = spec.shape
+    if len(spec.hf) > 1:
+        assert spec.split is not None
+        shape = (*shape[: spec.split], spec.parts[part], *shape[spec.split + 1 :])
+    return shape[::-1] if spec.hf_transposed else shape
+
+
+def _candidates(spec: ParamSpec, name: str) -> Iterator[str]:
+    yield name
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            yield name.removeprefix(prefix)
+    if spec.tie is not None:
+        yield "lm_head.weight"
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    try:
+        handle = safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            str(file), f"not a readable safetensors file ({error})", "download or export it again"
+        ) from error
+    with handle as opened:
+        yield opened
+
+
+def _read_json(file: Path, fix: str) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(str(file), f"not readable as JSON ({error})", fix) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(str(file), "not a JSON object", fix)
+    return content
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    _sync(file)
+
+
+def _sync(path: Path) -> None:
+    """Bring a file's bytes, or a folder's entries, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.partial")
+
+
+def _check_absent(folder: Path) -> None:
+    if folder.exists():
+        raise CheckpointError(str(folder), "it exists already", "remove it or choose another folder")

@@ -1,0 +1,279 @@
+"""A folder of checkpoints in which every name stands for a complete checkpoint, whatever is killed when.
+
+Standard library only. A checkpoint is a sub-folder, its *tag*, and the file ``latest`` holds the tag to
+load, as DeepSpeed writes it (deepspeed/runtime/engine.py, save_checkpoint). One saved over another passes
+through these states; a kill between any two leaves the old or the new checkpoint to be found::
+
+    stage    .TAG.partial being written       TAG old
+    commit   .TAG.partial synced              TAG old
+             .TAG.partial synced              .TAG.replaced old, no TAG: find() renames it back
+             TAG new                          .TAG.replaced old
+             TAG new                          .TAG.removed being deleted
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dsx.errors import CheckpointError
+
+LATEST = "latest"
+MANIFEST = "dsx.json"
+_DEEPSPEED_FILES = "*_states.pt"  # in every checkpoint that DeepSpeed writes, with or without a manifest
+_CHOOSE = "choose another folder (dsx.train.output, or the save and load arguments)"
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write ``path`` so that it holds, at any moment, all of its old or all of its new content.
+
+    Written aside, synced, renamed, and the folder synced. Raises CheckpointError if that is impossible.
+    """
+    aside = path.with_name(f".{path.name}.partial")
+    with _explained(path):
+        try:
+            with aside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except OSError:
+            with suppress(OSError):
+                aside.unlink()
+            raise
+        _sync(path.parent)
+
+
+def stage(root: Path, tag: str) -> Path:
+    """An empty folder to write checkpoint ``tag`` of ``root`` into. Nothing finds it before :func:`commit`.
+
+    Also deletes what killed saves of any tag left in ``root``: one run at a time may save there. Raises
+    CheckpointError for a bad tag or an unwritable root.
+    """
+    _check_tag(f"checkpoint tag {tag!r}", root, tag)
+    staged = _partial(root, tag)
+    with _explained(root):
+        root.mkdir(parents=True, exist_ok=True)
+        _tidy(root)
+        staged.mkdir()
+    return staged
+
+
+def commit(root: Path, tag: str) -> Path:
+    """Make the staged folder the checkpoint ``tag``, on the disk and in place of any of that name.
+
+    The files of every rank must be written and closed; ranks on other machines call :func:`sync` on what
+    they wrote first. Returns the checkpoint's folder. Raises CheckpointError if nothing was staged.
+    """
+    _check_tag(f"checkpoint tag {tag!r}", root, tag)
+    staged, final = _partial(root, tag), root / tag
+    with _explained(root):
+        if not staged.is_dir():
+            raise CheckpointError(str(staged), "nothing is staged under this tag", "call stage first")
+        sync(staged)
+        if _exists(final):
+            final.rename(_replaced(root, tag))
+        staged.rename(final)
+        _sync(root)
+        _sync(root.absolute().parent)
+        _discard(root, tag)
+    return final
+
+
+def point_latest(root: Path, tag: str) -> None:
+    """Make ``tag`` what ``latest`` names. Raises CheckpointError unless it is a committed checkpoint."""
+    find(root, tag)
+    write_atomically(root / LATEST, tag.encode())
+
+
+def find(root: Path, tag: str | None = None) -> Path:
+    """Folder of checkpoint ``tag``, or of the one that ``latest`` names; always a complete one.
+
+    Puts an old checkpoint back whose replacement was interrupted. Any number of ranks may call it at once.
+
+    Raises:
+        CheckpointError: Nothing of that name, ``latest`` missing, empty or unreadable, or a tag that
+            leads out of ``root``; the fix lists the tags there are.
+    """
+    if not root.is_dir():
+        what = "it is not a folder" if _exists(root) else "there is no such folder"
+        raise CheckpointError(str(root), what, "give the folder that the checkpoints were saved in")
+    where = f"checkpoint {tag!r}"
+    if tag is None:
+        where, tag = str(root / LATEST), _latest(root)
+    _check_tag(where, root, tag)
+    with _explained(root):
+        _restore(root, tag)
+        if (root / tag).is_dir():
+            return root / tag
+    raise CheckpointError(where, f"there is no folder {root / tag}", _available(root))
+
+
+def tags(root: Path) -> tuple[str, ...]:
+    """Tags of the checkpoints in ``root``, numbers inside them in numeric order; empty without a folder."""
+    if not root.is_dir():
+        return ()
+    found = {path.name for path in root.iterdir() if not path.name.startswith(".") and _is_checkpoint(path)}
+    for path in root.glob(".*.replaced"):
+        tag = path.name[1 : -len(".replaced")]
+        if not _exists(root / tag) and _is_checkpoint(path):
+            found.add(tag)
+    return tuple(sorted(found, key=_natural))
+
+
+def sync(folder: Path) -> None:
+    """Flush every file and folder under ``folder``, and itself, to the disk. Raises CheckpointError."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    with _explained(folder):
+        for at, _, names in os.walk(folder, topdown=False, onerror=refuse):
+            for name in names:
+                _sync(Path(at, name))
+            _sync(Path(at))
+
+
+def require_space(root: Path, needed_bytes: int) -> None:
+    """Raise CheckpointError unless ``needed_bytes`` more fit on the disk that holds ``root``."""
+    at = root.absolute()
+    while not at.exists():
+        at = at.parent
+    with _explained(root):
+        disk = os.statvfs(at)
+    free_bytes = disk.f_bavail * disk.f_frsize
+    if free_bytes < needed_bytes:
+        raise CheckpointError(
+            str(root),
+            f"a checkpoint takes {_gib(needed_bytes)}, its disk has {_gib(free_bytes)} free",
+            f"free {_gib(needed_bytes - free_bytes)} or {_CHOOSE}",
+        )
+
+
+def require_writable(folder: Path) -> None:
+    """Make ``folder``, parents included, and raise CheckpointError unless a file can be written in it."""
+    probe = folder / f".dsx-probe.{os.getpid()}"
+    with _explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            probe.write_bytes(b"dsx")
+        finally:
+            with suppress(OSError):
+                probe.unlink()
+
+
+def _partial(root: Path, tag: str) -> Path:
+    return root / f".{tag}.partial"
+
+
+def _replaced(root: Path, tag: str) -> Path:
+    return root / f".{tag}.replaced"
+
+
+def _restore(root: Path, tag: str) -> None:
+    """Undo a commit that was killed between its two renames. Another rank may be doing the same."""
+    replaced, final = _replaced(root, tag), root / tag
+    if _exists(replaced) and not _exists(final):
+        with suppress(FileNotFoundError):
+            replaced.rename(final)
+        _sync(root)
+
+
+def _discard(root: Path, tag: str) -> None:
+    """Delete the replaced checkpoint, under a third name: a half deleted one must never be restored."""
+    replaced, removed = _replaced(root, tag), root / f".{tag}.removed"
+    if _exists(replaced):
+        replaced.rename(removed)
+        _remove(removed)
+
+
+def _tidy(root: Path) -> None:
+    """Leave in ``root`` no trace of killed saves."""
+    for path in (*root.glob(".*.partial"), *root.glob(".*.removed")):
+        _remove(path)
+    for path in root.glob(".*.replaced"):
+        tag = path.name[1 : -len(".replaced")]
+        _restore(root, tag)
+        _discard(root, tag)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _exists(path: Path) -> bool:
+    return os.path.lexists(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and user-space file systems cannot sync folders and say so; there is no other way.
+        if error.errno not in {errno.EINVAL, errno.ENOTSUP} or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _latest(root: Path) -> str:
+    path = root / LATEST
+    try:
+        tag = path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        raise CheckpointError(str(path), "there is no such file", _available(root)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(str(path), f"cannot be read ({error})", _available(root)) from None
+    if not tag:
+        raise CheckpointError(str(path), "the file is empty", _available(root))
+    return tag
+
+
+def _available(root: Path) -> str:
+    found = tags(root)
+    if not found:
+        return f"give another folder: {root} holds no checkpoint"
+    return f"name one of the checkpoints in {root}: {', '.join(found)}"
+
+
+def _check_tag(where: str, root: Path, tag: str) -> None:
+    if tag == LATEST or tag.startswith(".") or not tag.isprintable() or not tag or Path(tag).name != tag:
+        raise CheckpointError(
+            where,
+            f"{tag!r} cannot be the name of a checkpoint, a folder in {root}",
+            "use a plain name such as step100: no '/', no leading '.', not 'latest'",
+        )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.is_dir() and ((path / MANIFEST).exists() or any(path.glob(_DEEPSPEED_FILES)))
+
+
+def _natural(tag: str) -> tuple[tuple[int, str], ...]:
+    """Sort key that puts step9 before step10."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", tag))
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusals into a CheckpointError about ``path``."""
+    try:
+        yield
+    except OSError as error:
+        what = f"the system answers {error.strerror or error}"
+        if error.filename and str(error.filename) != str(path):
+            what += f" at {error.filename}"
+        raise CheckpointError(str(path), what, _CHOOSE) from error

@@ -1,0 +1,57 @@
+"""Entry point of the ``dsx`` command.
+
+Exit codes: 0 ok, 1 the thing looked at is bad (one message on stderr), 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from dsx import __version__
+from dsx.cli.check import check
+from dsx.cli.presets import presets
+from dsx.cli.schedule import schedule
+from dsx.cli.schema import schema
+from dsx.errors import DsxError
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"dsx {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train in 3D (tensor x pipeline x ZeRO) with DeepSpeed, from one JSON file."""
+
+
+def build() -> typer.Typer:
+    """The command-line application."""
+    app = typer.Typer(
+        name="dsx",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    app.callback()(_root)
+    for command in (check, schedule, presets, schema):
+        app.command()(command)
+    return app
+
+
+def main() -> None:
+    """Run the ``dsx`` command of this process's arguments."""
+    try:
+        build()(prog_name="dsx")
+    except DsxError as error:
+        typer.echo(f"dsx: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,45 @@
+"""``dsx presets``."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+
+def presets(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, Hugging Face configs included.")
+    ] = False,
+) -> None:
+    """List the built-in models that dsx.model.preset can name."""
+    from dsx.config.presets import presets as known
+    from dsx.plan.hf_config import model_spec
+    from dsx.plan.params import num_parameters
+
+    rows: list[dict[str, Any]] = []
+    for preset in known():
+        model = model_spec(preset.config)
+        rows.append(
+            {
+                "family": preset.family,
+                "preset": preset.name,
+                "parameters": num_parameters(model),
+                "layers": model.num_layers,
+                "hidden": model.hidden_size,
+                "heads": model.num_heads,
+                "kv_heads": model.num_kv_heads,
+                "about": preset.about,
+                "config": preset.config,
+            }
+        )
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    sizes = "{layers:>6} {hidden:>6} {heads:>5} {kv_heads:>8}"
+    layout = f"{{family:<6}} {{preset:<12}} {{parameters:>14}} {sizes}  {{about}}"
+    titles = ("family", "preset", "parameters", "layers", "hidden", "heads", "kv_heads", "about")
+    typer.echo(layout.format_map({title: title for title in titles}))
+    for row in rows:
+        typer.echo(layout.format_map(row | {"parameters": f"{row['parameters']:,}"}))

@@ -1,0 +1,65 @@
+"""``dsx schedule``."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from dsx.spec.schedule import Schedule
+
+
+def schedule(
+    name: Annotated[Literal["gpipe", "1f1b", "interleaved"], typer.Argument(help="Schedule.")],
+    stages: Annotated[int, typer.Option(help="Pipeline ranks.", min=1)],
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches per step.", min=1)],
+    chunks: Annotated[int, typer.Option(help="Virtual stages per rank.", min=1)] = 1,
+    style: Annotated[
+        Literal["table", "csv", "json"],
+        typer.Option("--format", help="A drawing, the actions as torch writes them, or everything as JSON."),
+    ] = "table",
+) -> None:
+    """Print a pipeline schedule, its bubble and the activations it keeps.
+
+    Equal stages, a backward of twice a forward, free transfers.
+    """
+    from dsx.plan.builders import build
+
+    built = build(name, stages, chunks, micro_batches)
+    if style == "csv":
+        typer.echo(built.to_csv(), nl=False)
+    elif style == "json":
+        typer.echo(json.dumps(_facts(built), indent=2))
+    else:
+        typer.echo(_table(built))
+
+
+def _facts(built: Schedule) -> dict[str, Any]:
+    from dsx.plan.simulate import simulate
+    from dsx.plan.validate import peak_activations
+
+    return {
+        "name": built.name,
+        "pipeline_ranks": built.num_ranks,
+        "chunks": built.num_chunks,
+        "micro_batches": built.num_micro_batches,
+        "bubble_over_ideal": simulate(built).bubble,
+        "peak_activations": list(peak_activations(built)),
+        "rows": [[str(action) for action in row] for row in built.rows],
+    }
+
+
+def _table(built: Schedule) -> str:
+    from dsx.report.schedule_table import render
+
+    facts = _facts(built)
+    peaks = ", ".join(map(str, facts["peak_activations"]))
+    return "\n".join(
+        (
+            render(built).rstrip("\n"),
+            f"bubble: {facts['bubble_over_ideal']:.1%} of the ideal time",
+            f"peak activations per rank, in chunk inputs: {peaks}",
+        )
+    )

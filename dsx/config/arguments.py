@@ -1,0 +1,55 @@
+"""Command line of a recipe, under ``deepspeed``, ``torchrun`` or plain ``python``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What a recipe was called with; ``overrides`` are ``key=value`` items for ``resolve``."""
+
+    config: Path
+    overrides: tuple[str, ...]
+
+
+def parse_arguments(argv: Sequence[str] | None = None, *, description: str | None = None) -> Arguments:
+    """Read ``--config FILE`` and any number of ``--set KEY=VALUE``.
+
+    ``--local_rank``, which the deepspeed launcher inserts, is accepted and dropped: the environment says the
+    same. Anything else ends the process with usage and exit code 2.
+
+    Args:
+        argv: Arguments; those of the process by default.
+        description: First lines of ``--help``.
+
+    >>> parse_arguments(["--local_rank=1", "--config", "a.json", "--set", "dsx.train.steps=5"]).overrides
+    ('dsx.train.steps=5',)
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help="DeepSpeed JSON with a dsx block"
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        type=_assignment,
+        help="put a value over any key of the config, e.g. --set dsx.parallel.tensor=2; may be repeated",
+    )
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    return Arguments(config=arguments.config, overrides=tuple(arguments.overrides))
+
+
+def _assignment(text: str) -> str:
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no KEY=VALUE; write dsx.parallel.tensor=4")
+    return text

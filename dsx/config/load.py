@@ -1,0 +1,115 @@
+"""Read a DeepSpeed JSON (HJSON comments allowed) with a ``dsx`` block, and put ``--set`` values over it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hjson
+from pydantic import ValidationError
+
+from dsx.config.problems import at, explain, raise_all, show
+from dsx.config.schema import DsxConfig
+from dsx.errors import ConfigError
+
+_SET_EXAMPLE = "write --set dsx.parallel.tensor=4"
+
+
+def load(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()
+) -> tuple[dict[str, Any], DsxConfig]:
+    """DeepSpeed's part of the config, and the validated ``dsx`` block.
+
+    Args:
+        source: Path of the JSON file, or its content.
+        overrides: ``key=value`` items in ``--set`` syntax, applied in order.
+
+    Raises:
+        ConfigError: The file, an override or a key of the ``dsx`` block cannot be used.
+    """
+    if isinstance(source, Mapping):
+        name, content = "config", copy.deepcopy(dict(source))
+    else:
+        name, content = str(source), read(Path(source))
+    for item in overrides:
+        override(content, item)
+    block = content.pop("dsx", None)
+    if block is None:
+        raise ConfigError(f"{name}: dsx", "the config has no dsx block", 'add "dsx": {...}; see `dsx schema`')
+    if not isinstance(block, dict):
+        raise ConfigError(at("dsx", block), "it must be an object {...}", "see `dsx schema`")
+    try:
+        # JSON mode: lists and numbers are judged as JSON has them, not as Python converts them.
+        return content, DsxConfig.model_validate_json(json.dumps(block))
+    except ValidationError as error:
+        problems = explain(error, block, DsxConfig)
+    raise_all(name, problems)
+    raise AssertionError(problems)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The object in the JSON or HJSON file at ``path``. Raises ConfigError."""
+    where = str(path)
+    if path.is_dir():
+        raise ConfigError(where, "it is a folder", "give the JSON file itself")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(where, "there is no such file", "give the path of a DeepSpeed JSON") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(where, f"it cannot be read ({error})", "give a readable UTF-8 file") from None
+    try:
+        content = hjson.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, where, text))
+    except hjson.HjsonDecodeError as error:
+        place = f"{where}, line {error.lineno}, column {error.colno}"
+        raise ConfigError(place, f"not JSON ({error.msg})", "mend the syntax there") from None
+    if not isinstance(content, dict):
+        raise ConfigError(where, f"it holds {show(content)}, not an object", "write {...}")
+    return content
+
+
+def _unique(pairs: Sequence[tuple[str, Any]], where: str, text: str) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in out:
+            written = re.compile(rf"""\s*["']?{re.escape(key)}["']?\s*:""")
+            lines = [i for i, line in enumerate(text.splitlines(), 1) if written.match(line)]
+            place = f" (lines {', '.join(map(str, lines))})" if len(lines) > 1 else ""
+            raise ConfigError(f"{where}: {key}", f"the key is written twice{place}", "keep one of them")
+        out[key] = value
+    return out
+
+
+def override(content: dict[str, Any], item: str) -> None:
+    """Set one ``a.b.c=value`` in ``content`` in place; missing objects on the way are made.
+
+    The value is read as JSON, and taken as a plain string if it is none.
+
+    >>> content = {"zero_optimization": {"stage": 1}}
+    >>> override(content, "zero_optimization.stage=3")
+    >>> override(content, "dsx.train.output=runs/a")
+    >>> content
+    {'zero_optimization': {'stage': 3}, 'dsx': {'train': {'output': 'runs/a'}}}
+    """
+    key, separator, text = item.partition("=")
+    parts = key.strip().split(".")
+    if not separator:
+        raise ConfigError(f"--set {item}", "there is no =", _SET_EXAMPLE)
+    if not all(parts):
+        raise ConfigError(f"--set {item}", "the key has an empty part", _SET_EXAMPLE)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    node = content
+    for i, part in enumerate(parts[:-1]):
+        inner = node.setdefault(part, {})
+        if not isinstance(inner, dict):
+            owner = ".".join(parts[: i + 1])
+            raise ConfigError(f"--set {item}", f"{at(owner, inner)} is no object", f"set {owner} itself")
+        node = inner
+    node[parts[-1]] = value

@@ -1,0 +1,127 @@
+"""The resolved description of a training run: everything that the runtime needs, frozen."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from dsx.config.schema import DsxConfig
+from dsx.plan.params import layer_kinds
+from dsx.spec.mesh import Mesh
+from dsx.spec.model import ModelSpec
+from dsx.spec.param import ParamSpec
+from dsx.spec.stages import StageMap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One config, resolved for one world size.
+
+    Attributes:
+        deepspeed: For ``deepspeed.initialize``: the JSON without its ``dsx`` block, with all three batch keys
+            and the gradient clipping written out.
+        dsx: The ``dsx`` block as the user wrote it, "auto" and all.
+        mesh: Degrees pp x dp x tp over the world's ranks.
+        model: The architecture.
+        hf_config: The Hugging Face config that it was read from.
+        weights: Hugging Face folder to start from; None for fresh weights.
+        chunks: Virtual stages per pipeline rank.
+        schedule_name: ``gpipe``, ``1f1b`` or ``interleaved``.
+        stage_map: Layers over virtual stages over pipeline ranks.
+        param_specs: Every parameter of the model.
+        micro_batch_size: Sequences per micro-batch and data-parallel rank.
+        accumulation: Micro-batches per step and data-parallel rank.
+        global_batch_size: Sequences per step, over all ranks.
+        zero_stage: 0 to 3.
+        precision: Compute dtype.
+        gradient_clipping: Largest global gradient norm; 0 means no clipping.
+        notes: What "auto" became, and other things that the user did not write but should know.
+    """
+
+    deepspeed: dict[str, Any]
+    dsx: DsxConfig
+    mesh: Mesh
+    model: ModelSpec
+    hf_config: dict[str, Any]
+    weights: Path | None
+    chunks: int
+    schedule_name: str
+    stage_map: StageMap
+    param_specs: tuple[ParamSpec, ...]
+    micro_batch_size: int
+    accumulation: int
+    global_batch_size: int
+    zero_stage: int
+    precision: Literal["fp32", "bf16"]
+    gradient_clipping: float
+    notes: tuple[str, ...]
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per sequence."""
+        return self.dsx.data.sequence_length
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step trains on, over all ranks."""
+        return self.global_batch_size * self.sequence_length
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the model's parameters, tied ones once, padding not counted."""
+        return sum(spec.numel for spec in self.param_specs)
+
+    def local_parameters(self, pipeline_rank: int) -> int:
+        """Elements on one rank of ``pipeline_rank`` before ZeRO, after the tensor-parallel cut and padding.
+
+        A tied table counts on every pipeline rank that holds a layer of it.
+        """
+        held = set(self.stage_map.layers_of(pipeline_rank))
+        head = self.stage_map.num_layers - 1
+        return sum(
+            prod(spec.local_shape(self.mesh.tp))
+            for spec in self.param_specs
+            if spec.layer in held or (spec.tie is not None and head in held)
+        )
+
+    def resolved(self) -> dict[str, Any]:
+        """The whole config as JSON with every "auto" replaced: loading it gives this run again."""
+        block = self.dsx.model_dump(mode="json", exclude_none=True)
+        block["parallel"] |= {"tensor": self.mesh.tp, "pipeline": self.mesh.pp, "chunks": self.chunks}
+        block["schedule"]["name"] = self.schedule_name
+        return copy.deepcopy(self.deepspeed) | {"dsx": block}
+
+    def summary(self) -> dict[str, Any]:
+        """What a person wants to see before starting, as JSON values."""
+        kinds = layer_kinds(self.model)
+        stages = self.stage_map
+        return {
+            "world_size": self.mesh.size,
+            "mesh": dict(self.mesh.axes),
+            "chunks": self.chunks,
+            "schedule": self.schedule_name,
+            "zero_stage": self.zero_stage,
+            "precision": self.precision,
+            "recompute": self.dsx.recompute,
+            "sequence_parallel": self.dsx.parallel.sequence_parallel and self.mesh.tp > 1,
+            "model": {"family": self.model.family, "parameters": self.num_parameters},
+            "batch": {
+                "micro_batch_size": self.micro_batch_size,
+                "micro_batches_per_step": self.accumulation,
+                "global_batch_size": self.global_batch_size,
+                "sequence_length": self.sequence_length,
+                "tokens_per_step": self.tokens_per_step,
+            },
+            "stages": [
+                {
+                    "pipeline_rank": rank,
+                    "parameters_per_rank": self.local_parameters(rank),
+                    "chunks": [[f"{i} {kinds[i]}" for i in stages.layers(s)] for s in stages.stages_of(rank)],
+                }
+                for rank in range(self.mesh.pp)
+            ],
+            "notes": list(self.notes),
+        }

@@ -1,0 +1,192 @@
+"""Schema of the ``dsx`` block: strict, frozen, every key described (``dsx schema`` prints it for editors).
+
+Batch sizes, optimizer, precision, clipping and ZeRO live in DeepSpeed's own keys and nowhere here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dsx.spec.model import Family, Recompute
+
+Positive = Annotated[int, Field(ge=1)]
+Degree = Positive | Literal["auto"]
+
+
+class Block(BaseModel):
+    """Base of every block: frozen, unknown keys refused, no conversion between types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(Block):
+    """Which model to train: exactly one of preset, config and path."""
+
+    family: Family | None = Field(
+        default=None,
+        description='Architecture of the preset; needed for presets that both families have ("tiny").',
+    )
+    preset: str | None = Field(
+        default=None, description="Name of a built-in model; `dsx presets` lists them."
+    )
+    config: dict[str, Any] | None = Field(default=None, description="A Hugging Face config.json, inline.")
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A Hugging Face model folder: config.json and, if any, weights.",
+    )
+    weights: Literal["auto", "load", "random"] = Field(
+        default="auto",
+        description='"auto" loads safetensors if path holds any, "load" insists, "random" starts fresh.',
+    )
+    vocab_multiple: Positive = Field(
+        default=64,
+        description="Each tensor-parallel rank's vocabulary rows are padded to a multiple of this.",
+    )
+    overrides: dict[str, Any] = Field(
+        default_factory=dict, description='Hugging Face config keys put over the model, e.g. {"n_layer": 8}.'
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("preset", "config", "path") if getattr(self, name) is not None]
+        if len(given) != 1:
+            said = "none of them is given" if not given else f"{' and '.join(given)} are given"
+            raise ValueError(f"exactly one of preset, config and path is needed; {said}")
+        return self
+
+
+class ParallelConfig(Block):
+    """Degrees of parallelism; data parallelism takes the ranks that tensor x pipeline leave.
+
+    "auto" degrees: the prime factors of world size / fixed degrees go round-robin, largest first, to data,
+    then pipeline, then tensor (those of them that are auto), past an axis that cannot legally take one.
+    """
+
+    tensor: Degree = Field(
+        default="auto",
+        description="Ranks that share each layer. Divides attention heads, key/value heads and MLP width; "
+        '"auto" takes its turn after data and pipeline, up to 8 (one node\'s fast links).',
+    )
+    pipeline: Degree = Field(
+        default="auto",
+        description="Ranks that the layers are spread over; with chunks at most one stage per layer. "
+        '"auto" takes its turn after data and keeps a block for every stage.',
+    )
+    chunks: Degree = Field(
+        default="auto",
+        description='Virtual stages per pipeline rank (interleaving). "auto": 2 when the schedule allows it '
+        "and every stage gets a block, else 1. Without a pipeline always 1.",
+    )
+    sequence_parallel: bool = Field(
+        default=True,
+        description="Shard activations between tensor-parallel layers along the sequence (tensor > 1).",
+    )
+
+
+class ScheduleConfig(Block):
+    """Order of the micro-batches in the pipeline."""
+
+    name: Literal["auto", "gpipe", "1f1b", "interleaved"] = Field(
+        default="auto",
+        description='"auto": interleaved if chunks > 1, else 1f1b. gpipe and 1f1b need chunks = 1.',
+    )
+
+
+class PartitionConfig(Block):
+    """How layers are spread over the pipeline stages."""
+
+    method: (
+        Literal["uniform", "parameters", "flops"]
+        | Annotated[str, Field(pattern=r"^type:.+$")]
+        | Annotated[list[Positive], Field(min_length=1)]
+    ) = Field(
+        default="flops",
+        description="What is balanced: layers, parameters, FLOPs, the layers whose class name matches "
+        "type:<regex>, or an explicit number of layers per virtual stage.",
+    )
+
+
+class DataConfig(Block):
+    """Training text."""
+
+    source: str = Field(
+        default="python-stdlib",
+        min_length=1,
+        description='"python-stdlib" (the source of Python\'s standard library, no network), a local file, '
+        "folder or glob (text, jsonl, json, parquet, csv), or the name of a Hugging Face hub data set.",
+    )
+    name: str | None = Field(default=None, description="Configuration of the hub data set.")
+    split: str = Field(default="train", min_length=1, description="Split of the hub data set.")
+    text_column: str = Field(default="text", min_length=1, description="Column that holds the text.")
+    tokenizer: str = Field(
+        default="bytes",
+        min_length=1,
+        description='"bytes" (256 bytes, end of document), or a transformers tokenizer: name or path.',
+    )
+    sequence_length: Positive = Field(description="Tokens per sequence.")
+    held_out: float = Field(
+        default=0.05, ge=0, lt=1, description="Fraction of the documents kept for evaluation."
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of the sample order and of the held-out choice.")
+    max_bytes: Positive | None = Field(
+        default=None, description="Read at most about this much text, in bytes."
+    )
+
+
+class TrainConfig(Block):
+    """Length of the run and what it leaves behind."""
+
+    steps: Positive = Field(description="Optimizer steps in all, those before a resume included.")
+    output: str = Field(min_length=1, description="Folder for checkpoints, metrics and the resolved config.")
+    log_every: Positive = Field(default=1, description="Steps between progress lines.")
+    eval_every: int = Field(
+        default=0, ge=0, description="Steps between held-out evaluations; 0: at the end only."
+    )
+    eval_tokens: Positive = Field(
+        default=65_536, description="Held-out tokens per evaluation, about (whole batches)."
+    )
+    save_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: at the end only.")
+    seed: int = Field(default=0, ge=0, description="Seed of fresh weights and of dropout.")
+    resume: Literal["auto", "never"] = Field(
+        default="auto", description='"auto" continues from the latest checkpoint in output if there is one.'
+    )
+    export_hf: bool = Field(default=False, description="Write a Hugging Face model folder at the end.")
+
+
+class WandbConfig(Block):
+    """Weights & Biases."""
+
+    mode: Literal["offline", "online", "disabled"] = Field(
+        default="disabled",
+        description="offline writes a run that `wandb sync` can send later; online sends it.",
+    )
+    project: str = Field(default="dsx", min_length=1, description="Project.")
+    entity: str | None = Field(default=None, description="Account or team.")
+    name: str | None = Field(default=None, description="Display name of the run.")
+    group: str | None = Field(default=None, description="Group of runs.")
+    tags: list[str] = Field(default_factory=list, description="Tags of the run.")
+
+
+class TrackingConfig(Block):
+    """Where metrics go, besides the console and metrics.jsonl."""
+
+    wandb: WandbConfig = Field(default=WandbConfig(), description="Weights & Biases.")
+
+
+class DsxConfig(Block):
+    """The ``dsx`` block of a DeepSpeed JSON: 3D training with DeepSpeed."""
+
+    model: ModelConfig = Field(description="Which model to train.")
+    data: DataConfig = Field(description="Training text.")
+    train: TrainConfig = Field(description="Length of the run and what it leaves behind.")
+    parallel: ParallelConfig = Field(default=ParallelConfig(), description="Degrees of parallelism.")
+    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Pipeline schedule.")
+    partition: PartitionConfig = Field(default=PartitionConfig(), description="Layers over stages.")
+    recompute: Recompute = Field(
+        default="none",
+        description="What backward computes again: none, selective (attention core), full (blocks).",
+    )
+    tracking: TrackingConfig = Field(default=TrackingConfig(), description="Where metrics go.")

@@ -1,0 +1,255 @@
+"""Every communication of the tensor-parallel modules, as plain calls and as autograd functions.
+
+With ``tp.size == 1`` nothing here communicates. ``f`` and ``g`` are those of Shoeybi et al. 2019
+(arXiv:1909.08053, section 3); the sequence-parallel pair is that of Korthikanti et al. 2022
+(arXiv:2205.05198, section 4.2.2).
+
+| function | forward | backward |
+|---|---|---|
+| :func:`copy_to` (f) | identity | all-reduce |
+| :func:`reduce_from` (g) | all-reduce, or reduce-scatter on the sequence | identity, or all-gather |
+| :func:`gather_from` | all-gather | own slice |
+| :func:`scatter_to` | own slice | all-gather |
+| :func:`gather_sequence` | all-gather on the sequence | reduce-scatter |
+| :func:`copy_parameters` | identity | all-reduce |
+
+Shapes: B micro-batch, S sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dsx.errors import ModelError
+from dsx.nn.parallel import TensorParallel
+
+SEQUENCE = 1
+"""Dim of [B, S, H] that sequence parallelism cuts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A collective under way; its inputs and outputs must be left alone until :meth:`wait`."""
+
+    buffer: Tensor
+    work: dist.Work | None
+    finish: Callable[[Tensor], Tensor]
+
+    def wait(self) -> Tensor:
+        """The collective's result. On CUDA the host goes on and the current stream waits."""
+        if self.work is not None:
+            self.work.wait()
+        return self.finish(self.buffer)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def start_all_reduce(x: Tensor, tp: TensorParallel, op: Literal["sum", "max"] = "sum") -> Pending:
+    """Start reducing ``x`` in place over the tensor-parallel ranks; any shape, contiguous."""
+    if tp.size == 1:
+        return Pending(x, None, _same)
+    reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+    return Pending(x, dist.all_reduce(x, op=reduce_op, group=tp.group, async_op=True), _same)
+
+
+def start_all_gather(x: Tensor, tp: TensorParallel, dim: int) -> Pending:
+    """Start concatenating every rank's ``x`` along ``dim``. No copy when all dims before ``dim`` are 1."""
+    if tp.size == 1:
+        return Pending(x, None, _same)
+    x = x.contiguous()
+    dim %= x.dim()
+    buffer = x.new_empty(tp.size, *x.shape)
+    work = _all_gather(buffer.flatten(0, 1), x, tp)
+    return Pending(buffer, work, lambda ranks: ranks.movedim(0, dim).flatten(dim, dim + 1))
+
+
+def start_reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Pending:
+    """Start summing ``x`` over the ranks, each keeping its slice of ``dim``. No copy as in the gather.
+
+    Raises:
+        ModelError: ``dim`` does not divide by the tensor-parallel size.
+    """
+    if tp.size == 1:
+        return Pending(x, None, _same)
+    _check_divides(x, tp, dim)
+    ranks = x.unflatten(dim, (tp.size, -1)).movedim(dim, 0).contiguous()
+    buffer = torch.empty_like(ranks[0])
+    return Pending(buffer, _reduce_scatter(buffer, ranks.flatten(0, 1), tp), _same)
+
+
+def all_reduce(x: Tensor, tp: TensorParallel, op: Literal["sum", "max"] = "sum") -> Tensor:
+    """``x`` reduced in place over the tensor-parallel ranks."""
+    return start_all_reduce(x, tp, op).wait()
+
+
+def all_gather(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
+    """Every rank's ``x``, concatenated along ``dim``."""
+    return start_all_gather(x, tp, dim).wait()
+
+
+def own_slice(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
+    """This rank's equal part of ``x`` along ``dim``, a view. Raises ModelError if it does not divide."""
+    if tp.size == 1:
+        return x
+    _check_divides(x, tp, dim)
+    return x.chunk(tp.size, dim)[tp.rank]
+
+
+def _check_divides(x: Tensor, tp: TensorParallel, dim: int) -> None:
+    if x.shape[dim] % tp.size:
+        raise ModelError(
+            f"dim {dim} of a tensor of shape {tuple(x.shape)}",
+            f"{x.shape[dim]} does not divide by the tensor-parallel size {tp.size}",
+            f"use a multiple of {tp.size} (the sequence length, under sequence parallelism)",
+        )
+
+
+def _all_gather(output: Tensor, x: Tensor, tp: TensorParallel) -> dist.Work | None:
+    # torch 2.13 renamed all_gather_into_tensor and warns at the old name; 2.11 has only that one.
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = call(output, x, group=tp.group, async_op=True)
+    return work
+
+
+def _reduce_scatter(output: Tensor, x: Tensor, tp: TensorParallel) -> dist.Work | None:
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: dist.Work | None = call(output, x, group=tp.group, async_op=True)
+    return work
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        # A copy: autograd may hand the same gradient to other users of it.
+        return all_reduce(dy.clone(memory_format=torch.contiguous_format), ctx.tp), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    """``sum over ranks (x) + bias``. Saves nothing, so recompute stops before it and skips its collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        if tp.sequence:
+            y = start_reduce_scatter(x, tp, SEQUENCE).wait()
+        else:
+            ctx.mark_dirty(x)
+            y = all_reduce(x, tp)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        if ctx.tp.sequence:
+            dy = all_gather(dy, ctx.tp, SEQUENCE)
+        # From the whole sequence's gradient, so the replicated bias needs no all-reduce of its own.
+        dbias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        return dy, dbias, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
+        ctx.tp, ctx.dim = tp, dim
+        return all_gather(x, tp, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return own_slice(dy, ctx.tp, ctx.dim).contiguous(), None, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
+        ctx.tp, ctx.dim = tp, dim
+        return own_slice(x, tp, dim).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(dy, ctx.tp, ctx.dim), None, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return all_gather(x, tp, SEQUENCE)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return start_reduce_scatter(dy, ctx.tp, SEQUENCE).wait(), None
+
+
+class _CopyParameters(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tp: TensorParallel, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.tp = tp
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # One collective for all, in float32: these are small, and a bfloat16 sum over ranks would lose bits.
+        flat = all_reduce(torch.cat([g.flatten().float() for g in grads]), ctx.tp)
+        parts = flat.split([g.numel() for g in grads])
+        return None, *(part.view_as(g).to(g.dtype) for part, g in zip(parts, grads, strict=True))
+
+
+def copy_to(x: Tensor, tp: TensorParallel) -> Tensor:
+    """``x``, whose gradient is summed over the ranks: the input of a column-parallel region."""
+    return x if tp.size == 1 else _CopyTo.apply(x, tp)
+
+
+def reduce_from(x: Tensor, tp: TensorParallel, bias: Tensor | None = None) -> Tensor:
+    """The sum of ``x`` over the ranks, plus ``bias`` once: the end of a row-parallel region.
+
+    Args:
+        x: Partial sums [..., H]; [B, S, H] under sequence parallelism. Overwritten without it.
+        tp: Under sequence parallelism each rank keeps its slice of the sequence, [B, S/tp, H].
+        bias: Replicated, [H]. Its gradient comes out equal on all ranks.
+    """
+    if tp.size == 1:
+        return x if bias is None else x + bias
+    y: Tensor = _ReduceFrom.apply(x, bias, tp)
+    return y
+
+
+def gather_from(x: Tensor, tp: TensorParallel, dim: int = -1) -> Tensor:
+    """Every rank's ``x`` concatenated along ``dim``; what follows must be the same on all ranks."""
+    return x if tp.size == 1 else _GatherFrom.apply(x, tp, dim)
+
+
+def scatter_to(x: Tensor, tp: TensorParallel, dim: int = -1) -> Tensor:
+    """This rank's slice along ``dim`` of an ``x`` that all hold. Raises ModelError if it does not divide."""
+    return x if tp.size == 1 else _ScatterTo.apply(x, tp, dim)
+
+
+def gather_sequence(x_BsH: Tensor, tp: TensorParallel) -> Tensor:
+    """[B, S/tp, H] of each rank to [B, S, H]; the gradients are summed and scattered again."""
+    return x_BsH if tp.size == 1 else _GatherSequence.apply(x_BsH, tp)
+
+
+def copy_parameters(tp: TensorParallel, *parameters: Tensor) -> tuple[Tensor, ...]:
+    """Replicated parameters that each rank applies to its slice of the sequence: gradients are summed.
+
+    Identity unless ``tp.sequence``: without sequence parallelism each rank's gradient is already whole.
+    """
+    return _CopyParameters.apply(tp, *parameters) if tp.sequence else parameters

@@ -1,0 +1,196 @@
+"""The vocabulary table, cut along the vocabulary, as word embedding and as head; learned positions.
+
+Shapes: B micro-batch, S sequence, s = S/tp under sequence parallelism, else S; H hidden; V this rank's rows
+of the padded vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dsx.errors import ModelError
+from dsx.nn import collectives
+from dsx.nn.dropout import Dropout
+from dsx.nn.linear import column_linear
+from dsx.nn.parallel import TensorParallel
+from dsx.nn.parameters import Weights
+from dsx.spec.model import ModelSpec
+
+
+def check_ids(ids: Tensor, vocab_size: int, what: str, *, ignored: int | None = None) -> None:
+    """Refuse token ids outside the vocabulary, which padding and the cut would otherwise hide.
+
+    Args:
+        ids: int64, any shape.
+        vocab_size: Logical size, without padding.
+        what: Names the ids in the message.
+        ignored: An id to let pass.
+
+    Raises:
+        ModelError: On CPU. On an accelerator the check is a device assertion, which costs no wait.
+    """
+    good = (ids >= 0) & (ids < vocab_size)
+    if ignored is not None:
+        good |= ids == ignored
+    if ids.device.type == "cpu":
+        if not good.all():
+            raise ModelError(
+                f"{what} = {int(ids[~good][0])}",
+                f"the vocabulary has {vocab_size} tokens",
+                "use the tokenizer that belongs to the model, or a larger vocab_size",
+            )
+    elif ids.device.type != "meta":
+        torch._assert_async(good.all(), f"{what} outside the vocabulary of {vocab_size}")  # noqa: SLF001 (no public one)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of a vocabulary table on this rank, used as embedding or, ``as_head``, as output linear.
+
+    Both uses are this module's own forward, so hooks that gather its weight (DeepSpeed's ZeRO-3) see them.
+
+    Args:
+        vocab_size: Logical rows.
+        padded_rows: Rows of each rank (``ParamSpec.local_extent``); those past ``vocab_size`` stay zero.
+        hidden_size: H.
+        tp: The tensor-parallel ranks.
+        dtype: Of the table.
+        device: Of the table.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        padded_rows: int,
+        hidden_size: int,
+        tp: TensorParallel,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.vocab_size, self.tp = vocab_size, tp
+        self.first = tp.rank * padded_rows
+        num_valid = min(max(vocab_size - self.first, 0), padded_rows)
+        self.num_valid = num_valid if num_valid < padded_rows else None
+        self.weight = nn.Parameter(torch.empty(padded_rows, hidden_size, dtype=dtype, device=device))
+
+    def forward(self, x: Tensor, *, as_head: bool = False) -> Tensor:
+        """Token ids [B, S] to [B, s, H]; ``as_head`` [B, s, H] to logits [B, S, V], padding at -inf."""
+        if as_head:
+            return column_linear(x, self.weight, None, self.tp, num_valid=self.num_valid)
+        check_ids(x, self.vocab_size, "token id")
+        if self.tp.size == 1:
+            return F.embedding(x, self.weight)
+        row_BS = x - self.first
+        elsewhere_BS = (row_BS < 0) | (row_BS >= self.weight.shape[0])
+        partial_BSH = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), self.weight)
+        partial_BSH = partial_BSH.masked_fill_(elsewhere_BS.unsqueeze(-1), 0.0)
+        return collectives.reduce_from(partial_BSH, self.tp)
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows."""
+        return f"{self.vocab_size}, rows {self.first}..{self.first + self.weight.shape[0] - 1}"
+
+
+def _table(model: ModelSpec, weights: Weights) -> VocabParallelEmbedding:
+    rows = weights.specs["word.weight"].local_extent(weights.tp.size)
+    return VocabParallelEmbedding(
+        model.vocab_size, rows, model.hidden_size, weights.tp, dtype=weights.dtype, device=weights.device
+    )
+
+
+class WordEmbedding(nn.Module):
+    """Layer of the layer list: token ids to vectors."""
+
+    def __init__(self, model: ModelSpec, weights: Weights) -> None:
+        super().__init__()
+        self.word = _table(model, weights)
+        weights.initialise(self)
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        """int64 [B, S] to [B, s, H]."""
+        y: Tensor = self.word(ids_BS)
+        return y
+
+
+class Head(nn.Module):
+    """Layer of the layer list: vectors to this rank's slice of the logits."""
+
+    def __init__(self, model: ModelSpec, weights: Weights) -> None:
+        super().__init__()
+        self.word = _table(model, weights)
+        weights.initialise(self)
+
+    def forward(self, x_BsH: Tensor) -> Tensor:
+        """[B, s, H] to [B, S, V]."""
+        return apply_as_head(self, x_BsH)
+
+
+def apply_as_head(module: WordEmbedding | Head, x_BsH: Tensor) -> Tensor:
+    """Use the table of ``module`` (the word embedding, when tied) as head: the tie's ``forward_fn``."""
+    logits_BSV: Tensor = module.word(x_BsH, as_head=True)
+    return logits_BSV
+
+
+class LearnedPositions(nn.Module):
+    """A table with one vector per position, replicated over the tensor-parallel ranks.
+
+    Args:
+        max_positions: Rows.
+        hidden_size: H.
+        tp: The tensor-parallel ranks.
+        dtype: Of the table.
+        device: Of the table.
+    """
+
+    def __init__(
+        self,
+        max_positions: int,
+        hidden_size: int,
+        tp: TensorParallel,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = nn.Parameter(torch.empty(max_positions, hidden_size, dtype=dtype, device=device))
+
+    def forward(self, x_BsH: Tensor) -> Tensor:
+        """Add the positions' vectors: [B, s, H] to the same.
+
+        Raises:
+            ModelError: A sequence longer than the table.
+        """
+        length = x_BsH.shape[1] * (self.tp.size if self.tp.sequence else 1)
+        if length > self.weight.shape[0]:
+            raise ModelError(
+                f"sequence length {length}",
+                f"the model has {self.weight.shape[0]} positions",
+                "use shorter sequences or a model with more positions",
+            )
+        position_SH = self.weight[:length]
+        if self.tp.sequence:
+            # Its gradient is gathered over the ranks: S x H elements, not a sum over the whole table.
+            position_SH = collectives.scatter_to(position_SH, self.tp, dim=0)
+        return x_BsH + position_SH
+
+
+class Positions(nn.Module):
+    """Layer of the layer list: learned positions, then dropout."""
+
+    def __init__(self, model: ModelSpec, weights: Weights) -> None:
+        super().__init__()
+        tp = weights.tp
+        self.position = LearnedPositions(
+            model.max_positions, model.hidden_size, tp, dtype=weights.dtype, device=weights.device
+        )
+        self.dropout = Dropout(model.embedding_dropout, tp, sharded=tp.sequence)
+        weights.initialise(self)
+
+    def forward(self, x_BsH: Tensor) -> Tensor:
+        """[B, s, H] to the same."""
+        y: Tensor = self.dropout(self.position(x_BsH))
+        return y

@@ -1,0 +1,211 @@
+"""Linears cut over the tensor-parallel ranks, along their outputs (column) or inputs (row).
+
+Weights are [out, in] as torch.nn.Linear's, so "column" is Shoeybi et al.'s word for a cut of dim 0
+(arXiv:1909.08053, section 3). Shapes: N tokens (all leading dims), I inputs, O outputs, both local.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dsx.errors import ModelError
+from dsx.nn import collectives
+from dsx.nn.parallel import TensorParallel
+
+
+class _Linear(torch.autograd.Function):
+    """``y = gather(x) W^T + b``, the gather only under sequence parallelism.
+
+    What it saves is the point: the sequence-parallel slice of x, gathered again in backward
+    (arXiv:2205.05198, section 4.2.2), and the Parameter itself. DeepSpeed's ZeRO-3 frees a gathered weight by
+    emptying the Parameter; a saved view such as ``weight.t()`` would keep the gathered copy alive for every
+    micro-batch in flight.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tp: TensorParallel | None,
+        num_valid: int | None,
+    ) -> Tensor:
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        ctx.tp, ctx.num_valid = tp, num_valid
+        if tp is not None and tp.sequence:
+            x = collectives.all_gather(x, tp, collectives.SEQUENCE)
+        # The result is no view, so that the reduction after a row-parallel linear may overwrite it.
+        y = x.new_empty(*x.shape[:-1], weight.shape[0])
+        x_NI, y_NO = x.reshape(-1, x.shape[-1]), y.view(-1, weight.shape[0])
+        if bias is None:
+            torch.mm(x_NI, weight.t(), out=y_NO)
+        else:
+            torch.addmm(bias, x_NI, weight.t(), out=y_NO)
+        if num_valid is not None:
+            y_NO[:, num_valid:] = -torch.inf
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        tp: TensorParallel | None = ctx.tp
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        dy_NO = dy.reshape(-1, dy.shape[-1])
+        # Communication overlaps both matmuls: the gather of x hides behind dx, the reduction of dx behind dW.
+        whole = _start_gather(x, tp) if needs_weight else None
+        dx = _start_reduce(dy_NO.mm(weight).view(*dy.shape[:-1], -1), tp) if needs_x else None
+        dweight = None
+        if whole is not None:
+            x_NI = whole.wait().reshape(-1, x.shape[-1])
+            dweight = dy_NO.t().mm(x_NI)
+            if ctx.num_valid is not None:
+                dweight[ctx.num_valid :] = 0
+        dbias = dy_NO.sum(0) if needs_bias else None
+        return None if dx is None else dx.wait(), dweight, dbias, None, None
+
+
+def _start_gather(x: Tensor, tp: TensorParallel | None) -> collectives.Pending:
+    """The whole sequence's input of a linear, from this rank's slice of it."""
+    if tp is None or not tp.sequence:
+        return collectives.Pending(x, None, lambda same: same)
+    return collectives.start_all_gather(x, tp, collectives.SEQUENCE)
+
+
+def _start_reduce(dx: Tensor, tp: TensorParallel | None) -> collectives.Pending:
+    """Sum over the ranks of a column-parallel linear's input gradient."""
+    if tp is None:
+        return collectives.Pending(dx, None, lambda same: same)
+    if tp.sequence:
+        return collectives.start_reduce_scatter(dx, tp, collectives.SEQUENCE)
+    return collectives.start_all_reduce(dx, tp)
+
+
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel, *, num_valid: int | None = None
+) -> Tensor:
+    """``x W^T + b`` for this rank's rows of W: [..., in] to [..., out/tp].
+
+    Args:
+        x: Equal on all ranks; under sequence parallelism this rank's slice [B, S/tp, in], and the result is
+            [B, S, out/tp].
+        weight: This rank's rows, [out/tp, in].
+        bias: This rank's part, [out/tp], or None.
+        tp: The gradient of ``x`` is summed over its ranks (scattered again under sequence parallelism).
+        num_valid: Outputs from this one on are padding: -inf, and no gradient to their rows of ``weight``.
+    """
+    y: Tensor = _Linear.apply(x, weight, bias, tp, num_valid)
+    return y
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear whose outputs are cut over the ranks.
+
+    Args:
+        in_features: Inputs, whole on every rank.
+        out_features: Outputs of all ranks together.
+        tp: The tensor-parallel ranks.
+        bias: Whether to add a bias, cut as the outputs are.
+        parts: Sizes of blocks fused along the outputs (Q, K and V; gate and up), each cut on its own; empty
+            means one block.
+        gather_output: Return all outputs on every rank, in the order of an uncut linear.
+        dtype: Of the parameters.
+        device: Of the parameters.
+
+    Parameters hold no values until :func:`dsx.nn.parameters.initialise` or a checkpoint fills them.
+
+    Raises:
+        ModelError: A block that does not divide by ``tp.size``, or blocks that do not fill the outputs.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        tp: TensorParallel,
+        *,
+        bias: bool = True,
+        parts: tuple[int, ...] = (),
+        gather_output: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        parts = parts or (out_features,)
+        if sum(parts) != out_features:
+            raise ModelError(
+                f"parts {parts}", f"they sum to {sum(parts)}, not {out_features}", "fix the sizes"
+            )
+        self.parts = tuple(_per_rank(part, tp, "outputs") for part in parts)
+        self.tp, self.gather_output = tp, gather_output
+        rows = sum(self.parts)
+        self.weight = nn.Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out/tp], or [..., out] with ``gather_output``; see :func:`column_linear`."""
+        y = column_linear(x, self.weight, self.bias, self.tp)
+        if not self.gather_output or self.tp.size == 1:
+            return y
+        y = collectives.gather_from(y, self.tp)
+        if len(self.parts) == 1:
+            return y
+        blocks = y.unflatten(-1, (self.tp.size, -1)).split(self.parts, dim=-1)
+        return torch.cat([block.flatten(-2) for block in blocks], dim=-1)
+
+
+class RowParallelLinear(nn.Module):
+    """A linear whose inputs are cut over the ranks; the partial outputs are summed, then the bias is added.
+
+    Args:
+        in_features: Inputs of all ranks together.
+        out_features: Outputs, whole on every rank.
+        tp: The tensor-parallel ranks.
+        bias: Whether to add a bias, which every rank holds whole.
+        dtype: Of the parameters.
+        device: Of the parameters.
+
+    Parameters hold no values until :func:`dsx.nn.parameters.initialise` or a checkpoint fills them.
+
+    Raises:
+        ModelError: Inputs that do not divide by ``tp.size``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        tp: TensorParallel,
+        *,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        columns = _per_rank(in_features, tp, "inputs")
+        self.tp = tp
+        self.weight = nn.Parameter(torch.empty(out_features, columns, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in/tp] to [..., out]; under sequence parallelism [B, S, in/tp] to [B, S/tp, out]."""
+        if self.tp.size == 1:
+            y: Tensor = _Linear.apply(x, self.weight, self.bias, None, None)
+            return y
+        return collectives.reduce_from(_Linear.apply(x, self.weight, None, None, None), self.tp, self.bias)
+
+
+def _per_rank(features: int, tp: TensorParallel, what: str) -> int:
+    if features % tp.size:
+        raise ModelError(
+            f"a linear with {features} {what}",
+            f"they do not divide by the tensor-parallel size {tp.size}",
+            f"use a tensor-parallel size that divides {features}",
+        )
+    return features // tp.size

@@ -1,0 +1,113 @@
+"""Cross entropy over logits that are cut along the vocabulary; nobody ever gathers them.
+
+Shapes: B micro-batch, S sequence, N = B S tokens, V this rank's columns of the padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dsx.nn import collectives
+from dsx.nn.embedding import check_ids
+from dsx.nn.parallel import TensorParallel
+
+IGNORED = -100
+"""Label of tokens that the loss skips, as torch's cross_entropy has it."""
+
+_ELEMENTS_AT_ONCE = 1 << 23
+"""Logits in float32 at a time: 32 MiB, whatever the vocabulary and the micro-batch."""
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Keeps the logits as they are and one float32 per token, the log-sum-exp over all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_BSV: Tensor, labels_BS: Tensor, tp: TensorParallel, overwrite: bool
+    ) -> Tensor:
+        logits_NV, labels_N = logits_BSV.flatten(0, -2), labels_BS.flatten()
+        num_columns = logits_NV.shape[1]
+        column_N = labels_N - tp.rank * num_columns
+        mine_N = (column_N >= 0) & (column_N < num_columns)
+        column_N = column_N.clamp(0, num_columns - 1)
+        statistics = [_statistics(z, column_N[at]) for at, z in _chunks(logits_NV)]
+        log_sum_N, target_N = (torch.cat(parts) for parts in zip(*statistics, strict=True))
+        target_N.masked_fill_(~mine_N, 0.0)
+        log_sum_N, target_N = _combine(log_sum_N, target_N, tp)
+        valid_N = labels_N != IGNORED
+        count = valid_N.sum().clamp_(min=1)
+        ctx.save_for_backward(logits_BSV, log_sum_N, column_N, mine_N, valid_N / count)
+        ctx.overwrite = overwrite
+        return (log_sum_N - target_N).masked_fill_(~valid_N, 0.0).sum() / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_BSV, log_sum_N, column_N, mine_N, share_N = ctx.saved_tensors
+        d_logits_BSV = logits_BSV.detach() if ctx.overwrite else torch.empty_like(logits_BSV)
+        logits_NV, d_logits_NV = logits_BSV.flatten(0, -2), d_logits_BSV.flatten(0, -2)
+        scale_N = share_N * dloss
+        for at, z_nV in _chunks(logits_NV):
+            # d loss / d logit = (softmax - one-hot of the label) / number of labels.
+            p_nV = (z_nV - log_sum_N[at, None]).exp_()
+            p_nV.scatter_add_(1, column_N[at, None], -mine_N[at, None].to(p_nV.dtype))
+            d_logits_NV[at] = p_nV.mul_(scale_N[at, None])
+        return d_logits_BSV, None, None, None
+
+
+def _chunks(logits_NV: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of the tokens with their logits, at least in float32."""
+    dtype = torch.promote_types(logits_NV.dtype, torch.float32)
+    step = max(1, _ELEMENTS_AT_ONCE // logits_NV.shape[1])
+    for start in range(0, logits_NV.shape[0], step):
+        at = slice(start, start + step)
+        yield at, logits_NV[at].to(dtype)
+
+
+def _statistics(z_nV: Tensor, column_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp over this rank's columns, and the logit at ``column``."""
+    return torch.logsumexp(z_nV, dim=1), z_nV.gather(1, column_n[:, None]).squeeze(1)
+
+
+def _combine(log_sum_N: Tensor, target_N: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    """Both over all ranks: log-sum-exp of log-sum-exps, sum of targets. One max of N, one sum of 2 N."""
+    if tp.size == 1:
+        return log_sum_N, target_N
+    highest_N = collectives.all_reduce(log_sum_N.clone(), tp, "max")
+    sums_2N = torch.stack(((log_sum_N - highest_N).exp_(), target_N))
+    sum_N, target_N = collectives.all_reduce(sums_2N, tp)
+    return highest_N + sum_N.log(), target_N
+
+
+def cross_entropy(
+    logits_BSV: Tensor,
+    labels_BS: Tensor,
+    *,
+    tp: TensorParallel,
+    vocab_size: int,
+    overwrite_logits: bool = False,
+) -> Tensor:
+    """Mean cross entropy over the labels that are not -100; 0 if there are none.
+
+    Args:
+        logits_BSV: This rank's columns, contiguous, any float dtype; padding columns at -inf.
+        labels_BS: int64, whole vocabulary, equal on all ranks.
+        tp: The tensor-parallel ranks.
+        vocab_size: Logical vocabulary.
+        overwrite_logits: Write the gradient over the logits in backward, which saves a tensor of their size.
+            Only for a caller that lets go of them; a second backward through them raises.
+
+    Returns:
+        A scalar, float32 (float64 for float64 logits), equal on all ranks.
+
+    Raises:
+        ModelError: On CPU, a label outside the vocabulary (a device assertion elsewhere).
+    """
+    check_ids(labels_BS, vocab_size, "label", ignored=IGNORED)
+    loss: Tensor = _CrossEntropy.apply(logits_BSV, labels_BS, tp, overwrite_logits)
+    return loss

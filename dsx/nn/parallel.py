@@ -1,0 +1,64 @@
+"""A rank's place among the tensor-parallel ranks: passed to every module, never looked up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from dsx.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """Tensor-parallel degree, rank and process group.
+
+    Attributes:
+        size: Number of tensor-parallel ranks. With 1, no module communicates.
+        rank: This rank's index among them.
+        group: Their process group; None means the default group, which then must have ``size`` ranks.
+        sequence_parallel: Between the linears, cut activations along the sequence instead of repeating
+            them (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). Counts only when ``size`` > 1:
+            read :attr:`sequence`.
+
+    Raises:
+        LayoutError: A rank outside ``range(size)``, or a process group of another size.
+
+    >>> TensorParallel(2, 2)
+    Traceback (most recent call last):
+        ...
+    dsx.errors.LayoutError: tensor-parallel rank 2: there are 2 ranks. Fix: use 0 to 1.
+    """
+
+    size: int = 1
+    rank: int = 0
+    group: ProcessGroup | None = field(default=None, repr=False)
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise LayoutError(f"tensor-parallel size {self.size}", "a degree is at least 1", "use 1 or more")
+        if not 0 <= self.rank < self.size:
+            raise LayoutError(
+                f"tensor-parallel rank {self.rank}",
+                f"there are {self.size} ranks",
+                f"use 0 to {self.size - 1}",
+            )
+        # Without this, a forgotten group would silently sum over every rank of the run.
+        if self.size > 1 and dist.is_initialized() and dist.get_world_size(self.group) != self.size:
+            raise LayoutError(
+                f"tensor-parallel size {self.size}",
+                f"its process group has {dist.get_world_size(self.group)} ranks",
+                "pass the group of exactly the tensor-parallel ranks",
+            )
+
+    @property
+    def sequence(self) -> bool:
+        """Whether activations between the linears are cut along the sequence."""
+        return self.sequence_parallel and self.size > 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
+        """Itself: it is frozen, and a process group cannot be copied."""
+        return self

@@ -1,0 +1,1 @@
+"""What people read: tables of schedules, one line per training step. No effect on training."""

@@ -1,0 +1,1 @@
+"""Effects: process groups, transfers, the engine over DeepSpeed, data, tracking."""

@@ -1,0 +1,137 @@
+"""Save and load a run: DeepSpeed's files, random states and a manifest, committed as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from safetensors.torch import load_file, save_file
+
+from dsx.checkpoint import store
+from dsx.checkpoint.manifest import Manifest
+from dsx.errors import CheckpointError
+from dsx.runtime.launch import agree
+from dsx.spec.param import ParamSpec
+
+if TYPE_CHECKING:
+    from dsx.runtime.engine import PipelineEngine
+
+
+def save(engine: PipelineEngine, root: Path, *, tag: str | None, client_state: Mapping[str, Any]) -> Path:
+    """Write ``root/tag`` and point ``root/latest`` at it. A collective call over all ranks.
+
+    Everything is written to a hidden folder beside, synced, and renamed into place; ``latest`` changes last. A
+    run killed at any moment leaves the previous checkpoint as it was.
+
+    Args:
+        engine: The engine to save.
+        root: Folder of checkpoints, on a file system that all ranks share.
+        tag: Name; ``global_step<N>`` by default.
+        client_state: What :func:`load` shall give back; must be JSON-able.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+    """
+    tag = tag or f"global_step{engine.global_steps}"
+    staged: Path = agree(lambda: store.stage(root, tag))
+    try:
+        engine.deepspeed_engine.save_checkpoint(
+            str(staged.parent), tag=staged.name, client_state={"dsx": dict(client_state)}, save_latest=False
+        )
+        save_file(_random_states(), staged / _random_file(engine))
+    except OSError as error:
+        raise CheckpointError(str(staged), f"cannot be written ({error})", "free space or choose another folder") from error
+    tensors = describe(engine)
+    if engine.groups.rank == 0:
+        store.write_atomically(staged / "dsx.json", manifest(engine, tensors, client_state).to_json().encode())
+    dist.barrier()
+    return agree(lambda: _commit(root, tag))
+
+
+def load(engine: PipelineEngine, root: Path, *, tag: str | None) -> tuple[Path, dict[str, Any]]:
+    """Continue from ``root/tag`` (``root/latest`` by default) exactly. A collective call over all ranks.
+
+    Weights, optimizer state, learning-rate scheduler, counters and random states are restored.
+
+    Returns:
+        The checkpoint's folder and the ``client_state`` it was saved with.
+
+    Raises:
+        CheckpointError: None there, incomplete, of another model or of another layout.
+    """
+    tensors = describe(engine)
+
+    def check() -> Path:
+        found = store.find(root, tag)
+        saved, here = Manifest.read(found / "dsx.json"), manifest(engine, tensors, {})
+        saved.require_same_model(here)
+        saved.require_same_layout(here)
+        missing = [f"dsx_random_{r}.safetensors" for r in range(here.world_size)]
+        missing = [name for name in missing if not (found / name).is_file()]
+        if missing:
+            raise CheckpointError(str(found), f"files are missing: {missing}", "use another checkpoint")
+        return found
+
+    path = agree(check)
+    loaded, client = engine.deepspeed_engine.load_checkpoint(str(path.parent), tag=path.name)
+    if loaded is None:
+        raise CheckpointError(str(path), "DeepSpeed could not load it", "use another checkpoint")
+    _restore_random_states(path / _random_file(engine))
+    dist.barrier()
+    return path, dict(client.get("dsx", {}))
+
+
+def describe(engine: PipelineEngine) -> dict[str, tuple[int, ...]]:
+    """Name -> logical shape of every tensor of the whole model. A collective call over all ranks."""
+    pipeline, mesh = engine.pipeline, engine.groups.mesh
+    mine: dict[str, tuple[int, ...]] = {}
+    if engine.groups.dp_rank == 0:
+        for name, parameter in pipeline.chunks.named_parameters():
+            spec = getattr(parameter, "dsx_spec", None)
+            if isinstance(spec, ParamSpec):
+                mine[spec.name] = spec.shape
+            else:
+                # A layer that is not dsx's: its local shape is all there is to know.
+                shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+                mine[name if mesh.tp == 1 else f"{name}@tp{engine.groups.tp_rank}"] = shape
+    gathered: list[dict[str, tuple[int, ...]]] = [{} for _ in range(mesh.size)]
+    dist.all_gather_object(gathered, mine)
+    return {name: shape for part in gathered for name, shape in sorted(part.items())}
+
+
+def manifest(
+    engine: PipelineEngine, tensors: Mapping[str, tuple[int, ...]], client_state: Mapping[str, Any]
+) -> Manifest:
+    """What a checkpoint of ``engine`` says about itself."""
+    raise NotImplementedError
+
+
+def _commit(root: Path, tag: str) -> Path:
+    path = store.commit(root, tag)
+    store.point_latest(root, tag)
+    return path
+
+
+def _random_file(engine: PipelineEngine) -> str:
+    return f"dsx_random_{engine.groups.rank}.safetensors"
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    """States of the generators that layers draw from."""
+    states = {"cpu": torch.get_rng_state()}
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        states["accelerator"] = accelerator.get_rng_state()
+    return states
+
+
+def _restore_random_states(path: Path) -> None:
+    states = load_file(path)
+    torch.set_rng_state(states["cpu"])
+    if "accelerator" in states:
+        get_accelerator().set_rng_state(states["accelerator"])

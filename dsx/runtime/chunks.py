@@ -1,0 +1,134 @@
+"""All layers of one rank, grouped into chunks (virtual stages), as the one module DeepSpeed sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def checkpoint_non_reentrant(function: Callable[..., Any], *inputs: Any) -> Any:
+    """Recompute ``function`` in backward (torch.utils.checkpoint, non-reentrant, RNG preserved)."""
+    return checkpoint(function, *inputs, use_reentrant=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """Which runs of layers are recomputed in backward.
+
+    Attributes:
+        interval: Layers per recomputed run; 0 turns recomputation off.
+        layer_names: Class names that may be recomputed; None means every run that has parameters.
+        function: Called as ``function(run, *inputs)``.
+    """
+
+    interval: int = 0
+    layer_names: tuple[str, ...] | None = None
+    function: Callable[..., Any] = checkpoint_non_reentrant
+
+    def applies(self, layers: Sequence[Callable[..., Any]]) -> bool:
+        """Whether this run of layers is recomputed (deepspeed/runtime/pipe/module.py, _is_checkpointable)."""
+        if self.layer_names is not None:
+            return all(type(layer).__name__ in self.layer_names for layer in layers)
+        return any(isinstance(layer, nn.Module) and any(True for _ in layer.parameters()) for layer in layers)
+
+
+class TiedUse(nn.Module):
+    """One use of a tied module through a function of its own, e.g. an embedding used as the output head.
+
+    A module of its own so that ZeRO-3's hooks, which fire on modules, gather the weight here too.
+    """
+
+    def __init__(self, module: nn.Module, forward_fn: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__()
+        # A tuple, so that the tied module keeps its one place (and name) in tied_modules.
+        self._tied = (module,)
+        self._forward_fn = forward_fn
+
+    @property
+    def tied_module(self) -> nn.Module:
+        """The shared module."""
+        return self._tied[0]
+
+    def forward(self, inputs: Any) -> Any:
+        """``forward_fn(tied_module, inputs)``."""
+        return self._forward_fn(self.tied_module, inputs)
+
+
+class Chunks(nn.Module):
+    """This rank's layers. Children are named by global layer index, tied modules live in ``tied_modules``.
+
+    Args:
+        stages: Virtual stage -> its layers, in order, each under its global index.
+        tied_modules: Tie key -> shared module.
+        loss_fn: ``loss_fn(outputs, labels) -> scalar``; None means that the outputs are the loss.
+        last_stage: The virtual stage that ends with the loss.
+        recompute: Which runs of layers are recomputed.
+        reseed: Called with (global layer index, micro-batch count) before each layer, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: Mapping[int, Sequence[tuple[int, Callable[..., Any]]]],
+        tied_modules: Mapping[str, nn.Module],
+        loss_fn: Loss | None,
+        last_stage: int,
+        recompute: Recompute,
+        reseed: Callable[[int, int], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.tied_modules = nn.ModuleDict(dict(tied_modules))
+        self.loss_fn = loss_fn
+        self._stages = {stage: tuple(layers) for stage, layers in stages.items()}
+        self._last_stage = last_stage
+        self._recompute = recompute
+        self._reseed = reseed
+        self._forwards = 0
+        tied = set(map(id, tied_modules.values()))
+        for layers in self._stages.values():
+            for index, layer in layers:
+                if isinstance(layer, nn.Module) and id(layer) not in tied:
+                    self.add_module(str(index), layer)
+
+    def forward(self, inputs: Any, stage: int, labels: Any = None) -> Any:
+        """Output of virtual stage ``stage``; with ``labels``, the loss of the last stage.
+
+        Args:
+            inputs: Tensor or tuple of tensors.
+            stage: One of this rank's virtual stages.
+            labels: Second argument of ``loss_fn``; None leaves the loss out.
+        """
+        self._forwards += 1
+        layers, step = self._stages[stage], self._recompute.interval
+        value = inputs
+        for start in range(0, len(layers), step or len(layers)):
+            run = layers[start : start + (step or len(layers))]
+            function = self._runner(run, self._forwards)
+            if step and self._recompute.applies([layer for _, layer in run]):
+                args = value if isinstance(value, tuple) else (value,)
+                value = self._recompute.function(function, *args)
+            else:
+                value = function(value)
+        if labels is None or stage != self._last_stage:
+            return value
+        return value if self.loss_fn is None else self.loss_fn(value, labels)
+
+    def _runner(
+        self, run: Sequence[tuple[int, Callable[..., Any]]], forwards: int
+    ) -> Callable[..., Any]:
+        def call(*inputs: Any) -> Any:
+            value: Any = inputs[0] if len(inputs) == 1 else inputs
+            for index, layer in run:
+                if self._reseed is not None:
+                    self._reseed(index, forwards)
+                value = layer(value)
+            return value
+
+        return call

@@ -1,0 +1,258 @@
+"""Tokenised text: prepared once per machine and cached, then read as packed sequences."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dsx.config.schema import DataConfig
+from dsx.errors import DataError
+from dsx.runtime.data.order import is_held_out
+from dsx.runtime.data.sources import documents, open_source
+from dsx.runtime.data.store import SPLITS, VERSION, CorpusInfo, SplitWriter, written_aside
+from dsx.runtime.data.tokenizers import Tokenizer, load_tokenizer
+
+_BATCH_CHARACTERS = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Tokens cut into sequences: S inputs and, one to the right, S labels; none is a label twice.
+
+    Documents follow each other; a sequence may begin and end inside one.
+
+    Args:
+        tokens: All token ids, end-of-document tokens included (a memory map).
+        sequence_length: S.
+    """
+
+    tokens: npt.NDArray[np.unsignedinteger[Any]]
+    sequence_length: int
+
+    def __len__(self) -> int:
+        return max(0, len(self.tokens) - 1) // self.sequence_length
+
+    def window(self, index: int) -> torch.Tensor:
+        """Sequence ``index``: int64 [S + 1], inputs ``[:-1]`` and labels ``[1:]``.
+
+        Raises:
+            IndexError: ``index`` is outside ``range(len(self))``.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        start = index * self.sequence_length
+        return torch.from_numpy(self.tokens[start : start + self.sequence_length + 1].astype(np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """A prepared corpus, cut into sequences.
+
+    Args:
+        path: Its folder.
+        info: Counts and settings.
+        train: Training sequences.
+        held_out: Held-out sequences, of documents that no training sequence touches; may be none.
+    """
+
+    path: Path
+    info: CorpusInfo
+    train: Sequences
+    held_out: Sequences
+
+    @classmethod
+    def open(cls, path: str | Path, *, sequence_length: int, vocab_size: int | None = None) -> Self:
+        """Open what :func:`prepare` returned; reads no token.
+
+        Args:
+            path: The folder.
+            sequence_length: Tokens per sequence.
+            vocab_size: The model's vocabulary, to check against the tokenizer's.
+
+        Raises:
+            DataError: The folder is missing, damaged or of another version; either split is too small for
+                one sequence; or the tokenizer has more ids than the model.
+        """
+        folder = Path(path)
+        info = CorpusInfo.load(folder)
+        if vocab_size is not None and info.vocab_size > vocab_size:
+            raise DataError(
+                f'dsx.data.tokenizer = "{info.tokenizer}"',
+                f"it has {info.vocab_size} ids, but the model's vocabulary is {vocab_size}",
+                f"use the model's own tokenizer, or a model with vocab_size >= {info.vocab_size}",
+            )
+        train, held_out = (
+            Sequences(_tokens(folder / f"{split}.bin", np.dtype(info.dtype)), sequence_length)
+            for split in SPLITS
+        )
+        for name, split, sequences in (
+            ("training", info.train, train),
+            ("held-out", info.held_out, held_out),
+        ):
+            if split.documents and not len(sequences):
+                raise DataError(
+                    f"dsx.data.sequence_length = {sequence_length}",
+                    f"the {name} split has {split.tokens} tokens, a sequence needs {sequence_length + 1}",
+                    "use more text or shorter sequences"
+                    + (", or change dsx.data.held_out" if name == "held-out" else ""),
+                )
+        return cls(folder, info, train, held_out)
+
+    @property
+    def digest(self) -> str:
+        """Hash of all tokens: a resumed run on another digest does not continue on the same text."""
+        return hashlib.blake2b(
+            f"{self.info.train.digest}{self.info.held_out.digest}".encode(), digest_size=16
+        ).hexdigest()
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of held-out text per held-out token, end tokens counted.
+
+        Raises:
+            DataError: Nothing is held out.
+        """
+        self._need_held_out()
+        return self.info.held_out.text_bytes / self.info.held_out.tokens
+
+    @property
+    def unigram_bits_per_byte(self) -> float:
+        """Entropy of the held-out bytes' own frequencies: what a model without context can reach at best.
+
+        Raises:
+            DataError: Nothing is held out.
+        """
+        self._need_held_out()
+        counts = np.array(self.info.held_out_byte_counts, np.float64)
+        share = counts[counts > 0] / counts.sum()
+        return float(-(share * np.log2(share)).sum())
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Bits per held-out byte of a mean cross-entropy per token of ``loss`` nats.
+
+        The bits spent on end-of-document tokens count, though they stand for no byte of text.
+        """
+        return loss / math.log(2) / self.bytes_per_token
+
+    def _need_held_out(self) -> None:
+        if not self.info.held_out.documents:
+            raise DataError(
+                f"dsx.data.held_out = {self.info.settings['held_out']}",
+                f"nothing is held out of {self.info.train.documents} documents",
+                "hold out a larger fraction, such as 0.05",
+            )
+
+
+def prepare(data: DataConfig, cache_dir: str | Path) -> Path:
+    """Tokenise ``data.source`` into ``cache_dir`` unless that has been done, and return the corpus's folder.
+
+    Called by one process per node; the others open the folder after a barrier. Several processes at once
+    are safe: the first to finish wins.
+
+    Args:
+        data: The ``dsx.data`` block; its ``sequence_length`` does not matter here.
+        cache_dir: Folder for prepared corpora, made if missing.
+
+    Raises:
+        DataError: The source or the tokenizer cannot be read, there is no text, or the cache cannot be
+            written.
+    """
+    tokenizer = load_tokenizer(data.tokenizer)
+    settings: dict[str, Any] = {
+        "version": VERSION,
+        "source": open_source(data).identity(),
+        "max_bytes": data.max_bytes,
+        "tokenizer": tokenizer.identity(),
+        "held_out": data.held_out,
+        "seed": data.seed,
+    }
+    name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
+    target = Path(cache_dir).expanduser() / name
+    if (target / "corpus.json").is_file():
+        CorpusInfo.load(target)
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(target) as aside:
+            _write(aside, data, tokenizer, settings).save(aside)
+    except OSError as error:
+        raise DataError(
+            str(target), f"cannot be written ({error})", "free space or name another folder"
+        ) from error
+    return target
+
+
+def _write(folder: Path, data: DataConfig, tokenizer: Tokenizer, settings: dict[str, Any]) -> CorpusInfo:
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    byte_counts = np.zeros(256, np.int64)
+    with (
+        SplitWriter(folder / "train.bin", dtype, tokenizer.end_id) as train,
+        SplitWriter(folder / "held_out.bin", dtype, tokenizer.end_id) as held_out,
+    ):
+        number = 0
+        for batch in _batches(documents(data)):
+            for document, ids in zip(batch, tokenizer.encode(batch), strict=True):
+                text = document.encode()
+                if is_held_out(number, data.held_out, data.seed):
+                    byte_counts += np.bincount(np.frombuffer(text, np.uint8), minlength=256)
+                    held_out.append(ids, len(text))
+                else:
+                    train.append(ids, len(text))
+                number += 1
+    _check_split(data, train, held_out)
+    return CorpusInfo(
+        source=data.source,
+        settings=settings,
+        tokenizer=tokenizer.name,
+        vocab_size=tokenizer.vocab_size,
+        end_id=tokenizer.end_id,
+        dtype=dtype.str,
+        train=train.info(),
+        held_out=held_out.info(),
+        held_out_byte_counts=byte_counts.tolist(),
+    )
+
+
+def _check_split(data: DataConfig, train: SplitWriter, held_out: SplitWriter) -> None:
+    total = train.documents + held_out.documents
+    if not total:
+        raise DataError(
+            f'dsx.data.source = "{data.source}"', "it holds no text", "name files with text in them"
+        )
+    lacks_held_out = data.held_out > 0 and not held_out.documents
+    if lacks_held_out or not train.documents:
+        raise DataError(
+            f"dsx.data.held_out = {data.held_out}",
+            f"of {total} documents none is {'held out' if lacks_held_out else 'left to train on'}",
+            f"use about {min(0.5, max(0.05, math.ceil(100 / total) / 100))}, 0 to hold out none, or more "
+            "documents",
+        )
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Documents in lists of about 8 Mi characters: enough for a tokenizer's threads, little for memory."""
+    batch: list[str] = []
+    length = 0
+    for text in texts:
+        batch.append(text)
+        length += len(text)
+        if length >= _BATCH_CHARACTERS:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
+
+
+def _tokens(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[np.unsignedinteger[Any]]:
+    if not path.stat().st_size:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, mode="r")

@@ -1,0 +1,177 @@
+"""Documents from a text column: local jsonl, json, parquet and csv, and data sets of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsx.errors import DataError
+from dsx.runtime.data.hub import offline_unless, reachable
+from dsx.runtime.data.text_files import file_identity
+
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+_BATCH_ROWS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableFiles:
+    """Local files that ``datasets`` reads, streamed: nothing is copied into its cache.
+
+    Args:
+        root: Folder that ``paths`` are relative to.
+        paths: All files, in order.
+        builder: Builder of ``datasets`` for the files; None leaves the folder ``root``, its splits and its
+            dataset card to ``datasets``.
+        name: Configuration of the folder's dataset card, if it has several.
+        split: Split; files on their own have "train" alone.
+        text_column: Column that holds the text.
+    """
+
+    root: Path
+    paths: tuple[Path, ...]
+    builder: str | None
+    name: str | None
+    split: str
+    text_column: str
+
+    def identity(self) -> dict[str, object]:
+        """What the cache recognises this corpus by."""
+        return {
+            **file_identity(self.root, self.paths),
+            "name": self.name,
+            "split": self.split,
+            "text_column": self.text_column,
+        }
+
+    def documents(self) -> Iterator[str]:
+        """Documents in order; empty cells are skipped. Raises DataError for an unreadable table or column."""
+        return _texts(self._rows(), self.text_column, str(self._place))
+
+    @property
+    def _place(self) -> Path:
+        return self.root / self.paths[0] if len(self.paths) == 1 else self.root
+
+    def _rows(self) -> Iterator[Any]:
+        import datasets
+
+        # An empty file stops the readers of datasets; it holds no document.
+        files = [str(self.root / path) for path in self.paths if (self.root / path).stat().st_size]
+        if not files:
+            return
+        source, options = str(self.root), {}
+        if self.builder is not None:
+            source, options = self.builder, {"data_files": files}
+        try:
+            with offline_unless(online=False):
+                table = datasets.load_dataset(source, self.name, split=self.split, streaming=True, **options)
+                yield from table.with_format("arrow").iter(batch_size=_BATCH_ROWS)
+        except _read_errors() as error:
+            raise _unreadable(str(self._place), error) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubData:
+    """A data set of the Hugging Face hub, from the network or from the cache of ``datasets``.
+
+    Args:
+        dataset: ``owner/name`` or ``name``.
+        name: Its configuration, if it has several.
+        split: Its split; slices such as ``train[:10%]`` too.
+        text_column: Column that holds the text.
+        stream: Read over the network instead of downloading the whole first.
+    """
+
+    dataset: str
+    name: str | None
+    split: str
+    text_column: str
+    stream: bool
+
+    def identity(self) -> dict[str, object]:
+        """What the cache recognises this corpus by: no more than names, so that it needs no network."""
+        return {
+            "hub": self.dataset,
+            "name": self.name,
+            "split": self.split,
+            "text_column": self.text_column,
+        }
+
+    def documents(self) -> Iterator[str]:
+        """Documents in order; empty cells are skipped.
+
+        Raises:
+            DataError: No such data set, configuration, split or column; or no network and not in the cache.
+        """
+        return _texts(self._rows(), self.text_column, self._where)
+
+    @property
+    def _where(self) -> str:
+        return f'dsx.data.source = "{self.dataset}"'
+
+    def _rows(self) -> Iterator[Any]:
+        import datasets
+
+        online = reachable()
+        try:
+            with offline_unless(online):
+                table = datasets.load_dataset(
+                    self.dataset, self.name, split=self.split, streaming=self.stream and online
+                )
+                yield from table.with_format("arrow").iter(batch_size=_BATCH_ROWS)
+        except _read_errors() as error:
+            if not online:
+                raise DataError(
+                    self._where,
+                    "is no local path, the Hugging Face hub cannot be reached (no network, or "
+                    f"HF_HUB_OFFLINE is set), and it cannot be read from the cache ({_said(error)})",
+                    'name a local file or folder, use "python-stdlib", or download it where there is network',
+                ) from error
+            raise _unreadable(self._where, error) from error
+
+
+def _texts(batches: Iterator[Any], column: str, where: str) -> Iterator[str]:
+    """Cells of ``column`` of Arrow tables."""
+    for batch in batches:
+        if column not in batch.column_names:
+            raise DataError(
+                f'dsx.data.text_column = "{column}"',
+                f"{where} has no such column; it has {', '.join(batch.column_names)}",
+                "name the column that holds the text",
+            )
+        kind = str(batch.schema.field(column).type)
+        if kind not in {"string", "large_string", "string_view", "null"}:
+            raise DataError(
+                f'dsx.data.text_column = "{column}"',
+                f"that column of {where} holds {kind}, not text",
+                f"name the column that holds the text: {', '.join(batch.column_names)}",
+            )
+        try:
+            cells = batch.column(column).to_pylist()
+        except UnicodeDecodeError as error:  # jsonl is decoded only here
+            raise _unreadable(where, error) from error
+        yield from (cell for cell in cells if cell)
+
+
+def _read_errors() -> tuple[type[Exception], ...]:
+    from datasets.exceptions import DatasetsError
+
+    # pyarrow's errors are ValueErrors or OSErrors; json.JSONDecodeError and UnicodeDecodeError ValueErrors.
+    return (DatasetsError, OSError, ValueError, RuntimeError, StopIteration, TypeError, json.JSONDecodeError)
+
+
+def _unreadable(where: str, error: Exception) -> DataError:
+    if isinstance(error, UnicodeDecodeError):
+        fix = "convert it (iconv -f latin1 -t utf-8) or leave it out"
+        return DataError(where, f"is not UTF-8 text ({error.reason})", fix)
+    if "split" in str(error).lower():
+        return DataError(f"dsx.data.split of {where}", _said(error), "name a split that it has")
+    return DataError(where, f"cannot be read ({_said(error)})", "check the name and the files")
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

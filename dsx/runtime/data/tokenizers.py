@@ -1,0 +1,122 @@
+"""Text -> token ids: raw bytes, or any tokenizer of ``transformers``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dsx.errors import DataError
+from dsx.runtime.data.hub import offline_unless, reachable
+
+TokenIds = npt.NDArray[np.integer[Any]]
+
+
+class Tokenizer(Protocol):
+    """What a corpus needs of a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """As the config names it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+
+    @property
+    def end_id(self) -> int:
+        """Id that ends every document."""
+
+    def identity(self) -> str:
+        """Changes whenever the same text could give other ids."""
+
+    def encode(self, documents: Sequence[str]) -> list[TokenIds]:
+        """Ids of every document, without the end of document."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255, and 256 for the end of a document.
+
+    >>> [ids.tolist() for ids in ByteTokenizer().encode(["é", "ab"])]
+    [[195, 169], [97, 98]]
+    """
+
+    name = "bytes"
+    vocab_size = 257
+    end_id = 256
+
+    def identity(self) -> str:
+        """The same for ever."""
+        return "bytes"
+
+    def encode(self, documents: Sequence[str]) -> list[TokenIds]:
+        """UTF-8 bytes of every document (uint8)."""
+        return [np.frombuffer(document.encode(), np.uint8) for document in documents]
+
+
+class TransformersTokenizer:
+    """A tokenizer of ``transformers``; its end-of-sequence token ends documents, no other is added.
+
+    Args:
+        name: A local folder or a name on the Hugging Face hub.
+
+    Raises:
+        DataError: It cannot be loaded, or it has no end-of-sequence token.
+    """
+
+    def __init__(self, name: str) -> None:
+        from transformers import AutoTokenizer
+
+        self.name = name
+        where = f'dsx.data.tokenizer = "{name}"'
+        local = Path(name).expanduser()
+        online = not local.exists() and reachable()
+        try:
+            with offline_unless(online):
+                self._tokenizer = AutoTokenizer.from_pretrained(str(local) if local.exists() else name)
+        except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+            lines = str(error).strip().splitlines() or [""]
+            said = "is no folder, and the Hugging Face hub cannot be reached" if not local.exists() else ""
+            said = said if said and not online else f"cannot be loaded ({type(error).__name__}: {lines[0]})"
+            raise DataError(
+                where, said, 'name a folder that holds tokenizer.json, a hub tokenizer, or "bytes"'
+            ) from error
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(
+                where,
+                "it has no end-of-sequence token, which must end every document",
+                "set eos_token in its tokenizer_config.json",
+            )
+        self.end_id = int(self._tokenizer.eos_token_id)
+        self.vocab_size = max(len(self._tokenizer), self.end_id + 1)
+
+    def identity(self) -> str:
+        """A hash of the whole tokenizer, not of its name: a retrained one in the same folder is another."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        whole = (
+            backend.to_str()
+            if backend is not None
+            else json.dumps(sorted(self._tokenizer.get_vocab().items()))
+        )
+        return hashlib.sha256(f"{type(self._tokenizer).__name__} {self.end_id} {whole}".encode()).hexdigest()
+
+    def encode(self, documents: Sequence[str]) -> list[TokenIds]:
+        """Ids of every document (int64), special tokens in the text included, none added."""
+        encoded = self._tokenizer(
+            list(documents), add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
+        return [np.asarray(ids, np.int64) for ids in encoded["input_ids"]]
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """``"bytes"``, or a tokenizer of ``transformers`` by folder or hub name.
+
+    Raises:
+        DataError: See :class:`TransformersTokenizer`.
+    """
+    return ByteTokenizer() if name == "bytes" else TransformersTokenizer(name)

@@ -1,0 +1,203 @@
+"""Process groups of a mesh, made in one place and passed as arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from dsx.errors import LayoutError
+from dsx.nn.parallel import TensorParallel
+from dsx.spec.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+CHANNELS = ("F_up", "F_down", "B_up", "B_down")
+"""Transfer kind x direction: activations (F) or gradients (B), to a higher or a lower rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """This rank's process groups.
+
+    Attributes:
+        mesh: The named axes over all ranks.
+        rank: This process's rank in the mesh.
+        data: Ranks that hold the same parameters; ZeRO partitions over it.
+        tensor: Ranks that share each layer's matrices.
+        pipe: Ranks of one pipeline, in stage order.
+        model: Ranks of one model replica (pipe x tensor).
+        channels: One group per transfer kind and direction over the pipe ranks. NCCL runs the transfers of
+            a pair of ranks in a group one after the other, so that each direction and kind needs its own
+            group to be free of the others' order.
+        sequence_parallel: Whether activations between tensor-parallel blocks are split along the sequence.
+    """
+
+    mesh: Mesh
+    rank: int
+    data: ProcessGroup
+    tensor: ProcessGroup
+    pipe: ProcessGroup
+    model: ProcessGroup
+    channels: Mapping[str, ProcessGroup]
+    sequence_parallel: bool = False
+
+    @property
+    def pp_rank(self) -> int:
+        """Coordinate on the pipeline axis."""
+        return self.mesh.coord(self.rank, "pp")
+
+    @property
+    def dp_rank(self) -> int:
+        """Coordinate on the data-parallel axis."""
+        return self.mesh.coord(self.rank, "dp")
+
+    @property
+    def tp_rank(self) -> int:
+        """Coordinate on the tensor-parallel axis."""
+        return self.mesh.coord(self.rank, "tp")
+
+    @property
+    def tensor_parallel(self) -> TensorParallel:
+        """What dsx.nn's modules need to know of the tensor axis."""
+        return TensorParallel(
+            size=self.mesh.tp,
+            rank=self.tp_rank,
+            group=self.tensor,
+            sequence_parallel=self.sequence_parallel and self.mesh.tp > 1,
+        )
+
+    def pipe_peer(self, pp_rank: int) -> int:
+        """Global rank of pipeline coordinate ``pp_rank`` with this rank's dp and tp coordinates."""
+        return self.mesh.rank(pp=pp_rank, dp=self.dp_rank, tp=self.tp_rank)
+
+
+def make_groups(mesh: Mesh, *, sequence_parallel: bool = False) -> Groups:
+    """Create every process group of ``mesh``; a collective call over all ranks.
+
+    Raises:
+        LayoutError: The mesh does not have as many ranks as the launcher started.
+    """
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if mesh.size != world_size:
+        raise LayoutError(
+            f"mesh of {mesh.pp} x {mesh.dp} x {mesh.tp} (pp x dp x tp)",
+            f"it has {mesh.size} ranks and the launcher started {world_size}",
+            "choose degrees whose product is the number of ranks",
+        )
+    return Groups(
+        mesh=mesh,
+        rank=rank,
+        data=_own(mesh.groups("dp"), rank),
+        tensor=_own(mesh.groups("tp"), rank),
+        pipe=_own(mesh.groups("pp"), rank),
+        model=_own(mesh.groups("pp", "tp"), rank),
+        channels={name: _own(mesh.groups("pp"), rank) for name in CHANNELS},
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def _own(members: tuple[tuple[int, ...], ...], rank: int) -> ProcessGroup:
+    """Create one group per tuple of ranks (every rank must take part) and keep this rank's."""
+    own: ProcessGroup | None = None
+    for ranks in members:
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
+            own = group
+    assert own is not None
+    return own
+
+
+class Grid:
+    """A :class:`Groups` under the names that DeepSpeed asks of its ``mpu`` argument.
+
+    DeepSpeed calls pipe x tensor "model parallel" (deepspeed/runtime/pipe/topology.py,
+    PipelineParallelGrid): the gradient norm is summed and checkpoints are numbered over that.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._mesh = groups.mesh
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        """Group over which ZeRO partitions."""
+        return self._groups.data
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Global ranks of :meth:`get_data_parallel_group`."""
+        return list(self._mesh.group_of(self._groups.rank, "dp"))
+
+    def get_data_parallel_world_size(self) -> int:
+        """Data-parallel degree."""
+        return self._mesh.dp
+
+    def get_data_parallel_rank(self) -> int:
+        """Data-parallel coordinate."""
+        return self._groups.dp_rank
+
+    def get_data_parallel_id(self) -> int:
+        """Data-parallel coordinate, as PipelineParallelGrid names it."""
+        return self._groups.dp_rank
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        """Group of one model replica, pipe x tensor."""
+        return self._groups.model
+
+    def get_model_parallel_world_size(self) -> int:
+        """Ranks of one model replica."""
+        return self._mesh.pp * self._mesh.tp
+
+    def get_model_parallel_rank(self) -> int:
+        """Index in the model replica, tensor varying fastest; numbers DeepSpeed's ``mp_rank_XX`` files."""
+        return self._groups.pp_rank * self._mesh.tp + self._groups.tp_rank
+
+    def get_tensor_model_parallel_group(self) -> ProcessGroup:
+        """Tensor-parallel group."""
+        return self._groups.tensor
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """Tensor-parallel degree."""
+        return self._mesh.tp
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        """Tensor-parallel coordinate."""
+        return self._groups.tp_rank
+
+    def get_tensor_model_parallel_src_rank(self) -> int:
+        """Global rank of the first member of the tensor-parallel group."""
+        return self._mesh.group_of(self._groups.rank, "tp")[0]
+
+    get_slice_parallel_group = get_tensor_model_parallel_group
+    get_slice_parallel_world_size = get_tensor_model_parallel_world_size
+    get_slice_parallel_rank = get_tensor_model_parallel_rank
+
+    def get_pipe_parallel_group(self) -> ProcessGroup:
+        """Group of one pipeline."""
+        return self._groups.pipe
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """Pipeline-parallel degree."""
+        return self._mesh.pp
+
+    def get_pipe_parallel_rank(self) -> int:
+        """Pipeline coordinate."""
+        return self._groups.pp_rank
+
+    def get_stage_id(self) -> int:
+        """Pipeline coordinate, as PipelineParallelGrid names it."""
+        return self._groups.pp_rank
+
+    get_pipeline_model_parallel_group = get_pipe_parallel_group
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+
+    def get_global_rank(self) -> int:
+        """Rank over all processes."""
+        return self._groups.rank
+
+    def stage_to_global(self, stage_id: int) -> int:
+        """Global rank of pipeline coordinate ``stage_id`` with this rank's other coordinates."""
+        return self._groups.pipe_peer(stage_id)

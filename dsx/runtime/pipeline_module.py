@@ -1,0 +1,253 @@
+"""A list of layers, cut into pipeline stages: the constructor of deepspeed.pipe.PipelineModule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.utils import set_random_seed
+from torch import nn
+
+from dsx.errors import LayoutError, ModelError
+from dsx.plan.partition import partition
+from dsx.runtime.chunks import Chunks, Loss, Recompute, TiedUse, checkpoint_non_reentrant
+from dsx.runtime.groups import Groups, make_groups
+from dsx.spec.mesh import Mesh
+from dsx.spec.stages import StageMap
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """One tied weight whose copies live on several pipeline ranks.
+
+    Attributes:
+        key: The TiedLayerSpec's key.
+        parameters: This rank's copies, in the order of ``tied_weight_attr``.
+        group: The ranks that hold a copy.
+    """
+
+    key: str
+    parameters: tuple[nn.Parameter, ...]
+    group: dist.ProcessGroup
+
+
+class PipelineModule:
+    """A model as a sequence of layers, each rank building only its own stages' layers.
+
+    The arguments up to ``dynamic_shape`` are those of ``deepspeed.pipe.PipelineModule``, with the same meaning;
+    ``layers`` takes DeepSpeed's LayerSpec and TiedLayerSpec, modules and functions.
+
+    Args:
+        layers: The model; each layer takes the previous one's output (a tensor or a tuple of tensors).
+        num_stages: Pipeline degree; every other rank is data-parallel.
+        topology: A DeepSpeed ProcessTopology with axes among pipe, data and model, in place of ``num_stages``.
+        loss_fn: ``loss_fn(outputs, labels)``.
+        seed_layers: Seed the generators before each layer with ``base_seed`` plus its index.
+        seed_fn: Seeds the generators; DeepSpeed's own by default.
+        base_seed: First seed.
+        partition_method: "parameters", "uniform", "type:<regex>", or a list with the number of layers of each
+            virtual stage.
+        activation_checkpoint_interval: Recompute runs of so many layers; 0 recomputes nothing.
+        activation_checkpoint_func: Called as ``func(run, *inputs)``; torch's non-reentrant checkpoint by default.
+        checkpointable_layers: Class names that may be recomputed.
+        dynamic_shape: Shapes at stage boundaries may differ from micro-batch to micro-batch.
+        num_chunks: Virtual stages per pipeline rank (interleaved schedule when above 1).
+        schedule: "auto", "gpipe", "1f1b" or "interleaved".
+        groups: Process groups made beforehand (:func:`dsx.distributed`), in place of num_stages and topology.
+        stage_map: Layers of each virtual stage, in place of ``partition_method``.
+        release_outputs: Free a stage's output once it is sent. Right when the last layer of every stage
+            returns fresh tensors that no other operation has taken as an input, as dsx's own models do.
+
+    Raises:
+        LayoutError: The degrees do not fit the number of ranks or layers.
+        ModelError: A tied weight differs between its uses, or nothing matches ``type:``.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: Any = None,
+        loss_fn: Loss | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], None] | None = None,
+        base_seed: int = 1234,
+        partition_method: str | Sequence[int] = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpoint_non_reentrant,
+        checkpointable_layers: list[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        num_chunks: int = 1,
+        schedule: str = "auto",
+        groups: Groups | None = None,
+        stage_map: StageMap | None = None,
+        release_outputs: bool = False,
+    ) -> None:
+        self.layer_specs: tuple[Any, ...] = tuple(layers)
+        self.groups = groups or make_groups(_mesh(num_stages, topology))
+        self.stage_map = stage_map or _partition(
+            self.layer_specs, partition_method, self.groups.mesh.pp, num_chunks
+        )
+        self._require_stages()
+        self.schedule = ("interleaved" if self.stage_map.num_chunks > 1 else "1f1b") if schedule == "auto" else schedule
+        self.dynamic_shape = dynamic_shape
+        self.release_outputs = release_outputs
+        self.device = torch.device(get_accelerator().current_device_name())
+        self._seed = (seed_fn or set_random_seed, base_seed) if seed_layers else None
+        tied_modules: dict[str, nn.Module] = {}
+        stages = {
+            stage: [(index, self._build(index, tied_modules)) for index in self.stage_map.layers(stage)]
+            for stage in self.stage_map.stages_of(self.groups.pp_rank)
+        }
+        self.chunks = Chunks(
+            stages=stages,
+            tied_modules=tied_modules,
+            loss_fn=loss_fn,
+            last_stage=self.stage_map.num_stages - 1,
+            recompute=Recompute(
+                interval=activation_checkpoint_interval,
+                layer_names=None if checkpointable_layers is None else tuple(checkpointable_layers),
+                function=activation_checkpoint_func,
+            ),
+            reseed=self._reseed if seed_layers else None,
+        )
+        self.chunks.to(self.device)
+        self.ties = self._tie()
+
+    def _require_stages(self) -> None:
+        if self.stage_map.num_ranks != self.groups.mesh.pp or self.stage_map.num_layers != len(self.layer_specs):
+            raise LayoutError(
+                f"stage map of {self.stage_map.num_layers} layers on {self.stage_map.num_ranks} pipeline ranks",
+                f"the model has {len(self.layer_specs)} layers and the mesh {self.groups.mesh.pp} pipeline ranks",
+                "partition the same layer list over the same mesh",
+            )
+
+    def _reseed(self, index: int, forwards: int) -> None:
+        """Seed before a layer's forward (deepspeed/runtime/pipe/module.py, exec_range_func)."""
+        assert self._seed is not None
+        seed_fn, base = self._seed
+        seed_fn(base * (forwards + 1) + index)
+
+    def _build(self, index: int, tied_modules: dict[str, nn.Module]) -> Callable[..., Any]:
+        """Layer ``index`` as something to call; tied modules are built once per rank."""
+        spec = self.layer_specs[index]
+        if self._seed is not None:
+            seed_fn, base = self._seed
+            seed_fn(base + index)
+        if isinstance(spec, TiedLayerSpec):
+            if spec.key not in tied_modules:
+                tied_modules[spec.key] = spec.build()
+            module = tied_modules[spec.key]
+            return module if spec.forward_fn is None else TiedUse(module, spec.forward_fn)
+        if isinstance(spec, LayerSpec):
+            built: nn.Module = spec.build()
+            return built
+        if not callable(spec):
+            raise ModelError(
+                f"layer {index} ({type(spec).__name__})",
+                "it is neither a LayerSpec, a module nor a function",
+                "give each layer as a LayerSpec, a torch.nn.Module or a callable",
+            )
+        layer: Callable[..., Any] = spec
+        return layer
+
+    def _tie(self) -> tuple[Tie, ...]:
+        """Groups over the copies of each tied weight, first copies broadcast to the others.
+
+        A copy on a later pipeline rank is marked ``ds_pipe_replicated``, DeepSpeed's name for "already counted
+        in the gradient norm elsewhere".
+        """
+        for parameter in self.chunks.parameters():
+            parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
+        mesh, ties = self.groups.mesh, []
+        for key, specs in _tied_layers(self.layer_specs).items():
+            owners = sorted({self.stage_map.rank_of(self.stage_map.stage_of(index)) for index, _ in specs})
+            if len(owners) == 1:
+                continue
+            for dp in range(mesh.dp):
+                for tp in range(mesh.tp):
+                    ranks = [mesh.rank(pp=pp, dp=dp, tp=tp) for pp in owners]
+                    group = dist.new_group(ranks)
+                    if self.groups.rank in ranks:
+                        ties.append(self._tie_copies(key, specs[0][1].tied_weight_attr, group, ranks))
+        return tuple(ties)
+
+    def _tie_copies(self, key: str, attributes: Sequence[str], group: dist.ProcessGroup, ranks: list[int]) -> Tie:
+        module = self.chunks.tied_modules[key]
+        parameters = tuple(module.get_parameter(attribute) for attribute in attributes)
+        for parameter in parameters:
+            dist.broadcast(parameter.data, ranks[0], group=group)
+            parameter.ds_pipe_replicated = self.groups.rank != ranks[0]  # type: ignore[attr-defined]
+        return Tie(key, parameters, group)
+
+
+def _tied_layers(layers: Sequence[Any]) -> dict[str, list[tuple[int, Any]]]:
+    """Tie key -> (index, spec) of its uses. Raises ModelError when the uses name different weights."""
+    tied: dict[str, list[tuple[int, Any]]] = {}
+    for index, spec in enumerate(layers):
+        if isinstance(spec, TiedLayerSpec):
+            tied.setdefault(spec.key, []).append((index, spec))
+    for key, uses in tied.items():
+        names = {tuple(spec.tied_weight_attr) for _, spec in uses}
+        if len(names) > 1:
+            raise ModelError(
+                f"tied layers {key!r}",
+                f"their tied_weight_attr differ: {sorted(names)}",
+                "name the same weights in every TiedLayerSpec of a key",
+            )
+    return tied
+
+
+def _mesh(num_stages: int | None, topology: Any) -> Mesh:
+    """Mesh of ``num_stages`` or of a DeepSpeed ProcessTopology."""
+    world_size = dist.get_world_size()
+    if topology is not None:
+        unknown = set(topology.get_axis_names()) - {"pipe", "data", "model"}
+        if unknown:
+            raise LayoutError(f"topology axes {sorted(unknown)}", "dsx does not know them", "use pipe, data, model")
+        pp, dp, tp = (topology.get_dim(axis) or 1 for axis in ("pipe", "data", "model"))
+        return Mesh.of(pp=pp, dp=dp, tp=tp)
+    if num_stages is None:
+        raise LayoutError("PipelineModule", "num_stages and topology are both missing", "give one of them")
+    if num_stages < 1 or world_size % num_stages:
+        raise LayoutError(
+            f"num_stages = {num_stages}",
+            f"it does not divide the {world_size} ranks",
+            f"use a divisor of {world_size}",
+        )
+    return Mesh.of(pp=num_stages, dp=world_size // num_stages)
+
+
+def _partition(layers: Sequence[Any], method: str | Sequence[int], num_ranks: int, num_chunks: int) -> StageMap:
+    needs_counts = method == "parameters"
+    return partition(
+        method,
+        num_ranks * num_chunks,
+        num_ranks,
+        parameters=[_count_parameters(layer) if needs_counts else 0 for layer in layers],
+        costs=None,
+        names=[_layer_name(layer) for layer in layers],
+    )
+
+
+def _layer_name(layer: Any) -> str:
+    """Class name of a spec or module, name of a function."""
+    if isinstance(layer, LayerSpec):
+        return str(layer.typename.__name__)
+    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", "")
+
+
+def _count_parameters(layer: Any) -> int:
+    """Trainable elements of a layer, counted on the meta device so that nothing is allocated."""
+    if isinstance(layer, LayerSpec):
+        with torch.device("meta"):
+            layer = layer.build()
+    if isinstance(layer, nn.Module):
+        return sum(p.numel() for p in layer.parameters() if p.requires_grad)
+    return 0

@@ -1,0 +1,122 @@
+"""Weights into and out of a running layout, in terms of logical (global) tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dsx.checkpoint.formats import hf
+from dsx.errors import ModelError
+from dsx.spec.param import ParamSpec
+
+if TYPE_CHECKING:
+    from dsx.runtime.groups import Groups
+    from dsx.runtime.pipeline_module import PipelineModule
+
+
+def load_weights(pipeline: PipelineModule, folder: str | Path) -> None:
+    """Fill a module of dsx's families from a Hugging Face folder; each rank reads only its own slices.
+
+    Call it before :func:`dsx.initialize`, so that the optimizer's fp32 copies start from these weights.
+
+    Raises:
+        CheckpointError: The folder lacks a tensor, or one has another shape.
+        ModelError: The layers are not dsx's own.
+    """
+    mesh, groups = pipeline.groups.mesh, pipeline.groups
+    weights = hf.open_weights(folder)
+    with torch.no_grad():
+        for parameter in pipeline.chunks.parameters():
+            local = weights.read(spec_of(parameter), mesh.tp, groups.tp_rank)
+            parameter.copy_(local)
+
+
+def logical_tensors(pipeline: PipelineModule) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+    """This stage's logical tensors one by one, whole, on the CPU. A collective call over the stage's ranks.
+
+    A tied tensor is given once, by the first stage that holds it. Only the rank at dp 0 and tp 0 of each stage
+    gets the contents; the others get an empty tensor.
+    """
+    for parameter in pipeline.chunks.parameters():
+        spec = spec_of(parameter)
+        gathered: Any = nullcontext()
+        if hasattr(parameter, "ds_id"):
+            gathered = deepspeed.zero.GatheredParameters([parameter])
+        with gathered:
+            if getattr(parameter, "ds_pipe_replicated", False):
+                continue
+            whole = torch.empty(0)
+            if pipeline.groups.dp_rank == 0:
+                whole = _whole(parameter.detach(), spec, pipeline.groups)
+            yield spec, whole
+
+
+def export_weights(pipeline: PipelineModule, folder: str | Path, config: dict[str, Any]) -> Path:
+    """Write a Hugging Face model folder: one safetensors file per pipeline stage, an index and the config.
+
+    A collective call over all ranks. The folder appears whole or not at all.
+
+    Args:
+        pipeline: A module of dsx's families, trained or not.
+        folder: Where to; must not exist with other content.
+        config: The Hugging Face config.json to write.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+    """
+    groups, folder = pipeline.groups, Path(folder)
+    tensors = {}
+    writer = groups.dp_rank == 0 and groups.tp_rank == 0
+    for spec, tensor in logical_tensors(pipeline):
+        if writer:
+            tensors.update(hf.split(spec, tensor))
+    names: dict[str, str] = {}
+    if writer:
+        names = hf.write_shard(folder, groups.pp_rank, groups.mesh.pp, tensors)
+    gathered: list[dict[str, str]] = [{} for _ in range(groups.mesh.size)]
+    dist.all_gather_object(gathered, names)
+    if groups.rank == 0:
+        hf.finish(folder, config, {name: file for part in gathered for name, file in part.items()})
+    dist.barrier()
+    return folder
+
+
+def spec_of(parameter: nn.Parameter) -> ParamSpec:
+    """The logical tensor that ``parameter`` is a part of. Raises ModelError for layers that are not dsx's."""
+    spec = getattr(parameter, "dsx_spec", None)
+    if not isinstance(spec, ParamSpec):
+        raise ModelError(
+            f"parameter of shape {tuple(parameter.shape)}",
+            "it has no logical description, so that it cannot be read or written by name",
+            "use dsx's own model families for Hugging Face weights",
+        )
+    return spec
+
+
+def _whole(local: torch.Tensor, spec: ParamSpec, groups: Groups) -> torch.Tensor:
+    """Assemble a logical tensor from its tensor-parallel parts, on tp rank 0."""
+    tp = groups.mesh.tp
+    if spec.split is None or tp == 1:
+        parts = [local]
+    else:
+        parts = [torch.empty_like(local) for _ in range(tp)]
+        dist.all_gather(parts, local.contiguous(), group=groups.tensor)
+    if groups.tp_rank != 0:
+        return torch.empty(0)
+    if spec.split is None:
+        return parts[0].to("cpu", copy=True)
+    whole = torch.empty(spec.shape, dtype=local.dtype)
+    for tp_rank, part in enumerate(parts):
+        start = 0
+        for box in spec.boxes(tp, tp_rank):
+            low, high = box[spec.split]
+            whole.narrow(spec.split, low, high - low).copy_(part.narrow(spec.split, start, high - low))
+            start += high - low
+    return whole

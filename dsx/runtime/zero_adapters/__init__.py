@@ -1,0 +1,74 @@
+"""Everywhere that dsx touches DeepSpeed's private state, one small module per kind of optimizer.
+
+An adapter makes a plain DeepSpeedEngine right for a rank that holds a part of a pipeline: it keeps gradient
+accumulation straight when chunks take turns, sums the gradients of tied weights once, and computes the
+gradient norm over the whole model, each logical element counted once. Checked against the DeepSpeed versions of
+:data:`SUPPORTED_DEEPSPEED`; others are refused, because none of this is a public interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import deepspeed
+
+from dsx.errors import VersionError
+from dsx.runtime.zero_adapters.bf16 import Bf16Adapter
+from dsx.runtime.zero_adapters.norm import NormScope
+from dsx.runtime.zero_adapters.partitioned import PartitionedAdapter
+from dsx.runtime.zero_adapters.replicated import ReplicatedAdapter
+from dsx.runtime.zero_adapters.stage3 import Stage3Adapter, scope_consistency_checks
+
+if TYPE_CHECKING:
+    from dsx.runtime.groups import Groups
+    from dsx.runtime.pipeline_module import Tie
+
+SUPPORTED_DEEPSPEED = ("0.19.8",)
+
+__all__ = ["SUPPORTED_DEEPSPEED", "ZeroAdapter", "adapt", "require_supported", "scope_consistency_checks"]
+
+
+class ZeroAdapter(Protocol):
+    """What the engine asks of an adapter."""
+
+    def before_backward(self, stage: int) -> None:
+        """Called before each backward of virtual stage ``stage``."""
+
+    def before_step(self) -> None:
+        """Called once all backwards of a step are done, before DeepSpeed's ``step``."""
+
+    def grad_norm(self) -> float:
+        """Norm of the last step's gradient over the whole model, before clipping."""
+
+
+def require_supported() -> None:
+    """Refuse a DeepSpeed whose internals have not been checked. Raises VersionError."""
+    version = deepspeed.__version__.split("+")[0]
+    if version not in SUPPORTED_DEEPSPEED:
+        raise VersionError(
+            f"deepspeed {deepspeed.__version__}",
+            "dsx touches DeepSpeed's internals and has not been checked against this version",
+            f"install one of: {', '.join(SUPPORTED_DEEPSPEED)}",
+        )
+
+
+def adapt(engine: Any, groups: Groups, ties: Sequence[Tie], clipping: float) -> ZeroAdapter:
+    """The adapter for the optimizer that DeepSpeed chose.
+
+    Args:
+        engine: The DeepSpeedEngine.
+        groups: This rank's process groups.
+        ties: Tied weights with copies on other pipeline ranks.
+        clipping: Largest gradient norm; 0 leaves gradients as they are.
+    """
+    scope = NormScope(groups)
+    optimizer = type(engine.optimizer).__name__
+    if optimizer == "BF16_Optimizer":
+        return Bf16Adapter(engine, ties)
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        return ReplicatedAdapter(engine, scope, ties, clipping)
+    if stage == 3:
+        return Stage3Adapter(engine, scope, ties)
+    return PartitionedAdapter(engine, scope, ties)

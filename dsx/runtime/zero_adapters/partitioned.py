@@ -1,0 +1,90 @@
+"""ZeRO-1 and ZeRO-2: flat parameter groups, each data-parallel rank owning an interval of the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dsx.runtime.zero_adapters.norm import NormScope, all_reduce_sum
+
+if TYPE_CHECKING:
+    from dsx.runtime.pipeline_module import Tie
+
+
+class PartitionedAdapter:
+    """Replaces the optimizer's norm by ours, which also sums the tied gradients first.
+
+    Tied weights sit in parameter groups of their own (:func:`dsx.runtime.engine.split_tied`), so that their
+    interval of the gradient is the same on every pipeline rank that holds a copy.
+    """
+
+    def __init__(self, engine: Any, scope: NormScope, ties: Sequence[Tie]) -> None:
+        self._engine, self._scope, self._ties = engine, scope, ties
+        self._optimizer = engine.optimizer
+        self._norm = torch.zeros(())
+        self._fresh = True
+        # The one moment at which gradients are final and not yet used, at every stage and with offload.
+        self._optimizer.scaled_global_norm = self._reduce_ties_and_norm
+
+    def before_backward(self, stage: int) -> None:
+        """With offload: start each step from zeroed accumulators and always add.
+
+        DeepSpeed overwrites on a step's first micro-batch, told by a counter that chunks and shared weights
+        upset; ``setup_buckets`` adds one to it before it is read (stage_1_and_2.py:3258, 1855).
+        """
+        del stage
+        if not self._optimizer.cpu_offload:
+            return
+        if self._fresh:
+            for accumulator in self._optimizer.accumulated_grads_in_cpu.values():
+                accumulator.zero_()
+            self._fresh = False
+        self._optimizer.micro_step_id = 0
+
+    def before_step(self) -> None:
+        """The next step starts from nothing."""
+        self._fresh = True
+
+    def grad_norm(self) -> float:
+        """Norm before clipping."""
+        return float(self._norm)
+
+    def _reduce_ties_and_norm(self, norm_type: int = 2) -> torch.Tensor:
+        """Stands in for ``scaled_global_norm``; bf16 and fp32 have no loss scale."""
+        assert norm_type == 2, "only the 2-norm is defined here"
+        device = self._engine.device
+        for tie in self._ties:
+            index = self._group_of(tie.parameters[0])
+            for tensor in self._gradients(index):
+                all_reduce_sum(tensor, tie.group, device)
+        self._norm = self._scope.norm(self._pieces(), partitioned=True, device=device)
+        return self._norm
+
+    def _group_of(self, parameter: nn.Parameter) -> int:
+        return next(
+            i for i, group in enumerate(self._optimizer.bit16_groups) if any(p is parameter for p in group)
+        )
+
+    def _gradients(self, index: int) -> list[torch.Tensor]:
+        """This rank's interval of group ``index``'s gradient, as the tensors that hold it."""
+        if self._optimizer.cpu_offload:
+            return [self._optimizer.single_partition_of_fp32_groups[index].grad]
+        return [t for t in self._optimizer.averaged_gradients[index] if t is not None and t.numel()]
+
+    def _pieces(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """(parameter, this rank's part of its gradient) over all groups."""
+        optimizer = self._optimizer
+        for index, parameters in enumerate(optimizer.params_in_partition):
+            if optimizer.cpu_offload:
+                flat = optimizer.single_partition_of_fp32_groups[index].grad
+                for parameter in parameters:
+                    _, _, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                    yield parameter, flat.narrow(0, start, length)
+            else:
+                gradients = [
+                    g for g in optimizer.averaged_gradients[index] if not getattr(g, "_zero_padding", False)
+                ]
+                yield from zip(parameters, gradients, strict=False)

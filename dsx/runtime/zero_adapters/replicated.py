@@ -1,0 +1,61 @@
+"""ZeRO-0: every data-parallel rank holds whole gradients in ``p.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dsx.runtime.zero_adapters.norm import NormScope
+
+if TYPE_CHECKING:
+    from dsx.runtime.pipeline_module import Tie
+
+
+class ReplicatedAdapter:
+    """Sums tied gradients and clips by the norm of the whole model.
+
+    Plain fp32: the engine is built with clipping off and gradients are scaled here, because stock DeepSpeed
+    counts pipeline stage 0 alone (deepspeed/runtime/utils.py:394). With bf16, DeepSpeed's FP16_Optimizer and
+    FP16_UnfusedOptimizer scale fp32 copies of the gradients; they are handed the true norm.
+    """
+
+    def __init__(self, engine: Any, scope: NormScope, ties: Sequence[Tie], clipping: float) -> None:
+        self._engine, self._scope, self._ties, self._clipping = engine, scope, ties, clipping
+        self._norm = torch.zeros(())
+        self._wrapped = hasattr(engine.optimizer, "unscale_and_clip_grads")
+        if self._wrapped:
+            # Its own norm then stays local (and unused) instead of a sum that counts shards wrongly.
+            engine.optimizer.mpu = None
+            original = engine.optimizer.unscale_and_clip_grads
+
+            def with_true_norm(*args: Any, **kwargs: Any) -> Any:
+                *leading, _ = args
+                return original(*leading, self._norm, **kwargs)
+
+            engine.optimizer.unscale_and_clip_grads = with_true_norm
+
+    def before_backward(self, stage: int) -> None:
+        """Gradients accumulate in ``p.grad`` by themselves."""
+        del stage
+
+    def before_step(self) -> None:
+        """Reduce ties, then compute the norm and clip."""
+        for tie in self._ties:
+            for parameter in tie.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=tie.group)
+        pieces = [(p, p.grad) for p in self._engine.module.parameters() if p.grad is not None]
+        self._norm = self._scope.norm(pieces, partitioned=False, device=self._engine.device)
+        if self._clipping > 0 and not self._wrapped:
+            # torch.nn.utils.clip_grad_norm_'s rule.
+            scale = torch.clamp(self._clipping / (self._norm + 1e-6), max=1.0)
+            for _, gradient in pieces:
+                gradient.mul_(scale)
+
+    def grad_norm(self) -> float:
+        """Norm before clipping."""
+        return float(self._norm)

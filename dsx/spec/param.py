@@ -1,0 +1,111 @@
+"""One logical (global) tensor of a model and how tensor parallelism cuts it. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from dsx.errors import LayoutError
+
+Box = tuple[tuple[int, int], ...]
+"""A rectangular part of a tensor: (start, stop) per dim."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Init:
+    """How a fresh parameter is filled: normal(0, std), zeros or ones."""
+
+    kind: Literal["normal", "zeros", "ones"]
+    std: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSpec:
+    """A global tensor, its cut along the tensor-parallel axis and its Hugging Face home.
+
+    Attributes:
+        name: ``<index in the layer list>.<path in the layer's module>``, e.g. ``1.attention.qkv.weight``.
+        layer: Index in the layer list of the (first) layer that uses it.
+        shape: Logical shape; vocabulary padding is no part of it.
+        split: Dim cut along tp; None means that every tp rank holds all of it.
+        parts: Fused blocks along ``split``, each cut on its own (Q, K and V of a fused QKV, gate and up of
+            a gated MLP); empty means one block.
+        pad_multiple: Each rank's extent along ``split`` is rounded up to a multiple of this
+            (vocabulary rows; only with a single block). Padding rows are zero and never trained.
+        hf: Hugging Face tensor names: one per part in order, or one that holds all parts.
+        hf_transposed: The Hugging Face tensor is the transpose of ours (GPT-2's Conv1D).
+        tie: Key of the tie group when several layers use this tensor, else None.
+    """
+
+    name: str
+    layer: int
+    shape: tuple[int, ...]
+    init: Init
+    hf: tuple[str, ...]
+    split: int | None = None
+    parts: tuple[int, ...] = ()
+    pad_multiple: int = 1
+    hf_transposed: bool = False
+    tie: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.parts and (self.split is None or sum(self.parts) != self.shape[self.split]):
+            raise LayoutError(f"{self.name} parts {self.parts}", "they do not fill the split dim", "fix the spec")
+        if len(self.hf) not in (1, max(1, len(self.parts))):
+            raise LayoutError(f"{self.name} hf {self.hf}", "one name per part, or one for all", "fix the spec")
+
+    @property
+    def numel(self) -> int:
+        """Elements of the logical tensor."""
+        return prod(self.shape)
+
+    def local_extent(self, tp: int) -> int:
+        """Elements along ``split`` that each of ``tp`` ranks holds, padding included."""
+        if self.split is None:
+            raise LayoutError(self.name, "a replicated tensor has no split dim", "ask for its shape")
+        if self.pad_multiple > 1:
+            per_rank = -(-self.shape[self.split] // tp)
+            return -(-per_rank // self.pad_multiple) * self.pad_multiple
+        return sum(hi - lo for lo, hi in self._spans(tp, 0))
+
+    def local_shape(self, tp: int) -> tuple[int, ...]:
+        """Shape of one rank's tensor among ``tp``, padding included."""
+        if self.split is None:
+            return self.shape
+        return (*self.shape[: self.split], self.local_extent(tp), *self.shape[self.split + 1 :])
+
+    def boxes(self, tp: int, tp_rank: int) -> tuple[Box, ...]:
+        """Global boxes that tp rank ``tp_rank`` of ``tp`` holds, in local order along ``split``.
+
+        Padding is no part of a box: the local tensor's rows past the boxes' are padding. A rank whose rows
+        are all padding gets an empty box.
+
+        >>> spec = ParamSpec(name="w", layer=0, shape=(8, 2), init=Init(kind="zeros"), hf=("w",), split=0,
+        ...                  parts=(4, 2, 2))
+        >>> spec.boxes(2, 1)
+        (((2, 4), (0, 2)), ((5, 6), (0, 2)), ((7, 8), (0, 2)))
+        """
+        whole = tuple((0, n) for n in self.shape)
+        if self.split is None:
+            return (whole,)
+        return tuple((*whole[: self.split], span, *whole[self.split + 1 :]) for span in self._spans(tp, tp_rank))
+
+    def _spans(self, tp: int, tp_rank: int) -> tuple[tuple[int, int], ...]:
+        assert self.split is not None
+        extent = self.shape[self.split]
+        if self.pad_multiple > 1:
+            step = self.local_extent(tp)
+            return ((min(tp_rank * step, extent), min((tp_rank + 1) * step, extent)),)
+        spans, base = [], 0
+        for part in self.parts or (extent,):
+            if part % tp:
+                raise LayoutError(
+                    f"{self.name} (a block of {part} on dim {self.split})",
+                    f"it does not divide by tp = {tp}",
+                    f"use a tensor-parallel degree that divides {part}",
+                )
+            step = part // tp
+            spans.append((base + tp_rank * step, base + (tp_rank + 1) * step))
+            base += part
+        return tuple(spans)

@@ -1,0 +1,34 @@
+"""A right config, and ways to make it wrong."""
+
+from __future__ import annotations
+
+import copy
+
+BASE = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 1},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "dsx": {
+        "model": {"family": "llama", "preset": "tiny"},
+        "data": {"sequence_length": 256},
+        "train": {"steps": 10, "output": "runs/test"},
+    },
+}
+REMOVE = object()
+
+
+def changed(edits: dict) -> dict:
+    """BASE with dotted keys set, or removed."""
+    config = copy.deepcopy(BASE)
+    for key, value in edits.items():
+        *path, last = key.split(".")
+        node = config
+        for part in path:
+            node = node.setdefault(part, {})
+        if value is REMOVE:
+            del node[last]
+        else:
+            node[last] = value
+    return config

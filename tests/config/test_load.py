@@ -1,0 +1,99 @@
+"""Reading: HJSON, --set, and what the schema says of itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from pydantic import BaseModel
+from sample_config import BASE
+
+from dsx.config.load import load, override, read
+from dsx.config.schema import DsxConfig
+
+
+def test_hjson_comments(tmp_path):
+    text = """{
+      # a comment
+      train_batch_size: 8  // another
+      "zero_optimization": {"stage": 3,},
+      /* and one more */
+      optimizer: {
+        type: AdamW
+      }
+    }"""
+    (tmp_path / "c.hjson").write_text(text)
+    wanted = {"train_batch_size": 8, "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}
+    assert read(tmp_path / "c.hjson") == wanted
+
+
+def test_source_dict_is_not_changed():
+    before = json.dumps(BASE)
+    deepspeed, dsx = load(BASE, ["zero_optimization.stage=3", "dsx.train.steps=7"])
+    assert json.dumps(BASE) == before
+    assert "dsx" not in deepspeed
+    assert deepspeed["zero_optimization"] == {"stage": 3}
+    assert dsx.train.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("3e-4", 3e-4),
+        ("true", True),
+        ("null", None),
+        ("runs/a=b", "runs/a=b"),
+        ('"3"', "3"),
+        ("[1, 2]", [1, 2]),
+        ('{"x": 1}', {"x": 1}),
+        ("", ""),
+    ],
+)
+def test_override_values(text, value):
+    content = {"a": {"keep": 1}}
+    override(content, f"a.b.c={text}")
+    assert content == {"a": {"keep": 1, "b": {"c": value}}}
+
+
+def test_later_override_wins():
+    _, dsx = load(BASE, ["dsx.train.steps=5", "dsx.train.steps=6"])
+    assert dsx.train.steps == 6
+
+
+def test_integer_where_a_fraction_is_expected():
+    _, dsx = load(BASE, ["dsx.data.held_out=0"])
+    assert dsx.data.held_out == 0.0
+
+
+def test_every_key_has_a_description():
+    def blocks(model: type[BaseModel]):
+        yield model
+        for field in model.model_fields.values():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                yield from blocks(field.annotation)
+
+    seen = list(blocks(DsxConfig))
+    assert len(seen) == 9
+    for block in seen:
+        for name, field in block.model_fields.items():
+            assert field.description, f"{block.__name__}.{name}"
+
+
+def test_frozen():
+    _, dsx = load(BASE)
+    with pytest.raises(ValueError, match="frozen"):
+        dsx.train.steps = 3  # type: ignore[misc]
+
+
+def test_resolving_imports_neither_torch_nor_deepspeed():
+    code = (
+        "import sys, dsx, json; dsx.load_config(json.loads(sys.argv[1]), world_size=8); "
+        "sys.exit(', '.join({'torch', 'deepspeed', 'numpy', 'transformers', 'wandb'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, json.dumps(BASE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
+    assert done.returncode == 0

@@ -1,0 +1,55 @@
+"""Presets against transformers' own classes and published parameter counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dsx.config.presets import presets
+from dsx.plan.hf_config import model_spec
+from dsx.plan.params import num_parameters
+
+# Parameter counts of the hub's models (safetensors metadata), tied tables once.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+}
+
+
+@pytest.mark.parametrize("preset", presets(), ids=lambda preset: f"{preset.family}-{preset.name}")
+def test_parameters_equal_transformers(preset):
+    config = AutoConfig.for_model(**preset.config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert num_parameters(model_spec(preset.config)) == sum(p.numel() for p in model.parameters())
+
+
+def test_published_counts():
+    counts = {preset.name: num_parameters(model_spec(preset.config)) for preset in presets()}
+    assert {name: counts[name] for name in PUBLISHED} == PUBLISHED
+
+
+@pytest.mark.parametrize("preset", presets(), ids=lambda preset: f"{preset.family}-{preset.name}")
+def test_transformers_knows_every_key(preset):
+    """A key that the config class does not have would be carried along and do nothing."""
+    known = AutoConfig.for_model(preset.config["model_type"])
+    extra = {"rope_theta", "rope_scaling"}  # transformers 5 folds them into rope_parameters
+    assert {key for key in preset.config if not hasattr(known, key)} <= extra
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_tiny_suits_3d_on_a_laptop(family):
+    tiny = next(preset for preset in presets() if (preset.family, preset.name) == (family, "tiny"))
+    model = model_spec(tiny.config)
+    assert 5e5 <= num_parameters(model) <= 1e6
+    assert model.vocab_size == 257
+    assert model.num_layers >= 4
+    assert model.max_positions >= 512
+    assert not any(size % 4 for size in (model.num_heads, model.num_kv_heads, model.ffn_size))
+    assert model.embedding_dropout == model.attention_dropout == model.residual_dropout == 0.0

@@ -1,0 +1,100 @@
+"""Every file in configs/ resolves, and DeepSpeed itself takes its part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsx.config.resolve import resolve
+
+FOLDER = Path(__file__).parents[2] / "configs"
+CONFIGS = sorted(path.name for path in FOLDER.glob("*.json"))
+SMALL = [name for name in CONFIGS if name.startswith("zero")]
+
+
+def test_what_is_shipped():
+    assert set(CONFIGS) == {
+        "zero0.json",
+        "zero1.json",
+        "zero2.json",
+        "zero3.json",
+        "zero3_bf16.json",
+        "zero3_offload.json",
+        "3d_interleaved.json",
+        "gpt2_124m.json",
+        "llama3_8b_8gpu.json",
+        "llama3_70b_64gpu.json",
+    }
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_plain_json(name):
+    """HJSON is allowed, but other tools read only JSON."""
+    json.loads((FOLDER / name).read_text())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", SMALL)
+def test_small_ones_on_any_number_of_ranks(name, world_size):
+    run = resolve(FOLDER / name, world_size=world_size)
+    wanted = {1: (1, 1, 1), 2: (1, 1, 2), 4: (1, 2, 2), 8: (2, 2, 2)}[world_size]
+    assert (run.mesh.tp, run.mesh.pp, run.mesh.dp) == wanted
+    assert run.dsx.tracking.wandb.mode == "offline"
+    assert run.dsx.train.output == f"runs/{Path(name).stem}"
+    # Nothing is compiled on a machine without a GPU.
+    assert not any("compiles" in note for note in run.notes)
+
+
+@pytest.mark.parametrize("world_size", [4, 8, 16])
+def test_3d_interleaved(world_size):
+    run = resolve(FOLDER / "3d_interleaved.json", world_size=world_size)
+    assert (run.mesh.tp, run.mesh.pp, run.chunks, run.mesh.dp) == (2, 2, 2, world_size // 4)
+    assert run.schedule_name == "interleaved"
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "wanted", "parameters"),
+    [
+        ("gpt2_124m.json", 1, (1, 1, 1, 1), 124_439_808),
+        ("gpt2_124m.json", 8, (1, 1, 1, 8), 124_439_808),
+        ("llama3_8b_8gpu.json", 8, (2, 2, 2, 2), 8_030_261_248),
+        ("llama3_70b_64gpu.json", 64, (8, 4, 5, 2), 70_553_706_496),
+    ],
+)
+def test_gpu_ones(name, world_size, wanted, parameters):
+    run = resolve(FOLDER / name, world_size=world_size)
+    assert (run.mesh.tp, run.mesh.pp, run.chunks, run.mesh.dp) == wanted
+    assert run.num_parameters == parameters
+    assert run.precision == "bf16"
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_stage_in_the_name(name):
+    assert resolve(FOLDER / name, world_size=1).zero_stage == int(name[4])
+
+
+class Grid:
+    """What DeepSpeed asks of an mpu to learn the data-parallel degree."""
+
+    def __init__(self, dp):
+        self.dp = dp
+
+    def get_data_parallel_world_size(self):
+        return self.dp
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_deepspeed_takes_its_part(name, monkeypatch):
+    from deepspeed.runtime import config
+
+    monkeypatch.setattr(config.dist, "get_rank", lambda: 0)
+    run = resolve(FOLDER / name, world_size=64 if "64gpu" in name else 8)
+    # Its constructor asserts the batch triple for the grid's data-parallel degree.
+    theirs = config.DeepSpeedConfig(run.deepspeed, mpu=Grid(run.mesh.dp))
+    assert theirs.world_size == run.mesh.dp
+    assert theirs.train_batch_size == run.global_batch_size
+    assert theirs.zero_optimization_stage == run.zero_stage
+    assert theirs.gradient_clipping == run.gradient_clipping
+    assert theirs.bfloat16_config.enabled == (run.precision == "bf16")

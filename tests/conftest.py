@@ -1,0 +1,30 @@
+"""Makes ``tests/`` importable (for ``import ranks``) and keeps test runs offline and out of $HOME."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+_home = pytest.StashKey[tempfile.TemporaryDirectory]()
+
+# Before torch, huggingface_hub or wandb are imported: they read these once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(
+    HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", WANDB_SILENT="true"
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    home = tempfile.TemporaryDirectory(prefix="dsx-tests-", ignore_cleanup_errors=True)
+    config.stash[_home] = home
+    for name, folder in {
+        "HF_HOME": "huggingface",
+        "WANDB_CONFIG_DIR": "wandb",
+        "WANDB_CACHE_DIR": "wandb",
+    }.items():
+        os.environ[name] = str(Path(home.name) / folder)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[_home].cleanup()

@@ -1,0 +1,122 @@
+"""Small, deliberately odd models for the tests of dsx.nn, and the plain loop that runs a layer list."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from dsx.checkpoint.formats.hf import cut
+from dsx.nn.families import layers, loss
+from dsx.nn.parallel import TensorParallel
+from dsx.plan.hf_config import model_spec
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+SINGLE = TensorParallel()
+
+
+def _llama(**changes):
+    return LlamaConfig(
+        **{
+            "vocab_size": 1009,
+            "hidden_size": 60,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 88,
+            "num_hidden_layers": 2,
+            "max_position_embeddings": 64,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": _LLAMA3,
+            "tie_word_embeddings": False,
+            "initializer_range": 0.1,
+            **changes,
+        }
+    )
+
+
+def _gpt2(**changes):
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    dropout |= {"bos_token_id": 0, "eos_token_id": 0}  # transformers warns of its defaults here
+    sizes = {"vocab_size": 1009, "n_embd": 60, "n_head": 6, "n_layer": 2, "n_positions": 64, "n_inner": 90}
+    return GPT2Config(**{**dropout, **sizes, "initializer_range": 0.1, **changes})
+
+
+CONFIGS = {
+    "llama": _llama(),
+    "llama-tied": _llama(tie_word_embeddings=True, attention_bias=False, mlp_bias=False),
+    "llama-linear": _llama(
+        rope_parameters={"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}, hidden_act="gelu"
+    ),
+    "llama-tp4": _llama(num_attention_heads=12, num_key_value_heads=4, vocab_size=65),
+    "gpt2": _gpt2(),
+    "gpt2-untied": _gpt2(tie_word_embeddings=False, activation_function="gelu"),
+    "gpt2-dropout": _gpt2(resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2),
+}
+
+
+def reference(name):
+    """The transformers model, randomly initialised, every vector too (fresh ones are all 0 or 1)."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+    for p in model.parameters():
+        if p.dim() == 1:
+            nn.init.normal_(p, mean=0.5, std=0.3)
+    return model.eval()
+
+
+def batch(name, batch_size=2, length=24):
+    """Token ids and labels [B, S], the labels shifted, some ignored."""
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(CONFIGS[name].vocab_size, (batch_size, length + 1), generator=g)
+    labels = ids[:, 1:].clone()
+    labels[0, :5] = -100
+    return ids[:, :-1], labels
+
+
+class Model(nn.Module):
+    """A layer list run in sequence; parameters are named as in their specs."""
+
+    def __init__(self, name, tp=SINGLE, dtype=torch.float32, **options):
+        super().__init__()
+        self.spec = model_spec(CONFIGS[name].to_dict())
+        self.loss_fn = loss(self.spec, tp)
+        self.calls, tied = [], {}
+        for index, entry in enumerate(layers(self.spec, tp, dtype=dtype, **options)):
+            key = getattr(entry, "key", None)
+            if key is None or key not in tied:
+                module = entry.build()
+                self.add_module(str(index), module)
+                tied[key] = module
+            fn = getattr(entry, "forward_fn", None)
+            self.calls.append(partial(fn, tied[key]) if fn else module)
+
+    def forward(self, ids):
+        x = ids
+        for call in self.calls:
+            x = call(x)
+        return x
+
+    def load(self, tensors):
+        """Take this rank's part of logical tensors by Hugging Face name."""
+        for p in self.parameters():
+            spec, tp = p.dsx_spec, self.loss_fn.keywords["tp"]
+            p.data.copy_(cut(spec, partial(_box, spec, tensors), tp.size, tp.rank))
+        return self
+
+
+def _box(spec, tensors, box):
+    parts = [tensors[name].t() if spec.hf_transposed else tensors[name] for name in spec.hf]
+    return torch.cat(parts, spec.split or 0)[tuple(slice(*span) for span in box)]

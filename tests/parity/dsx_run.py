@@ -1,0 +1,131 @@
+"""dsx's side of parity: train a family in a layout on gloo ranks and gather what the oracle gives too."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parity.oracle import ADAMW, CLIPPING, CONFIGS, MICRO_BATCH, Run, tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A layout, and what else may change the arithmetic."""
+
+    family: str = "llama"
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    dp: int = 1
+    zero: int = 0
+    accumulation: int = 3
+    sequence_parallel: bool = True
+    recompute: str = "none"
+    schedule: str = "auto"
+    partition: Any = "flops"
+    bf16: bool = False
+    zero_keys: tuple[tuple[str, Any], ...] = ()
+    extra: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def rows(self) -> int:
+        return MICRO_BATCH * self.accumulation * self.dp
+
+    def __str__(self) -> str:
+        parts = [self.family, f"tp{self.tp}", f"pp{self.pp}", f"v{self.chunks}", f"dp{self.dp}", f"z{self.zero}"]
+        parts += [f"m{self.accumulation}"]
+        parts += [] if self.sequence_parallel or self.tp == 1 else ["nosp"]
+        parts += [self.recompute] if self.recompute != "none" else []
+        parts += [self.schedule] if self.schedule != "auto" else []
+        parts += [f"parts{self.partition}"] if self.partition != "flops" else []
+        parts += ["bf16"] if self.bf16 else []
+        parts += [f"{k}={v}" for k, v in (*self.zero_keys, *self.extra)]
+        return "-".join(parts)
+
+
+def config(case: Case, folder: Path | None) -> dict[str, Any]:
+    """The JSON that a user would write for ``case``."""
+    model: dict[str, Any] = {"path": str(folder)} if folder else {"config": CONFIGS[case.family]}
+    return {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": CLIPPING,
+        "bf16": {"enabled": case.bf16},
+        "zero_optimization": {"stage": case.zero, **dict(case.zero_keys)},
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"]), "torch_adam": True}},
+        **dict(case.extra),
+        "dsx": {
+            "model": {**model, "vocab_multiple": 8},
+            "parallel": {
+                "tensor": case.tp,
+                "pipeline": case.pp,
+                "chunks": case.chunks,
+                "sequence_parallel": case.sequence_parallel,
+            },
+            "schedule": {"name": case.schedule},
+            "partition": {"method": case.partition},
+            "recompute": case.recompute,
+            "data": {"sequence_length": 12},
+            "train": {"steps": 10, "output": "unused"},
+        },
+    }
+
+
+def batches(case: Case, step: int, dp_rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """This replica's micro-batches of the oracle's rows."""
+    rows = tokens(step, case.rows)
+    for j in range(case.accumulation):
+        start = (j * case.dp + dp_rank) * MICRO_BATCH
+        batch = rows[start : start + MICRO_BATCH]
+        yield batch[:, :-1], batch[:, 1:]
+
+
+def build(case: Case, folder: Path | None) -> tuple[Any, Any]:
+    """(engine, resolved config) on this rank."""
+    import dsx
+    from dsx.runtime.groups import make_groups
+    from dsx.runtime.recipe import build_engine
+
+    resolved = dsx.load_config(config(case, folder), world_size=case.world_size)
+    groups = make_groups(resolved.mesh, sequence_parallel=resolved.dsx.parallel.sequence_parallel)
+    return build_engine(resolved, groups), resolved
+
+
+def train(rank: int, world_size: int, case: Case, folder: Path, steps: int) -> Run | None:
+    """Train ``steps`` steps; rank 0 gives the run, with weights gathered as Hugging Face tensors."""
+    engine, resolved = build(case, folder)
+    losses, norms, first = [], [], {}
+    for step in range(steps):
+        loss = engine.train_batch(batches(case, step, engine.groups.dp_rank))
+        losses.append(float(loss))
+        norms.append(engine.get_global_grad_norm())
+        if step == 0:
+            first = gather(engine, resolved, rank)
+    return Run(losses, norms, first) if rank == 0 else None
+
+
+def gather(engine: Any, resolved: Any, rank: int) -> dict[str, torch.Tensor]:
+    """Every weight, whole, under its Hugging Face name, on rank 0."""
+    import torch.distributed as dist
+    from safetensors.torch import load_file
+
+    from dsx.runtime.weights import export_weights
+
+    holder = [tempfile.mkdtemp()] if rank == 0 else [None]
+    dist.broadcast_object_list(holder, src=0)
+    folder = Path(holder[0]) / "export"
+    export_weights(engine.pipeline, folder, resolved.hf_config)
+    if rank != 0:
+        return {}
+    assert json.loads((folder / "config.json").read_text())["model_type"] == resolved.model.family
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}

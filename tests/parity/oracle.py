@@ -1,0 +1,101 @@
+"""The other side of parity: one process, the Hugging Face model, torch's AdamW. Nothing of dsx."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+SEQUENCE = 12
+MICRO_BATCH = 2
+CLIPPING = 0.5  # below every norm of these runs, so that clipping is always at work
+ADAMW = {"lr": 5e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 101,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+    "torch_dtype": "float32",
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 101,
+    "n_embd": 24,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 32,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "initializer_range": 0.2,
+    "torch_dtype": "float32",
+}
+CONFIGS = {"llama": LLAMA, "gpt2": GPT2}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run leaves to compare."""
+
+    losses: list[float]
+    norms: list[float]
+    first_update: dict[str, torch.Tensor]
+
+
+def hf_model(family: str) -> Any:
+    """A model with seeded weights, norms and biases away from their trivial values."""
+    torch.manual_seed(17)
+    if family == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(**{k: v for k, v in GPT2.items() if k != "model_type"}))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def save_model(family: str, folder: Path) -> Path:
+    """A Hugging Face folder with :func:`hf_model`'s weights."""
+    hf_model(family).save_pretrained(folder)
+    return folder
+
+
+def tokens(step: int, rows: int, vocab: int = 101) -> torch.Tensor:
+    """Rows of SEQUENCE + 1 ids for one step, int64 [rows, SEQUENCE + 1]."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randint(0, vocab, (rows, SEQUENCE + 1), generator=generator)
+
+
+def train(family: str, *, rows: int, steps: int, dtype: torch.dtype = torch.float32) -> Run:
+    """Loss, pre-clip gradient norm per step, and the weights after the first step."""
+    model = hf_model(family).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    losses, norms, first = [], [], {}
+    for step in range(steps):
+        batch = tokens(step, rows)
+        logits = model(input_ids=batch[:, :-1]).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)))
+        optimizer.step()
+        losses.append(float(loss))
+        if step == 0:
+            first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return Run(losses, norms, first)
