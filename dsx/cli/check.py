@@ -12,7 +12,10 @@ import typer
 
 def check(
     config: Annotated[
-        Path, typer.Argument(help="DeepSpeed JSON with a dsx block.", exists=True, dir_okay=False)
+        Path,
+        typer.Argument(
+            metavar="CONFIG", help="DeepSpeed JSON with a dsx block.", exists=True, dir_okay=False
+        ),
     ],
     world_size: Annotated[int, typer.Option(help="Number of ranks (processes) to resolve for.", min=1)],
     overrides: Annotated[
@@ -21,7 +24,10 @@ def check(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Resolve CONFIG for a world size and print the outcome, or what is wrong with it (exit code 1)."""
+    """Resolve CONFIG for a world size.
+
+    Prints mesh, schedule, batch and the layers of every stage; or what is wrong, with exit code 1.
+    """
     from dsx.config.resolve import resolve
 
     for item in overrides or []:

@@ -13,7 +13,7 @@ def presets(
         bool, typer.Option("--json", help="Print JSON, Hugging Face configs included.")
     ] = False,
 ) -> None:
-    """List the built-in models that dsx.model.preset can name."""
+    """List the models that dsx.model.preset can name."""
     from dsx.config.presets import presets as known
     from dsx.plan.hf_config import model_spec
     from dsx.plan.params import num_parameters

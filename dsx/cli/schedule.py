@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def schedule(
-    name: Annotated[Literal["gpipe", "1f1b", "interleaved"], typer.Argument(help="Schedule.")],
+    name: Annotated[
+        Literal["gpipe", "1f1b", "interleaved"],
+        typer.Argument(metavar="NAME", help="gpipe, 1f1b or interleaved."),
+    ],
     stages: Annotated[int, typer.Option(help="Pipeline ranks.", min=1)],
     micro_batches: Annotated[int, typer.Option(help="Micro-batches per step.", min=1)],
     chunks: Annotated[int, typer.Option(help="Virtual stages per rank.", min=1)] = 1,
@@ -21,9 +24,9 @@ def schedule(
         typer.Option("--format", help="A drawing, the actions as torch writes them, or everything as JSON."),
     ] = "table",
 ) -> None:
-    """Print a pipeline schedule, its bubble and the activations it keeps.
+    """Print a pipeline schedule and its bubble.
 
-    Equal stages, a backward of twice a forward, free transfers.
+    For equal stages, a backward of twice a forward and free transfers. Also the activations that it keeps.
     """
     from dsx.plan.builders import build
 
@@ -56,10 +59,11 @@ def _table(built: Schedule) -> str:
 
     facts = _facts(built)
     peaks = ", ".join(map(str, facts["peak_activations"]))
+    share = f", each of 1/{built.num_chunks} of a rank's layers" if built.num_chunks > 1 else ""
     return "\n".join(
         (
             render(built).rstrip("\n"),
             f"bubble: {facts['bubble_over_ideal']:.1%} of the ideal time",
-            f"peak activations per rank, in chunk inputs: {peaks}",
+            f"peak activations per rank, in micro-batches{share}: {peaks}",
         )
     )

@@ -137,6 +137,10 @@ def check_zero(config: Json) -> Iterator[ConfigError]:
         yield ConfigError(at("zero_optimization.stage", stage), "not a ZeRO stage", "use 0, 1, 2 or 3")
     elif _is_int(stage) and not 0 <= stage <= 3:
         yield ConfigError(at("zero_optimization.stage", stage), "ZeRO has stages 0 to 3", "use 0, 1, 2 or 3")
+    secondary = zero.get("zero_hpz_partition_size", 1)
+    if not isinstance(secondary, str) and not (_is_int(secondary) and secondary >= 0):
+        place = at("zero_optimization.zero_hpz_partition_size", secondary)
+        yield ConfigError(place, "not a number of ranks", "use 1 (off) or more")
     for key, value in zero.items():
         place = at(f"zero_optimization.{key}", value)
         if key in keys.REMOVED_ZERO:
@@ -234,14 +238,14 @@ def check_scheduler(config: Json) -> Iterator[ConfigError]:
         return
     block = _block(config, "scheduler")
     kind, params = block.get("type"), block.get("params", {})
-    if kind in keys.TORCH_SCHEDULERS:
-        return
-    if kind not in keys.SCHEDULERS:
-        known = keys.TORCH_SCHEDULERS | set(keys.SCHEDULERS)
+    known = keys.TORCH_SCHEDULERS | set(keys.SCHEDULERS)
+    if not isinstance(kind, str) or kind not in known:
         yield ConfigError(at("scheduler.type", kind), "no such scheduler", suggest(str(kind), known))
         return
     if not isinstance(params, dict):
         yield ConfigError(at("scheduler.params", params), "it must be an object", "write {...}")
+        return
+    if kind in keys.TORCH_SCHEDULERS:
         return
     for key, value in params.items():
         if key not in keys.SCHEDULERS[kind]:

@@ -148,6 +148,8 @@ def _expected(field: dict[str, Any], schema: dict[str, Any]) -> str:
         return f"a string like {own['pattern'].strip('^$').replace('.+', '<regex>')}"
     if kind == "array":
         return f"a list, each {_expected(own['items'], schema)}"
+    if own.get("required"):
+        return f"an object {{...}} with {', '.join(own['required'])}"
     words = {"boolean": "true or false", "object": "an object {...}", "string": "a string"}
     text = words.get(str(kind), "a value")
     return f"{text} that is not empty" if own.get("minLength") else text

@@ -88,7 +88,7 @@ class Attention(nn.Module):
         else:
             qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=2)
             q, k = self.rotary(qk).split((self.num_heads, self.num_kv_heads), dim=2)
-            # A copy of the small V frees the unrotated projection, which a view would keep whole for backward.
+            # A copy of the small V frees the unrotated projection, which a view would keep for backward.
             v = v.contiguous()
         q_BNSD, k_BKSD, v_BKSD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if seed is None:

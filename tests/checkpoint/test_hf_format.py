@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model, LlamaConfig
 
 from dsx.checkpoint.formats import hf
+from dsx.checkpoint.formats.slices import merge
 from dsx.errors import CheckpointError
 from dsx.plan.hf_config import model_spec
 from dsx.plan.params import param_specs
@@ -61,7 +62,7 @@ def exported(weights, specs):
     """Hugging Face tensors of a model that one rank holds."""
     out = {}
     for spec in specs:
-        out |= hf.split(spec, hf.merge(spec, [weights.read(spec)]))
+        out |= hf.split(spec, merge(spec, [weights.read(spec)]))
     return out
 
 
@@ -99,7 +100,7 @@ def test_import_then_export_gives_the_same_bytes(tmp_path, name, dtype, tp, shar
     for index in range(shards):
         tensors = {}
         for spec in specs[index::shards]:
-            tensors |= hf.split(spec, hf.merge(spec, shards_of[spec]))
+            tensors |= hf.split(spec, merge(spec, shards_of[spec]))
         files |= hf.write_shard(tmp_path / "b", index, shards, tensors)
     assert not (tmp_path / "b").exists()
     hf.finish(tmp_path / "b", hf.read_config(tmp_path / "a"), files)

@@ -15,11 +15,11 @@ from dsx.errors import ConfigError, DsxError
 # (edits, world size, words that the message must hold: key, value, fix)
 WRONG = {
     # The dsx block itself.
-    "unknown key": ({"dsx.train.step": 5}, 1, ["dsx.train.step = 5", "unknown key", '"steps"']),
+    "unknown key": ({"dsx.train.step": 5}, 1, ["dsx.train.step = 5", "unknown key", 'write "steps"']),
     "unknown block": ({"dsx.modle": {}}, 1, ["dsx.modle = {}", "unknown key", '"model"']),
     "unknown far key": ({"dsx.schedule.zzz": 1}, 1, ["dsx.schedule.zzz = 1", "use name"]),
     "missing key": ({"dsx.train.steps": REMOVE}, 1, ["dsx.train.steps", "needed", "at least 1"]),
-    "missing block": ({"dsx.data": REMOVE}, 1, ["dsx.data", "needed"]),
+    "missing block": ({"dsx.data": REMOVE}, 1, ["dsx.data", "needed", "with sequence_length"]),
     "block is no object": ({"dsx.data": "text"}, 1, ['dsx.data = "text"', "an object"]),
     "quoted number": ({"dsx.parallel.tensor": "2"}, 1, ['dsx.parallel.tensor = "2"', "remove the quotes: 2"]),
     "boolean as number": ({"dsx.train.steps": True}, 1, ["dsx.train.steps = true", "a whole number"]),

@@ -6,7 +6,8 @@ import tiny_models
 import torch
 import torch.distributed as dist
 
-from dsx.checkpoint.formats.hf import merge, split
+from dsx.checkpoint.formats.hf import split
+from dsx.checkpoint.formats.slices import merge
 from dsx.nn import collectives
 from dsx.nn.parallel import TensorParallel
 

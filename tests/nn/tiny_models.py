@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from dsx.checkpoint.formats.hf import cut
+from dsx.checkpoint.formats.slices import cut
 from dsx.nn.families import layers, loss
 from dsx.nn.parallel import TensorParallel
 from dsx.plan.hf_config import model_spec

@@ -42,7 +42,14 @@ class Case:
         return MICRO_BATCH * self.accumulation * self.dp
 
     def __str__(self) -> str:
-        parts = [self.family, f"tp{self.tp}", f"pp{self.pp}", f"v{self.chunks}", f"dp{self.dp}", f"z{self.zero}"]
+        parts = [
+            self.family,
+            f"tp{self.tp}",
+            f"pp{self.pp}",
+            f"v{self.chunks}",
+            f"dp{self.dp}",
+            f"z{self.zero}",
+        ]
         parts += [f"m{self.accumulation}"]
         parts += [] if self.sequence_parallel or self.tp == 1 else ["nosp"]
         parts += [self.recompute] if self.recompute != "none" else []
@@ -62,7 +69,10 @@ def config(case: Case, folder: Path | None) -> dict[str, Any]:
         "gradient_clipping": CLIPPING,
         "bf16": {"enabled": case.bf16},
         "zero_optimization": {"stage": case.zero, **dict(case.zero_keys)},
-        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"]), "torch_adam": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {**ADAMW, "betas": list(ADAMW["betas"]), "torch_adam": True},
+        },
         **dict(case.extra),
         "dsx": {
             "model": {**model, "vocab_multiple": 8},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dsx.checkpoint.formats.slices import cut
 from dsx.errors import CheckpointError
 from dsx.plan.hf_config import model_spec
 from dsx.plan.params import param_specs
@@ -97,7 +98,7 @@ class HfWeights:
         return tuple(self._files)
 
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape of a tensor and its type in safetensors' words. Raises CheckpointError if not a float type."""
+        """Shape of a tensor, and type in safetensors' words. Raises CheckpointError if not a float type."""
         stored = self._stored(name)
         if stored.get_dtype() not in _FLOATS:
             raise CheckpointError(
@@ -166,58 +167,24 @@ class HfWeights:
                 "it is missing",
                 "use the config.json that belongs to these weights, or complete the download",
             )
-        file = self._files[found]
-        try:
-            stored = self._handle(file).get_slice(found)
-        except SafetensorError as error:
+        stored_shape, _ = self.describe(found)
+        if stored_shape != shape:
             raise CheckpointError(
-                f"{file}: tensor {found}", str(error), "download the model again"
-            ) from error
-        if tuple(stored.get_shape()) != shape:
-            raise CheckpointError(
-                f"{file}: tensor {found}",
-                f"its shape is {tuple(stored.get_shape())}, the model of config.json needs {shape}",
+                f"{self._files[found]}: tensor {found}",
+                f"its shape is {stored_shape}, the model of config.json needs {shape}",
                 "use the config.json that belongs to these weights",
             )
-        if stored.get_dtype() not in _FLOATS:
-            raise CheckpointError(
-                f"{file}: tensor {found}", f"its type is {stored.get_dtype()}", "use unquantised weights"
-            )
-        return found, stored
+        return found, self._stored(found)
 
-    def _handle(self, file: Path) -> Any:
+    def _stored(self, name: str) -> Any:
+        """The lazy slice of a stored tensor."""
+        file = self._files[name]
         if file not in self._handles:
             self._handles[file] = self._stack.enter_context(_open(file))
-        return self._handles[file]
-
-
-def cut(spec: ParamSpec, fetch: Callable[[Box], Tensor], tp: int, tp_rank: int) -> Tensor:
-    """One rank's local tensor, put together from the global boxes that it holds; padding is zero."""
-    boxes = spec.boxes(tp, tp_rank)
-    if spec.split is None:
-        return fetch(boxes[0]).contiguous()
-    dim = spec.split
-    pieces = [fetch(box) for box in boxes if box[dim][0] < box[dim][1]]
-    missing = spec.local_extent(tp) - sum(piece.shape[dim] for piece in pieces)
-    if missing:
-        padding = (*spec.shape[:dim], missing, *spec.shape[dim + 1 :])
-        like = pieces[0] if pieces else fetch(tuple((0, min(1, n)) for n in spec.shape))
-        pieces.append(like.new_zeros(padding))
-    return torch.cat(pieces, dim)
-
-
-def merge(spec: ParamSpec, shards: Sequence[Tensor]) -> Tensor:
-    """The logical tensor from every tensor-parallel rank's local one, in rank order; padding is dropped."""
-    if spec.split is None:
-        return shards[0]
-    whole = shards[0].new_empty(spec.shape)
-    for rank, shard in enumerate(shards):
-        at = 0
-        for box in spec.boxes(len(shards), rank):
-            extent = box[spec.split][1] - box[spec.split][0]
-            whole[tuple(slice(*span) for span in box)] = shard.narrow(spec.split, at, extent)
-            at += extent
-    return whole
+        try:
+            return self._handles[file].get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{file}: tensor {name}", str(error), "download the model again") from error
 
 
 def split(spec: ParamSpec, tensor: Tensor) -> dict[str, Tensor]:
@@ -291,7 +258,7 @@ def finish(folder: str | Path, config: Mapping[str, Any], files: Mapping[str, st
         files: File name of every tensor, as all calls of :func:`write_shard` returned them.
 
     Raises:
-        CheckpointError: ``folder`` exists, or the shards do not hold exactly the tensors of ``config``'s model.
+        CheckpointError: ``folder`` exists, or the shards do not hold exactly the model's tensors.
     """
     folder = Path(folder)
     _check_absent(folder)
@@ -305,8 +272,9 @@ def finish(folder: str | Path, config: Mapping[str, Any], files: Mapping[str, st
         )
     names = sorted(set(files.values()))
     total_bytes, dtypes = _survey(partial, files)
+    # Left by an export that never finished, or the empty shard of a stage that has a tied head alone.
     for leftover in (path for path in partial.iterdir() if path.name not in names):
-        leftover.unlink()  # of an export that never finished, or the empty shard of a stage with a tied head alone
+        leftover.unlink()
     if names != [SINGLE]:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
         _write_json(partial / INDEX, index)

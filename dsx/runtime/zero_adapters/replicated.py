@@ -29,6 +29,7 @@ class ReplicatedAdapter:
         if self._wrapped:
             # Its own norm then stays local (and unused) instead of a sum that counts shards wrongly.
             engine.optimizer.mpu = None
+            _undo_initial_step(engine.optimizer)
             original = engine.optimizer.unscale_and_clip_grads
 
             def with_true_norm(*args: Any, **kwargs: Any) -> Any:
@@ -59,3 +60,21 @@ class ReplicatedAdapter:
     def grad_norm(self) -> float:
         """Norm before clipping."""
         return float(self._norm)
+
+
+@torch.no_grad()
+def _undo_initial_step(optimizer: Any) -> None:
+    """Forget the step that FP16_Optimizer and FP16_UnfusedOptimizer take at construction.
+
+    ``initialize_optimizer_states`` steps on zero gradients to allocate the moments. That decays the fp32
+    weights once and leaves Adam's step count at 1, so that its first real update is about a quarter too small
+    (sqrt(1 - beta2**2) / (1 - beta1**2) against 1 at betas 0.9, 0.95).
+    """
+    optimizer.optimizer.state.clear()
+    for index, group in enumerate(optimizer.fp16_groups):
+        if hasattr(optimizer, "fp32_groups_flat"):
+            flat = torch.cat([p.detach().flatten().float() for p in group])
+            optimizer.fp32_groups_flat[index].copy_(flat)
+        else:
+            for high, low in zip(optimizer.fp32_groups[index], group, strict=True):
+                high.copy_(low)

@@ -1,0 +1,205 @@
+"""The dsx command, as a shell sees it: output, exit code, one message and no traceback."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dsx import __version__
+from dsx.cli.app import main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+ZERO3 = str(CONFIGS / "zero3.json")
+
+
+@pytest.fixture
+def dsx(monkeypatch, capsys):
+    """Run ``dsx`` with arguments: (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dsx", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+def test_help_names_every_command(dsx):
+    code, out, _ = dsx("--help")
+    assert code == 0
+    for command in ("check", "schedule", "presets", "schema"):
+        assert re.search(rf"^  {command} +\S", out, re.MULTILINE)
+
+
+def test_no_arguments_is_bad_usage(dsx):
+    code, out, err = dsx()
+    assert code == 2
+    assert "Usage: dsx" in out + err
+
+
+def test_version(dsx):
+    assert dsx("--version") == (0, f"dsx {__version__}\n", "")
+
+
+def test_version_is_the_packages():
+    import tomllib
+
+    project = tomllib.loads((CONFIGS.parent / "pyproject.toml").read_text())
+    declared = project["project"].get("version")
+    attribute = project["tool"]["setuptools"].get("dynamic", {}).get("version", {}).get("attr")
+    assert declared == __version__ or attribute == "dsx.__version__"
+
+
+def target(schema: dict, part: dict) -> dict:
+    """What a part of a JSON Schema refers to."""
+    return schema["$defs"][part["$ref"].rsplit("/", 1)[1]] if "$ref" in part else part
+
+
+def test_schema_describes_every_key_that_the_shipped_configs_use(dsx):
+    code, out, _ = dsx("schema")
+    assert code == 0
+    schema = json.loads(out)
+    assert set(schema["required"]) == {"model", "data", "train"}
+    used = 0
+    for path in CONFIGS.glob("*.json"):
+        for name, content in json.loads(path.read_text())["dsx"].items():
+            block = target(schema, schema["properties"][name])
+            assert block["description"]
+            if not isinstance(content, dict):
+                continue
+            assert block["additionalProperties"] is False
+            for key in content:
+                assert target(schema, block["properties"][key])["description"]
+                used += 1
+    assert used > 100
+
+
+def test_presets(dsx):
+    code, out, _ = dsx("presets")
+    assert code == 0
+    assert re.search(r"llama +llama-3-8b +8,030,261,248 +32 +4096 +32 +8 ", out)
+    code, out, _ = dsx("presets", "--json")
+    rows = {(row["family"], row["preset"]): row for row in json.loads(out)}
+    assert rows["gpt2", "gpt2"]["parameters"] == 124_439_808
+    assert rows["gpt2", "gpt2"]["config"]["n_embd"] == 768
+
+
+def test_check_prints_the_resolution(dsx):
+    code, out, err = dsx("check", ZERO3, "--world-size", 8)
+    assert (code, err) == (0, "")
+    assert "tensor 2 x pipeline 2 x data 2 = 8 ranks, sequence parallel" in out
+    assert "interleaved, chunks per pipeline rank: 2" in out
+    assert "ZeRO-3, fp32" in out
+    assert "32 sequences of 256 tokens per step = micro-batch 2 x 8 micro-batches x data 2" in out
+    assert re.search(r"^stage 0 +0 WordEmbedding, 1 Block \| 3 Block +\(", out, re.MULTILINE)
+    assert re.search(r"^stage 1 +2 Block \| 4 Block, 5 FinalNorm, 6 Head +\(", out, re.MULTILINE)
+    assert "dsx.parallel.tensor: auto -> 2" in out
+
+
+def test_check_json_and_set(dsx):
+    overrides = ("--set", "dsx.parallel.tensor=4", "--set", "zero_optimization.stage=1")
+    code, out, _ = dsx("check", ZERO3, "--world-size", 8, "--json", *overrides)
+    found = json.loads(out)
+    assert code == 0
+    assert found["mesh"] == {"pp": 1, "dp": 2, "tp": 4}
+    assert found["zero_stage"] == 1
+    assert found["batch"]["tokens_per_step"] == 2 * 8 * 2 * 256
+    held = [layer for stage in found["stages"] for chunk in stage["chunks"] for layer in chunk]
+    assert len(held) == 7
+
+
+def test_bad_config_is_one_message_and_exit_code_1(dsx):
+    code, out, err = dsx("check", ZERO3, "--world-size", 8, "--set", "dsx.parallel.tensor=3")
+    assert code == 1
+    assert out == ""
+    assert err.startswith("dsx: dsx.parallel.tensor = 3: ")
+    assert "Fix: use 1, 2 or 4" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["check", ZERO3], "world-size"),
+        (["check", ZERO3, "--world-size", "0"], "world-size"),
+        (["check", ZERO3, "--world-size", "two"], "world-size"),
+        (["check", "absent.json", "--world-size", "2"], "absent.json"),
+        (["check", ZERO3, "--world-size", "2", "--set", "dsx.train.steps"], "dsx.train.steps"),
+        (["check", ZERO3, "--world-size", "2", "--fast"], "--fast"),
+        (["schedule", "dualpipe", "--stages", "2", "--micro-batches", "2"], "dualpipe"),
+        (["schedule", "1f1b", "--stages", "2"], "micro-batches"),
+        (["schedule", "1f1b", "--stages", "0", "--micro-batches", "2"], "stages"),
+        (["schedule", "1f1b", "--stages", "2", "--micro-batches", "2", "--format", "svg"], "svg"),
+        (["train"], "train"),
+    ],
+)
+def test_bad_usage_is_exit_code_2(dsx, arguments, word):
+    code, out, err = dsx(*arguments)
+    assert code == 2
+    assert out == ""
+    assert word in err
+    assert "Traceback" not in err
+
+
+def test_schedule_csv_is_torchs(dsx):
+    from torch.distributed.pipelining.schedules import _Action
+
+    code, out, _ = dsx(
+        "schedule", "interleaved", "--stages", 2, "--chunks", 2, "--micro-batches", 4, "--format", "csv"
+    )
+    assert code == 0
+    rows = [[_Action.from_str(token) for token in line.split(",")] for line in out.splitlines()]
+    assert [len(row) for row in rows] == [16, 16]
+
+
+def test_schedule_json(dsx):
+    """1F1B: bubble (p - 1) / m, arXiv:2104.04473 section 2.2; rank r keeps p - r micro-batches."""
+    code, out, _ = dsx("schedule", "1f1b", "--stages", 4, "--micro-batches", 8, "--format", "json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["bubble_over_ideal"] == pytest.approx(3 / 8)
+    assert found["peak_activations"] == [4, 3, 2, 1]
+    assert found["rows"][3][:4] == ["3F0", "3B0", "3F1", "3B1"]
+
+
+def test_schedule_table(dsx):
+    code, out, _ = dsx("schedule", "interleaved", "--stages", 4, "--chunks", 2, "--micro-batches", 8)
+    assert code == 0
+    assert "bubble: 18.8% of the ideal time" in out
+    assert "peak activations per rank, in micro-batches, each of 1/2 of a rank's layers: 11, 9, 7, 5" in out
+
+
+def test_impossible_schedule_is_exit_code_1(dsx):
+    code, out, err = dsx("schedule", "1f1b", "--stages", 2, "--chunks", 2, "--micro-batches", 2)
+    assert (code, out) == (1, "")
+    assert "chunks = 2" in err
+    assert "interleaved" in err
+
+
+def test_starts_fast_and_without_torch():
+    code = (
+        "import sys; sys.argv = ['dsx', 'check', sys.argv[1], '--world-size', '8']\n"
+        "from dsx.cli.app import main\n"
+        "main_ended = None\n"
+        "try: main()\n"
+        "except SystemExit as ended: main_ended = ended.code\n"
+        "heavy = {'torch', 'deepspeed', 'numpy', 'transformers', 'datasets', 'wandb'} & set(sys.modules)\n"
+        "sys.exit(f'{main_ended} {heavy}' if main_ended or heavy else 0)"
+    )
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        command = [sys.executable, "-c", code, ZERO3]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        seconds.append(time.perf_counter() - start)
+        assert (done.returncode, done.stderr) == (0, "")
+    # Half a second on an idle machine; the test must also pass on a busy one.
+    assert min(seconds) < 2.0

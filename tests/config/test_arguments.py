@@ -1,0 +1,47 @@
+"""Command line of recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsx.config.arguments import parse_arguments
+
+
+@pytest.mark.parametrize("rank", [[], ["--local_rank=1"], ["--local_rank", "1"], ["--local-rank=1"]])
+def test_launchers(rank):
+    """The deepspeed launcher puts --local_rank first; torch.distributed.launch writes --local-rank."""
+    found = parse_arguments([*rank, "--config", "a.json", "--set", "x.y=1", "--set", "z=a=b"])
+    assert found.config == Path("a.json")
+    assert found.overrides == ("x.y=1", "z=a=b")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ([], "--config"),
+        (["--config"], "--config"),
+        (["--config", "a.json", "--set", "x.y"], "dsx.parallel.tensor=4"),
+        (["--config", "a.json", "--steps", "5"], "--steps"),
+        (["--config", "a.json", "extra"], "extra"),
+        (["--conf", "a.json"], "--config"),
+        (["--config", "a.json", "--local_rank", "x"], "local_rank"),
+    ],
+)
+def test_bad_usage(arguments, word, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert word in error
+    assert "usage:" in error
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments(["--help"], description="Train something.")
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "Train something." in shown
+    assert "local_rank" not in shown

@@ -1,0 +1,96 @@
+"""Promises that the repository makes about itself and that no linter checks."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import dsx
+
+ROOT = Path(__file__).parents[1]
+TOP_LEVEL = {
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "README.md",
+    "configs",
+    "constraints.txt",
+    "dsx",
+    "pyproject.toml",
+    "recipes",
+    "tests",
+    "tools",
+}
+MADE_BY_TOOLS = {"build", "dist", "dsx.egg-info", "runs", "wandb"}
+HEAVY = {"datasets", "deepspeed", "numpy", "torch", "transformers", "wandb"}
+
+with (ROOT / "pyproject.toml").open("rb") as file:
+    PROJECT = tomllib.load(file)["project"]
+
+
+def modules(*parts):
+    """Dotted names of the modules under these parts of dsx."""
+    paths = [path for part in parts for path in (ROOT / "dsx" / part).rglob("*.py")]
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+    return sorted(name.removesuffix(".__init__") for name in names)
+
+
+def loaded_after(statement):
+    """The heavy packages that a fresh interpreter has loaded after ``statement``."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{statement}\nimport sys\nprint(*sys.modules)"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return HEAVY & set(done.stdout.split())
+
+
+def test_top_level_names():
+    names = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")} - MADE_BY_TOOLS
+    assert names == TOP_LEVEL
+
+
+def test_modules_are_short_and_say_what_they_are():
+    texts = {path.relative_to(ROOT): path.read_text() for path in (ROOT / "dsx").rglob("*.py")}
+    assert texts
+    assert [path for path, text in texts.items() if len(text.splitlines()) >= 400] == []
+    assert [path for path, text in texts.items() if not ast.get_docstring(ast.parse(text))] == []
+
+
+def test_importing_dsx_loads_nothing_heavy():
+    assert loaded_after("import dsx") == set()
+
+
+def test_specs_plans_and_configs_need_nothing_heavy():
+    """Contracts see direct imports; this sees what is really loaded."""
+    assert loaded_after("\n".join(f"import {name}" for name in modules("spec", "plan", "config"))) == set()
+
+
+def test_every_public_name_exists():
+    missing = [name for name in dsx.__all__ if not hasattr(dsx, name)]
+    assert missing == []
+    assert set(dsx.__all__) <= set(dir(dsx))
+
+
+def test_one_version_everywhere():
+    assert dsx.__version__ == PROJECT["version"]
+    assert f"## [{dsx.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_constraints_pin_every_declared_package_within_its_range():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    pins = {re.sub(r"[-_.]+", "-", name).lower(): Version(version) for name, version in pins.items()}
+    extras = [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
+    for requirement in map(Requirement, PROJECT["dependencies"] + extras):
+        if requirement.name != "dsx":
+            assert pins[requirement.name] in requirement.specifier, requirement
+    assert not [name for name, version in pins.items() if version.local]
