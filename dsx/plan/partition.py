@@ -2,8 +2,8 @@
 
 A pipeline runs at the pace of its heaviest stage, so weighted methods minimise the largest stage weight,
 exactly; among such cuts they take the one with the least sum of squares, so that the other stages are even
-too. (deepspeed/runtime/utils.py, partition_balanced, minimises largest minus smallest instead, which can
-accept a heavier largest stage, or even an empty one.)
+too. (DeepSpeed's partition_balanced, runtime/utils.py, minimises largest minus smallest instead, which now
+and then takes a heavier largest stage.)
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +14,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file, save_file
 
+import dsx
 from dsx.checkpoint import store
-from dsx.checkpoint.manifest import Manifest
+from dsx.checkpoint.manifest import Manifest, TensorEntry
 from dsx.errors import CheckpointError
 from dsx.runtime.launch import agree
 from dsx.spec.param import ParamSpec
@@ -32,7 +35,8 @@ def save(engine: PipelineEngine, root: Path, *, tag: str | None, client_state: M
         engine: The engine to save.
         root: Folder of checkpoints, on a file system that all ranks share.
         tag: Name; ``global_step<N>`` by default.
-        client_state: What :func:`load` shall give back; must be JSON-able.
+        client_state: What :func:`load` shall give back. ``tokens``, ``data_cursor`` and ``wandb_run_id`` also go
+            into the manifest.
 
     Raises:
         CheckpointError: The folder cannot be written.
@@ -86,29 +90,49 @@ def load(engine: PipelineEngine, root: Path, *, tag: str | None) -> tuple[Path, 
     return path, dict(client.get("dsx", {}))
 
 
-def describe(engine: PipelineEngine) -> dict[str, tuple[int, ...]]:
-    """Name -> logical shape of every tensor of the whole model. A collective call over all ranks."""
-    pipeline, mesh = engine.pipeline, engine.groups.mesh
-    mine: dict[str, tuple[int, ...]] = {}
-    if engine.groups.dp_rank == 0:
-        for name, parameter in pipeline.chunks.named_parameters():
+def describe(engine: PipelineEngine) -> tuple[TensorEntry, ...]:
+    """Every tensor of the whole model, by name. A collective call over all ranks."""
+    groups = engine.groups
+    mine: dict[str, TensorEntry] = {}
+    if groups.dp_rank == 0:
+        for name, parameter in engine.pipeline.chunks.named_parameters():
+            dtype = str(parameter.dtype).removeprefix("torch.")
             spec = getattr(parameter, "dsx_spec", None)
             if isinstance(spec, ParamSpec):
-                mine[spec.name] = spec.shape
-            else:
-                # A layer that is not dsx's: its local shape is all there is to know.
-                shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-                mine[name if mesh.tp == 1 else f"{name}@tp{engine.groups.tp_rank}"] = shape
-    gathered: list[dict[str, tuple[int, ...]]] = [{} for _ in range(mesh.size)]
+                mine[spec.name] = TensorEntry.of(spec, dtype)
+                continue
+            # A layer that is not dsx's: its local shape is all there is to know.
+            name_here = name if groups.mesh.tp == 1 else f"{name}@tp{groups.tp_rank}"
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            mine[name_here] = TensorEntry(name=name_here, shape=shape, dtype=dtype)
+    gathered: list[dict[str, TensorEntry]] = [{} for _ in range(groups.mesh.size)]
     dist.all_gather_object(gathered, mine)
-    return {name: shape for part in gathered for name, shape in sorted(part.items())}
+    everything = {name: entry for part in gathered for name, entry in part.items()}
+    return tuple(everything[name] for name in sorted(everything))
 
 
 def manifest(
-    engine: PipelineEngine, tensors: Mapping[str, tuple[int, ...]], client_state: Mapping[str, Any]
+    engine: PipelineEngine, tensors: tuple[TensorEntry, ...], client_state: Mapping[str, Any]
 ) -> Manifest:
     """What a checkpoint of ``engine`` says about itself."""
-    raise NotImplementedError
+    stages, config = engine.pipeline.stage_map, engine.config
+    return Manifest(
+        versions={"dsx": dsx.__version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__},
+        mesh=dict(engine.groups.mesh.axes),
+        chunks=stages.num_chunks,
+        stage_bounds=tuple(stages.bounds),
+        zero_stage=int(engine.zero_optimization_stage()),
+        precision="bf16" if engine.bfloat16_enabled() else "fp32",
+        schedule=engine.pipeline.schedule,
+        tensors=tensors,
+        step=int(engine.global_steps),
+        global_batch_size=int(engine.train_batch_size()),
+        tokens=int(client_state.get("tokens", 0)),
+        data_cursor=int(client_state.get("data_cursor", 0)),
+        seed=None if config is None else config.dsx.train.seed,
+        model=None if config is None else json.loads(json.dumps(asdict(config.model))),
+        wandb_run_id=client_state.get("wandb_run_id"),
+    )
 
 
 def _commit(root: Path, tag: str) -> Path:

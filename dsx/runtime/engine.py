@@ -36,8 +36,17 @@ class PipelineEngine:
     ``global_steps`` or ``train_batch_size()``.
     """
 
-    def __init__(self, model: PipelineModule, engine: Any, training_data: Any, clipping: float) -> None:
+    def __init__(
+        self,
+        model: PipelineModule,
+        engine: Any,
+        *,
+        training_data: Any,
+        clipping: float,
+        config: RunConfig | None,
+    ) -> None:
         self.pipeline = model
+        self.config = config
         self.deepspeed_engine = engine
         self.groups = model.groups
         self.grid = Grid(model.groups)
@@ -332,7 +341,14 @@ def initialize(
         mpu=Grid(model.groups),
         dist_init_required=False,
     )
-    return PipelineEngine(model, engine, loader, clipping), wrapped, loader, scheduler
+    pipeline = PipelineEngine(
+        model,
+        engine,
+        training_data=loader,
+        clipping=clipping,
+        config=config if isinstance(config, RunConfig) else None,
+    )
+    return pipeline, wrapped, loader, scheduler
 
 
 def split_tied(parameters: Sequence[Any], ties: Sequence[Tie]) -> list[Any]:

@@ -62,7 +62,7 @@ def paths(node, prefix=()):
             yield from paths(value, (*prefix, key))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     edits=st.lists(st.tuples(st.sampled_from([*paths(FULL)]), values), min_size=1, max_size=3),
     world_size=st.sampled_from([1, 2, 4, 6, 8]),

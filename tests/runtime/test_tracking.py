@@ -1,0 +1,279 @@
+"""metrics.jsonl, and W&B's own record of a run read back from its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import wandb
+from wandb.proto import wandb_internal_pb2
+
+from dsx.config.schema import WandbConfig
+from dsx.errors import DataError
+from dsx.runtime.tracking import Tracker, environment
+
+DISABLED = WandbConfig(mode="disabled")
+OFFLINE = WandbConfig(mode="offline", project="proj", name="nice name", group="grp", tags=["a", "b"])
+ONLINE = WandbConfig(mode="online")
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wandb_records(folder: Path) -> Iterator[Any]:
+    """Records of the ``.wandb`` file in ``folder``, in W&B's own protobuf messages.
+
+    The file is a LevelDB log behind a 7-byte header: blocks of 32 KiB hold chunks of checksum (4 bytes),
+    length (2), type (1; 1 whole, 2 first, 3 middle, 4 last) and data.
+    """
+    wandb.teardown()  # stops its service process, which writes the file after finish() has returned
+    (path,) = folder.glob("*.wandb")
+    raw, at, record = path.read_bytes(), 7, b""
+    while at < len(raw):
+        if 32768 - at % 32768 < 7:  # no room for a chunk header: the rest of the block is padding
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(raw[at + 4 : at + 6], "little"), raw[at + 6]
+        data = raw[at + 7 : at + 7 + length]
+        assert int.from_bytes(raw[at : at + 4], "little") == zlib.crc32(raw[at + 6 : at + 7 + length])
+        record, at = record + data, at + 7 + length
+        if kind in {1, 4}:
+            yield wandb_internal_pb2.Record.FromString(record)
+            record = b""
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """Rows as W&B recorded them, without its own ``_`` keys."""
+    rows = []
+    for record in wandb_records(folder):
+        if record.WhichOneof("record_type") == "history":
+            items = {
+                "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+                for item in record.history.item
+            }
+            rows.append({key: value for key, value in items.items() if not key.startswith("_")})
+    return rows
+
+
+def runs_in(output: Path) -> list[Path]:
+    return sorted(path for path in (output / "wandb").iterdir() if path.name.startswith("offline-run-"))
+
+
+def test_metrics_file(tmp_path: Path) -> None:
+    with Tracker(tmp_path / "out", DISABLED, run_config={}) as tracker:
+        tracker.log(1, {"train/loss": 2.5, "train/tokens": np.int64(512)})
+        assert len(records(tracker.metrics_path)) == 1  # at once, not at the end
+        tracker.log(2, {"train/loss": float("nan"), "train/grad_norm_preclip": float("inf")})
+        tracker.log(2, {"eval/loss": 2.25, "eval/worst": -np.float32("inf")})
+        assert tracker.run_id is None
+        assert tracker.wandb_path is None
+    assert tracker.metrics_path == tmp_path / "out/metrics.jsonl"
+    assert records(tracker.metrics_path) == [
+        {"train/step": 1, "train/loss": 2.5, "train/tokens": 512},
+        {"train/step": 2, "train/loss": "NaN", "train/grad_norm_preclip": "Infinity"},
+        {"train/step": 2, "eval/loss": 2.25, "eval/worst": "-Infinity"},
+    ]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["metrics.jsonl"]  # no W&B folder
+
+
+def test_resume_drops_what_is_done_again(tmp_path: Path) -> None:
+    with Tracker(tmp_path, DISABLED, run_config={}) as tracker:
+        for step in range(1, 8):
+            tracker.log(step, {"train/loss": float(step)})
+    with tracker.metrics_path.open("a") as file:
+        file.write('{"train/step": 8, "train/lo')  # killed in mid-write
+    with Tracker(tmp_path, DISABLED, run_config={}, first_step=5) as tracker:  # the checkpoint was of step 4
+        tracker.log(5, {"train/loss": 50.0})
+    assert [(row["train/step"], row["train/loss"]) for row in records(tracker.metrics_path)] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.0),
+        (4, 4.0),
+        (5, 50.0),
+    ]
+    with Tracker(tmp_path, DISABLED, run_config={}):
+        assert records(tracker.metrics_path) == []  # a new run
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_offline_run_holds_everything(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    config = {"model": {"layers": 4, "path": Path("x")}, "notes": ("auto",), "none": None}
+    with Tracker(tmp_path, OFFLINE, run_config=config, warn=warnings.append) as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, {"train/loss": 3.0 / step, "train/tokens": 100 * step})
+        tracker.log(3, {"eval/loss": 0.5})
+        folder = tracker.wandb_path
+        run_id = tracker.run_id
+    assert warnings == []
+    assert runs_in(tmp_path) == [folder]
+
+    assert history(folder) == records(tracker.metrics_path)
+    (run,) = (record.run for record in wandb_records(folder) if record.WhichOneof("record_type") == "run")
+    assert (run.run_id, run.project, run.display_name, run.run_group) == (run_id, "proj", "nice name", "grp")
+    assert list(run.tags) == ["a", "b"]
+    sent = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert {key: value for key, value in sent.items() if key != "_wandb"} == {
+        "model": {"layers": 4, "path": "x"},
+        "notes": ["auto"],
+        "none": None,
+    }
+    metrics = [
+        record.metric for record in wandb_records(folder) if record.WhichOneof("record_type") == "metric"
+    ]
+    assert "train/step" in {metric.name for metric in metrics}
+    axes = {metric.name or metric.glob_name: metric.step_metric for metric in metrics}
+    assert axes["train/tokens"] == axes["eval/loss"] == axes["*"] == "train/step"
+    exits = [record.exit for record in wandb_records(folder) if record.WhichOneof("record_type") == "exit"]
+    assert [record.exit_code for record in exits] == [0]
+
+
+def test_resumed_run_keeps_its_id(tmp_path: Path) -> None:
+    with Tracker(tmp_path, OFFLINE, run_config={}, run_id="abc123") as tracker:
+        tracker.log(7, {"train/loss": 1.0})
+        assert tracker.run_id == "abc123"
+    (folder,) = runs_in(tmp_path)
+    (run,) = (record.run for record in wandb_records(folder) if record.WhichOneof("record_type") == "run")
+    assert run.run_id == "abc123"
+    with Tracker(tmp_path, DISABLED, run_config={}, run_id="abc123") as tracker:
+        assert tracker.run_id == "abc123"  # a checkpoint of a run without W&B for a while does not forget it
+
+
+def test_failed_training_is_marked(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), Tracker(tmp_path, OFFLINE, run_config={}):
+        raise RuntimeError
+    (folder,) = runs_in(tmp_path)
+    (code,) = (r.exit.exit_code for r in wandb_records(folder) if r.WhichOneof("record_type") == "exit")
+    assert code == 1
+
+
+def test_beside_a_run_of_somebody_else(tmp_path: Path) -> None:
+    """DeepSpeed's own wandb block opens a global run in the same process."""
+    theirs = wandb.init(project="other", mode="offline", dir=str(tmp_path))
+    their_folder = Path(theirs.settings.sync_dir)
+    with Tracker(tmp_path / "ours", OFFLINE, run_config={}) as tracker:
+        tracker.log(1, {"train/loss": 1.0})
+        wandb.log({"their": 2.0})
+        folder = tracker.wandb_path
+    wandb.finish()
+    assert history(folder) == [{"train/step": 1, "train/loss": 1.0}]
+    assert history(their_folder) == [{"their": 2.0}]
+
+
+@pytest.fixture
+def without_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    return tmp_path
+
+
+def test_online_without_account_continues_offline(without_account: Path) -> None:
+    warnings: list[str] = []
+    with Tracker(without_account, ONLINE, run_config={}, warn=warnings.append) as tracker:
+        tracker.log(1, {"train/loss": 1.0})
+        folder = tracker.wandb_path
+    (warning,) = warnings
+    assert "offline" in warning
+    assert f"wandb sync {folder}" in warning
+    assert history(folder) == records(tracker.metrics_path) == [{"train/step": 1, "train/loss": 1.0}]
+
+
+ON_A_TERMINAL = """
+import sys
+from dsx.config.schema import WandbConfig
+from dsx.runtime.tracking import Tracker
+online = WandbConfig(mode="online")
+with Tracker(sys.argv[1], online, run_config={}, warn=lambda text: print("WARNED")) as tracker:
+    tracker.log(1, {"train/loss": 1.0})
+print("TRAINED")
+"""
+
+
+def test_a_terminal_is_not_asked_for_a_key(without_account: Path) -> None:
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL, without_account],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env={name: value for name, value in os.environ.items() if name != "WANDB_SILENT"},
+    )
+    try:
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+    said = b""
+    while select.select([controller], [], [], 0)[0]:
+        try:
+            said += os.read(controller, 4096)
+        except OSError:  # everything has been read
+            break
+    os.close(controller)
+    assert said.decode().split() == ["WARNED", "TRAINED"]
+
+
+def test_wandb_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    warnings: list[str] = []
+    with Tracker(tmp_path, OFFLINE, run_config={}, warn=warnings.append) as tracker:
+        tracker.log(1, {"train/loss": 1.0})
+        tracker.log(2, {"train/loss": 1.0})
+    assert len(warnings) == 1
+    assert "W&B could not start" in warnings[0]
+    assert len(records(tracker.metrics_path)) == 2
+
+
+def test_wandb_that_breaks_in_mid_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+
+    def broken(*_: object, **__: object) -> None:
+        raise BrokenPipeError("service died\nlong story")
+
+    with Tracker(tmp_path, OFFLINE, run_config={}, warn=warnings.append) as tracker:
+        tracker.log(1, {"train/loss": 1.0})
+        run = tracker._run
+        monkeypatch.setattr(run, "log", broken)
+        for step in (2, 3, 4):
+            tracker.log(step, {"train/loss": 1.0})
+    assert warnings == [
+        "W&B could not take metrics, so it is left out from here on: BrokenPipeError: service died"
+    ]
+    assert [row["train/step"] for row in records(tracker.metrics_path)] == [1, 2, 3, 4]
+    run.finish()
+
+
+def test_warnings_are_logged_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    Tracker(tmp_path, OFFLINE, run_config={}).finish()
+    assert [record.name for record in caplog.records] == ["dsx.runtime.tracking"]
+
+
+def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"metrics\.jsonl: cannot be written.*dsx\.train\.output"):
+        Tracker(tmp_path / "file", DISABLED, run_config={})
+
+
+def test_environment() -> None:
+    import torch
+
+    seen = environment()
+    assert seen["torch"] == torch.__version__.partition("+")[0] or seen["torch"] == torch.__version__
+    assert seen["wandb"] == wandb.__version__
+    assert seen["git_commit"] is None or len(seen["git_commit"]) == 40
