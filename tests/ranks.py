@@ -21,17 +21,19 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess as Process
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ _PRELOAD = [
     "transformers.models.llama.modeling_llama",
 ]
 _CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-_DUMP = re.compile(r"Timeout \(\d+:\d\d:\d\d")  # the first line that faulthandler writes at the deadline
+_DUMP_SIGNAL = signal.SIGUSR1
 _GRACE_SECONDS = 20.0
 
 
@@ -77,9 +79,6 @@ class _Job:
     @property
     def log(self) -> Path:
         return self.folder / f"rank{self.rank}.log"
-
-    def timed_out(self) -> bool:
-        return _DUMP.search(self.read_log()) is not None
 
     def read_log(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -118,8 +117,8 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 12
             for rank in range(world_size)
         ]
         try:
-            with _started(jobs) as replies:
-                return _collect(jobs, replies)
+            with _started(jobs) as (processes, replies):
+                return _collect(jobs, processes, replies)
         finally:
             for job in jobs:
                 if text := job.read_log():
@@ -137,10 +136,10 @@ def without_builds() -> None:
 
 
 @contextmanager
-def _started(jobs: list[_Job]):
+def _started(jobs: list[_Job]) -> Iterator[tuple[list[Process], list[Connection]]]:
     context = multiprocessing.get_context("forkserver")
     _start_server()
-    processes, replies = [], {}
+    processes, replies = [], []
     try:
         for job in jobs:
             receiving, sending = context.Pipe(duplex=False)
@@ -148,12 +147,11 @@ def _started(jobs: list[_Job]):
             process.start()
             sending.close()
             processes.append(process)
-            replies[receiving] = job.rank
-        yield replies
-        for process in processes:  # all have sent their results: leave them the time to end
+            replies.append(receiving)
+        yield processes, replies
+        for rank, process in enumerate(processes):  # all have sent their results: leave them time to end
             process.join(_GRACE_SECONDS)
             if process.exitcode != 0:
-                rank = processes.index(process)
                 raise RankError(f"rank {rank} gave its result but ended with {process.exitcode}", rank)
     finally:
         for process in processes:
@@ -179,31 +177,29 @@ def _start_server() -> None:
         os.environ.update(before)
 
 
-def _collect(jobs: list[_Job], replies: dict[connection.Connection, int]) -> list[Any]:
+def _collect(jobs: list[_Job], processes: list[Process], replies: list[Connection]) -> list[Any]:
     """Results by rank. Of several failures a silent death comes first, then whichever arrived first."""
-    deadline = time.monotonic() + jobs[0].timeout_seconds + _GRACE_SECONDS
-    waiting, results = dict(replies), {}
+    deadline = time.monotonic() + jobs[0].timeout_seconds
+    waiting, results = {reply: job for job, reply in zip(jobs, replies, strict=True)}, {}
     failed: list[tuple[_Job, _Reply | None]] = []
     while waiting:
-        patience = 0.0 if failed else max(0.0, deadline - time.monotonic())
-        ready = connection.wait(list(waiting), patience)
+        ready = connection.wait(list(waiting), 0.0 if failed else max(0.0, deadline - time.monotonic()))
         for receiving in ready:
-            job = jobs[waiting.pop(receiving)]
-            reply = _receive(receiving)
+            job, reply = waiting.pop(receiving), _receive(receiving)
             if reply is None or reply.trace:
                 failed.append((job, reply))
             else:
                 results[job.rank] = pickle.loads(reply.value)
-        if not ready and not failed:
-            raise _late(jobs, waiting)
-        if not ready:
+        if failed and not ready:
             break
+        if not ready:
+            raise _late(waiting, [processes[job.rank] for job in waiting.values()])
     if failed:
-        raise _failure(jobs, waiting, *min(failed, key=lambda failure: failure[1] is not None))
+        raise _failure(*min(failed, key=lambda failure: failure[1] is not None))
     return [results[job.rank] for job in jobs]
 
 
-def _receive(receiving: connection.Connection) -> _Reply | None:
+def _receive(receiving: Connection) -> _Reply | None:
     """What the rank sent; None if it ended without a word."""
     try:
         return pickle.loads(receiving.recv_bytes())
@@ -211,49 +207,58 @@ def _receive(receiving: connection.Connection) -> _Reply | None:
         return None
 
 
-def _failure(
-    jobs: list[_Job], waiting: dict[connection.Connection, int], job: _Job, reply: _Reply | None
-) -> RankError:
-    if reply is not None:
-        error = pickle.loads(reply.error) if reply.error else None
-        failure = RankError(f"rank {job.rank} of {job.world_size} failed\n{reply.trace}", job.rank, error)
-        failure.__cause__ = error
-        return failure
-    if job.timed_out():
-        return _late(jobs, waiting)
-    return RankError(f"rank {job.rank} of {job.world_size} died without a result\n{job.read_log()}", job.rank)
+def _failure(job: _Job, reply: _Reply | None) -> RankError:
+    name = f"rank {job.rank} of {job.world_size}"
+    if reply is None:
+        return RankError(f"{name} died without a result\n{job.read_log()}", job.rank)
+    error = pickle.loads(reply.error) if reply.error else None
+    failure = RankError(f"{name} failed\n{reply.trace}", job.rank, error)
+    failure.__cause__ = error
+    return failure
 
 
-def _late(jobs: list[_Job], waiting: dict[connection.Connection, int]) -> RankError:
-    """The ranks' deadlines lie milliseconds apart: wait for each to have dumped its stacks and ended."""
-    end = time.monotonic() + _GRACE_SECONDS
-    dumping = list(waiting)
-    while dumping and (ended := connection.wait(dumping, max(0.0, end - time.monotonic()))):
-        dumping = [receiving for receiving in dumping if receiving not in ended]
-    unfinished = sorted({*waiting.values(), *(job.rank for job in jobs if job.timed_out())})
-    logs = "".join(f"--- rank {rank}\n{jobs[rank].read_log()}" for rank in unfinished)
+def _late(waiting: dict[Connection, _Job], processes: list[Process]) -> RankError:
+    """Have every unfinished rank dump its stacks and die.
+
+    They are stopped first, so that the signal is pending in all before the first one dies: else the others
+    would run on into the loss of their peer.
+    """
+    for number in (signal.SIGSTOP, _DUMP_SIGNAL, signal.SIGCONT):
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+    for process in processes:
+        process.join(_GRACE_SECONDS)
+    jobs = sorted(waiting.values(), key=lambda job: job.rank)
+    logs = "".join(f"--- rank {job.rank}\n{job.read_log()}" for job in jobs)
     return RankError(
-        f"{len(unfinished)} of {len(jobs)} ranks did not finish within {jobs[0].timeout_seconds} s: "
-        f"{unfinished}\n{logs}",
-        unfinished[0],
+        f"{len(jobs)} of {jobs[0].world_size} ranks did not finish within {jobs[0].timeout_seconds} s: "
+        f"{[job.rank for job in jobs]}\n{logs}",
+        jobs[0].rank,
     )
 
 
-def _rank_main(job: _Job, sending: connection.Connection) -> None:
+def _rank_main(job: _Job, sending: Connection) -> None:
     os.setpgid(0, 0)  # so that whatever this rank starts is killed with it
     log = job.log.open("w")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout.reconfigure(line_buffering=True)
-    faulthandler.dump_traceback_later(job.timeout_seconds, file=log, exit=True)
+    faulthandler.register(_DUMP_SIGNAL, file=log, all_threads=True, chain=True)  # and then die of it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         reply = _Reply(value=pickle.dumps(_work(job)))
     except BaseException as error:  # noqa: BLE001 (the caller hears of it)
         reply = _Reply(trace=traceback.format_exc(), error=_pickled(error))
     with suppress(BrokenPipeError):
         sending.send_bytes(pickle.dumps(reply))
-    if reply.trace:
-        signal.pause()  # peers must not see this rank's sockets close: they would report that instead
+    if reply.trace:  # wait for the kill: peers that saw this rank's sockets close would fail of that
+        _end_with_parent()
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _pickled(error: BaseException) -> bytes:
@@ -278,7 +283,7 @@ def _work(job: _Job) -> Any:
         init_method=f"file://{job.folder}/rendezvous",
         rank=job.rank,
         world_size=job.world_size,
-        timeout=dt.timedelta(seconds=job.timeout_seconds + 60),  # the deadline dumps stacks first
+        timeout=dt.timedelta(seconds=job.timeout_seconds + 600),  # the deadline comes first, with stacks
     )
     fn, args = pickle.loads(job.call)
     result = fn(job.rank, job.world_size, *args)

@@ -57,6 +57,12 @@ def _leave_a_child_behind(rank, world_size, pid_file):
     raise RuntimeError("the child must die with the rank")
 
 
+def _stay(rank, world_size, pid_folder):
+    Path(pid_folder, str(rank)).write_text(str(os.getpid()))
+    dist.barrier()
+    _sleep_for_ever()
+
+
 def _surroundings(rank, world_size):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CUDA_VISIBLE_DEVICES", "A_TEST_SET_THIS")
     print(f"hello from {rank}")
@@ -148,6 +154,23 @@ def _wait_until_gone(pid):
         if state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
             raise ProcessLookupError  # dead; whoever adopted it has not reaped it yet
         os.kill(pid, 0)
+
+
+def test_ranks_end_when_their_caller_is_killed(tmp_path):
+    code = (
+        "import ranks, test_ranks_harness; ranks._PRELOAD[:] = ['torch']; "
+        f"ranks.run(test_ranks_harness._stay, 2, {str(tmp_path)!r})"
+    )
+    path = os.pathsep.join(sys.path)
+    caller = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path})
+    pid_files = [tmp_path / "0", tmp_path / "1"]
+    while not all(path.exists() and path.read_text() for path in pid_files):
+        assert caller.poll() is None
+    caller.kill()
+    caller.wait()
+    for pid_file in pid_files:
+        with pytest.raises(ProcessLookupError):
+            _wait_until_gone(int(pid_file.read_text()))
 
 
 def test_ranks_see_the_callers_environment_and_folder(tmp_path, monkeypatch, capsys):

@@ -22,8 +22,8 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 """Four 32-bit words per element, in int64 tensors of one (broadcastable) shape."""
 
 _MASK = 0xFFFFFFFF
-_BLOCKS_AT_ONCE = 1 << 16
-"""Philox blocks generated at a time: bounds the temporaries to some 10 MB."""
+_BLOCKS_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 20}
+"""Philox blocks generated at a time: temporaries of about 10 MB in a CPU's cache, 150 MB on a GPU."""
 
 
 def philox_4x32(counter: Words, key: tuple[int, int]) -> Words:
@@ -85,8 +85,9 @@ def _fill_normal(region: Tensor, box: Box, std: float, key: tuple[int, int]) -> 
         return
     region_RC = region.view(rows[1] - rows[0], columns[1] - columns[0])
     quads = (columns[0] // 4, -(-columns[1] // 4))
-    wide = min(quads[1] - quads[0], _BLOCKS_AT_ONCE)
-    tall = max(1, _BLOCKS_AT_ONCE // wide)
+    blocks = _BLOCKS_AT_ONCE["cuda" if region.is_cuda else "cpu"]
+    wide = min(quads[1] - quads[0], blocks)
+    tall = max(1, blocks // wide)
     for row in range(rows[0], rows[1], tall):
         row_end = min(row + tall, rows[1])
         for quad in range(quads[0], quads[1], wide):

@@ -16,7 +16,7 @@ from torch import nn
 from dsx.errors import LayoutError, ModelError
 from dsx.plan.partition import partition
 from dsx.runtime.chunks import Chunks, Loss, Recompute, TiedUse, checkpoint_non_reentrant
-from dsx.runtime.groups import Groups, make_groups
+from dsx.runtime.groups import Grid, Groups, make_groups
 from dsx.spec.mesh import Mesh
 from dsx.spec.stages import StageMap
 
@@ -36,7 +36,7 @@ class Tie:
     group: dist.ProcessGroup
 
 
-class PipelineModule:
+class PipelineModule(nn.Module):
     """A model as a sequence of layers, each rank building only its own stages' layers.
 
     The arguments up to ``dynamic_shape`` are those of ``deepspeed.pipe.PipelineModule``, with the same meaning;
@@ -89,6 +89,7 @@ class PipelineModule:
         stage_map: StageMap | None = None,
         release_outputs: bool = False,
     ) -> None:
+        super().__init__()
         self.layer_specs: tuple[Any, ...] = tuple(layers)
         self.groups = groups or make_groups(_mesh(num_stages, topology))
         self.stage_map = stage_map or _partition(
@@ -119,6 +120,14 @@ class PipelineModule:
         )
         self.chunks.to(self.device)
         self.ties = self._tie()
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        """Not callable by itself: a rank holds a part of the model. Raises ModelError."""
+        raise ModelError("PipelineModule(...)", "a rank holds only some of the layers", "use dsx.initialize")
+
+    def mpu(self) -> Grid:
+        """The process groups under the names that DeepSpeed and Megatron code asks for."""
+        return Grid(self.groups)
 
     def _require_stages(self) -> None:
         if self.stage_map.num_ranks != self.groups.mesh.pp or self.stage_map.num_layers != len(self.layer_specs):

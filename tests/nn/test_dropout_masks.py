@@ -81,9 +81,15 @@ def test_recompute_repeats_the_mask_and_advances_once():
 def test_seeded_restores_the_generator_after_an_error():
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    with pytest.raises(ValueError, match="inside"), seeded(torch.device("cpu"), 9):
-        first = torch.rand(3)
-        raise ValueError("inside")
+    drawn = []
+
+    def fail():
+        with seeded(torch.device("cpu"), 9):
+            drawn.append(torch.rand(3))
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        fail()
     assert torch.equal(state, torch.get_rng_state())
     with seeded(torch.device("cpu"), 9):
-        assert torch.equal(first, torch.rand(3))
+        assert torch.equal(drawn[0], torch.rand(3))

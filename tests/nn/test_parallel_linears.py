@@ -206,6 +206,44 @@ def test_collectives_and_their_conjugates():
             torch.testing.assert_close(got[name][1], grad)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_backward_communicates_while_it_multiplies(sequence_parallel, monkeypatch):
+    """Order of events on one of two (pretended) ranks: each wait comes as late as it can."""
+    events = []
+
+    class Work:
+        def __init__(self, name):
+            self.name = name
+            events.append(f"start {name}")
+
+        def wait(self):
+            events.append(f"wait {self.name}")
+
+    class Fake:
+        ReduceOp = dist.ReduceOp
+
+        def __getattr__(self, name):
+            return lambda *_, **__: Work(name.removesuffix("_single"))
+
+    class Matmuls(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.mm.default:
+                events.append("matmul")
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(collectives, "dist", Fake())
+    tp = TensorParallel(2, 0, sequence_parallel=sequence_parallel)
+    y = ColumnParallelLinear(6, 12, tp, bias=False)(torch.zeros(1, 4, 6, requires_grad=True))
+    events.clear()
+    with Matmuls():
+        y.backward(torch.zeros_like(y))
+    reduction = "reduce_scatter" if sequence_parallel else "all_reduce"
+    expected = ["matmul", f"start {reduction}", "matmul", f"wait {reduction}"]
+    if sequence_parallel:
+        expected = ["start all_gather", *expected[:2], "wait all_gather", *expected[2:]]
+    assert events == expected
+
+
 def test_double_backward_is_refused():
     linear = filled(ColumnParallelLinear(6, 12, ONE), column_specs((12,), True), ONE)
     x = inputs(5, 6).requires_grad_()

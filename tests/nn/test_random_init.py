@@ -65,7 +65,7 @@ def test_every_cut_holds_the_same_values(which, tp, dtype):
 def test_values_do_not_depend_on_the_chunks(monkeypatch):
     big = spec(shape=(70, 1030), split=1)
     whole = local(big)
-    monkeypatch.setattr("dsx.nn.random._BLOCKS_AT_ONCE", 100)
+    monkeypatch.setitem(_BLOCKS_AT_ONCE, "cpu", 100)
     assert torch.equal(local(big), whole)
     assert torch.equal(local(big, 2, 1), whole[:, 515:])
 
@@ -109,4 +109,4 @@ def test_memory_is_bounded():
 
     with Watch():
         local(spec(shape=(1500, 400)))
-    assert largest <= 4 * _BLOCKS_AT_ONCE < 1500 * 400
+    assert largest <= 4 * _BLOCKS_AT_ONCE["cpu"] < 1500 * 400

@@ -1,4 +1,4 @@
-"""The families as modules of a stock DeepSpeed engine with ZeRO-3: same training, nothing gathered is kept."""
+"""The families under a stock DeepSpeed engine with ZeRO-3: same training, no gathered weight kept."""
 
 import deepspeed
 import pytest
