@@ -1,10 +1,12 @@
 import importlib
 import multiprocessing.util
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -57,9 +59,10 @@ def _leave_a_child_behind(rank, world_size, pid_file):
     raise RuntimeError("the child must die with the rank")
 
 
-def _stay(rank, world_size, pid_folder):
-    Path(pid_folder, str(rank)).write_text(str(os.getpid()))
+def _stay(rank, world_size, fifo):
     dist.barrier()
+    with Path(fifo).open("w") as file:
+        file.write(f"{os.getpid()}\n")
     _sleep_for_ever()
 
 
@@ -143,34 +146,30 @@ def _bad_exit(rank, world_size):
 def test_processes_that_a_rank_started_end_with_it(tmp_path):
     with pytest.raises(ranks.RankError, match="must die with the rank"):
         ranks.run(_leave_a_child_behind, 1, str(tmp_path / "pid"))
-    pid = int((tmp_path / "pid").read_text())
-    with pytest.raises(ProcessLookupError):
-        _wait_until_gone(pid)
+    _wait_until_gone(int((tmp_path / "pid").read_text()))
 
 
 def _wait_until_gone(pid):
-    while True:
-        state = Path(f"/proc/{pid}/stat")
-        if state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            raise ProcessLookupError  # dead; whoever adopted it has not reaped it yet
-        os.kill(pid, 0)
+    with suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        assert select.select([descriptor], [], [], 60)[0]
+        os.close(descriptor)
 
 
 def test_ranks_end_when_their_caller_is_killed(tmp_path):
-    code = (
-        "import ranks, test_ranks_harness; ranks._PRELOAD[:] = ['torch']; "
-        f"ranks.run(test_ranks_harness._stay, 2, {str(tmp_path)!r})"
-    )
-    path = os.pathsep.join(sys.path)
-    caller = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path})
-    pid_files = [tmp_path / "0", tmp_path / "1"]
-    while not all(path.exists() and path.read_text() for path in pid_files):
-        assert caller.poll() is None
-    caller.kill()
-    caller.wait()
-    for pid_file in pid_files:
-        with pytest.raises(ProcessLookupError):
-            _wait_until_gone(int(pid_file.read_text()))
+    fifo = tmp_path / "pids"
+    os.mkfifo(fifo)
+    code = f"import ranks, test_ranks_harness as h; ranks.run(h._stay, 2, {str(fifo)!r})"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    caller = subprocess.Popen([sys.executable, "-c", code], env=environ)
+    try:
+        with os.fdopen(os.open(fifo, os.O_RDWR)) as file:  # also for writing: no end of file between the two
+            pids = [int(file.readline()), int(file.readline())]
+    finally:
+        caller.kill()
+        caller.wait()
+    for pid in pids:
+        _wait_until_gone(pid)
 
 
 def test_ranks_see_the_callers_environment_and_folder(tmp_path, monkeypatch, capsys):

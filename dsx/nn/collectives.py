@@ -49,6 +49,11 @@ class Pending:
         return self.finish(self.buffer)
 
 
+def done(x: Tensor) -> Pending:
+    """A collective that was none: ``x`` is the result."""
+    return Pending(x, None, _same)
+
+
 def _same(x: Tensor) -> Tensor:
     return x
 
@@ -56,7 +61,7 @@ def _same(x: Tensor) -> Tensor:
 def start_all_reduce(x: Tensor, tp: TensorParallel, op: Literal["sum", "max"] = "sum") -> Pending:
     """Start reducing ``x`` in place over the tensor-parallel ranks; any shape, contiguous."""
     if tp.size == 1:
-        return Pending(x, None, _same)
+        return done(x)
     reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
     return Pending(x, dist.all_reduce(x, op=reduce_op, group=tp.group, async_op=True), _same)
 
@@ -64,7 +69,7 @@ def start_all_reduce(x: Tensor, tp: TensorParallel, op: Literal["sum", "max"] = 
 def start_all_gather(x: Tensor, tp: TensorParallel, dim: int) -> Pending:
     """Start concatenating every rank's ``x`` along ``dim``. No copy when all dims before ``dim`` are 1."""
     if tp.size == 1:
-        return Pending(x, None, _same)
+        return done(x)
     x = x.contiguous()
     dim %= x.dim()
     buffer = x.new_empty(tp.size, *x.shape)
@@ -79,7 +84,7 @@ def start_reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Pending:
         ModelError: ``dim`` does not divide by the tensor-parallel size.
     """
     if tp.size == 1:
-        return Pending(x, None, _same)
+        return done(x)
     _check_divides(x, tp, dim)
     ranks = x.unflatten(dim, (tp.size, -1)).movedim(dim, 0).contiguous()
     buffer = torch.empty_like(ranks[0])

@@ -74,14 +74,14 @@ class _Linear(torch.autograd.Function):
 def _start_gather(x: Tensor, tp: TensorParallel | None) -> collectives.Pending:
     """The whole sequence's input of a linear, from this rank's slice of it."""
     if tp is None or not tp.sequence:
-        return collectives.Pending(x, None, lambda same: same)
+        return collectives.done(x)
     return collectives.start_all_gather(x, tp, collectives.SEQUENCE)
 
 
 def _start_reduce(dx: Tensor, tp: TensorParallel | None) -> collectives.Pending:
     """Sum over the ranks of a column-parallel linear's input gradient."""
     if tp is None:
-        return collectives.Pending(dx, None, lambda same: same)
+        return collectives.done(dx)
     if tp.sequence:
         return collectives.start_reduce_scatter(dx, tp, collectives.SEQUENCE)
     return collectives.start_all_reduce(dx, tp)

@@ -8,7 +8,7 @@ from dsx.checkpoint.formats.hf import split
 from dsx.errors import ModelError
 from dsx.nn.families import layers
 from dsx.nn.parallel import TensorParallel
-from dsx.plan.params import layer_kinds
+from dsx.plan.params import layer_kinds, num_parameters
 
 NAMES = ["llama", "llama-tied", "llama-linear", "gpt2", "gpt2-untied"]
 
@@ -106,6 +106,13 @@ def test_dropout_is_the_same_in_recompute():
     for other in grads[1:]:
         for a, b in zip(grads[0], other, strict=True):
             torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-5)
+
+
+def test_the_meta_device_holds_shapes_alone():
+    model = tiny_models.Model("llama", device="meta")
+    assert all(p.is_meta and tuple(p.shape) == p.dsx_spec.local_shape(1) for p in model.parameters())
+    padding = 2 * (1024 - 1009) * 60
+    assert sum(p.numel() for p in model.parameters()) == num_parameters(model.spec) + padding
 
 
 def test_evaluation_has_no_dropout():

@@ -22,6 +22,7 @@ CONFIG = {
 
 
 def pipeline_losses(rank, world_size, name, batches):
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     spec = model_spec(tiny_models.CONFIGS[name].to_dict())
     one = TensorParallel()
     module = PipelineModule(

@@ -56,13 +56,18 @@ def _gpt2(**changes):
 
 CONFIGS = {
     "llama": _llama(),
-    "llama-tied": _llama(tie_word_embeddings=True, attention_bias=False, mlp_bias=False),
+    "llama-tied": _llama(
+        tie_word_embeddings=True,
+        attention_bias=False,
+        mlp_bias=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
     "llama-linear": _llama(
         rope_parameters={"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}, hidden_act="gelu"
     ),
     "llama-tp4": _llama(num_attention_heads=12, num_key_value_heads=4, vocab_size=65),
     "gpt2": _gpt2(),
-    "gpt2-untied": _gpt2(tie_word_embeddings=False, activation_function="gelu"),
+    "gpt2-untied": _gpt2(tie_word_embeddings=False, activation_function="relu"),
     "gpt2-dropout": _gpt2(resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2),
 }
 

@@ -1,0 +1,134 @@
+"""Which part of every parameter each data-parallel rank keeps under ZeRO, as DeepSpeed 0.19.8 cuts it.
+
+Stages 1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, ``__init__``): the parameters of an optimizer group
+are laid end to end, the whole is padded to a multiple of 2 * dp elements, and rank d keeps the d-th of dp
+equal parts. BF16_Optimizer (bf16_optimizer.py) does the same.
+
+Stage 3 (partition_parameters.py, ``_partition_param``; stage3.py, ``_create_fp16_sub_groups``): every
+parameter is padded to a multiple of dp and cut by itself; a rank's parts lie end to end in sub-groups, a
+sub-group being closed by the parameter that brings it to ``sub_group_size`` or more of this rank's elements.
+
+Stage 0: every rank keeps everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dsx.errors import LayoutError
+
+
+class Piece(NamedTuple):
+    """Elements ``start`` to ``stop`` of a flattened (tp-local) parameter, at ``offset`` in a flat buffer."""
+
+    name: str
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One flat tensor of an optimizer: its optimizer group, its size and the pieces in it.
+
+    What no piece covers is padding.
+    """
+
+    group: int
+    numel: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroPlan:
+    """ZeRO's cut of the parameters of one (pipeline, tensor) coordinate over its data-parallel ranks.
+
+    Attributes:
+        stage: ZeRO stage, 0 to 3.
+        dp: Data-parallel degree.
+        groups: Optimizer groups; each lists (name, elements of the tp-local tensor) in the optimizer's order.
+        sub_group_size: ``zero_optimization.sub_group_size`` (stage 3).
+        alignment: Elements that each parameter's start is aligned to (stages 1 and 2): 1, or 16 bytes' worth
+            with ``zero_optimization.parameter_alignment``.
+        round_robin: ``zero_optimization.round_robin_gradients`` (stages 1 and 2).
+    """
+
+    stage: int
+    dp: int
+    groups: tuple[tuple[tuple[str, int], ...], ...]
+    sub_group_size: int = 1_000_000_000
+    alignment: int = 1
+    round_robin: bool = False
+
+    def __post_init__(self) -> None:
+        if self.stage not in range(4):
+            raise LayoutError(f"ZeRO stage {self.stage}", "no such stage", "use 0, 1, 2 or 3")
+        if self.dp < 1:
+            raise LayoutError(f"data-parallel degree {self.dp}", "not at least 1", "use 1 or more")
+        names = [name for group in self.groups for name, _ in group]
+        if len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise LayoutError(f"optimizer groups with {twice}", "named twice", "list each parameter once")
+
+    def buffers(self, dp_rank: int) -> tuple[Buffer, ...]:
+        """The flat tensors whose optimizer state data-parallel rank ``dp_rank`` keeps.
+
+        Stages 1 and 2: one per group. Stage 3: one per sub-group. Stage 0: one per parameter.
+        """
+        if not 0 <= dp_rank < self.dp:
+            raise LayoutError(f"dp rank {dp_rank}", f"there are {self.dp}", f"use 0 to {self.dp - 1}")
+        make = {0: self._whole, 3: self._per_parameter}.get(self.stage, self._per_group)
+        return tuple(
+            buffer for index, group in enumerate(self.groups) for buffer in make(index, group, dp_rank)
+        )
+
+    def state(self, dp_rank: int) -> dict[str, tuple[int, int]]:
+        """Interval of every flattened parameter whose optimizer state ``dp_rank`` keeps; empty: (0, 0)."""
+        held = {name: (0, 0) for group in self.groups for name, _ in group}
+        for buffer in self.buffers(dp_rank):
+            held.update({piece.name: (piece.start, piece.stop) for piece in buffer.pieces})
+        return held
+
+    def weights(self, dp_rank: int) -> dict[str, tuple[int, int]]:
+        """Interval of every flattened parameter that ``dp_rank`` keeps between uses; all below stage 3."""
+        if self.stage == 3:
+            return self.state(dp_rank)
+        return {name: (0, numel) for group in self.groups for name, numel in group}
+
+    def _whole(self, index: int, group: Sequence[tuple[str, int]], _: int) -> list[Buffer]:
+        return [Buffer(index, numel, (Piece(name, 0, numel, 0),)) for name, numel in group]
+
+    def _per_group(self, index: int, group: Sequence[tuple[str, int]], dp_rank: int) -> list[Buffer]:
+        spans, end = [], 0
+        for name, numel in self._in_flat_order(group):
+            start = -(-end // self.alignment) * self.alignment
+            end = start + numel
+            spans.append((name, start, end))
+        size = 2 * -(-end // (2 * self.dp))
+        low, high = dp_rank * size, (dp_rank + 1) * size
+        pieces = tuple(
+            Piece(name, max(low, start) - start, min(high, end) - start, max(low, start) - low)
+            for name, start, end in spans
+            if max(low, start) < min(high, end)
+        )
+        return [Buffer(index, size, pieces)]
+
+    def _in_flat_order(self, group: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+        return [item for at in range(self.dp) for item in group[at :: self.dp]] if self.round_robin else group
+
+    def _per_parameter(self, index: int, group: Sequence[tuple[str, int]], dp_rank: int) -> list[Buffer]:
+        buffers = []
+        pieces: list[Piece] = []
+        offset = 0
+        for position, (name, numel) in enumerate(group):
+            size = -(-numel // self.dp)
+            start, stop = dp_rank * size, min((dp_rank + 1) * size, numel)
+            if start < stop:
+                pieces.append(Piece(name, start, stop, offset))
+            offset += size
+            if offset >= self.sub_group_size or position == len(group) - 1:
+                buffers.append(Buffer(index, offset, tuple(pieces)))
+                pieces, offset = [], 0
+        return buffers
