@@ -24,7 +24,11 @@ if TYPE_CHECKING:
         VersionError,
     )
     from dsx.nn.parallel import TensorParallel
+    from dsx.runtime import recipe
     from dsx.runtime.engine import PipelineEngine, initialize
+    from dsx.runtime.entry import run, world_size
+    from dsx.runtime.groups import Groups
+    from dsx.runtime.launch import distributed
     from dsx.runtime.pipeline_module import PipelineModule
     from dsx.spec.mesh import Mesh
     from dsx.spec.model import ModelSpec
@@ -40,6 +44,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DsxError",
+    "Groups",
     "LayoutError",
     "Mesh",
     "ModelError",
@@ -54,12 +59,16 @@ __all__ = [
     "TensorParallel",
     "VersionError",
     "__version__",
+    "distributed",
     "initialize",
     "load_config",
     "parse_arguments",
+    "recipe",
+    "run",
+    "world_size",
 ]
 
-# Public name -> (module, name there). Nothing is imported before it is asked for.
+# Public name -> (module, name there; the module itself if empty). Nothing is imported before it is asked for.
 _HOMES = {
     "Arguments": ("dsx.config.arguments", "Arguments"),
     "CheckpointError": ("dsx.errors", "CheckpointError"),
@@ -79,17 +88,23 @@ _HOMES = {
     "StageMap": ("dsx.spec.stages", "StageMap"),
     "TensorParallel": ("dsx.nn.parallel", "TensorParallel"),
     "VersionError": ("dsx.errors", "VersionError"),
+    "Groups": ("dsx.runtime.groups", "Groups"),
+    "distributed": ("dsx.runtime.launch", "distributed"),
     "initialize": ("dsx.runtime.engine", "initialize"),
     "load_config": ("dsx.config.resolve", "resolve"),
     "parse_arguments": ("dsx.config.arguments", "parse_arguments"),
+    "recipe": ("dsx.runtime.recipe", ""),
+    "run": ("dsx.runtime.entry", "run"),
+    "world_size": ("dsx.runtime.entry", "world_size"),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'dsx' has no attribute {name!r}")
-    module, there = _HOMES[name]
-    return getattr(import_module(module), there)
+    home, there = _HOMES[name]
+    module = import_module(home)
+    return getattr(module, there) if there else module
 
 
 def __dir__() -> list[str]:

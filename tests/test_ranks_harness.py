@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 
+import ranks
 from dsx.errors import LayoutError
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -62,7 +63,7 @@ def _table(built: Schedule) -> str:
     share = f", each of 1/{built.num_chunks} of a rank's layers" if built.num_chunks > 1 else ""
     return "\n".join(
         (
-            render(built).rstrip("\n"),
+            render(built, width=shutil.get_terminal_size(fallback=(110, 0)).columns),
             f"bubble: {facts['bubble_over_ideal']:.1%} of the ideal time",
             f"peak activations per rank, in micro-batches{share}: {peaks}",
         )

@@ -60,6 +60,12 @@ class RunConfig:
     notes: tuple[str, ...]
 
     @property
+    def output(self) -> Path:
+        """Folder of this run: ``dsx.train.output`` with ``{layout}`` filled in, e.g. ``pp2-dp2-tp2``."""
+        layout = "-".join(f"{axis}{degree}" for axis, degree in self.mesh.axes)
+        return Path(self.dsx.train.output.replace("{layout}", layout))
+
+    @property
     def sequence_length(self) -> int:
         """Tokens per sequence."""
         return self.dsx.data.sequence_length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,14 @@ def check_evaluation(facts: Facts) -> Iterator[ConfigError]:
         )
 
 
+def check_output(facts: Facts) -> Iterator[ConfigError]:
+    """The only name in braces is the layout."""
+    output = facts.dsx.train.output
+    if re.search(r"[{}]", output.replace("{layout}", "")):
+        key = at("dsx.train.output", output)
+        yield ConfigError(key, "braces stand for a name that is not known", "use {layout}, or no braces")
+
+
 def check_whole_matrix_optimizer(facts: Facts) -> Iterator[ConfigError]:
     """Optimizers that need whole matrices do not meet tensor parallelism."""
     kind = facts.deepspeed["optimizer"]["type"]
@@ -76,7 +85,13 @@ def check_secondary_partition(facts: Facts) -> Iterator[ConfigError]:
         )
 
 
-CHECKS = (check_positions, check_evaluation, check_whole_matrix_optimizer, check_secondary_partition)
+CHECKS = (
+    check_positions,
+    check_evaluation,
+    check_output,
+    check_whole_matrix_optimizer,
+    check_secondary_partition,
+)
 
 
 def run_notes(facts: Facts) -> Iterator[str]:

@@ -140,7 +140,11 @@ class TrainConfig(Block):
     """Length of the run and what it leaves behind."""
 
     steps: Positive = Field(description="Optimizer steps in all, those before a resume included.")
-    output: str = Field(min_length=1, description="Folder for checkpoints, metrics and the resolved config.")
+    output: str = Field(
+        min_length=1,
+        description="Folder for checkpoints, metrics and the resolved config; {layout} stands for the "
+        "degrees, e.g. pp2-dp2-tp2.",
+    )
     log_every: Positive = Field(default=1, description="Steps between progress lines.")
     eval_every: int = Field(
         default=0, ge=0, description="Steps between held-out evaluations; 0: at the end only."

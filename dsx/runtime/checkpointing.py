@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 def save(engine: PipelineEngine, root: Path, *, tag: str | None, client_state: Mapping[str, Any]) -> Path:
     """Write ``root/tag`` and point ``root/latest`` at it. A collective call over all ranks.
 
-    Everything is written to a hidden folder beside, synced, and renamed into place; ``latest`` changes last. A
-    run killed at any moment leaves the previous checkpoint as it was.
+    Everything is written to a hidden folder beside, synced, and renamed into place; ``latest`` changes last.
+    A run killed at any moment leaves the previous checkpoint as it was.
 
     Args:
         engine: The engine to save.
         root: Folder of checkpoints, on a file system that all ranks share.
         tag: Name; ``global_step<N>`` by default.
-        client_state: What :func:`load` shall give back. ``tokens``, ``data_cursor`` and ``wandb_run_id`` also go
-            into the manifest.
+        client_state: What :func:`load` shall give back. ``tokens``, ``data_cursor`` and ``wandb_run_id`` also
+            go into the manifest.
 
     Raises:
         CheckpointError: The folder cannot be written.
@@ -49,10 +49,14 @@ def save(engine: PipelineEngine, root: Path, *, tag: str | None, client_state: M
         )
         save_file(_random_states(), staged / _random_file(engine))
     except OSError as error:
-        raise CheckpointError(str(staged), f"cannot be written ({error})", "free space or choose another folder") from error
+        raise CheckpointError(
+            str(staged), f"cannot be written ({error})", "free space or choose another folder"
+        ) from error
     tensors = describe(engine)
     if engine.groups.rank == 0:
-        store.write_atomically(staged / "dsx.json", manifest(engine, tensors, client_state).to_json().encode())
+        store.write_atomically(
+            staged / "dsx.json", manifest(engine, tensors, client_state).to_json().encode()
+        )
     dist.barrier()
     return agree(lambda: _commit(root, tag))
 

@@ -120,9 +120,7 @@ class Chunks(nn.Module):
             return value
         return value if self.loss_fn is None else self.loss_fn(value, labels)
 
-    def _runner(
-        self, run: Sequence[tuple[int, Callable[..., Any]]], forwards: int
-    ) -> Callable[..., Any]:
+    def _runner(self, run: Sequence[tuple[int, Callable[..., Any]]], forwards: int) -> Callable[..., Any]:
         def call(*inputs: Any) -> Any:
             value: Any = inputs[0] if len(inputs) == 1 else inputs
             for index, layer in run:

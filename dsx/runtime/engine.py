@@ -1,4 +1,4 @@
-"""``dsx.initialize`` and the engine it returns: DeepSpeed's PipelineEngine interface over any schedule and ZeRO."""
+"""``dsx.initialize`` and its engine: the interface of DeepSpeed's PipelineEngine, any schedule, any ZeRO."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class PipelineEngine:
 
         Args:
             data_iter: Yields ``gradient_accumulation_steps()`` pairs ``(inputs, labels)`` of this rank's
-                data-parallel replica; read on ranks of the first and last stage alone. None takes the training
-                data given to :func:`initialize`, or the last iterator that was set.
+                data-parallel replica; read on ranks of the first and last stage alone. None takes the
+                training data given to :func:`initialize`, or the last iterator that was set.
 
         Returns:
             Mean loss over all micro-batches and replicas, float32 scalar, the same on every rank.
@@ -125,7 +125,7 @@ class PipelineEngine:
 
         Args:
             data_iter: As for :meth:`train_batch`.
-            return_logits: Also return the last stage's outputs (a list, one entry per micro-batch; None on other
+            return_logits: Also return the last stage's outputs (a list, one per micro-batch; None on other
                 ranks). Needs ``compute_loss=False``: the last stage computes either its outputs or its loss.
             compute_loss: Compute the loss; without it the last stage's outputs are returned.
             reduce_output: "avg" for the mean loss, None for the list of losses (on the last stage).
@@ -204,15 +204,15 @@ class PipelineEngine:
             )
         engine.set_train_batch_size(train_batch_size)
 
-    def forward(self, *args: Any, **kwargs: Any) -> None:
+    def forward(self, *_args: Any, **_kwargs: Any) -> None:
         """Not part of a pipeline engine. Raises ModelError."""
         self._refuse("forward")
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:
+    def backward(self, *_args: Any, **_kwargs: Any) -> None:
         """Not part of a pipeline engine. Raises ModelError."""
         self._refuse("backward")
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *_args: Any, **_kwargs: Any) -> None:
         """Not part of a pipeline engine. Raises ModelError."""
         self._refuse("step")
 
@@ -231,7 +231,9 @@ class PipelineEngine:
         return load(self, Path(load_dir), tag=tag)
 
     def _refuse(self, name: str) -> None:
-        raise ModelError(f"engine.{name}()", "a pipeline has no such call", "use train_batch() or eval_batch()")
+        raise ModelError(
+            f"engine.{name}()", "a pipeline has no such call", "use train_batch() or eval_batch()"
+        )
 
     def _convert(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for batch in iterator:
@@ -303,9 +305,11 @@ def initialize(
 
     Args:
         model: The pipeline.
-        config: A resolved dsx config (:func:`dsx.load_config`), or an ordinary DeepSpeed config as a dict or path.
+        config: A resolved dsx config (:func:`dsx.load_config`), or an ordinary DeepSpeed config as a dict or
+            path.
         model_parameters: Parameters or parameter groups to optimize; all by default.
-        optimizer: A torch optimizer or a callable that makes one from parameter groups; the config's by default.
+        optimizer: A torch optimizer or a callable that makes one from parameter groups; the config's by
+            default.
         lr_scheduler: A scheduler or a callable that makes one from an optimizer; the config's by default.
         training_data: A torch Dataset, split over data-parallel ranks.
         collate_fn: For ``training_data``.
@@ -363,8 +367,8 @@ def split_tied(parameters: Sequence[Any], ties: Sequence[Tie]) -> list[Any]:
     for group in whole:
         members = list(group["params"])
         result.append({**group, "params": [p for p in members if id(p) not in owner]})
-        for key in dict.fromkeys(owner[id(p)] for p in members if id(p) in owner):
-            result.append({**group, "params": [p for p in members if owner.get(id(p)) == key]})
+        keys = dict.fromkeys(owner[id(p)] for p in members if id(p) in owner)
+        result.extend({**group, "params": [p for p in members if owner.get(id(p)) == key]} for key in keys)
     return [group for group in result if group["params"]]
 
 

@@ -23,9 +23,10 @@ class Compute:
     """The two things that the executor asks of the model.
 
     Attributes:
-        forward: ``forward(inputs, stage, labels)`` -> output, or loss on the last stage when labels are given.
-        backward: ``backward(loss, stage, boundary, is_loss)``; ``boundary`` on this rank's last backward of the
-            step.
+        forward: ``forward(inputs, stage, labels)`` -> output, or loss on the last stage when labels are
+            given.
+        backward: ``backward(loss, stage, boundary, is_loss)``; ``boundary`` on this rank's last backward of
+            the step.
     """
 
     forward: Callable[[Any, int, Any], Any]
@@ -41,6 +42,7 @@ class _Seed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradients: Tensors, *outputs: torch.Tensor) -> torch.Tensor:
+        del outputs
         ctx.gradients = gradients
         return torch.zeros((), device=gradients[0].device)
 
@@ -81,7 +83,9 @@ class MicroBatches:
 
     def _pull(self) -> Any:
         if self.source is None:
-            raise DataError("data_iter = None", "this rank's stage needs data", "pass an iterator of micro-batches")
+            raise DataError(
+                "data_iter = None", "this rank's stage needs data", "pass an iterator of micro-batches"
+            )
         try:
             batch = next(self.source)
         except StopIteration:
@@ -113,7 +117,7 @@ class Signatures:
             self._known[stage, training] = signature
 
     def announce(self, stage: int, training: bool, signature: Signature) -> bool:
-        """Whether the sender must put a header before this message. Raises ModelError if a static one changed."""
+        """Whether a header must go before this message. Raises ModelError if a static shape changed."""
         if self.dynamic:
             return True
         key = (stage, training)
@@ -123,7 +127,7 @@ class Signatures:
                 f"input of virtual stage {stage}",
                 f"its shape changed from {[m.shape for m in known.tensors]} to "
                 f"{[m.shape for m in signature.tensors]}",
-                "build the PipelineModule with dynamic_shape=True, or call reset_activation_shape() on every rank",
+                "build the PipelineModule with dynamic_shape=True, or call reset_activation_shape()",
             )
         first = key not in self._announced
         self._announced.add(key)
@@ -276,7 +280,9 @@ class StepRun:
             for tensor in _tensors(output):
                 if tensor.grad_fn is not None:
                     # Only the graph is needed from here on: see _Seed. The shape stays, the storage goes.
-                    tensor.data = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+                    tensor.data = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(
+                        tensor.shape
+                    )
 
     def _receive_gradient(self, action: Action, position: int) -> None:
         del position

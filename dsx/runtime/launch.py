@@ -1,12 +1,8 @@
-"""From a launched process to process groups and back: start, seeds, errors, a clean end."""
+"""From a launched process to process groups and back: start, seeds, a clean end."""
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,25 +12,11 @@ import torch
 import torch.distributed as dist
 
 from dsx.errors import DsxError
+from dsx.runtime.entry import AGREED, local_rank
 from dsx.runtime.groups import Groups, make_groups
 from dsx.spec.mesh import Mesh
 
 T = TypeVar("T")
-
-
-def rank() -> int:
-    """This process's rank as the launcher set it; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def local_rank() -> int:
-    """This process's index on its machine as the launcher set it; 0 without a launcher."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def world_size() -> int:
-    """How many ranks the launcher started; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
@@ -44,8 +26,8 @@ def distributed(
     """Process groups of ``mesh`` for the duration of a ``with`` block.
 
     Works under ``deepspeed``, ``torchrun`` and, for one rank, plain ``python``; NCCL on GPUs, gloo on CPUs.
-    Random generators are seeded from ``seed`` and the pipeline and data-parallel coordinates, equal over tensor
-    parallelism, as dsx's dropout wants them.
+    Random generators are seeded from ``seed`` and the pipeline and data-parallel coordinates, equal over
+    tensor parallelism, as dsx's dropout wants them.
 
     Args:
         mesh: Axes over all ranks that the launcher started.
@@ -56,7 +38,6 @@ def distributed(
     Raises:
         LayoutError: The mesh does not have as many ranks as were started.
     """
-    _quiet()
     # Imported late: it takes seconds, and errors of the config should not wait for it.
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -72,7 +53,8 @@ def distributed(
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     groups = make_groups(mesh, sequence_parallel=sequence_parallel)
     torch.manual_seed(seed + 1 + groups.pp_rank * mesh.dp + groups.dp_rank)
@@ -94,45 +76,6 @@ def agree(action: Callable[[], T]) -> T:
     dist.broadcast_object_list(outcome, src=0)
     result = outcome[0]
     if isinstance(result, DsxError):
-        result.add_note("agreed")
+        result.add_note(AGREED)
         raise result
     return result  # type: ignore[return-value]
-
-
-def run(main: Callable[[], None]) -> None:
-    """Run a recipe's ``main`` and end the process with the right exit code.
-
-    A :class:`~dsx.DsxError` becomes one message and exit code 2. While no process group exists every rank finds
-    the same error, and rank 0 alone reports it; afterwards a rank reports its own. Whatever else goes wrong is
-    a traceback with the rank, and exit code 1. Either way the process ends at once, so that a peer in a
-    collective sees the connection close, and the launcher ends the rest.
-    """
-    try:
-        main()
-    except DsxError as error:
-        together = not dist.is_initialized() or "agreed" in getattr(error, "__notes__", ())
-        if rank() == 0 or not together:
-            prefix = "" if rank() == 0 else f"[rank {rank()}] "
-            print(f"{prefix}error: {error}", file=sys.stderr)
-        _leave(2)
-    except KeyboardInterrupt:
-        _leave(130)
-    except Exception:  # noqa: BLE001 - the last line of defence reports everything
-        print(f"[rank {rank()}] {traceback.format_exc()}", file=sys.stderr)
-        _leave(1)
-
-
-def _leave(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if dist.is_initialized():
-        os._exit(code)  # a normal exit would wait for peers in NCCL's and gloo's destructors
-    sys.exit(code)
-
-
-def _quiet() -> None:
-    """One rank speaks: DeepSpeed and its neighbours report problems only."""
-    for name in ("DeepSpeed", "torch.distributed", "transformers", "datasets", "filelock"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch(\.|$)")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|deepspeed)(\.|$)")

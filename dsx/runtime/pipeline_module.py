@@ -39,13 +39,14 @@ class Tie:
 class PipelineModule(nn.Module):
     """A model as a sequence of layers, each rank building only its own stages' layers.
 
-    The arguments up to ``dynamic_shape`` are those of ``deepspeed.pipe.PipelineModule``, with the same meaning;
-    ``layers`` takes DeepSpeed's LayerSpec and TiedLayerSpec, modules and functions.
+    The arguments up to ``dynamic_shape`` are those of ``deepspeed.pipe.PipelineModule``, with the same
+    meaning; ``layers`` takes DeepSpeed's LayerSpec and TiedLayerSpec, modules and functions.
 
     Args:
         layers: The model; each layer takes the previous one's output (a tensor or a tuple of tensors).
         num_stages: Pipeline degree; every other rank is data-parallel.
-        topology: A DeepSpeed ProcessTopology with axes among pipe, data and model, in place of ``num_stages``.
+        topology: A DeepSpeed ProcessTopology with axes among pipe, data and model, in place of
+            ``num_stages``.
         loss_fn: ``loss_fn(outputs, labels)``.
         seed_layers: Seed the generators before each layer with ``base_seed`` plus its index.
         seed_fn: Seeds the generators; DeepSpeed's own by default.
@@ -53,7 +54,8 @@ class PipelineModule(nn.Module):
         partition_method: "parameters", "uniform", "type:<regex>", or a list with the number of layers of each
             virtual stage.
         activation_checkpoint_interval: Recompute runs of so many layers; 0 recomputes nothing.
-        activation_checkpoint_func: Called as ``func(run, *inputs)``; torch's non-reentrant checkpoint by default.
+        activation_checkpoint_func: Called as ``func(run, *inputs)``; torch's non-reentrant checkpoint by
+            default.
         checkpointable_layers: Class names that may be recomputed.
         dynamic_shape: Shapes at stage boundaries may differ from micro-batch to micro-batch.
         num_chunks: Virtual stages per pipeline rank (interleaved schedule when above 1).
@@ -96,7 +98,9 @@ class PipelineModule(nn.Module):
             self.layer_specs, partition_method, self.groups.mesh.pp, num_chunks
         )
         self._require_stages()
-        self.schedule = ("interleaved" if self.stage_map.num_chunks > 1 else "1f1b") if schedule == "auto" else schedule
+        self.schedule = (
+            ("interleaved" if self.stage_map.num_chunks > 1 else "1f1b") if schedule == "auto" else schedule
+        )
         self.dynamic_shape = dynamic_shape
         self.release_outputs = release_outputs
         self.device = torch.device(get_accelerator().current_device_name())
@@ -121,7 +125,7 @@ class PipelineModule(nn.Module):
         self.chunks.to(self.device)
         self.ties = self._tie()
 
-    def forward(self, *args: Any, **kwargs: Any) -> None:
+    def forward(self, *_args: Any, **_kwargs: Any) -> None:
         """Not callable by itself: a rank holds a part of the model. Raises ModelError."""
         raise ModelError("PipelineModule(...)", "a rank holds only some of the layers", "use dsx.initialize")
 
@@ -130,10 +134,12 @@ class PipelineModule(nn.Module):
         return Grid(self.groups)
 
     def _require_stages(self) -> None:
-        if self.stage_map.num_ranks != self.groups.mesh.pp or self.stage_map.num_layers != len(self.layer_specs):
+        if self.stage_map.num_ranks != self.groups.mesh.pp or self.stage_map.num_layers != len(
+            self.layer_specs
+        ):
             raise LayoutError(
-                f"stage map of {self.stage_map.num_layers} layers on {self.stage_map.num_ranks} pipeline ranks",
-                f"the model has {len(self.layer_specs)} layers and the mesh {self.groups.mesh.pp} pipeline ranks",
+                f"stage map of {self.stage_map.num_layers} layers on {self.stage_map.num_ranks} ranks",
+                f"the model has {len(self.layer_specs)} layers and the pipeline {self.groups.mesh.pp} ranks",
                 "partition the same layer list over the same mesh",
             )
 
@@ -169,8 +175,8 @@ class PipelineModule(nn.Module):
     def _tie(self) -> tuple[Tie, ...]:
         """Groups over the copies of each tied weight, first copies broadcast to the others.
 
-        A copy on a later pipeline rank is marked ``ds_pipe_replicated``, DeepSpeed's name for "already counted
-        in the gradient norm elsewhere".
+        A copy on a later pipeline rank is marked ``ds_pipe_replicated``, DeepSpeed's name for "already
+        counted in the gradient norm elsewhere".
         """
         for parameter in self.chunks.parameters():
             parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
@@ -187,7 +193,9 @@ class PipelineModule(nn.Module):
                         ties.append(self._tie_copies(key, specs[0][1].tied_weight_attr, group, ranks))
         return tuple(ties)
 
-    def _tie_copies(self, key: str, attributes: Sequence[str], group: dist.ProcessGroup, ranks: list[int]) -> Tie:
+    def _tie_copies(
+        self, key: str, attributes: Sequence[str], group: dist.ProcessGroup, ranks: list[int]
+    ) -> Tie:
         module = self.chunks.tied_modules[key]
         parameters = tuple(module.get_parameter(attribute) for attribute in attributes)
         for parameter in parameters:
@@ -219,7 +227,9 @@ def _mesh(num_stages: int | None, topology: Any) -> Mesh:
     if topology is not None:
         unknown = set(topology.get_axis_names()) - {"pipe", "data", "model"}
         if unknown:
-            raise LayoutError(f"topology axes {sorted(unknown)}", "dsx does not know them", "use pipe, data, model")
+            raise LayoutError(
+                f"topology axes {sorted(unknown)}", "dsx does not know them", "use pipe, data, model"
+            )
         pp, dp, tp = (topology.get_dim(axis) or 1 for axis in ("pipe", "data", "model"))
         return Mesh.of(pp=pp, dp=dp, tp=tp)
     if num_stages is None:
@@ -233,7 +243,9 @@ def _mesh(num_stages: int | None, topology: Any) -> Mesh:
     return Mesh.of(pp=num_stages, dp=world_size // num_stages)
 
 
-def _partition(layers: Sequence[Any], method: str | Sequence[int], num_ranks: int, num_chunks: int) -> StageMap:
+def _partition(
+    layers: Sequence[Any], method: str | Sequence[int], num_ranks: int, num_chunks: int
+) -> StageMap:
     needs_counts = method == "parameters"
     return partition(
         method,

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-import torch
+import json
+from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from dsx.checkpoint import store
 from dsx.config.run import RunConfig
 from dsx.nn import families
+from dsx.runtime.data.batches import Batches, EvaluationBatches
+from dsx.runtime.data.corpus import Corpus, prepare
 from dsx.runtime.engine import PipelineEngine, initialize
+from dsx.runtime.entry import local_rank
 from dsx.runtime.groups import Groups
+from dsx.runtime.launch import agree
+from dsx.runtime.monitor import Monitor
 from dsx.runtime.pipeline_module import PipelineModule
-from dsx.runtime.weights import load_weights
+from dsx.runtime.weights import export_weights, load_weights
+
+CHECKPOINTS = "checkpoints"
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -27,23 +41,125 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
         config.model,
         groups.tensor_parallel,
         dtype=_DTYPES[config.precision],
+        device=get_accelerator().current_device_name(),
         seed=settings.train.seed,
         recompute=settings.recompute,
         pad_multiple=settings.model.vocab_multiple,
     )
     pipeline = PipelineModule(
         layers,
-        loss_fn=families.loss(config.model, groups.tensor_parallel),
+        # The engine drops the logits, so that their memory can take the gradient.
+        loss_fn=families.loss(config.model, groups.tensor_parallel, overwrite_logits=True),
         groups=groups,
         stage_map=config.stage_map,
         schedule=config.schedule_name,
         release_outputs=True,
     )
     if config.weights is not None:
-        load_weights(pipeline, config.weights)
+        load_weights(pipeline, config.weights, config.param_specs)
     return pipeline
 
 
 def build_engine(config: RunConfig, groups: Groups) -> PipelineEngine:
     """:func:`build_model` under the optimizer, precision, ZeRO stage and schedule of the config."""
     return initialize(model=build_model(config, groups), config=config)[0]
+
+
+def prepare_data(config: RunConfig) -> Path | None:
+    """Tokenise the config's text, once per machine, before any process group exists.
+
+    The first rank of each machine does the work and gives the folder; the others give None at once and wait
+    for it in :func:`dsx.distributed`. Whatever is wrong with the data or the output folder is found here.
+
+    Raises:
+        CheckpointError: The output folder cannot be written.
+        DataError: The text is missing, unreadable, empty or too short for one step.
+    """
+    if local_rank() != 0:
+        return None
+    store.require_writable(config.output)
+    folder = prepare(config.dsx.data, config.output / "data")
+    corpus = Corpus.open(folder, sequence_length=config.sequence_length, vocab_size=config.model.vocab_size)
+    training_batches(config, corpus, dp_rank=0)
+    if corpus.info.held_out.documents:
+        _evaluation_batches(config, corpus, dp_rank=0)
+    return folder
+
+
+def open_data(config: RunConfig, folder: Path | None) -> Corpus:
+    """The corpus that :func:`prepare_data` made. A collective call over all ranks."""
+    holder = [folder]
+    dist.broadcast_object_list(holder, src=0)
+    assert holder[0] is not None
+    return Corpus.open(holder[0], sequence_length=config.sequence_length, vocab_size=config.model.vocab_size)
+
+
+def training_batches(config: RunConfig, corpus: Corpus, *, dp_rank: int, cursor: int = 0) -> Batches:
+    """Endless ``(inputs, labels)`` of one data-parallel rank, from global sample ``cursor`` on."""
+    return Batches(
+        corpus.train,
+        micro_batch_size=config.micro_batch_size,
+        accumulation=config.accumulation,
+        dp=config.mesh.dp,
+        dp_rank=dp_rank,
+        seed=config.dsx.data.seed,
+        cursor=cursor,
+    )
+
+
+def evaluate(config: RunConfig, engine: PipelineEngine, corpus: Corpus) -> float | None:
+    """Mean held-out loss in nats per token, the same on every rank; None if nothing is held out."""
+    if not corpus.info.held_out.documents:
+        return None
+    batches = _evaluation_batches(config, corpus, dp_rank=engine.groups.dp_rank)
+    return float(engine.eval_batch(iter(batches), num_micro_batches=len(batches)))
+
+
+def resume(config: RunConfig, engine: PipelineEngine) -> dict[str, Any]:
+    """Continue from the newest checkpoint below the config's output folder, if there is one and it may.
+
+    Returns:
+        The ``client_state`` of that checkpoint; empty for a fresh start.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model or layout.
+    """
+    root = config.output / CHECKPOINTS
+    if config.dsx.train.resume == "never" or not agree(lambda: bool(store.tags(root))):
+        return {}
+    return engine.load_checkpoint(root)[1]
+
+
+def save(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
+    """Save a checkpoint with what :func:`resume` needs, and the resolved config beside it."""
+    root = config.output / CHECKPOINTS
+    samples = int(engine.global_samples)
+    client_state = {
+        "data_cursor": samples,
+        "tokens": samples * config.sequence_length,
+        "wandb_run_id": agree(lambda: monitor.run_id),
+    }
+    engine.save_checkpoint(root, client_state=client_state)
+    if engine.groups.rank == 0:
+        text = json.dumps(config.resolved(), indent=2) + "\n"
+        store.write_atomically(config.output / "config.json", text.encode())
+    monitor.wrote("checkpoints", root)
+    monitor.wrote("resolved config", config.output / "config.json")
+
+
+def export(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
+    """Write the weights as a Hugging Face model folder below the output folder, in place of an older one."""
+    folder = config.output / "hf" / f"step{engine.global_steps}"
+    if not agree(folder.exists):
+        export_weights(engine.pipeline, folder, config.hf_config)
+    monitor.wrote("Hugging Face model", folder)
+
+
+def _evaluation_batches(config: RunConfig, corpus: Corpus, *, dp_rank: int) -> EvaluationBatches:
+    return EvaluationBatches(
+        corpus.held_out,
+        micro_batch_size=config.micro_batch_size,
+        dp=config.mesh.dp,
+        dp_rank=dp_rank,
+        max_tokens=config.dsx.train.eval_tokens,
+    )

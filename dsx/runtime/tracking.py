@@ -120,20 +120,21 @@ class Tracker:
         self.finish(failed=error is not None)
 
     def _start(self, config: WandbConfig, run_config: Any) -> Any:
-        def begin(mode: Mode) -> Any:
-            return _begin(config, mode, self._output, self._run_id, run_config)
+        def begin(mode: Mode, run_id: str | None) -> Any:
+            return _begin(config, mode, self._output, run_id, run_config)
 
         try:
-            return begin(config.mode)
+            return begin(config.mode, self._run_id)
         except Exception as error:  # noqa: BLE001 (whatever W&B raises, training goes on)
             if config.mode != "online":
                 return self._warn(f"W&B could not start, so it is left out: {_said(error)}")
             reason = _said(error)
-        run = self._attempt("start", lambda: begin("offline"))
+        # W&B's service still counts the failed run as open, so the offline one needs an id of its own.
+        run = self._attempt("start", lambda: begin("offline", secrets.token_hex(4)))
         if run is not None:
             self._warn(
                 f"W&B could not be reached, so the run is kept offline ({reason}); "
-                f"send it later with: wandb sync {run.settings.sync_dir}"
+                f"send it later with: wandb sync --id {self._run_id} {run.settings.sync_dir}"
             )
         return run
 

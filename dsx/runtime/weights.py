@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dsx.checkpoint.formats import hf
+from dsx.checkpoint.formats import hf, slices
 from dsx.errors import ModelError
 from dsx.spec.param import ParamSpec
 
@@ -21,28 +21,32 @@ if TYPE_CHECKING:
     from dsx.runtime.pipeline_module import PipelineModule
 
 
-def load_weights(pipeline: PipelineModule, folder: str | Path) -> None:
+def load_weights(pipeline: PipelineModule, folder: str | Path, specs: Sequence[ParamSpec]) -> None:
     """Fill a module of dsx's families from a Hugging Face folder; each rank reads only its own slices.
 
     Call it before :func:`dsx.initialize`, so that the optimizer's fp32 copies start from these weights.
 
+    Args:
+        pipeline: The module to fill.
+        folder: The Hugging Face model folder.
+        specs: Every tensor of the model, which the folder must hold, and nothing else.
+
     Raises:
-        CheckpointError: The folder lacks a tensor, or one has another shape.
+        CheckpointError: The folder lacks a tensor, has another, or one has another shape.
         ModelError: The layers are not dsx's own.
     """
-    mesh, groups = pipeline.groups.mesh, pipeline.groups
-    weights = hf.open_weights(folder)
-    with torch.no_grad():
+    groups = pipeline.groups
+    with hf.open_weights(folder) as weights, torch.no_grad():
+        weights.check(specs)
         for parameter in pipeline.chunks.parameters():
-            local = weights.read(spec_of(parameter), mesh.tp, groups.tp_rank)
-            parameter.copy_(local)
+            parameter.copy_(weights.read(spec_of(parameter), groups.mesh.tp, groups.tp_rank))
 
 
 def logical_tensors(pipeline: PipelineModule) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
     """This stage's logical tensors one by one, whole, on the CPU. A collective call over the stage's ranks.
 
-    A tied tensor is given once, by the first stage that holds it. Only the rank at dp 0 and tp 0 of each stage
-    gets the contents; the others get an empty tensor.
+    A tied tensor is given once, by the first stage that holds it. Only the rank at dp 0 and tp 0 of each
+    stage gets the contents; the others get an empty tensor.
     """
     for parameter in pipeline.chunks.parameters():
         spec = spec_of(parameter)
@@ -102,21 +106,10 @@ def spec_of(parameter: nn.Parameter) -> ParamSpec:
 
 def _whole(local: torch.Tensor, spec: ParamSpec, groups: Groups) -> torch.Tensor:
     """Assemble a logical tensor from its tensor-parallel parts, on tp rank 0."""
-    tp = groups.mesh.tp
-    if spec.split is None or tp == 1:
-        parts = [local]
-    else:
-        parts = [torch.empty_like(local) for _ in range(tp)]
-        dist.all_gather(parts, local.contiguous(), group=groups.tensor)
+    shards = [local]
+    if spec.split is not None and groups.mesh.tp > 1:
+        shards = [torch.empty_like(local) for _ in range(groups.mesh.tp)]
+        dist.all_gather(shards, local.contiguous(), group=groups.tensor)
     if groups.tp_rank != 0:
         return torch.empty(0)
-    if spec.split is None:
-        return parts[0].to("cpu", copy=True)
-    whole = torch.empty(spec.shape, dtype=local.dtype)
-    for tp_rank, part in enumerate(parts):
-        start = 0
-        for box in spec.boxes(tp, tp_rank):
-            low, high = box[spec.split]
-            whole.narrow(spec.split, low, high - low).copy_(part.narrow(spec.split, start, high - low))
-            start += high - low
-    return whole
+    return slices.merge(spec, [shard.to("cpu", copy=True) for shard in shards])

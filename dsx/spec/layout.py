@@ -77,7 +77,8 @@ class Layout:
         One group in layer order; a weight that is tied across pipeline ranks has its own group after it, so
         that both its holders cut it alike.
         """
-        plain, tied = [], []
+        plain: list[tuple[str, int]] = []
+        tied: list[tuple[str, int]] = []
         for spec in self.params_of(pp_rank):
             held = (spec.name, prod(spec.local_shape(self.mesh.tp)))
             (tied if len(self.owners(spec)) > 1 else plain).append(held)

@@ -51,9 +51,13 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         if self.parts and (self.split is None or sum(self.parts) != self.shape[self.split]):
-            raise LayoutError(f"{self.name} parts {self.parts}", "they do not fill the split dim", "fix the spec")
+            raise LayoutError(
+                f"{self.name} parts {self.parts}", "they do not fill the split dim", "fix the spec"
+            )
         if len(self.hf) not in (1, max(1, len(self.parts))):
-            raise LayoutError(f"{self.name} hf {self.hf}", "one name per part, or one for all", "fix the spec")
+            raise LayoutError(
+                f"{self.name} hf {self.hf}", "one name per part, or one for all", "fix the spec"
+            )
 
     @property
     def numel(self) -> int:
@@ -89,7 +93,9 @@ class ParamSpec:
         whole = tuple((0, n) for n in self.shape)
         if self.split is None:
             return (whole,)
-        return tuple((*whole[: self.split], span, *whole[self.split + 1 :]) for span in self._spans(tp, tp_rank))
+        return tuple(
+            (*whole[: self.split], span, *whole[self.split + 1 :]) for span in self._spans(tp, tp_rank)
+        )
 
     def _spans(self, tp: int, tp_rank: int) -> tuple[tuple[int, int], ...]:
         assert self.split is not None

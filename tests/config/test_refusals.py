@@ -190,6 +190,11 @@ WRONG = {
         1,
         ["dsx.data.sequence_length = 2048", "1024 positions", "at most 1024"],
     ),
+    "output of an unknown name": (
+        {"dsx.train.output": "runs/a-{layot}"},
+        1,
+        ['dsx.train.output = "runs/a-{layot}"', "{layout}"],
+    ),
     "evaluation without text": (
         {"dsx.train.eval_every": 5, "dsx.data.held_out": 0.0},
         1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from math import gcd, prod
 
@@ -226,7 +227,10 @@ def test_local_parameters():
 
 
 def test_public_names():
-    assert {name for name in dsx.__all__ if name not in dir(dsx)} == set()
+    assert set(dsx._HOMES) | {"__version__"} == set(dsx.__all__)
+    for name, (home, there) in dsx._HOMES.items():
+        module = importlib.import_module(home)
+        assert getattr(dsx, name) is (getattr(module, there) if there else module)
     assert dsx.load_config is resolve
     assert dsx.ConfigError is ConfigError
     with pytest.raises(AttributeError, match="no attribute 'engine_room'"):

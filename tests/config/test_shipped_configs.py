@@ -42,7 +42,8 @@ def test_small_ones_on_any_number_of_ranks(name, world_size):
     wanted = {1: (1, 1, 1), 2: (1, 1, 2), 4: (1, 2, 2), 8: (2, 2, 2)}[world_size]
     assert (run.mesh.tp, run.mesh.pp, run.mesh.dp) == wanted
     assert run.dsx.tracking.wandb.mode == "offline"
-    assert run.dsx.train.output == f"runs/{Path(name).stem}"
+    layout = f"pp{run.mesh.pp}-dp{run.mesh.dp}-tp{run.mesh.tp}"
+    assert run.output == Path("runs") / f"{Path(name).stem}-{layout}"
     # Nothing is compiled on a machine without a GPU.
     assert not any("compiles" in note for note in run.notes)
 

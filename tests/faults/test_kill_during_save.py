@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-import ranks
 
+import ranks
 from parity import dsx_run
 from parity.dsx_run import Case
 
@@ -35,7 +35,9 @@ def _die_at(monkey_target: object, name: str, nth: int, kill: bool) -> None:
     setattr(monkey_target, name, counted)
 
 
-def save_then_die(rank: int, world_size: int, folder: str, module: str, name: str, nth: int, tag: str | None) -> None:
+def save_then_die(
+    rank: int, world_size: int, folder: str, module: str, name: str, nth: int, tag: str | None
+) -> None:
     import importlib
 
     engine, _ = dsx_run.build(CASE, None)

@@ -1,11 +1,11 @@
 """The vocabulary-parallel loss against torch's cross entropy."""
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import ranks
 from dsx.errors import ModelError
 from dsx.nn import loss as loss_module
 from dsx.nn.loss import cross_entropy

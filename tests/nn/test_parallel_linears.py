@@ -1,12 +1,12 @@
 """The linears and collectives on their own, against torch.nn.Linear and torch.distributed."""
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import ranks
 from dsx.checkpoint.formats.slices import cut
 from dsx.errors import LayoutError, ModelError
 from dsx.nn import collectives

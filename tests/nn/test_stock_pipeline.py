@@ -2,11 +2,11 @@
 
 import deepspeed
 import pytest
-import ranks
 import tiny_models
 import torch
 from deepspeed.pipe import PipelineModule
 
+import ranks
 from dsx.nn.families import layers, loss
 from dsx.nn.parallel import TensorParallel
 from dsx.plan.hf_config import model_spec

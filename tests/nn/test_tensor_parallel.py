@@ -1,11 +1,11 @@
 """Layer lists on several ranks against transformers in one process, and what they communicate."""
 
 import pytest
-import ranks
 import tiny_models
 import torch
 import torch.distributed as dist
 
+import ranks
 from dsx.checkpoint.formats.hf import split
 from dsx.checkpoint.formats.slices import merge
 from dsx.nn import collectives

@@ -2,13 +2,13 @@
 
 import deepspeed
 import pytest
-import ranks
 import tiny_models
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import ranks
 from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear
 from dsx.nn.parallel import TensorParallel
 

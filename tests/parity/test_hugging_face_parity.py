@@ -6,9 +6,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 
+import ranks
 from parity import dsx_run, oracle
 from parity.dsx_run import Case
 

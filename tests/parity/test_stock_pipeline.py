@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import ranks
 import torch
 
+import ranks
 from parity import stock_model
 
 STEPS = 4
@@ -41,7 +41,14 @@ def stock(rank: int, world_size: int, pp: int, zero: int, micro_batches: int, dy
 
 
 def ours(
-    rank: int, world_size: int, pp: int, zero: int, micro_batches: int, dynamic: bool, chunks: int, interval: int
+    rank: int,
+    world_size: int,
+    pp: int,
+    zero: int,
+    micro_batches: int,
+    dynamic: bool,
+    chunks: int,
+    interval: int,
 ) -> list[float]:
     import deepspeed
 

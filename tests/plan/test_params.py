@@ -240,6 +240,30 @@ def test_what_would_silently_differ_is_refused(config, said):
     assert "Fix:" in str(error.value)
 
 
+def test_configs_written_by_transformers_4_are_accepted():
+    """The keys of the hub's gpt2 and Llama 3.1 files."""
+    gpt2 = {
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+        "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12,
+        "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None,
+        "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index",
+        "summary_use_proj": True, "task_specific_params": {}, "vocab_size": 50257,
+    }  # fmt: skip
+    assert num_parameters(model_spec(gpt2)) == 124_439_808
+    llama = {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 131072,
+        "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": LLAMA_3 | {"original_max_position_embeddings": 8192}, "rope_theta": 500000.0,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.43.0",
+        "use_cache": True, "vocab_size": 128256,
+    }  # fmt: skip
+    assert num_parameters(model_spec(llama)) == 8_030_261_248
+
+
 def test_a_saved_config_of_transformers_is_accepted(tmp_path):
     """Every key that transformers writes by itself passes the misspelling check."""
     for config in CONFIGS.values():

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 
+import ranks
 from dsx.errors import CheckpointError
 from parity import dsx_run
 from parity.dsx_run import Case
@@ -56,7 +56,9 @@ def load_and_go_on(rank: int, world_size: int, case: Case, folder: str) -> list[
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_resume_is_bit_equal(case: Case, tmp_path: Path) -> None:
-    case = Case(**{**{f: getattr(case, f) for f in Case.__dataclass_fields__}, "extra": (*case.extra, SCHEDULER)})
+    case = Case(
+        **{**{f: getattr(case, f) for f in Case.__dataclass_fields__}, "extra": (*case.extra, SCHEDULER)}
+    )
     going_on = ranks.run(save_and_go_on, case.world_size, case, str(tmp_path))
     resumed = ranks.run(load_and_go_on, case.world_size, case, str(tmp_path))
     assert resumed == going_on

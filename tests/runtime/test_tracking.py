@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import socket
 import subprocess
 import sys
 import zlib
@@ -20,6 +21,7 @@ from wandb.proto import wandb_internal_pb2
 
 from dsx.config.schema import WandbConfig
 from dsx.errors import DataError
+from dsx.runtime import tracking
 from dsx.runtime.tracking import Tracker, environment
 
 DISABLED = WandbConfig(mode="disabled")
@@ -186,8 +188,29 @@ def test_online_without_account_continues_offline(without_account: Path) -> None
         folder = tracker.wandb_path
     (warning,) = warnings
     assert "offline" in warning
-    assert f"wandb sync {folder}" in warning
+    assert f"wandb sync --id {tracker.run_id} {folder}" in warning
     assert history(folder) == records(tracker.metrics_path) == [{"train/step": 1, "train/loss": 1.0}]
+
+
+def test_online_without_network_continues_offline(
+    without_account: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setattr(tracking, "_INIT_SECONDS", 0.5)
+    warnings: list[str] = []
+    with socket.socket() as taken:  # bound, not listening: connections to it are refused
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        wandb.teardown()  # it reads the environment once
+        with Tracker(
+            without_account, ONLINE, run_config={}, run_id="abc123", warn=warnings.append
+        ) as tracker:
+            tracker.log(8, {"train/loss": 1.0})
+            folder = tracker.wandb_path
+    (warning,) = warnings
+    assert f"wandb sync --id abc123 {folder}" in warning
+    assert tracker.run_id == "abc123"  # checkpoints keep the run that the curve belongs to
+    assert history(folder) == [{"train/step": 8, "train/loss": 1.0}]
 
 
 ON_A_TERMINAL = """

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-import ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ranks
 from dsx.errors import LayoutError
 from dsx.plan.hf_config import model_spec
 from dsx.plan.params import layer_kinds, param_specs
@@ -51,12 +51,11 @@ def _engine_state(rank: int, world_size: int, family: str, layout: Layout) -> di
 
     import dsx
     from dsx.nn import families
-    from dsx.nn.parallel import TensorParallel
     from dsx.runtime.groups import make_groups
 
     model = model_spec(CONFIGS[family])
     groups = make_groups(layout.mesh)
-    tp = TensorParallel(size=layout.mesh.tp, rank=groups.tp_rank, group=groups.tp)
+    tp = groups.tensor_parallel
     layers = families.layers(model, tp, dtype=torch.float32, pad_multiple=4)
     module = dsx.PipelineModule(
         layers=layers, loss_fn=families.loss(model, tp), groups=groups, stage_map=layout.stages,

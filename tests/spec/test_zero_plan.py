@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import ranks
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import ranks
 from dsx.errors import LayoutError
 from dsx.spec.zero import Buffer, Piece, ZeroPlan
 

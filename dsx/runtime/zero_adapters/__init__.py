@@ -2,8 +2,8 @@
 
 An adapter makes a plain DeepSpeedEngine right for a rank that holds a part of a pipeline: it keeps gradient
 accumulation straight when chunks take turns, sums the gradients of tied weights once, and computes the
-gradient norm over the whole model, each logical element counted once. Checked against the DeepSpeed versions of
-:data:`SUPPORTED_DEEPSPEED`; others are refused, because none of this is a public interface.
+gradient norm over the whole model, each logical element counted once. Checked against the DeepSpeed versions
+of :data:`SUPPORTED_DEEPSPEED`; others are refused, because none of this is a public interface.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class NormScope:
     """Which local gradients count, and over which ranks their squares are summed.
 
-    A tensor that is the same on every tp rank counts on tp rank 0; a tied copy on a later pipeline rank not at
-    all. DeepSpeed's own norm sums per parameter group, one collective each, and so hangs when pipeline
+    A tensor that is the same on every tp rank counts on tp rank 0; a tied copy on a later pipeline rank not
+    at all. DeepSpeed's own norm sums per parameter group, one collective each, and so hangs when pipeline
     ranks have different numbers of groups (a tied group on the first and last only, or ZeRO-3's sub-groups
     of unequal stages): here every rank takes part in exactly one all-reduce.
     """

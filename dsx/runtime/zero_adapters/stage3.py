@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Stage3Adapter:
-    """Keeps accumulation straight across chunks and replaces the norm, which also sums tied gradients first."""
+    """Keeps accumulation straight across chunks; its norm also sums tied gradients first."""
 
     def __init__(self, engine: Any, scope: NormScope, ties: Sequence[Tie]) -> None:
         self._engine, self._scope, self._ties = engine, scope, ties
@@ -83,9 +83,9 @@ class Stage3Adapter:
 def scope_consistency_checks(groups: Groups) -> None:
     """Compare ZeRO-3's traces over the data-parallel group only.
 
-    The coordinator checks that all ranks gather the same parameters in the same order by a broadcast from world
-    rank 0 (deepspeed/runtime/zero/utils.py, assert_ints_same_as_other_ranks); pipeline ranks rightly differ, so
-    that the stock check deadlocks.
+    The coordinator checks that all ranks gather the same parameters in the same order by a broadcast from
+    world rank 0 (deepspeed/runtime/zero/utils.py, assert_ints_same_as_other_ranks); pipeline ranks rightly
+    differ, so that the stock check deadlocks.
     """
     group, source, size = groups.data, groups.mesh.group_of(groups.rank, "dp")[0], groups.mesh.dp
 
@@ -103,7 +103,7 @@ def scope_consistency_checks(groups: Groups) -> None:
             dist.broadcast(theirs, source, group=group)
         if not bool(agree) or theirs is None or not torch.equal(mine, theirs):
             raise RuntimeError(
-                f"ZeRO-3: data-parallel ranks gather different parameters; rank {groups.rank} has {list(ints)}"
+                f"ZeRO-3: data-parallel ranks gather different parameters; rank {groups.rank}: {list(ints)}"
             )
 
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = same_over_data_parallel

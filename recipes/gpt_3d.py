@@ -1,0 +1,68 @@
+"""Train a GPT in 3D: tensor x pipeline x ZeRO data parallelism, from one DeepSpeed JSON.
+
+    deepspeed --num_accelerators 8 recipes/gpt_3d.py --config configs/zero3.json
+    torchrun --nproc_per_node 8 recipes/gpt_3d.py --config configs/zero3.json
+    python recipes/gpt_3d.py --config configs/zero3.json --set dsx.train.steps=20
+
+Any key of the config can be set on the command line, e.g. --set dsx.parallel.tensor=2.
+"""
+
+from __future__ import annotations
+
+import dsx
+
+
+def main() -> None:
+    """Read the config, build the engine, train, evaluate, save."""
+    # Everything that can be wrong with the config, the data or the output folder is found here, by plain
+    # arithmetic and file reading, before any rank waits for another.
+    arguments = dsx.parse_arguments(description=__doc__)
+    config = dsx.load_config(arguments.config, world_size=dsx.world_size(), overrides=arguments.overrides)
+    data = dsx.recipe.prepare_data(config)
+    parallel, train = config.dsx.parallel, config.dsx.train
+
+    # Process groups of the mesh: pipeline x data x tensor. NCCL on GPUs, gloo on CPUs.
+    with dsx.distributed(
+        config.mesh, sequence_parallel=parallel.sequence_parallel, seed=train.seed
+    ) as groups:
+        corpus = dsx.recipe.open_data(config, data)
+
+        # The model is a list of LayerSpecs; each rank builds the layers of its own stages and chunks, cut to
+        # its tensor-parallel share, and DeepSpeed wraps them with the optimizer, precision and ZeRO stage.
+        model = dsx.recipe.build_model(config, groups)
+        engine, *_ = dsx.initialize(model=model, config=config)
+
+        # A checkpoint in the output folder continues exactly: weights, optimizer, schedule, data, RNG, W&B.
+        state = dsx.recipe.resume(config, engine)
+        batches = dsx.recipe.training_batches(
+            config, corpus, dp_rank=groups.dp_rank, cursor=state.get("data_cursor", 0)
+        )
+        monitor = dsx.recipe.Monitor(config, engine, corpus, run_id=state.get("wandb_run_id"))
+
+        for step in range(engine.global_steps + 1, train.steps + 1):
+            # One optimizer step: every micro-batch through the pipeline, forward and backward, in the order
+            # of the schedule; the gradient norm over the whole model; clip; update.
+            monitor.before_step()
+            loss = engine.train_batch(batches)
+            monitor.step(loss)
+
+            if _due(step, train.eval_every, train.steps):
+                monitor.evaluation(dsx.recipe.evaluate(config, engine, corpus))
+            if _due(step, train.save_every, train.steps):
+                dsx.recipe.save(config, engine, monitor)
+
+        # The end of the run, whether it has just been trained or was complete already.
+        monitor.evaluation(dsx.recipe.evaluate(config, engine, corpus))
+        dsx.recipe.save(config, engine, monitor)
+        if train.export_hf:
+            dsx.recipe.export(config, engine, monitor)
+        monitor.finish()
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    """Every so many steps, but not on the last: the end of the run sees to that one."""
+    return every > 0 and step % every == 0 and step != last
+
+
+if __name__ == "__main__":
+    dsx.run(main)
