@@ -33,7 +33,7 @@ def main() -> None:
         engine, *_ = dsx.initialize(model=model, config=config)
 
         # A checkpoint in the output folder continues exactly: weights, optimizer, schedule, data, RNG, W&B.
-        state = dsx.recipe.resume(config, engine)
+        state = dsx.recipe.resume(config, engine, corpus)
         batches = dsx.recipe.training_batches(
             config, corpus, dp_rank=groups.dp_rank, cursor=state.get("data_cursor", 0)
         )
@@ -49,11 +49,11 @@ def main() -> None:
             if _due(step, train.eval_every, train.steps):
                 monitor.evaluation(dsx.recipe.evaluate(config, engine, corpus))
             if _due(step, train.save_every, train.steps):
-                dsx.recipe.save(config, engine, monitor)
+                dsx.recipe.save(config, engine, corpus, monitor)
 
         # The end of the run, whether it has just been trained or was complete already.
         monitor.evaluation(dsx.recipe.evaluate(config, engine, corpus))
-        dsx.recipe.save(config, engine, monitor)
+        dsx.recipe.save(config, engine, corpus, monitor)
         if train.export_hf:
             dsx.recipe.export(config, engine, monitor)
         monitor.finish()

@@ -91,6 +91,8 @@ def _stages(dsx: DsxConfig, model: ModelSpec, specs: Sequence[ParamSpec], degree
     parameters = [0] * len(names)
     for spec in specs:
         parameters[spec.layer] += spec.numel
+        if spec.tie is not None:
+            parameters[-1] += spec.numel  # the head's stage holds a copy of the tied table
     try:
         return partition(
             method,

@@ -18,6 +18,7 @@ import dsx
 from dsx.checkpoint import store
 from dsx.checkpoint.manifest import Manifest, TensorEntry
 from dsx.errors import CheckpointError
+from dsx.runtime.entry import local_rank
 from dsx.runtime.launch import agree
 from dsx.spec.param import ParamSpec
 
@@ -57,6 +58,8 @@ def save(engine: PipelineEngine, root: Path, *, tag: str | None, client_state: M
         store.write_atomically(
             staged / "dsx.json", manifest(engine, tensors, client_state).to_json().encode()
         )
+    if local_rank() == 0:
+        store.sync(staged)  # each machine flushes what its ranks wrote
     dist.barrier()
     return agree(lambda: _commit(root, tag))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from dsx.checkpoint import store
 from dsx.config.run import RunConfig
+from dsx.errors import CheckpointError
 from dsx.nn import families
 from dsx.runtime.data.batches import Batches, EvaluationBatches
 from dsx.runtime.data.corpus import Corpus, prepare
@@ -115,27 +117,30 @@ def evaluate(config: RunConfig, engine: PipelineEngine, corpus: Corpus) -> float
     return float(engine.eval_batch(iter(batches), num_micro_batches=len(batches)))
 
 
-def resume(config: RunConfig, engine: PipelineEngine) -> dict[str, Any]:
+def resume(config: RunConfig, engine: PipelineEngine, corpus: Corpus) -> dict[str, Any]:
     """Continue from the newest checkpoint below the config's output folder, if there is one and it may.
 
     Returns:
         The ``client_state`` of that checkpoint; empty for a fresh start.
 
     Raises:
-        CheckpointError: The checkpoint is of another model or layout.
+        CheckpointError: The checkpoint is of another model or layout, or of other training text.
     """
     root = config.output / CHECKPOINTS
-    if config.dsx.train.resume == "never" or not agree(lambda: bool(store.tags(root))):
+    if config.dsx.train.resume == "never" or not agree((root / store.LATEST).exists):
         return {}
-    return engine.load_checkpoint(root)[1]
+    path, state = engine.load_checkpoint(root)
+    agree(lambda: _require_same_text(path, state, corpus))
+    return state
 
 
-def save(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
+def save(config: RunConfig, engine: PipelineEngine, corpus: Corpus, monitor: Monitor) -> None:
     """Save a checkpoint with what :func:`resume` needs, and the resolved config beside it."""
     root = config.output / CHECKPOINTS
     samples = int(engine.global_samples)
     client_state = {
         "data_cursor": samples,
+        "data_digest": corpus.digest,
         "tokens": samples * config.sequence_length,
         "wandb_run_id": agree(lambda: monitor.run_id),
     }
@@ -153,6 +158,15 @@ def export(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
     if not agree(folder.exists):
         export_weights(engine.pipeline, folder, config.hf_config)
     monitor.wrote("Hugging Face model", folder)
+
+
+def _require_same_text(path: Path, state: Mapping[str, Any], corpus: Corpus) -> None:
+    if state.get("data_digest", corpus.digest) != corpus.digest:
+        raise CheckpointError(
+            str(path),
+            f"it was trained on other text than {corpus.info.source}: the data position would mean nothing",
+            "restore the text (dsx.data), or start anew in another dsx.train.output",
+        )
 
 
 def _evaluation_batches(config: RunConfig, corpus: Corpus, *, dp_rank: int) -> EvaluationBatches:
