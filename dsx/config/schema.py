@@ -122,9 +122,10 @@ class DataConfig(Block):
     split: str = Field(default="train", min_length=1, description="Split of the hub data set.")
     text_column: str = Field(default="text", min_length=1, description="Column that holds the text.")
     tokenizer: str = Field(
-        default="bytes",
+        default="auto",
         min_length=1,
-        description='"bytes" (256 bytes, end of document), or a transformers tokenizer: name or path.',
+        description='"bytes" (256 bytes, end of document), or a transformers tokenizer: name or path. '
+        '"auto" is the one in the folder dsx.model.path, or bytes if the weights are fresh.',
     )
     sequence_length: Positive = Field(description="Tokens per sequence.")
     held_out: float = Field(
