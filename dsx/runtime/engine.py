@@ -22,7 +22,7 @@ from dsx.plan.validate import validate
 from dsx.runtime.executor import Compute, MicroBatches, Signatures, StepRun
 from dsx.runtime.groups import Grid
 from dsx.runtime.pipeline_module import PipelineModule, Tie
-from dsx.runtime.zero_adapters import adapt, require_supported, scope_consistency_checks
+from dsx.runtime.zero_adapters import adapt, announce_backward, require_supported, scope_consistency_checks
 from dsx.spec.schedule import Schedule
 
 Batch = tuple[Any, Any]
@@ -266,13 +266,18 @@ class PipelineEngine:
         return StepRun(
             schedule=schedule,
             groups=self.groups,
-            compute=Compute(forward=self.deepspeed_engine, backward=self._backward),
+            compute=Compute(
+                forward=self.deepspeed_engine,
+                backward=self._backward,
+                backward_weights=self._backward_weights,
+            ),
             batches=MicroBatches(source=source, count=count, device=self.pipeline.device, uses=uses),
             signatures=self._signatures,
             training=training,
             compute_loss=compute_loss,
             keep_outputs=keep_outputs,
             release_outputs=self.pipeline.release_outputs,
+            split=self.pipeline.split,
         )
 
     def _backward(self, loss: torch.Tensor, stage: int, boundary: bool, is_loss: bool) -> None:
@@ -281,6 +286,14 @@ class PipelineEngine:
         if self._managed:
             self.deepspeed_engine.set_gradient_accumulation_boundary(boundary)
         self.deepspeed_engine.backward(loss, scale_wrt_gas=is_loss)
+
+    def _backward_weights(self, loss: torch.Tensor | None, stage: int, boundary: bool) -> None:
+        """The second part of a split backward: a backward like any other for DeepSpeed."""
+        if loss is None:
+            # Nothing to compute, but the boundary's reductions must run.
+            loss = torch.zeros((), device=self.pipeline.device, requires_grad=True).clone()
+        announce_backward(self.deepspeed_engine, loss)
+        self._backward(loss, stage, boundary, is_loss=False)
 
     def _mean_loss(self, losses: Sequence[torch.Tensor], count: int) -> torch.Tensor:
         """Mean over micro-batches and replicas, on every rank: one all-reduce of a scalar."""

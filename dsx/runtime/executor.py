@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dsx.errors import DataError, ModelError
+from dsx.nn.split import WeightGradients
 from dsx.plan.transfers import receive_order
 from dsx.runtime.groups import Groups
 from dsx.runtime.p2p import Inbox, Outbox, Signature, Tensors, channel
@@ -27,10 +28,13 @@ class Compute:
             given.
         backward: ``backward(loss, stage, boundary, is_loss)``; ``boundary`` on this rank's last backward of
             the step.
+        backward_weights: ``backward_weights(loss, stage, boundary)`` for the second part of a split backward;
+            ``loss`` is None when there is nothing to compute, on the last backward of the step only.
     """
 
     forward: Callable[[Any, int, Any], Any]
     backward: Callable[[torch.Tensor, int, bool, bool], None]
+    backward_weights: Callable[[torch.Tensor | None, int, bool], None]
 
 
 class _Seed(torch.autograd.Function):
@@ -152,6 +156,8 @@ class StepRun:
         compute_loss: Give labels to the last stage.
         keep_outputs: Keep the last stage's outputs.
         release_outputs: Free a stage's output once sent.
+        split: What the layers were built with, for schedules that split the backward. Layers without it do
+            their whole backward in its first part.
     """
 
     def __init__(
@@ -166,10 +172,12 @@ class StepRun:
         compute_loss: bool = True,
         keep_outputs: bool = False,
         release_outputs: bool = False,
+        split: WeightGradients | None = None,
     ) -> None:
         self._schedule, self._groups, self._compute = schedule, groups, compute
         self._batches, self._signatures, self._training = batches, signatures, training
         self._compute_loss, self._keep_outputs, self._release = compute_loss, keep_outputs, release_outputs
+        self._split = split or WeightGradients()
         self._row = schedule.rows[groups.pp_rank]
         self._last = schedule.num_stages - 1
         self._inputs: dict[Key, Any] = {}
@@ -188,6 +196,8 @@ class StepRun:
         steps = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
             Op.RECV_F: self._receive_input,
             Op.SEND_F: self._send_output,
             Op.RECV_B: self._receive_gradient,
@@ -289,6 +299,16 @@ class StepRun:
         key = (action.stage, action.micro_batch)
         self._gradients[key] = self._inboxes["B", self._schedule.rank_of(action.stage + 1)].take(key)[1]
 
+    def _backward_input(self, action: Action, position: int) -> None:
+        with self._split.deferring((action.stage, action.micro_batch)):
+            self._backward(action, position)
+
+    def _backward_weight(self, action: Action, position: int) -> None:
+        boundary = self._is_boundary(position)
+        with self._split.delivering((action.stage, action.micro_batch)) as loss:
+            if loss is not None or boundary:
+                self._compute.backward_weights(loss, action.stage, boundary)
+
     def _backward(self, action: Action, position: int) -> None:
         key = (action.stage, action.micro_batch)
         inputs, output = self._inputs.pop(key), self._outputs.pop(key)
@@ -314,7 +334,8 @@ class StepRun:
 
     def _is_boundary(self, position: int) -> bool:
         """No later backward on this rank has anything to do."""
-        later = (a for a in self._row[position + 1 :] if a.op is Op.BACKWARD)
+        backwards = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+        later = (a for a in self._row[position + 1 :] if a.op in backwards)
         return all(self._frozen.get(a.stage, False) for a in later)
 
 

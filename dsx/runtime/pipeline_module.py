@@ -14,6 +14,7 @@ from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
 from dsx.errors import LayoutError, ModelError
+from dsx.nn.split import WeightGradients
 from dsx.plan.partition import partition
 from dsx.runtime.chunks import Chunks, Loss, Recompute, TiedUse, checkpoint_non_reentrant
 from dsx.runtime.groups import Grid, Groups, make_groups
@@ -90,6 +91,7 @@ class PipelineModule(nn.Module):
         groups: Groups | None = None,
         stage_map: StageMap | None = None,
         release_outputs: bool = False,
+        split: WeightGradients | None = None,
     ) -> None:
         super().__init__()
         self.layer_specs: tuple[Any, ...] = tuple(layers)
@@ -103,6 +105,7 @@ class PipelineModule(nn.Module):
         )
         self.dynamic_shape = dynamic_shape
         self.release_outputs = release_outputs
+        self.split = split
         self.device = torch.device(get_accelerator().current_device_name())
         self._seed = (seed_fn or set_random_seed, base_seed) if seed_layers else None
         tied_modules: dict[str, nn.Module] = {}
