@@ -65,6 +65,7 @@ class PipelineModule(nn.Module):
         stage_map: Layers of each virtual stage, in place of ``partition_method``.
         release_outputs: Free a stage's output once it is sent. Right when the last layer of every stage
             returns fresh tensors that no other operation has taken as an input, as dsx's own models do.
+        split: What the layers were built with, for schedules that split the backward (dsx's own can).
 
     Raises:
         LayoutError: The degrees do not fit the number of ranks or layers.
