@@ -4,7 +4,8 @@
     torchrun --nproc_per_node 8 recipes/gpt_3d.py --config configs/zero3.json
     python recipes/gpt_3d.py --config configs/zero3.json --set dsx.train.steps=20
 
-Any key of the config can be set on the command line, e.g. --set dsx.parallel.tensor=2.
+Any key of the config can be set on the command line, e.g. --set dsx.parallel.tensor=2. A run that was stopped
+continues from its last checkpoint when it is started again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main() -> None:
         batches = dsx.recipe.training_batches(
             config, corpus, dp_rank=groups.dp_rank, cursor=state.get("data_cursor", 0)
         )
-        monitor = dsx.recipe.Monitor(config, engine, corpus, run_id=state.get("wandb_run_id"))
+        monitor = dsx.recipe.Monitor(config, engine, corpus, state)
 
         for step in range(engine.global_steps + 1, train.steps + 1):
             # One optimizer step: every micro-batch through the pipeline, forward and backward, in the order
@@ -46,22 +47,15 @@ def main() -> None:
             loss = engine.train_batch(batches)
             monitor.step(loss)
 
-            if _due(step, train.eval_every, train.steps):
+            # Both are also due after the last step.
+            if dsx.recipe.is_due(step, every=train.eval_every, last=train.steps):
                 monitor.evaluation(dsx.recipe.evaluate(config, engine, corpus))
-            if _due(step, train.save_every, train.steps):
+            if dsx.recipe.is_due(step, every=train.save_every, last=train.steps):
                 dsx.recipe.save(config, engine, corpus, monitor)
 
-        # The end of the run, whether it has just been trained or was complete already.
-        monitor.evaluation(dsx.recipe.evaluate(config, engine, corpus))
-        dsx.recipe.save(config, engine, corpus, monitor)
         if train.export_hf:
             dsx.recipe.export(config, engine, monitor)
         monitor.finish()
-
-
-def _due(step: int, every: int, last: int) -> bool:
-    """Every so many steps, but not on the last: the end of the run sees to that one."""
-    return every > 0 and step % every == 0 and step != last
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import typer
 
 from dsx import __version__
 from dsx.cli.check import check
+from dsx.cli.plot import plot
 from dsx.cli.presets import presets
 from dsx.cli.schedule import schedule
 from dsx.cli.schema import schema
@@ -43,7 +44,7 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(_root)
-    for command in (check, schedule, presets, schema):
+    for command in (check, schedule, plot, presets, schema):
         app.command()(command)
     return app
 

@@ -159,7 +159,8 @@ def _check_chunks(name: ScheduleName, chunks: int, key: str) -> None:
     elif placement_of(name) == "v" and chunks != 2:
         raise ConfigError(key, f"schedule {name} has two chunks per rank", 'use 2, or "interleaved_zb"')
     elif chunks == 1:
-        raise ConfigError(key, f"schedule {name} needs at least 2 chunks per rank", 'use 2 or more, or "1f1b"')
+        why = f"schedule {name} needs at least 2 chunks per rank"
+        raise ConfigError(key, why, 'use 2 or more, or "1f1b"')
 
 
 def _schedule(dsx: DsxConfig, pp: int, chunks: int) -> str:

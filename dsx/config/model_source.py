@@ -9,7 +9,8 @@ from typing import Any
 
 from dsx.config.presets import BYTES_VOCABULARY, config_keys, find_preset
 from dsx.config.problems import at, suggest
-from dsx.config.schema import ModelConfig
+from dsx.config.schema import DsxConfig, ModelConfig
+from dsx.config.tokenizer_source import BYTES, resolve_tokenizer
 from dsx.errors import ConfigError, ModelError
 from dsx.plan.hf_config import model_spec
 from dsx.spec.model import ModelSpec
@@ -23,23 +24,29 @@ class ModelSource:
         spec: Its architecture.
         hf_config: The Hugging Face config that ``spec`` was read from, overrides included.
         weights: Folder whose safetensors it starts from; None for fresh weights.
+        tokenizer: What ``dsx.data.tokenizer`` names, "auto" resolved.
         notes: Choices that the user did not write.
     """
 
     spec: ModelSpec
     hf_config: dict[str, Any]
     weights: Path | None
+    tokenizer: str
     notes: tuple[str, ...]
 
 
-def read_model(model: ModelConfig, tokenizer: str) -> ModelSource:
+def read_model(dsx: DsxConfig) -> ModelSource:
     """The model that ``dsx.model`` names, with the vocabulary of the byte tokenizer if it is a preset.
 
     Raises:
-        ConfigError: No such preset or folder, a bad override, weights asked for where there are none.
+        ConfigError: No such preset or folder, a bad override, weights or a tokenizer asked for where there
+            are none.
         ModelError: A Hugging Face config that dsx cannot build.
     """
+    model = dsx.model
     place, config = _read(model)
+    weights = _weights(model)
+    tokenizer = resolve_tokenizer(dsx, weights)
     family = config.get("model_type")
     if model.family is not None and family != model.family:
         raise ConfigError(
@@ -56,7 +63,7 @@ def read_model(model: ModelConfig, tokenizer: str) -> ModelSource:
     config |= model.overrides
     notes = []
     is_free = model.preset is not None and "vocab_size" not in model.overrides
-    if is_free and tokenizer == "bytes" and config["vocab_size"] != BYTES_VOCABULARY:
+    if is_free and tokenizer == BYTES and config["vocab_size"] != BYTES_VOCABULARY:
         config["vocab_size"] = BYTES_VOCABULARY
         notes.append(
             f"preset {model.preset}: vocabulary {BYTES_VOCABULARY}, from the byte tokenizer "
@@ -66,13 +73,13 @@ def read_model(model: ModelConfig, tokenizer: str) -> ModelSource:
         spec = model_spec(config)
     except ModelError as error:
         raise ModelError(f"{place}: {error.where}", error.what, error.fix) from None
-    if tokenizer == "bytes" and spec.vocab_size < BYTES_VOCABULARY:
+    if tokenizer == BYTES and spec.vocab_size < BYTES_VOCABULARY:
         raise ConfigError(
             f"{place}: vocab_size = {spec.vocab_size}",
             f'dsx.data.tokenizer "bytes" makes ids up to {BYTES_VOCABULARY - 1}',
             f"use at least {BYTES_VOCABULARY}, or the model's own tokenizer",
         )
-    return ModelSource(spec=spec, hf_config=config, weights=_weights(model), notes=tuple(notes))
+    return ModelSource(spec=spec, hf_config=config, weights=weights, tokenizer=tokenizer, notes=tuple(notes))
 
 
 def _read(model: ModelConfig) -> tuple[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from dsx.plan.builders import ScheduleName
 from dsx.spec.model import Family, Recompute
 
 Positive = Annotated[int, Field(ge=1)]
@@ -89,9 +90,10 @@ class ParallelConfig(Block):
 class ScheduleConfig(Block):
     """Order of the micro-batches in the pipeline."""
 
-    name: Literal["auto", "gpipe", "1f1b", "interleaved"] = Field(
+    name: Literal["auto"] | ScheduleName = Field(
         default="auto",
-        description='"auto": interleaved if chunks > 1, else 1f1b. gpipe and 1f1b need chunks = 1.',
+        description='"auto": interleaved if chunks > 1, else 1f1b. gpipe, 1f1b and zb_h1 take 1 chunk, zbv '
+        "and dualpipev 2, the others 2 or more; `dsx schedule NAME` draws one with its bubble and memory.",
     )
 
 
@@ -122,9 +124,10 @@ class DataConfig(Block):
     split: str = Field(default="train", min_length=1, description="Split of the hub data set.")
     text_column: str = Field(default="text", min_length=1, description="Column that holds the text.")
     tokenizer: str = Field(
-        default="bytes",
+        default="auto",
         min_length=1,
-        description='"bytes" (256 bytes, end of document), or a transformers tokenizer: name or path.',
+        description='"bytes" (256 bytes, end of document), or a transformers tokenizer: name or path. '
+        '"auto" is the one in the folder dsx.model.path, or bytes if the weights are fresh.',
     )
     sequence_length: Positive = Field(description="Tokens per sequence.")
     held_out: float = Field(

@@ -32,6 +32,7 @@ __all__ = [
     "ScheduleName",
     "build",
     "default_chunks",
+    "divides_backward",
     "dualpipev",
     "forward_only",
     "gpipe",
@@ -114,6 +115,11 @@ def default_chunks(name: str) -> int:
         ScheduleError: An unknown name.
     """
     return _known(name).chunks
+
+
+def divides_backward(name: str) -> bool:
+    """Whether the schedule ``name`` computes weight gradients apart. Raises ScheduleError if unknown."""
+    return _known(name).divides
 
 
 def gpipe(num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedule:
@@ -225,6 +231,7 @@ class _Entry:
     chunks: int = 1
     placement: Placement = "loop"
     options: frozenset[str] = frozenset()
+    divides: bool = False
 
 
 _BUILDERS: dict[str, _Entry] = {
@@ -233,9 +240,12 @@ _BUILDERS: dict[str, _Entry] = {
     "looped_bfs": _Entry(looped_bfs, 2),
     "interleaved": _Entry(interleaved, 2, options=frozenset({"group_size", "warmup_per_rank"})),
     "interleaved_zb": _Entry(
-        interleaved_zb, 2, options=frozenset({"group_size", "warmup_per_rank", "most_live", "costs"})
+        interleaved_zb,
+        2,
+        options=frozenset({"group_size", "warmup_per_rank", "most_live", "costs"}),
+        divides=True,
     ),
-    "zb_h1": _Entry(zb_h1, options=frozenset({"most_live", "costs"})),
-    "zbv": _Entry(zbv, 2, "v", frozenset({"costs"})),
-    "dualpipev": _Entry(dualpipev, 2, "v"),
+    "zb_h1": _Entry(zb_h1, options=frozenset({"most_live", "costs"}), divides=True),
+    "zbv": _Entry(zbv, 2, "v", frozenset({"costs"}), divides=True),
+    "dualpipev": _Entry(dualpipev, 2, "v", divides=True),
 }

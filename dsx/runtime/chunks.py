@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from dsx.errors import ModelError
+
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
@@ -70,7 +72,7 @@ class Chunks(nn.Module):
         loss_fn: ``loss_fn(outputs, labels) -> scalar``; None means that the outputs are the loss.
         last_stage: The virtual stage that ends with the loss.
         recompute: Which runs of layers are recomputed.
-        reseed: Called with (global layer index, micro-batch count) before each layer, or None.
+        reseed: Called with (global layer index, forwards of its stage so far) before each layer, or None.
     """
 
     def __init__(
@@ -90,35 +92,42 @@ class Chunks(nn.Module):
         self._last_stage = last_stage
         self._recompute = recompute
         self._reseed = reseed
-        self._forwards = 0
+        self._forwards = dict.fromkeys(self._stages, 0)
         tied = set(map(id, tied_modules.values()))
         for layers in self._stages.values():
             for index, layer in layers:
                 if isinstance(layer, nn.Module) and id(layer) not in tied:
                     self.add_module(str(index), layer)
 
-    def forward(self, inputs: Any, stage: int, labels: Any = None) -> Any:
-        """Output of virtual stage ``stage``; with ``labels``, the loss of the last stage.
+    def forward(
+        self, inputs: Any, stage: int, labels: tuple[Any, ...] = (), *, with_outputs: bool = False
+    ) -> Any:
+        """Output of virtual stage ``stage``; with labels, the loss of the last stage.
 
         Args:
             inputs: Tensor or tuple of tensors.
             stage: One of this rank's virtual stages.
-            labels: Second argument of ``loss_fn``; None leaves the loss out.
+            labels: ``(labels,)``, the second argument of ``loss_fn``; ``()`` leaves the loss out.
+            with_outputs: Return ``(loss, outputs)`` where the loss is computed.
         """
-        self._forwards += 1
+        self._forwards[stage] += 1
         layers, step = self._stages[stage], self._recompute.interval
         value = inputs
         for start in range(0, len(layers), step or len(layers)):
             run = layers[start : start + (step or len(layers))]
-            function = self._runner(run, self._forwards)
+            function = self._runner(run, self._forwards[stage])
             if step and self._recompute.applies([layer for _, layer in run]):
                 args = value if isinstance(value, tuple) else (value,)
+                if self._recompute.function is not checkpoint_non_reentrant:
+                    args = _with_gradient(args)
                 value = self._recompute.function(function, *args)
+                _require_gradient(run, value)
             else:
                 value = function(value)
-        if labels is None or stage != self._last_stage:
+        if not labels or stage != self._last_stage:
             return value
-        return value if self.loss_fn is None else self.loss_fn(value, labels)
+        loss = value if self.loss_fn is None else self.loss_fn(value, *labels)
+        return (loss, value) if with_outputs else loss
 
     def _runner(self, run: Sequence[tuple[int, Callable[..., Any]]], forwards: int) -> Callable[..., Any]:
         def call(*inputs: Any) -> Any:
@@ -130,3 +139,34 @@ class Chunks(nn.Module):
             return value
 
         return call
+
+
+def _with_gradient(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Inputs of a checkpoint function that may be reentrant: one must want a gradient, or none comes back.
+
+    As stock DeepSpeed does for the first stage (deepspeed/runtime/pipe/engine.py, _exec_load_micro_batch).
+    """
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    if not torch.is_grad_enabled() or any(x.requires_grad for x in tensors):
+        return inputs
+    return tuple(
+        x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for x in inputs
+    )
+
+
+def _require_gradient(run: Sequence[tuple[int, Callable[..., Any]]], outputs: Any) -> None:
+    """Refuse a reentrant checkpoint function that would leave parameters untrained in silence."""
+    if not torch.is_grad_enabled():
+        return
+    tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        return
+    modules = [layer for _, layer in run if isinstance(layer, nn.Module)]
+    if any(p.requires_grad for module in modules for p in module.parameters()):
+        raise ModelError(
+            f"recomputed layers {run[0][0]} to {run[-1][0]}",
+            "their outputs have no gradient though their parameters do: a reentrant checkpoint function "
+            "needs a floating-point input",
+            "leave activation_checkpoint_func at dsx.PipelineModule's default, which is not reentrant",
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,28 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import RepeatingLoader
 from torch import nn
+from torch.utils.data import DistributedSampler
 
-from dsx.config.load import read
 from dsx.config.run import RunConfig
 from dsx.errors import ConfigError, ModelError
 from dsx.plan.builders import build, forward_only
+from dsx.plan.receives import ReceivePlan, receive_plan
 from dsx.plan.transfers import lower
 from dsx.plan.validate import validate
-from dsx.runtime.executor import Compute, MicroBatches, Signatures, StepRun
-from dsx.runtime.groups import Grid
-from dsx.runtime.pipeline_module import PipelineModule, Tie
-from dsx.runtime.zero_adapters import adapt, announce_backward, require_supported, scope_consistency_checks
+from dsx.runtime.executor import Compute, Mode, Signatures, StepRun
+from dsx.runtime.groups import Grid, Groups
+from dsx.runtime.micro_batches import MicroBatches
+from dsx.runtime.p2p import open_channels
+from dsx.runtime.parameter_groups import prepare
+from dsx.runtime.pipeline_module import PipelineModule
+from dsx.runtime.settings import Config, settings_of
+from dsx.runtime.zero_adapters import (
+    adapt,
+    announce_backward,
+    count_samples,
+    require_supported,
+    scope_consistency_checks,
+)
 from dsx.spec.schedule import Schedule
 
 Batch = tuple[Any, Any]
@@ -41,7 +51,6 @@ class PipelineEngine:
         model: PipelineModule,
         engine: Any,
         *,
-        training_data: Any,
         clipping: float,
         config: RunConfig | None,
     ) -> None:
@@ -53,11 +62,10 @@ class PipelineEngine:
         self._adapter = adapt(engine, model.groups, model.ties, clipping)
         self._managed = bool(engine.managed_gradient_accumulation())
         self._signatures = Signatures(dynamic=model.dynamic_shape)
-        self._schedules: dict[tuple[str, int], Schedule] = {}
+        self._schedules: dict[tuple[str, int], tuple[Schedule, ReceivePlan]] = {}
         self._batch_fn: Callable[[Any], Batch] | None = None
         self._iterator: Iterator[Any] | None = None
-        if training_data is not None:
-            self.set_dataloader(training_data)
+        open_channels(model.groups, model.stage_map, model.device)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the DeepSpeedEngine's."""
@@ -69,6 +77,21 @@ class PipelineEngine:
     def module(self) -> nn.Module:
         """This rank's layers."""
         return self.pipeline.chunks
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline degree."""
+        return self.groups.mesh.pp
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's pipeline coordinate."""
+        return self.groups.pp_rank
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per step."""
+        return int(self.deepspeed_engine.gradient_accumulation_steps())
 
     def is_first_stage(self) -> bool:
         """Whether this rank holds the first layers (and so needs inputs)."""
@@ -101,20 +124,22 @@ class PipelineEngine:
             raise ModelError("train_batch", "gradients are disabled", "use eval_batch under torch.no_grad")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        engine = self.deepspeed_engine
+        engine, count = self.deepspeed_engine, self.micro_batches
         engine.module.train()
-        count = int(engine.gradient_accumulation_steps())
-        run = self._step_run(self._schedule(count), self._iterator, training=True, count=count)
+        run = self._step_run(
+            self._iterator, count, Mode(training=True, release_outputs=self.pipeline.release_outputs)
+        )
         run.run()
         self._adapter.before_step()
-        samples = engine.global_samples
+        count_samples(engine, count)
         engine.step()
-        engine.global_samples = samples + engine.train_batch_size()
-        return self._mean_loss(run.losses, count)
+        loss = self._mean_loss(run.losses, count)
+        self._write("train_loss", loss)
+        return loss
 
     def eval_batch(
         self,
-        data_iter: Iterator[Any],
+        data_iter: Iterator[Any] | None,
         return_logits: bool = False,
         compute_loss: bool = True,
         reduce_output: str | None = "avg",
@@ -125,48 +150,40 @@ class PipelineEngine:
 
         Args:
             data_iter: As for :meth:`train_batch`.
-            return_logits: Also return the last stage's outputs (a list, one per micro-batch; None on other
-                ranks). Needs ``compute_loss=False``: the last stage computes either its outputs or its loss.
-            compute_loss: Compute the loss; without it the last stage's outputs are returned.
-            reduce_output: "avg" for the mean loss, None for the list of losses (on the last stage).
+            return_logits: Also return the last stage's outputs: a list, one per micro-batch (stock
+                DeepSpeed returns those of the last micro-batch alone); None on other ranks.
+            compute_loss: Compute the loss; without it the list of outputs takes its place.
+            reduce_output: "avg" for the mean loss, None for the list of losses (on the last stage). Outputs
+                are never reduced.
             bcast_loss: Give the mean loss to every rank, not to those of the last stage alone.
             num_micro_batches: Micro-batches to read; the number of accumulation steps by default.
 
         Returns:
-            The mean loss, or the outputs, or ``(loss, outputs)`` with ``return_logits``.
+            The loss, or without ``compute_loss`` the outputs; a pair of both with ``return_logits`` (the loss
+            is None without ``compute_loss``).
         """
-        if return_logits and compute_loss:
-            raise ModelError(
-                "eval_batch(return_logits=True, compute_loss=True)",
-                "the last stage computes either its outputs or its loss",
-                "pass compute_loss=False to get the outputs",
-            )
         if reduce_output not in ("avg", None):
             raise ModelError(f"reduce_output = {reduce_output!r}", "not a reduction", 'use "avg" or None')
-        engine = self.deepspeed_engine
-        count = num_micro_batches or int(engine.gradient_accumulation_steps())
-        was_training = engine.module.training
-        engine.module.eval()
+        module, count = self.deepspeed_engine.module, num_micro_batches or self.micro_batches
+        mode = Mode(training=False, compute_loss=compute_loss, keep_outputs=return_logits or not compute_loss)
+        was_training = module.training
+        module.eval()
         try:
             with torch.no_grad():
-                run = self._step_run(
-                    self._schedule(count, training=False),
-                    data_iter,
-                    training=False,
-                    count=count,
-                    compute_loss=compute_loss,
-                    keep_outputs=not compute_loss,
-                )
+                source = None if data_iter is None else self._convert(iter(data_iter))
+                run = self._step_run(source, count, mode)
                 run.run()
         finally:
-            engine.module.train(was_training)
+            module.train(was_training)
         outputs = run.kept_outputs if self.is_last_stage() else None
         if not compute_loss:
             return (None, outputs) if return_logits else outputs
-        if reduce_output is None:
-            return run.losses if self.is_last_stage() else None
-        mean = self._mean_loss(run.losses, count)
-        return mean if bcast_loss or self.is_last_stage() else None
+        loss: Any = run.losses if self.is_last_stage() else None
+        if reduce_output == "avg":
+            mean = self._mean_loss(run.losses, count)
+            self._write("eval_loss", mean)
+            loss = mean if bcast_loss or self.is_last_stage() else None
+        return (loss, outputs) if return_logits else loss
 
     def get_global_grad_norm(self) -> float:
         """2-norm of the last step's gradient over the whole model, before clipping."""
@@ -236,35 +253,30 @@ class PipelineEngine:
         )
 
     def _convert(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        for batch in iterator:
-            yield batch if self._batch_fn is None else self._batch_fn(batch)
+        return map(self._convert_one, iterator)
 
-    def _schedule(self, micro_batches: int, *, training: bool = True) -> Schedule:
-        """The lowered and proved schedule for so many micro-batches, built once."""
+    def _convert_one(self, batch: Any) -> Any:
+        return batch if self._batch_fn is None else self._batch_fn(batch)
+
+    def _schedule(self, micro_batches: int, *, training: bool) -> tuple[Schedule, ReceivePlan]:
+        """The lowered and proved schedule for so many micro-batches, and its receives; built once."""
         stages, name = self.pipeline.stage_map, self.pipeline.schedule if training else "forward"
         if (name, micro_batches) not in self._schedules:
             if training:
                 schedule = build(name, stages.num_ranks, stages.num_chunks, micro_batches)
             else:
-                schedule = forward_only(stages.num_ranks, stages.num_chunks, micro_batches)
+                schedule = forward_only(stages.num_ranks, stages.num_chunks, micro_batches, stages.placement)
             schedule = lower(schedule)
             validate(schedule)
-            self._schedules[name, micro_batches] = schedule
+            self._schedules[name, micro_batches] = schedule, receive_plan(schedule, self.groups.pp_rank)
         return self._schedules[name, micro_batches]
 
-    def _step_run(
-        self,
-        schedule: Schedule,
-        source: Iterator[Any] | None,
-        *,
-        training: bool,
-        count: int,
-        compute_loss: bool = True,
-        keep_outputs: bool = False,
-    ) -> StepRun:
-        uses = int(self.is_first_stage()) + int(self.is_last_stage() and compute_loss)
+    def _step_run(self, source: Iterator[Any] | None, count: int, mode: Mode) -> StepRun:
+        schedule, receives = self._schedule(count, training=mode.training)
+        uses = int(self.is_first_stage()) + int(self.is_last_stage())
         return StepRun(
             schedule=schedule,
+            receives=receives,
             groups=self.groups,
             compute=Compute(
                 forward=self.deepspeed_engine,
@@ -273,10 +285,7 @@ class PipelineEngine:
             ),
             batches=MicroBatches(source=source, count=count, device=self.pipeline.device, uses=uses),
             signatures=self._signatures,
-            training=training,
-            compute_loss=compute_loss,
-            keep_outputs=keep_outputs,
-            release_outputs=self.pipeline.release_outputs,
+            mode=mode,
             split=self.pipeline.split,
         )
 
@@ -303,29 +312,37 @@ class PipelineEngine:
         dist.all_reduce(total)
         return total
 
+    def _write(self, name: str, loss: torch.Tensor) -> None:
+        """To DeepSpeed's monitors (tensorboard, csv_monitor, wandb, ...), as stock PipelineEngine does."""
+        engine = self.deepspeed_engine
+        if engine.monitor.enabled and self.groups.rank == 0:
+            engine.monitor.write_events([(f"Train/Samples/{name}", loss.item(), engine.global_samples)])
+
 
 def initialize(
-    *,
-    model: PipelineModule,
-    config: RunConfig | Mapping[str, Any] | str | Path,
-    model_parameters: Iterable[Any] | None = None,
+    args: Any = None,
+    model: PipelineModule | None = None,
     optimizer: Any = None,
-    lr_scheduler: Any = None,
+    model_parameters: Iterable[Any] | None = None,
     training_data: Any = None,
+    lr_scheduler: Any = None,
+    *,
     collate_fn: Callable[..., Any] | None = None,
+    config: Config | None = None,
 ) -> tuple[PipelineEngine, Any, Any, Any]:
-    """``deepspeed.initialize`` for a :class:`~dsx.PipelineModule`.
+    """``deepspeed.initialize`` for a :class:`~dsx.PipelineModule`. A collective call over all ranks.
 
     Args:
+        args: Its ``deepspeed_config`` is the config if there is no ``config``.
         model: The pipeline.
-        config: A resolved dsx config (:func:`dsx.load_config`), or an ordinary DeepSpeed config as a dict or
-            path.
-        model_parameters: Parameters or parameter groups to optimize; all by default.
         optimizer: A torch optimizer or a callable that makes one from parameter groups; the config's by
             default.
+        model_parameters: Parameters or parameter groups to optimize; all by default.
+        training_data: A torch Dataset, in order, split over data-parallel ranks.
         lr_scheduler: A scheduler or a callable that makes one from an optimizer; the config's by default.
-        training_data: A torch Dataset, split over data-parallel ranks.
         collate_fn: For ``training_data``.
+        config: A resolved dsx config (:func:`dsx.load_config`), or an ordinary DeepSpeed config as a dict or
+            path.
 
     Returns:
         ``(engine, optimizer, training_dataloader, lr_scheduler)`` as DeepSpeed returns them.
@@ -333,75 +350,46 @@ def initialize(
     Raises:
         VersionError: A DeepSpeed that dsx has not been checked against.
         ConfigError: A setting that cannot work with a pipeline.
+        LayoutError: A rank has nothing to train.
+        ModelError: ``model`` is no dsx.PipelineModule.
     """
     require_supported()
-    settings = _settings(config)
-    _require_supported_settings(settings)
-    stage = int(settings.get("zero_optimization", {}).get("stage", 0))
-    clipping = float(settings.get("gradient_clipping", 1.0))
-    if stage == 0 and not settings.get("bf16", {}).get("enabled", False):
-        settings["gradient_clipping"] = 0.0  # clipped by ReplicatedAdapter, by the whole model's norm
-    if "offload_optimizer" in settings.get("zero_optimization", {}):
-        # With the boundary managed by backward calls, only the chunk of the last one would reach the CPU.
-        settings["managed_gradient_accumulation"] = False
-    if stage == 3:
-        scope_consistency_checks(model.groups)
-    parameters = list(model.chunks.parameters() if model_parameters is None else model_parameters)
-    engine, wrapped, loader, scheduler = deepspeed.initialize(
-        model=model.chunks,
-        config=settings,
-        model_parameters=split_tied(parameters, model.ties),
+    if not isinstance(model, PipelineModule):
+        raise ModelError(
+            f"model of type {type(model).__name__}", "not a dsx.PipelineModule", "build one from the layers"
+        )
+    settings = settings_of(config, args)
+    parameters = prepare(
+        model,
+        zero_stage=settings.zero_stage,
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
-        training_data=training_data,
+        model_parameters=model_parameters,
+    )
+    if settings.zero_stage == 3:
+        scope_consistency_checks(model.groups)
+    engine, wrapped, _, scheduler = deepspeed.initialize(
+        model=model.chunks,
+        config=settings.deepspeed,
+        model_parameters=parameters,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
         collate_fn=collate_fn,
         mpu=Grid(model.groups),
         dist_init_required=False,
     )
     pipeline = PipelineEngine(
-        model,
-        engine,
-        training_data=loader,
-        clipping=clipping,
-        config=config if isinstance(config, RunConfig) else None,
+        model, engine, clipping=settings.clipping, config=config if isinstance(config, RunConfig) else None
     )
+    loader = None if training_data is None else _loader(engine, training_data, model.groups)
+    if loader is not None:
+        pipeline.set_dataloader(loader)
     return pipeline, wrapped, loader, scheduler
 
 
-def split_tied(parameters: Sequence[Any], ties: Sequence[Tie]) -> list[Any]:
-    """Parameter groups in which each tied weight that spans pipeline ranks stands alone.
-
-    ZeRO partitions a group as one flat tensor; alone, a tied weight is cut alike on every rank that holds it.
-    """
-    owner = {id(p): tie.key for tie in ties for p in tie.parameters}
-    groups = [g if isinstance(g, Mapping) else None for g in parameters]
-    whole = [dict(g) for g in groups if g is not None] or [{"params": list(parameters)}]
-    result = []
-    for group in whole:
-        members = list(group["params"])
-        result.append({**group, "params": [p for p in members if id(p) not in owner]})
-        keys = dict.fromkeys(owner[id(p)] for p in members if id(p) in owner)
-        result.extend({**group, "params": [p for p in members if owner.get(id(p)) == key]} for key in keys)
-    return [group for group in result if group["params"]]
-
-
-def _settings(config: RunConfig | Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    if isinstance(config, RunConfig):
-        return copy.deepcopy(dict(config.deepspeed))
-    return copy.deepcopy(dict(config)) if isinstance(config, Mapping) else read(Path(config))
-
-
-def _require_supported_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse what DeepSpeed would take and a pipeline cannot do."""
-    if settings.get("fp16", {}).get("enabled", False):
-        raise ConfigError(
-            "fp16.enabled = true",
-            "dynamic loss scaling is not supported across pipeline stages",
-            'use "bf16": {"enabled": true}',
-        )
-    if "dsx" in settings:
-        raise ConfigError(
-            'config["dsx"]',
-            "dsx.initialize takes a resolved config when there is a dsx block",
-            "pass dsx.load_config(path) instead of the dict or path",
-        )
+def _loader(engine: Any, dataset: Any, groups: Groups) -> Any:
+    """As stock PipelineEngine's (deepspeed/runtime/pipe/engine.py, _build_data_iter): in order."""
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, num_replicas=groups.mesh.dp, rank=groups.dp_rank, shuffle=False
+    )
+    return engine.deepspeed_io(dataset, data_sampler=sampler)

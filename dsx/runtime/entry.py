@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -13,6 +15,13 @@ from dsx.errors import DsxError
 
 AGREED = "every rank raises this error"
 """Note on an error that all ranks share, so that one of them reports it."""
+
+ALONE = "this rank alone raises this error"
+"""Note on an error that one rank of a machine finds before there is a process group."""
+
+
+_LAUNCHER_SECONDS = 20.0  # deepspeed and torchrun look after their processes more often than that
+_PEER_GONE = re.compile(r"gloo/transport.*(Connection (closed|reset) by peer|Broken pipe)", re.DOTALL)
 
 
 def rank() -> int:
@@ -34,24 +43,18 @@ def run(main: Callable[[], None]) -> None:
     """Run a recipe's ``main`` and end the process with the right exit code.
 
     A :class:`~dsx.DsxError` becomes one message and exit code 2. While no process group exists every rank
-    finds the same error, and rank 0 alone reports it; afterwards a rank reports its own. Whatever else goes
-    wrong is a traceback with the rank, and exit code 1. Either way the process ends at once, so that a peer
-    in a collective sees the connection close, and the launcher ends the rest.
+    finds the same errors (but those noted as :data:`ALONE`), and rank 0 reports them; afterwards a rank
+    reports its own (but those noted as :data:`AGREED`). Whatever else goes wrong is a traceback with the
+    rank, and exit code 1. Either way the process ends at once, so that a peer in a collective sees the
+    connection close, and the launcher ends the rest.
     """
     _quiet()
     try:
-        main()
-    except DsxError as error:
-        together = not _grouped() or AGREED in getattr(error, "__notes__", ())
-        if rank() == 0 or not together:
-            prefix = "" if rank() == 0 else f"[rank {rank()}] "
-            sys.stderr.write(f"{prefix}error: {error}\n")
-        _leave(2)
+        code = _outcome(main)
     except KeyboardInterrupt:
-        _leave(130)
-    except Exception:  # noqa: BLE001 - the last line of defence reports everything
-        sys.stderr.write(f"[rank {rank()}] {traceback.format_exc()}\n")
-        _leave(1)
+        code = 130
+    if code:
+        _leave(code)
 
 
 def _leave(code: int) -> None:
@@ -60,6 +63,25 @@ def _leave(code: int) -> None:
     if _grouped():
         os._exit(code)  # a normal exit would wait for peers in NCCL's and gloo's destructors
     sys.exit(code)
+
+
+def _outcome(main: Callable[[], None]) -> int:
+    try:
+        main()
+    except DsxError as error:
+        notes = getattr(error, "__notes__", ())
+        together = AGREED in notes or not (_grouped() or ALONE in notes)
+        if rank() == 0 or not together:
+            prefix = "" if rank() == 0 else f"[rank {rank()}] "
+            sys.stderr.write(f"{prefix}error: {error}\n")
+        return 2
+    except Exception as error:  # noqa: BLE001 - the last line of defence reports everything
+        if _PEER_GONE.search(str(error)):
+            # The peer says why it ended. The launcher sees its exit code, not this one's, and ends this rank.
+            time.sleep(_LAUNCHER_SECONDS)
+        sys.stderr.write(f"[rank {rank()}] {traceback.format_exc()}\n")
+        return 1
+    return 0
 
 
 def _grouped() -> bool:

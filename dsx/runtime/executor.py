@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from dsx.errors import DataError, ModelError
+from dsx.errors import ModelError
 from dsx.nn.split import WeightGradients
-from dsx.plan.transfers import receive_order
+from dsx.plan.receives import Channel, ReceivePlan
 from dsx.runtime.groups import Groups
+from dsx.runtime.micro_batches import MicroBatches
 from dsx.runtime.p2p import Inbox, Outbox, Signature, Tensors, channel
 from dsx.spec.schedule import Action, Op, Schedule
 
@@ -24,15 +25,14 @@ class Compute:
     """The two things that the executor asks of the model.
 
     Attributes:
-        forward: ``forward(inputs, stage, labels)`` -> output, or loss on the last stage when labels are
-            given.
+        forward: ``forward(inputs, stage, labels, with_outputs=...)``: see :class:`dsx.runtime.chunks.Chunks`.
         backward: ``backward(loss, stage, boundary, is_loss)``; ``boundary`` on this rank's last backward of
             the step.
         backward_weights: ``backward_weights(loss, stage, boundary)`` for the second part of a split backward;
             ``loss`` is None when there is nothing to compute, on the last backward of the step only.
     """
 
-    forward: Callable[[Any, int, Any], Any]
+    forward: Callable[..., Any]
     backward: Callable[[torch.Tensor, int, bool, bool], None]
     backward_weights: Callable[[torch.Tensor | None, int, bool], None]
 
@@ -56,51 +56,18 @@ class _Seed(torch.autograd.Function):
         return (None, *ctx.gradients)
 
 
-@dataclass(slots=True)
-class MicroBatches:
-    """The micro-batches of one step, pulled when first needed, dropped after their last use.
+class _Alias(torch.autograd.Function):
+    """The same memory under a tensor that is no leaf, so that a first layer may write to it in place."""
 
-    Args:
-        source: Yields ``(inputs, labels)``; None on a rank that needs neither.
-        count: Micro-batches in the step.
-        device: Where tensors are moved.
-        uses: How often each micro-batch is read on this rank (inputs, labels or both).
-    """
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x.detach()
 
-    source: Iterator[Any] | None
-    count: int
-    device: torch.device
-    uses: int
-    _loaded: dict[int, list[Any]] = field(default_factory=dict)
-    _pulled: int = 0
-
-    def part(self, micro_batch: int, index: int) -> Any:
-        """Inputs (``index`` 0) or labels (1) of a micro-batch."""
-        while self._pulled <= micro_batch:
-            self._loaded[self._pulled] = [self._pull(), self.uses]
-            self._pulled += 1
-        entry = self._loaded[micro_batch]
-        entry[1] -= 1
-        if entry[1] == 0:
-            del self._loaded[micro_batch]
-        return _to(entry[0][index], self.device)
-
-    def _pull(self) -> Any:
-        if self.source is None:
-            raise DataError(
-                "data_iter = None", "this rank's stage needs data", "pass an iterator of micro-batches"
-            )
-        try:
-            batch = next(self.source)
-        except StopIteration:
-            raise DataError(
-                f"data_iter after {self._pulled} of {self.count} micro-batches",
-                "it ended within the step",
-                "give as many micro-batches as gradient_accumulation_steps, e.g. through RepeatingLoader",
-            ) from None
-        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-            raise DataError(f"batch of type {type(batch).__name__}", "not a pair", "yield (inputs, labels)")
-        return batch
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        del ctx
+        return upstream[0]
 
 
 @dataclass(slots=True)
@@ -129,9 +96,9 @@ class Signatures:
         if known != signature:
             raise ModelError(
                 f"input of virtual stage {stage}",
-                f"its shape changed from {[m.shape for m in known.tensors]} to "
-                f"{[m.shape for m in signature.tensors]}",
-                "build the PipelineModule with dynamic_shape=True, or call reset_activation_shape()",
+                f"it changed from {known} to {signature}",
+                "build the PipelineModule with dynamic_shape=True, or call reset_activation_shape() on every "
+                "rank before the change (for a short last batch, drop it: dataloader_drop_last)",
             )
         first = key not in self._announced
         self._announced.add(key)
@@ -143,19 +110,34 @@ class Signatures:
         self._announced.clear()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """What a step is for.
+
+    Attributes:
+        training: Whether backwards follow, in the schedule and in autograd.
+        compute_loss: Give labels to the last stage.
+        keep_outputs: Keep the last stage's outputs (evaluation only).
+        release_outputs: Free a stage's output once sent.
+    """
+
+    training: bool
+    compute_loss: bool = True
+    keep_outputs: bool = False
+    release_outputs: bool = False
+
+
 class StepRun:
     """One step on one rank: state and the meaning of every action.
 
     Args:
         schedule: Lowered schedule of the step (training or forward-only).
+        receives: When this rank posts the receives of ``schedule``.
         groups: This rank's groups.
         compute: Forward and backward of the model.
         batches: Micro-batches for the first and last stage.
         signatures: Boundary signatures, kept between steps.
-        training: False runs without labels' gradients.
-        compute_loss: Give labels to the last stage.
-        keep_outputs: Keep the last stage's outputs.
-        release_outputs: Free a stage's output once sent.
+        mode: What the step is for.
         split: What the layers were built with, for schedules that split the backward. Layers without it do
             their whole backward in its first part.
     """
@@ -164,19 +146,17 @@ class StepRun:
         self,
         *,
         schedule: Schedule,
+        receives: ReceivePlan,
         groups: Groups,
         compute: Compute,
         batches: MicroBatches,
         signatures: Signatures,
-        training: bool,
-        compute_loss: bool = True,
-        keep_outputs: bool = False,
-        release_outputs: bool = False,
+        mode: Mode,
         split: WeightGradients | None = None,
     ) -> None:
-        self._schedule, self._groups, self._compute = schedule, groups, compute
-        self._batches, self._signatures, self._training = batches, signatures, training
-        self._compute_loss, self._keep_outputs, self._release = compute_loss, keep_outputs, release_outputs
+        self._schedule, self._receives, self._groups = schedule, receives, groups
+        self._compute, self._batches, self._signatures = compute, batches, signatures
+        self._mode = mode
         self._split = split or WeightGradients()
         self._row = schedule.rows[groups.pp_rank]
         self._last = schedule.num_stages - 1
@@ -185,14 +165,20 @@ class StepRun:
         self._gradients: dict[Key, Tensors] = {}
         self._frozen: dict[int, bool] = {}
         self._outbox = Outbox(groups)
-        self._inboxes = self._make_inboxes()
+        self._inboxes = {
+            (kind, source): Inbox(
+                messages=messages,
+                source=groups.pipe_peer(source),
+                group=groups.channels[channel(kind, source, groups.pp_rank)],
+                device=batches.device,
+            )
+            for (kind, source), messages in receives.messages.items()
+        }
         self.losses: list[torch.Tensor] = []
         self.kept_outputs: list[Any] = []
 
     def run(self) -> None:
         """Execute the row. Returns when every send has left."""
-        for inbox in self._inboxes.values():
-            inbox.post(blocking=False)
         steps = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -204,95 +190,89 @@ class StepRun:
             Op.SEND_B: self._send_gradient,
         }
         for position, action in enumerate(self._row):
+            for due in self._receives.posts[position]:
+                self._post(due)
             steps[action.op](action, position)
         self._outbox.flush()
 
-    def _make_inboxes(self) -> dict[tuple[str, int], Inbox]:
-        """One inbox per (kind, source pipeline coordinate) that this rank receives from."""
-        inboxes: dict[tuple[str, int], Inbox] = {}
-        me = self._groups.pp_rank
-        for kind in ("F", "B"):
-            for source in range(self._schedule.num_ranks):
-                messages = receive_order(self._schedule, me, kind, source)
-                if not messages:
-                    continue
-                known = self._input_signature if kind == "F" else self._gradient_signature
-                inboxes[kind, source] = Inbox(
-                    messages=messages,
-                    signature=known,
-                    learn=lambda key, signature: self._signatures.learn(key[0], self._training, signature),
-                    source=self._groups.pipe_peer(source),
-                    group=self._groups.channels[channel(kind, source, me)],
-                    device=self._batches.device,
-                )
-        return inboxes
-
-    def _input_signature(self, key: Key) -> Signature | None:
-        return self._signatures.get(key[0], self._training)
-
-    def _gradient_signature(self, key: Key) -> Signature | None:
-        """Gradients look like the outputs that want them."""
-        if key not in self._outputs:
-            return None
-        output = Signature.of(self._outputs[key], f"virtual stage {key[0]}")
-        return Signature(tuple(m for m in output.tensors if m.requires_grad), is_tuple=True)
+    def _post(self, due: Channel) -> None:
+        inbox, (kind, _) = self._inboxes[due], due
+        stage, micro_batch = inbox.due
+        if kind == "B":
+            # Gradients look like the outputs that want them.
+            output = Signature.of(self._outputs[stage, micro_batch], f"virtual stage {stage}")
+            inbox.post(Signature(tuple(m for m in output.tensors if m.requires_grad), is_tuple=True))
+            return
+        known = self._signatures.get(stage, self._mode.training)
+        signature = inbox.post(known)
+        if known is None:
+            self._signatures.learn(stage, self._mode.training, signature)
 
     def _receive_input(self, action: Action, position: int) -> None:
         del position
         key = (action.stage, action.micro_batch)
-        inbox = self._inboxes["F", self._schedule.rank_of(action.stage - 1)]
-        signature, tensors = inbox.take(key)
+        signature, tensors = self._inboxes["F", self._schedule.rank_of(action.stage - 1)].take(key)
         for meta, tensor in zip(signature.tensors, tensors, strict=True):
             tensor.requires_grad_(meta.requires_grad)
         self._inputs[key] = tensors if signature.is_tuple else tensors[0]
 
     def _forward(self, action: Action, position: int) -> None:
         del position
-        key = (action.stage, action.micro_batch)
+        key, mode = (action.stage, action.micro_batch), self._mode
         if action.stage == 0:
-            self._inputs[key] = self._batches.part(action.micro_batch, 0)
+            self._inputs[key] = self._batches.inputs(action.micro_batch)
         is_last = action.stage == self._last
-        labels = self._batches.part(action.micro_batch, 1) if is_last and self._compute_loss else None
-        output = self._compute.forward(self._inputs[key], action.stage, labels)
-        self._frozen[action.stage] = not any(t.requires_grad for t in _tensors(output))
+        # Read in any case, so that all ranks that share an iterator move it on alike.
+        labels = (self._batches.labels(action.micro_batch),) if is_last else ()
+        inputs = self._inputs[key] if mode.training else self._inputs.pop(key)
+        output = self._compute.forward(
+            _writable(inputs),
+            action.stage,
+            labels if mode.compute_loss else (),
+            with_outputs=mode.keep_outputs,
+        )
         if is_last:
-            self._finish(key, output)
+            output = self._finish(action.micro_batch, output)
         elif self._schedule.rank_of(action.stage + 1) == self._groups.pp_rank:
+            Signature.of(output, f"virtual stage {action.stage}")  # the same rule on every layout
             self._inputs[action.stage + 1, action.micro_batch] = _hand_over(output)
-        if self._training or not is_last:
+        if mode.training:
+            self._frozen[action.stage] = not any(t.requires_grad for t in _tensors(output))
+        if mode.training or (not is_last and self._schedule.num_ranks > 1):
             self._outputs[key] = output
-        if not self._training:
-            del self._inputs[key]
 
-    def _finish(self, key: Key, output: Any) -> None:
-        if self._keep_outputs:
-            self.kept_outputs.append(output)
-        if self._compute_loss:
+    def _finish(self, micro_batch: int, output: Any) -> Any:
+        """Note what the last stage gave; the loss, or its outputs if there is none."""
+        if self._mode.keep_outputs:
+            loss, outputs = output if self._mode.compute_loss else (None, output)
+            self.kept_outputs.append(outputs)
+            output = loss
+        if self._mode.compute_loss:
             if not isinstance(output, torch.Tensor) or output.numel() != 1:
                 raise ModelError(
-                    f"loss of micro-batch {key[1]}",
+                    f"loss of micro-batch {micro_batch}",
                     f"it is {type(output).__name__}"
                     + (f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""),
                     "return a scalar tensor from loss_fn (or from the last layer without a loss_fn)",
                 )
             self.losses.append(output.detach())
+        return output
 
     def _send_output(self, action: Action, position: int) -> None:
         del position
-        key = (action.stage, action.micro_batch)
-        output = self._outputs[key] if self._training else self._outputs.pop(key)
-        destination = self._schedule.rank_of(action.stage + 1)
+        key, training = (action.stage, action.micro_batch), self._mode.training
+        output = self._outputs[key] if training else self._outputs.pop(key)
         signature = Signature.of(output, f"virtual stage {action.stage}")
-        if self._signatures.announce(action.stage + 1, self._training, signature):
-            self._outbox.send([signature.encode().to(self._batches.device)], "F", destination)
-        self._outbox.send(_tensors(output), "F", destination)
-        if self._release and self._training:
+        message = list(_tensors(output))
+        if self._signatures.announce(action.stage + 1, training, signature):
+            message.insert(0, signature.encode().to(self._batches.device))
+        self._outbox.send(message, "F", self._schedule.rank_of(action.stage + 1))
+        if self._mode.release_outputs and training:
             for tensor in _tensors(output):
                 if tensor.grad_fn is not None:
                     # Only the graph is needed from here on: see _Seed. The shape stays, the storage goes.
-                    tensor.data = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(
-                        tensor.shape
-                    )
+                    gone = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+                    tensor.data = gone.expand(tensor.shape)
 
     def _receive_gradient(self, action: Action, position: int) -> None:
         del position
@@ -343,15 +323,15 @@ def _tensors(value: Any) -> Tensors:
     return value if isinstance(value, tuple) else (value,)
 
 
+def _writable(inputs: Any) -> Any:
+    """A stage's inputs as its first layer gets them: no leaves, which autograd lets nobody write to."""
+    if isinstance(inputs, tuple):
+        return tuple(_writable(item) for item in inputs)
+    needs = isinstance(inputs, torch.Tensor) and inputs.requires_grad and torch.is_grad_enabled()
+    return _Alias.apply(inputs) if needs else inputs
+
+
 def _hand_over(output: Any) -> Any:
     """An output as the next stage's input on the same rank: a new leaf on the same memory."""
     leaves = tuple(t.detach().requires_grad_(t.requires_grad) for t in _tensors(output))
     return leaves if isinstance(output, tuple) else leaves[0]
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, (tuple, list)):
-        return tuple(_to(item, device) for item in value)
-    return value

@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from dsx.errors import DsxError
+from dsx.errors import ConfigError, DsxError
 from dsx.runtime.entry import AGREED, local_rank
 from dsx.runtime.groups import Groups, make_groups
 from dsx.spec.mesh import Mesh
@@ -21,7 +22,12 @@ T = TypeVar("T")
 
 @contextmanager
 def distributed(
-    mesh: Mesh, *, sequence_parallel: bool = False, seed: int = 0, timeout_seconds: float = 1800
+    mesh: Mesh,
+    *,
+    sequence_parallel: bool = False,
+    seed: int = 0,
+    start_timeout_seconds: float = 86_400,
+    timeout_seconds: float = 1800,
 ) -> Iterator[Groups]:
     """Process groups of ``mesh`` for the duration of a ``with`` block.
 
@@ -33,9 +39,12 @@ def distributed(
         mesh: Axes over all ranks that the launcher started.
         sequence_parallel: Split activations between tensor-parallel blocks along the sequence.
         seed: Base of every generator's seed.
+        start_timeout_seconds: How long a rank waits for the others to come here: one of them may be
+            tokenising a large corpus meanwhile. Launchers end the others when one fails.
         timeout_seconds: How long a collective may wait for a peer.
 
     Raises:
+        ConfigError: The launcher's port is taken.
         LayoutError: The mesh does not have as many ranks as were started.
     """
     # Imported late: it takes seconds, and errors of the config should not wait for it.
@@ -51,7 +60,8 @@ def distributed(
     accelerator.set_device(local_rank())
     backend, timeout = ("gloo" if cpu else "nccl"), timedelta(seconds=timeout_seconds)
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, size = _meet(timedelta(seconds=start_timeout_seconds))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
@@ -63,6 +73,25 @@ def distributed(
     # the others would not come.
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _meet(timeout: timedelta) -> tuple[Any, int, int]:
+    """The launcher's key-value store, when every rank is there; this rank; the number of ranks."""
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"port {os.environ['MASTER_PORT']}, where the ranks are to meet",
+            "another program listens there, perhaps another run",
+            "give this run a port of its own: deepspeed --master_port 29501, or torchrun --master_port 29501",
+        ) from None
+    store.set_timeout(timeout)
+    if store.add("dsx/arrived", 1) == size:
+        store.set("dsx/all_arrived", "1")
+    store.wait(["dsx/all_arrived"], timeout)
+    return store, rank, size
 
 
 def agree(action: Callable[[], T]) -> T:

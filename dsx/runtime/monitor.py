@@ -25,59 +25,70 @@ class Monitor:
         config: The resolved config.
         engine: The engine, already resumed if it is to be.
         corpus: The data, for its sizes and the bits per byte.
-        run_id: W&B run to continue, as a checkpoint stored it.
+        state: What :attr:`state` was when the checkpoint was saved that the run continues from; empty for a
+            fresh start.
     """
 
     def __init__(
-        self, config: RunConfig, engine: PipelineEngine, corpus: Corpus, *, run_id: str | None = None
+        self, config: RunConfig, engine: PipelineEngine, corpus: Corpus, state: Mapping[str, Any]
     ) -> None:
         self._config, self._engine, self._corpus = config, engine, corpus
-        self._speaks = engine.groups.rank == 0
-        self._progress = Progress(quiet=not self._speaks)
+        self._progress = Progress(quiet=engine.groups.rank != 0)
         self._written: dict[str, str | Path] = {}
+        self._untrained_loss: float | None = state.get("untrained_loss")
         self._last_evaluation: EvaluationReport | None = None
+        self._last_step, last = int(engine.global_steps), config.dsx.train.steps
         device = device_name()
-        self._rates = RunRates.of(config, device_name=device)
-        self._tracker = self._open_tracker(run_id) if self._speaks else None
         more = [("data", _describe(corpus))]
-        if engine.global_steps:
-            more.append(("resumed", f"after step {engine.global_steps}"))
+        if self._last_step >= last:
+            more.append(("complete", _complete(self._last_step, config)))
+        elif self._last_step:
+            more.append(("resumed", f"after step {self._last_step}"))
+        self._rates = RunRates.of(config, device_name=device)
+        self._tracker: Tracker | None = None
+        if engine.groups.rank == 0 and self._last_step < last:
+            self._tracker = self._open_tracker(state.get("wandb_run_id"))
         self._progress.rows("dsx", start_rows(config, device_name=device, more=more))
-        self._begun = self._last_time = time.perf_counter()
-        self._last_step = int(engine.global_steps)
+        self._begun = self._last_time = self._step_ended = time.perf_counter()
         self._used_lr = 0.0
 
     @property
-    def run_id(self) -> str | None:
-        """W&B run id for checkpoints, on rank 0."""
-        return self._tracker.run_id if self._tracker is not None else None
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint, on rank 0: what a resumed run continues its records with."""
+        run_id = self._tracker.run_id if self._tracker is not None else None
+        return {"wandb_run_id": run_id, "untrained_loss": self._untrained_loss}
 
     def step(self, loss: torch.Tensor) -> None:
         """Report the step that has just ended, if its turn has come."""
         step, train = int(self._engine.global_steps), self._config.dsx.train
-        if step % train.log_every and step != train.steps:
-            return
-        value = loss.item()  # waits for the device, so that the time below is the step's own
+        if is_due(step, every=train.log_every, last=train.steps):
+            self._report(step, loss.item())  # waits for the device, so that the time is the steps' own
+        self._step_ended = time.perf_counter()
+
+    def _report(self, step: int, loss: float) -> None:
         now = time.perf_counter()
         report = StepReport(
             rates=self._rates,
             step=step,
-            loss=value,
+            loss=loss,
             grad_norm=self._engine.get_global_grad_norm(),
             lr=self._used_lr,
             tokens=step * self._config.tokens_per_step,
             step_seconds=(now - self._last_time) / (step - self._last_step),
             **_peak_memory(self._engine.pipeline.device),
         )
-        self._last_step = step
+        self._last_step, self._last_time = step, now
         self._progress.step(report)
         if self._tracker is not None:
             self._tracker.log(step, report.metrics())
-        self.resume_clock()
 
     def before_step(self) -> None:
-        """Note the learning rate that the coming step uses: schedulers move it at the end of a step."""
+        """Take the clock up again, and note the learning rate: schedulers move it at the end of a step.
+
+        What has passed since the last step, evaluation, saving and printing, is no step's time.
+        """
         self._used_lr = float(self._engine.get_lr()[0])
+        self._last_time += time.perf_counter() - self._step_ended
 
     def evaluation(self, loss: float | None) -> None:
         """Report a held-out loss, in nats per token; None (nothing held out) is passed over."""
@@ -89,6 +100,8 @@ class Monitor:
             loss=loss,
             bits_per_byte=self._corpus.bits_per_byte(loss),
         )
+        if report.step == 0:
+            self._untrained_loss = loss
         self._last_evaluation = report
         self._progress.evaluation(report)
         if self._tracker is not None:
@@ -98,27 +111,27 @@ class Monitor:
         """Remember something that was written, for the summary."""
         self._written[label] = path
 
-    def resume_clock(self) -> None:
-        """Leave out of the next step's time what has passed since the last: evaluation, saving, printing."""
-        self._last_time = time.perf_counter()
-
     def finish(self) -> None:
         """Print what came of the run and close its records."""
-        if self._tracker is None:
+        if self._tracker is None:  # another rank, or nothing was left to train
+            if self._written:
+                self._progress.rows("done", [(label, str(path)) for label, path in self._written.items()])
             return
         written = {"metrics": self._tracker.metrics_path, **self._written}
         if self._tracker.wandb_path is not None:
             written["W&B run"] = self._tracker.wandb_path
         self._tracker.finish()
-        steps = int(self._engine.global_steps)
+        steps, evaluation = int(self._engine.global_steps), self._last_evaluation
         rows = end_rows(
             steps=steps,
             tokens=steps * self._config.tokens_per_step,
             elapsed_seconds=time.perf_counter() - self._begun,
-            evaluation=self._last_evaluation,
-            unigram_bits_per_byte=self._corpus.unigram_bits_per_byte if self._last_evaluation else None,
+            evaluation=evaluation,
+            unigram_bits_per_byte=self._corpus.unigram_bits_per_byte if evaluation else None,
             written=written,
         )
+        if self._untrained_loss is not None:
+            rows.insert(1, ("loss before", f"{self._untrained_loss:.4f} nats/token, held out"))
         self._progress.rows("done", rows)
 
     def _open_tracker(self, run_id: str | None) -> Tracker:
@@ -130,15 +143,32 @@ class Monitor:
                 **self._config.summary(),
                 "environment": environment(),
             },
-            first_step=int(self._engine.global_steps) + 1,
+            # A fresh start drops all that an earlier run left, its evaluation before step 1 included.
+            first_step=self._last_step + 1 if self._last_step else 0,
             run_id=run_id,
             warn=self._progress.warning,
         )
 
 
+def is_due(step: int, *, every: int, last: int) -> bool:
+    """Whether something falls due after ``step``: every so many steps (0: never), and after the last.
+
+    >>> [step for step in range(1, 8) if is_due(step, every=3, last=7)]
+    [3, 6, 7]
+    """
+    return step == last or (every > 0 and step % every == 0)
+
+
 def device_name() -> str:
     """What one rank computes on, e.g. ``NVIDIA H100 80GB HBM3`` or ``CPU``."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def _complete(step: int, config: RunConfig) -> str:
+    return (
+        f"step {step} of dsx.train.steps = {config.dsx.train.steps} is done in {config.output}: raise steps "
+        "to train on, or choose another dsx.train.output"
+    )
 
 
 def _describe(corpus: Corpus) -> str:

@@ -1,15 +1,18 @@
 """Asynchronous transfers between pipeline ranks.
 
 Messages of one channel (kind, source, destination) go out in the order in which the source's schedule row
-sends them, and the destination posts its receives in that very order, one ahead of need. Posting never waits,
-so neither end can block the other; NCCL, which matches the transfers of a pair by order alone, is satisfied,
-and the order is proved on paper by :func:`dsx.plan.transfers.channels`.
+sends them, and the destination posts its receives in that very order, at moments that
+:mod:`dsx.plan.receives` has proved safe. Neither end waits for the other, except that a sender never has more
+than two messages of a channel under way. NCCL matches the transfers of a pair by order alone, and so does
+gloo here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,22 +22,27 @@ from dsx.errors import ModelError
 
 if TYPE_CHECKING:
     from dsx.runtime.groups import Groups
+    from dsx.spec.stages import StageMap
 
 Tensors = tuple[torch.Tensor, ...]
 
-_DTYPES = (
+IN_FLIGHT = 2
+"""Messages of one channel that a sender lets be under way, so that a slow receiver bounds its memory."""
+
+# What NCCL sends as it is (ProcessGroupNCCL's table of types); anything else goes as bytes.
+_NATIVE = (
     torch.float32,
     torch.bfloat16,
     torch.float16,
     torch.float64,
     torch.int64,
     torch.int32,
-    torch.int16,
     torch.int8,
     torch.uint8,
     torch.bool,
 )
-_MAX_TENSORS = 8
+_DTYPES = (*_NATIVE, torch.int16, torch.complex64, torch.complex128)
+_MAX_TENSORS = 32
 _MAX_DIMS = 8
 _FIELDS = 3 + _MAX_DIMS  # dtype, requires grad, number of dims, dims
 HEADER_NUMEL = 2 + _MAX_TENSORS * _FIELDS
@@ -48,6 +56,9 @@ class TensorMeta:
     dtype: torch.dtype
     requires_grad: bool
 
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {self.dtype}{' with gradient' if self.requires_grad else ''}"
+
     def empty(self, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor of this kind."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -60,14 +71,21 @@ class Signature:
     tensors: tuple[TensorMeta, ...]
     is_tuple: bool
 
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.tensors))})"
+
     @classmethod
     def of(cls, value: object, where: str) -> Signature:
         """Signature of a stage's output. Raises ModelError unless it is a tensor or a tuple of tensors."""
         tensors = value if isinstance(value, tuple) else (value,)
-        if not all(isinstance(t, torch.Tensor) for t in tensors) or not 0 < len(tensors) <= _MAX_TENSORS:
+        strange = [type(t).__name__ for t in tensors if not isinstance(t, torch.Tensor)]
+        if strange or not 0 < len(tensors) <= _MAX_TENSORS:
+            kind = type(value).__name__
             raise ModelError(
                 where,
-                f"a layer at a stage boundary returned {type(value).__name__}",
+                f"a layer at a stage boundary returned a {kind}"
+                + (f" of {len(tensors)} tensors" if not strange else "")
+                + (f" holding a {strange[0]}" if strange and kind == "tuple" else ""),
                 f"return a tensor or a tuple of 1 to {_MAX_TENSORS} tensors",
             )
         for tensor in tensors:
@@ -82,12 +100,11 @@ class Signature:
 
     def encode(self) -> torch.Tensor:
         """Fixed-size int64 header, [HEADER_NUMEL]."""
-        header = torch.zeros(HEADER_NUMEL, dtype=torch.int64)
-        header[0], header[1] = len(self.tensors), int(self.is_tuple)
-        for i, meta in enumerate(self.tensors):
+        values = [len(self.tensors), int(self.is_tuple)]
+        for meta in self.tensors:
             row = [_DTYPES.index(meta.dtype), int(meta.requires_grad), len(meta.shape), *meta.shape]
-            header[2 + i * _FIELDS : 2 + i * _FIELDS + len(row)] = torch.tensor(row)
-        return header
+            values += row + [0] * (_FIELDS - len(row))
+        return torch.tensor(values + [0] * (HEADER_NUMEL - len(values)), dtype=torch.int64)
 
     @classmethod
     def decode(cls, header: torch.Tensor) -> Signature:
@@ -101,96 +118,117 @@ class Signature:
 
 
 @dataclass(slots=True)
-class _Pending:
-    """A posted receive: its buffers and the works that fill them."""
-
-    signature: Signature
-    tensors: Tensors
-    works: list[dist.Work]
-
-
-@dataclass(slots=True)
 class Inbox:
-    """Receives of one channel of one step, posted in the sender's order, one ahead of need.
+    """Receives of one channel of one step, posted in the sender's order.
 
     Args:
         messages: (virtual stage that receives, micro-batch) in the order in which the source sends.
-        signature: Signature of a message if it is known before its header arrives, else None.
-        learn: Called with each header that comes in.
         source: Global rank of the sender.
         group: Process group of the channel.
         device: Where buffers live.
     """
 
     messages: Sequence[tuple[int, int]]
-    signature: Callable[[tuple[int, int]], Signature | None]
-    learn: Callable[[tuple[int, int], Signature], None]
     source: int
     group: dist.ProcessGroup
     device: torch.device
-    _posted: dict[tuple[int, int], _Pending] = field(default_factory=dict)
+    _posted: dict[tuple[int, int], tuple[Signature, Tensors, list[dist.Work]]] = field(default_factory=dict)
     _next: int = 0
 
-    def post(self, *, blocking: bool) -> bool:
-        """Post the next receive; False if none is left or its shape is not known yet.
+    @property
+    def due(self) -> tuple[int, int]:
+        """The message whose receive is to be posted next."""
+        return self.messages[self._next]
 
-        ``blocking`` waits for the header of a message of unknown shape, which is what makes it known.
+    def post(self, signature: Signature | None) -> Signature:
+        """Post the receive of :attr:`due`.
+
+        Args:
+            signature: What it will be. None waits for its header, which says so; the sender must send one.
+
+        Returns:
+            The signature.
         """
-        if self._next >= len(self.messages):
-            return False
-        message = self.messages[self._next]
-        signature = self.signature(message)
         if signature is None:
-            if not blocking:
-                return False
             header = torch.empty(HEADER_NUMEL, dtype=torch.int64, device=self.device)
             dist.recv(header, self.source, group=self.group)
             signature = Signature.decode(header)
-            self.learn(message, signature)
         tensors = tuple(meta.empty(self.device) for meta in signature.tensors)
-        works = [_started(dist.irecv(t, self.source, group=self.group)) for t in tensors]
-        self._posted[message] = _Pending(signature, tensors, works)
+        works = [_started(dist.irecv(_wire(t), self.source, group=self.group)) for t in tensors]
+        self._posted[self.due] = (signature, tensors, works)
         self._next += 1
-        return True
+        return signature
 
     def take(self, message: tuple[int, int]) -> tuple[Signature, Tensors]:
-        """Wait for ``message`` and hand its tensors over; posts the one after it first."""
-        while message not in self._posted:
-            if not self.post(blocking=True):
-                raise AssertionError(f"message {message} is not on this channel")
-        self.post(blocking=False)
-        pending = self._posted.pop(message)
-        for work in pending.works:
+        """Wait for a posted message and hand its tensors over."""
+        signature, tensors, works = self._posted.pop(message)
+        for work in works:
             work.wait()
-        return pending.signature, pending.tensors
+        return signature, tensors
 
 
 @dataclass(slots=True)
 class Outbox:
-    """Sends in flight. Each keeps its tensor alive until it has left."""
+    """Sends under way. Each keeps its tensors alive until they have left."""
 
     groups: Groups
-    _flying: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)
+    _flying: dict[tuple[str, int], deque[list[tuple[dist.Work, torch.Tensor]]]] = field(default_factory=dict)
 
     def send(self, tensors: Sequence[torch.Tensor], kind: str, pp_rank: int) -> None:
-        """Start sending ``tensors`` to pipeline coordinate ``pp_rank``; returns at once."""
-        self._flying = [(work, t) for work, t in self._flying if not work.is_completed()]
-        group = self.groups.channels[channel(kind, self.groups.pp_rank, pp_rank)]
-        peer = self.groups.pipe_peer(pp_rank)
+        """Start sending one message to pipeline coordinate ``pp_rank``.
+
+        Waits while IN_FLIGHT messages of the channel are under way (on a GPU the host goes on, and the
+        current stream waits).
+        """
+        name = channel(kind, self.groups.pp_rank, pp_rank)
+        group, peer = self.groups.channels[name], self.groups.pipe_peer(pp_rank)
+        flying = self._flying.setdefault((name, pp_rank), deque())
+        while len(flying) >= IN_FLIGHT:
+            _wait(flying.popleft())
+        message = []
         for tensor in tensors:
-            out = tensor.detach().contiguous()
-            self._flying.append((_started(dist.isend(out, peer, group=group)), out))
+            out = _wire(tensor.detach().contiguous())
+            message.append((_started(dist.isend(out, peer, group=group)), out))
+        flying.append(message)
 
     def flush(self) -> None:
         """Wait until everything has left."""
-        for work, _ in self._flying:
-            work.wait()
-        self._flying.clear()
+        for flying in self._flying.values():
+            while flying:
+                _wait(flying.popleft())
 
 
 def channel(kind: str, source: int, destination: int) -> str:
     """Name of the group that carries ``kind`` ("F" or "B") from one pipeline coordinate to another."""
     return f"{kind}_{'up' if destination > source else 'down'}"
+
+
+def open_channels(groups: Groups, stages: StageMap, device: torch.device) -> None:
+    """Send one number through every channel that a pipeline uses. A collective call over the pipe ranks.
+
+    NCCL makes the communicator of a pair at its first transfer, and both ends wait for each other there; so
+    that happens here, where every rank goes through its channels in the same global order. (Stock DeepSpeed
+    does likewise: deepspeed/runtime/pipe/engine.py, "Initialize pipeline communicators".)
+    """
+    me, owners = groups.pp_rank, [stages.rank_of(stage) for stage in range(stages.num_stages)]
+    neighbours = dict.fromkeys((a, b) for a, b in pairwise(owners) if a != b)
+    token = torch.zeros(1, device=device)
+    for kind, source, destination in (step for a, b in neighbours for step in (("F", a, b), ("B", b, a))):
+        group = groups.channels[channel(kind, source, destination)]
+        if me == source:
+            dist.send(token, groups.pipe_peer(destination), group=group)
+        elif me == destination:
+            dist.recv(token, groups.pipe_peer(source), group=group)
+
+
+def _wire(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as it is sent: its bytes, if NCCL does not know its dtype."""
+    return tensor if tensor.dtype in _NATIVE else tensor.view(-1).view(torch.uint8)
+
+
+def _wait(message: Sequence[tuple[dist.Work, torch.Tensor]]) -> None:
+    for work, _ in message:
+        work.wait()
 
 
 def _started(work: dist.Work | None) -> dist.Work:

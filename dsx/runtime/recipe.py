@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,33 @@ from deepspeed.accelerator import get_accelerator
 
 from dsx.checkpoint import store
 from dsx.config.run import RunConfig
-from dsx.errors import CheckpointError
+from dsx.errors import CheckpointError, DsxError
 from dsx.nn import families
+from dsx.nn.split import WeightGradients
+from dsx.plan.builders import divides_backward
 from dsx.runtime.data.batches import Batches, EvaluationBatches
 from dsx.runtime.data.corpus import Corpus, prepare
 from dsx.runtime.engine import PipelineEngine, initialize
-from dsx.runtime.entry import local_rank
+from dsx.runtime.entry import ALONE, local_rank
 from dsx.runtime.groups import Groups
 from dsx.runtime.launch import agree
-from dsx.runtime.monitor import Monitor
+from dsx.runtime.monitor import Monitor, is_due
 from dsx.runtime.pipeline_module import PipelineModule
-from dsx.runtime.weights import export_weights, load_weights
+from dsx.runtime.weights import copy_tokenizer, export_weights, load_weights
+
+__all__ = [
+    "Monitor",
+    "build_engine",
+    "build_model",
+    "evaluate",
+    "export",
+    "is_due",
+    "open_data",
+    "prepare_data",
+    "resume",
+    "save",
+    "training_batches",
+]
 
 CHECKPOINTS = "checkpoints"
 
@@ -39,6 +56,7 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
         CheckpointError: The folder's weights do not fit the model.
     """
     settings = config.dsx
+    split = WeightGradients() if divides_backward(config.schedule_name) else None
     layers = families.layers(
         config.model,
         groups.tensor_parallel,
@@ -47,6 +65,7 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
         seed=settings.train.seed,
         recompute=settings.recompute,
         pad_multiple=settings.model.vocab_multiple,
+        split=split,
     )
     pipeline = PipelineModule(
         layers,
@@ -56,6 +75,7 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
         stage_map=config.stage_map,
         schedule=config.schedule_name,
         release_outputs=True,
+        split=split,
     )
     if config.weights is not None:
         load_weights(pipeline, config.weights, config.param_specs)
@@ -79,12 +99,16 @@ def prepare_data(config: RunConfig) -> Path | None:
     """
     if local_rank() != 0:
         return None
-    store.require_writable(config.output)
-    folder = prepare(config.dsx.data, config.output / "data")
-    corpus = Corpus.open(folder, sequence_length=config.sequence_length, vocab_size=config.model.vocab_size)
-    training_batches(config, corpus, dp_rank=0)
-    if corpus.info.held_out.documents:
-        _evaluation_batches(config, corpus, dp_rank=0)
+    try:
+        store.require_writable(config.output)
+        folder = prepare(config.dsx.data, config.output / "data")
+        corpus = _open(config, folder)
+        training_batches(config, corpus, dp_rank=0)
+        if corpus.info.held_out.documents:
+            _evaluation_batches(config, corpus, dp_rank=0)
+    except DsxError as error:
+        error.add_note(ALONE)
+        raise
     return folder
 
 
@@ -93,7 +117,7 @@ def open_data(config: RunConfig, folder: Path | None) -> Corpus:
     holder = [folder]
     dist.broadcast_object_list(holder, src=0)
     assert holder[0] is not None
-    return Corpus.open(holder[0], sequence_length=config.sequence_length, vocab_size=config.model.vocab_size)
+    return _open(config, holder[0])
 
 
 def training_batches(config: RunConfig, corpus: Corpus, *, dp_rank: int, cursor: int = 0) -> Batches:
@@ -142,7 +166,7 @@ def save(config: RunConfig, engine: PipelineEngine, corpus: Corpus, monitor: Mon
         "data_cursor": samples,
         "data_digest": corpus.digest,
         "tokens": samples * config.sequence_length,
-        "wandb_run_id": agree(lambda: monitor.run_id),
+        **agree(lambda: monitor.state),
     }
     engine.save_checkpoint(root, client_state=client_state)
     if engine.groups.rank == 0:
@@ -153,11 +177,19 @@ def save(config: RunConfig, engine: PipelineEngine, corpus: Corpus, monitor: Mon
 
 
 def export(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
-    """Write the weights as a Hugging Face model folder below the output folder, in place of an older one."""
+    """Write the weights as a Hugging Face model folder, with the tokenizer, below the output folder.
+
+    One that an earlier run left there for the same step is replaced.
+    """
     folder = config.output / "hf" / f"step{engine.global_steps}"
-    if not agree(folder.exists):
-        export_weights(engine.pipeline, folder, config.hf_config)
+    agree(lambda: shutil.rmtree(folder, ignore_errors=True))
+    export_weights(engine.pipeline, folder, config.hf_config)
+    agree(lambda: copy_tokenizer(config.dsx.data.tokenizer, folder))
     monitor.wrote("Hugging Face model", folder)
+
+
+def _open(config: RunConfig, folder: Path) -> Corpus:
+    return Corpus.open(folder, sequence_length=config.sequence_length, vocab_size=config.model.vocab_size)
 
 
 def _require_same_text(path: Path, state: Mapping[str, Any], corpus: Corpus) -> None:

@@ -12,13 +12,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsx.checkpoint import store
 from dsx.checkpoint.formats import hf, slices
 from dsx.errors import ModelError
+from dsx.runtime.data.tokenizers import TransformersTokenizer
 from dsx.spec.param import ParamSpec
 
 if TYPE_CHECKING:
     from dsx.runtime.groups import Groups
     from dsx.runtime.pipeline_module import PipelineModule
+
+_TOKENIZER_FILES = {
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+}
 
 
 def load_weights(pipeline: PipelineModule, folder: str | Path, specs: Sequence[ParamSpec]) -> None:
@@ -90,6 +105,23 @@ def export_weights(pipeline: PipelineModule, folder: str | Path, config: dict[st
         hf.finish(folder, config, {name: file for part in gathered for name, file in part.items()})
     dist.barrier()
     return folder
+
+
+def copy_tokenizer(name: str, folder: Path) -> None:
+    """Put the tokenizer called ``name`` into a model folder, so that ``AutoTokenizer`` finds it there.
+
+    From a folder its files come as they are, with the generation settings beside them; "bytes", which
+    transformers does not have, leaves nothing.
+
+    Raises:
+        CheckpointError: A file cannot be written.
+    """
+    source = Path(name).expanduser()
+    if source.is_dir():
+        for file in sorted(path for path in source.iterdir() if path.name in _TOKENIZER_FILES):
+            store.write_atomically(folder / file.name, file.read_bytes())
+    elif name != "bytes":
+        TransformersTokenizer(name).save(folder)
 
 
 def spec_of(parameter: nn.Parameter) -> ParamSpec:

@@ -35,7 +35,7 @@ def dsx(monkeypatch, capsys):
 def test_help_names_every_command(dsx):
     code, out, _ = dsx("--help")
     assert code == 0
-    for command in ("check", "schedule", "presets", "schema"):
+    for command in ("check", "schedule", "plot", "presets", "schema"):
         assert re.search(rf"^  {command} +\S", out, re.MULTILINE)
 
 
@@ -98,7 +98,7 @@ def test_check_prints_the_resolution(dsx):
     assert "tensor 2 x pipeline 2 x data 2 = 8 ranks, sequence parallel" in out
     assert "interleaved, chunks per pipeline rank: 2" in out
     assert "ZeRO-3, fp32" in out
-    assert "32 sequences of 256 tokens per step = micro-batch 2 x 8 micro-batches x data 2" in out
+    assert "16 sequences of 256 tokens per step = micro-batch 2 x 4 micro-batches x data 2" in out
     assert re.search(r"^stage 0 +0 WordEmbedding, 1 Block \| 3 Block +\(", out, re.MULTILINE)
     assert re.search(r"^stage 1 +2 Block \| 4 Block, 5 FinalNorm, 6 Head +\(", out, re.MULTILINE)
     assert "dsx.parallel.tensor: auto -> 2" in out
@@ -111,7 +111,7 @@ def test_check_json_and_set(dsx):
     assert code == 0
     assert found["mesh"] == {"pp": 1, "dp": 2, "tp": 4}
     assert found["zero_stage"] == 1
-    assert found["batch"]["tokens_per_step"] == 2 * 8 * 2 * 256
+    assert found["batch"]["tokens_per_step"] == 16 * 256
     held = [layer for stage in found["stages"] for chunk in stage["chunks"] for layer in chunk]
     assert len(held) == 7
 

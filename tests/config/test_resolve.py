@@ -197,6 +197,7 @@ def test_model_folder(tmp_path):
     assert run.weights is None
     assert run.hf_config == config
     (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "tokenizer.json").write_bytes(b"")
     assert resolve(changed(edits), world_size=1).weights == tmp_path
     edits["dsx.model"]["weights"] = "random"
     assert resolve(changed(edits), world_size=1).weights is None
@@ -214,6 +215,26 @@ def test_resolved_config_resolves_to_itself(world_size, schedule):
     assert all(getattr(again, name) == getattr(run, name) for name in same)
     with pytest.raises(ConfigError):
         resolve(resolved, world_size=5 * world_size + 1 if world_size > 1 else 0)
+
+
+def test_auto_tokenizer(tmp_path):
+    def tokenizer(edits):
+        return resolve(changed(edits), world_size=1).dsx.data.tokenizer
+
+    assert tokenizer({}) == "bytes"
+    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    folder = {"dsx.model": {"path": str(tmp_path)}}
+    assert tokenizer(folder) == "bytes"  # a new model of that shape: any tokenizer will do
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"has weights but no tokenizer") as error:
+        tokenizer(folder)
+    assert 'dsx.data.tokenizer = "auto"' in str(error.value)
+    assert tokenizer(folder | {"dsx.model.weights": "random"}) == "bytes"
+    assert tokenizer(folder | {"dsx.data.tokenizer": "bytes"}) == "bytes"
+    (tmp_path / "tokenizer.json").write_bytes(b"")
+    assert tokenizer(folder) == str(tmp_path)
+    assert resolve(changed(folder), world_size=1).resolved()["dsx"]["data"]["tokenizer"] == str(tmp_path)
 
 
 def test_local_parameters():

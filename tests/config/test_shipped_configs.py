@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsx.config.resolve import resolve
+from dsx.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "configs"
 CONFIGS = sorted(path.name for path in FOLDER.glob("*.json"))
@@ -23,6 +24,7 @@ def test_what_is_shipped():
         "zero3_bf16.json",
         "zero3_offload.json",
         "3d_interleaved.json",
+        "finetune.json",
         "gpt2_124m.json",
         "llama3_8b_8gpu.json",
         "llama3_70b_64gpu.json",
@@ -46,6 +48,43 @@ def test_small_ones_on_any_number_of_ranks(name, world_size):
     assert run.output == Path("runs") / f"{Path(name).stem}-{layout}"
     # Nothing is compiled on a machine without a GPU.
     assert not any("compiles" in note for note in run.notes)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_same_batch_on_any_number_of_ranks(name):
+    """So that its losses do not depend on the number of ranks."""
+    assert len({resolve(FOLDER / name, world_size=n).global_batch_size for n in (1, 2, 4, 8)}) == 1
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A Hugging Face folder as far as configs are concerned: nothing reads the weights here."""
+    config = {"model_type": "llama", "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 4}
+    config |= {"num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def overrides(name, model_folder):
+    """What a shipped config lacks: finetune.json has no model folder of its own."""
+    return [f"dsx.model.path={model_folder}"] if name == "finetune.json" else []
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_finetune(model_folder, world_size):
+    config = FOLDER / "finetune.json"
+    run = resolve(config, world_size=world_size, overrides=overrides(config.name, model_folder))
+    assert run.weights == model_folder
+    assert run.dsx.data.tokenizer == str(model_folder)
+    assert run.dsx.train.export_hf
+    assert run.global_batch_size == 16
+
+
+def test_finetune_needs_a_folder():
+    with pytest.raises(ConfigError, match=r'dsx.model.path = "MODEL_FOLDER": there is no file'):
+        resolve(FOLDER / "finetune.json", world_size=1)
 
 
 @pytest.mark.parametrize("world_size", [4, 8, 16])
@@ -87,11 +126,12 @@ class Grid:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_deepspeed_takes_its_part(name, monkeypatch):
+def test_deepspeed_takes_its_part(name, model_folder, monkeypatch):
     from deepspeed.runtime import config
 
     monkeypatch.setattr(config.dist, "get_rank", lambda: 0)
-    run = resolve(FOLDER / name, world_size=64 if "64gpu" in name else 8)
+    world_size = 64 if "64gpu" in name else 8
+    run = resolve(FOLDER / name, world_size=world_size, overrides=overrides(name, model_folder))
     # Its constructor asserts the batch triple for the grid's data-parallel degree.
     theirs = config.DeepSpeedConfig(run.deepspeed, mpu=Grid(run.mesh.dp))
     assert theirs.world_size == run.mesh.dp

@@ -85,7 +85,7 @@ def config(case: Case, folder: Path | None) -> dict[str, Any]:
             "schedule": {"name": case.schedule},
             "partition": {"method": case.partition},
             "recompute": case.recompute,
-            "data": {"sequence_length": 12},
+            "data": {"tokenizer": "bytes", "sequence_length": 12},
             "train": {"steps": 10, "output": "unused"},
         },
     }

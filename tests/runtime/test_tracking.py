@@ -9,20 +9,18 @@ import select
 import socket
 import subprocess
 import sys
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import wandb
-from wandb.proto import wandb_internal_pb2
 
 from dsx.config.schema import WandbConfig
 from dsx.errors import DataError
 from dsx.runtime import tracking
 from dsx.runtime.tracking import Tracker, environment
+from wandb_file import history, wandb_records
 
 DISABLED = WandbConfig(mode="disabled")
 OFFLINE = WandbConfig(mode="offline", project="proj", name="nice name", group="grp", tags=["a", "b"])
@@ -31,41 +29,6 @@ ONLINE = WandbConfig(mode="online")
 
 def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def wandb_records(folder: Path) -> Iterator[Any]:
-    """Records of the ``.wandb`` file in ``folder``, in W&B's own protobuf messages.
-
-    The file is a LevelDB log behind a 7-byte header: blocks of 32 KiB hold chunks of checksum (4 bytes),
-    length (2), type (1; 1 whole, 2 first, 3 middle, 4 last) and data.
-    """
-    wandb.teardown()  # stops its service process, which writes the file after finish() has returned
-    (path,) = folder.glob("*.wandb")
-    raw, at, record = path.read_bytes(), 7, b""
-    while at < len(raw):
-        if 32768 - at % 32768 < 7:  # no room for a chunk header: the rest of the block is padding
-            at += 32768 - at % 32768
-            continue
-        length, kind = int.from_bytes(raw[at + 4 : at + 6], "little"), raw[at + 6]
-        data = raw[at + 7 : at + 7 + length]
-        assert int.from_bytes(raw[at : at + 4], "little") == zlib.crc32(raw[at + 6 : at + 7 + length])
-        record, at = record + data, at + 7 + length
-        if kind in {1, 4}:
-            yield wandb_internal_pb2.Record.FromString(record)
-            record = b""
-
-
-def history(folder: Path) -> list[dict[str, Any]]:
-    """Rows as W&B recorded them, without its own ``_`` keys."""
-    rows = []
-    for record in wandb_records(folder):
-        if record.WhichOneof("record_type") == "history":
-            items = {
-                "/".join(item.nested_key) or item.key: json.loads(item.value_json)
-                for item in record.history.item
-            }
-            rows.append({key: value for key, value in items.items() if not key.startswith("_")})
-    return rows
 
 
 def runs_in(output: Path) -> list[Path]:

@@ -105,6 +105,10 @@ class TransformersTokenizer:
         )
         return hashlib.sha256(f"{type(self._tokenizer).__name__} {self.end_id} {whole}".encode()).hexdigest()
 
+    def save(self, folder: Path) -> None:
+        """Write its files into ``folder``."""
+        self._tokenizer.save_pretrained(folder)
+
     def encode(self, documents: Sequence[str]) -> list[TokenIds]:
         """Ids of every document (int64), special tokens in the text included, none added."""
         encoded = self._tokenizer(

@@ -32,6 +32,7 @@ __all__ = [
     "ZeroAdapter",
     "adapt",
     "announce_backward",
+    "count_samples",
     "require_supported",
     "scope_consistency_checks",
 ]
@@ -47,7 +48,11 @@ class ZeroAdapter(Protocol):
         """Called once all backwards of a step are done, before DeepSpeed's ``step``."""
 
     def grad_norm(self) -> float:
-        """Norm of the last step's gradient over the whole model, before clipping."""
+        """Norm of the last step's gradient over the whole model, before clipping.
+
+        Infinite or NaN if a gradient was (every rank then skips the step, but in fp32 without ZeRO, where
+        as in torch the NaN enters the weights); NaN if DeepSpeed was told not to compute it.
+        """
 
 
 def require_supported() -> None:
@@ -71,6 +76,15 @@ def announce_backward(engine: Any, loss: torch.Tensor) -> None:
     loss.register_hook(lambda _: engine._backward_prologue())  # noqa: SLF001
 
 
+def count_samples(engine: Any, micro_batches: int) -> None:
+    """Before a step: have DeepSpeed count its samples once.
+
+    Without managed accumulation it counts backwards, of which there is one per chunk (engine.py:3561).
+    """
+    if not engine.managed_gradient_accumulation():
+        engine._unmanaged_backward_count = micro_batches  # noqa: SLF001
+
+
 def adapt(engine: Any, groups: Groups, ties: Sequence[Tie], clipping: float) -> ZeroAdapter:
     """The adapter for the optimizer that DeepSpeed chose.
 
@@ -82,6 +96,8 @@ def adapt(engine: Any, groups: Groups, ties: Sequence[Tie], clipping: float) -> 
     """
     scope = NormScope(groups)
     optimizer = type(engine.optimizer).__name__
+    # What is frozen has no gradient to sum, and no place in ZeRO's groups.
+    ties = [tie for tie in ties if any(p.requires_grad for p in tie.parameters)]
     if optimizer == "BF16_Optimizer":
         return Bf16Adapter(engine, ties)
     stage = engine.zero_optimization_stage()

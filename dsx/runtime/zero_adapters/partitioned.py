@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dsx.errors import ConfigError
 from dsx.runtime.zero_adapters.hooks import GradientHooks
 from dsx.runtime.zero_adapters.norm import NormScope, all_reduce_sum
 
@@ -16,19 +17,31 @@ if TYPE_CHECKING:
 
 
 class PartitionedAdapter:
-    """Replaces the optimizer's norm by ours, which also sums the tied gradients first.
+    """Sums tied gradients as a step's first act, and replaces the optimizer's norm by ours.
 
-    Tied weights sit in parameter groups of their own (:func:`dsx.runtime.engine.split_tied`), so that their
-    interval of the gradient is the same on every pipeline rank that holds a copy.
+    Tied weights sit in parameter groups of their own (:func:`dsx.runtime.parameter_groups.split_tied`), so
+    that their interval of the gradient is the same on every pipeline rank that holds a copy.
+
+    Raises:
+        ConfigError: They do not, because the user's optimizer was built some other way.
     """
 
     def __init__(self, engine: Any, scope: NormScope, ties: Sequence[Tie]) -> None:
-        self._engine, self._scope, self._ties = engine, scope, ties
+        self._engine, self._scope = engine, scope
         self._optimizer = engine.optimizer
         self._norm = torch.zeros(())
         self._fresh = True
-        # The one moment at which gradients are final and not yet used, at every stage and with offload.
-        self._optimizer.scaled_global_norm = self._reduce_ties_and_norm
+        self._tied = [(tie.group, index) for tie in ties for index in self._groups_of(tie)]
+        step = self._optimizer.step
+
+        def step_with_ties(*args: Any, **kwargs: Any) -> Any:
+            self._norm = torch.full((), torch.nan)  # until computed: not at all after an overflow
+            # The one moment at which gradients are final and not yet used, at every stage and with offload.
+            self._reduce_ties()
+            return step(*args, **kwargs)
+
+        self._optimizer.step = step_with_ties
+        self._optimizer.scaled_global_norm = self._global_norm
         self._hooks = GradientHooks(
             self._optimizer, "process_gradients", prepare=self._optimizer.setup_buckets
         )
@@ -46,6 +59,8 @@ class PartitionedAdapter:
         if self._fresh:
             for accumulator in self._optimizer.accumulated_grads_in_cpu.values():
                 accumulator.zero_()
+            for partition in self._optimizer.single_partition_of_fp32_groups:
+                partition.grad.zero_()  # parameters without a gradient in this step keep the last one's
             self._fresh = False
         self._optimizer.micro_step_id = 0
 
@@ -57,21 +72,35 @@ class PartitionedAdapter:
         """Norm before clipping."""
         return float(self._norm)
 
-    def _reduce_ties_and_norm(self, norm_type: int = 2) -> torch.Tensor:
+    def _global_norm(self, norm_type: int = 2) -> torch.Tensor:
         """Stands in for ``scaled_global_norm``; bf16 and fp32 have no loss scale."""
         assert norm_type == 2, "only the 2-norm is defined here"
-        device = self._engine.device
-        for tie in self._ties:
-            index = self._group_of(tie.parameters[0])
-            for tensor in self._gradients(index):
-                all_reduce_sum(tensor, tie.group, device)
-        self._norm = self._scope.norm(self._pieces(), partitioned=True, device=device)
+        self._norm = self._scope.norm(self._pieces(), partitioned=True, device=self._engine.device)
         return self._norm
 
-    def _group_of(self, parameter: nn.Parameter) -> int:
-        return next(
-            i for i, group in enumerate(self._optimizer.bit16_groups) if any(p is parameter for p in group)
-        )
+    def _reduce_ties(self) -> None:
+        if self._tied and self._optimizer.cpu_offload:
+            self._optimizer._wait_for_offload_copies()  # noqa: SLF001
+        for group, index in self._tied:
+            for tensor in self._gradients(index):
+                all_reduce_sum(tensor, group, self._engine.device)
+
+    def _groups_of(self, tie: Tie) -> list[int]:
+        """The optimizer's groups that hold ``tie``'s weights, and nothing else."""
+        tied = {id(parameter) for parameter in tie.parameters}
+        found = []
+        for index, group in enumerate(self._optimizer.bit16_groups):
+            members = {id(parameter) for parameter in group}
+            if members & tied:
+                found.append(index)
+            if members & tied and members - tied:
+                raise ConfigError(
+                    f"optimizer = {type(self._optimizer.optimizer).__name__}",
+                    f"the tied weight {tie.key!r} shares a parameter group with others, which ZeRO-1 and 2 "
+                    "cut as one",
+                    "give initialize() the optimizer itself, or a callable that keeps the groups it is given",
+                )
+        return found
 
     def _gradients(self, index: int) -> list[torch.Tensor]:
         """This rank's interval of group ``index``'s gradient, as the tensors that hold it."""

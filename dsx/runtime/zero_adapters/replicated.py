@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ class ReplicatedAdapter:
         if self._wrapped:
             # Its own norm then stays local (and unused) instead of a sum that counts shards wrongly.
             engine.optimizer.mpu = None
+            engine.optimizer.overflow_checker = _NormTells(self)
             _undo_initial_step(engine.optimizer)
             original = engine.optimizer.unscale_and_clip_grads
 
@@ -46,6 +48,8 @@ class ReplicatedAdapter:
         """Reduce ties, then compute the norm and clip."""
         for tie in self._ties:
             for parameter in tie.parameters:
+                if not parameter.requires_grad:
+                    continue
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=tie.group)
@@ -62,6 +66,26 @@ class ReplicatedAdapter:
         return float(self._norm)
 
 
+class _NormTells:
+    """Stands in for CheckOverflow: a gradient that is not finite shows in the norm of the whole model.
+
+    Every rank then decides alike, without a look at each parameter and another collective.
+    """
+
+    def __init__(self, adapter: ReplicatedAdapter) -> None:
+        self._adapter = adapter
+
+    def check(self, *_args: Any, **_kwargs: Any) -> bool:
+        """Whether the step must be skipped (FP16_UnfusedOptimizer asks so)."""
+        return not math.isfinite(self._adapter.grad_norm())
+
+    has_overflow = check
+    """FP16_Optimizer asks so."""
+
+    check_using_norm = check
+    """And both so, where the optimizer computes the update from the whole gradient (LAMB)."""
+
+
 @torch.no_grad()
 def _undo_initial_step(optimizer: Any) -> None:
     """Forget the step that FP16_Optimizer and FP16_UnfusedOptimizer take at construction.
@@ -70,7 +94,6 @@ def _undo_initial_step(optimizer: Any) -> None:
     weights once and leaves Adam's step count at 1, so that its first real update is about a quarter too small
     (sqrt(1 - beta2**2) / (1 - beta1**2) against 1 at betas 0.9, 0.95).
     """
-    optimizer.optimizer.state.clear()
     for index, group in enumerate(optimizer.fp16_groups):
         if hasattr(optimizer, "fp32_groups_flat"):
             flat = torch.cat([p.detach().flatten().float() for p in group])
@@ -78,3 +101,10 @@ def _undo_initial_step(optimizer: Any) -> None:
         else:
             for high, low in zip(optimizer.fp32_groups[index], group, strict=True):
                 high.copy_(low)
+    inner = optimizer.optimizer
+    if not isinstance(inner, torch.optim.Adagrad):
+        inner.state.clear()
+        return
+    for state in inner.state.values():  # the one optimizer that makes its state at construction
+        state["step"].zero_()
+        state["sum"].fill_(inner.defaults["initial_accumulator_value"])

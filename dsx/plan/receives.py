@@ -1,0 +1,89 @@
+"""When each receive of a lowered schedule is posted, so that no rank can wait in a circle.
+
+Posted late, a receive leaves the transfer nothing to hide behind. Posted too early, it is dangerous on a GPU:
+a posted NCCL transfer is a running kernel, and much that a program does there waits for every running kernel
+(``torch.cuda.synchronize()``, freeing memory, loading a kernel at its first use, making a communicator). If
+the message depends on what this rank has yet to do, that wait never ends.
+
+The rule: post a receive before the first computation that, with ideal timing, starts no earlier than the
+message is sent. Give each computation the time of its start, each send the end of its producer. Then every
+wait is for something earlier: a computation for the messages posted before it (sent no later than it starts);
+whoever sends, at its next computation, for the receive to be posted (the receiver's computations before that
+moment started before the message was sent). So there is no circle, whatever the real timing, even if each
+computation waits for everything under way on its device, and each post for the message's header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from dsx.plan.simulate import simulate
+from dsx.plan.transfers import Kind, Message, receive_order
+from dsx.spec.schedule import TRANSFERS, Action, Op, Schedule
+
+Channel = tuple[Kind, int]
+"""What is received ("F" activations, "B" gradients) and the pipeline rank that it comes from."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivePlan:
+    """One rank's receives.
+
+    Attributes:
+        messages: Channel -> its messages, in the order in which they are sent and must be posted.
+        posts: For each position of the rank's row, the channels whose next receive is posted before the
+            action there, in the order in which the messages are sent.
+    """
+
+    messages: Mapping[Channel, tuple[Message, ...]]
+    posts: tuple[tuple[Channel, ...], ...]
+
+
+def receive_plan(schedule: Schedule, rank: int) -> ReceivePlan:
+    """When ``rank`` posts the receives of a lowered schedule.
+
+    Raises:
+        ScheduleError: The schedule deadlocks.
+    """
+    timeline = simulate(schedule)
+    ends = {action: end for row in timeline.spans for action, _, end in row}
+    starts = {action: start for action, start, _ in timeline.spans[rank]}
+    messages = {channel: receive_order(schedule, rank, *channel) for channel in _channels(schedule)}
+    sent = sorted(
+        (min(ends[a] for a in _producers(channel, message) if a in ends), channel)
+        for channel, found in messages.items()
+        for message in found
+    )
+    posts: list[tuple[Channel, ...]] = [()] * len(schedule.rows[rank])
+    done = 0
+    for begin, action in _turns(schedule.rows[rank]):
+        while done < len(sent) and sent[done][0] <= starts[action]:
+            posts[begin] += (sent[done][1],)
+            done += 1
+    return ReceivePlan({channel: found for channel, found in messages.items() if found}, tuple(posts))
+
+
+def _channels(schedule: Schedule) -> Iterator[Channel]:
+    for source in range(schedule.num_ranks):
+        yield "F", source
+        yield "B", source
+
+
+def _producers(channel: Channel, message: Message) -> tuple[Action, ...]:
+    """The computation whose result a message is: one of these, as the schedule divides backwards or not."""
+    stage, micro_batch = message
+    if channel[0] == "F":
+        return (Action(stage - 1, Op.FORWARD, micro_batch),)
+    return tuple(Action(stage + 1, op, micro_batch) for op in (Op.BACKWARD, Op.BACKWARD_INPUT))
+
+
+def _turns(row: tuple[Action, ...]) -> Iterator[tuple[int, Action]]:
+    """Each computation of a row, with the position where its turn begins: at the receives just before it."""
+    begin = 0
+    for position, action in enumerate(row):
+        if action.op in (Op.RECV_F, Op.RECV_B):
+            continue
+        if action.op not in TRANSFERS:
+            yield begin, action
+        begin = position + 1

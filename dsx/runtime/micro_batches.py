@@ -1,0 +1,74 @@
+"""The micro-batches of one step, as one rank reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dsx.errors import DataError
+
+
+@dataclass(slots=True)
+class MicroBatches:
+    """Pulled when first needed, in order, and dropped after their last use.
+
+    Args:
+        source: Yields ``(inputs, labels)``; None on a rank that needs neither.
+        count: Micro-batches in the step.
+        device: Where tensors are moved.
+        uses: How often each micro-batch is read on this rank (inputs, labels or both).
+    """
+
+    source: Iterator[Any] | None
+    count: int
+    device: torch.device
+    uses: int
+    _loaded: dict[int, list[Any]] = field(default_factory=dict)
+    _pulled: int = 0
+
+    def inputs(self, micro_batch: int) -> Any:
+        """Inputs of a micro-batch: copies, as layers may write over what they are given."""
+        return _to(self._use(micro_batch)[0], self.device, own=True)
+
+    def labels(self, micro_batch: int) -> Any:
+        """Labels of a micro-batch."""
+        return _to(self._use(micro_batch)[1], self.device, own=False)
+
+    def _use(self, micro_batch: int) -> Any:
+        while self._pulled <= micro_batch:
+            self._loaded[self._pulled] = [self._pull(), self.uses]
+            self._pulled += 1
+        entry = self._loaded[micro_batch]
+        entry[1] -= 1
+        if entry[1] == 0:
+            del self._loaded[micro_batch]
+        return entry[0]
+
+    def _pull(self) -> Any:
+        if self.source is None:
+            raise DataError(
+                "data_iter = None", "this rank's stage needs data", "pass an iterator of micro-batches"
+            )
+        try:
+            batch = next(self.source)
+        except StopIteration:
+            raise DataError(
+                f"data_iter after {self._pulled} of {self.count} micro-batches",
+                "it ended within the step",
+                "give as many micro-batches as gradient_accumulation_steps, e.g. through RepeatingLoader",
+            ) from None
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            raise DataError(f"batch of type {type(batch).__name__}", "not a pair", "yield (inputs, labels)")
+        return batch
+
+
+def _to(value: Any, device: torch.device, *, own: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        moved = value.detach().to(device, non_blocking=True)
+        return moved.clone() if own and moved.device == value.device else moved
+    if isinstance(value, (tuple, list)):
+        return tuple(_to(item, device, own=own) for item in value)
+    return value

@@ -1,0 +1,73 @@
+"""Fine-tune a Hugging Face model in 3D, from a folder with config.json, safetensors and a tokenizer.
+
+    deepspeed --num_accelerators 8 recipes/finetune.py --config configs/finetune.json \
+        --set dsx.model.path=Meta-Llama-3-8B --set dsx.data.source=my.jsonl
+
+The text is the column "text" of my.jsonl, or any other dsx.data.source, in the tokens of the folder's own
+tokenizer. The held-out loss is measured before and after. What comes out is again a Hugging Face folder,
+tokenizer included, whatever the layout was:
+
+    AutoModelForCausalLM.from_pretrained("runs/finetune-pp2-dp2-tp2/hf/step100")
+
+A run that was stopped continues from its last checkpoint when it is started again.
+"""
+
+from __future__ import annotations
+
+import dsx
+
+# A recipe's own terms, which --set can change like all others: it starts from weights, and gives them back.
+TERMS = ("dsx.model.weights=load", "dsx.train.export_hf=true")
+
+
+def main() -> None:
+    """Read the model folder, measure, train, measure again, export."""
+    # Everything that can be wrong with the config, the data or the folders is found here, by plain arithmetic
+    # and file reading, before any rank waits for another.
+    arguments = dsx.parse_arguments(description=__doc__)
+    config = dsx.load_config(
+        arguments.config, world_size=dsx.world_size(), overrides=(*TERMS, *arguments.overrides)
+    )
+    data = dsx.recipe.prepare_data(config)
+    parallel, train = config.dsx.parallel, config.dsx.train
+
+    # Process groups of the mesh: pipeline x data x tensor. NCCL on GPUs, gloo on CPUs.
+    with dsx.distributed(
+        config.mesh, sequence_parallel=parallel.sequence_parallel, seed=train.seed
+    ) as groups:
+        corpus = dsx.recipe.open_data(config, data)
+
+        # Each rank reads its own slices of the safetensors: its stages' layers, its tensor-parallel share.
+        model = dsx.recipe.build_model(config, groups)
+        engine, *_ = dsx.initialize(model=model, config=config)
+
+        # A checkpoint in the output folder goes before the model folder: it is this run, further on.
+        state = dsx.recipe.resume(config, engine, corpus)
+        batches = dsx.recipe.training_batches(
+            config, corpus, dp_rank=groups.dp_rank, cursor=state.get("data_cursor", 0)
+        )
+        monitor = dsx.recipe.Monitor(config, engine, corpus, state)
+
+        # What the model makes of the held-out text as it comes.
+        if engine.global_steps == 0:
+            monitor.evaluation(dsx.recipe.evaluate(config, engine, corpus))
+
+        for step in range(engine.global_steps + 1, train.steps + 1):
+            monitor.before_step()
+            loss = engine.train_batch(batches)
+            monitor.step(loss)
+
+            # Both are also due after the last step.
+            if dsx.recipe.is_due(step, every=train.eval_every, last=train.steps):
+                monitor.evaluation(dsx.recipe.evaluate(config, engine, corpus))
+            if dsx.recipe.is_due(step, every=train.save_every, last=train.steps):
+                dsx.recipe.save(config, engine, corpus, monitor)
+
+        # The ranks' slices put together again, under Hugging Face's names.
+        if train.export_hf:
+            dsx.recipe.export(config, engine, monitor)
+        monitor.finish()
+
+
+if __name__ == "__main__":
+    dsx.run(main)

@@ -1,0 +1,157 @@
+"""The recipes as a user runs them: real launchers, two ranks, everything they print and write."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from launching import SMALL, ZERO3, Ended, held_out_loss, launch, records, rows, series, started
+from transformers import AutoModelForCausalLM
+
+from wandb_file import history
+
+STEP = re.compile(
+    r"step (\d+)/6 \| loss +([\d.]+) \| grad norm +([\d.]+)"
+    r" \| lr ([\d.e+-]+) \| +[\d.]+k? tok/s \| +\d.*/step"
+)
+EVALUATION = re.compile(r"eval 6/6 \| loss +([\d.]+) \| perplexity ([\d.]+) \| ([\d.]+) bits/byte")
+TRAIN = {
+    "train/step",
+    "train/loss",
+    "train/grad_norm_preclip",
+    "train/lr",
+    "train/tokens",
+    "perf/tokens_per_second_global",
+    "perf/tokens_per_second_per_gpu",
+    "perf/tflops_per_gpu",
+    "perf/step_seconds",
+}
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the run of :func:`whole` went."""
+    return tmp_path_factory.mktemp("whole") / "out"
+
+
+@pytest.fixture(scope="module")
+def whole(output: Path) -> Ended:
+    """Six steps on two data-parallel ranks under ZeRO-3, with all that a run can leave."""
+    extras = {"dsx.tracking.wandb.mode": "offline", "dsx.train.export_hf": True, "dsx.train.output": output}
+    return launch("deepspeed", "gpt_3d.py", ZERO3, SMALL | extras)
+
+
+def test_one_rank_speaks_and_only_of_the_run(whole: Ended) -> None:
+    assert whole.code == 0, whole.text
+    told = [line for line in whole.lines if not line.startswith("  ")]
+    assert told[0] == "dsx"
+    steps = [STEP.fullmatch(line) for line in told[1:7]]
+    assert [int(found[1]) for found in steps if found] == [1, 2, 3, 4, 5, 6], whole.text
+    assert EVALUATION.fullmatch(told[7])
+    assert told[8:] == ["done"]
+    assert len(set(whole.lines)) == len(whole.lines)  # each line once: no second rank
+    begin = rows(whole.lines, "dsx")
+    assert begin["layout"] == "2 x CPU: pipeline 1 x data 2 x tensor 1"
+    assert begin["training"] == "ZeRO-3, fp32"
+
+
+def test_metrics_are_what_the_console_says(whole: Ended, output: Path) -> None:
+    *steps, evaluation = records(output)
+    assert [row["train/step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    said = [found for line in whole.lines if (found := STEP.fullmatch(line))]
+    for row, line in zip(steps, said, strict=True):
+        assert set(row) == TRAIN
+        assert line[2] == f"{row['train/loss']:.4f}"
+        assert line[3] == f"{row['train/grad_norm_preclip']:.3g}"
+        assert line[4] == f"{row['train/lr']:.2e}"
+        assert row["train/tokens"] == row["train/step"] * 8 * 64
+        assert row["perf/tokens_per_second_global"] == pytest.approx(8 * 64 / row["perf/step_seconds"])
+    assert set(evaluation) == {"train/step", "eval/loss", "eval/perplexity", "eval/bits_per_byte"}
+    (found,) = (found for line in whole.lines if (found := EVALUATION.fullmatch(line)))
+    assert found[1] == f"{evaluation['eval/loss']:.4f}"
+    assert found[3] == f"{evaluation['eval/bits_per_byte']:.3f}"
+
+
+def test_summary_names_what_is_there(whole: Ended, output: Path) -> None:
+    end = rows(whole.lines, "done")
+    assert end["trained"].startswith("6 steps, 3.07k tokens, ")
+    evaluation = records(output)[-1]
+    assert end["held-out loss"].startswith(f"{evaluation['eval/loss']:.4f} nats/token")
+    assert end["held-out text"].startswith(f"{evaluation['eval/bits_per_byte']:.3f} bits/byte")
+    paths = ("metrics", "checkpoints", "resolved config", "Hugging Face model", "W&B run")
+    assert all(Path(end[label]).exists() for label in paths)
+
+
+def test_wandb_has_the_same_records(whole: Ended, output: Path) -> None:
+    assert history(Path(rows(whole.lines, "done")["W&B run"])) == records(output)
+
+
+def test_export_is_the_model_that_was_evaluated(whole: Ended, output: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(output / "hf" / "step6")
+    loss = held_out_loss(model, output)
+    assert loss == pytest.approx(series(output, "eval/loss")[6], rel=1e-5)
+
+
+def test_three_steps_and_three_more(whole: Ended, output: Path, tmp_path: Path) -> None:
+    settings = SMALL | {"dsx.train.output": tmp_path, "dsx.tracking.wandb.mode": "offline"}
+    first = launch("torchrun", "gpt_3d.py", ZERO3, settings | {"dsx.train.steps": 3})
+    second = launch("torchrun", "gpt_3d.py", ZERO3, settings)
+    assert (first.code, second.code) == (0, 0), first.text + second.text
+    assert "resumed" not in rows(first.lines, "dsx")
+    assert rows(second.lines, "dsx")["resumed"] == "after step 3"
+    assert series(tmp_path, "train/loss") == series(output, "train/loss")
+    assert series(tmp_path, "train/grad_norm_preclip") == series(output, "train/grad_norm_preclip")
+    assert series(tmp_path, "eval/loss")[6] == series(output, "eval/loss")[6]
+    runs = [path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")]
+    assert len(runs) == 2
+    assert len(set(runs)) == 1  # the same run goes on
+
+
+@pytest.mark.parametrize("axis", ["pipeline", "tensor"])
+def test_layouts_agree(whole: Ended, output: Path, tmp_path: Path, axis: str) -> None:
+    """Fresh weights, the order of the data and the batch do not depend on the layout, so the run does not."""
+    settings = SMALL | {"dsx.train.output": tmp_path, f"dsx.parallel.{axis}": 2}
+    done = launch("torchrun", "gpt_3d.py", ZERO3, settings)
+    assert done.code == 0, done.text
+    assert f"{axis} 2" in rows(done.lines, "dsx")["layout"]
+    for name in ("train/loss", "train/grad_norm_preclip", "eval/loss"):
+        assert series(tmp_path, name) == pytest.approx(series(output, name), rel=1e-4)
+
+
+def test_ctrl_c_and_the_same_command_again(whole: Ended, output: Path, tmp_path: Path) -> None:
+    settings = SMALL | {"dsx.train.output": tmp_path, "dsx.train.save_every": 2}
+    with started("deepspeed", "gpt_3d.py", ZERO3, settings | {"dsx.train.steps": 1000}) as running:
+        running.wait_for("step    3/1000")
+        running.press_ctrl_c()
+        stopped = running.end()
+    assert stopped.code != 0
+    assert stopped.lines[-1].startswith("step "), stopped.text  # the ranks end without a word
+    last = int((tmp_path / "checkpoints" / "latest").read_text().removeprefix("global_step"))
+    steps = last + 2
+    again = launch("deepspeed", "gpt_3d.py", ZERO3, settings | {"dsx.train.steps": steps})
+    assert again.code == 0, again.text
+    assert rows(again.lines, "dsx")["resumed"] == f"after step {last}"
+    losses = series(tmp_path, "train/loss")
+    assert sorted(losses) == list(range(1, steps + 1))
+    shared = [step for step in losses if step <= 6]
+    assert {step: losses[step] for step in shared} == {
+        step: series(output, "train/loss")[step] for step in shared
+    }
+
+
+def test_plain_python_without_held_out_text(tmp_path: Path) -> None:
+    settings = SMALL | {"dsx.train.output": tmp_path, "dsx.data.held_out": 0}
+    done = launch("python", "gpt_3d.py", ZERO3, settings)
+    assert done.code == 0, done.text
+    assert rows(done.lines, "dsx")["layout"] == "1 x CPU: pipeline 1 x data 1 x tensor 1"
+    assert not any("eval" in line or "held-out" in line for line in rows(done.lines, "done"))
+    assert not any(line.startswith("eval") for line in done.lines)
+    assert len(series(tmp_path, "train/loss")) == 6
+
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    again = launch("python", "gpt_3d.py", ZERO3, settings)
+    assert again.code == 0, again.text
+    assert "step 6 of dsx.train.steps = 6 is done" in rows(again.lines, "dsx")["complete"]
+    assert [line for line in again.lines if not line.startswith("  ")] == ["dsx"]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
