@@ -1,6 +1,6 @@
 """Every schedule's step time with virtual compute, beside its own simulation and stock DeepSpeed's 1F1B.
 
-    python tools/bench_schedules.py [--ranks 4] [--micro-batches 8] [--forward-ms 16] [--rounds 5] [--json FILE]
+    python tools/bench_schedules.py [--ranks 4] [--micro-batches 8] [--forward-ms 16] [--rounds 5]
 
 Layers sleep instead of computing (a micro-batch takes a rank FORWARD ms forward, as long again for the input
 gradient and for the weight gradient), so that many ranks fit on few cores and what is measured is the
@@ -107,12 +107,13 @@ def main() -> None:
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        return work(arguments)
+        work(arguments)
+        return
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc_per_node={arguments.ranks}", __file__, *sys.argv[1:], f"--worker={result}"]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})  # noqa: S603
         rows = json.loads(result.read_text())
     print(as_text(rows, arguments))
     if arguments.json:
@@ -229,8 +230,9 @@ def as_text(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
         f"{'engine':<16} {'v':>2} {'ms':>8} {'simulated':>10} {'excess':>7} {'bubble':>7} {'vs stock':>9}",
     ]
     lines += [
-        f"{row['engine']:<16} {row['chunks']:>2} {row['milliseconds']:>8.1f} {row['simulated_milliseconds']:>10.1f} "
-        f"{row['excess_percent']:>6.1f}% {row['simulated_bubble_percent']:>6.1f}% {row['speed_over_stock']:>8.3f}x"
+        f"{row['engine']:<16} {row['chunks']:>2} {row['milliseconds']:>8.1f} "
+        f"{row['simulated_milliseconds']:>10.1f} {row['excess_percent']:>6.1f}% "
+        f"{row['simulated_bubble_percent']:>6.1f}% {row['speed_over_stock']:>8.3f}x"
         for row in rows
     ]
     return "\n".join(lines)
