@@ -6,6 +6,9 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
+
+from dsx.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +23,19 @@ def parse_arguments(argv: Sequence[str] | None = None, *, description: str | Non
     """Read ``--config FILE`` and any number of ``--set KEY=VALUE``.
 
     ``--local_rank``, which the deepspeed launcher inserts, is accepted and dropped: the environment says the
-    same. Anything else ends the process with usage and exit code 2.
+    same. ``--help`` ends the process.
 
     Args:
         argv: Arguments; those of the process by default.
         description: First lines of ``--help``.
 
+    Raises:
+        ConfigError: Anything else on the command line.
+
     >>> parse_arguments(["--local_rank=1", "--config", "a.json", "--set", "dsx.train.steps=5"]).overrides
     ('dsx.train.steps=5',)
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
@@ -47,6 +53,15 @@ def parse_arguments(argv: Sequence[str] | None = None, *, description: str | Non
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     return Arguments(config=arguments.config, overrides=tuple(arguments.overrides))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print the usage, which every rank would do, and end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(
+            "command line", message, "write --config FILE, and --set KEY=VALUE for every key to change"
+        )
 
 
 def _assignment(text: str) -> str:

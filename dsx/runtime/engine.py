@@ -358,7 +358,7 @@ def initialize(
         raise ModelError(
             f"model of type {type(model).__name__}", "not a dsx.PipelineModule", "build one from the layers"
         )
-    settings = settings_of(config, args)
+    settings = settings_of(config, args, model.groups.mesh)
     parameters = prepare(
         model,
         zero_stage=settings.zero_stage,

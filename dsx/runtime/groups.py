@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -88,27 +88,28 @@ def make_groups(mesh: Mesh, *, sequence_parallel: bool = False) -> Groups:
             f"it has {mesh.size} ranks and the launcher started {world_size}",
             "choose degrees whose product is the number of ranks",
         )
+    own = {axes: mesh.group_of(rank, *axes) for axes in (("dp",), ("tp",), ("pp",), ("pp", "tp"))}
     return Groups(
         mesh=mesh,
         rank=rank,
-        data=_own(mesh.groups("dp"), rank),
-        tensor=_own(mesh.groups("tp"), rank),
-        pipe=_own(mesh.groups("pp"), rank),
-        model=_own(mesh.groups("pp", "tp"), rank),
-        channels={name: _own(mesh.groups("pp"), rank) for name in CHANNELS},
+        data=new_group(own["dp",]),
+        tensor=new_group(own["tp",]),
+        pipe=new_group(own["pp",]),
+        model=new_group(own["pp", "tp"]),
+        channels={name: new_group(own["pp",]) for name in CHANNELS},
         sequence_parallel=sequence_parallel,
     )
 
 
-def _own(members: tuple[tuple[int, ...], ...], rank: int) -> ProcessGroup:
-    """Create one group per tuple of ranks (every rank must take part) and keep this rank's."""
-    own: ProcessGroup | None = None
-    for ranks in members:
-        group = dist.new_group(list(ranks))
-        if rank in ranks:
-            own = group
-    assert own is not None
-    return own
+def new_group(ranks: Sequence[int]) -> ProcessGroup:
+    """A group of ``ranks``, to which this one belongs. A collective call over those ranks alone.
+
+    (Without local synchronisation every rank would take part in making every group: a thousand ranks, some
+    thousands of barriers.)
+    """
+    group: ProcessGroup | None = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert group is not None
+    return group
 
 
 class Grid:

@@ -18,7 +18,7 @@ from dsx.nn.split import WeightGradients
 from dsx.plan.builders import placement_of
 from dsx.plan.partition import partition
 from dsx.runtime.chunks import Chunks, Loss, Recompute, TiedUse, checkpoint_non_reentrant
-from dsx.runtime.groups import Grid, Groups, make_groups
+from dsx.runtime.groups import Grid, Groups, make_groups, new_group
 from dsx.spec.mesh import Mesh
 from dsx.spec.placement import Placement
 from dsx.spec.stages import StageMap
@@ -185,24 +185,28 @@ class PipelineModule(nn.Module):
         """
         for parameter in self.chunks.parameters():
             parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
-        mesh, ties = self.groups.mesh, []
+        ties = []
         for key, specs in _tied_layers(self.layer_specs).items():
             owners = sorted({self.stage_map.rank_of(self.stage_map.stage_of(index)) for index, _ in specs})
             if len(owners) == 1:
                 continue
-            for dp in range(mesh.dp):
-                for tp in range(mesh.tp):
-                    ranks = [mesh.rank(pp=pp, dp=dp, tp=tp) for pp in owners]
-                    group = dist.new_group(ranks)
-                    if self.groups.rank in ranks:
-                        ties.append(self._tie_copies(key, specs[0][1].tied_weight_attr, group, ranks))
+            if self.groups.pp_rank in owners:
+                ranks = [self.groups.pipe_peer(pp) for pp in owners]
+                ties.append(self._tie_copies(key, specs[0][1].tied_weight_attr, new_group(ranks), ranks))
         return tuple(ties)
 
     def _tie_copies(
         self, key: str, attributes: Sequence[str], group: dist.ProcessGroup, ranks: list[int]
     ) -> Tie:
         module = self.chunks.tied_modules[key]
-        parameters = tuple(module.get_parameter(attribute) for attribute in attributes)
+        try:
+            parameters = tuple(module.get_parameter(attribute) for attribute in attributes)
+        except AttributeError as error:
+            raise ModelError(
+                f"tied layers {key!r}",
+                f"tied_weight_attr = {list(attributes)} does not name its parameters ({error})",
+                f"use some of {[name for name, _ in module.named_parameters()]}",
+            ) from None
         for parameter in parameters:
             dist.broadcast(parameter.data, ranks[0], group=group)
             parameter.ds_pipe_replicated = self.groups.rank != ranks[0]  # type: ignore[attr-defined]
@@ -234,6 +238,13 @@ def _mesh(num_stages: int | None, topology: Any) -> Mesh:
         if unknown:
             raise LayoutError(
                 f"topology axes {sorted(unknown)}", "dsx does not know them", "use pipe, data, model"
+            )
+        axes = [axis for axis in ("pipe", "data", "model") if axis in topology.get_axis_names()]
+        if list(topology.get_axis_names()) != axes:
+            raise LayoutError(
+                f"topology axes {list(topology.get_axis_names())}",
+                "dsx numbers ranks with data inside pipe and model inside data",
+                f"give the axes in the order {axes}",
             )
         pp, dp, tp = (topology.get_dim(axis) or 1 for axis in ("pipe", "data", "model"))
         return Mesh.of(pp=pp, dp=dp, tp=tp)
@@ -277,7 +288,10 @@ def _layer_name(layer: Any) -> str:
 def _count_parameters(layer: Any) -> int:
     """Trainable elements of a layer, counted on the meta device so that nothing is allocated."""
     if isinstance(layer, LayerSpec):
-        with torch.device("meta"):
+        try:
+            with torch.device("meta"):
+                layer = layer.build()
+        except Exception:  # noqa: BLE001 - a user's constructor may need values, which meta tensors lack
             layer = layer.build()
     if isinstance(layer, nn.Module):
         return sum(p.numel() for p in layer.parameters() if p.requires_grad)

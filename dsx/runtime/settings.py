@@ -12,6 +12,7 @@ from dsx.config.deepspeed_checks import is_bf16, zero_stage
 from dsx.config.load import read
 from dsx.config.run import RunConfig
 from dsx.errors import ConfigError
+from dsx.spec.mesh import Mesh
 
 Config = RunConfig | Mapping[str, Any] | str | Path
 
@@ -31,12 +32,13 @@ class Settings:
     clipping: float
 
 
-def settings_of(config: Config | None, args: Any = None) -> Settings:
+def settings_of(config: Config | None, args: Any, mesh: Mesh) -> Settings:
     """Read a config, refuse what a pipeline cannot do, and turn off what dsx does itself.
 
     Args:
         config: As :func:`dsx.initialize` takes it.
         args: Its ``deepspeed_config`` is the config when ``config`` is None, as DeepSpeed has it.
+        mesh: Of the pipeline.
 
     Raises:
         ConfigError: None given, or a setting that cannot work.
@@ -53,11 +55,12 @@ def settings_of(config: Config | None, args: Any = None) -> Settings:
     else:
         deepspeed = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read(Path(source))
     _refuse(deepspeed)
+    _refuse_zero(deepspeed.get("zero_optimization", {}), mesh)
     stage, clipping = zero_stage(deepspeed), deepspeed.get("gradient_clipping", 1.0)
     if stage == 0 and not is_bf16(deepspeed):
         deepspeed["gradient_clipping"] = 0.0  # clipped by ReplicatedAdapter, by the whole model's norm
     zero = deepspeed.get("zero_optimization", {})
-    offload = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    offload = _device(zero, "offload_optimizer") != "none"
     # With the boundary managed by backward calls, only the chunk of the last one would reach the CPU. Without
     # offload the executor manages it, whatever the config says: a step is one train_batch either way.
     deepspeed["managed_gradient_accumulation"] = not offload
@@ -108,3 +111,24 @@ def _refuse(config: Mapping[str, Any]) -> None:
             "the layers are built before this config is read",
             f"pass activation_checkpoint_interval={interval} to dsx.PipelineModule",
         )
+
+
+def _refuse_zero(zero: Mapping[str, Any], mesh: Mesh) -> None:
+    """Raise ConfigError for what ZeRO does wrongly, or in ways not checked, beside other axes than dp."""
+    if _device(zero, "offload_optimizer") == "nvme":
+        raise ConfigError(
+            'zero_optimization.offload_optimizer.device = "nvme"',
+            "gradients on NVMe are out of reach when the norm over the pipeline is taken",
+            'use "cpu"',
+        )
+    for key, off in (("zero_hpz_partition_size", 1), ("zero_quantized_gradients", False)):
+        if zero.get(key, off) != off and mesh.dp != mesh.size:
+            raise ConfigError(
+                f"zero_optimization.{key} = {zero[key]}",
+                "DeepSpeed would group ranks of different tensor and pipeline coordinates",
+                f"use {off}, or tensor and pipeline degrees of 1",
+            )
+
+
+def _device(zero: Mapping[str, Any], block: str) -> str:
+    return str((zero.get(block) or {}).get("device") or "none")

@@ -16,6 +16,7 @@ from dsx.checkpoint import store
 from dsx.checkpoint.formats import hf, slices
 from dsx.errors import ModelError
 from dsx.runtime.data.tokenizers import TransformersTokenizer
+from dsx.runtime.launch import agree
 from dsx.spec.param import ParamSpec
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ _TOKENIZER_FILES = {
 def load_weights(pipeline: PipelineModule, folder: str | Path, specs: Sequence[ParamSpec]) -> None:
     """Fill a module of dsx's families from a Hugging Face folder; each rank reads only its own slices.
 
-    Call it before :func:`dsx.initialize`, so that the optimizer's fp32 copies start from these weights.
+    A collective call over all ranks. Call it before :func:`dsx.initialize`, so that the optimizer's fp32
+    copies start from these weights.
 
     Args:
         pipeline: The module to fill.
@@ -51,8 +53,8 @@ def load_weights(pipeline: PipelineModule, folder: str | Path, specs: Sequence[P
         ModelError: The layers are not dsx's own.
     """
     groups = pipeline.groups
+    agree(lambda: _check(folder, specs))
     with hf.open_weights(folder) as weights, torch.no_grad():
-        weights.check(specs)
         for parameter in pipeline.chunks.parameters():
             parameter.copy_(weights.read(spec_of(parameter), groups.mesh.tp, groups.tp_rank))
 
@@ -134,6 +136,11 @@ def spec_of(parameter: nn.Parameter) -> ParamSpec:
             "use dsx's own model families for Hugging Face weights",
         )
     return spec
+
+
+def _check(folder: str | Path, specs: Sequence[ParamSpec]) -> None:
+    with hf.open_weights(folder) as weights:
+        weights.check(specs)
 
 
 def _whole(local: torch.Tensor, spec: ParamSpec, groups: Groups) -> torch.Tensor:

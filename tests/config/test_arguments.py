@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dsx.config.arguments import parse_arguments
+from dsx.errors import ConfigError
 
 
 @pytest.mark.parametrize("rank", [[], ["--local_rank=1"], ["--local_rank", "1"], ["--local-rank=1"]])
@@ -30,12 +31,10 @@ def test_launchers(rank):
     ],
 )
 def test_bad_usage(arguments, word, capsys):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(ConfigError) as error:
         parse_arguments(arguments)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert word in error
-    assert "usage:" in error
+    assert word in str(error.value)
+    assert capsys.readouterr() == ("", "")  # under a launcher every rank would print it
 
 
 def test_help(capsys):

@@ -207,14 +207,14 @@ def held_out_loss(model: Any, output: Path) -> float:
     (folder,) = (output / "data").iterdir()
     corpus = Corpus.open(folder, sequence_length=SMALL["dsx.data.sequence_length"])
     batches = EvaluationBatches(
-        corpus.held_out, micro_batch_size=4, dp=1, dp_rank=0, max_tokens=SMALL["dsx.train.eval_tokens"]
+        corpus.held_out, micro_batch_size=1, dp=1, dp_rank=0, max_tokens=SMALL["dsx.train.eval_tokens"]
     )
     with torch.no_grad():
         losses = [
             torch.nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), labels.flatten()).item()
             for inputs, labels in batches
         ]
-    assert len(losses) == 16
+    assert len(losses) > 10
     return sum(losses) / len(losses)
 
 

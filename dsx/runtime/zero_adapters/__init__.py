@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import deepspeed
 import torch
 
-from dsx.errors import VersionError
+from dsx.errors import ConfigError, ModelError, VersionError
 from dsx.runtime.zero_adapters.bf16 import Bf16Adapter
 from dsx.runtime.zero_adapters.norm import NormScope
 from dsx.runtime.zero_adapters.partitioned import PartitionedAdapter
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from dsx.runtime.pipeline_module import Tie
 
 SUPPORTED_DEEPSPEED = ("0.19.8",)
+
+_ZERO_OPTIMIZERS = ("BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
 
 __all__ = [
     "SUPPORTED_DEEPSPEED",
@@ -93,14 +95,25 @@ def adapt(engine: Any, groups: Groups, ties: Sequence[Tie], clipping: float) -> 
         groups: This rank's process groups.
         ties: Tied weights with copies on other pipeline ranks.
         clipping: Largest gradient norm; 0 leaves gradients as they are.
+
+    Raises:
+        ConfigError: An optimizer that dsx has not been checked with, or that cannot have tied weights.
+        ModelError: The model has MoE layers.
     """
-    scope = NormScope(groups)
-    optimizer = type(engine.optimizer).__name__
+    scope, optimizer = NormScope(groups), type(engine.optimizer).__name__
+    stage = engine.zero_optimization_stage()
+    if engine.has_moe_layers:
+        raise ModelError("the model", "it has MoE layers, whose gradients dsx does not follow", "remove them")
+    if stage > 0 and optimizer not in _ZERO_OPTIMIZERS:
+        raise ConfigError(
+            f"zero_optimization (DeepSpeed chose {optimizer})",
+            "dsx has not been checked with this optimizer",
+            f"choose settings that lead to one of {', '.join(_ZERO_OPTIMIZERS)}",
+        )
     # What is frozen has no gradient to sum, and no place in ZeRO's groups.
     ties = [tie for tie in ties if any(p.requires_grad for p in tie.parameters)]
     if optimizer == "BF16_Optimizer":
         return Bf16Adapter(engine, ties)
-    stage = engine.zero_optimization_stage()
     if stage == 0:
         return ReplicatedAdapter(engine, scope, ties, clipping)
     if stage == 3:

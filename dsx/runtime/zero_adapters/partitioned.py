@@ -23,7 +23,8 @@ class PartitionedAdapter:
     that their interval of the gradient is the same on every pipeline rank that holds a copy.
 
     Raises:
-        ConfigError: They do not, because the user's optimizer was built some other way.
+        ConfigError: They do not, because the user's optimizer was built some other way; or the optimizer
+            cannot have them.
     """
 
     def __init__(self, engine: Any, scope: NormScope, ties: Sequence[Tie]) -> None:
@@ -31,6 +32,7 @@ class PartitionedAdapter:
         self._optimizer = engine.optimizer
         self._norm = torch.zeros(())
         self._fresh = True
+        self._require_groups()
         self._tied = [(tie.group, index) for tie in ties for index in self._groups_of(tie)]
         step = self._optimizer.step
 
@@ -85,6 +87,16 @@ class PartitionedAdapter:
             for tensor in self._gradients(index):
                 all_reduce_sum(tensor, group, self._engine.device)
 
+    def _require_groups(self) -> None:
+        """DeepSpeed makes Adagrad anew with one group, and fails at the first step (stage_1_and_2.py:948)."""
+        inner = self._optimizer.optimizer
+        if len(inner.param_groups) != len(self._optimizer.bit16_groups):
+            raise ConfigError(
+                f"optimizer = {type(inner).__name__}",
+                "DeepSpeed's ZeRO-1 and 2 allow it one parameter group; a tied weight needs one of its own",
+                "use ZeRO-0 or 3, another optimizer, or one pipeline rank for all uses of tied weights",
+            )
+
     def _groups_of(self, tie: Tie) -> list[int]:
         """The optimizer's groups that hold ``tie``'s weights, and nothing else."""
         tied = {id(parameter) for parameter in tie.parameters}
@@ -93,6 +105,12 @@ class PartitionedAdapter:
             members = {id(parameter) for parameter in group}
             if members & tied:
                 found.append(index)
+            if members & tied and any(getattr(parameter, "use_muon", False) for parameter in group):
+                raise ConfigError(
+                    "optimizer = Muon",
+                    f"ZeRO-1 and 2 take its update before tied gradients ({tie.key!r}) are summed",
+                    "use ZeRO-0, another optimizer, or one pipeline rank for all uses of the tied weight",
+                )
             if members & tied and members - tied:
                 raise ConfigError(
                     f"optimizer = {type(self._optimizer.optimizer).__name__}",
