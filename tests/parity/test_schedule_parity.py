@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 
+import ranks
 from parity import dsx_run, oracle
 from parity.dsx_run import Case
 
