@@ -27,7 +27,7 @@ END = 256
 
 
 def config(source: object, **keys: object) -> DataConfig:
-    return DataConfig(source=str(source), **{"sequence_length": 8, **keys})
+    return DataConfig(source=str(source), **{"tokenizer": "bytes", "sequence_length": 8, **keys})
 
 
 def write(path: Path, texts: Sequence[str]) -> Path:
@@ -169,7 +169,7 @@ class Dying(corpus.SplitWriter):
             os.kill(os.getpid(), signal.SIGKILL)
 
 corpus.SplitWriter = Dying
-corpus.prepare(DataConfig(source=sys.argv[1], sequence_length=8), sys.argv[2])
+corpus.prepare(DataConfig(source=sys.argv[1], tokenizer="bytes", sequence_length=8), sys.argv[2])
 """
 
 

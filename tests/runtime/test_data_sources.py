@@ -25,7 +25,7 @@ ROWS = ["first", "zweites, mit Komma", "三番目\nline two", "last"]
 
 
 def config(source: object, **keys: object) -> DataConfig:
-    return DataConfig(source=str(source), sequence_length=8, **keys)
+    return DataConfig(source=str(source), tokenizer="bytes", sequence_length=8, **keys)
 
 
 def read(source: object, **keys: object) -> list[str]:
