@@ -83,6 +83,7 @@ def settings_of(case):
 
 def engine_of(case, groups, layers, loss_fn, split):
     from dsx.plan.builders import build
+    from dsx.plan.receives import receive_plan
     from dsx.plan.transfers import lower
     from dsx.runtime.engine import initialize
     from dsx.runtime.pipeline_module import PipelineModule
@@ -98,7 +99,9 @@ def engine_of(case, groups, layers, loss_fn, split):
     engine = initialize(model=pipeline, config=settings_of(case))[0]
     if split is not None:
         schedule = split_backwards(build(pipeline.schedule, case.pp, case.chunks, MICRO_BATCHES))
-        engine._schedules[pipeline.schedule, MICRO_BATCHES] = lower(schedule)
+        lowered = lower(schedule)
+        receives = receive_plan(lowered, groups.pp_rank)
+        engine._schedules[pipeline.schedule, MICRO_BATCHES] = lowered, receives
     return engine
 
 
