@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -13,11 +15,13 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from dsx.errors import ConfigError, DsxError
-from dsx.runtime.entry import AGREED, local_rank
+from dsx.runtime.entry import AGREED, local_rank, rank
 from dsx.runtime.groups import Groups, make_groups
 from dsx.spec.mesh import Mesh
 
 T = TypeVar("T")
+
+_LOOK_SECONDS = 1.0
 
 
 @contextmanager
@@ -60,8 +64,8 @@ def distributed(
     accelerator.set_device(local_rank())
     backend, timeout = ("gloo" if cpu else "nccl"), timedelta(seconds=timeout_seconds)
     if "WORLD_SIZE" in os.environ:
-        store, rank, size = _meet(timedelta(seconds=start_timeout_seconds))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        store, place, size = _meet(timedelta(seconds=start_timeout_seconds))
+        dist.init_process_group(backend, store=store, rank=place, world_size=size, timeout=timeout)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
@@ -77,8 +81,9 @@ def distributed(
 
 def _meet(timeout: timedelta) -> tuple[Any, int, int]:
     """The launcher's key-value store, when every rank is there; this rank; the number of ranks."""
+    _await_listener(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
     try:
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        store, place, size = next(rendezvous("env://", timeout=timeout))
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -91,7 +96,16 @@ def _meet(timeout: timedelta) -> tuple[Any, int, int]:
     if store.add("dsx/arrived", 1) == size:
         store.set("dsx/all_arrived", "1")
     store.wait(["dsx/all_arrived"], timeout)
-    return store, rank, size
+    return store, place, size
+
+
+def _await_listener(address: str, port: int, timeout: timedelta) -> None:
+    """Wait until rank 0, or torchrun, listens. torch itself looks once a minute, after a while."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while rank() != 0 and time.monotonic() < deadline:
+        with suppress(OSError), socket.create_connection((address, port), timeout=_LOOK_SECONDS):
+            return
+        time.sleep(_LOOK_SECONDS)
 
 
 def agree(action: Callable[[], T]) -> T:

@@ -98,6 +98,7 @@ class PipelineModule(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_specs: tuple[Any, ...] = tuple(layers)
+        _require_layers(self.layer_specs)
         self.groups = groups or make_groups(_mesh(num_stages, topology))
         chunks = stage_map.num_chunks if stage_map is not None else num_chunks
         self.schedule = ("interleaved" if chunks > 1 else "1f1b") if schedule == "auto" else schedule
@@ -168,12 +169,6 @@ class PipelineModule(nn.Module):
         if isinstance(spec, LayerSpec):
             built: nn.Module = spec.build()
             return built
-        if not callable(spec):
-            raise ModelError(
-                f"layer {index} ({type(spec).__name__})",
-                "it is neither a LayerSpec, a module nor a function",
-                "give each layer as a LayerSpec, a torch.nn.Module or a callable",
-            )
         layer: Callable[..., Any] = spec
         return layer
 
@@ -211,6 +206,17 @@ class PipelineModule(nn.Module):
             dist.broadcast(parameter.data, ranks[0], group=group)
             parameter.ds_pipe_replicated = self.groups.rank != ranks[0]  # type: ignore[attr-defined]
         return Tie(key, parameters, group)
+
+
+def _require_layers(layers: Sequence[Any]) -> None:
+    """Raise the same ModelError on every rank, whichever builds the layer."""
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, LayerSpec) and not callable(layer):
+            raise ModelError(
+                f"layer {index} ({type(layer).__name__})",
+                "it is neither a LayerSpec, a module nor a function",
+                "give each layer as a LayerSpec, a torch.nn.Module or a callable",
+            )
 
 
 def _tied_layers(layers: Sequence[Any]) -> dict[str, list[tuple[int, Any]]]:
