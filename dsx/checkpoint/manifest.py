@@ -69,6 +69,7 @@ class Manifest:
         versions: Package -> version that wrote the checkpoint: dsx, deepspeed, torch.
         mesh: Axis -> degree, outermost first, as :class:`dsx.spec.mesh.Mesh` orders them.
         chunks: Virtual stages per pipeline rank.
+        placement: How virtual stages are dealt to ranks, ``loop`` or ``v``.
         stage_bounds: Layer at which each virtual stage begins, then the number of layers.
         precision: Compute dtype, ``fp32`` or ``bf16``.
         schedule: Name of the pipeline schedule.
@@ -99,6 +100,7 @@ class Manifest:
     tokens: int = 0
     data_cursor: int = 0
     seed: int | None = None
+    placement: str = "loop"
     model: dict[str, Any] | None = None
     wandb_run_id: str | None = None
     format: int = FORMAT
@@ -199,6 +201,7 @@ class Manifest:
         padding = sorted({entry.pad_multiple for entry in self.tensors})
         return {axes.get(axis, axis): degree for axis, degree in self.mesh.items()} | {
             "dsx.parallel.chunks": self.chunks,
+            "placement of the stages (dsx.schedule)": self.placement,
             "first layers of the stages (dsx.partition)": self.stage_bounds,
             "zero_optimization.stage": self.zero_stage,
             "precision": self.precision,

@@ -4,44 +4,93 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from dsx.errors import ConfigError
+from dsx.plan.builders import NAMES, Options, ScheduleName, build, default_chunks
+from dsx.plan.simulate import Costs, simulate
+
 if TYPE_CHECKING:
+    from dsx.plan.simulate import Timeline
     from dsx.spec.schedule import Schedule
 
 
 def schedule(
     name: Annotated[
-        Literal["gpipe", "1f1b", "interleaved"],
-        typer.Argument(metavar="NAME", help="gpipe, 1f1b or interleaved."),
+        ScheduleName,
+        typer.Argument(metavar="NAME", help=f"{', '.join(NAMES[:-1])} or {NAMES[-1]}."),
     ],
     stages: Annotated[int, typer.Option(help="Pipeline ranks.", min=1)],
     micro_batches: Annotated[int, typer.Option(help="Micro-batches per step.", min=1)],
-    chunks: Annotated[int, typer.Option(help="Virtual stages per rank.", min=1)] = 1,
+    chunks: Annotated[
+        int | None,
+        typer.Option(help="Virtual stages per rank. Default: 2 where the schedule can have them.", min=1),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Least micro-batches per group of an interleaved schedule. Default: the ranks.", min=1
+        ),
+    ] = None,
+    warmup: Annotated[
+        int | None,
+        typer.Option(help="Forwards that a rank of an interleaved schedule starts ahead of the next.", min=0),
+    ] = None,
+    wire: Annotated[float, typer.Option(help="Time of a transfer, in forwards.", min=0)] = 0.0,
     style: Annotated[
-        Literal["table", "csv", "json"],
-        typer.Option("--format", help="A drawing, the actions as torch writes them, or everything as JSON."),
+        Literal["table", "csv", "json", "svg", "html", "perfetto"],
+        typer.Option(
+            "--format",
+            help="A drawing in text, the actions as torch writes them, everything as JSON, a picture, "
+            "a page, or a trace for ui.perfetto.dev (a forward takes 1 s).",
+        ),
     ] = "table",
+    output: Annotated[Path | None, typer.Option(help="File to write. Default: standard output.")] = None,
 ) -> None:
-    """Print a pipeline schedule and its bubble.
+    """Print or draw a pipeline schedule and its bubble.
 
-    For equal stages, a backward of twice a forward and free transfers. Also the activations that it keeps.
+    For equal stages, a backward of twice a forward (half of it the input's gradient, half the weights'). Also
+    the activations that it keeps.
     """
-    from dsx.plan.builders import build
+    costs = Costs(transfer_seconds=wire)
+    options = Options(group_size=group_size, warmup_per_rank=warmup, costs=costs)
+    built = build(name, stages, default_chunks(name) if chunks is None else chunks, micro_batches, options)
+    text = _render(built, costs, style, to_file=output is not None)
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text)
+    except OSError as error:
+        raise ConfigError(
+            f"--output {output}", error.strerror or str(error), "name a file to write"
+        ) from error
+    typer.echo(f"wrote {output}")
 
-    built = build(name, stages, chunks, micro_batches)
+
+def _render(built: Schedule, costs: Costs, style: str, *, to_file: bool) -> str:
+    timeline = simulate(built, costs)
     if style == "csv":
-        typer.echo(built.to_csv(), nl=False)
-    elif style == "json":
-        typer.echo(json.dumps(_facts(built), indent=2))
-    else:
-        typer.echo(_table(built))
+        return built.to_csv()
+    if style == "json":
+        return json.dumps(_facts(built, timeline), indent=2) + "\n"
+    if style == "perfetto":
+        from dsx.report.perfetto import chrome_trace
+
+        return chrome_trace(built, {"simulated": timeline})
+    if style in ("svg", "html"):
+        from dsx.report import timeline as pictures
+
+        draw = pictures.svg if style == "svg" else pictures.html
+        return draw(built, timeline, unit="forwards")
+    width = 110 if to_file else shutil.get_terminal_size(fallback=(110, 0)).columns
+    return _table(built, timeline, width)
 
 
-def _facts(built: Schedule) -> dict[str, Any]:
-    from dsx.plan.simulate import simulate
+def _facts(built: Schedule, timeline: Timeline) -> dict[str, Any]:
     from dsx.plan.validate import peak_activations
 
     return {
@@ -49,22 +98,22 @@ def _facts(built: Schedule) -> dict[str, Any]:
         "pipeline_ranks": built.num_ranks,
         "chunks": built.num_chunks,
         "micro_batches": built.num_micro_batches,
-        "bubble_over_ideal": simulate(built).bubble,
+        "placement": built.placement,
+        "bubble_over_ideal": timeline.bubble,
         "peak_activations": list(peak_activations(built)),
         "rows": [[str(action) for action in row] for row in built.rows],
     }
 
 
-def _table(built: Schedule) -> str:
+def _table(built: Schedule, timeline: Timeline, width: int) -> str:
     from dsx.report.schedule_table import render
 
-    facts = _facts(built)
+    facts = _facts(built, timeline)
     peaks = ", ".join(map(str, facts["peak_activations"]))
     share = f", each of 1/{built.num_chunks} of a rank's layers" if built.num_chunks > 1 else ""
-    return "\n".join(
-        (
-            render(built, width=shutil.get_terminal_size(fallback=(110, 0)).columns),
-            f"bubble: {facts['bubble_over_ideal']:.1%} of the ideal time",
-            f"peak activations per rank, in micro-batches{share}: {peaks}",
-        )
+    lines = (
+        render(built, timeline, width=width, unit="forward"),
+        f"bubble: {facts['bubble_over_ideal']:.1%} of the ideal time",
+        f"peak activations per rank, in micro-batches{share}: {peaks}",
     )
+    return "\n".join(lines) + "\n"

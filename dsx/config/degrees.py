@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dsx.config.problems import at, either, raise_all
 from dsx.config.schema import DsxConfig
 from dsx.errors import ConfigError
+from dsx.plan.builders import ScheduleName, default_chunks, placement_of
 from dsx.spec.mesh import Mesh
 from dsx.spec.model import ModelSpec
 
@@ -116,8 +117,10 @@ def _pipeline_fits(dsx: DsxConfig, model: ModelSpec, pp: int) -> bool:
     chunks, method = dsx.parallel.chunks, dsx.partition.method
     if isinstance(method, list):
         return len(method) % (pp if chunks == "auto" else pp * chunks) == 0
-    fewest = (2 if dsx.schedule.name == "interleaved" else 1) if chunks == "auto" else chunks
-    return pp * fewest <= model.num_layers
+    if chunks == "auto":
+        name = dsx.schedule.name
+        chunks = 1 if name == "auto" else default_chunks(name)
+    return pp * chunks <= model.num_layers
 
 
 def _chunks(dsx: DsxConfig, model: ModelSpec, pp: int, num_layers: int) -> int:
@@ -125,7 +128,7 @@ def _chunks(dsx: DsxConfig, model: ModelSpec, pp: int, num_layers: int) -> int:
         return 1
     chunks, name, method = dsx.parallel.chunks, dsx.schedule.name, dsx.partition.method
     if chunks == "auto":
-        if name in ("gpipe", "1f1b"):
+        if name != "auto" and default_chunks(name) == 1:
             return 1
         if isinstance(method, list) and len(method) % pp == 0:
             return len(method) // pp
@@ -139,20 +142,31 @@ def _chunks(dsx: DsxConfig, model: ModelSpec, pp: int, num_layers: int) -> int:
             )
         return 2
     key = at("dsx.parallel.chunks", chunks)
-    if name in ("gpipe", "1f1b") and chunks > 1:
-        raise ConfigError(key, f"schedule {name} has one chunk per rank", 'use 1, or schedule "interleaved"')
-    if name == "interleaved" and chunks == 1:
-        raise ConfigError(key, "interleaving needs at least 2 chunks per rank", 'use 2 or more, or "1f1b"')
+    if name != "auto":
+        _check_chunks(name, chunks, key)
     if pp * chunks > num_layers:
         why = f"more stages than layers: pipeline {pp} x chunks {chunks} on {num_layers} layers"
         raise ConfigError(key, why, f"use at most {num_layers // pp}, or a smaller dsx.parallel.pipeline")
     return chunks
 
 
+def _check_chunks(name: ScheduleName, chunks: int, key: str) -> None:
+    """Raise ConfigError unless schedule ``name`` can have so many chunks on several ranks."""
+    if default_chunks(name) == 1:
+        if chunks > 1:
+            why = f"schedule {name} has one chunk per rank"
+            raise ConfigError(key, why, 'use 1, or schedule "interleaved"')
+    elif placement_of(name) == "v" and chunks != 2:
+        raise ConfigError(key, f"schedule {name} has two chunks per rank", 'use 2, or "interleaved_zb"')
+    elif chunks == 1:
+        why = f"schedule {name} needs at least 2 chunks per rank"
+        raise ConfigError(key, why, 'use 2 or more, or "1f1b"')
+
+
 def _schedule(dsx: DsxConfig, pp: int, chunks: int) -> str:
-    """The schedule's resolved name. One rank has no order to choose: its interleaving is 1f1b."""
+    """The schedule's resolved name. One rank has nothing to wait for: all but gpipe are 1f1b there."""
     name = dsx.schedule.name
-    if name == "auto" or (name == "interleaved" and pp == 1):
+    if name == "auto" or (name != "gpipe" and pp == 1):
         return "interleaved" if chunks > 1 else "1f1b"
     return name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dsx.config.run import RunConfig
 from dsx.config.run_checks import Facts, run_notes, run_problems
 from dsx.config.schema import DsxConfig
 from dsx.errors import ConfigError, LayoutError
+from dsx.plan.builders import placement_of
 from dsx.plan.flops import layer_flops
 from dsx.plan.params import layer_kinds, param_specs
 from dsx.plan.partition import partition
@@ -95,7 +97,7 @@ def _stages(dsx: DsxConfig, model: ModelSpec, specs: Sequence[ParamSpec], degree
         if spec.tie is not None:
             parameters[-1] += spec.numel  # the head's stage holds a copy of the tied table
     try:
-        return partition(
+        stages = partition(
             method,
             pp * chunks,
             pp,
@@ -105,3 +107,4 @@ def _stages(dsx: DsxConfig, model: ModelSpec, specs: Sequence[ParamSpec], degree
         )
     except LayoutError as error:
         raise ConfigError(key, f"{error.where}: {error.what}", error.fix) from None
+    return replace(stages, placement=placement_of(degrees.schedule_name))

@@ -29,7 +29,7 @@ class RunConfig:
         hf_config: The Hugging Face config that it was read from.
         weights: Hugging Face folder to start from; None for fresh weights.
         chunks: Virtual stages per pipeline rank.
-        schedule_name: ``gpipe``, ``1f1b`` or ``interleaved``.
+        schedule_name: A name that :func:`dsx.plan.builders.build` knows.
         stage_map: Layers over virtual stages over pipeline ranks.
         param_specs: Every parameter of the model.
         micro_batch_size: Sequences per micro-batch and data-parallel rank.

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from dsx.plan.builders import ScheduleName
 from dsx.spec.model import Family, Recompute
 
 Positive = Annotated[int, Field(ge=1)]
@@ -89,9 +90,10 @@ class ParallelConfig(Block):
 class ScheduleConfig(Block):
     """Order of the micro-batches in the pipeline."""
 
-    name: Literal["auto", "gpipe", "1f1b", "interleaved"] = Field(
+    name: Literal["auto"] | ScheduleName = Field(
         default="auto",
-        description='"auto": interleaved if chunks > 1, else 1f1b. gpipe and 1f1b need chunks = 1.',
+        description='"auto": interleaved if chunks > 1, else 1f1b. gpipe, 1f1b and zb_h1 take 1 chunk, zbv '
+        "and dualpipev 2, the others 2 or more; `dsx schedule NAME` draws one with its bubble and memory.",
     )
 
 

@@ -9,6 +9,7 @@ from dsx.nn.loss import cross_entropy
 from dsx.nn.norm import LayerNorm, RMSNorm
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights, initialise
+from dsx.nn.split import WeightGradients
 
 __all__ = [
     "ColumnParallelLinear",
@@ -17,6 +18,7 @@ __all__ = [
     "RowParallelLinear",
     "TensorParallel",
     "VocabParallelEmbedding",
+    "WeightGradients",
     "Weights",
     "cross_entropy",
     "initialise",

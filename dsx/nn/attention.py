@@ -57,6 +57,7 @@ class Attention(nn.Module):
             parts=parts,
             dtype=weights.dtype,
             device=weights.device,
+            split=weights.split,
         )
         self.out = RowParallelLinear(
             model.query_size,
@@ -65,6 +66,7 @@ class Attention(nn.Module):
             bias=model.attention_out_bias,
             dtype=weights.dtype,
             device=weights.device,
+            split=weights.split,
         )
 
     def forward(self, x_BsH: Tensor) -> Tensor:

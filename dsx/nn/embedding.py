@@ -6,9 +6,14 @@ of the padded vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from dsx.errors import ModelError
 from dsx.nn import collectives
@@ -16,6 +21,7 @@ from dsx.nn.dropout import Dropout
 from dsx.nn.linear import column_linear
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights
+from dsx.nn.split import WeightGradients, late
 from dsx.spec.model import ModelSpec
 
 
@@ -45,6 +51,38 @@ def check_ids(ids: Tensor, vocab_size: int, what: str, *, ignored: int | None = 
         torch._assert_async(good.all(), f"{what} outside the vocabulary of {vocab_size}")  # noqa: SLF001 (no public one)
 
 
+class _Lookup(torch.autograd.Function):
+    """Rows of a table, whose gradient can be computed later."""
+
+    @staticmethod
+    def forward(ctx: Any, row_BS: Tensor, weight: Tensor, split: WeightGradients) -> Tensor:
+        ctx.save_for_backward(row_BS)
+        ctx.parameter, ctx.shape, ctx.split = weight, weight.shape, split
+        return F.embedding(row_BS, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
+        (row_BS,) = ctx.saved_tensors
+        start = partial(_start_table_gradient, rows=ctx.shape[0])
+        if ctx.split.active:
+            ctx.split.keep(ctx.parameter, ctx.shape, start, row_BS, dy)
+            return None, None, None
+        return None, start(row_BS, dy)(), None
+
+
+def _start_table_gradient(row_BS: Tensor, dy: Tensor, *, rows: int) -> Callable[[], Tensor]:
+    # The operator behind F.embedding's own backward: no padding row, no scaling by frequency.
+    return partial(torch.ops.aten.embedding_dense_backward, dy, row_BS, rows, -1, scale_grad_by_freq=False)
+
+
+def _look_up(row_BS: Tensor, weight: Tensor, split: WeightGradients | None) -> Tensor:
+    if split is None or not weight.is_leaf:
+        return F.embedding(row_BS, weight)
+    y: Tensor = _Lookup.apply(row_BS, weight, split)
+    return y
+
+
 class VocabParallelEmbedding(nn.Module):
     """Rows of a vocabulary table on this rank, used as embedding or, ``as_head``, as output linear.
 
@@ -57,6 +95,7 @@ class VocabParallelEmbedding(nn.Module):
         tp: The tensor-parallel ranks.
         dtype: Of the table.
         device: Of the table.
+        split: Takes the table's gradient while it defers; None never splits the backward.
     """
 
     def __init__(
@@ -68,9 +107,10 @@ class VocabParallelEmbedding(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        split: WeightGradients | None = None,
     ) -> None:
         super().__init__()
-        self.vocab_size, self.tp = vocab_size, tp
+        self.vocab_size, self.tp, self.split = vocab_size, tp, split
         self.first = tp.rank * padded_rows
         num_valid = min(max(vocab_size - self.first, 0), padded_rows)
         self.num_valid = num_valid if num_valid < padded_rows else None
@@ -79,13 +119,13 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, x: Tensor, *, as_head: bool = False) -> Tensor:
         """Token ids [B, S] to [B, s, H]; ``as_head`` [B, s, H] to logits [B, S, V], padding at -inf."""
         if as_head:
-            return column_linear(x, self.weight, None, self.tp, num_valid=self.num_valid)
+            return column_linear(x, self.weight, None, self.tp, num_valid=self.num_valid, split=self.split)
         check_ids(x, self.vocab_size, "token id")
         if self.tp.size == 1:
-            return F.embedding(x, self.weight)
+            return _look_up(x, self.weight, self.split)
         row_BS = x - self.first
         elsewhere_BS = (row_BS < 0) | (row_BS >= self.weight.shape[0])
-        partial_BSH = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), self.weight)
+        partial_BSH = _look_up(row_BS.masked_fill(elsewhere_BS, 0), self.weight, self.split)
         partial_BSH = partial_BSH.masked_fill_(elsewhere_BS.unsqueeze(-1), 0.0)
         return collectives.reduce_from(partial_BSH, self.tp)
 
@@ -97,7 +137,13 @@ class VocabParallelEmbedding(nn.Module):
 def _table(model: ModelSpec, weights: Weights) -> VocabParallelEmbedding:
     rows = weights.specs["word.weight"].local_extent(weights.tp.size)
     return VocabParallelEmbedding(
-        model.vocab_size, rows, model.hidden_size, weights.tp, dtype=weights.dtype, device=weights.device
+        model.vocab_size,
+        rows,
+        model.hidden_size,
+        weights.tp,
+        dtype=weights.dtype,
+        device=weights.device,
+        split=weights.split,
     )
 
 
@@ -143,6 +189,7 @@ class LearnedPositions(nn.Module):
         tp: The tensor-parallel ranks.
         dtype: Of the table.
         device: Of the table.
+        split: Takes the table's gradient while it defers; None never splits the backward.
     """
 
     def __init__(
@@ -153,9 +200,10 @@ class LearnedPositions(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        split: WeightGradients | None = None,
     ) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp, self.split = tp, split
         self.weight = nn.Parameter(torch.empty(max_positions, hidden_size, dtype=dtype, device=device))
 
     def forward(self, x_BsH: Tensor) -> Tensor:
@@ -171,7 +219,7 @@ class LearnedPositions(nn.Module):
                 f"the model has {self.weight.shape[0]} positions",
                 "use shorter sequences or a model with more positions",
             )
-        position_SH = self.weight[:length]
+        position_SH = late(self.weight, self.split)[:length]
         if self.tp.sequence:
             # Its gradient is gathered over the ranks: S x H elements, not a sum over the whole table.
             position_SH = collectives.scatter_to(position_SH, self.tp, dim=0)
@@ -185,7 +233,12 @@ class Positions(nn.Module):
         super().__init__()
         tp = weights.tp
         self.position = LearnedPositions(
-            model.max_positions, model.hidden_size, tp, dtype=weights.dtype, device=weights.device
+            model.max_positions,
+            model.hidden_size,
+            tp,
+            dtype=weights.dtype,
+            device=weights.device,
+            split=weights.split,
         )
         self.dropout = Dropout(model.embedding_dropout, tp, sharded=tp.sequence)
         weights.initialise(self)

@@ -6,6 +6,8 @@ Weights are [out, in] as torch.nn.Linear's, so "column" is Shoeybi et al.'s word
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from dsx.errors import ModelError
 from dsx.nn import collectives
 from dsx.nn.parallel import TensorParallel
+from dsx.nn.split import WeightGradients, late
 
 
 class _Linear(torch.autograd.Function):
@@ -24,6 +27,9 @@ class _Linear(torch.autograd.Function):
     (arXiv:2205.05198, section 4.2.2), and the Parameter itself. DeepSpeed's ZeRO-3 frees a gathered weight by
     emptying the Parameter; a saved view such as ``weight.t()`` would keep the gathered copy alive for every
     micro-batch in flight.
+
+    With the backward split, it keeps slices for the weight's part: that of x where x was gathered, and of dy
+    where :func:`~dsx.nn.collectives.reduce_from` gathered dy (``reduced``). Both are gathered once more.
     """
 
     @staticmethod
@@ -34,10 +40,14 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         tp: TensorParallel | None,
         num_valid: int | None,
+        split: WeightGradients | None,
+        reduced: TensorParallel | None,
     ) -> Tensor:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        ctx.tp, ctx.num_valid = tp, num_valid
+        ctx.tp, ctx.reduced, ctx.num_valid = tp, reduced, num_valid
+        # Recompute hands backward a copy of the saved Parameter, which has no place for a gradient.
+        ctx.split, ctx.parameter, ctx.shape = split, weight if weight.is_leaf else None, weight.shape
         if tp is not None and tp.sequence:
             x = collectives.all_gather(x, tp, collectives.SEQUENCE)
         # The result is no view, so that the reduction after a row-parallel linear may overwrite it.
@@ -53,26 +63,52 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         tp: TensorParallel | None = ctx.tp
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dy_NO = dy.reshape(-1, dy.shape[-1])
+        later = needs_weight and ctx.parameter is not None and ctx.split is not None and ctx.split.active
+        if later:
+            start = partial(_start_weight_gradient, tp=tp, reduced=ctx.reduced, num_valid=ctx.num_valid)
+            ctx.split.keep(ctx.parameter, ctx.shape, start, x.detach(), _own_part(dy, ctx.reduced))
         # Communication overlaps both matmuls: the gather of x hides behind dx, the reduction of dx behind dW.
-        whole = _start_gather(x, tp) if needs_weight else None
+        finish = None
+        if needs_weight and not later:
+            finish = _start_weight_gradient(x, dy, tp=tp, reduced=None, num_valid=ctx.num_valid)
         dx = _start_reduce(dy_NO.mm(weight).view(*dy.shape[:-1], -1), tp) if needs_x else None
-        dweight = None
-        if whole is not None:
-            x_NI = whole.wait().reshape(-1, x.shape[-1])
-            dweight = dy_NO.t().mm(x_NI)
-            if ctx.num_valid is not None:
-                dweight[ctx.num_valid :] = 0
+        dweight = None if finish is None else finish()
         dbias = dy_NO.sum(0) if needs_bias else None
-        return None if dx is None else dx.wait(), dweight, dbias, None, None
+        return None if dx is None else dx.wait(), dweight, dbias, None, None, None, None
+
+
+def _start_weight_gradient(
+    x: Tensor, dy: Tensor, *, tp: TensorParallel | None, reduced: TensorParallel | None, num_valid: int | None
+) -> Callable[[], Tensor]:
+    """Start gathering x over ``tp`` or dy over ``reduced``; the result computes ``dy^T x``."""
+    whole_x, whole_dy = _start_gather(x, tp), _start_gather(dy, reduced)
+
+    def finish() -> Tensor:
+        dy_NO = whole_dy.wait().reshape(-1, dy.shape[-1])
+        dweight = dy_NO.t().mm(whole_x.wait().reshape(-1, x.shape[-1]))
+        if num_valid is not None:
+            dweight[num_valid:] = 0
+        return dweight
+
+    return finish
+
+
+def _own_part(dy: Tensor, reduced: TensorParallel | None) -> Tensor:
+    """What to keep of a row-parallel linear's dy: 1/tp of it if it was gathered along the sequence."""
+    if reduced is None or not reduced.sequence:
+        return dy
+    return collectives.own_slice(dy, reduced, collectives.SEQUENCE).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 def _start_gather(x: Tensor, tp: TensorParallel | None) -> collectives.Pending:
-    """The whole sequence's input of a linear, from this rank's slice of it."""
+    """The whole sequence of a linear's input or output gradient, from this rank's slice of it."""
     if tp is None or not tp.sequence:
         return collectives.done(x)
     return collectives.start_all_gather(x, tp, collectives.SEQUENCE)
@@ -88,7 +124,13 @@ def _start_reduce(dx: Tensor, tp: TensorParallel | None) -> collectives.Pending:
 
 
 def column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel, *, num_valid: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tp: TensorParallel,
+    *,
+    num_valid: int | None = None,
+    split: WeightGradients | None = None,
 ) -> Tensor:
     """``x W^T + b`` for this rank's rows of W: [..., in] to [..., out/tp].
 
@@ -99,8 +141,10 @@ def column_linear(
         bias: This rank's part, [out/tp], or None.
         tp: The gradient of ``x`` is summed over its ranks (scattered again under sequence parallelism).
         num_valid: Outputs from this one on are padding: -inf, and no gradient to their rows of ``weight``.
+        split: Takes the gradients of weight and bias while it defers.
     """
-    y: Tensor = _Linear.apply(x, weight, bias, tp, num_valid)
+    bias = None if bias is None else late(bias, split)
+    y: Tensor = _Linear.apply(x, weight, bias, tp, num_valid, split, None)
     return y
 
 
@@ -117,6 +161,7 @@ class ColumnParallelLinear(nn.Module):
         gather_output: Return all outputs on every rank, in the order of an uncut linear.
         dtype: Of the parameters.
         device: Of the parameters.
+        split: Takes the parameters' gradients while it defers; None never splits the backward.
 
     Parameters hold no values until :func:`dsx.nn.parameters.initialise` or a checkpoint fills them.
 
@@ -135,6 +180,7 @@ class ColumnParallelLinear(nn.Module):
         gather_output: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        split: WeightGradients | None = None,
     ) -> None:
         super().__init__()
         parts = parts or (out_features,)
@@ -143,14 +189,14 @@ class ColumnParallelLinear(nn.Module):
                 f"parts {parts}", f"they sum to {sum(parts)}, not {out_features}", "fix the sizes"
             )
         self.parts = tuple(_per_rank(part, tp, "outputs") for part in parts)
-        self.tp, self.gather_output = tp, gather_output
+        self.tp, self.gather_output, self.split = tp, gather_output, split
         rows = sum(self.parts)
         self.weight = nn.Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out/tp], or [..., out] with ``gather_output``; see :func:`column_linear`."""
-        y = column_linear(x, self.weight, self.bias, self.tp)
+        y = column_linear(x, self.weight, self.bias, self.tp, split=self.split)
         if not self.gather_output or self.tp.size == 1:
             return y
         y = collectives.gather_from(y, self.tp)
@@ -170,6 +216,7 @@ class RowParallelLinear(nn.Module):
         bias: Whether to add a bias, which every rank holds whole.
         dtype: Of the parameters.
         device: Of the parameters.
+        split: Takes the parameters' gradients while it defers; None never splits the backward.
 
     Parameters hold no values until :func:`dsx.nn.parameters.initialise` or a checkpoint fills them.
 
@@ -186,19 +233,22 @@ class RowParallelLinear(nn.Module):
         bias: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        split: WeightGradients | None = None,
     ) -> None:
         super().__init__()
         columns = _per_rank(in_features, tp, "inputs")
-        self.tp = tp
+        self.tp, self.split = tp, split
         self.weight = nn.Parameter(torch.empty(out_features, columns, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in/tp] to [..., out]; under sequence parallelism [B, S, in/tp] to [B, S/tp, out]."""
+        bias = None if self.bias is None else late(self.bias, self.split)
         if self.tp.size == 1:
-            y: Tensor = _Linear.apply(x, self.weight, self.bias, None, None)
+            y: Tensor = _Linear.apply(x, self.weight, bias, None, None, self.split, None)
             return y
-        return collectives.reduce_from(_Linear.apply(x, self.weight, None, None, None), self.tp, self.bias)
+        partial_sum = _Linear.apply(x, self.weight, None, None, None, self.split, self.tp)
+        return collectives.reduce_from(partial_sum, self.tp, bias)
 
 
 def _per_rank(features: int, tp: TensorParallel, what: str) -> int:

@@ -65,6 +65,7 @@ class Mlp(nn.Module):
             bias=model.mlp_bias,
             dtype=weights.dtype,
             device=weights.device,
+            split=weights.split,
         )
         self.gate_up = up(2 * width, parts=(width, width)) if model.gated_mlp else None
         self.up = None if model.gated_mlp else up(width)
@@ -75,6 +76,7 @@ class Mlp(nn.Module):
             bias=model.mlp_bias,
             dtype=weights.dtype,
             device=weights.device,
+            split=weights.split,
         )
 
     def forward(self, x_BsH: Tensor) -> Tensor:

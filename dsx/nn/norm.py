@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dsx.nn.collectives import copy_parameters
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights
+from dsx.nn.split import WeightGradients, late
 from dsx.spec.model import ModelSpec
 
 
@@ -29,15 +30,17 @@ class LayerNorm(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        split: WeightGradients | None = None,
     ) -> None:
         super().__init__()
-        self.epsilon, self.tp = epsilon, tp
+        self.epsilon, self.tp, self.split = epsilon, tp, split
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to the same."""
-        weight, bias = copy_parameters(self.tp, self.weight, self.bias)
+        parameters = late(self.weight, self.split), late(self.bias, self.split)
+        weight, bias = copy_parameters(self.tp, *parameters)
         return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
 
 
@@ -52,21 +55,29 @@ class RMSNorm(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        split: WeightGradients | None = None,
     ) -> None:
         super().__init__()
-        self.epsilon, self.tp = epsilon, tp
+        self.epsilon, self.tp, self.split = epsilon, tp, split
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to the same."""
-        (weight,) = copy_parameters(self.tp, self.weight)
+        (weight,) = copy_parameters(self.tp, late(self.weight, self.split))
         return F.rms_norm(x, weight.shape, weight, self.epsilon)
 
 
 def model_norm(model: ModelSpec, weights: Weights) -> LayerNorm | RMSNorm:
     """The norm that ``model`` uses, over its hidden size."""
     kind = LayerNorm if model.norm == "layernorm" else RMSNorm
-    return kind(model.hidden_size, model.norm_epsilon, weights.tp, dtype=weights.dtype, device=weights.device)
+    return kind(
+        model.hidden_size,
+        model.norm_epsilon,
+        weights.tp,
+        dtype=weights.dtype,
+        device=weights.device,
+        split=weights.split,
+    )
 
 
 class FinalNorm(nn.Module):

@@ -11,6 +11,7 @@ from torch import nn
 from dsx.errors import ModelError
 from dsx.nn import random
 from dsx.nn.parallel import TensorParallel
+from dsx.nn.split import WeightGradients
 from dsx.spec.param import ParamSpec
 
 
@@ -24,6 +25,7 @@ class Weights:
         dtype: Of the parameters.
         device: Of the parameters; ``meta`` leaves them without values.
         seed: Of the initial values.
+        split: Takes weight gradients while it defers; None never splits the backward.
     """
 
     specs: dict[str, ParamSpec]
@@ -31,6 +33,7 @@ class Weights:
     dtype: torch.dtype
     device: torch.device | str | None = None
     seed: int = 0
+    split: WeightGradients | None = None
 
     @classmethod
     def of_layer(
@@ -41,10 +44,11 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device | str | None = None,
         seed: int = 0,
+        split: WeightGradients | None = None,
     ) -> Weights:
         """Weights of one layer from its specs, whose names start with the layer's index."""
         paths = {spec.name.split(".", 1)[1]: spec for spec in specs}
-        return cls(specs=paths, tp=tp, dtype=dtype, device=device, seed=seed)
+        return cls(specs=paths, tp=tp, dtype=dtype, device=device, seed=seed, split=split)
 
     def initialise(self, module: nn.Module) -> None:
         """Fill and tag every parameter of ``module``; see :func:`initialise`."""

@@ -6,117 +6,205 @@ number of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 from dsx.errors import ScheduleError
+from dsx.plan.interleaved import Unit, alternate, by_group, groups, interleaved, interleaved_zb, zb_h1
+from dsx.plan.simulate import Costs
+from dsx.plan.sizes import check_numbers, check_one_chunk
+from dsx.plan.v_shaped import dualpipev, zbv
+from dsx.spec import placement as placements
+from dsx.spec.placement import Placement
 from dsx.spec.schedule import Action, Op, Schedule
 
-NAMES = ("gpipe", "1f1b", "interleaved")
+ScheduleName = Literal[
+    "gpipe", "1f1b", "looped_bfs", "interleaved", "interleaved_zb", "zb_h1", "zbv", "dualpipev"
+]
 
-Unit = tuple[int, int]
-"""(virtual stage, micro-batch)."""
+NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+"""What :func:`build` knows."""
+
+__all__ = [
+    "NAMES",
+    "Options",
+    "ScheduleName",
+    "build",
+    "default_chunks",
+    "divides_backward",
+    "dualpipev",
+    "forward_only",
+    "gpipe",
+    "interleaved",
+    "interleaved_zb",
+    "looped_bfs",
+    "one_f_one_b",
+    "placement_of",
+    "zb_h1",
+    "zbv",
+]
 
 
-def build(name: str, num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedule:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What some schedules can be told besides their size. None: the schedule's own default.
+
+    Attributes:
+        group_size: Least micro-batches per group (interleaved, interleaved_zb).
+        warmup_per_rank: Forwards that a rank starts ahead of the next one (interleaved, interleaved_zb).
+        most_live: Chunk activations alive at once on a rank (interleaved_zb, zb_h1).
+        costs: What to place weight gradients for (interleaved_zb, zb_h1, zbv); the others ignore it, for
+            their order does not depend on time.
+    """
+
+    group_size: int | None = None
+    warmup_per_rank: int | None = None
+    most_live: int | None = None
+    costs: Costs | None = None
+
+
+def build(
+    name: str, num_ranks: int, num_chunks: int, num_micro_batches: int, options: Options | None = None
+) -> Schedule:
     """The training schedule ``name``.
 
     Args:
-        name: ``gpipe``, ``1f1b`` or ``interleaved``.
+        name: One of ``NAMES``.
         num_ranks: Pipeline degree.
-        num_chunks: Virtual stages per rank; ``gpipe`` and ``1f1b`` take 1, unless there is one rank.
+        num_chunks: Virtual stages per rank. ``gpipe``, ``1f1b`` and ``zb_h1`` take 1, unless there is one
+            rank; ``zbv`` and ``dualpipev`` take 2.
         num_micro_batches: Micro-batches per step.
+        options: What to change in the schedule.
 
     Raises:
-        ScheduleError: An unknown name, a number below 1, or chunks that the schedule cannot have.
+        ScheduleError: An unknown name, a number below 1, chunks that the schedule cannot have, or an option
+            that it does not know.
 
     >>> print(build("1f1b", 2, 1, 2).to_csv(), end="")
     0F0,0F1,0B0,0B1
     1F0,1B0,1F1,1B1
+    >>> print(build("zb_h1", 2, 1, 2).to_csv(), end="")
+    0F0,0F1,0I0,0W0,0I1,0W1
+    1F0,1I0,1F1,1I1,1W0,1W1
     """
-    if name == "gpipe":
-        return gpipe(num_ranks, num_micro_batches, num_chunks=num_chunks)
-    if name == "1f1b":
-        return one_f_one_b(num_ranks, num_micro_batches, num_chunks=num_chunks)
-    if name == "interleaved":
-        return interleaved(num_ranks, num_chunks, num_micro_batches)
-    raise ScheduleError(f"schedule {name!r}", "no such schedule", f"use one of {', '.join(NAMES)}")
+    entry = _known(name)
+    given = {}
+    for field in fields(Options):
+        value = getattr(options, field.name, None)
+        if value is None or (field.name == "costs" and "costs" not in entry.options):
+            continue
+        if field.name not in entry.options:
+            having = ", ".join(other for other in NAMES if field.name in _BUILDERS[other].options)
+            raise ScheduleError(
+                f"schedule {name}, {field.name} = {value}", "it has no such option", f"use one of {having}"
+            )
+        given[field.name] = value
+    return entry.build(num_ranks, num_chunks, num_micro_batches, **given)
 
 
-def gpipe(num_ranks: int, num_micro_batches: int, *, num_chunks: int = 1) -> Schedule:
+def placement_of(name: str) -> Placement:
+    """How the schedule ``name`` deals virtual stages to ranks. Raises ScheduleError for an unknown name."""
+    return _known(name).placement
+
+
+def default_chunks(name: str) -> int:
+    """Virtual stages per rank of the schedule ``name`` when nobody says: 2 where it can have several.
+
+    Raises:
+        ScheduleError: An unknown name.
+    """
+    return _known(name).chunks
+
+
+def divides_backward(name: str) -> bool:
+    """Whether the schedule ``name`` computes weight gradients apart. Raises ScheduleError if unknown."""
+    return _known(name).divides
+
+
+def gpipe(num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedule:
     """GPipe: all forwards, then all backwards in the same order (arXiv:1811.06965, fig. 2c)."""
-    _check("gpipe", num_ranks, num_chunks, num_micro_batches)
-    _check_chunks("gpipe", num_ranks, num_chunks)
+    check_numbers("gpipe", num_ranks, num_chunks, num_micro_batches)
+    check_one_chunk("gpipe", num_ranks, num_chunks)
     rows = []
     for rank in range(num_ranks):
         forwards, backwards = _through(rank, num_ranks, num_chunks, num_micro_batches)
-        rows.append(_row(forwards, backwards, warmup=len(forwards)))
+        rows.append(alternate(forwards, backwards, warmup=len(forwards)))
     return Schedule("gpipe", num_ranks, num_chunks, num_micro_batches, tuple(rows))
 
 
-def one_f_one_b(num_ranks: int, num_micro_batches: int, *, num_chunks: int = 1) -> Schedule:
+def one_f_one_b(num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedule:
     """1F1B with a flush (arXiv:2006.09503, PipeDream-flush): at most ``num_ranks - rank`` activations live.
 
     One rank with several chunks takes each micro-batch through all of them and back before the next.
     """
-    _check("1f1b", num_ranks, num_chunks, num_micro_batches)
-    _check_chunks("1f1b", num_ranks, num_chunks)
+    check_numbers("1f1b", num_ranks, num_chunks, num_micro_batches)
+    check_one_chunk("1f1b", num_ranks, num_chunks)
     rows = []
     for rank in range(num_ranks):
         forwards, backwards = _through(rank, num_ranks, num_chunks, num_micro_batches)
         if num_chunks == 1:
-            row = _row(forwards, backwards, warmup=min(num_micro_batches, num_ranks - 1 - rank))
+            row = alternate(forwards, backwards, warmup=min(num_micro_batches, num_ranks - 1 - rank))
         else:
             each = range(0, len(forwards), num_chunks)
             parts = [slice(start, start + num_chunks) for start in each]
-            row = tuple(a for part in parts for a in _row(forwards[part], backwards[part], warmup=num_chunks))
+            row = tuple(
+                a for part in parts for a in alternate(forwards[part], backwards[part], warmup=num_chunks)
+            )
         rows.append(row)
     return Schedule("1f1b", num_ranks, num_chunks, num_micro_batches, tuple(rows))
 
 
-def interleaved(num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedule:
-    """Interleaved 1F1B (arXiv:2104.04473, section 2.2 and fig. 4 bottom), for any number of micro-batches.
+def looped_bfs(num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedule:
+    """Breadth-first looping (arXiv:2211.05953): every micro-batch through a chunk before the next chunk.
 
-    Micro-batches go in groups, each group through a rank's chunks in turn. The paper and Megatron want groups
-    of exactly ``num_ranks``, torch wants groups of equal size. Here there are max(1, floor(m / p)) groups of
-    nearly equal size, the larger ones first: the warm-up is sized by the first group, and with a larger group
-    behind it a backward would stand in front of the forwards that it waits for. With m >= p the bubble is
-    (p - 1) / (v m) of the ideal time. With one chunk this is 1F1B with a doubled warm-up: more activations
-    live, and time on the wire hidden.
+    GPipe's memory and (p - 1) / (v m) of bubble for m >= p. Each chunk's gradients are complete early and all
+    at once, and its parameters are needed in one stretch each way, which suits ZeRO-2 and 3. Backwards run
+    from the last micro-batch to the first, as in torch's ScheduleLoopedBFS.
     """
-    _check("interleaved", num_ranks, num_chunks, num_micro_batches)
-    groups = _groups(num_ranks, num_micro_batches)
-    total = num_chunks * num_micro_batches
+    check_numbers("looped_bfs", num_ranks, num_chunks, num_micro_batches)
     rows = []
     for rank in range(num_ranks):
-        forwards = _by_group(rank, num_ranks, range(num_chunks), groups)
-        backwards = _by_group(rank, num_ranks, range(num_chunks - 1, -1, -1), groups)
-        warmup = min(total, 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * len(groups[0]))
-        rows.append(_row(forwards, backwards, warmup=warmup))
-    return Schedule("interleaved", num_ranks, num_chunks, num_micro_batches, tuple(rows))
+        forwards = by_group(rank, num_ranks, range(num_chunks), [range(num_micro_batches)])
+        rows.append(alternate(forwards, forwards[::-1], warmup=len(forwards)))
+    return Schedule("looped_bfs", num_ranks, num_chunks, num_micro_batches, tuple(rows))
 
 
-def forward_only(num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedule:
-    """Forwards alone (evaluation), in the order of :func:`interleaved`."""
-    _check("forward_only", num_ranks, num_chunks, num_micro_batches)
-    groups = _groups(num_ranks, num_micro_batches)
-    rows = tuple(
-        tuple(Action(s, Op.FORWARD, m) for s, m in _by_group(rank, num_ranks, range(num_chunks), groups))
-        for rank in range(num_ranks)
-    )
-    return Schedule("forward_only", num_ranks, num_chunks, num_micro_batches, rows)
+def forward_only(
+    num_ranks: int, num_chunks: int, num_micro_batches: int, placement: Placement = "loop"
+) -> Schedule:
+    """Forwards alone (evaluation): on loop placement in the order of :func:`interleaved`.
+
+    On ``v`` placement every rank runs the furthest of the micro-batches that have reached it.
+    """
+    check_numbers("forward_only", num_ranks, num_chunks, num_micro_batches)
+    if placement == "v":
+        rows = _furthest_first(num_ranks, num_chunks, num_micro_batches)
+    else:
+        parts = groups(num_ranks, num_micro_batches, None)
+        rows = tuple(
+            tuple(Action(s, Op.FORWARD, m) for s, m in by_group(rank, num_ranks, range(num_chunks), parts))
+            for rank in range(num_ranks)
+        )
+    return Schedule("forward_only", num_ranks, num_chunks, num_micro_batches, rows, placement)
 
 
-def _groups(num_ranks: int, num_micro_batches: int) -> tuple[range, ...]:
-    """Consecutive micro-batches in max(1, floor(m / p)) nearly equal groups, larger first."""
-    count = max(1, num_micro_batches // num_ranks)
-    each, more = divmod(num_micro_batches, count)
-    stops = [*accumulate(each + (i < more) for i in range(count))]
-    return tuple(range(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
-
-
-def _by_group(rank: int, num_ranks: int, chunks: Sequence[int], groups: Sequence[range]) -> list[Unit]:
-    return [(chunk * num_ranks + rank, m) for group in groups for chunk in chunks for m in group]
+def _furthest_first(
+    num_ranks: int, num_chunks: int, num_micro_batches: int
+) -> tuple[tuple[Action, ...], ...]:
+    stages = [placements.stages_of(rank, num_ranks, num_chunks, "v") for rank in range(num_ranks)]
+    last = num_ranks * num_chunks - 1
+    finished = [-1] * (last + 1)  # the last micro-batch that each stage has run
+    rows: list[list[Action]] = [[] for _ in stages]
+    while finished[last] < num_micro_batches - 1:
+        reached = [num_micro_batches - 1, *finished]  # per stage, the last micro-batch at its door
+        for rank, owned in enumerate(stages):
+            ready = [stage for stage in owned if finished[stage] < reached[stage]]
+            if ready:
+                stage = max(ready)
+                finished[stage] += 1
+                rows[rank].append(Action(stage, Op.FORWARD, finished[stage]))
+    return tuple(map(tuple, rows))
 
 
 def _through(
@@ -129,32 +217,35 @@ def _through(
     return forwards, backwards
 
 
-def _row(forwards: Sequence[Unit], backwards: Sequence[Unit], *, warmup: int) -> tuple[Action, ...]:
-    """``warmup`` forwards, then one forward and one backward in turn, then the remaining backwards."""
-    row = []
-    for i in range(len(forwards) + warmup):
-        if i < len(forwards):
-            stage, micro_batch = forwards[i]
-            row.append(Action(stage, Op.FORWARD, micro_batch))
-        if i >= warmup:
-            stage, micro_batch = backwards[i - warmup]
-            row.append(Action(stage, Op.BACKWARD, micro_batch))
-    return tuple(row)
+def _known(name: str) -> _Entry:
+    if name not in _BUILDERS:
+        raise ScheduleError(f"schedule {name!r}", "no such schedule", f"use one of {', '.join(NAMES)}")
+    return _BUILDERS[name]
 
 
-def _check(name: str, num_ranks: int, num_chunks: int, num_micro_batches: int) -> None:
-    numbers = {"pipeline ranks": num_ranks, "chunks": num_chunks, "micro-batches": num_micro_batches}
-    for what, number in numbers.items():
-        if number < 1:
-            raise ScheduleError(
-                f"schedule {name}, {what} = {number}", "it must be at least 1", "use 1 or more"
-            )
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What is known of a schedule."""
+
+    build: Callable[..., Schedule]
+    chunks: int = 1
+    placement: Placement = "loop"
+    options: frozenset[str] = frozenset()
+    divides: bool = False
 
 
-def _check_chunks(name: str, num_ranks: int, num_chunks: int) -> None:
-    if num_chunks > 1 and num_ranks > 1:
-        raise ScheduleError(
-            f"schedule {name}, chunks = {num_chunks}",
-            f"{name} runs one chunk per rank on {num_ranks} pipeline ranks",
-            "use 1 chunk, or schedule interleaved",
-        )
+_BUILDERS: dict[str, _Entry] = {
+    "gpipe": _Entry(gpipe),
+    "1f1b": _Entry(one_f_one_b),
+    "looped_bfs": _Entry(looped_bfs, 2),
+    "interleaved": _Entry(interleaved, 2, options=frozenset({"group_size", "warmup_per_rank"})),
+    "interleaved_zb": _Entry(
+        interleaved_zb,
+        2,
+        options=frozenset({"group_size", "warmup_per_rank", "most_live", "costs"}),
+        divides=True,
+    ),
+    "zb_h1": _Entry(zb_h1, options=frozenset({"most_live", "costs"}), divides=True),
+    "zbv": _Entry(zbv, 2, "v", frozenset({"costs"}), divides=True),
+    "dualpipev": _Entry(dualpipev, 2, "v", divides=True),
+}

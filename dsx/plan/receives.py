@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from dsx.plan.simulate import simulate
 from dsx.plan.transfers import Kind, Message, receive_order
-from dsx.spec.schedule import Action, Op, Schedule
+from dsx.spec.schedule import TRANSFERS, Action, Op, Schedule
 
 Channel = tuple[Kind, int]
 """What is received ("F" activations, "B" gradients) and the pipeline rank that it comes from."""
@@ -51,7 +51,7 @@ def receive_plan(schedule: Schedule, rank: int) -> ReceivePlan:
     starts = {action: start for action, start, _ in timeline.spans[rank]}
     messages = {channel: receive_order(schedule, rank, *channel) for channel in _channels(schedule)}
     sent = sorted(
-        (ends[_producer(channel, message)], channel)
+        (min(ends[a] for a in _producers(channel, message) if a in ends), channel)
         for channel, found in messages.items()
         for message in found
     )
@@ -70,12 +70,12 @@ def _channels(schedule: Schedule) -> Iterator[Channel]:
         yield "B", source
 
 
-def _producer(channel: Channel, message: Message) -> Action:
-    """The computation whose result a message is."""
+def _producers(channel: Channel, message: Message) -> tuple[Action, ...]:
+    """The computation whose result a message is: one of these, as the schedule divides backwards or not."""
     stage, micro_batch = message
     if channel[0] == "F":
-        return Action(stage - 1, Op.FORWARD, micro_batch)
-    return Action(stage + 1, Op.BACKWARD, micro_batch)
+        return (Action(stage - 1, Op.FORWARD, micro_batch),)
+    return tuple(Action(stage + 1, op, micro_batch) for op in (Op.BACKWARD, Op.BACKWARD_INPUT))
 
 
 def _turns(row: tuple[Action, ...]) -> Iterator[tuple[int, Action]]:
@@ -84,6 +84,6 @@ def _turns(row: tuple[Action, ...]) -> Iterator[tuple[int, Action]]:
     for position, action in enumerate(row):
         if action.op in (Op.RECV_F, Op.RECV_B):
             continue
-        if action.op in (Op.FORWARD, Op.BACKWARD):
+        if action.op not in TRANSFERS:
             yield begin, action
         begin = position + 1

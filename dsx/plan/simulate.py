@@ -1,4 +1,4 @@
-"""Run a schedule on paper: start and end of every forward and backward, and the bubble."""
+"""Run a schedule on paper: start and end of every action that computes, and the bubble."""
 
 from __future__ import annotations
 
@@ -8,21 +8,61 @@ from dsx.errors import ScheduleError
 from dsx.plan.order import execution_order
 from dsx.spec.schedule import Action, Op, Schedule
 
+Seconds = float | tuple[float, ...]
+"""The same for every virtual stage, or one per stage."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What actions take.
+    """What actions take, one micro-batch each.
 
     Attributes:
-        forward_seconds: One forward of one micro-batch: the same for every virtual stage, or one per stage.
-        backward_seconds: Likewise for a backward; twice a forward is usual without recompute.
+        forward_seconds: A forward.
+        backward_seconds: A whole backward. By default its two parts together; two forwards are usual without
+            recompute.
+        backward_input_seconds: The gradient of the input. By default half of the whole backward, 1 without.
+        backward_weight_seconds: The gradients of the weights. By default the rest of the whole backward, 1
+            without.
         transfer_seconds: From the end of an action to the arrival of its result on another rank. Transfers
             overlap with computation and with each other.
+
+    >>> Costs(backward_seconds=3.0).by_op(2)[Op.BACKWARD_WEIGHT]
+    (1.5, 1.5)
     """
 
-    forward_seconds: float | tuple[float, ...] = 1.0
-    backward_seconds: float | tuple[float, ...] = 2.0
+    forward_seconds: Seconds = 1.0
+    backward_seconds: Seconds | None = None
+    backward_input_seconds: Seconds | None = None
+    backward_weight_seconds: Seconds | None = None
     transfer_seconds: float = 0.0
+
+    def by_op(self, num_stages: int) -> dict[Op, tuple[float, ...]]:
+        """Seconds of every op that computes, per virtual stage.
+
+        Raises:
+            ScheduleError: Costs that are not one per virtual stage, or a negative one.
+        """
+        whole = _per_stage(num_stages, "backward_seconds", self.backward_seconds)
+        first = _per_stage(num_stages, "backward_input_seconds", self.backward_input_seconds)
+        second = _per_stage(num_stages, "backward_weight_seconds", self.backward_weight_seconds)
+        if whole is None:
+            first = first or (1.0,) * num_stages
+            second = second or (1.0,) * num_stages
+            whole = tuple(a + b for a, b in zip(first, second, strict=True))
+        if first is None:
+            known = second or tuple(total / 2 for total in whole)
+            first = tuple(total - part for total, part in zip(whole, known, strict=True))
+        second = second or tuple(total - part for total, part in zip(whole, first, strict=True))
+        found = {
+            Op.FORWARD: _per_stage(num_stages, "forward_seconds", self.forward_seconds) or (),
+            Op.BACKWARD: whole,
+            Op.BACKWARD_INPUT: first,
+            Op.BACKWARD_WEIGHT: second,
+        }
+        for op, values in found.items():
+            if min(values, default=0.0) < 0:
+                raise ScheduleError(f"costs of {op}", f"{min(values):g} seconds", "give none below 0")
+        return found
 
 
 Span = tuple[Action, float, float]
@@ -31,7 +71,7 @@ Span = tuple[Action, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """``spans[rank]``: that rank's forwards and backwards in order."""
+    """``spans[rank]``: that rank's actions that compute, in order."""
 
     spans: tuple[tuple[Span, ...], ...]
 
@@ -67,10 +107,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         ScheduleError: It deadlocks, or per-stage costs are not one per virtual stage.
     """
     costs = costs or Costs()
-    seconds = {
-        Op.FORWARD: _per_stage(schedule, "forward_seconds", costs.forward_seconds),
-        Op.BACKWARD: _per_stage(schedule, "backward_seconds", costs.backward_seconds),
-    }
+    seconds = costs.by_op(schedule.num_stages)
     ends: dict[Action, float] = {}
     clocks = [0.0] * schedule.num_ranks
     spans: list[list[Span]] = [[] for _ in clocks]
@@ -87,13 +124,15 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     return Timeline(tuple(map(tuple, spans)))
 
 
-def _per_stage(schedule: Schedule, name: str, value: float | tuple[float, ...]) -> tuple[float, ...]:
+def _per_stage(num_stages: int, name: str, value: Seconds | None) -> tuple[float, ...] | None:
+    if value is None:
+        return None
     if isinstance(value, int | float):
-        return (float(value),) * schedule.num_stages
-    if len(value) != schedule.num_stages:
+        return (float(value),) * num_stages
+    if len(value) != num_stages:
         raise ScheduleError(
             f"costs.{name}",
-            f"{len(value)} values for {schedule.num_stages} virtual stages",
+            f"{len(value)} values for {num_stages} virtual stages",
             "give one number, or one per virtual stage",
         )
     return value

@@ -7,10 +7,11 @@ the order in which the sender sends: :func:`receive_order`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from dsx.errors import ScheduleError
-from dsx.spec.schedule import Action, Op, Schedule
+from dsx.spec.schedule import TRANSFERS, Action, Op, Schedule
 
 Kind = Literal["F", "B"]
 Message = tuple[int, int]
@@ -22,6 +23,7 @@ _SENDS: dict[Op, tuple[Kind, int]] = {Op.SEND_F: ("F", 1), Op.SEND_B: ("B", -1)}
 def lower(schedule: Schedule) -> Schedule:
     """The schedule with each receive just before its use and each send just after its producer.
 
+    The gradient that a stage returns leaves after its ``B``, or after its ``I``; ``W`` moves nothing.
     Neighbouring virtual stages on one rank hand over locally and get no transfer.
 
     Raises:
@@ -32,7 +34,7 @@ def lower(schedule: Schedule) -> Schedule:
     rows = tuple(
         tuple(out for action in row for out in _with_transfers(schedule, action)) for row in schedule.rows
     )
-    return Schedule(schedule.name, schedule.num_ranks, schedule.num_chunks, schedule.num_micro_batches, rows)
+    return replace(schedule, rows=rows)
 
 
 def channels(schedule: Schedule) -> dict[tuple[Kind, int, int], tuple[Message, ...]]:
@@ -58,20 +60,28 @@ def receive_order(schedule: Schedule, rank: int, kind: str, source: int) -> tupl
     Reads one row of the lowered schedule; empty when ``source`` sends ``rank`` nothing of the kind.
     """
     op, step = (Op.SEND_F, 1) if kind == "F" else (Op.SEND_B, -1)
-    # Loop placement: stage + 1 is on the next rank, stage - 1 on the one before.
-    if (source + step - rank) % schedule.num_ranks:
-        return ()
-    return tuple((a.stage + step, a.micro_batch) for a in schedule.rows[source] if a.op is op)
+    return tuple(
+        (a.stage + step, a.micro_batch)
+        for a in schedule.rows[source]
+        if a.op is op and schedule.rank_of(a.stage + step) == rank
+    )
+
+
+def crosses(schedule: Schedule, stage: int) -> bool:
+    """Whether what ``stage`` hands to ``stage + 1`` goes to another rank; not after the last stage."""
+    return stage < schedule.num_stages - 1 and schedule.rank_of(stage) != schedule.rank_of(stage + 1)
 
 
 def _with_transfers(schedule: Schedule, action: Action) -> tuple[Action, ...]:
     stage, micro_batch = action.stage, action.micro_batch
-    remote = schedule.num_ranks > 1  # then neighbouring stages always lie on different ranks
-    above, below = remote and stage < schedule.num_stages - 1, remote and stage > 0
-    if action.op is Op.FORWARD:
-        receive, send, receive_op, send_op = below, above, Op.RECV_F, Op.SEND_F
-    else:
-        receive, send, receive_op, send_op = above, below, Op.RECV_B, Op.SEND_B
+    above, below = crosses(schedule, stage), stage > 0 and crosses(schedule, stage - 1)
+    match action.op:
+        case Op.FORWARD:
+            receive, send, receive_op, send_op = below, above, Op.RECV_F, Op.SEND_F
+        case Op.BACKWARD | Op.BACKWARD_INPUT:
+            receive, send, receive_op, send_op = above, below, Op.RECV_B, Op.SEND_B
+        case _:
+            return (action,)
     return (
         *([Action(stage, receive_op, micro_batch)] if receive else []),
         action,
@@ -81,7 +91,7 @@ def _with_transfers(schedule: Schedule, action: Action) -> tuple[Action, ...]:
 
 def has_transfers(schedule: Schedule) -> bool:
     """Whether the schedule holds sends or receives."""
-    return any(action.op not in (Op.FORWARD, Op.BACKWARD) for row in schedule.rows for action in row)
+    return any(action.op in TRANSFERS for row in schedule.rows for action in row)
 
 
 def _require_lowered(schedule: Schedule) -> None:

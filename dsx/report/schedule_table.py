@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dsx.plan.simulate import Span, Timeline, simulate
-from dsx.spec.schedule import Schedule
+from dsx.spec.schedule import Op, Schedule
 
 _MOST_COLUMNS = 4096
 
 
-def render(schedule: Schedule, timeline: Timeline | None = None, *, width: int = 110) -> str:
+def render(schedule: Schedule, timeline: Timeline | None = None, *, width: int = 110, unit: str = "s") -> str:
     """Draw a schedule, in panels one below the other when it is wider than ``width`` characters.
 
     Args:
         schedule: What ran.
         timeline: When it ran; by default simulated with a backward of twice a forward and free transfers.
         width: Characters per line. A panel has at least one column, however narrow the lines.
+        unit: Unit of the timeline's time: ``s``, or ``forward`` when a forward costs 1.
 
     >>> from dsx.plan.builders import build
     >>> print(render(build("1f1b", 2, 1, 2)), end="")
@@ -24,16 +25,13 @@ def render(schedule: Schedule, timeline: Timeline | None = None, *, width: int =
     <BLANKLINE>
     F1: forward of micro-batch 1, B1: its backward, . idle; one column is the time of one forward
     """
-    unit = "the time of one forward"
     if timeline is None:
-        timeline = simulate(schedule)
-        slot = 1.0
-    else:
-        slot = max(
-            min(end - start for row in timeline.spans for _, start, end in row),
-            timeline.seconds / _MOST_COLUMNS,
-        )
-        unit = f"{slot:.3g} s"
+        timeline, unit = simulate(schedule), "forward"
+    slot = max(
+        min(end - start for row in timeline.spans for _, start, end in row),
+        timeline.seconds / _MOST_COLUMNS,
+    )
+    column = "the time of one forward" if (slot, unit) == (1.0, "forward") else f"{slot:.3g} {unit}"
     labels = [[_label(schedule, span) for span in row] for row in timeline.spans]
     cell = 1 + max(len(label) for row in labels for label in row)
     columns = max(1, int(timeline.seconds / slot + 0.5))
@@ -51,7 +49,7 @@ def render(schedule: Schedule, timeline: Timeline | None = None, *, width: int =
             head.ljust(indent) + "".join(row[first:last]) for head, row in zip(heads, rows, strict=True)
         ]
         panels.append("".join(line.rstrip() + "\n" for line in lines))
-    return "\n".join([*panels, _legend(schedule, unit)])
+    return "\n".join([*panels, _legend(schedule, column)])
 
 
 def _label(schedule: Schedule, span: Span) -> str:
@@ -80,7 +78,18 @@ def _ruler(first: int, last: int, cell: int) -> str:
     return " " * (cell * (start - first)) + "".join(numbers)
 
 
-def _legend(schedule: Schedule, unit: str) -> str:
-    stage = "0F1: forward of micro-batch 1 in virtual stage 0, 0B1: its backward"
-    plain = "F1: forward of micro-batch 1, B1: its backward"
-    return f"{stage if schedule.num_chunks > 1 else plain}, . idle; one column is {unit}\n"
+_MEANINGS = {
+    Op.FORWARD: "forward of micro-batch 1",
+    Op.BACKWARD: "its backward",
+    Op.BACKWARD_INPUT: "the input's gradient",
+    Op.BACKWARD_WEIGHT: "the weights' gradients",
+}
+
+
+def _legend(schedule: Schedule, column: str) -> str:
+    used = {action.op for row in schedule.rows for action in row}
+    stage = "0" if schedule.num_chunks > 1 else ""
+    meanings = [f"{stage}{op}1: {meaning}" for op, meaning in _MEANINGS.items() if op in used]
+    if stage:
+        meanings[0] += " in virtual stage 0"
+    return f"{', '.join(meanings)}, . idle; one column is {column}\n"

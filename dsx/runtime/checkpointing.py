@@ -127,6 +127,7 @@ def manifest(
         versions={"dsx": dsx.__version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__},
         mesh=dict(engine.groups.mesh.axes),
         chunks=stages.num_chunks,
+        placement=stages.placement,
         stage_bounds=tuple(stages.bounds),
         zero_stage=int(engine.zero_optimization_stage()),
         precision="bf16" if engine.bfloat16_enabled() else "fp32",

@@ -26,7 +26,13 @@ from dsx.runtime.p2p import open_channels
 from dsx.runtime.parameter_groups import prepare
 from dsx.runtime.pipeline_module import PipelineModule
 from dsx.runtime.settings import Config, settings_of
-from dsx.runtime.zero_adapters import adapt, count_samples, require_supported, scope_consistency_checks
+from dsx.runtime.zero_adapters import (
+    adapt,
+    announce_backward,
+    count_samples,
+    require_supported,
+    scope_consistency_checks,
+)
 from dsx.spec.schedule import Schedule
 
 Batch = tuple[Any, Any]
@@ -59,7 +65,7 @@ class PipelineEngine:
         self._schedules: dict[tuple[str, int], tuple[Schedule, ReceivePlan]] = {}
         self._batch_fn: Callable[[Any], Batch] | None = None
         self._iterator: Iterator[Any] | None = None
-        open_channels(model.groups, num_chunks=model.stage_map.num_chunks, device=model.device)
+        open_channels(model.groups, model.stage_map, model.device)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the DeepSpeedEngine's."""
@@ -259,7 +265,7 @@ class PipelineEngine:
             if training:
                 schedule = build(name, stages.num_ranks, stages.num_chunks, micro_batches)
             else:
-                schedule = forward_only(stages.num_ranks, stages.num_chunks, micro_batches)
+                schedule = forward_only(stages.num_ranks, stages.num_chunks, micro_batches, stages.placement)
             schedule = lower(schedule)
             validate(schedule)
             self._schedules[name, micro_batches] = schedule, receive_plan(schedule, self.groups.pp_rank)
@@ -272,10 +278,15 @@ class PipelineEngine:
             schedule=schedule,
             receives=receives,
             groups=self.groups,
-            compute=Compute(forward=self.deepspeed_engine, backward=self._backward),
+            compute=Compute(
+                forward=self.deepspeed_engine,
+                backward=self._backward,
+                backward_weights=self._backward_weights,
+            ),
             batches=MicroBatches(source=source, count=count, device=self.pipeline.device, uses=uses),
             signatures=self._signatures,
             mode=mode,
+            split=self.pipeline.split,
         )
 
     def _backward(self, loss: torch.Tensor, stage: int, boundary: bool, is_loss: bool) -> None:
@@ -284,6 +295,14 @@ class PipelineEngine:
         if self._managed:
             self.deepspeed_engine.set_gradient_accumulation_boundary(boundary)
         self.deepspeed_engine.backward(loss, scale_wrt_gas=is_loss)
+
+    def _backward_weights(self, loss: torch.Tensor | None, stage: int, boundary: bool) -> None:
+        """The second part of a split backward: a backward like any other for DeepSpeed."""
+        if loss is None:
+            # Nothing to compute, but the boundary's reductions must run.
+            loss = torch.zeros((), device=self.pipeline.device, requires_grad=True).clone()
+        announce_backward(self.deepspeed_engine, loss)
+        self._backward(loss, stage, boundary, is_loss=False)
 
     def _mean_loss(self, losses: Sequence[torch.Tensor], count: int) -> torch.Tensor:
         """Mean over micro-batches and replicas, on every rank: one all-reduce of a scalar."""

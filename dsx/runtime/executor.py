@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dsx.errors import ModelError
+from dsx.nn.split import WeightGradients
 from dsx.plan.receives import Channel, ReceivePlan
 from dsx.runtime.groups import Groups
 from dsx.runtime.micro_batches import MicroBatches
@@ -27,10 +28,13 @@ class Compute:
         forward: ``forward(inputs, stage, labels, with_outputs=...)``: see :class:`dsx.runtime.chunks.Chunks`.
         backward: ``backward(loss, stage, boundary, is_loss)``; ``boundary`` on this rank's last backward of
             the step.
+        backward_weights: ``backward_weights(loss, stage, boundary)`` for the second part of a split backward;
+            ``loss`` is None when there is nothing to compute, on the last backward of the step only.
     """
 
     forward: Callable[..., Any]
     backward: Callable[[torch.Tensor, int, bool, bool], None]
+    backward_weights: Callable[[torch.Tensor | None, int, bool], None]
 
 
 class _Seed(torch.autograd.Function):
@@ -134,6 +138,8 @@ class StepRun:
         batches: Micro-batches for the first and last stage.
         signatures: Boundary signatures, kept between steps.
         mode: What the step is for.
+        split: What the layers were built with, for schedules that split the backward. Layers without it do
+            their whole backward in its first part.
     """
 
     def __init__(
@@ -146,10 +152,12 @@ class StepRun:
         batches: MicroBatches,
         signatures: Signatures,
         mode: Mode,
+        split: WeightGradients | None = None,
     ) -> None:
         self._schedule, self._receives, self._groups = schedule, receives, groups
         self._compute, self._batches, self._signatures = compute, batches, signatures
         self._mode = mode
+        self._split = split or WeightGradients()
         self._row = schedule.rows[groups.pp_rank]
         self._last = schedule.num_stages - 1
         self._inputs: dict[Key, Any] = {}
@@ -174,6 +182,8 @@ class StepRun:
         steps = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
             Op.RECV_F: self._receive_input,
             Op.SEND_F: self._send_output,
             Op.RECV_B: self._receive_gradient,
@@ -269,6 +279,16 @@ class StepRun:
         key = (action.stage, action.micro_batch)
         self._gradients[key] = self._inboxes["B", self._schedule.rank_of(action.stage + 1)].take(key)[1]
 
+    def _backward_input(self, action: Action, position: int) -> None:
+        with self._split.deferring((action.stage, action.micro_batch)):
+            self._backward(action, position)
+
+    def _backward_weight(self, action: Action, position: int) -> None:
+        boundary = self._is_boundary(position)
+        with self._split.delivering((action.stage, action.micro_batch)) as loss:
+            if loss is not None or boundary:
+                self._compute.backward_weights(loss, action.stage, boundary)
+
     def _backward(self, action: Action, position: int) -> None:
         key = (action.stage, action.micro_batch)
         inputs, output = self._inputs.pop(key), self._outputs.pop(key)
@@ -294,7 +314,8 @@ class StepRun:
 
     def _is_boundary(self, position: int) -> bool:
         """No later backward on this rank has anything to do."""
-        later = (a for a in self._row[position + 1 :] if a.op is Op.BACKWARD)
+        backwards = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+        later = (a for a in self._row[position + 1 :] if a.op in backwards)
         return all(self._frozen.get(a.stage, False) for a in later)
 
 

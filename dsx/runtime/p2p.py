@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ from dsx.errors import ModelError
 
 if TYPE_CHECKING:
     from dsx.runtime.groups import Groups
+    from dsx.spec.stages import StageMap
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -201,21 +203,17 @@ def channel(kind: str, source: int, destination: int) -> str:
     return f"{kind}_{'up' if destination > source else 'down'}"
 
 
-def open_channels(groups: Groups, *, num_chunks: int, device: torch.device) -> None:
+def open_channels(groups: Groups, stages: StageMap, device: torch.device) -> None:
     """Send one number through every channel that a pipeline uses. A collective call over the pipe ranks.
 
     NCCL makes the communicator of a pair at its first transfer, and both ends wait for each other there; so
     that happens here, where every rank goes through its channels in the same global order. (Stock DeepSpeed
     does likewise: deepspeed/runtime/pipe/engine.py, "Initialize pipeline communicators".)
     """
-    last, me = groups.mesh.pp - 1, groups.pp_rank
-    if last == 0:
-        return
-    steps = [step for rank in range(last) for step in (("F", rank, rank + 1), ("B", rank + 1, rank))]
-    if num_chunks > 1:
-        steps += [("F", last, 0), ("B", 0, last)]
+    me, owners = groups.pp_rank, [stages.rank_of(stage) for stage in range(stages.num_stages)]
+    neighbours = dict.fromkeys((a, b) for a, b in pairwise(owners) if a != b)
     token = torch.zeros(1, device=device)
-    for kind, source, destination in steps:
+    for kind, source, destination in (step for a, b in neighbours for step in (("F", a, b), ("B", b, a))):
         group = groups.channels[channel(kind, source, destination)]
         if me == source:
             dist.send(token, groups.pipe_peer(destination), group=group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,13 @@ from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
 from dsx.errors import LayoutError, ModelError
+from dsx.nn.split import WeightGradients
+from dsx.plan.builders import placement_of
 from dsx.plan.partition import partition
 from dsx.runtime.chunks import Chunks, Loss, Recompute, TiedUse, checkpoint_non_reentrant
 from dsx.runtime.groups import Grid, Groups, make_groups, new_group
 from dsx.spec.mesh import Mesh
+from dsx.spec.placement import Placement
 from dsx.spec.stages import StageMap
 
 
@@ -59,11 +62,12 @@ class PipelineModule(nn.Module):
         checkpointable_layers: Class names that may be recomputed.
         dynamic_shape: Shapes at stage boundaries may differ from micro-batch to micro-batch.
         num_chunks: Virtual stages per pipeline rank (interleaved schedule when above 1).
-        schedule: "auto", "gpipe", "1f1b" or "interleaved".
+        schedule: "auto" (interleaved with chunks, else 1f1b), or a name of dsx.plan.builders.NAMES.
         groups: Process groups made beforehand (:func:`dsx.distributed`), in place of num_stages and topology.
         stage_map: Layers of each virtual stage, in place of ``partition_method``.
         release_outputs: Free a stage's output once it is sent. Right when the last layer of every stage
             returns fresh tensors that no other operation has taken as an input, as dsx's own models do.
+        split: What the layers were built with, for schedules that split the backward (dsx's own can).
 
     Raises:
         LayoutError: The degrees do not fit the number of ranks or layers.
@@ -90,20 +94,21 @@ class PipelineModule(nn.Module):
         groups: Groups | None = None,
         stage_map: StageMap | None = None,
         release_outputs: bool = False,
+        split: WeightGradients | None = None,
     ) -> None:
         super().__init__()
         self.layer_specs: tuple[Any, ...] = tuple(layers)
         _require_layers(self.layer_specs)
         self.groups = groups or make_groups(_mesh(num_stages, topology))
+        chunks = stage_map.num_chunks if stage_map is not None else num_chunks
+        self.schedule = ("interleaved" if chunks > 1 else "1f1b") if schedule == "auto" else schedule
         self.stage_map = stage_map or _partition(
-            self.layer_specs, partition_method, self.groups.mesh.pp, num_chunks
+            self.layer_specs, partition_method, self.groups.mesh.pp, num_chunks, placement_of(self.schedule)
         )
         self._require_stages()
-        self.schedule = (
-            ("interleaved" if self.stage_map.num_chunks > 1 else "1f1b") if schedule == "auto" else schedule
-        )
         self.dynamic_shape = dynamic_shape
         self.release_outputs = release_outputs
+        self.split = split
         self.device = torch.device(get_accelerator().current_device_name())
         self._seed = (seed_fn or set_random_seed, base_seed) if seed_layers else None
         tied_modules: dict[str, nn.Module] = {}
@@ -261,10 +266,14 @@ def _mesh(num_stages: int | None, topology: Any) -> Mesh:
 
 
 def _partition(
-    layers: Sequence[Any], method: str | Sequence[int], num_ranks: int, num_chunks: int
+    layers: Sequence[Any],
+    method: str | Sequence[int],
+    num_ranks: int,
+    num_chunks: int,
+    placement: Placement,
 ) -> StageMap:
     needs_counts = method == "parameters"
-    return partition(
+    stages = partition(
         method,
         num_ranks * num_chunks,
         num_ranks,
@@ -272,6 +281,7 @@ def _partition(
         costs=None,
         names=[_layer_name(layer) for layer in layers],
     )
+    return replace(stages, placement=placement)
 
 
 def _layer_name(layer: Any) -> str:

@@ -16,6 +16,8 @@ from dsx.checkpoint import store
 from dsx.config.run import RunConfig
 from dsx.errors import CheckpointError, DsxError
 from dsx.nn import families
+from dsx.nn.split import WeightGradients
+from dsx.plan.builders import divides_backward
 from dsx.runtime.data.batches import Batches, EvaluationBatches
 from dsx.runtime.data.corpus import Corpus, prepare
 from dsx.runtime.engine import PipelineEngine, initialize
@@ -54,6 +56,7 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
         CheckpointError: The folder's weights do not fit the model.
     """
     settings = config.dsx
+    split = WeightGradients() if divides_backward(config.schedule_name) else None
     layers = families.layers(
         config.model,
         groups.tensor_parallel,
@@ -62,6 +65,7 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
         seed=settings.train.seed,
         recompute=settings.recompute,
         pad_multiple=settings.model.vocab_multiple,
+        split=split,
     )
     pipeline = PipelineModule(
         layers,
@@ -71,6 +75,7 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
         stage_map=config.stage_map,
         schedule=config.schedule_name,
         release_outputs=True,
+        split=split,
     )
     if config.weights is not None:
         load_weights(pipeline, config.weights, config.param_specs)

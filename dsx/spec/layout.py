@@ -74,14 +74,15 @@ class Layout:
     def zero_plan(self, pp_rank: int) -> ZeroPlan:
         """ZeRO's cut of a pipeline rank's parameters, for dsx's own optimizer groups.
 
-        One group in layer order; a weight that is tied across pipeline ranks has its own group after it, so
-        that both its holders cut it alike.
+        One group in layer order. ZeRO-1 and 2 cut a group as one flat tensor: there, a weight that is tied
+        across pipeline ranks has its own group after it, so that both its holders cut it alike.
         """
         plain: list[tuple[str, int]] = []
         tied: list[tuple[str, int]] = []
         for spec in self.params_of(pp_rank):
             held = (spec.name, prod(spec.local_shape(self.mesh.tp)))
-            (tied if len(self.owners(spec)) > 1 else plain).append(held)
+            alone = self.zero_stage in (1, 2) and len(self.owners(spec)) > 1
+            (tied if alone else plain).append(held)
         groups = (tuple(plain), *((item,) for item in tied))
         return ZeroPlan(
             stage=self.zero_stage, dp=self.mesh.dp, groups=tuple(group for group in groups if group)

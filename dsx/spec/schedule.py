@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from dsx.errors import ScheduleError
+from dsx.spec import placement as placements
+from dsx.spec.placement import Placement
 
 
 class Op(StrEnum):
@@ -18,19 +20,26 @@ class Op(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
 
 
-_TOKEN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B)(\d+)")
+TRANSFERS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+"""Ops that move data between ranks; the others compute."""
+
+_TOKEN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
     """One instruction: ``op`` on micro-batch ``micro_batch`` of virtual stage ``stage``.
 
+    ``B`` is a whole backward. ``I`` and ``W`` are its two parts: the gradient of the stage's input, which the
+    stage before waits for, and the gradients of its weights, which nobody waits for before the step.
     ``SEND_F`` sends the stage's output to stage + 1, ``RECV_F`` receives its input from stage - 1,
     ``SEND_B`` sends the gradient of its input to stage - 1, ``RECV_B`` receives that of its output.
 
@@ -58,8 +67,10 @@ class Action:
 class Schedule:
     """Actions of one step, one row per pipeline rank.
 
-    Virtual stage ``s`` lives on rank ``s % num_ranks`` as its chunk ``s // num_ranks`` (loop placement,
-    arXiv:2104.04473 section 2.2).
+    Virtual stage ``s`` is chunk ``s // num_ranks`` of the rank that :mod:`dsx.spec.placement` says.
+
+    >>> Schedule("x", 2, 2, 1, (), placement="v").stages_of(0)
+    (0, 3)
     """
 
     name: str
@@ -67,6 +78,7 @@ class Schedule:
     num_chunks: int
     num_micro_batches: int
     rows: tuple[tuple[Action, ...], ...]
+    placement: Placement = "loop"
 
     @property
     def num_stages(self) -> int:
@@ -75,11 +87,15 @@ class Schedule:
 
     def rank_of(self, stage: int) -> int:
         """Pipeline rank that holds virtual stage ``stage``."""
-        return stage % self.num_ranks
+        return placements.rank_of(stage, self.num_ranks, self.placement)
 
     def chunk_of(self, stage: int) -> int:
         """Index of virtual stage ``stage`` among its rank's chunks."""
         return stage // self.num_ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Virtual stages of pipeline rank ``rank``, chunk by chunk."""
+        return placements.stages_of(rank, self.num_ranks, self.num_chunks, self.placement)
 
     def to_csv(self) -> str:
         """One line per rank, actions separated by commas, as torch.distributed.pipelining writes it."""

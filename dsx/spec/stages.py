@@ -6,14 +6,16 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from dsx.errors import LayoutError
+from dsx.spec import placement as placements
+from dsx.spec.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
 class StageMap:
-    """Contiguous layers per virtual stage, stages dealt to ranks in turn.
+    """Contiguous layers per virtual stage, stages dealt to ranks.
 
-    Virtual stage ``s`` holds layers ``bounds[s]`` to ``bounds[s + 1] - 1`` and lives on rank
-    ``s % num_ranks`` as its chunk ``s // num_ranks`` (loop placement, arXiv:2104.04473 section 2.2).
+    Virtual stage ``s`` holds layers ``bounds[s]`` to ``bounds[s + 1] - 1`` and is chunk ``s // num_ranks`` of
+    the rank that :mod:`dsx.spec.placement` says.
 
     Raises:
         LayoutError: A stage without layers, or a number of stages that ``num_ranks`` does not divide.
@@ -25,6 +27,7 @@ class StageMap:
 
     bounds: tuple[int, ...]
     num_ranks: int
+    placement: Placement = "loop"
 
     def __post_init__(self) -> None:
         steps = [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
@@ -42,12 +45,12 @@ class StageMap:
             )
 
     @classmethod
-    def of(cls, counts: tuple[int, ...], num_ranks: int) -> StageMap:
+    def of(cls, counts: tuple[int, ...], num_ranks: int, placement: Placement = "loop") -> StageMap:
         """Stage map from the number of layers of each virtual stage."""
         bounds = [0]
         for count in counts:
             bounds.append(bounds[-1] + count)
-        return cls(tuple(bounds), num_ranks)
+        return cls(tuple(bounds), num_ranks, placement)
 
     @property
     def num_stages(self) -> int:
@@ -80,11 +83,11 @@ class StageMap:
 
     def rank_of(self, stage: int) -> int:
         """Pipeline rank that holds virtual stage ``stage``."""
-        return stage % self.num_ranks
+        return placements.rank_of(stage, self.num_ranks, self.placement)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Virtual stages of pipeline rank ``rank``, chunk by chunk."""
-        return tuple(range(rank, self.num_stages, self.num_ranks))
+        """Virtual stages of pipeline rank ``rank``, chunk by chunk: ascending."""
+        return placements.stages_of(rank, self.num_ranks, self.num_chunks, self.placement)
 
     def layers_of(self, rank: int) -> tuple[int, ...]:
         """Layers of pipeline rank ``rank``, in order."""

@@ -137,7 +137,7 @@ def test_bad_config_is_one_message_and_exit_code_1(dsx):
         (["schedule", "dualpipe", "--stages", "2", "--micro-batches", "2"], "dualpipe"),
         (["schedule", "1f1b", "--stages", "2"], "micro-batches"),
         (["schedule", "1f1b", "--stages", "0", "--micro-batches", "2"], "stages"),
-        (["schedule", "1f1b", "--stages", "2", "--micro-batches", "2", "--format", "svg"], "svg"),
+        (["schedule", "1f1b", "--stages", "2", "--micro-batches", "2", "--format", "png"], "png"),
         (["train"], "train"),
     ],
 )

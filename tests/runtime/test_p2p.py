@@ -55,10 +55,12 @@ def _exchange(rank: int, world_size: int) -> list[int]:
     """Each tensor as a message of its own around the ring, forward and back; indices that came out wrong."""
     from dsx.runtime.groups import make_groups
     from dsx.spec.mesh import Mesh
+    from dsx.spec.stages import StageMap
 
     groups = make_groups(Mesh.of(pp=world_size))
     device = torch.device("cpu")
-    p2p.open_channels(groups, num_chunks=2, device=device)
+    stages = StageMap(tuple(range(2 * world_size + 1)), world_size)
+    p2p.open_channels(groups, stages, device)
     everything, wrong = tensors(), []
     outbox = Outbox(groups)
     for kind, step in (("F", 1), ("B", -1)):

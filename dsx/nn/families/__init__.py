@@ -13,6 +13,7 @@ from dsx.nn.families.gpt2 import gpt2
 from dsx.nn.families.llama import llama
 from dsx.nn.loss import cross_entropy
 from dsx.nn.parallel import TensorParallel
+from dsx.nn.split import WeightGradients
 from dsx.spec.model import ModelSpec, Recompute
 
 __all__ = ["Layer", "layers", "loss"]
@@ -27,6 +28,7 @@ def layers(
     seed: int = 0,
     recompute: Recompute = "none",
     pad_multiple: int = 64,
+    split: WeightGradients | None = None,
 ) -> list[Layer]:
     """The layer list of ``model`` for one tensor-parallel rank.
 
@@ -43,6 +45,7 @@ def layers(
         seed: Of the initial weights.
         recompute: What each block computes again in backward: "none", "selective" or "full".
         pad_multiple: Each rank's vocabulary rows are rounded up to a multiple of this.
+        split: Takes weight gradients while it defers, for schedules that split the backward.
     """
     builder = LayerListBuilder(
         model=model,
@@ -52,6 +55,7 @@ def layers(
         seed=seed,
         recompute=recompute,
         pad_multiple=pad_multiple,
+        split=split,
     )
     return gpt2(builder) if model.family == "gpt2" else llama(builder)
 

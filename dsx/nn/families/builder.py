@@ -15,6 +15,7 @@ from dsx.nn.norm import FinalNorm
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights
 from dsx.nn.rotary import Rotary
+from dsx.nn.split import WeightGradients
 from dsx.plan.params import TIE, param_specs
 from dsx.spec.model import ModelSpec, Recompute
 from dsx.spec.param import ParamSpec
@@ -34,6 +35,7 @@ class LayerListBuilder:
     seed: int
     recompute: Recompute
     pad_multiple: int
+    split: WeightGradients | None = None
 
     @cached_property
     def rotary(self) -> Rotary | None:
@@ -78,7 +80,9 @@ class LayerListBuilder:
 
     def _weights(self, layer: int) -> Weights:
         specs = (spec for spec in self._specs if spec.layer == layer)
-        return Weights.of_layer(specs, self.tp, dtype=self.dtype, device=self.device, seed=self.seed)
+        return Weights.of_layer(
+            specs, self.tp, dtype=self.dtype, device=self.device, seed=self.seed, split=self.split
+        )
 
     @cached_property
     def _specs(self) -> tuple[ParamSpec, ...]:

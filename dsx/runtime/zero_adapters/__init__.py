@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import deepspeed
+import torch
 
 from dsx.errors import ConfigError, ModelError, VersionError
 from dsx.runtime.zero_adapters.bf16 import Bf16Adapter
@@ -32,6 +33,7 @@ __all__ = [
     "SUPPORTED_DEEPSPEED",
     "ZeroAdapter",
     "adapt",
+    "announce_backward",
     "count_samples",
     "require_supported",
     "scope_consistency_checks",
@@ -64,6 +66,16 @@ def require_supported() -> None:
             "dsx touches DeepSpeed's internals and has not been checked against this version",
             f"install one of: {', '.join(SUPPORTED_DEEPSPEED)}",
         )
+
+
+def announce_backward(engine: Any, loss: torch.Tensor) -> None:
+    """Have DeepSpeed notice the start of the backward of a ``loss`` that its forward did not return.
+
+    It hooks the outputs of its own forward alone (runtime/engine.py, register_output_backward_hooks). Without
+    this, ZeRO would see gradients outside of any backward, and BF16_Optimizer without immediate updates would
+    add the previous backward's gradients once more.
+    """
+    loss.register_hook(lambda _: engine._backward_prologue())  # noqa: SLF001
 
 
 def count_samples(engine: Any, micro_batches: int) -> None:

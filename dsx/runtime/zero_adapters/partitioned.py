@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dsx.errors import ConfigError
+from dsx.runtime.zero_adapters.hooks import GradientHooks
 from dsx.runtime.zero_adapters.norm import NormScope, all_reduce_sum
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class PartitionedAdapter:
 
         self._optimizer.step = step_with_ties
         self._optimizer.scaled_global_norm = self._global_norm
+        self._hooks = GradientHooks(
+            self._optimizer, "process_gradients", prepare=self._optimizer.setup_buckets
+        )
 
     def before_backward(self, stage: int) -> None:
         """With offload: start each step from zeroed accumulators and always add.
@@ -51,6 +55,7 @@ class PartitionedAdapter:
         upset; ``setup_buckets`` adds one to it before it is read (stage_1_and_2.py:3258, 1855).
         """
         del stage
+        self._hooks.before_backward()
         if not self._optimizer.cpu_offload:
             return
         if self._fresh:

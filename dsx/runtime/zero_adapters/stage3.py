@@ -12,6 +12,7 @@ from deepspeed.runtime.zero import partitioned_param_coordinator
 from torch import nn
 
 from dsx.runtime.chunks import TiedUse
+from dsx.runtime.zero_adapters.hooks import GradientHooks
 from dsx.runtime.zero_adapters.norm import NormScope, all_reduce_sum
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Stage3Adapter:
         self._fresh = True
         # Called once all gradients are final, on every path that leads to the update.
         self._optimizer._get_norm_groups = self._reduce_ties_and_norm  # noqa: SLF001
+        self._hooks = GradientHooks(self._optimizer, "reduce_ready_partitions_and_remove_grads")
         for module in engine.module.modules():
             if isinstance(module, TiedUse):
                 for parameter in module.tied_module.parameters():
@@ -42,6 +44,7 @@ class Stage3Adapter:
         tied weight, that overwrites gradients or adds stale ones, silently.
         """
         del stage
+        self._hooks.before_backward()
         if self._fresh:
             self._optimizer.grad_partitions_flat_buffer.zero_()
             self._fresh = False

@@ -1,0 +1,247 @@
+"""The backward of a layer in two parts: input gradients now, weight gradients later.
+
+A zero-bubble schedule (Qi et al. 2023, arXiv:2401.10241, section 2) sends a stage's input gradient on before
+it computes weight gradients, which nobody waits for. Here the first part is an ordinary backward inside
+:meth:`WeightGradients.deferring`: every dsx module built with the same :class:`WeightGradients` keeps what
+its weight gradient needs in place of computing it. The second part is an ordinary backward of the scalar that
+:meth:`WeightGradients.delivering` gives. Gradients reach the parameters through autograd, so that ``p.grad``,
+post-accumulate hooks and with them ZeRO work as ever.
+
+All that a parameter gets comes with the second part. The cheap gradients (biases, norms) are computed in the
+first and kept: so ZeRO-2 and ZeRO-3 reduce once per micro-batch, not twice, and never while another stage
+waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dsx.errors import ScheduleError
+
+Key: TypeAlias = tuple[int, int]
+"""(virtual stage, micro-batch)."""
+
+Start: TypeAlias = Callable[..., Callable[[], Tensor]]
+"""Takes what was kept, starts the communication that the gradient needs, and returns how to finish it."""
+
+
+@dataclass(slots=True)
+class _Use:
+    """One use of a parameter in one micro-batch."""
+
+    start: Start
+    tensors: tuple[Tensor, ...]
+    started: Callable[[], Tensor] | None = None
+
+    def begin(self) -> None:
+        if self.started is None:
+            self.started, self.tensors = self.start(*self.tensors), ()
+
+    def finish(self) -> Tensor:
+        self.begin()
+        assert self.started is not None
+        finish, self.started = self.started, None
+        return finish()
+
+
+@dataclass(slots=True)
+class _Kept:
+    """All uses of one parameter in one micro-batch."""
+
+    parameter: Tensor
+    shape: torch.Size
+    uses: list[_Use] = field(default_factory=list)
+
+
+class WeightGradients:
+    """Weight gradients of this rank's chunks that wait for their turn.
+
+    One object per engine, passed to every module (:func:`dsx.nn.families.layers`) and to whoever runs the
+    schedule. Without :meth:`deferring` the modules' backward is undivided, to the last bit.
+
+    Not tied to a thread: on CUDA, autograd runs a backward in a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self._key: Key | None = None
+        self._kept: dict[Key, dict[int, _Kept]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
+        """Itself: a copied module's gradients are asked for here too."""
+        return self
+
+    @property
+    def active(self) -> bool:
+        """Whether a backward that defers is running."""
+        return self._key is not None
+
+    def has(self, key: Key) -> bool:
+        """Whether anything is kept for ``key``."""
+        return key in self._kept
+
+    def kept_bytes(self) -> int:
+        """Memory that everything kept holds on to, in bytes; what is shared counts once."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for kept in self._kept.values()
+            for parameter in kept.values()
+            for use in parameter.uses
+            for tensor in use.tensors
+        }
+        return sum(storages.values())
+
+    @contextmanager
+    def deferring(self, key: Key) -> Iterator[None]:
+        """Backwards inside compute input gradients and keep the rest under ``key``.
+
+        Raises:
+            ScheduleError: Another such block is active, or ``key`` has gradients waiting.
+        """
+        if self._key is not None or key in self._kept:
+            raise ScheduleError(
+                f"input backward of virtual stage {key[0]}, micro-batch {key[1]}",
+                "its weight gradients are still waiting" if key in self._kept else "another one is running",
+                "run every micro-batch's weight backward after its input backward, once",
+            )
+        self._key = key
+        try:
+            yield
+        finally:
+            self._key = None
+
+    def keep(self, parameter: Tensor, shape: torch.Size, start: Start, *tensors: Tensor) -> None:
+        """Called by a module's backward while :attr:`active`: a gradient to compute later.
+
+        Args:
+            parameter: A leaf that gets the gradient.
+            shape: Of the gradient. (Not taken from ``parameter``, which ZeRO-3 may have emptied.)
+            start: Called later as ``start(*tensors)``; returns a function that returns the gradient, a tensor
+                that nobody else holds. It may start communication: it is called while the gradient before
+                is being computed, in the same order on every rank.
+            tensors: What to keep.
+        """
+        assert self._key is not None
+        kept = self._kept.setdefault(self._key, {})
+        entry = kept.setdefault(id(parameter), _Kept(parameter, shape))
+        entry.uses.append(_Use(start, tensors))
+
+    @contextmanager
+    def delivering(self, key: Key) -> Iterator[Tensor | None]:
+        """A scalar whose backward, inside this block, gives the parameters what is kept for ``key``.
+
+        None if nothing is kept: the layers are not dsx's, or their parameters need no gradient. The scalar's
+        value is 0 and its incoming gradient is ignored, as the kept gradients are scaled already. Parameters
+        get their gradients one by one, in the order of an undivided backward, each freed of what it needed
+        before the next one is computed. Nothing stays kept after the block.
+        """
+        entries = list(self._kept.pop(key, {}).values())
+        if not entries:
+            yield None
+            return
+        with _gathered_shapes(entries):
+            delivery = _Delivery(entries)
+            token = torch.zeros((), device=entries[0].parameter.device)
+            # Autograd runs the last link first, and each link's accumulation before the next link.
+            for index in reversed(range(len(entries))):
+                token = _Link.apply(token, entries[index].parameter, index, delivery)
+            yield token
+
+
+class _Delivery:
+    """Computes the gradients of a list of parameters in order, each one's communication a step ahead."""
+
+    def __init__(self, entries: list[_Kept]) -> None:
+        self._uses = [entry.uses for entry in entries]
+
+    def gradient(self, index: int) -> Tensor:
+        """Gradient of parameter ``index``, the sum over its uses."""
+        uses, total = self._uses[index], None
+        for number, use in enumerate(uses):
+            use.begin()
+            self._begin_next(index, number)
+            gradient = use.finish()
+            total = gradient if total is None else total.add_(gradient)
+            del gradient  # else autograd copies what it could take over
+        assert total is not None
+        uses.clear()
+        return total
+
+    def _begin_next(self, index: int, number: int) -> None:
+        if number + 1 < len(self._uses[index]):
+            self._uses[index][number + 1].begin()
+        elif index + 1 < len(self._uses):
+            self._uses[index + 1][0].begin()
+
+
+class _Link(torch.autograd.Function):
+    """Identity on ``token``; in backward one parameter gets its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, parameter: Tensor, index: int, delivery: _Delivery) -> Tensor:
+        del parameter
+        ctx.index, ctx.delivery = index, delivery
+        return token.view_as(token)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+        needs_token = ctx.needs_input_grad[0]
+        return upstream if needs_token else None, ctx.delivery.gradient(ctx.index), None, None
+
+
+@contextmanager
+def _gathered_shapes(entries: list[_Kept]) -> Iterator[None]:
+    """Parameters that have been emptied look whole inside the block, without memory.
+
+    ZeRO-3 empties a parameter after use. Autograd checks a gradient's shape against its parameter's, and
+    needs no contents: gathering the parameters once more would cost their whole size in communication.
+    """
+    emptied = [(entry.parameter, entry.parameter.data, entry.shape) for entry in entries]
+    emptied = [item for item in emptied if item[1].shape != item[2]]
+    for parameter, data, shape in emptied:
+        parameter.data = data.new_empty(1).expand(shape)
+    try:
+        yield
+    finally:
+        for parameter, data, _ in emptied:
+            parameter.data = data
+
+
+class _Later(torch.autograd.Function):
+    """Identity on a parameter; its gradient, small and already computed, is delivered with the weights'."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, split: WeightGradients) -> Tensor:
+        ctx.parameter, ctx.shape, ctx.split = parameter, parameter.shape, split
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        if not ctx.split.active:
+            return gradient, None
+        ctx.split.keep(ctx.parameter, ctx.shape, _as_it_is, gradient)
+        return None, None
+
+
+def _as_it_is(gradient: Tensor) -> Callable[[], Tensor]:
+    return partial(torch.clone, gradient)
+
+
+def late(parameter: Tensor, split: WeightGradients | None) -> Tensor:
+    """``parameter``, for use in a forward, its gradient to come with the weights' when the backward is split.
+
+    For small parameters (biases, norms), whose gradient costs little to compute and to keep.
+    """
+    if split is None or not parameter.is_leaf:
+        return parameter
+    view: Tensor = _Later.apply(parameter, split)
+    return view

@@ -1,0 +1,77 @@
+"""dsx schedule: every name, every format, options, files."""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from dsx.cli.app import main
+from dsx.plan.builders import NAMES, build, default_chunks
+from dsx.plan.schedule_csv import load
+
+
+@pytest.fixture
+def dsx(monkeypatch, capsys):
+    """Run ``dsx schedule`` with arguments: (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dsx", "schedule", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+SIZE = ("--stages", 4, "--micro-batches", 8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_is_printed_and_read_back(dsx, name):
+    code, out, err = dsx(name, *SIZE, "--format", "csv")
+    assert (code, err) == (0, "")
+    assert load(out, name=name) == build(name, 4, default_chunks(name), 8)
+    code, out, _ = dsx(name, *SIZE)
+    assert code == 0
+    assert "rank 3" in out
+    assert ("W1: the weights' gradients" in out) == (name in ("interleaved_zb", "zb_h1", "zbv", "dualpipev"))
+
+
+def test_pictures_and_traces_go_to_files(dsx, tmp_path):
+    for style in ("svg", "html", "perfetto", "table", "json"):
+        path = tmp_path / style
+        assert dsx("zbv", *SIZE, "--format", style, "--output", path) == (0, f"wrote {path}\n", "")
+    assert ET.fromstring((tmp_path / "svg").read_text()).tag.endswith("svg")
+    assert (tmp_path / "html").read_text().startswith("<!doctype html>")
+    assert len(json.loads((tmp_path / "perfetto").read_text())["traceEvents"]) > 3 * 4 * 2 * 8
+    assert json.loads((tmp_path / "json").read_text())["placement"] == "v"
+    assert "bubble: 6.2% of the ideal time" in (tmp_path / "table").read_text()
+
+
+def test_a_file_that_cannot_be_written_is_one_message(dsx, tmp_path):
+    code, out, err = dsx("zbv", *SIZE, "--format", "svg", "--output", tmp_path / "absent" / "x.svg")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "absent/x.svg" in err
+
+
+def test_group_size_warm_up_and_wire(dsx):
+    def facts(*options):
+        code, out, _ = dsx("interleaved", "--stages", 4, "--micro-batches", 16, "--format", "json", *options)
+        assert code == 0
+        return json.loads(out)
+
+    usual, larger = facts("--wire", 0.5), facts("--wire", 0.5, "--group-size", 8, "--warmup", 3)
+    assert larger["bubble_over_ideal"] < usual["bubble_over_ideal"]
+    assert max(larger["peak_activations"]) > max(usual["peak_activations"])
+    assert facts()["bubble_over_ideal"] < usual["bubble_over_ideal"]
+
+
+def test_an_option_of_another_schedule_is_refused(dsx):
+    code, out, err = dsx("1f1b", *SIZE, "--group-size", 4)
+    assert (code, out) == (1, "")
+    assert "group_size = 4" in err
+    assert "interleaved" in err
