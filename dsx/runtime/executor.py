@@ -222,6 +222,7 @@ class StepRun:
         if action.stage == 0:
             self._inputs[key] = self._batches.inputs(action.micro_batch)
         is_last = action.stage == self._last
+        local = not is_last and self._schedule.rank_of(action.stage + 1) == self._groups.pp_rank
         # Read in any case, so that all ranks that share an iterator move it on alike.
         labels = (self._batches.labels(action.micro_batch),) if is_last else ()
         inputs = self._inputs[key] if mode.training else self._inputs.pop(key)
@@ -233,12 +234,12 @@ class StepRun:
         )
         if is_last:
             output = self._finish(action.micro_batch, output)
-        elif self._schedule.rank_of(action.stage + 1) == self._groups.pp_rank:
+        elif local:
             Signature.of(output, f"virtual stage {action.stage}")  # the same rule on every layout
             self._inputs[action.stage + 1, action.micro_batch] = _hand_over(output)
         if mode.training:
             self._frozen[action.stage] = not any(t.requires_grad for t in _tensors(output))
-        if mode.training or (not is_last and self._schedule.num_ranks > 1):
+        if mode.training or not (is_last or local):
             self._outputs[key] = output
 
     def _finish(self, micro_batch: int, output: Any) -> Any:

@@ -16,12 +16,19 @@ LAYOUTS = [
     *(("1f1b", p, 1, m) for p in (2, 3, 4, 8) for m in (1, p, 2 * p + 1)),
     *(("interleaved", p, v, m) for p in (2, 3, 4) for v in (2, 3) for m in (1, p + 1, 3 * p)),
     ("interleaved", 8, 2, 17),
+    *(("zb_h1", p, 1, m) for p in (2, 4) for m in (1, 2 * p + 1)),
+    *((name, p, 2, m) for name in ("interleaved_zb", "zbv", "looped_bfs") for p in (2, 4) for m in (2, 9)),
+    ("dualpipev", 2, 2, 4),
+    ("dualpipev", 4, 2, 9),
     *(("forward", p, v, m) for p in (2, 4) for v in (1, 3) for m in (1, 5)),
+    ("forward in a V", 3, 2, 5),
 ]
 
 
 def schedule_of(name: str, p: int, v: int, m: int) -> Schedule:
-    return lower(forward_only(p, v, m) if name == "forward" else build(name, p, v, m))
+    if name.startswith("forward"):
+        return lower(forward_only(p, v, m, "v" if name.endswith("V") else "loop"))
+    return lower(build(name, p, v, m))
 
 
 @dataclass

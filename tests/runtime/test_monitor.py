@@ -1,0 +1,136 @@
+"""What a run's monitor times, remembers and leaves out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsx.config.resolve import resolve
+from dsx.runtime import monitor as module
+from dsx.runtime.data.corpus import Corpus, prepare
+from dsx.runtime.monitor import Monitor
+
+CONFIG = Path(__file__).parents[2] / "configs" / "zero1.json"
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Run:
+    """A monitor over an engine that does nothing, on one rank."""
+
+    def __init__(self, folder: Path, clock: Clock, *settings: str, done: int = 0, state: Any = None) -> None:
+        text = folder / "text.txt"
+        text.write_text("\n".join(f"some line {number}\n" for number in range(2000)))
+        self.config = resolve(
+            CONFIG,
+            world_size=1,
+            overrides=[
+                f"dsx.train.output={folder / 'out'}",
+                f"dsx.data.source={text}",
+                "dsx.data.sequence_length=32",
+                "dsx.tracking.wandb.mode=disabled",
+                *settings,
+            ],
+        )
+        corpus = Corpus.open(prepare(self.config.dsx.data, folder / "data"), sequence_length=32)
+        self.engine = SimpleNamespace(
+            groups=SimpleNamespace(rank=0),
+            global_steps=done,
+            get_lr=lambda: [0.5],
+            get_global_grad_norm=lambda: 2.0,
+            pipeline=SimpleNamespace(device=torch.device("cpu")),
+        )
+        self.clock = clock
+        self.monitor = Monitor(self.config, self.engine, corpus, state or {})
+
+    def step(self, seconds: float) -> None:
+        self.monitor.before_step()
+        self.clock.now += seconds
+        self.engine.global_steps += 1
+        self.monitor.step(torch.tensor(3.0))
+
+    def rows(self) -> list[dict[str, Any]]:
+        file = self.config.output / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_evaluation_and_saving_are_no_steps_time(tmp_path: Path, clock: Clock) -> None:
+    run = Run(tmp_path, clock)
+    clock.now += 60.0  # before the first
+    run.step(2.0)
+    run.step(3.0)
+    clock.now += 100.0
+    run.step(4.0)
+    assert [row["perf/step_seconds"] for row in run.rows()] == [2.0, 3.0, 4.0]
+
+
+def test_unlogged_steps_count(tmp_path: Path, clock: Clock) -> None:
+    run = Run(tmp_path, clock, "dsx.train.log_every=2", "dsx.train.steps=5")
+    for seconds in (1.0, 2.0, 3.0, 6.0, 7.0):
+        run.step(seconds)
+        clock.now += 50.0
+    rows = run.rows()
+    assert [row["train/step"] for row in rows] == [2, 4, 5]  # the last is always told
+    assert [row["perf/step_seconds"] for row in rows] == [1.5, 4.5, 7.0]
+
+
+def test_a_fresh_start_drops_the_records_before(tmp_path: Path, clock: Clock) -> None:
+    first = Run(tmp_path, clock)
+    first.monitor.evaluation(5.0)
+    first.step(1.0)
+    assert [row["train/step"] for row in first.rows()] == [0, 1]
+    assert Run(tmp_path, clock).rows() == []
+
+
+def test_loss_before_training_survives_a_resume(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = Run(tmp_path, clock, "dsx.train.steps=2")
+    first.monitor.evaluation(5.25)
+    first.step(1.0)
+    capsys.readouterr()
+    second = Run(tmp_path, clock, "dsx.train.steps=2", done=1, state=first.monitor.state)
+    second.step(1.0)
+    second.monitor.evaluation(4.0)
+    second.monitor.finish()
+    assert [row["train/step"] for row in second.rows()] == [0, 1, 2, 2]
+    out = " ".join(capsys.readouterr().out.split())
+    assert "resumed after step 1" in out
+    assert "loss before 5.2500 nats/token" in out
+    assert "held-out loss 4.0000 nats/token" in out
+
+
+def test_a_complete_run_is_left_alone(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = Run(tmp_path, clock, "dsx.train.steps=2")
+    first.step(1.0)
+    first.step(1.0)
+    before = first.rows()
+    capsys.readouterr()
+    again = Run(tmp_path, clock, "dsx.train.steps=2", done=2)
+    again.monitor.finish()
+    assert again.rows() == before
+    out = capsys.readouterr().out
+    assert "step 2 of dsx.train.steps = 2 is done" in out
+    assert "done\n" not in out
