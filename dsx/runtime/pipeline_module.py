@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.utils import set_random_seed
+from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 
 from dsx.errors import LayoutError, ModelError
@@ -99,6 +100,7 @@ class PipelineModule(nn.Module):
         super().__init__()
         self.layer_specs: tuple[Any, ...] = tuple(layers)
         _require_layers(self.layer_specs)
+        _require_whole(self.layer_specs, groups.mesh if groups else _mesh(num_stages, topology))
         self.groups = groups or make_groups(_mesh(num_stages, topology))
         chunks = stage_map.num_chunks if stage_map is not None else num_chunks
         self.schedule = ("interleaved" if chunks > 1 else "1f1b") if schedule == "auto" else schedule
@@ -234,6 +236,18 @@ def _tied_layers(layers: Sequence[Any]) -> dict[str, list[tuple[int, Any]]]:
                 "name the same weights in every TiedLayerSpec of a key",
             )
     return tied
+
+
+def _require_whole(layers: Sequence[Any], mesh: Mesh) -> None:
+    """Refuse layers that deepspeed.zero.Init cuts over ranks of other stages: its broadcasts would hang."""
+    modules = [layer for layer in layers if isinstance(layer, nn.Module)]
+    cut = any(hasattr(p, "ds_id") for module in modules for p in module.parameters())
+    if mesh.dp != mesh.size and (cut or partition_parameters.zero_init_context > 0):
+        raise ModelError(
+            "PipelineModule under deepspeed.zero.Init",
+            "it cuts parameters over all ranks, which here hold different layers or parts of them",
+            "build it outside of zero.Init: each rank makes its own layers only",
+        )
 
 
 def _mesh(num_stages: int | None, topology: Any) -> Mesh:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -71,13 +72,44 @@ def _left_behind(rank: int, world_size: int, case: Case) -> tuple[list[Any], int
     return left, len(outputs)
 
 
-@pytest.mark.parametrize(("pp", "chunks"), [(1, 2), (2, 1), (2, 2)])
-def test_nothing_of_a_step_is_kept(pp: int, chunks: int) -> None:
+@pytest.mark.parametrize(
+    ("pp", "chunks", "schedule"), [(1, 2, "auto"), (2, 1, "auto"), (2, 2, "auto"), (2, 2, "zbv")]
+)
+def test_nothing_of_a_step_is_kept(pp: int, chunks: int, schedule: str) -> None:
     """Neither activations, graphs, receive buffers nor batches, and no cycle that only a collector ends."""
-    case = Case(pp=pp, chunks=chunks, micro_batches=4)
+    case = Case(pp=pp, chunks=chunks, micro_batches=4, module={"schedule": schedule})
     for left, outputs in ranks.run(_left_behind, pp, case):
         assert left == []
         assert outputs == 0
+
+
+def _alive_in_evaluation(rank: int, world_size: int, case: Case) -> list[int]:
+    """Most outputs of layers alive at once while evaluating few and many micro-batches."""
+    made, peaks = toy.engine(case), []
+    for count in (4, 16):
+        outputs: list[weakref.ref[torch.Tensor]] = []
+        alive: list[int] = []
+
+        def look(
+            layer: nn.Module, inputs: Any, output: torch.Tensor, outputs: Any = outputs, alive: Any = alive
+        ) -> None:
+            outputs.append(weakref.ref(output))
+            alive.append(sum(reference() is not None for reference in outputs))
+
+        hooks = [layer.register_forward_hook(look) for layer in made.module.children()]
+        made.eval_batch(toy.batches(0, count), num_micro_batches=count)
+        for hook in hooks:
+            hook.remove()
+        peaks.append(max(alive))
+    return peaks
+
+
+@pytest.mark.parametrize(("pp", "schedule"), [(1, "auto"), (2, "auto"), (2, "zbv")])
+def test_evaluation_takes_no_more_memory_for_more_micro_batches(pp: int, schedule: str) -> None:
+    """Stages on one rank hand over without keeping, and what is sent goes."""
+    case = Case(pp=pp, chunks=2, micro_batches=4, module={"schedule": schedule})
+    for few, many in ranks.run(_alive_in_evaluation, pp, case):
+        assert few == many <= 2
 
 
 def _released(rank: int, world_size: int, kinds: list[tuple[str, str, tuple[int, ...]]]) -> list[list[float]]:

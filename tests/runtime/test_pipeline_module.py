@@ -146,6 +146,7 @@ def test_tied_copies_start_equal_and_count_once() -> None:
 
 
 def _refused(rank: int, world_size: int) -> list[str]:
+    import deepspeed
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
 
     import dsx
@@ -179,6 +180,10 @@ def _refused(rank: int, world_size: int) -> list[str]:
         with pytest.raises(kind) as caught:
             dsx.PipelineModule(**{"layers": plain, "loss_fn": toy.loss_fn, **keys})
         texts.append(str(caught.value))
+    zero = {"train_batch_size": 2, "zero_optimization": {"stage": 3}}
+    with pytest.raises(ModelError) as caught, deepspeed.zero.Init(config_dict_or_path=zero):
+        dsx.PipelineModule(plain, num_stages=2, loss_fn=toy.loss_fn)
+    texts.append(str(caught.value))
     whole = dsx.PipelineModule(plain, topology=ProcessTopology(axes=["pipe", "data"], dims=[2, 1]))
     with pytest.raises(ModelError, match=r"dsx\.initialize"):
         whole(torch.zeros(1))
@@ -197,7 +202,8 @@ def test_wrong_arguments_are_explained() -> None:
         "layer 4 (str)",
         "tied_weight_attr differ",
         "['weight', 'bias']",
+        "deepspeed.zero.Init",
     ]
     for texts in ranks.run(_refused, 2):
-        for text, word in zip(texts, words, strict=False):
+        for text, word in zip(texts, words, strict=True):
             assert word in text
