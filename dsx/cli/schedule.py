@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dsx.errors import ConfigError
-from dsx.plan.builders import NAMES, Options, ScheduleName, build, default_chunks
+from dsx.plan.builders import NAMES, Options, build, default_chunks
 from dsx.plan.simulate import Costs, simulate
 
 if TYPE_CHECKING:
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 def schedule(
     name: Annotated[
-        ScheduleName,
-        typer.Argument(metavar="NAME", help=f"{', '.join(NAMES[:-1])} or {NAMES[-1]}."),
+        str,
+        typer.Argument(metavar="NAME", help=f"{', '.join(NAMES)}, or a CSV file, one row per rank."),
     ],
-    stages: Annotated[int, typer.Option(help="Pipeline ranks.", min=1)],
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches per step.", min=1)],
+    stages: Annotated[int | None, typer.Option(help="Pipeline ranks; a file says so itself.", min=1)] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Micro-batches per step; a file says so itself.", min=1)
+    ] = None,
     chunks: Annotated[
         int | None,
         typer.Option(help="Virtual stages per rank. Default: 2 where the schedule can have them.", min=1),
@@ -56,8 +58,16 @@ def schedule(
     the activations that it keeps.
     """
     costs = Costs(transfer_seconds=wire)
-    options = Options(group_size=group_size, warmup_per_rank=warmup, costs=costs)
-    built = build(name, stages, default_chunks(name) if chunks is None else chunks, micro_batches, options)
+    if name.endswith(".csv"):
+        built = _read(Path(name), (stages, chunks, micro_batches, group_size, warmup))
+    else:
+        if stages is None or micro_batches is None:
+            missing = "--stages" if stages is None else "--micro-batches"
+            raise ConfigError(missing, f"schedule {name} needs it", f"give {missing} N")
+        options = Options(group_size=group_size, warmup_per_rank=warmup, costs=costs)
+        built = build(
+            name, stages, default_chunks(name) if chunks is None else chunks, micro_batches, options
+        )
     text = _render(built, costs, style, to_file=output is not None)
     if output is None:
         typer.echo(text, nl=False)
@@ -69,6 +79,20 @@ def schedule(
             f"--output {output}", error.strerror or str(error), "name a file to write"
         ) from error
     typer.echo(f"wrote {output}")
+
+
+def _read(path: Path, given: tuple[int | None, ...]) -> Schedule:
+    """The schedule in a file, proved to run."""
+    from dsx.plan.schedule_csv import load
+
+    if any(number is not None for number in given):
+        raise ConfigError(str(path), "the file says its size and order itself", "drop the other numbers")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(str(path), reason, "give a CSV file, one row per rank") from None
+    return load(text, name=path.name)
 
 
 def _render(built: Schedule, costs: Costs, style: str, *, to_file: bool) -> str:

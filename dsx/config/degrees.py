@@ -178,7 +178,9 @@ def _notes(dsx: DsxConfig, mesh: Mesh, chunks: int, name: str) -> Iterator[str]:
         ("parallel.chunks", dsx.parallel.chunks, chunks),
         ("schedule.name", dsx.schedule.name, name),
     ):
-        if wanted == "auto":
+        if axis == "schedule.name" and dsx.schedule.file is not None:
+            yield f"dsx.schedule.file: {dsx.schedule.file}, with its pipeline {mesh.pp} and chunks {chunks}"
+        elif wanted == "auto":
             yield f"dsx.{axis}: auto -> {got}"
         elif wanted != got:
             yield f"dsx.{axis}: {wanted} -> {got}, as there is no pipeline"

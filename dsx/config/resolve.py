@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dsx.config import programs
 from dsx.config.batch import resolve_batch
 from dsx.config.deepspeed_checks import deepspeed_problems, is_bf16, optimizer_notes, zero_stage
 from dsx.config.degrees import Degrees, resolve_degrees
@@ -17,7 +18,6 @@ from dsx.config.run import RunConfig
 from dsx.config.run_checks import Facts, run_notes, run_problems
 from dsx.config.schema import DsxConfig
 from dsx.errors import ConfigError, LayoutError
-from dsx.plan.builders import placement_of
 from dsx.plan.flops import layer_flops
 from dsx.plan.params import layer_kinds, param_specs
 from dsx.plan.partition import partition
@@ -51,6 +51,7 @@ def resolve(
     raise_all(name, deepspeed_problems(deepspeed))
     model = read_model(dsx)
     dsx = dsx.model_copy(update={"data": dsx.data.model_copy(update={"tokenizer": model.tokenizer})})
+    dsx, written = programs.read_file(dsx)
     layers = layer_kinds(model.spec)
     degrees = resolve_degrees(dsx, model.spec, num_layers=len(layers), world_size=world_size)
     batch = resolve_batch(deepspeed, degrees.mesh.dp)
@@ -58,6 +59,10 @@ def resolve(
         deepspeed=deepspeed, dsx=dsx, model=model.spec, mesh=degrees.mesh, chunks=degrees.chunks, batch=batch
     )
     raise_all(name, run_problems(facts))
+    size = {"pp": degrees.mesh.pp, "chunks": degrees.chunks, "accumulation": batch.accumulation}
+    if written is not None:
+        programs.check_file(dsx, written, **size)
+    program = written or programs.choose(dsx, degrees.schedule_name, **size)
     specs = param_specs(model.spec, pad_multiple=dsx.model.vocab_multiple)
     clipping = float(deepspeed.get("gradient_clipping", _DEFAULT_CLIPPING))
     return RunConfig(
@@ -68,8 +73,8 @@ def resolve(
         hf_config=model.hf_config,
         weights=model.weights,
         chunks=degrees.chunks,
-        schedule_name=degrees.schedule_name,
-        stage_map=_stages(dsx, model.spec, specs, degrees),
+        program=program,
+        stage_map=replace(_stages(dsx, model.spec, specs, degrees), placement=program.placement),
         param_specs=specs,
         micro_batch_size=batch.micro,
         accumulation=batch.accumulation,
@@ -97,7 +102,7 @@ def _stages(dsx: DsxConfig, model: ModelSpec, specs: Sequence[ParamSpec], degree
         if spec.tie is not None:
             parameters[-1] += spec.numel  # the head's stage holds a copy of the tied table
     try:
-        stages = partition(
+        return partition(
             method,
             pp * chunks,
             pp,
@@ -107,4 +112,3 @@ def _stages(dsx: DsxConfig, model: ModelSpec, specs: Sequence[ParamSpec], degree
         )
     except LayoutError as error:
         raise ConfigError(key, f"{error.where}: {error.what}", error.fix) from None
-    return replace(stages, placement=placement_of(degrees.schedule_name))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from dsx.config.schema import DsxConfig
 from dsx.plan.params import layer_kinds
+from dsx.plan.program import Program
 from dsx.spec.mesh import Mesh
 from dsx.spec.model import ModelSpec
 from dsx.spec.param import ParamSpec
@@ -29,7 +30,7 @@ class RunConfig:
         hf_config: The Hugging Face config that it was read from.
         weights: Hugging Face folder to start from; None for fresh weights.
         chunks: Virtual stages per pipeline rank.
-        schedule_name: A name that :func:`dsx.plan.builders.build` knows.
+        program: The pipeline schedule.
         stage_map: Layers over virtual stages over pipeline ranks.
         param_specs: Every parameter of the model.
         micro_batch_size: Sequences per micro-batch and data-parallel rank.
@@ -48,7 +49,7 @@ class RunConfig:
     hf_config: dict[str, Any]
     weights: Path | None
     chunks: int
-    schedule_name: str
+    program: Program
     stage_map: StageMap
     param_specs: tuple[ParamSpec, ...]
     micro_batch_size: int
@@ -58,6 +59,11 @@ class RunConfig:
     precision: Literal["fp32", "bf16"]
     gradient_clipping: float
     notes: tuple[str, ...]
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule's name: a builder's, or the file's."""
+        return self.program.name
 
     @property
     def output(self) -> Path:
@@ -97,7 +103,8 @@ class RunConfig:
         """The whole config as JSON with every "auto" replaced: loading it gives this run again."""
         block = self.dsx.model_dump(mode="json", exclude_none=True)
         block["parallel"] |= {"tensor": self.mesh.tp, "pipeline": self.mesh.pp, "chunks": self.chunks}
-        block["schedule"]["name"] = self.schedule_name
+        if self.program.rows is None:
+            block["schedule"]["name"] = self.schedule_name
         return copy.deepcopy(self.deepspeed) | {"dsx": block}
 
     def summary(self) -> dict[str, Any]:

@@ -88,13 +88,42 @@ class ParallelConfig(Block):
 
 
 class ScheduleConfig(Block):
-    """Order of the micro-batches in the pipeline."""
+    """Order of the micro-batches in the pipeline: by name, or from a file."""
 
     name: Literal["auto"] | ScheduleName = Field(
         default="auto",
         description='"auto": interleaved if chunks > 1, else 1f1b. gpipe, 1f1b and zb_h1 take 1 chunk, zbv '
         "and dualpipev 2, the others 2 or more; `dsx schedule NAME` draws one with its bubble and memory.",
     )
+    file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A CSV file instead of a name: one row per pipeline rank, actions as "
+        "torch.distributed.pipelining writes them (2F0). It fixes pipeline, chunks and micro-batches.",
+    )
+    group_size: Positive | None = Field(
+        default=None,
+        description="Least micro-batches per group (interleaved, interleaved_zb); null: the pipeline degree. "
+        "Larger ones hide slow links and keep more activations.",
+    )
+    warmup: int | None = Field(
+        default=None,
+        ge=0,
+        description="Forwards that a rank starts ahead of the next one (interleaved: 2, interleaved_zb: 1).",
+    )
+    most_live: Positive | None = Field(
+        default=None,
+        description="Chunk activations alive at once on a rank (interleaved_zb, zb_h1); null: the fewest. "
+        "More let weight gradients wait longer.",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        numbers = [key for key in ("group_size", "warmup", "most_live") if getattr(self, key) is not None]
+        if self.file is not None and (self.name != "auto" or numbers):
+            other = "name" if self.name != "auto" else numbers[0]
+            raise ValueError(f"file and {other} are both given; a file is the whole schedule")
+        return self
 
 
 class PartitionConfig(Block):

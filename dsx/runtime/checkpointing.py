@@ -131,7 +131,7 @@ def manifest(
         stage_bounds=tuple(stages.bounds),
         zero_stage=int(engine.zero_optimization_stage()),
         precision="bf16" if engine.bfloat16_enabled() else "fp32",
-        schedule=engine.pipeline.schedule,
+        schedule=engine.pipeline.program.name,
         tensors=tensors,
         step=int(engine.global_steps),
         global_batch_size=int(engine.train_batch_size()),

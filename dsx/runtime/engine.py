@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,13 @@ from torch.utils.data import DistributedSampler
 
 from dsx.config.run import RunConfig
 from dsx.errors import ConfigError, ModelError
-from dsx.plan.builders import build, forward_only
-from dsx.plan.receives import ReceivePlan, receive_plan
-from dsx.plan.transfers import lower
-from dsx.plan.validate import validate
 from dsx.runtime.executor import Compute, Mode, Signatures, StepRun
 from dsx.runtime.groups import Grid, Groups
 from dsx.runtime.micro_batches import MicroBatches
 from dsx.runtime.p2p import open_channels
 from dsx.runtime.parameter_groups import prepare
 from dsx.runtime.pipeline_module import PipelineModule
+from dsx.runtime.programs import Programs
 from dsx.runtime.settings import Config, settings_of
 from dsx.runtime.zero_adapters import (
     adapt,
@@ -33,7 +31,6 @@ from dsx.runtime.zero_adapters import (
     require_supported,
     scope_consistency_checks,
 )
-from dsx.spec.schedule import Schedule
 
 Batch = tuple[Any, Any]
 
@@ -62,7 +59,7 @@ class PipelineEngine:
         self._adapter = adapt(engine, model.groups, model.ties, clipping)
         self._managed = bool(engine.managed_gradient_accumulation())
         self._signatures = Signatures(dynamic=model.dynamic_shape)
-        self._schedules: dict[tuple[str, int], tuple[Schedule, ReceivePlan]] = {}
+        self.programs = Programs(model.program, model.stage_map, model.groups.pp_rank)
         self._batch_fn: Callable[[Any], Batch] | None = None
         self._iterator: Iterator[Any] | None = None
         open_channels(model.groups, model.stage_map, model.device)
@@ -258,21 +255,8 @@ class PipelineEngine:
     def _convert_one(self, batch: Any) -> Any:
         return batch if self._batch_fn is None else self._batch_fn(batch)
 
-    def _schedule(self, micro_batches: int, *, training: bool) -> tuple[Schedule, ReceivePlan]:
-        """The lowered and proved schedule for so many micro-batches, and its receives; built once."""
-        stages, name = self.pipeline.stage_map, self.pipeline.schedule if training else "forward"
-        if (name, micro_batches) not in self._schedules:
-            if training:
-                schedule = build(name, stages.num_ranks, stages.num_chunks, micro_batches)
-            else:
-                schedule = forward_only(stages.num_ranks, stages.num_chunks, micro_batches, stages.placement)
-            schedule = lower(schedule)
-            validate(schedule)
-            self._schedules[name, micro_batches] = schedule, receive_plan(schedule, self.groups.pp_rank)
-        return self._schedules[name, micro_batches]
-
     def _step_run(self, source: Iterator[Any] | None, count: int, mode: Mode) -> StepRun:
-        schedule, receives = self._schedule(count, training=mode.training)
+        schedule, receives = self.programs.step(count, training=mode.training)
         uses = int(self.is_first_stage()) + int(self.is_last_stage())
         return StepRun(
             schedule=schedule,
@@ -357,6 +341,12 @@ def initialize(
     if not isinstance(model, PipelineModule):
         raise ModelError(
             f"model of type {type(model).__name__}", "not a dsx.PipelineModule", "build one from the layers"
+        )
+    if model.program.divides and model.split is None and model.groups.rank == 0:
+        warnings.warn(
+            f"schedule {model.program.name} divides the backward, and these layers do not: their weight "
+            "gradients come with the input's. Build layers and pipeline with one WeightGradients (split=).",
+            stacklevel=2,
         )
     settings = settings_of(config, args, model.groups.mesh)
     parameters = prepare(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ from dsx.spec.schedule import Action, Op, Schedule
 
 Key = tuple[int, int]
 """(virtual stage, micro-batch)."""
+
+Around = Callable[[Action], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +143,7 @@ class StepRun:
         mode: What the step is for.
         split: What the layers were built with, for schedules that split the backward. Layers without it do
             their whole backward in its first part.
+        around: Entered around every action, to look at it (:mod:`dsx.runtime.trace`); None looks at nothing.
     """
 
     def __init__(
@@ -153,10 +157,11 @@ class StepRun:
         signatures: Signatures,
         mode: Mode,
         split: WeightGradients | None = None,
+        around: Around | None = None,
     ) -> None:
         self._schedule, self._receives, self._groups = schedule, receives, groups
         self._compute, self._batches, self._signatures = compute, batches, signatures
-        self._mode = mode
+        self._mode, self._around = mode, around
         self._split = split or WeightGradients()
         self._row = schedule.rows[groups.pp_rank]
         self._last = schedule.num_stages - 1
@@ -192,7 +197,11 @@ class StepRun:
         for position, action in enumerate(self._row):
             for due in self._receives.posts[position]:
                 self._post(due)
-            steps[action.op](action, position)
+            if self._around is None:
+                steps[action.op](action, position)
+                continue
+            with self._around(action):
+                steps[action.op](action, position)
         self._outbox.flush()
 
     def _post(self, due: Channel) -> None:

@@ -16,8 +16,8 @@ from torch import nn
 
 from dsx.errors import LayoutError, ModelError
 from dsx.nn.split import WeightGradients
-from dsx.plan.builders import placement_of
 from dsx.plan.partition import partition
+from dsx.plan.program import Program
 from dsx.runtime.chunks import Chunks, Loss, Recompute, TiedUse, checkpoint_non_reentrant
 from dsx.runtime.groups import Grid, Groups, make_groups, new_group
 from dsx.spec.mesh import Mesh
@@ -63,7 +63,8 @@ class PipelineModule(nn.Module):
         checkpointable_layers: Class names that may be recomputed.
         dynamic_shape: Shapes at stage boundaries may differ from micro-batch to micro-batch.
         num_chunks: Virtual stages per pipeline rank (interleaved schedule when above 1).
-        schedule: "auto" (interleaved with chunks, else 1f1b), or a name of dsx.plan.builders.NAMES.
+        schedule: "auto" (interleaved with chunks, else 1f1b), a name of dsx.plan.builders.NAMES, or a
+            :class:`dsx.plan.program.Program` with options or rows of its own.
         groups: Process groups made beforehand (:func:`dsx.distributed`), in place of num_stages and topology.
         stage_map: Layers of each virtual stage, in place of ``partition_method``.
         release_outputs: Free a stage's output once it is sent. Right when the last layer of every stage
@@ -91,7 +92,7 @@ class PipelineModule(nn.Module):
         dynamic_shape: bool = False,
         *,
         num_chunks: int = 1,
-        schedule: str = "auto",
+        schedule: str | Program = "auto",
         groups: Groups | None = None,
         stage_map: StageMap | None = None,
         release_outputs: bool = False,
@@ -103,9 +104,11 @@ class PipelineModule(nn.Module):
         _require_whole(self.layer_specs, groups.mesh if groups else _mesh(num_stages, topology))
         self.groups = groups or make_groups(_mesh(num_stages, topology))
         chunks = stage_map.num_chunks if stage_map is not None else num_chunks
-        self.schedule = ("interleaved" if chunks > 1 else "1f1b") if schedule == "auto" else schedule
+        if schedule == "auto":
+            schedule = "interleaved" if chunks > 1 else "1f1b"
+        self.program = Program(name=schedule) if isinstance(schedule, str) else schedule
         self.stage_map = stage_map or _partition(
-            self.layer_specs, partition_method, self.groups.mesh.pp, num_chunks, placement_of(self.schedule)
+            self.layer_specs, partition_method, self.groups.mesh.pp, num_chunks, self.program.placement
         )
         self._require_stages()
         self.dynamic_shape = dynamic_shape

@@ -17,7 +17,6 @@ from dsx.config.run import RunConfig
 from dsx.errors import CheckpointError, DsxError
 from dsx.nn import families
 from dsx.nn.split import WeightGradients
-from dsx.plan.builders import divides_backward
 from dsx.runtime.data.batches import Batches, EvaluationBatches
 from dsx.runtime.data.corpus import Corpus, prepare
 from dsx.runtime.engine import PipelineEngine, initialize
@@ -56,7 +55,7 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
         CheckpointError: The folder's weights do not fit the model.
     """
     settings = config.dsx
-    split = WeightGradients() if divides_backward(config.schedule_name) else None
+    split = WeightGradients() if config.program.divides else None
     layers = families.layers(
         config.model,
         groups.tensor_parallel,
@@ -73,7 +72,7 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
         loss_fn=families.loss(config.model, groups.tensor_parallel, overwrite_logits=True),
         groups=groups,
         stage_map=config.stage_map,
-        schedule=config.schedule_name,
+        schedule=config.program,
         release_outputs=True,
         split=split,
     )

@@ -75,3 +75,21 @@ def test_an_option_of_another_schedule_is_refused(dsx):
     assert (code, out) == (1, "")
     assert "group_size = 4" in err
     assert "interleaved" in err
+
+
+def test_a_file_is_checked_and_drawn(dsx, tmp_path):
+    path = tmp_path / "mine.csv"
+    text = build("zbv", 4, 2, 8).to_csv()
+    path.write_text(text)
+    assert dsx(path, "--format", "csv") == (0, text, "")
+    code, out, _ = dsx(path)
+    assert code == 0
+    assert "bubble: 6.2% of the ideal time" in out
+    path.write_text(text.replace("3F2,", "", 1))
+    code, out, err = dsx(path)
+    assert (code, out) == (1, "")
+    assert "mine.csv, rank 3: it lacks 3F2" in err
+    assert "drop the other numbers" in dsx(path, "--stages", 4)[2]
+    assert "absent.csv" in dsx(tmp_path / "absent.csv")[2]
+    assert "--stages" in dsx("zbv", "--micro-batches", 4)[2]
+    assert "use one of gpipe" in dsx("zbw", *SIZE)[2]

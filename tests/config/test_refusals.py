@@ -14,7 +14,11 @@ WRONG = {
     # The dsx block itself.
     "unknown key": ({"dsx.train.step": 5}, 1, ["dsx.train.step = 5", "unknown key", 'write "steps"']),
     "unknown block": ({"dsx.modle": {}}, 1, ["dsx.modle = {}", "unknown key", '"model"']),
-    "unknown far key": ({"dsx.schedule.zzz": 1}, 1, ["dsx.schedule.zzz = 1", "use name"]),
+    "unknown far key": (
+        {"dsx.schedule.zzz": 1},
+        1,
+        ["dsx.schedule.zzz = 1", "unknown", "name or warmup"],
+    ),
     "missing key": ({"dsx.train.steps": REMOVE}, 1, ["dsx.train.steps", "needed", "at least 1"]),
     "missing block": ({"dsx.data": REMOVE}, 1, ["dsx.data", "needed", "with sequence_length"]),
     "block is no object": ({"dsx.data": "text"}, 1, ['dsx.data = "text"', "an object"]),

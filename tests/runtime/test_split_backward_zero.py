@@ -82,9 +82,6 @@ def settings_of(case):
 
 
 def engine_of(case, groups, layers, loss_fn, split):
-    from dsx.plan.builders import build
-    from dsx.plan.receives import receive_plan
-    from dsx.plan.transfers import lower
     from dsx.runtime.engine import initialize
     from dsx.runtime.pipeline_module import PipelineModule
 
@@ -98,10 +95,8 @@ def engine_of(case, groups, layers, loss_fn, split):
     )
     engine = initialize(model=pipeline, config=settings_of(case))[0]
     if split is not None:
-        schedule = split_backwards(build(pipeline.schedule, case.pp, case.chunks, MICRO_BATCHES))
-        lowered = lower(schedule)
-        receives = receive_plan(lowered, groups.pp_rank)
-        engine._schedules[pipeline.schedule, MICRO_BATCHES] = lowered, receives
+        schedule = pipeline.program.build(case.pp, case.chunks, MICRO_BATCHES)
+        engine.programs.put(split_backwards(schedule))
     return engine
 
 

@@ -86,6 +86,7 @@ def layers(name: str) -> list[Any]:
     tied = ["weight", "bias"]
     lists = {
         "plain": plain,
+        "eight": [LayerSpec(Layer) for _ in range(8)],
         "tied": [
             TiedLayerSpec("table", Table, tied_weight_attr=tied),
             *plain,
