@@ -24,12 +24,17 @@ if TYPE_CHECKING:
         VersionError,
     )
     from dsx.nn.parallel import TensorParallel
+    from dsx.plan.choose import Space, choose
+    from dsx.plan.profile import Profile
+    from dsx.plan.program import Program
     from dsx.runtime import recipe
-    from dsx.runtime.engine import PipelineEngine, initialize
+    from dsx.runtime.engine import PipelineEngine
     from dsx.runtime.entry import run, world_size
     from dsx.runtime.groups import Groups
+    from dsx.runtime.initialize import initialize
     from dsx.runtime.launch import distributed
     from dsx.runtime.pipeline_module import PipelineModule
+    from dsx.runtime.profile import profile_layers
     from dsx.spec.mesh import Mesh
     from dsx.spec.model import ModelSpec
     from dsx.spec.param import ParamSpec
@@ -52,17 +57,22 @@ __all__ = [
     "ParamSpec",
     "PipelineEngine",
     "PipelineModule",
+    "Profile",
+    "Program",
     "RunConfig",
     "Schedule",
     "ScheduleError",
+    "Space",
     "StageMap",
     "TensorParallel",
     "VersionError",
     "__version__",
+    "choose",
     "distributed",
     "initialize",
     "load_config",
     "parse_arguments",
+    "profile_layers",
     "recipe",
     "run",
     "world_size",
@@ -82,17 +92,22 @@ _HOMES = {
     "ParamSpec": ("dsx.spec.param", "ParamSpec"),
     "PipelineEngine": ("dsx.runtime.engine", "PipelineEngine"),
     "PipelineModule": ("dsx.runtime.pipeline_module", "PipelineModule"),
+    "Profile": ("dsx.plan.profile", "Profile"),
+    "Program": ("dsx.plan.program", "Program"),
     "RunConfig": ("dsx.config.run", "RunConfig"),
     "Schedule": ("dsx.spec.schedule", "Schedule"),
     "ScheduleError": ("dsx.errors", "ScheduleError"),
+    "Space": ("dsx.plan.choose", "Space"),
     "StageMap": ("dsx.spec.stages", "StageMap"),
     "TensorParallel": ("dsx.nn.parallel", "TensorParallel"),
     "VersionError": ("dsx.errors", "VersionError"),
     "Groups": ("dsx.runtime.groups", "Groups"),
+    "choose": ("dsx.plan.choose", "choose"),
     "distributed": ("dsx.runtime.launch", "distributed"),
-    "initialize": ("dsx.runtime.engine", "initialize"),
+    "initialize": ("dsx.runtime.initialize", "initialize"),
     "load_config": ("dsx.config.resolve", "resolve"),
     "parse_arguments": ("dsx.config.arguments", "parse_arguments"),
+    "profile_layers": ("dsx.runtime.profile", "profile_layers"),
     "recipe": ("dsx.runtime.recipe", ""),
     "run": ("dsx.runtime.entry", "run"),
     "world_size": ("dsx.runtime.entry", "world_size"),

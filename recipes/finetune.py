@@ -37,6 +37,10 @@ def main() -> None:
     ) as groups:
         corpus = dsx.recipe.open_data(config, data)
 
+        # With dsx.profile: layers and links are timed, and what the config leaves open (schedule, chunks,
+        # recompute, layers per stage) is chosen by simulated step. Without, the config stays as it is.
+        config = dsx.recipe.measure(config, groups)
+
         # Each rank reads its own slices of the safetensors: its stages' layers, its tensor-parallel share.
         model = dsx.recipe.build_model(config, groups)
         engine, *_ = dsx.initialize(model=model, config=config)

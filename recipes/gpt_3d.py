@@ -28,6 +28,10 @@ def main() -> None:
     ) as groups:
         corpus = dsx.recipe.open_data(config, data)
 
+        # With dsx.profile: layers and links are timed, and what the config leaves open (schedule, chunks,
+        # recompute, layers per stage) is chosen by simulated step. Without, the config stays as it is.
+        config = dsx.recipe.measure(config, groups)
+
         # The model is a list of LayerSpecs; each rank builds the layers of its own stages and chunks, cut to
         # its tensor-parallel share, and DeepSpeed wraps them with the optimizer, precision and ZeRO stage.
         model = dsx.recipe.build_model(config, groups)

@@ -181,7 +181,8 @@ def test_the_annotated_json_is_a_config(tmp_path):
     shipped = dsx.load_config(ZERO3, world_size=8)
     assert config.mesh == shipped.mesh
     assert config.global_batch_size == shipped.global_batch_size
-    blocks_shown = set(json.loads(ZERO3.read_text())["dsx"]) | {"partition", "recompute"}
+    more = {"partition", "recompute", "zero", "profile", "profile_micro_batches"}
+    blocks_shown = set(json.loads(ZERO3.read_text())["dsx"]) | more
     assert config.dsx.model_fields_set == blocks_shown == set(type(config.dsx).model_fields)
 
 
@@ -256,6 +257,26 @@ def test_what_each_stage_communicates(cells):
     for sizes in ranks.run(counted, 4, zero, micro_batches):
         for name in names.values():
             assert sizes.get(name, 0) == pytest.approx(expected.get(name, 0), abs=0.05), name
+
+
+@pytest.mark.parametrize("cells", rows("Pipeline schedules", "| schedule"), ids=lambda c: c[0])
+def test_what_each_schedule_costs(cells):
+    from dsx.plan.builders import build, default_chunks, divides_backward
+    from dsx.plan.simulate import simulate
+    from dsx.plan.validate import peak_activations
+
+    name, chunks, bubble, peak, backward = cells
+    schedule = build(name, 4, int(chunks), 8)
+    assert default_chunks(name) == int(chunks)
+    assert f"{simulate(schedule).bubble:.1%}" == bubble
+    assert max(peak_activations(schedule)) == float(peak) * int(chunks)
+    assert backward == ("split" if divides_backward(name) else "whole")
+
+
+def test_every_schedule_is_in_the_table():
+    from dsx.plan.builders import NAMES
+
+    assert {cells[0] for cells in rows("Pipeline schedules", "| schedule")} == set(NAMES)
 
 
 def losses(rank: int, world_size: int, program: str) -> list[float]:

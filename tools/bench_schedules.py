@@ -1,13 +1,27 @@
-"""Every schedule's step time with virtual compute, beside its own simulation and stock DeepSpeed's 1F1B.
+"""Every engine's pipeline schedules beside each other: measured, simulated, in theory.
 
-    python tools/bench_schedules.py [--ranks 4] [--micro-batches 8] [--forward-ms 16] [--rounds 5]
+    python tools/bench_schedules.py [--ranks 4,8] [--micro-batches p,2p,4p] [--wire 0.25] [--only zbv,torch]
+    python tools/bench_schedules.py --real
 
 Layers sleep instead of computing (a micro-batch takes a rank FORWARD ms forward, as long again for the input
-gradient and for the weight gradient), so that many ranks fit on few cores and what is measured is the
-schedule and the engine. Each layer's sleep is shortened by what this machine's sleeps overshoot, measured
-first. Engines take turns, round by round, in the same processes. Printed: the median step, the simulation of
-the same schedule with free transfers, how much longer the engine took than that, and the speed relative to
-stock DeepSpeed in the same run.
+gradient and for the weight gradient), so that many ranks fit on few cores and what is measured is schedule
+and engine. Each sleep is shortened by what the latest ones overshot, in the median. With --wire every engine
+also runs with messages that arrive late, by that share of FORWARD. With --real a small GPT-2 computes on two
+ranks in place of sleeping.
+
+The engines are dsx's, stock DeepSpeed's (1F1B, DualPipeV) and torch.distributed.pipelining's. They take turns
+in the same processes, round by round, each round beginning with another one. A step ends when the last rank
+is done, with its optimizer's step. With --real dsx and stock DeepSpeed train the same layers; torch trains
+plain modules of the same sizes, for its split of the backward knows nothing else.
+
+Columns: the median step and its spread (slowest less fastest); by the published formula; simulated with free
+transfers in the engine's own order of actions; how much longer than that the engine took (excess); bubble
+over ideal time, measured and simulated; speed over stock DeepSpeed's 1F1B, measured and simulated. With
+--wire: the median step, what it grew by in delays per micro-batch, measured and simulated, and the speed over
+stock; and dsx's schedules also with the options that hide such delays ("wide"). With --real nothing can be
+simulated but bubble and speed, for three parts of equal length.
+
+--check ends with 1 if a figure that issue 3 demands of a size that was run is missed, and prints all of them.
 """
 
 from __future__ import annotations
@@ -15,228 +29,144 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
+import re
 import subprocess
 import sys
 import tempfile
-import time
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-import torch
-import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule
-from torch import nn
-
-import dsx
-from dsx.nn.split import WeightGradients
-from dsx.plan.builders import build, default_chunks, divides_backward
-from dsx.plan.simulate import Costs, simulate
-
-WIDTH = 32
-SCHEDULES = ("gpipe", "1f1b", "zb_h1", "looped_bfs", "interleaved", "interleaved_zb", "zbv", "dualpipev")
-STOCK = "stock 1f1b"
+REAL_RANKS = 2
 
 
-class _Sleep(torch.autograd.Function):
-    """Sleeps forward, and in backward once for each half, or for the first half when the second is apart."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: SleepLayer) -> torch.Tensor:
-        time.sleep(layer.seconds)
-        ctx.layer, ctx.weight = layer, weight
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        layer, weight = ctx.layer, ctx.weight
-        time.sleep(layer.seconds)
-        if layer.split is not None and layer.split.active:
-            layer.split.keep(weight, weight.shape, layer.start_weight_gradient, torch.zeros_like(weight))
-            return dy, None, None
-        return dy, layer.start_weight_gradient(torch.zeros_like(weight))(), None
-
-
-class SleepLayer(nn.Module):
-    """A layer that takes ``seconds`` for a forward, an input gradient and a weight gradient each."""
-
-    def __init__(self, seconds: float, split: WeightGradients | None = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(WIDTH))
-        self.seconds, self.split = seconds, split
-
-    def start_weight_gradient(self, gradient: torch.Tensor) -> Any:
-        """The weight gradient's sleep, as WeightGradients wants it."""
-
-        def finish() -> torch.Tensor:
-            time.sleep(self.seconds)
-            return gradient
-
-        return finish
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, WIDTH] to the same."""
-        y: torch.Tensor = _Sleep.apply(x, self.weight, self)
-        return y
-
-
-class First(SleepLayer):
-    """The first layer, whose input wants no gradient: autograd must run its backward all the same."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As SleepLayer."""
-        return super().forward(x.detach().requires_grad_(torch.is_grad_enabled()))
-
-
-def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Anything that depends on all outputs."""
-    return (outputs - labels).square().mean()
-
-
-def main() -> None:
-    """Start the ranks, or be one of them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--forward-ms", type=float, default=16.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
+def main() -> int:
+    """Start the ranks of each pipeline degree and print their tables; or be one of those ranks."""
+    arguments = _arguments()
+    if arguments.worker is not None:
         work(arguments)
-        return
+        return 0
+    ranks = [REAL_RANKS] if arguments.real else arguments.ranks
+    load = os.getloadavg()[0]
+    tables = [table for count in ranks for table in launch(count)]
+    options = {"rounds": arguments.rounds, "forward_ms": arguments.forward_ms, "wire": arguments.wire}
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", *sys.argv]),
+        "cores": os.cpu_count(),
+        "load_average_before": load,
+        **{package: metadata.version(package) for package in ("torch", "deepspeed", "dsx")},
+        **options,
+        "tables": tables,
+    }
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return _print(report, options, check=arguments.check)
+
+
+def _print(report: dict[str, Any], options: dict[str, Any], *, check: bool) -> int:
+    from schedule_bench import table, thresholds
+
+    print(", ".join(f"{key} {report[key]}" for key in ("date", "cores", "load_average_before", "torch")))
+    for part in report["tables"]:
+        print(f"\n{table.as_text(part, options)}")
+    if not check:
+        return 0
+    outcomes = [
+        outcome for part in report["tables"] for outcome in thresholds.outcomes(part, options["wire"])
+    ]
+    print("", *outcomes, sep="\n")
+    return 0 if all(outcome.met for outcome in outcomes) else 1
+
+
+def launch(ranks: int) -> list[dict[str, Any]]:
+    """Run this program's own arguments on so many ranks; rank 0's tables."""
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc_per_node={arguments.ranks}", __file__, *sys.argv[1:], f"--worker={result}"]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})  # noqa: S603
-        rows = json.loads(result.read_text())
-    print(as_text(rows, arguments))
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"arguments": vars(arguments) | {"json": None}, "rows": rows}, indent=2, default=str)
-        )
+        result, log = Path(folder, "result.json"), Path(folder, "log")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        command += [__file__, *sys.argv[1:], f"--ranks={ranks}", f"--worker={result}"]
+        with log.open("w") as file:
+            done = subprocess.run(  # noqa: S603
+                command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=file, stderr=file, check=False
+            )
+        if done.returncode != 0:
+            sys.stderr.write(log.read_text())
+            raise SystemExit(done.returncode)
+        return list(json.loads(result.read_text()))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--ranks", type=_numbers, default=[4], metavar="P,...", help="pipeline degrees (default 4)")
+    add(
+        "--micro-batches",
+        type=_sizes,
+        metavar="M,...",
+        help="per step: numbers, or p, 2p, 4p for multiples of the degree (default p,2p; with --real 2,4,8)",
+    )
+    add("--forward-ms", type=float, default=16.0, metavar="MS", help="a rank's forward (default 16)")
+    add("--wire", type=float, default=0.0, metavar="SHARE", help="a message's delay in forwards (default 0)")
+    add("--rounds", type=int, default=5, metavar="N", help="turns of every engine (default 5)")
+    add(
+        "--only",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="NAME,...",
+        help="engines: whole names or words of them, as in 'zbv,torch interleaved'; stock 1F1B always runs",
+    )
+    add("--real", action="store_true", help="compute instead of sleeping, on two ranks")
+    add("--hidden", type=int, default=128, metavar="N", help="width of the real model (default 128)")
+    add("--sequence-length", type=int, default=128, metavar="N", help="its tokens per sample (default 128)")
+    add("--json", type=Path, metavar="FILE", help="write every figure there")
+    add("--check", action="store_true", help="hold the figures against issue 3's")
+    add("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.real and arguments.wire:
+        parser.error("--wire delays by a share of a sleeping forward: leave it out with --real")
+    if arguments.micro_batches is None:
+        arguments.micro_batches = _sizes("2,4,8" if arguments.real else "p,2p")
+    return arguments
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def _sizes(text: str) -> list[tuple[int, int]]:
+    """Each size as (factor of the pipeline degree, constant): "8" is (0, 8), "2p" is (2, 0)."""
+    sizes = []
+    for word in text.split(","):
+        match = re.fullmatch(r"(\d*)(p?)", word)
+        if match is None or not word:
+            raise argparse.ArgumentTypeError(f"{word!r} is neither a number nor a multiple of p")
+        sizes.append((int(match[1] or 1), 0) if match[2] else (0, int(match[1])))
+    return sizes
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """One rank: time every engine in turns; rank 0 writes the figures."""
-    from dsx.runtime.launch import distributed
+    """Be one rank; rank 0 writes the tables."""
+    from schedule_bench import measure, real
 
-    torch.set_num_threads(1)
-    forward = arguments.forward_ms / 1000
-    with distributed(dsx.Mesh.of(pp=arguments.ranks)) as groups:
-        overshoot = _overshoot(forward / 2)
-        engines = {STOCK: _stock(arguments, forward - overshoot)}
-        for name in SCHEDULES:
-            chunks = default_chunks(name)
-            engines[name] = _ours(name, chunks, arguments, forward / chunks - overshoot, groups)
-        seconds: dict[str, list[float]] = {name: [] for name in engines}
-        for number in range(arguments.rounds + 1):
-            for name, engine in engines.items():
-                dist.barrier()
-                begun = time.perf_counter()
-                engine.train_batch(data_iter=_batches(arguments.micro_batches))
-                spent = torch.tensor(time.perf_counter() - begun)
-                dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-                if number:  # the first round makes connections and buffers
-                    seconds[name].append(float(spent))
-        if groups.rank == 0:
-            arguments.worker.write_text(json.dumps(_rows(seconds, arguments, forward)))
-
-
-def _overshoot(seconds: float) -> float:
-    """How much longer than asked this machine sleeps, median."""
-    spent = []
-    for _ in range(30):
-        begun = time.perf_counter()
-        time.sleep(seconds)
-        spent.append(time.perf_counter() - begun - seconds)
-    return statistics.median(spent)
-
-
-def _config(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": arguments.micro_batches,
-        "steps_per_print": 1 << 30,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-    }
-
-
-def _stock(arguments: argparse.Namespace, seconds: float) -> Any:
-    layers = [LayerSpec(First if i == 0 else SleepLayer, seconds) for i in range(arguments.ranks)]
-    net = PipelineModule(layers, num_stages=arguments.ranks, loss_fn=loss_fn, partition_method="uniform")
-    return deepspeed.initialize(
-        model=net, model_parameters=list(net.parameters()), config=_config(arguments)
-    )[0]
-
-
-def _ours(name: str, chunks: int, arguments: argparse.Namespace, seconds: float, groups: dsx.Groups) -> Any:
-    split = WeightGradients() if divides_backward(name) else None
-    count = arguments.ranks * chunks
-    layers = [LayerSpec(First if i == 0 else SleepLayer, seconds, split) for i in range(count)]
-    net = dsx.PipelineModule(
-        layers,
-        loss_fn=loss_fn,
-        partition_method="uniform",
-        num_chunks=chunks,
-        schedule=name,
-        groups=groups,
-        split=split,
+    (ranks,) = arguments.ranks
+    job = measure.Job(
+        ranks=ranks,
+        micro_batches=tuple(factor * ranks + number for factor, number in arguments.micro_batches),
+        forward_seconds=arguments.forward_ms / 1000,
+        wire_share=arguments.wire,
+        rounds=arguments.rounds,
+        only=tuple(arguments.only),
+        real=real.Sizes(hidden=arguments.hidden, sequence_length=arguments.sequence_length)
+        if arguments.real
+        else None,
     )
-    return dsx.initialize(model=net, config=_config(arguments))[0]
-
-
-def _batches(count: int) -> Any:
-    return iter([(torch.zeros(1, WIDTH), torch.ones(1, WIDTH))] * count)
-
-
-def _rows(
-    seconds: dict[str, list[float]], arguments: argparse.Namespace, forward: float
-) -> list[dict[str, Any]]:
-    stock = statistics.median(seconds[STOCK])
-    rows = []
-    for name, spent in seconds.items():
-        known = "1f1b" if name == STOCK else name
-        chunks = default_chunks(known)
-        part = forward / chunks
-        costs = Costs(forward_seconds=part, backward_input_seconds=part, backward_weight_seconds=part)
-        ideal = simulate(build(known, arguments.ranks, chunks, arguments.micro_batches), costs)
-        median = statistics.median(spent)
-        rows.append(
-            {
-                "engine": name,
-                "chunks": chunks,
-                "milliseconds": 1000 * median,
-                "simulated_milliseconds": 1000 * ideal.seconds,
-                "excess_percent": 100 * (median / ideal.seconds - 1),
-                "simulated_bubble_percent": 100 * ideal.bubble,
-                "speed_over_stock": stock / median,
-            }
-        )
-    return rows
-
-
-def as_text(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
-    """The table that is printed."""
-    p, m = arguments.ranks, arguments.micro_batches
-    lines = [
-        f"p = {p}, m = {m}, F = I = W = {arguments.forward_ms:g} ms per rank, median of {arguments.rounds}",
-        f"{'engine':<16} {'v':>2} {'ms':>8} {'simulated':>10} {'excess':>7} {'bubble':>7} {'vs stock':>9}",
-    ]
-    lines += [
-        f"{row['engine']:<16} {row['chunks']:>2} {row['milliseconds']:>8.1f} "
-        f"{row['simulated_milliseconds']:>10.1f} {row['excess_percent']:>6.1f}% "
-        f"{row['simulated_bubble_percent']:>6.1f}% {row['speed_over_stock']:>8.3f}x"
-        for row in rows
-    ]
-    return "\n".join(lines)
+    tables = measure.work(job, arguments.worker.parent)
+    if int(os.environ["RANK"]) == 0:
+        arguments.worker.write_text(json.dumps(tables))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

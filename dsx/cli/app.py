@@ -16,6 +16,7 @@ from dsx.cli.plot import plot
 from dsx.cli.presets import presets
 from dsx.cli.schedule import schedule
 from dsx.cli.schema import schema
+from dsx.cli.trace import trace
 from dsx.errors import DsxError
 
 
@@ -44,7 +45,7 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(_root)
-    for command in (check, schedule, plot, presets, schema):
+    for command in (check, schedule, trace, plot, presets, schema):
         app.command()(command)
     return app
 

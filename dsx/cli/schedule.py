@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from dsx.cli.output import deliver
 from dsx.errors import ConfigError
 from dsx.plan.builders import NAMES, Options, build, default_chunks
 from dsx.plan.simulate import Costs, simulate
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 def schedule(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help=f"{', '.join(NAMES)}, or a CSV file, one row per rank."),
+        typer.Argument(metavar="NAME", help=f"{', '.join(NAMES)}, auto, or a CSV file, one row per rank."),
     ],
     stages: Annotated[int | None, typer.Option(help="Pipeline ranks; a file says so itself.", min=1)] = None,
     micro_batches: Annotated[
@@ -42,6 +44,13 @@ def schedule(
         typer.Option(help="Forwards that a rank of an interleaved schedule starts ahead of the next.", min=0),
     ] = None,
     wire: Annotated[float, typer.Option(help="Time of a transfer, in forwards.", min=0)] = 0.0,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Measured layers, a run's profile.json: rank what may be chosen by its step."),
+    ] = None,
+    activation_gib: Annotated[
+        float | None, typer.Option(help="Most activations on a rank, in GiB; with --profile.", min=0)
+    ] = None,
     style: Annotated[
         Literal["table", "csv", "json", "svg", "html", "perfetto"],
         typer.Option(
@@ -57,28 +66,37 @@ def schedule(
     For equal stages, a backward of twice a forward (half of it the input's gradient, half the weights'). Also
     the activations that it keeps.
     """
+    if name == "auto" or profile is not None or activation_gib is not None:
+        from dsx.cli.schedule_auto import Wanted, ranking_text
+
+        wanted = Wanted(
+            name=name,
+            profile=profile,
+            stages=stages,
+            micro_batches=micro_batches,
+            chunks=chunks,
+            group_size=group_size,
+            warmup=warmup,
+            activation_gib=activation_gib,
+            wire=wire,
+        )
+        draw = partial(_render, style=style, unit="ms", to_file=output is not None)
+        deliver(ranking_text(wanted, style, draw), output)
+        return
     costs = Costs(transfer_seconds=wire)
     if name.endswith(".csv"):
         built = _read(Path(name), (stages, chunks, micro_batches, group_size, warmup))
     else:
+        if name not in NAMES:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(NAMES)}, auto, or a .csv file")
         if stages is None or micro_batches is None:
-            missing = "--stages" if stages is None else "--micro-batches"
-            raise ConfigError(missing, f"schedule {name} needs it", f"give {missing} N")
+            raise typer.BadParameter(f"schedule {name} needs --stages and --micro-batches")
         options = Options(group_size=group_size, warmup_per_rank=warmup, costs=costs)
         built = build(
             name, stages, default_chunks(name) if chunks is None else chunks, micro_batches, options
         )
     text = _render(built, costs, style, to_file=output is not None)
-    if output is None:
-        typer.echo(text, nl=False)
-        return
-    try:
-        output.write_text(text)
-    except OSError as error:
-        raise ConfigError(
-            f"--output {output}", error.strerror or str(error), "name a file to write"
-        ) from error
-    typer.echo(f"wrote {output}")
+    deliver(text, output)
 
 
 def _read(path: Path, given: tuple[int | None, ...]) -> Schedule:
@@ -95,7 +113,7 @@ def _read(path: Path, given: tuple[int | None, ...]) -> Schedule:
     return load(text, name=path.name)
 
 
-def _render(built: Schedule, costs: Costs, style: str, *, to_file: bool) -> str:
+def _render(built: Schedule, costs: Costs, style: str, *, to_file: bool, unit: str = "forwards") -> str:
     timeline = simulate(built, costs)
     if style == "csv":
         return built.to_csv()
@@ -109,7 +127,7 @@ def _render(built: Schedule, costs: Costs, style: str, *, to_file: bool) -> str:
         from dsx.report import timeline as pictures
 
         draw = pictures.svg if style == "svg" else pictures.html
-        return draw(built, timeline, unit="forwards")
+        return draw(built, timeline, unit=unit)
     width = 110 if to_file else shutil.get_terminal_size(fallback=(110, 0)).columns
     return _table(built, timeline, width)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from dsx.config.measured import is_wanted
 from dsx.config.problems import at, either, raise_all
 from dsx.config.schema import DsxConfig
 from dsx.errors import ConfigError
@@ -12,6 +13,7 @@ from dsx.plan.builders import ScheduleName, default_chunks, placement_of
 from dsx.spec.mesh import Mesh
 from dsx.spec.model import ModelSpec
 
+_MEASURABLE = ("parallel.chunks", "schedule.name")
 _MAX_AUTO_TENSOR = 8  # One node's fast links; arXiv:2104.04473, takeaway 1.
 
 
@@ -178,6 +180,8 @@ def _notes(dsx: DsxConfig, mesh: Mesh, chunks: int, name: str) -> Iterator[str]:
         ("parallel.chunks", dsx.parallel.chunks, chunks),
         ("schedule.name", dsx.schedule.name, name),
     ):
+        if wanted == "auto" and axis in _MEASURABLE and is_wanted(dsx, mesh.pp):
+            continue
         if axis == "schedule.name" and dsx.schedule.file is not None:
             yield f"dsx.schedule.file: {dsx.schedule.file}, with its pipeline {mesh.pp} and chunks {chunks}"
         elif wanted == "auto":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dsx.config.measured import is_wanted
 from dsx.config.problems import at
 from dsx.config.schema import DsxConfig
 from dsx.errors import ConfigError, ScheduleError
@@ -35,7 +36,7 @@ def read_file(dsx: DsxConfig) -> tuple[DsxConfig, Program | None]:
 
 
 def choose(dsx: DsxConfig, name: str, *, pp: int, chunks: int, accumulation: int) -> Program:
-    """The builder ``name`` with the config's options.
+    """The builder ``name`` with the config's options; without, if measuring is still to find the name.
 
     Raises:
         ConfigError: It has no such option, or not for this size.
@@ -50,7 +51,8 @@ def choose(dsx: DsxConfig, name: str, *, pp: int, chunks: int, accumulation: int
         )
         if value is not None
     }
-    if not given or pp == 1:
+    to_be_measured = block.name == "auto" and is_wanted(dsx, pp)
+    if not given or pp == 1 or to_be_measured:
         return Program(name=name)
     options = Options(group_size=block.group_size, warmup_per_rank=block.warmup, most_live=block.most_live)
     program = Program(name=name, options=options)

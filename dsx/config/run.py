@@ -24,7 +24,8 @@ class RunConfig:
     Attributes:
         deepspeed: For ``deepspeed.initialize``: the JSON without its ``dsx`` block, with all three batch keys
             and the gradient clipping written out.
-        dsx: The ``dsx`` block as the user wrote it, "auto" and all; the tokenizer alone is named.
+        dsx: The ``dsx`` block as the user wrote it, "auto" and all; the tokenizer alone is named. After
+            ``dsx.recipe.measure``, with what was chosen written out.
         mesh: Degrees pp x dp x tp over the world's ranks.
         model: The architecture.
         hf_config: The Hugging Face config that it was read from.

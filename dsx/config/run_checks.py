@@ -11,6 +11,7 @@ from dsx.config.batch import ACCUMULATION, Batch
 from dsx.config.deepspeed_checks import zero_stage
 from dsx.config.problems import at
 from dsx.config.schema import DsxConfig
+from dsx.config.zero_checks import zero_problems
 from dsx.errors import ConfigError
 from dsx.spec.mesh import Mesh
 from dsx.spec.model import ModelSpec
@@ -85,12 +86,18 @@ def check_secondary_partition(facts: Facts) -> Iterator[ConfigError]:
         )
 
 
+def check_zero(facts: Facts) -> Iterator[ConfigError]:
+    """What ``dsx.zero`` says fits the ZeRO stage."""
+    yield from zero_problems(facts.dsx.zero, zero_stage(facts.deepspeed))
+
+
 CHECKS = (
     check_positions,
     check_evaluation,
     check_output,
     check_whole_matrix_optimizer,
     check_secondary_partition,
+    check_zero,
 )
 
 
@@ -106,8 +113,9 @@ def run_notes(facts: Facts) -> Iterator[str]:
         )
     if pp > 1 and facts.mesh.dp > 1 and zero_stage(facts.deepspeed) == 3:
         yield (
-            f"ZeRO-3 under a pipeline gathers every parameter 2 x {micro_batches} times a step "
-            "(each micro-batch, forward and backward); stage 1 gathers it once"
+            f"ZeRO-3 under a pipeline gathers a parameter up to 2 x {micro_batches} times a step (each "
+            "micro-batch, forward and backward); what fits into dsx.zero.keep_gathered_bytes stays gathered, "
+            "and stage 1 gathers once"
         )
     if pp * facts.chunks > facts.model.num_layers:
         yield (

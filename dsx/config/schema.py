@@ -116,6 +116,11 @@ class ScheduleConfig(Block):
         description="Chunk activations alive at once on a rank (interleaved_zb, zb_h1); null: the fewest. "
         "More let weight gradients wait longer.",
     )
+    activation_gib: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="Most memory that activations may take on a rank, in GiB; null: any. What is chosen from "
+        "a profile stays within it.",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -126,17 +131,36 @@ class ScheduleConfig(Block):
         return self
 
 
+class ZeroConfig(Block):
+    """When ZeRO communicates under a pipeline; what it cuts is in DeepSpeed's zero_optimization."""
+
+    reduce: Literal["step", "micro_batch"] = Field(
+        default="step",
+        description="ZeRO-2: reduce gradients once per step, each chunk's after its last backward, keeping "
+        "them whole until then; or after every backward, keeping this rank's part alone, for as many times "
+        "the traffic as there are micro-batches.",
+    )
+    keep_gathered_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="ZeRO-3: memory per rank, in bytes, for parameters that stay gathered from one action of "
+        "their chunk to the next. 0 leaves what stays to DeepSpeed's stage3_max_reuse_distance and "
+        "stage3_max_live_parameters.",
+    )
+
+
 class PartitionConfig(Block):
     """How layers are spread over the pipeline stages."""
 
     method: (
-        Literal["uniform", "parameters", "flops"]
+        Literal["uniform", "parameters", "flops", "time"]
         | Annotated[str, Field(pattern=r"^type:.+$")]
         | Annotated[list[Positive], Field(min_length=1)]
     ) = Field(
         default="flops",
         description="What is balanced: layers, parameters, FLOPs, the layers whose class name matches "
-        "type:<regex>, or an explicit number of layers per virtual stage.",
+        "type:<regex>, or an explicit number of layers per virtual stage. time: the cut with the shortest "
+        "simulated step, from the layers' own times (dsx.profile).",
     )
 
 
@@ -190,6 +214,18 @@ class TrainConfig(Block):
         default="auto", description='"auto" continues from the latest checkpoint in output if there is one.'
     )
     export_hf: bool = Field(default=False, description="Write a Hugging Face model folder at the end.")
+    trace_steps: list[Positive] = Field(
+        default_factory=list,
+        description="Steps, from 1, whose pipeline actions are recorded, compared with their simulation and "
+        "drawn in output/trace.",
+    )
+
+    @model_validator(mode="after")
+    def _steps_to_trace_exist(self) -> Self:
+        late = [step for step in self.trace_steps if step > self.steps]
+        if late:
+            raise ValueError(f"trace_steps names step {late[0]}, and steps = {self.steps} is the last")
+        return self
 
 
 class WandbConfig(Block):
@@ -221,8 +257,19 @@ class DsxConfig(Block):
     parallel: ParallelConfig = Field(default=ParallelConfig(), description="Degrees of parallelism.")
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Pipeline schedule.")
     partition: PartitionConfig = Field(default=PartitionConfig(), description="Layers over stages.")
-    recompute: Recompute = Field(
+    zero: ZeroConfig = Field(default=ZeroConfig(), description="When ZeRO communicates.")
+    profile: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description='Times and bytes of the layers: "measure" takes them when the run starts and writes '
+        "profile.json to its output; or the path of such a file. All that is auto or null in schedule, "
+        "parallel.chunks and recompute is then chosen by simulated step; null keeps rules of thumb.",
+    )
+    profile_micro_batches: Positive = Field(
+        default=5, description="Micro-batches to measure per kind of layer, after two that do not count."
+    )
+    recompute: Recompute | Literal["auto"] = Field(
         default="none",
-        description="What backward computes again: none, selective (attention core), full (blocks).",
+        description="What backward computes again: none, selective (attention core), full (blocks). "
+        '"auto" needs a profile.',
     )
     tracking: TrackingConfig = Field(default=TrackingConfig(), description="Where metrics go.")

@@ -118,6 +118,13 @@ def _weights(
 ) -> Sequence[float]:
     if method.startswith("type:"):
         return _matches(method, names)
+    if method in ("time", "profile"):
+        raise LayoutError(
+            f"partition method {method!r}",
+            "the layers' times are not measured here",
+            "measure with dsx.runtime.profile.profile_layers, cut with dsx.plan.choose.choose and give that "
+            "stage_map; in a config, dsx.partition.method = time does so",
+        )
     if method not in ("parameters", "flops"):
         raise LayoutError(
             f"partition method {method!r}",

@@ -11,6 +11,12 @@ wait is for something earlier: a computation for the messages posted before it (
 whoever sends, at its next computation, for the receive to be posted (the receiver's computations before that
 moment started before the message was sent). So there is no circle, whatever the real timing, even if each
 computation waits for everything under way on its device, and each post for the message's header.
+
+Where shapes vary, a receive needs the header first (:mod:`dsx.runtime.headers`). On an accelerator the post
+waits for it, as above. On a CPU nothing waits for everything under way; the post is made when the header
+comes, at the latest where the message is used, and nobody waits for the post: activations of varying shape
+are sent without a limit of messages under way. What is left is the wait of a use for its message, sent
+earlier, and of a gradient's sender for the receive, posted in time as ever.
 """
 
 from __future__ import annotations

@@ -99,6 +99,18 @@ class Chunks(nn.Module):
                 if isinstance(layer, nn.Module) and id(layer) not in tied:
                     self.add_module(str(index), layer)
 
+    def used_parameters(self) -> dict[int, tuple[nn.Parameter, ...]]:
+        """Virtual stage -> the parameters that its layers use, tied ones included."""
+        return {
+            stage: tuple(
+                parameter
+                for _, layer in layers
+                if isinstance(layer, nn.Module)
+                for parameter in (layer.tied_module if isinstance(layer, TiedUse) else layer).parameters()
+            )
+            for stage, layers in self._stages.items()
+        }
+
     def forward(
         self, inputs: Any, stage: int, labels: tuple[Any, ...] = (), *, with_outputs: bool = False
     ) -> Any:

@@ -1,42 +1,40 @@
-"""``dsx.initialize`` and its engine: the interface of DeepSpeed's PipelineEngine, any schedule, any ZeRO."""
+"""The engine: the interface of DeepSpeed's PipelineEngine, any schedule, any ZeRO."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import RepeatingLoader
 from torch import nn
-from torch.utils.data import DistributedSampler
 
 from dsx.config.run import RunConfig
+from dsx.config.schema import ZeroConfig
 from dsx.errors import ConfigError, ModelError
-from dsx.runtime.executor import Compute, Mode, Signatures, StepRun
-from dsx.runtime.groups import Grid, Groups
+from dsx.plan.trace import Trace
+from dsx.runtime.executor import Compute, Mode, StepRun
+from dsx.runtime.groups import Grid
+from dsx.runtime.headers import header_group
 from dsx.runtime.micro_batches import MicroBatches
 from dsx.runtime.p2p import open_channels
-from dsx.runtime.parameter_groups import prepare
 from dsx.runtime.pipeline_module import PipelineModule
 from dsx.runtime.programs import Programs
-from dsx.runtime.settings import Config, settings_of
+from dsx.runtime.signatures import Signatures
+from dsx.runtime.trace import Tracer
 from dsx.runtime.zero_adapters import (
     adapt,
     announce_backward,
     count_samples,
-    require_supported,
-    scope_consistency_checks,
 )
 
 Batch = tuple[Any, Any]
 
 
 class PipelineEngine:
-    """Trains a :class:`~dsx.PipelineModule`. Made by :func:`initialize`.
+    """Trains a :class:`~dsx.PipelineModule`. Made by :func:`dsx.initialize`.
 
     The public methods are those of ``deepspeed.runtime.pipe.engine.PipelineEngine``; whatever is not defined
     here is looked up on the DeepSpeedEngine underneath (``deepspeed_engine``), e.g. ``lr_scheduler``,
@@ -50,16 +48,29 @@ class PipelineEngine:
         *,
         clipping: float,
         config: RunConfig | None,
+        zero: ZeroConfig,
     ) -> None:
         self.pipeline = model
         self.config = config
         self.deepspeed_engine = engine
         self.groups = model.groups
         self.grid = Grid(model.groups)
-        self._adapter = adapt(engine, model.groups, model.ties, clipping)
+        self._adapter = adapt(
+            engine,
+            model.groups,
+            model.ties,
+            clipping,
+            uses=model.chunks.used_parameters(),
+            zero=zero,
+        )
         self._managed = bool(engine.managed_gradient_accumulation())
-        self._signatures = Signatures(dynamic=model.dynamic_shape)
+        self._signatures = Signatures(
+            dynamic=model.dynamic_shape,
+            shards=model.shards,
+            headers=header_group(model.groups) if model.dynamic_shape else None,
+        )
         self.programs = Programs(model.program, model.stage_map, model.groups.pp_rank)
+        self._tracer = Tracer(model.groups, model.device)
         self._batch_fn: Callable[[Any], Batch] | None = None
         self._iterator: Iterator[Any] | None = None
         open_channels(model.groups, model.stage_map, model.device)
@@ -108,7 +119,7 @@ class PipelineEngine:
         Args:
             data_iter: Yields ``gradient_accumulation_steps()`` pairs ``(inputs, labels)`` of this rank's
                 data-parallel replica; read on ranks of the first and last stage alone. None takes the
-                training data given to :func:`initialize`, or the last iterator that was set.
+                training data given to :func:`dsx.initialize`, or the last iterator that was set.
 
         Returns:
             Mean loss over all micro-batches and replicas, float32 scalar, the same on every rank.
@@ -123,13 +134,13 @@ class PipelineEngine:
             self.set_dataiterator(data_iter)
         engine, count = self.deepspeed_engine, self.micro_batches
         engine.module.train()
-        run = self._step_run(
-            self._iterator, count, Mode(training=True, release_outputs=self.pipeline.release_outputs)
-        )
-        run.run()
-        self._adapter.before_step()
-        count_samples(engine, count)
-        engine.step()
+        mode = Mode(training=True, release_outputs=self.pipeline.release_outputs)
+        with self._tracer.step(self) as around:
+            run = self._step_run(self._iterator, count, mode, around)
+            run.run()
+            self._adapter.before_step()
+            count_samples(engine, count)
+            engine.step()
         loss = self._mean_loss(run.losses, count)
         self._write("train_loss", loss)
         return loss
@@ -181,6 +192,10 @@ class PipelineEngine:
             self._write("eval_loss", mean)
             loss = mean if bcast_loss or self.is_last_stage() else None
         return (loss, outputs) if return_logits else loss
+
+    def trace(self, steps: int | Iterable[int] = 1) -> list[Trace]:
+        """Record the actions of training steps to come: see :meth:`dsx.runtime.trace.Tracer.expect`."""
+        return self._tracer.expect(steps, done=int(self.global_steps))
 
     def get_global_grad_norm(self) -> float:
         """2-norm of the last step's gradient over the whole model, before clipping."""
@@ -255,7 +270,7 @@ class PipelineEngine:
     def _convert_one(self, batch: Any) -> Any:
         return batch if self._batch_fn is None else self._batch_fn(batch)
 
-    def _step_run(self, source: Iterator[Any] | None, count: int, mode: Mode) -> StepRun:
+    def _step_run(self, source: Iterator[Any] | None, count: int, mode: Mode, around: Any = None) -> StepRun:
         schedule, receives = self.programs.step(count, training=mode.training)
         uses = int(self.is_first_stage()) + int(self.is_last_stage())
         return StepRun(
@@ -266,11 +281,15 @@ class PipelineEngine:
                 forward=self.deepspeed_engine,
                 backward=self._backward,
                 backward_weights=self._backward_weights,
+                begin=self._adapter.begin,
+                before_action=self._adapter.before_action,
+                chunk_done=self._adapter.chunk_done,
             ),
             batches=MicroBatches(source=source, count=count, device=self.pipeline.device, uses=uses),
             signatures=self._signatures,
             mode=mode,
             split=self.pipeline.split,
+            around=around,
         )
 
     def _backward(self, loss: torch.Tensor, stage: int, boundary: bool, is_loss: bool) -> None:
@@ -301,85 +320,3 @@ class PipelineEngine:
         engine = self.deepspeed_engine
         if engine.monitor.enabled and self.groups.rank == 0:
             engine.monitor.write_events([(f"Train/Samples/{name}", loss.item(), engine.global_samples)])
-
-
-def initialize(
-    args: Any = None,
-    model: PipelineModule | None = None,
-    optimizer: Any = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    *,
-    collate_fn: Callable[..., Any] | None = None,
-    config: Config | None = None,
-) -> tuple[PipelineEngine, Any, Any, Any]:
-    """``deepspeed.initialize`` for a :class:`~dsx.PipelineModule`. A collective call over all ranks.
-
-    Args:
-        args: Its ``deepspeed_config`` is the config if there is no ``config``.
-        model: The pipeline.
-        optimizer: A torch optimizer or a callable that makes one from parameter groups; the config's by
-            default.
-        model_parameters: Parameters or parameter groups to optimize; all by default.
-        training_data: A torch Dataset, in order, split over data-parallel ranks.
-        lr_scheduler: A scheduler or a callable that makes one from an optimizer; the config's by default.
-        collate_fn: For ``training_data``.
-        config: A resolved dsx config (:func:`dsx.load_config`), or an ordinary DeepSpeed config as a dict or
-            path.
-
-    Returns:
-        ``(engine, optimizer, training_dataloader, lr_scheduler)`` as DeepSpeed returns them.
-
-    Raises:
-        VersionError: A DeepSpeed that dsx has not been checked against.
-        ConfigError: A setting that cannot work with a pipeline.
-        LayoutError: A rank has nothing to train.
-        ModelError: ``model`` is no dsx.PipelineModule.
-    """
-    require_supported()
-    if not isinstance(model, PipelineModule):
-        raise ModelError(
-            f"model of type {type(model).__name__}", "not a dsx.PipelineModule", "build one from the layers"
-        )
-    if model.program.divides and model.split is None and model.groups.rank == 0:
-        warnings.warn(
-            f"schedule {model.program.name} divides the backward, and these layers do not: their weight "
-            "gradients come with the input's. Build layers and pipeline with one WeightGradients (split=).",
-            stacklevel=2,
-        )
-    settings = settings_of(config, args, model.groups.mesh)
-    parameters = prepare(
-        model,
-        zero_stage=settings.zero_stage,
-        optimizer=optimizer,
-        lr_scheduler=lr_scheduler,
-        model_parameters=model_parameters,
-    )
-    if settings.zero_stage == 3:
-        scope_consistency_checks(model.groups)
-    engine, wrapped, _, scheduler = deepspeed.initialize(
-        model=model.chunks,
-        config=settings.deepspeed,
-        model_parameters=parameters,
-        optimizer=optimizer,
-        lr_scheduler=lr_scheduler,
-        collate_fn=collate_fn,
-        mpu=Grid(model.groups),
-        dist_init_required=False,
-    )
-    pipeline = PipelineEngine(
-        model, engine, clipping=settings.clipping, config=config if isinstance(config, RunConfig) else None
-    )
-    loader = None if training_data is None else _loader(engine, training_data, model.groups)
-    if loader is not None:
-        pipeline.set_dataloader(loader)
-    return pipeline, wrapped, loader, scheduler
-
-
-def _loader(engine: Any, dataset: Any, groups: Groups) -> Any:
-    """As stock PipelineEngine's (deepspeed/runtime/pipe/engine.py, _build_data_iter): in order."""
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        dataset, num_replicas=groups.mesh.dp, rank=groups.dp_rank, shuffle=False
-    )
-    return engine.deepspeed_io(dataset, data_sampler=sampler)

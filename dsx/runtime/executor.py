@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from dsx.errors import ModelError
 from dsx.nn.split import WeightGradients
 from dsx.plan.receives import Channel, ReceivePlan
 from dsx.runtime.groups import Groups
+from dsx.runtime.headers import Headers
 from dsx.runtime.micro_batches import MicroBatches
-from dsx.runtime.p2p import Inbox, Outbox, Signature, Tensors, channel
+from dsx.runtime.p2p import HEADER_NUMEL, Inbox, Outbox, Signature, Tensors, channel
+from dsx.runtime.signatures import Signatures
 from dsx.spec.schedule import Action, Op, Schedule
 
 Key = tuple[int, int]
@@ -33,11 +35,17 @@ class Compute:
             the step.
         backward_weights: ``backward_weights(loss, stage, boundary)`` for the second part of a split backward;
             ``loss`` is None when there is nothing to compute, on the last backward of the step only.
+        begin: ``begin(schedule)`` before anything else in a step.
+        before_action: ``before_action(position)`` before the action there in the rank's row.
+        chunk_done: ``chunk_done(stage)`` after the last action of a virtual stage in a training step.
     """
 
     forward: Callable[..., Any]
     backward: Callable[[torch.Tensor, int, bool, bool], None]
     backward_weights: Callable[[torch.Tensor | None, int, bool], None]
+    begin: Callable[[Schedule], None]
+    before_action: Callable[[int], None]
+    chunk_done: Callable[[int], None]
 
 
 class _Seed(torch.autograd.Function):
@@ -71,46 +79,6 @@ class _Alias(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> Any:
         del ctx
         return upstream[0]
-
-
-@dataclass(slots=True)
-class Signatures:
-    """What each boundary carries, learned from its first micro-batch; nothing is kept for dynamic shapes."""
-
-    dynamic: bool
-    _known: dict[tuple[int, bool], Signature] = field(default_factory=dict)
-    _announced: set[tuple[int, bool]] = field(default_factory=set)
-
-    def get(self, stage: int, training: bool) -> Signature | None:
-        """Signature of virtual stage ``stage``'s input."""
-        return self._known.get((stage, training))
-
-    def learn(self, stage: int, training: bool, signature: Signature) -> None:
-        """Remember what came in (static shapes only)."""
-        if not self.dynamic:
-            self._known[stage, training] = signature
-
-    def announce(self, stage: int, training: bool, signature: Signature) -> bool:
-        """Whether a header must go before this message. Raises ModelError if a static shape changed."""
-        if self.dynamic:
-            return True
-        key = (stage, training)
-        known = self._known.setdefault(key, signature)
-        if known != signature:
-            raise ModelError(
-                f"input of virtual stage {stage}",
-                f"it changed from {known} to {signature}",
-                "build the PipelineModule with dynamic_shape=True, or call reset_activation_shape() on every "
-                "rank before the change (for a short last batch, drop it: dataloader_drop_last)",
-            )
-        first = key not in self._announced
-        self._announced.add(key)
-        return first
-
-    def reset(self) -> None:
-        """Forget everything; the next message of each boundary brings its header again."""
-        self._known.clear()
-        self._announced.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,17 +133,21 @@ class StepRun:
         self._split = split or WeightGradients()
         self._row = schedule.rows[groups.pp_rank]
         self._last = schedule.num_stages - 1
+        # A chunk's last transfer included, so that nobody waits for what is done with its gradients.
+        self._ends = {a.stage: i for i, a in enumerate(self._row)} if mode.training else {}
         self._inputs: dict[Key, Any] = {}
         self._outputs: dict[Key, Any] = {}
         self._gradients: dict[Key, Tensors] = {}
         self._frozen: dict[int, bool] = {}
-        self._outbox = Outbox(groups)
+        self._outbox = Outbox(groups, signatures.shards, signatures.headers)
         self._inboxes = {
             (kind, source): Inbox(
                 messages=messages,
                 source=groups.pipe_peer(source),
                 group=groups.channels[channel(kind, source, groups.pp_rank)],
                 device=batches.device,
+                shards=signatures.shards,
+                headers=self._headers(len(messages), source) if kind == "F" else None,
             )
             for (kind, source), messages in receives.messages.items()
         }
@@ -194,15 +166,26 @@ class StepRun:
             Op.RECV_B: self._receive_gradient,
             Op.SEND_B: self._send_gradient,
         }
+        varying = [inbox for inbox in self._inboxes.values() if inbox.headers is not None]
+        self._compute.begin(self._schedule)
         for position, action in enumerate(self._row):
             for due in self._receives.posts[position]:
                 self._post(due)
-            if self._around is None:
+            for inbox in varying:
+                inbox.post_announced()
+            self._compute.before_action(position)
+            with nullcontext() if self._around is None else self._around(action):
                 steps[action.op](action, position)
-                continue
-            with self._around(action):
-                steps[action.op](action, position)
+            if self._ends.get(action.stage) == position:
+                self._compute.chunk_done(action.stage)
         self._outbox.flush()
+
+    def _headers(self, count: int, source: int) -> Headers | None:
+        """Headers of the activations that pipeline rank ``source`` sends; None where shapes do not vary."""
+        group = self._signatures.headers
+        if group is None:
+            return None
+        return Headers(count=count, numel=HEADER_NUMEL, source=self._groups.pipe_peer(source), group=group)
 
     def _post(self, due: Channel) -> None:
         inbox, (kind, _) = self._inboxes[due], due
@@ -211,6 +194,9 @@ class StepRun:
             # Gradients look like the outputs that want them.
             output = Signature.of(self._outputs[stage, micro_batch], f"virtual stage {stage}")
             inbox.post(Signature(tuple(m for m in output.tensors if m.requires_grad), is_tuple=True))
+            return
+        if inbox.headers is not None:
+            inbox.expect()
             return
         known = self._signatures.get(stage, self._mode.training)
         signature = inbox.post(known)
@@ -273,10 +259,11 @@ class StepRun:
         key, training = (action.stage, action.micro_batch), self._mode.training
         output = self._outputs[key] if training else self._outputs.pop(key)
         signature = Signature.of(output, f"virtual stage {action.stage}")
-        message = list(_tensors(output))
+        header = None
         if self._signatures.announce(action.stage + 1, training, signature):
-            message.insert(0, signature.encode().to(self._batches.device))
-        self._outbox.send(message, "F", self._schedule.rank_of(action.stage + 1))
+            header = signature.encode()
+        self._signatures.check("F", action.stage + 1, training, _tensors(output))
+        self._outbox.send(_tensors(output), "F", self._schedule.rank_of(action.stage + 1), header)
         if self._mode.release_outputs and training:
             for tensor in _tensors(output):
                 if tensor.grad_fn is not None:
@@ -320,6 +307,7 @@ class StepRun:
     def _send_gradient(self, action: Action, position: int) -> None:
         del position
         gradients = self._gradients.pop((action.stage - 1, action.micro_batch))
+        self._signatures.check("B", action.stage - 1, self._mode.training, gradients)
         self._outbox.send(gradients, "B", self._schedule.rank_of(action.stage - 1))
 
     def _is_boundary(self, position: int) -> bool:

@@ -12,9 +12,14 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from dsx.config.run import RunConfig
+from dsx.errors import CheckpointError
+from dsx.plan.compare import Comparison, compare
+from dsx.plan.trace import Trace
 from dsx.report.progress import EvaluationReport, Progress, RunRates, StepReport, end_rows, start_rows
+from dsx.report.trace_table import summary
 from dsx.runtime.data.corpus import Corpus
 from dsx.runtime.engine import PipelineEngine
+from dsx.runtime.trace import write
 from dsx.runtime.tracking import Tracker, environment
 
 
@@ -49,6 +54,8 @@ class Monitor:
         if engine.groups.rank == 0 and self._last_step < last:
             self._tracker = self._open_tracker(state.get("wandb_run_id"))
         self._progress.rows("dsx", start_rows(config, device_name=device, more=more))
+        left = [step for step in config.dsx.train.trace_steps if step > self._last_step]
+        self._traces: list[Trace] = engine.trace(left) if left else []
         self._begun = self._last_time = self._step_ended = time.perf_counter()
         self._used_lr = 0.0
 
@@ -61,12 +68,13 @@ class Monitor:
     def step(self, loss: torch.Tensor) -> None:
         """Report the step that has just ended, if its turn has come."""
         step, train = int(self._engine.global_steps), self._config.dsx.train
-        if is_due(step, every=train.log_every, last=train.steps):
+        if is_due(step, every=train.log_every, last=train.steps) or step in train.trace_steps:
             self._report(step, loss.item())  # waits for the device, so that the time is the steps' own
         self._step_ended = time.perf_counter()
 
     def _report(self, step: int, loss: float) -> None:
         now = time.perf_counter()
+        comparison = compare(self._traces.pop()) if self._traces else None
         report = StepReport(
             rates=self._rates,
             step=step,
@@ -75,12 +83,24 @@ class Monitor:
             lr=self._used_lr,
             tokens=step * self._config.tokens_per_step,
             step_seconds=(now - self._last_time) / (step - self._last_step),
+            bubble=None if comparison is None else comparison.measured.bubble,
             **_peak_memory(self._engine.pipeline.device),
         )
         self._last_step, self._last_time = step, now
         self._progress.step(report)
         if self._tracker is not None:
             self._tracker.log(step, report.metrics())
+        if comparison is not None:
+            self._write_trace(comparison)
+
+    def _write_trace(self, comparison: Comparison) -> None:
+        """On rank 0. A run does not end because a picture cannot be written."""
+        title = f"trace of step {comparison.trace.step}"
+        self._progress.rows(title, summary(comparison))
+        try:
+            self.wrote(title, write(comparison, self._config.output / "trace"))
+        except CheckpointError as error:
+            self._progress.warning(f"{title} is lost: {error}")
 
     def before_step(self) -> None:
         """Take the clock up again, and note the learning rate: schedulers move it at the end of a step.

@@ -9,6 +9,7 @@ gloo here.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from dsx.errors import ModelError
 
 if TYPE_CHECKING:
     from dsx.runtime.groups import Groups
+    from dsx.runtime.headers import Headers
+    from dsx.runtime.shards import Shards
     from dsx.spec.stages import StageMap
 
 Tensors = tuple[torch.Tensor, ...]
@@ -62,6 +65,11 @@ class TensorMeta:
     def empty(self, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor of this kind."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the contents."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +126,15 @@ class Signature:
 
 
 @dataclass(slots=True)
+class _Incoming:
+    """A posted message: the tensors, or with shards the buffers that they are gathered in."""
+
+    signature: Signature
+    buffers: Tensors
+    works: list[dist.Work]
+
+
+@dataclass(slots=True)
 class Inbox:
     """Receives of one channel of one step, posted in the sender's order.
 
@@ -126,14 +143,19 @@ class Inbox:
         source: Global rank of the sender.
         group: Process group of the channel.
         device: Where buffers live.
+        shards: How the sender cuts tensors; None if it sends them whole.
+        headers: Of shapes that vary; None if headers, where there are any, come in the channel.
     """
 
     messages: Sequence[tuple[int, int]]
     source: int
     group: dist.ProcessGroup
     device: torch.device
-    _posted: dict[tuple[int, int], tuple[Signature, Tensors, list[dist.Work]]] = field(default_factory=dict)
+    shards: Shards | None = None
+    headers: Headers | None = None
+    _posted: dict[tuple[int, int], _Incoming] = field(default_factory=dict)
     _next: int = 0
+    _expected: int = 0
 
     @property
     def due(self) -> tuple[int, int]:
@@ -153,43 +175,107 @@ class Inbox:
             header = torch.empty(HEADER_NUMEL, dtype=torch.int64, device=self.device)
             dist.recv(header, self.source, group=self.group)
             signature = Signature.decode(header)
-        tensors = tuple(meta.empty(self.device) for meta in signature.tensors)
-        works = [_started(dist.irecv(_wire(t), self.source, group=self.group)) for t in tensors]
-        self._posted[self.due] = (signature, tensors, works)
+        if self.shards is None:
+            buffers = tuple(meta.empty(self.device) for meta in signature.tensors)
+            wires = [_wire(buffer) for buffer in buffers]
+        else:
+            sizes = [meta.num_bytes for meta in signature.tensors]
+            buffers = tuple(self.shards.buffer(size, self.device) for size in sizes)
+            slots = map(self.shards.slot, buffers, sizes)
+            wires = [slot for slot in slots if slot.numel()]
+        works = [_started(dist.irecv(wire, self.source, group=self.group)) for wire in wires]
+        self._posted[self.due] = _Incoming(signature, buffers, works)
         self._next += 1
         return signature
 
+    def expect(self) -> None:
+        """One more message may be posted, once its header is there.
+
+        On an accelerator that is waited for: the plan of :mod:`dsx.plan.receives` rests on receives posted in
+        time, and there the sender's host is ahead of its device, so that headers come early.
+        """
+        self._expected += 1
+        self.post_announced(wait=self.device.type != "cpu")
+
+    def post_announced(self, *, wait: bool = False) -> None:
+        """Post the receives of expected messages whose headers have come; with ``wait``, of all expected."""
+        while self._expected and self._post_next(wait=wait):
+            self._expected -= 1
+
+    def _post_next(self, *, wait: bool) -> bool:
+        assert self.headers is not None
+        header = self.headers.next(wait=wait)
+        if header is not None:
+            self.post(Signature.decode(header))
+        return header is not None
+
     def take(self, message: tuple[int, int]) -> tuple[Signature, Tensors]:
-        """Wait for a posted message and hand its tensors over."""
-        signature, tensors, works = self._posted.pop(message)
-        for work in works:
+        """Wait for a posted or expected message and hand its tensors over."""
+        while message not in self._posted:
+            self._post_next(wait=True)
+            self._expected -= 1
+        incoming = self._posted.pop(message)
+        for work in incoming.works:
             work.wait()
-        return signature, tensors
+        if self.shards is None:
+            return incoming.signature, incoming.buffers
+        gathers = [self.shards.gather(buffer) for buffer in incoming.buffers]
+        for gather in gathers:
+            if gather is not None:
+                gather.wait()
+        pairs = zip(incoming.buffers, incoming.signature.tensors, strict=True)
+        tensors = tuple(b[: m.num_bytes].view(m.dtype).view(m.shape) for b, m in pairs)
+        return incoming.signature, tensors
 
 
 @dataclass(slots=True)
 class Outbox:
-    """Sends under way. Each keeps its tensors alive until they have left."""
+    """Sends under way. Each keeps its tensors alive until they have left.
+
+    Args:
+        groups: This rank's groups.
+        shards: How tensors are cut; None sends them whole.
+        headers: Group of the hosts for headers; None sends them in the channel, before their message.
+    """
 
     groups: Groups
+    shards: Shards | None = None
+    headers: dist.ProcessGroup | None = None
     _flying: dict[tuple[str, int], deque[list[tuple[dist.Work, torch.Tensor]]]] = field(default_factory=dict)
 
-    def send(self, tensors: Sequence[torch.Tensor], kind: str, pp_rank: int) -> None:
-        """Start sending one message to pipeline coordinate ``pp_rank``.
+    def send(
+        self,
+        tensors: Sequence[torch.Tensor],
+        kind: str,
+        pp_rank: int,
+        header: torch.Tensor | None = None,
+    ) -> None:
+        """Start sending one message to pipeline coordinate ``pp_rank``, ``header`` (on the host) first.
 
         Waits while IN_FLIGHT messages of the channel are under way (on a GPU the host goes on, and the
-        current stream waits).
+        current stream waits). Not so for shapes that vary on a CPU, where a receiver may post late.
         """
         name = channel(kind, self.groups.pp_rank, pp_rank)
         group, peer = self.groups.channels[name], self.groups.pipe_peer(pp_rank)
         flying = self._flying.setdefault((name, pp_rank), deque())
-        while len(flying) >= IN_FLIGHT:
+        late = self.headers is not None and kind == "F" and tensors[0].device.type == "cpu"
+        while len(flying) >= IN_FLIGHT and not late:
             _wait(flying.popleft())
         message = []
+        if header is not None and self.headers is not None:
+            message.append((_started(dist.isend(header, peer, group=self.headers)), header))
+        outs = [] if header is None or self.headers is not None else [header.to(tensors[0].device)]
         for tensor in tensors:
-            out = _wire(tensor.detach().contiguous())
-            message.append((_started(dist.isend(out, peer, group=group)), out))
+            outs += self._out(tensor.detach().contiguous())
+        message += [(_started(dist.isend(out, peer, group=group)), out) for out in outs]
         flying.append(message)
+
+    def _out(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What of ``tensor`` this rank sends: all, its share, or of a small one nothing."""
+        if self.shards is None:
+            return [_wire(tensor)]
+        share = self.shards.own(tensor)
+        return [share] if share.numel() else []
 
     def flush(self) -> None:
         """Wait until everything has left."""

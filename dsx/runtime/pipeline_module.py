@@ -20,6 +20,7 @@ from dsx.plan.partition import partition
 from dsx.plan.program import Program
 from dsx.runtime.chunks import Chunks, Loss, Recompute, TiedUse, checkpoint_non_reentrant
 from dsx.runtime.groups import Grid, Groups, make_groups, new_group
+from dsx.runtime.shards import Shards
 from dsx.spec.mesh import Mesh
 from dsx.spec.placement import Placement
 from dsx.spec.stages import StageMap
@@ -69,6 +70,9 @@ class PipelineModule(nn.Module):
         stage_map: Layers of each virtual stage, in place of ``partition_method``.
         release_outputs: Free a stage's output once it is sent. Right when the last layer of every stage
             returns fresh tensors that no other operation has taken as an input, as dsx's own models do.
+        shard_transfers: Tensor-parallel ranks each send their share of what crosses a stage boundary, and
+            gather what they receive (:mod:`dsx.runtime.shards`). Right when all of them hold the same there,
+            which is compared at first use: dsx's own models do without sequence parallelism.
         split: What the layers were built with, for schedules that split the backward (dsx's own can).
 
     Raises:
@@ -96,6 +100,7 @@ class PipelineModule(nn.Module):
         groups: Groups | None = None,
         stage_map: StageMap | None = None,
         release_outputs: bool = False,
+        shard_transfers: bool = False,
         split: WeightGradients | None = None,
     ) -> None:
         super().__init__()
@@ -113,6 +118,7 @@ class PipelineModule(nn.Module):
         self._require_stages()
         self.dynamic_shape = dynamic_shape
         self.release_outputs = release_outputs
+        self.shards = Shards.over(self.groups.tensor_parallel) if shard_transfers else None
         self.split = split
         self.device = torch.device(get_accelerator().current_device_name())
         self._seed = (seed_fn or set_random_seed, base_seed) if seed_layers else None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +14,27 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+import dsx
 from dsx.checkpoint import store
+from dsx.config import measured
 from dsx.config.run import RunConfig
-from dsx.errors import CheckpointError, DsxError
+from dsx.config.schema import DsxConfig
+from dsx.errors import CheckpointError, ConfigError, DsxError
 from dsx.nn import families
 from dsx.nn.split import WeightGradients
+from dsx.plan.profile import Profile
 from dsx.runtime.data.batches import Batches, EvaluationBatches
 from dsx.runtime.data.corpus import Corpus, prepare
-from dsx.runtime.engine import PipelineEngine, initialize
+from dsx.runtime.engine import PipelineEngine
 from dsx.runtime.entry import ALONE, local_rank
 from dsx.runtime.groups import Groups
+from dsx.runtime.initialize import initialize
 from dsx.runtime.launch import agree
-from dsx.runtime.monitor import Monitor, is_due
+from dsx.runtime.monitor import Monitor, device_name, is_due
 from dsx.runtime.pipeline_module import PipelineModule
+from dsx.runtime.profile import measure_model
 from dsx.runtime.weights import copy_tokenizer, export_weights, load_weights
+from dsx.spec.model import Recompute
 
 __all__ = [
     "Monitor",
@@ -34,6 +43,7 @@ __all__ = [
     "evaluate",
     "export",
     "is_due",
+    "measure",
     "open_data",
     "prepare_data",
     "resume",
@@ -42,6 +52,7 @@ __all__ = [
 ]
 
 CHECKPOINTS = "checkpoints"
+PROFILE = "profile.json"
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -62,7 +73,7 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
         dtype=_DTYPES[config.precision],
         device=get_accelerator().current_device_name(),
         seed=settings.train.seed,
-        recompute=settings.recompute,
+        recompute=_recompute(settings),
         pad_multiple=settings.model.vocab_multiple,
         split=split,
     )
@@ -74,11 +85,42 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
         stage_map=config.stage_map,
         schedule=config.program,
         release_outputs=True,
+        shard_transfers=not groups.tensor_parallel.sequence,
         split=split,
     )
     if config.weights is not None:
         load_weights(pipeline, config.weights, config.param_specs)
     return pipeline
+
+
+def measure(config: RunConfig, groups: Groups) -> RunConfig:
+    """The config with everything that it leaves to a profile chosen; itself if it leaves nothing.
+
+    Layers and links are measured (:func:`dsx.runtime.profile.measure_model`) unless ``dsx.profile`` names a
+    saved profile; the profile goes to ``profile.json`` in the output folder. A run that continues from a
+    checkpoint there uses that file again, so that its layout stays the checkpoint's. Rank 0 then chooses by
+    simulated step (:func:`dsx.plan.choose.choose`) and the others get what it chose; why is in the config's
+    notes. A collective call over all ranks, before the model is built, whose numbers do not depend on it.
+
+    Raises:
+        CheckpointError: The profile cannot be written.
+        ConfigError: A saved profile is of another run, naming what differs, or nothing stays within
+            ``dsx.schedule.activation_gib``, naming the nearest.
+    """
+    if not measured.is_wanted(config.dsx, config.mesh.pp):
+        return config
+    own = config.output / PROFILE
+    found: tuple[Path, Profile] | None = agree(lambda: _saved_profile(config, own))
+    said = "used again"
+    if found is None:
+        began = time.perf_counter()
+        found = own, measure_model(config, groups)
+        text = found[1].to_json()
+        agree(lambda: store.write_atomically(own, text.encode()))
+        said = f"measured in {time.perf_counter() - began:.1f} s"
+    path, profile = found
+    settled = agree(lambda: measured.settle(config, profile, path))
+    return replace(settled, notes=(*settled.notes, f"dsx.profile: {said}: {path}"))
 
 
 def build_engine(config: RunConfig, groups: Groups) -> PipelineEngine:
@@ -150,7 +192,7 @@ def resume(config: RunConfig, engine: PipelineEngine, corpus: Corpus) -> dict[st
         CheckpointError: The checkpoint is of another model or layout, or of other training text.
     """
     root = config.output / CHECKPOINTS
-    if config.dsx.train.resume == "never" or not agree((root / store.LATEST).exists):
+    if not agree(lambda: _continues(config)):
         return {}
     path, state = engine.load_checkpoint(root)
     agree(lambda: _require_same_text(path, state, corpus))
@@ -185,6 +227,44 @@ def export(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
     export_weights(engine.pipeline, folder, config.hf_config)
     agree(lambda: copy_tokenizer(config.dsx.data.tokenizer, folder))
     monitor.wrote("Hugging Face model", folder)
+
+
+def _saved_profile(config: RunConfig, own: Path) -> tuple[Path, Profile] | None:
+    """The profile that the checkpoint to be continued was laid out by, or the one that the config names."""
+    wanted = measured.conditions_of(config, device=device_name(), version=dsx.__version__)
+    source = measured.source(config.dsx)
+    named = None if source in (None, measured.MEASURE) else Path(str(source))
+    if _continues(config) and own.exists() and (named is None or named.resolve() == own.resolve()):
+        profile = measured.read_saved(own)
+        try:
+            # Another device or version would choose another layout, which the checkpoint does not have.
+            profile.require(wanted, name=str(own), ignore=measured.NOT_SHAPES)
+        except ConfigError as error:
+            raise ConfigError(
+                error.where,
+                f"{error.what}, and the checkpoint that this run continues is laid out by it",
+                "set that back, or start anew in another dsx.train.output",
+            ) from None
+        return own, profile
+    if named is None:
+        return None
+    profile = measured.read_saved(named, "dsx.profile")
+    profile.require(wanted, name=str(named))
+    return named, profile
+
+
+def _continues(config: RunConfig) -> bool:
+    return config.dsx.train.resume != "never" and (config.output / CHECKPOINTS / store.LATEST).exists()
+
+
+def _recompute(settings: DsxConfig) -> Recompute:
+    if settings.recompute == "auto":
+        raise ConfigError(
+            'dsx.recompute = "auto"',
+            "nothing has been measured yet",
+            "call dsx.recipe.measure before the model is built",
+        )
+    return settings.recompute
 
 
 def _open(config: RunConfig, folder: Path) -> Corpus:

@@ -65,8 +65,10 @@ def settings_of(config: Config | None, args: Any, mesh: Mesh) -> Settings:
     # offload the executor manages it, whatever the config says: a step is one train_batch either way.
     deepspeed["managed_gradient_accumulation"] = not offload
     if stage in (1, 2):
-        # ZeRO-1 would reduce only the chunk of the last backward. Both wait for the whole device at each
-        # reduction (stage_1_and_2.py:1028), transfers included. Stock pipelines turn it off as well.
+        # dsx's own reductions run beside the computation as they are (zero_adapters/reduction.py). Where
+        # DeepSpeed reduces (offload, ZeRO-2 after each micro-batch), ZeRO-1 would reduce only the chunk of
+        # the last backward, and both would wait for the whole device at each reduction, transfers included
+        # (stage_1_and_2.py:1028). Stock pipelines turn it off as well.
         zero["overlap_comm"] = False
     # It waits for the whole device at each forward (utils/timer.py, ThroughputTimer), and takes a step to
     # last from the last forward on.

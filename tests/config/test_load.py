@@ -76,7 +76,7 @@ def test_every_key_has_a_description():
                 yield from blocks(field.annotation)
 
     seen = list(blocks(DsxConfig))
-    assert len(seen) == 9
+    assert len(seen) == 10
     for block in seen:
         for name, field in block.model_fields.items():
             assert field.description, f"{block.__name__}.{name}"

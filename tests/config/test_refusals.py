@@ -49,9 +49,9 @@ WRONG = {
         ['dsx.tracking.wandb.mode = "on"', '"online"'],
     ),
     "unknown partition": (
-        {"dsx.partition.method": "time"},
+        {"dsx.partition.method": "speed"},
         1,
-        ['dsx.partition.method = "time"', '"flops"', "type:<regex>"],
+        ['dsx.partition.method = "speed"', '"flops"', "type:<regex>"],
     ),
     "partition of nothing": ({"dsx.partition.method": []}, 1, ["dsx.partition.method = []", "a list"]),
     "partition with a zero": (

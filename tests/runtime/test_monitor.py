@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from dsx.config.resolve import resolve
+from dsx.plan.trace import Trace
 from dsx.runtime import monitor as module
 from dsx.runtime.data.corpus import Corpus, prepare
 from dsx.runtime.monitor import Monitor
+from traced import by_hand
 
 CONFIG = Path(__file__).parents[2] / "configs" / "zero1.json"
 
@@ -52,9 +54,21 @@ class Run:
             get_lr=lambda: [0.5],
             get_global_grad_norm=lambda: 2.0,
             pipeline=SimpleNamespace(device=torch.device("cpu")),
+            trace=self.trace,
         )
         self.clock = clock
+        self.traced: list[int] = []
+        self.traces: list[Trace] = []
         self.monitor = Monitor(self.config, self.engine, corpus, state or {})
+
+    def trace(self, steps: list[int]) -> list[Trace]:
+        """As PipelineEngine.trace, but for the recording: see :meth:`record`."""
+        self.traced = steps
+        return self.traces
+
+    def record(self, trace: Trace) -> None:
+        """The next step that ends is ``trace``'s."""
+        self.traces.append(trace)
 
     def step(self, seconds: float) -> None:
         self.monitor.before_step()
@@ -134,3 +148,46 @@ def test_a_complete_run_is_left_alone(
     out = capsys.readouterr().out
     assert "step 2 of dsx.train.steps = 2 is done" in out
     assert "done\n" not in out
+
+
+TRACED = ("dsx.train.trace_steps=[2, 7]", "dsx.train.log_every=3", "dsx.train.steps=9")
+
+
+def test_traced_steps_are_logged_and_written(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, clock, *TRACED)
+    assert run.traced == [2, 7]
+    run.step(1.0)
+    run.record(by_hand(step=2))
+    run.step(1.0)
+    run.step(1.0)
+    rows = run.rows()
+    assert [row["train/step"] for row in rows] == [2, 3]  # also those that log_every leaves out
+    assert [row.get("perf/bubble_percent") for row in rows] == [pytest.approx(60.0), None]
+    folder = run.config.output / "trace"
+    assert {path.name for path in folder.iterdir()} == {"step2.json", "step2.html", "step2.perfetto.json"}
+    assert Trace.from_json((folder / "step2.json").read_text(), where="x") == by_hand(step=2)
+    run.monitor.finish()
+    out = " ".join(capsys.readouterr().out.split())
+    assert "trace of step 2 step 100.0 ms, simulated 97.00 ms (+3.1%)" in out
+    assert f"trace of step 2 {folder / 'step2.html'}" in out
+
+
+def test_a_resumed_run_traces_what_is_left(tmp_path: Path, clock: Clock) -> None:
+    for settings, done, traced in ((TRACED, 2, [7]), (TRACED, 7, []), ((), 0, [])):
+        run = Run(tmp_path, clock, *settings, done=done)
+        assert run.traced == traced
+        run.monitor.finish()
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, clock, *TRACED)
+    (run.config.output / "trace").write_text("in the way")
+    run.step(1.0)
+    run.record(by_hand(step=2))
+    run.step(1.0)
+    assert run.rows()[-1]["perf/bubble_percent"] == pytest.approx(60.0)
+    assert "warning: trace of step 2 is lost" in " ".join(capsys.readouterr().out.split())

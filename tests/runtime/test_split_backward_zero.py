@@ -82,7 +82,7 @@ def settings_of(case):
 
 
 def engine_of(case, groups, layers, loss_fn, split):
-    from dsx.runtime.engine import initialize
+    from dsx.runtime.initialize import initialize
     from dsx.runtime.pipeline_module import PipelineModule
 
     pipeline = PipelineModule(

@@ -8,18 +8,25 @@ of :data:`SUPPORTED_DEEPSPEED`; others are refused, because none of this is a pu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import deepspeed
 import torch
+from torch import nn
 
+from dsx.config.schema import ZeroConfig
+from dsx.config.zero_checks import zero_problems
 from dsx.errors import ConfigError, ModelError, VersionError
-from dsx.runtime.zero_adapters.bf16 import Bf16Adapter
+from dsx.runtime.zero_adapters.bf16 import Bf16Adapter, HighPrecisionGradients
+from dsx.runtime.zero_adapters.gathering import StepGathers
 from dsx.runtime.zero_adapters.norm import NormScope
-from dsx.runtime.zero_adapters.partitioned import PartitionedAdapter
-from dsx.runtime.zero_adapters.replicated import ReplicatedAdapter
+from dsx.runtime.zero_adapters.partitioned import PartitionedAdapter, PartitionedGradients
+from dsx.runtime.zero_adapters.reduction import ChunkReduction, GradientStore, Scale, reducible
+from dsx.runtime.zero_adapters.replicated import ReplicatedAdapter, WholeGradients
 from dsx.runtime.zero_adapters.stage3 import Stage3Adapter, scope_consistency_checks
+from dsx.spec.schedule import Schedule
 
 if TYPE_CHECKING:
     from dsx.runtime.groups import Groups
@@ -43,8 +50,17 @@ __all__ = [
 class ZeroAdapter(Protocol):
     """What the engine asks of an adapter."""
 
+    def begin(self, schedule: Schedule) -> None:
+        """Called when a step of a lowered schedule begins, an evaluation's included."""
+
+    def before_action(self, position: int) -> None:
+        """Called before the action at ``position`` of this rank's row."""
+
     def before_backward(self, stage: int) -> None:
         """Called before each backward of virtual stage ``stage``."""
+
+    def chunk_done(self, stage: int) -> None:
+        """Called when virtual stage ``stage`` has nothing more to do on this rank in this step."""
 
     def before_step(self) -> None:
         """Called once all backwards of a step are done, before DeepSpeed's ``step``."""
@@ -87,7 +103,15 @@ def count_samples(engine: Any, micro_batches: int) -> None:
         engine._unmanaged_backward_count = micro_batches  # noqa: SLF001
 
 
-def adapt(engine: Any, groups: Groups, ties: Sequence[Tie], clipping: float) -> ZeroAdapter:
+def adapt(
+    engine: Any,
+    groups: Groups,
+    ties: Sequence[Tie],
+    clipping: float,
+    *,
+    uses: Mapping[int, Iterable[nn.Parameter]],
+    zero: ZeroConfig,
+) -> ZeroAdapter:
     """The adapter for the optimizer that DeepSpeed chose.
 
     Args:
@@ -95,9 +119,12 @@ def adapt(engine: Any, groups: Groups, ties: Sequence[Tie], clipping: float) -> 
         groups: This rank's process groups.
         ties: Tied weights with copies on other pipeline ranks.
         clipping: Largest gradient norm; 0 leaves gradients as they are.
+        uses: Virtual stage of this rank -> parameters that its layers use.
+        zero: What to communicate when.
 
     Raises:
-        ConfigError: An optimizer that dsx has not been checked with, or that cannot have tied weights.
+        ConfigError: An optimizer that dsx has not been checked with, or that cannot have tied weights; a
+            setting of ``zero`` that has no effect.
         ModelError: The model has MoE layers.
     """
     scope, optimizer = NormScope(groups), type(engine.optimizer).__name__
@@ -110,12 +137,49 @@ def adapt(engine: Any, groups: Groups, ties: Sequence[Tie], clipping: float) -> 
             "dsx has not been checked with this optimizer",
             f"choose settings that lead to one of {', '.join(_ZERO_OPTIMIZERS)}",
         )
+    for problem in zero_problems(zero, stage):
+        raise problem
     # What is frozen has no gradient to sum, and no place in ZeRO's groups.
     ties = [tie for tie in ties if any(p.requires_grad for p in tie.parameters)]
-    if optimizer == "BF16_Optimizer":
-        return Bf16Adapter(engine, ties)
-    if stage == 0:
-        return ReplicatedAdapter(engine, scope, ties, clipping)
     if stage == 3:
-        return Stage3Adapter(engine, scope, ties)
-    return PartitionedAdapter(engine, scope, ties)
+        gathers = StepGathers(engine.optimizer, uses, groups.pp_rank, zero.keep_gathered_bytes)
+        return Stage3Adapter(engine, scope, ties, gathers)
+    reduce = partial(_reduction, engine, groups, uses, zero)
+    if optimizer == "BF16_Optimizer":
+        high = HighPrecisionGradients(engine.optimizer)
+        return Bf16Adapter(engine, ties, high, reduce(high))
+    if stage == 0:
+        return ReplicatedAdapter(engine, scope, ties, clipping, reduce(WholeGradients()))
+    parts = PartitionedGradients(engine.optimizer)
+    return PartitionedAdapter(engine, scope, ties, parts, reduce(parts))
+
+
+def _reduction(
+    engine: Any,
+    groups: Groups,
+    uses: Mapping[int, Iterable[nn.Parameter]],
+    zero: ZeroConfig,
+    store: GradientStore,
+) -> ChunkReduction | None:
+    """Reduce gradients in DeepSpeed's place, which from here on does not; None where it had better."""
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if not reducible(engine) or (stage == 2 and zero.reduce == "micro_batch"):
+        return None
+    partitioned = type(optimizer).__name__ == "DeepSpeedZeroOptimizer"
+    parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    if stage > 0:
+        owned = {id(p) for g in (optimizer.bit16_groups if partitioned else optimizer.bf16_groups) for p in g}
+        parameters = {name: p for name, p in parameters.items() if id(p) in owned}
+    engine.enable_backward_allreduce = False
+    return ChunkReduction(
+        store,
+        parameters=parameters,
+        uses=uses,
+        group=groups.data,
+        scale=Scale.of(engine, groups.mesh.dp, always_before=partitioned and optimizer.reduce_scatter),
+        wire_dtype={
+            p: optimizer.get_param_comm_dtype(p) if partitioned else engine.communication_data_type
+            for p in parameters.values()
+        },
+        bucket_elements=engine.zero_reduce_bucket_size(),
+    )

@@ -7,9 +7,56 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from dsx.runtime.zero_adapters.reduction import ChunkReduction
+from dsx.spec.schedule import Schedule
 
 if TYPE_CHECKING:
     from dsx.runtime.pipeline_module import Tie
+
+
+class HighPrecisionGradients:
+    """Gradients in BF16_Optimizer's fp32 buffers, which it adds to and sets to zero after a step."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._places = {
+            id(parameter): (group, index)
+            for group, parameters in enumerate(optimizer.bf16_groups)
+            for index, parameter in enumerate(parameters)
+        }
+
+    def of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The buffer's part that belongs to ``parameter``, flat."""
+        group, index = self._places[id(parameter)]
+        buffer: torch.Tensor = self._optimizer.fp32_groups_gradients[group][index]
+        return buffer.view(-1)
+
+    def mark(self, parameter: nn.Parameter, *, has_gradient: bool = True) -> None:
+        """Have it count in the norm, or not."""
+        group, index = self._places[id(parameter)]
+        self._optimizer.fp32_groups_has_gradients[group][index] = has_gradient
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient has come since the last step, or since :meth:`take`."""
+        group, index = self._places[id(parameter)]
+        return bool(self._optimizer.fp32_groups_has_gradients[group][index])
+
+    def take(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The buffer's part. It stays in place: the caller copies it."""
+        gradient = self.of(parameter) if self.has(parameter) else None
+        self.mark(parameter, has_gradient=False)
+        return gradient
+
+    def put(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Over what is in the buffer."""
+        self.of(parameter).copy_(gradient)
+        self.mark(parameter)
+
+    def came_late(self, parameter: nn.Parameter) -> bool:
+        """Whether the buffer has been added to. Unknown without immediate updates, which add zeros."""
+        return bool(self._optimizer.immediate_grad_update) and self.has(parameter)
 
 
 class Bf16Adapter:
@@ -20,14 +67,16 @@ class Bf16Adapter:
     rank on which that leaves nothing, where it fails: there a zero counts.
     """
 
-    def __init__(self, engine: Any, ties: Sequence[Tie]) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        ties: Sequence[Tie],
+        gradients: HighPrecisionGradients,
+        reduction: ChunkReduction | None,
+    ) -> None:
         self._engine, self._ties = engine, ties
+        self._gradients, self._reduction = gradients, reduction
         self._optimizer = engine.optimizer
-        self._places = {
-            id(parameter): (group, index)
-            for group, parameters in enumerate(self._optimizer.bf16_groups)
-            for index, parameter in enumerate(parameters)
-        }
         original = self._optimizer.get_grads_for_norm
 
         def never_empty(*args: Any, for_clipping: bool = False, **kwargs: Any) -> Any:
@@ -38,19 +87,32 @@ class Bf16Adapter:
 
         self._optimizer.get_grads_for_norm = never_empty
 
+    def begin(self, schedule: Schedule) -> None:
+        """Parameters are always there."""
+        del schedule
+
+    def before_action(self, position: int) -> None:
+        """Nothing to do."""
+        del position
+
     def before_backward(self, stage: int) -> None:
         """Gradients accumulate in the fp32 buffers by themselves."""
         del stage
 
+    def chunk_done(self, stage: int) -> None:
+        """Start reducing the chunk's gradients."""
+        if self._reduction is not None:
+            self._reduction.chunk_done(stage)
+
     def before_step(self) -> None:
-        """Sum the fp32 gradients, whole on every dp rank, of tied weights over their copies."""
-        optimizer = self._optimizer
+        """Finish the reductions; sum the fp32 gradients, whole on every dp rank, of tied weights."""
+        if self._reduction is not None:
+            self._reduction.finish()
         for tie in self._ties:
             for parameter in tie.parameters:
                 if parameter.requires_grad:
-                    group, index = self._places[id(parameter)]
-                    dist.all_reduce(optimizer.fp32_groups_gradients[group][index], group=tie.group)
-                    optimizer.fp32_groups_has_gradients[group][index] = True
+                    dist.all_reduce(self._gradients.of(parameter), group=tie.group)
+                    self._gradients.mark(parameter)
 
     def grad_norm(self) -> float:
         """Norm before clipping."""

@@ -6,14 +6,77 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dsx.errors import ConfigError
 from dsx.runtime.zero_adapters.hooks import GradientHooks
 from dsx.runtime.zero_adapters.norm import NormScope, all_reduce_sum
+from dsx.runtime.zero_adapters.reduction import ChunkReduction
+from dsx.spec.schedule import Schedule
 
 if TYPE_CHECKING:
     from dsx.runtime.pipeline_module import Tie
+
+
+class PartitionedGradients:
+    """Whole gradients that accumulate on this rank, of which it keeps its intervals once they are reduced.
+
+    The intervals lie in the flat buffers that DeepSpeed itself makes for gradients of another precision than
+    the parameters', and whose contents its ``step`` takes as they are (stage_1_and_2.py,
+    _build_compact_grad_partition_buffer, _get_preflattened_grad_partition).
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._pieces = {
+            id(parameter): self._piece(group, parameter)
+            for group, parameters in enumerate(optimizer.params_in_partition)
+            for parameter in parameters
+        }
+
+    def accumulate(self, parameter: nn.Parameter) -> None:
+        """Called when a gradient has come: add it in the precision that the user wants sums in."""
+        if self._optimizer.use_separate_grad_accum:
+            self._optimizer._fill_param_grad_accum_attribute(parameter)  # noqa: SLF001
+
+    def take(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The sum over micro-batches."""
+        found: torch.Tensor | None = parameter.grad
+        parameter.grad = None
+        if self._optimizer.use_separate_grad_accum:
+            found, parameter.grad_accum = parameter.grad_accum, None  # type: ignore[attr-defined]
+        return found
+
+    def put(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Keep this rank's interval, if it has one."""
+        piece = self._pieces.get(id(parameter))
+        if piece is not None:
+            group, start, at, length = piece
+            self._buffer(group).narrow(0, at, length).copy_(gradient.narrow(0, start, length))
+
+    def complete(self) -> None:
+        """Before the step: have a buffer for every group, of zeros where no parameter is this rank's."""
+        for group in range(len(self._optimizer.bit16_groups)):
+            self._buffer(group)
+
+    def _buffer(self, group: int) -> torch.Tensor:
+        """This rank's interval of a group's gradient, flat; made once per step."""
+        made = self._optimizer._get_compact_grad_partition_buffer(group)  # noqa: SLF001
+        flat: torch.Tensor = made.flat_partition
+        return flat
+
+    def came_late(self, parameter: nn.Parameter) -> bool:
+        """Whether there is a sum again."""
+        return parameter.grad is not None or getattr(parameter, "grad_accum", None) is not None
+
+    def _piece(self, group: int, parameter: nn.Parameter) -> tuple[int, int, int, int]:
+        """(group, start in the gradient, start in the rank's interval, elements)."""
+        optimizer = self._optimizer
+        rank, key = dist.get_rank(optimizer.real_dp_process_group[group]), optimizer.get_param_id(parameter)
+        start = int(optimizer.grad_start_offset[group][rank][key])
+        at = int(optimizer.grad_partition_insertion_offset[group][rank][key])
+        return group, start, at, min(parameter.numel() - start, int(optimizer.partition_size[group]) - at)
 
 
 class PartitionedAdapter:
@@ -27,8 +90,16 @@ class PartitionedAdapter:
             cannot have them.
     """
 
-    def __init__(self, engine: Any, scope: NormScope, ties: Sequence[Tie]) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        scope: NormScope,
+        ties: Sequence[Tie],
+        gradients: PartitionedGradients,
+        reduction: ChunkReduction | None,
+    ) -> None:
         self._engine, self._scope = engine, scope
+        self._store, self._reduction = gradients, reduction
         self._optimizer = engine.optimizer
         self._norm = torch.zeros(())
         self._fresh = True
@@ -44,9 +115,19 @@ class PartitionedAdapter:
 
         self._optimizer.step = step_with_ties
         self._optimizer.scaled_global_norm = self._global_norm
+        if reduction is not None:
+            self._optimizer.process_gradients = lambda parameter, _: gradients.accumulate(parameter)
         self._hooks = GradientHooks(
             self._optimizer, "process_gradients", prepare=self._optimizer.setup_buckets
         )
+
+    def begin(self, schedule: Schedule) -> None:
+        """Parameters are always there."""
+        del schedule
+
+    def before_action(self, position: int) -> None:
+        """Nothing to do."""
+        del position
 
     def before_backward(self, stage: int) -> None:
         """With offload: start each step from zeroed accumulators and always add.
@@ -66,8 +147,16 @@ class PartitionedAdapter:
             self._fresh = False
         self._optimizer.micro_step_id = 0
 
+    def chunk_done(self, stage: int) -> None:
+        """Start reducing the chunk's gradients."""
+        if self._reduction is not None:
+            self._reduction.chunk_done(stage)
+
     def before_step(self) -> None:
-        """The next step starts from nothing."""
+        """Finish the reductions. The next step starts from nothing."""
+        if self._reduction is not None:
+            self._reduction.finish()
+            self._store.complete()
         self._fresh = True
 
     def grad_norm(self) -> float:

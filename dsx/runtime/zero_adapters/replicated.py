@@ -8,11 +8,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from dsx.runtime.zero_adapters.norm import NormScope
+from dsx.runtime.zero_adapters.reduction import ChunkReduction
+from dsx.spec.schedule import Schedule
 
 if TYPE_CHECKING:
     from dsx.runtime.pipeline_module import Tie
+
+
+class WholeGradients:
+    """Gradients in ``p.grad``."""
+
+    def take(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """``p.grad``, which becomes None."""
+        gradient, parameter.grad = parameter.grad, None
+        return gradient
+
+    def put(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Back into ``p.grad``, in the parameter's dtype."""
+        parameter.grad = gradient.view(parameter.shape).to(parameter.dtype)
+
+    def came_late(self, parameter: nn.Parameter) -> bool:
+        """Whether ``p.grad`` is there again."""
+        return parameter.grad is not None
 
 
 class ReplicatedAdapter:
@@ -23,8 +43,16 @@ class ReplicatedAdapter:
     FP16_UnfusedOptimizer scale fp32 copies of the gradients; they are handed the true norm.
     """
 
-    def __init__(self, engine: Any, scope: NormScope, ties: Sequence[Tie], clipping: float) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        scope: NormScope,
+        ties: Sequence[Tie],
+        clipping: float,
+        reduction: ChunkReduction | None,
+    ) -> None:
         self._engine, self._scope, self._ties, self._clipping = engine, scope, ties, clipping
+        self._reduction = reduction
         self._norm = torch.zeros(())
         self._wrapped = hasattr(engine.optimizer, "unscale_and_clip_grads")
         if self._wrapped:
@@ -40,12 +68,27 @@ class ReplicatedAdapter:
 
             engine.optimizer.unscale_and_clip_grads = with_true_norm
 
+    def begin(self, schedule: Schedule) -> None:
+        """Parameters are always there."""
+        del schedule
+
+    def before_action(self, position: int) -> None:
+        """Nothing to do."""
+        del position
+
     def before_backward(self, stage: int) -> None:
         """Gradients accumulate in ``p.grad`` by themselves."""
         del stage
 
+    def chunk_done(self, stage: int) -> None:
+        """Start reducing the chunk's gradients."""
+        if self._reduction is not None:
+            self._reduction.chunk_done(stage)
+
     def before_step(self) -> None:
-        """Reduce ties, then compute the norm and clip."""
+        """Finish the reductions, sum ties, then compute the norm and clip."""
+        if self._reduction is not None:
+            self._reduction.finish()
         for tie in self._ties:
             for parameter in tie.parameters:
                 if not parameter.requires_grad:

@@ -12,8 +12,10 @@ from deepspeed.runtime.zero import partitioned_param_coordinator
 from torch import nn
 
 from dsx.runtime.chunks import TiedUse
+from dsx.runtime.zero_adapters.gathering import StepGathers
 from dsx.runtime.zero_adapters.hooks import GradientHooks
 from dsx.runtime.zero_adapters.norm import NormScope, all_reduce_sum
+from dsx.spec.schedule import Schedule
 
 if TYPE_CHECKING:
     from dsx.runtime.groups import Groups
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 class Stage3Adapter:
     """Keeps accumulation straight across chunks; its norm also sums tied gradients first."""
 
-    def __init__(self, engine: Any, scope: NormScope, ties: Sequence[Tie]) -> None:
-        self._engine, self._scope, self._ties = engine, scope, ties
+    def __init__(self, engine: Any, scope: NormScope, ties: Sequence[Tie], gathers: StepGathers) -> None:
+        self._engine, self._scope, self._ties, self.gathers = engine, scope, ties, gathers
         self._optimizer = engine.optimizer
         self._norm = torch.zeros(())
         self._fresh = True
@@ -35,6 +37,14 @@ class Stage3Adapter:
             if isinstance(module, TiedUse):
                 for parameter in module.tied_module.parameters():
                     deepspeed.zero.register_external_parameter(module, parameter)
+
+    def begin(self, schedule: Schedule) -> None:
+        """Gather as the steps of ``schedule`` do."""
+        self.gathers.begin(schedule)
+
+    def before_action(self, position: int) -> None:
+        """Keep what the action's chunk needs again soon."""
+        self.gathers.before(position)
 
     def before_backward(self, stage: int) -> None:
         """Start each step from zeroed partitions and always add.
@@ -50,6 +60,10 @@ class Stage3Adapter:
             self._fresh = False
         self._optimizer._epilogue_ran_this_backward = False  # noqa: SLF001
         self._optimizer.micro_step_id = 1
+
+    def chunk_done(self, stage: int) -> None:
+        """Gradients have been reduced and scattered as they came."""
+        del stage
 
     def before_step(self) -> None:
         """The next step starts from nothing."""

@@ -1,0 +1,109 @@
+"""``dsx.initialize``: a PipelineModule and a config to an engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import deepspeed
+from torch.utils.data import DistributedSampler
+
+from dsx.config.run import RunConfig
+from dsx.config.schema import ZeroConfig
+from dsx.errors import ModelError
+from dsx.runtime.engine import PipelineEngine
+from dsx.runtime.groups import Grid, Groups
+from dsx.runtime.parameter_groups import prepare
+from dsx.runtime.pipeline_module import PipelineModule
+from dsx.runtime.settings import Config, settings_of
+from dsx.runtime.zero_adapters import require_supported, scope_consistency_checks
+
+
+def initialize(
+    args: Any = None,
+    model: PipelineModule | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    *,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Config | None = None,
+    zero: ZeroConfig | None = None,
+) -> tuple[PipelineEngine, Any, Any, Any]:
+    """``deepspeed.initialize`` for a :class:`~dsx.PipelineModule`. A collective call over all ranks.
+
+    Args:
+        args: Its ``deepspeed_config`` is the config if there is no ``config``.
+        model: The pipeline.
+        optimizer: A torch optimizer or a callable that makes one from parameter groups; the config's by
+            default.
+        model_parameters: Parameters or parameter groups to optimize; all by default.
+        training_data: A torch Dataset, in order, split over data-parallel ranks.
+        lr_scheduler: A scheduler or a callable that makes one from an optimizer; the config's by default.
+        collate_fn: For ``training_data``.
+        config: A resolved dsx config (:func:`dsx.load_config`), or an ordinary DeepSpeed config as a dict or
+            path.
+        zero: When ZeRO communicates; the config's ``dsx.zero`` by default.
+
+    Returns:
+        ``(engine, optimizer, training_dataloader, lr_scheduler)`` as DeepSpeed returns them.
+
+    Raises:
+        VersionError: A DeepSpeed that dsx has not been checked against.
+        ConfigError: A setting that cannot work with a pipeline.
+        LayoutError: A rank has nothing to train.
+        ModelError: ``model`` is no dsx.PipelineModule.
+    """
+    require_supported()
+    if not isinstance(model, PipelineModule):
+        raise ModelError(
+            f"model of type {type(model).__name__}", "not a dsx.PipelineModule", "build one from the layers"
+        )
+    if model.program.divides and model.split is None and model.groups.rank == 0:
+        warnings.warn(
+            f"schedule {model.program.name} divides the backward, and these layers do not: their weight "
+            "gradients come with the input's. Build layers and pipeline with one WeightGradients (split=).",
+            stacklevel=2,
+        )
+    settings = settings_of(config, args, model.groups.mesh)
+    parameters = prepare(
+        model,
+        zero_stage=settings.zero_stage,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        model_parameters=model_parameters,
+    )
+    if settings.zero_stage == 3:
+        scope_consistency_checks(model.groups)
+    engine, wrapped, _, scheduler = deepspeed.initialize(
+        model=model.chunks,
+        config=settings.deepspeed,
+        model_parameters=parameters,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        collate_fn=collate_fn,
+        mpu=Grid(model.groups),
+        dist_init_required=False,
+    )
+    run = config if isinstance(config, RunConfig) else None
+    pipeline = PipelineEngine(
+        model,
+        engine,
+        clipping=settings.clipping,
+        config=run,
+        zero=zero or (ZeroConfig() if run is None else run.dsx.zero),
+    )
+    loader = None if training_data is None else _loader(engine, training_data, model.groups)
+    if loader is not None:
+        pipeline.set_dataloader(loader)
+    return pipeline, wrapped, loader, scheduler
+
+
+def _loader(engine: Any, dataset: Any, groups: Groups) -> Any:
+    """As stock PipelineEngine's (deepspeed/runtime/pipe/engine.py, _build_data_iter): in order."""
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, num_replicas=groups.mesh.dp, rank=groups.dp_rank, shuffle=False
+    )
+    return engine.deepspeed_io(dataset, data_sampler=sampler)

@@ -1,0 +1,139 @@
+"""The run that computes: a small GPT-2 on two ranks.
+
+dsx and stock DeepSpeed train the same layers, dsx's own; torch trains plain modules of the same sizes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from deepspeed.pipe import LayerSpec
+from schedule_bench.workload import Workload
+from torch import nn
+from torch.nn import functional as F
+
+from dsx.nn import TensorParallel, families
+from dsx.nn.split import WeightGradients
+from dsx.plan.hf_config import model_spec
+from dsx.spec.model import ModelSpec
+
+VOCABULARY = 256
+"""Small, so that its ends make no rank slower; a multiple of dsx's padding, so that all models are alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of the model and its micro-batches.
+
+    Attributes:
+        hidden: Width.
+        blocks: Transformer blocks, a multiple of the number of virtual stages.
+        heads: Attention heads.
+        sequence_length: Tokens per sample.
+        rows: Samples per micro-batch.
+    """
+
+    hidden: int = 128
+    blocks: int = 8
+    heads: int = 4
+    sequence_length: int = 128
+    rows: int = 2
+
+
+def spec(sizes: Sizes) -> ModelSpec:
+    """The model, untied so that torch's stages need no exchange of gradients, without dropout."""
+    return model_spec(
+        {
+            "model_type": "gpt2",
+            "vocab_size": VOCABULARY,
+            "n_embd": sizes.hidden,
+            "n_layer": sizes.blocks,
+            "n_head": sizes.heads,
+            "n_positions": sizes.sequence_length,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "tie_word_embeddings": False,
+        }
+    )
+
+
+def workload(sizes: Sizes, num_micro_batches: int) -> Workload:
+    """The model for every engine, and random tokens."""
+    model, alone = spec(sizes), TensorParallel()
+    generator = torch.Generator().manual_seed(1)
+    shape = (num_micro_batches * sizes.rows, sizes.sequence_length + 1)
+    ids = torch.randint(VOCABULARY, shape, generator=generator)
+
+    def layers(num_chunks: int, split: WeightGradients | None) -> list[LayerSpec]:
+        del num_chunks
+        return list(families.layers(model, alone, dtype=torch.float32, seed=7, split=split))
+
+    return Workload(
+        layers=layers,
+        loss_fn=families.loss(model, alone),
+        partition_method="type:block",
+        module=lambda stage, num_stages: _stage(sizes, stage, num_stages),
+        inputs=ids[:, :-1].contiguous(),
+        labels=ids[:, 1:].contiguous(),
+        num_micro_batches=num_micro_batches,
+    )
+
+
+def alone_seconds(sizes: Sizes, num_micro_batches: int, tries: int = 5) -> float:
+    """Forward and backward of all micro-batches through the plain model on one rank, while all ranks do."""
+    load = workload(sizes, num_micro_batches)
+    net = load.module(0, 1)
+    spent = []
+    for _ in range(tries):
+        begun = time.perf_counter()
+        for inputs, labels in load.batches():
+            load.loss_fn(net(inputs), labels).backward()
+        spent.append(time.perf_counter() - begun)
+    return statistics.median(spent)
+
+
+class _Embeddings(nn.Module):
+    """Words and learned positions: ids [B, S] to [B, S, H]."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.word = nn.Embedding(VOCABULARY, sizes.hidden)
+        self.position = nn.Embedding(sizes.sequence_length, sizes.hidden)
+
+    def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        x_BSH: torch.Tensor = self.word(ids_BS) + self.position.weight[: ids_BS.shape[1]]
+        return x_BSH
+
+
+class _Block(nn.Module):
+    """GPT-2's block in plain torch, [B, S, H] to the same."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        width = sizes.hidden
+        self.heads = sizes.heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x_BSH.shape
+        qkv = self.qkv(self.norm_1(x_BSH)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, S, H / heads]
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BSH = x_BSH + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        y_BSH: torch.Tensor = x_BSH + self.down(F.gelu(self.up(self.norm_2(x_BSH)), approximate="tanh"))
+        return y_BSH
+
+
+def _stage(sizes: Sizes, stage: int, num_stages: int) -> nn.Module:
+    """Virtual stage ``stage`` of ``num_stages``, an equal share of the blocks."""
+    parts: list[nn.Module] = [_Embeddings(sizes)] if stage == 0 else []
+    parts += [_Block(sizes) for _ in range(sizes.blocks // num_stages)]
+    if stage == num_stages - 1:
+        parts += [nn.LayerNorm(sizes.hidden), nn.Linear(sizes.hidden, VOCABULARY, bias=False)]
+    return nn.Sequential(*parts)
