@@ -12,24 +12,9 @@ from pathlib import Path
 import pytest
 
 from dsx import __version__
-from dsx.cli.app import main
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ZERO3 = str(CONFIGS / "zero3.json")
-
-
-@pytest.fixture
-def dsx(monkeypatch, capsys):
-    """Run ``dsx`` with arguments: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dsx", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
 
 
 def test_help_names_every_command(dsx):

@@ -8,21 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from dsx.cli.app import main
-
-
-@pytest.fixture
-def plot(monkeypatch, capsys):
-    """Run ``dsx plot`` with arguments: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dsx", "plot", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
+COMMAND = ("plot",)
 
 
 @pytest.fixture
@@ -37,19 +23,19 @@ def folders(tmp_path):
     return tmp_path / "one", tmp_path / "two"
 
 
-def test_a_picture_beside_the_metrics(plot, folders):
+def test_a_picture_beside_the_metrics(dsx, folders):
     image = pytest.importorskip("PIL.Image")
-    code, out, err = plot(folders[0])
+    code, out, err = dsx(folders[0])
     assert (code, out, err) == (0, f"{folders[0] / 'loss.png'}\n", "")
     with image.open(folders[0] / "loss.png") as picture:
         assert picture.width == 1200
         assert len(picture.convert("RGB").getcolors(1 << 16)) > 20  # lines and text, not a blank page
 
 
-def test_svg_of_chosen_metrics_of_two_runs(plot, folders, tmp_path):
+def test_svg_of_chosen_metrics_of_two_runs(dsx, folders, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "both.svg"
-    code, out, err = plot(*folders, "--metric", "train/lr", "--metric", "train/loss", "--output", picture)
+    code, out, err = dsx(*folders, "--metric", "train/lr", "--metric", "train/loss", "--output", picture)
     assert (code, out, err) == (0, f"{picture}\n", "")
     names = {element.get("id") for element in ET.parse(picture).iter() if element.get("id")}
     assert {"axes_1", "axes_2"} <= names
@@ -66,29 +52,29 @@ def test_svg_of_chosen_metrics_of_two_runs(plot, folders, tmp_path):
     ],
 )
 def test_what_cannot_be_drawn_is_one_message_and_exit_code_1(
-    plot, folders, monkeypatch, tmp_path, arguments, words
+    dsx, folders, monkeypatch, tmp_path, arguments, words
 ):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    code, out, err = plot(folders[0], *arguments)
+    code, out, err = dsx(folders[0], *arguments)
     assert (code, out) == (1, "")
     assert err.startswith("dsx: ")
     assert err.count("\n") == 1
     assert all(word in err for word in words)
 
 
-def test_a_folder_without_metrics(plot, tmp_path):
-    code, _, err = plot(tmp_path)
+def test_a_folder_without_metrics(dsx, tmp_path):
+    code, _, err = dsx(tmp_path)
     assert code == 1
     assert "metrics.jsonl: there is no such file" in err
-    assert plot(tmp_path / "absent")[0] == 2
+    assert dsx(tmp_path / "absent")[0] == 2
 
 
-def test_without_matplotlib_the_message_says_how_to_get_it(plot, folders, monkeypatch):
+def test_without_matplotlib_the_message_says_how_to_get_it(dsx, folders, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what import sees when a package is not there
-    code, out, err = plot(folders[0])
+    code, out, err = dsx(folders[0])
     assert (code, out) == (1, "")
     assert "pip install 'matplotlib>=3.9'" in err
     assert not (folders[0] / "loss.png").exists()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from dsx.cli.app import main
 from dsx.plan.choose import Space, choose
 from dsx.plan.schedule_csv import load
 from plan.profiles import cost, profile
@@ -31,18 +30,7 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.fixture
-def dsx(monkeypatch, capsys):
-    """Run ``dsx schedule`` with arguments: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dsx", "schedule", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
+COMMAND = ("schedule",)
 
 
 def test_the_table_ranks_what_choose_ranks(dsx, path):

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 import xml.etree.ElementTree as ET
 
 import pytest
 
-from dsx.cli.app import main
 from dsx.plan.builders import NAMES, build, default_chunks
 from dsx.plan.schedule_csv import load
 
-
-@pytest.fixture
-def dsx(monkeypatch, capsys):
-    """Run ``dsx schedule`` with arguments: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dsx", "schedule", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
-
+COMMAND = ("schedule",)
 
 SIZE = ("--stages", 4, "--micro-batches", 8)
 

@@ -9,7 +9,6 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from dsx.cli.app import main
 from traced import by_hand
 
 
@@ -20,18 +19,7 @@ def step(tmp_path):
     return path
 
 
-@pytest.fixture
-def dsx(monkeypatch, capsys):
-    """Run ``dsx trace`` with arguments: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dsx", "trace", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
+COMMAND = ("trace",)
 
 
 def test_table_and_json_are_printed(dsx, step):
