@@ -120,7 +120,7 @@ def _arguments() -> argparse.Namespace:
     )
     add("--real", action="store_true", help="compute instead of sleeping, on two ranks")
     add("--hidden", type=int, default=128, metavar="N", help="width of the real model (default 128)")
-    add("--sequence-length", type=int, default=128, metavar="N", help="its tokens per sample (default 128)")
+    add("--sequence-length", type=int, default=96, metavar="N", help="its tokens per sample (default 96)")
     add("--json", type=Path, metavar="FILE", help="write every figure there")
     add("--check", action="store_true", help="hold the figures against issue 3's")
     add("--worker", type=Path, help=argparse.SUPPRESS)

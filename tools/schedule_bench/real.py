@@ -39,7 +39,7 @@ class Sizes:
     hidden: int = 128
     blocks: int = 8
     heads: int = 4
-    sequence_length: int = 128
+    sequence_length: int = 96
     rows: int = 2
 
 
