@@ -19,14 +19,14 @@ from dsx.runtime.executor import Compute, Mode, StepRun
 from dsx.runtime.groups import Grid
 from dsx.runtime.headers import header_group
 from dsx.runtime.micro_batches import MicroBatches
-from dsx.runtime.p2p import open_channels
+from dsx.runtime.p2p import Tensors, open_channels
 from dsx.runtime.pipeline_module import PipelineModule
 from dsx.runtime.programs import Programs
 from dsx.runtime.signatures import Signatures
 from dsx.runtime.trace import Tracer
 from dsx.runtime.zero_adapters import (
     adapt,
-    announce_backward,
+    calls,
     count_samples,
 )
 
@@ -63,6 +63,8 @@ class PipelineEngine:
             uses=model.chunks.used_parameters(),
             zero=zero,
         )
+        self._calls = calls(engine, reduced_here=self._adapter.reduced_here)
+        self._boundary: bool | None = None
         self._managed = bool(engine.managed_gradient_accumulation())
         self._signatures = Signatures(
             dynamic=model.dynamic_shape,
@@ -138,10 +140,12 @@ class PipelineEngine:
         with self._tracer.step(self) as around:
             run = self._step_run(self._iterator, count, mode, around)
             run.run()
+            # Under way during the optimizer's step, whose collectives the ranks wait for anyway.
+            loss, reduced = self._sum_losses(run.losses, count)
             self._adapter.before_step()
             count_samples(engine, count)
             engine.step()
-        loss = self._mean_loss(run.losses, count)
+        reduced.wait()
         self._write("train_loss", loss)
         return loss
 
@@ -278,7 +282,7 @@ class PipelineEngine:
             receives=receives,
             groups=self.groups,
             compute=Compute(
-                forward=self.deepspeed_engine,
+                forward=self._calls.forward,
                 backward=self._backward,
                 backward_weights=self._backward_weights,
                 begin=self._adapter.begin,
@@ -292,28 +296,38 @@ class PipelineEngine:
             around=around,
         )
 
-    def _backward(self, loss: torch.Tensor, stage: int, boundary: bool, is_loss: bool) -> None:
+    def _backward(
+        self, outputs: Tensors, gradients: Tensors, stage: int, boundary: bool, is_loss: bool
+    ) -> None:
         """One backward through DeepSpeed, which reduces (ZeRO-2, 3) or waits for the boundary (ZeRO-0, 1)."""
         self._adapter.before_backward(stage)
-        if self._managed:
+        if self._managed and boundary is not self._boundary:
             self.deepspeed_engine.set_gradient_accumulation_boundary(boundary)
-        self.deepspeed_engine.backward(loss, scale_wrt_gas=is_loss)
+            self._boundary = boundary
+        self._calls.backward(outputs, gradients, is_loss=is_loss)
 
     def _backward_weights(self, loss: torch.Tensor | None, stage: int, boundary: bool) -> None:
         """The second part of a split backward: a backward like any other for DeepSpeed."""
         if loss is None:
             # Nothing to compute, but the boundary's reductions must run.
             loss = torch.zeros((), device=self.pipeline.device, requires_grad=True).clone()
-        announce_backward(self.deepspeed_engine, loss)
-        self._backward(loss, stage, boundary, is_loss=False)
+        self._calls.announce(loss)
+        self._backward((loss,), (), stage, boundary, is_loss=False)
 
     def _mean_loss(self, losses: Sequence[torch.Tensor], count: int) -> torch.Tensor:
         """Mean over micro-batches and replicas, on every rank: one all-reduce of a scalar."""
+        total, reduced = self._sum_losses(losses, count)
+        reduced.wait()
+        return total
+
+    def _sum_losses(self, losses: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, dist.Work]:
+        """The mean loss once the all-reduce, which is under way, has been waited for."""
         total = torch.zeros((), dtype=torch.float32, device=self.pipeline.device)
         if losses and self.groups.tp_rank == 0:
             total += torch.stack([loss.float() for loss in losses]).sum() / (count * self.groups.mesh.dp)
-        dist.all_reduce(total)
-        return total
+        work = dist.all_reduce(total, async_op=True)
+        assert work is not None
+        return total, work
 
     def _write(self, name: str, loss: torch.Tensor) -> None:
         """To DeepSpeed's monitors (tensorboard, csv_monitor, wandb, ...), as stock PipelineEngine does."""

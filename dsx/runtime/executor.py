@@ -12,6 +12,7 @@ import torch
 from dsx.errors import ModelError
 from dsx.nn.split import WeightGradients
 from dsx.plan.receives import Channel, ReceivePlan
+from dsx.plan.transfers import Kind
 from dsx.runtime.groups import Groups
 from dsx.runtime.headers import Headers
 from dsx.runtime.micro_batches import MicroBatches
@@ -31,8 +32,8 @@ class Compute:
 
     Attributes:
         forward: ``forward(inputs, stage, labels, with_outputs=...)``: see :class:`dsx.runtime.chunks.Chunks`.
-        backward: ``backward(loss, stage, boundary, is_loss)``; ``boundary`` on this rank's last backward of
-            the step.
+        backward: ``backward(outputs, gradients, stage, boundary, is_loss)``; ``gradients`` is empty for a
+            loss, ``boundary`` true on this rank's last backward of the step.
         backward_weights: ``backward_weights(loss, stage, boundary)`` for the second part of a split backward;
             ``loss`` is None when there is nothing to compute, on the last backward of the step only.
         begin: ``begin(schedule)`` before anything else in a step.
@@ -41,30 +42,11 @@ class Compute:
     """
 
     forward: Callable[..., Any]
-    backward: Callable[[torch.Tensor, int, bool, bool], None]
+    backward: Callable[[Tensors, Tensors, int, bool, bool], None]
     backward_weights: Callable[[torch.Tensor | None, int, bool], None]
     begin: Callable[[Schedule], None]
     before_action: Callable[[int], None]
     chunk_done: Callable[[int], None]
-
-
-class _Seed(torch.autograd.Function):
-    """A scalar whose gradient with respect to a stage's outputs is what the next stage sent back.
-
-    The value is never computed from the outputs, so that their memory may be gone, and the gradient is passed
-    on unscaled whatever multiplies the scalar, so that loss scaling happens once, at the loss.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gradients: Tensors, *outputs: torch.Tensor) -> torch.Tensor:
-        del outputs
-        ctx.gradients = gradients
-        return torch.zeros((), device=gradients[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        del upstream
-        return (None, *ctx.gradients)
 
 
 class _Alias(torch.autograd.Function):
@@ -151,6 +133,11 @@ class StepRun:
             )
             for (kind, source), messages in receives.messages.items()
         }
+        self._planned = dict.fromkeys(self._inboxes, 0)
+        self._taken: list[Channel] = []
+        # The planned moments keep a GPU from waiting in a circle; where a posted receive holds nothing up,
+        # earlier ones spare a sender the wait for its receiver. Shapes must be known.
+        self._eager = batches.device.type == "cpu" and not signatures.dynamic
         self.losses: list[torch.Tensor] = []
         self.kept_outputs: list[Any] = []
 
@@ -168,6 +155,8 @@ class StepRun:
         }
         varying = [inbox for inbox in self._inboxes.values() if inbox.headers is not None]
         self._compute.begin(self._schedule)
+        for due in self._inboxes:
+            self._post_ahead(due)
         for position, action in enumerate(self._row):
             for due in self._receives.posts[position]:
                 self._post(due)
@@ -178,6 +167,9 @@ class StepRun:
                 steps[action.op](action, position)
             if self._ends.get(action.stage) == position:
                 self._compute.chunk_done(action.stage)
+            if self._taken and self._is_quiet(position):
+                while self._taken:
+                    self._post_ahead(self._taken.pop())
         self._outbox.flush()
 
     def _headers(self, count: int, source: int) -> Headers | None:
@@ -188,12 +180,14 @@ class StepRun:
         return Headers(count=count, numel=HEADER_NUMEL, source=self._groups.pipe_peer(source), group=group)
 
     def _post(self, due: Channel) -> None:
+        """Post the receive that is planned for now, unless it was posted ahead."""
         inbox, (kind, _) = self._inboxes[due], due
+        self._planned[due] += 1
+        if inbox.num_posted >= self._planned[due]:
+            return
         stage, micro_batch = inbox.due
         if kind == "B":
-            # Gradients look like the outputs that want them.
-            output = Signature.of(self._outputs[stage, micro_batch], f"virtual stage {stage}")
-            inbox.post(Signature(tuple(m for m in output.tensors if m.requires_grad), is_tuple=True))
+            inbox.post(Signature.of(self._outputs[stage, micro_batch], f"virtual stage {stage}").gradient)
             return
         if inbox.headers is not None:
             inbox.expect()
@@ -202,11 +196,33 @@ class StepRun:
         signature = inbox.post(known)
         if known is None:
             self._signatures.learn(stage, self._mode.training, signature)
+            self._post_ahead(due)
+
+    def _post_ahead(self, due: Channel) -> None:
+        """Post receives of a channel before their turn, as far as their shapes are known."""
+        inbox, (kind, _) = self._inboxes[due], due
+        while self._eager and inbox.has_room:
+            stage = inbox.due[0]
+            known = self._signatures.get(stage if kind == "F" else stage + 1, self._mode.training)
+            if known is None:
+                return
+            inbox.post(known if kind == "F" else known.gradient)
+
+    def _take(self, kind: Kind, source_stage: int, key: Key) -> tuple[Signature, Tensors]:
+        source = kind, self._schedule.rank_of(source_stage)
+        self._taken.append(source)
+        return self._inboxes[source].take(key)
+
+    def _is_quiet(self, position: int) -> bool:
+        """Nobody waits for what this rank does next: neither its computation on what came, nor its result."""
+        after = self._row[position + 1 : position + 2]
+        sends = bool(after) and after[0].op in (Op.SEND_F, Op.SEND_B)
+        return not sends and self._row[position].op not in (Op.RECV_F, Op.RECV_B)
 
     def _receive_input(self, action: Action, position: int) -> None:
         del position
         key = (action.stage, action.micro_batch)
-        signature, tensors = self._inboxes["F", self._schedule.rank_of(action.stage - 1)].take(key)
+        signature, tensors = self._take("F", action.stage - 1, key)
         for meta, tensor in zip(signature.tensors, tensors, strict=True):
             tensor.requires_grad_(meta.requires_grad)
         self._inputs[key] = tensors if signature.is_tuple else tensors[0]
@@ -274,7 +290,7 @@ class StepRun:
     def _receive_gradient(self, action: Action, position: int) -> None:
         del position
         key = (action.stage, action.micro_batch)
-        self._gradients[key] = self._inboxes["B", self._schedule.rank_of(action.stage + 1)].take(key)[1]
+        self._gradients[key] = self._take("B", action.stage + 1, key)[1]
 
     def _backward_input(self, action: Action, position: int) -> None:
         with self._split.deferring((action.stage, action.micro_batch)):
@@ -292,11 +308,8 @@ class StepRun:
         gradients = self._gradients.pop(key, ())
         if not self._frozen[action.stage]:
             is_loss = action.stage == self._last
-            if is_loss:
-                scalar = output
-            else:
-                scalar = _Seed.apply(gradients, *(t for t in _tensors(output) if t.requires_grad))
-            self._compute.backward(scalar, action.stage, self._is_boundary(position), is_loss)
+            roots = tuple(t for t in _tensors(output) if t.requires_grad)
+            self._compute.backward(roots, gradients, action.stage, self._is_boundary(position), is_loss)
         if action.stage == 0:
             return
         wanted = tuple(

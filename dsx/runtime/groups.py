@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -34,6 +34,9 @@ class Groups:
             a pair of ranks in a group one after the other, so that each direction and kind needs its own
             group to be free of the others' order.
         sequence_parallel: Whether activations between tensor-parallel blocks are split along the sequence.
+        pp_rank: Coordinate on the pipeline axis.
+        dp_rank: Coordinate on the data-parallel axis.
+        tp_rank: Coordinate on the tensor-parallel axis.
     """
 
     mesh: Mesh
@@ -45,20 +48,18 @@ class Groups:
     channels: Mapping[str, ProcessGroup]
     sequence_parallel: bool = False
 
-    @property
-    def pp_rank(self) -> int:
-        """Coordinate on the pipeline axis."""
-        return self.mesh.coord(self.rank, "pp")
+    # Looked up for every message: computed once.
+    pp_rank: int = field(init=False)
+    dp_rank: int = field(init=False)
+    tp_rank: int = field(init=False)
+    _peers: tuple[int, ...] = field(init=False)
 
-    @property
-    def dp_rank(self) -> int:
-        """Coordinate on the data-parallel axis."""
-        return self.mesh.coord(self.rank, "dp")
-
-    @property
-    def tp_rank(self) -> int:
-        """Coordinate on the tensor-parallel axis."""
-        return self.mesh.coord(self.rank, "tp")
+    def __post_init__(self) -> None:
+        at = self.mesh.coords(self.rank)
+        for axis in ("pp", "dp", "tp"):
+            object.__setattr__(self, f"{axis}_rank", at[axis])
+        peers = (self.mesh.rank(pp=stage, dp=at["dp"], tp=at["tp"]) for stage in range(self.mesh.pp))
+        object.__setattr__(self, "_peers", tuple(peers))
 
     @property
     def tensor_parallel(self) -> TensorParallel:
@@ -72,7 +73,7 @@ class Groups:
 
     def pipe_peer(self, pp_rank: int) -> int:
         """Global rank of pipeline coordinate ``pp_rank`` with this rank's dp and tp coordinates."""
-        return self.mesh.rank(pp=pp_rank, dp=self.dp_rank, tp=self.tp_rank)
+        return self._peers[pp_rank]
 
 
 def make_groups(mesh: Mesh, *, sequence_parallel: bool = False) -> Groups:

@@ -82,6 +82,11 @@ class Signature:
     def __str__(self) -> str:
         return f"({', '.join(map(str, self.tensors))})"
 
+    @property
+    def gradient(self) -> Signature:
+        """What comes back: gradients look like the outputs that want them."""
+        return Signature(tuple(meta for meta in self.tensors if meta.requires_grad), is_tuple=True)
+
     @classmethod
     def of(cls, value: object, where: str) -> Signature:
         """Signature of a stage's output. Raises ModelError unless it is a tensor or a tuple of tensors."""
@@ -161,6 +166,16 @@ class Inbox:
     def due(self) -> tuple[int, int]:
         """The message whose receive is to be posted next."""
         return self.messages[self._next]
+
+    @property
+    def num_posted(self) -> int:
+        """Receives posted so far in this step."""
+        return self._next
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more receive may be posted ahead: as many as a sender lets be under way."""
+        return self._next < len(self.messages) and len(self._posted) < IN_FLIGHT
 
     def post(self, signature: Signature | None) -> Signature:
         """Post the receive of :attr:`due`.

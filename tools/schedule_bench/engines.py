@@ -8,6 +8,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import DualPipeVModule, PipelineModule
 from schedule_bench import schedules
 from schedule_bench.workload import Workload
@@ -35,6 +36,9 @@ _TORCH: dict[str, Any] = {
     "dualpipev": ScheduleDualPipeV,
 }
 _ONE_STAGE = ("gpipe", "1f1b")
+
+CLIPPING = 1.0
+"""Largest norm of the whole model's gradient, in every engine."""
 
 WIDE = " wide"
 """Ends the names of dsx's schedules that are built for late messages, at the price of activations."""
@@ -107,6 +111,7 @@ def _config(workload: Workload) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": workload.rows,
         "gradient_accumulation_steps": workload.num_micro_batches,
+        "gradient_clipping": CLIPPING,
         "steps_per_print": 1 << 30,
         "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -171,7 +176,7 @@ def _dsx(name: str, workload: Workload, groups: dsx.Groups, costs: Callable[[int
 
 
 def _torch(name: str, workload: Workload, groups: dsx.Groups) -> Engine:
-    """A schedule of torch's with a plain AdamW: what its users write."""
+    """A schedule of torch's, then what the others do in their step: clip by the whole model's norm, AdamW."""
     ranks, rank = groups.mesh.pp, groups.pp_rank
     chunks, placement = default_chunks(name), placement_of(name)
     num_stages = ranks * chunks
@@ -191,6 +196,10 @@ def _torch(name: str, workload: Workload, groups: dsx.Groups) -> Engine:
 
     def step() -> None:
         runner.step(*([workload.inputs] if first else []), target=target, losses=[], return_outputs=False)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        square = torch.nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(square, group=groups.pipe)
+        torch.nn.utils.clip_grads_with_norm_(parameters, CLIPPING, square.sqrt())
         optimizer.step()
         optimizer.zero_grad()
 

@@ -13,13 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import deepspeed
-import torch
 from torch import nn
 
 from dsx.config.schema import ZeroConfig
 from dsx.config.zero_checks import zero_problems
 from dsx.errors import ConfigError, ModelError, VersionError
 from dsx.runtime.zero_adapters.bf16 import Bf16Adapter, HighPrecisionGradients
+from dsx.runtime.zero_adapters.calls import calls
 from dsx.runtime.zero_adapters.gathering import StepGathers
 from dsx.runtime.zero_adapters.norm import NormScope
 from dsx.runtime.zero_adapters.partitioned import PartitionedAdapter, PartitionedGradients
@@ -40,7 +40,7 @@ __all__ = [
     "SUPPORTED_DEEPSPEED",
     "ZeroAdapter",
     "adapt",
-    "announce_backward",
+    "calls",
     "count_samples",
     "require_supported",
     "scope_consistency_checks",
@@ -49,6 +49,10 @@ __all__ = [
 
 class ZeroAdapter(Protocol):
     """What the engine asks of an adapter."""
+
+    @property
+    def reduced_here(self) -> bool:
+        """Whether DeepSpeed need not hear of gradients before the step: dsx reduces them."""
 
     def begin(self, schedule: Schedule) -> None:
         """Called when a step of a lowered schedule begins, an evaluation's included."""
@@ -82,16 +86,6 @@ def require_supported() -> None:
             "dsx touches DeepSpeed's internals and has not been checked against this version",
             f"install one of: {', '.join(SUPPORTED_DEEPSPEED)}",
         )
-
-
-def announce_backward(engine: Any, loss: torch.Tensor) -> None:
-    """Have DeepSpeed notice the start of the backward of a ``loss`` that its forward did not return.
-
-    It hooks the outputs of its own forward alone (runtime/engine.py, register_output_backward_hooks). Without
-    this, ZeRO would see gradients outside of any backward, and BF16_Optimizer without immediate updates would
-    add the previous backward's gradients once more.
-    """
-    loss.register_hook(lambda _: engine._backward_prologue())  # noqa: SLF001
 
 
 def count_samples(engine: Any, micro_batches: int) -> None:

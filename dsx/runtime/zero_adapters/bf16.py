@@ -87,6 +87,11 @@ class Bf16Adapter:
 
         self._optimizer.get_grads_for_norm = never_empty
 
+    @property
+    def reduced_here(self) -> bool:
+        """Gradients go from parameters to fp32 buffers in each backward."""
+        return False
+
     def begin(self, schedule: Schedule) -> None:
         """Parameters are always there."""
         del schedule

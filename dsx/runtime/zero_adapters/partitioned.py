@@ -121,6 +121,13 @@ class PartitionedAdapter:
             self._optimizer, "process_gradients", prepare=self._optimizer.setup_buckets
         )
 
+    @property
+    def reduced_here(self) -> bool:
+        """Sums in another precision than the parameters' are kept by hooks."""
+        optimizer = self._optimizer
+        separate = optimizer.use_separate_grad_accum or optimizer.use_grad_accum_attribute
+        return self._reduction is not None and not separate
+
     def begin(self, schedule: Schedule) -> None:
         """Parameters are always there."""
         del schedule

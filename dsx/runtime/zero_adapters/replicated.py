@@ -68,6 +68,11 @@ class ReplicatedAdapter:
 
             engine.optimizer.unscale_and_clip_grads = with_true_norm
 
+    @property
+    def reduced_here(self) -> bool:
+        """FP16 optimizers around the user's have a part in each backward."""
+        return self._reduction is not None and not self._wrapped
+
     def begin(self, schedule: Schedule) -> None:
         """Parameters are always there."""
         del schedule

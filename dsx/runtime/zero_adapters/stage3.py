@@ -38,6 +38,11 @@ class Stage3Adapter:
                 for parameter in module.tied_module.parameters():
                     deepspeed.zero.register_external_parameter(module, parameter)
 
+    @property
+    def reduced_here(self) -> bool:
+        """Gradients are reduced and scattered in each backward."""
+        return False
+
     def begin(self, schedule: Schedule) -> None:
         """Gather as the steps of ``schedule`` do."""
         self.gathers.begin(schedule)
