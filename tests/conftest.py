@@ -1,10 +1,17 @@
-"""Makes ``tests/`` importable (for ``import ranks``) and keeps test runs offline and out of $HOME."""
+"""Makes ``tests/`` and ``tools/`` importable and keeps test runs offline and out of $HOME.
+
+The only conftest.py: a second one and doctest's collection would be two modules of one name.
+"""
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+
+# The programs of tools/ import their parts from there, as when they run.
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 _home = pytest.StashKey[tempfile.TemporaryDirectory]()
 
@@ -39,3 +46,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def dsx(request, monkeypatch, capsys):
+    """Run ``dsx``, the module's ``COMMAND`` if it has one, and arguments: (exit code, stdout, stderr)."""
+    from dsx.cli.app import main
+
+    command = getattr(request.module, "COMMAND", ())
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dsx", *command, *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
