@@ -18,8 +18,8 @@ comes, at the latest where the message is used, and nobody waits for the post: a
 are sent without a limit of messages under way. What is left is the wait of a use for its message, sent
 earlier, and of a gradient's sender for the receive, posted in time as ever.
 
-None of this binds a CPU, where a posted gloo receive holds nothing up: there the executor posts two messages of
-each channel ahead once it knows their shapes, and falls back on this plan until then.
+None of this binds a CPU, where a posted gloo receive holds nothing up: there the executor posts two messages
+of each channel ahead once it knows their shapes, and falls back on this plan until then.
 """
 
 from __future__ import annotations
