@@ -233,6 +233,15 @@ def test_hub_without_network_fails_fast_and_restores_the_settings(monkeypatch: p
         assert not datasets.config.HF_HUB_OFFLINE
 
 
+def test_reading_a_part_leaves_the_settings_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that is not read to its end is closed whenever the garbage collector comes."""
+    write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(50)])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    texts = iter(open_source(config(tmp_path / "a.jsonl")).documents())
+    assert next(texts) == "text 0"
+    assert not constants.HF_HUB_OFFLINE
+
+
 @pytest.fixture
 def answering() -> Iterator[str]:
     class NotFound(http.server.BaseHTTPRequestHandler):

@@ -68,7 +68,8 @@ class TableFiles:
         try:
             with offline_unless(online=False):
                 table = datasets.load_dataset(source, self.name, split=self.split, streaming=True, **options)
-                yield from table.with_format("arrow").iter(batch_size=_BATCH_ROWS)
+            # Outside: a reader that stops early would leave the setting to the garbage collector.
+            yield from table.with_format("arrow").iter(batch_size=_BATCH_ROWS)
         except _read_errors() as error:
             raise _unreadable(str(self._place), error) from error
 
@@ -121,7 +122,7 @@ class HubData:
                 table = datasets.load_dataset(
                     self.dataset, self.name, split=self.split, streaming=self.stream and online
                 )
-                yield from table.with_format("arrow").iter(batch_size=_BATCH_ROWS)
+            yield from table.with_format("arrow").iter(batch_size=_BATCH_ROWS)
         except _read_errors() as error:
             if not online:
                 raise DataError(
