@@ -154,6 +154,30 @@ class WeightGradients:
                 token = _Link.apply(token, entries[index].parameter, index, delivery)
             yield token
 
+    def accumulate(self, key: Key) -> None:
+        """:meth:`delivering` and its backward in one, without autograd.
+
+        Each gradient is taken over as ``p.grad``, or added to it, as autograd does. Where somebody has hooked
+        a parameter, everything stays kept for :meth:`delivering`, whose backward runs hooks.
+        """
+        entries = list(self._kept.get(key, {}).values())
+        if any(_is_hooked(entry.parameter) for entry in entries):
+            return
+        self._kept.pop(key, None)
+        delivery = _Delivery(entries)
+        with torch.no_grad():
+            for index, entry in enumerate(entries):
+                gradient = delivery.gradient(index)
+                if entry.parameter.grad is None:
+                    entry.parameter.grad = gradient
+                else:
+                    entry.parameter.grad.add_(gradient)
+
+
+def _is_hooked(parameter: Tensor) -> bool:
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(parameter, name, None) for name in hooks)
+
 
 class _Delivery:
     """Computes the gradients of a list of parameters in order, each one's communication a step ahead."""

@@ -285,6 +285,7 @@ class PipelineEngine:
                 forward=self._calls.forward,
                 backward=self._backward,
                 backward_weights=self._backward_weights,
+                hooked=self._calls.hooked,
                 begin=self._adapter.begin,
                 before_action=self._adapter.before_action,
                 chunk_done=self._adapter.chunk_done,

@@ -36,6 +36,7 @@ class Compute:
             loss, ``boundary`` true on this rank's last backward of the step.
         backward_weights: ``backward_weights(loss, stage, boundary)`` for the second part of a split backward;
             ``loss`` is None when there is nothing to compute, on the last backward of the step only.
+        hooked: Whether anybody must hear of each parameter's gradient as it comes.
         begin: ``begin(schedule)`` before anything else in a step.
         before_action: ``before_action(position)`` before the action there in the rank's row.
         chunk_done: ``chunk_done(stage)`` after the last action of a virtual stage in a training step.
@@ -44,6 +45,7 @@ class Compute:
     forward: Callable[..., Any]
     backward: Callable[[Tensors, Tensors, int, bool, bool], None]
     backward_weights: Callable[[torch.Tensor | None, int, bool], None]
+    hooked: bool
     begin: Callable[[Schedule], None]
     before_action: Callable[[int], None]
     chunk_done: Callable[[int], None]
@@ -297,8 +299,10 @@ class StepRun:
             self._backward(action, position)
 
     def _backward_weight(self, action: Action, position: int) -> None:
-        boundary = self._is_boundary(position)
-        with self._split.delivering((action.stage, action.micro_batch)) as loss:
+        key, boundary = (action.stage, action.micro_batch), self._is_boundary(position)
+        if not self._compute.hooked:
+            self._split.accumulate(key)
+        with self._split.delivering(key) as loss:
             if loss is not None or boundary:
                 self._compute.backward_weights(loss, action.stage, boundary)
 

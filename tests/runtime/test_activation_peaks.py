@@ -76,8 +76,8 @@ def _peak(case: Case) -> tuple[int, int]:
     def unpack(kept: Any) -> torch.Tensor:
         return kept.tensor if isinstance(kept, Kept) else kept
 
-    deliver = split.delivering
-    split.delivering = lambda key: (look(), deliver(key))[1]  # type: ignore[method-assign]
+    accumulate = split.accumulate
+    split.accumulate = lambda key: (look(), accumulate(key))[1]  # type: ignore[method-assign]
     with saved_tensors_hooks(pack, unpack):
         engine.train_batch(dsx_run.batches(case, 0, engine.groups.dp_rank))
     assert not live, "a step keeps nothing"

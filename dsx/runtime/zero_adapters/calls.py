@@ -18,6 +18,9 @@ Tensors = tuple[torch.Tensor, ...]
 class Calls(Protocol):
     """The two calls that the executor makes for every chunk and micro-batch."""
 
+    hooked: bool
+    """Whether DeepSpeed must hear of each parameter's gradient as it comes."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Output of ``engine.module``."""
 
@@ -56,6 +59,8 @@ class _Seed(torch.autograd.Function):
 class EngineCalls:
     """DeepSpeed's own. ZeRO-3 needs them, and what is measured, compiled or cast."""
 
+    hooked = True
+
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
@@ -80,6 +85,8 @@ class EngineCalls:
 
 class DirectCalls:
     """The module, and autograd between ZeRO's prologue and epilogue (runtime/engine.py, backward)."""
+
+    hooked = True
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -131,6 +138,8 @@ class PlainCalls:
     DeepSpeed's hooks on parameters count them anew in every backward, and prologue and epilogue keep the
     books of reductions that do not come.
     """
+
+    hooked = False
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
