@@ -1,0 +1,166 @@
+"""A device that computes nothing, for DeepSpeed and torch: ``paper`` stands for a GPU, ``cpu`` for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.ops.op_builder.builder import OpBuilder
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.weak import WeakTensorKeyDictionary
+
+Device = Literal["paper", "cpu"]
+
+
+class PaperAccelerator(CPU_Accelerator):
+    """What DeepSpeed asks of a GPU, as far as it changes what is allocated; all else does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._name = "paper"
+        self._communication_backend_name = "fake"
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """``paper`` or ``paper:0``."""
+        return "paper" if device_index is None else f"paper:{device_index}"
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        """The one device."""
+        del device_index
+        return torch.device("paper", 0)
+
+    def current_device(self) -> int:
+        """Always 0."""
+        return 0
+
+    def current_device_name(self) -> str:
+        """``paper:0``."""
+        return "paper:0"
+
+    def device_count(self) -> int:
+        """One."""
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        """Nothing to set."""
+
+    def is_available(self) -> bool:
+        """Always there."""
+        return True
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether it lives here."""
+        return tensor.device.type == "paper"
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        """As it is: pinned memory is the host's."""
+        del align_bytes
+        return tensor
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Unknown here, and printed alone."""
+        del device_index
+        return 0
+
+
+class _Answers(TorchDispatchMode):
+    """Values where there are none, so that programs that branch on data go their usual way.
+
+    A number is 1, a whole number 0. "All of them" is true and any other question false: ids are in range,
+    tensors equal, and nothing overflows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._true: Any = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what needs values; pass on all else."""
+        del types
+        if func is torch.ops.aten._local_scalar_dense.default:
+            if args[0].dtype == torch.bool:
+                return args[0] in self._true
+            return 1.0 if args[0].dtype.is_floating_point else 0
+        if func is torch.ops.aten.equal.default:
+            return True
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.all.default:
+            self._true[result] = True
+        return result
+
+
+def install() -> None:
+    """Make ``paper`` a device of torch and the accelerator of DeepSpeed, for the rest of this process."""
+    _setup_privateuseone_for_python_backend(rename="paper")  # type: ignore[no-untyped-call]
+    set_accelerator(PaperAccelerator())
+
+
+class _Kernels:
+    """Compiled code of DeepSpeed's that works in place: any function of it does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_args, **_kwargs: None
+
+
+@contextmanager
+def without_storage() -> Iterator[None]:
+    """Inside, every new tensor is a FakeTensor, and modules convert those in place."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
+        stack.enter_context(mock.patch.object(OpBuilder, "load", lambda _builder, verbose=True: _Kernels()))
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Answers())
+        yield
+
+
+def _apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """nn.Module._apply, which cannot swap FakeTensors, whose mode refers to them weakly."""
+    del recurse
+    for inner in module.modules():
+        for parameter in inner.parameters(recurse=False):
+            with torch.no_grad():
+                converted = function(parameter)
+            if (converted.dtype, converted.device) != (parameter.dtype, parameter.device):
+                parameter.data = converted
+        for name, buffer in inner.named_buffers(recurse=False):
+            setattr(inner, name, function(buffer))
+    return module
+
+
+def _attention(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The fused kernels that torch takes on CUDA (sdp_utils.cpp): flash for half precision, else the other."""
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        dropout_p: float,
+        is_causal: bool,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        if query.device.type != "paper":
+            return usual(
+                query, key, value, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa
+            )
+        if query.dtype != torch.float32:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001 (what torch dispatches to)
+            return flash(query, key, value, dropout_p, is_causal)[0]  # type: ignore[no-any-return]
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention  # noqa: SLF001
+        return efficient(query, key, value, None, torch.is_grad_enabled(), dropout_p, is_causal)[0]  # type: ignore[no-any-return]
+
+    return attend

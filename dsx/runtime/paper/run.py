@@ -1,0 +1,103 @@
+"""One rank's steps on paper, from a resolved config."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import partitioned_param_coordinator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dsx.config.run import RunConfig
+from dsx.runtime import recipe
+from dsx.runtime.engine import PipelineEngine, initialize
+from dsx.runtime.groups import Groups, make_groups
+from dsx.runtime.p2p import Signature, TensorMeta
+from dsx.runtime.paper import device as paper
+from dsx.runtime.paper.meter import CUDA_ROUNDING_BYTES, StorageMeter
+
+STEPS = 2
+"""The first step makes the optimizer's state; the second is like all that follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedPeaks:
+    """Peaks of one rank, in bytes.
+
+    Attributes:
+        rank: Global rank.
+        steady_bytes: Held between steps.
+        phases: Phase ("build", "engine", "step 1", "step 2") -> peak.
+        contents: Phase -> label -> bytes at that peak; empty without labels.
+    """
+
+    rank: int
+    steady_bytes: int
+    phases: dict[str, int]
+    contents: dict[str, dict[str, int]]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest of all phases."""
+        return max(self.phases.values())
+
+
+def trace(
+    config: RunConfig, rank: int, *, device: paper.Device = "paper", label: Callable[[], str] | None = None
+) -> TracedPeaks:
+    """Build and train rank ``rank`` of ``config`` on paper. Once per process: it changes torch and DeepSpeed.
+
+    Args:
+        config: Resolved for the world size.
+        rank: Global rank.
+        device: ``paper`` takes the paths of a GPU, ``cpu`` those of a CPU run.
+        label: As for :class:`StorageMeter`.
+    """
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if device == "paper":
+        paper.install()
+    dist.init_process_group("fake", rank=rank, world_size=config.mesh.size, store=FakeStore())
+    deepspeed.init_distributed(dist_backend="fake", verbose=False, auto_mpi_discovery=False)
+    groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
+    rounding = CUDA_ROUNDING_BYTES if device == "paper" else 1
+    meter = StorageMeter(device, rounding_bytes=rounding, label=label)
+    with paper.without_storage(), meter:
+        # Values would take a minute of arithmetic and hold no memory afterwards.
+        with meter.phase("build"), mock.patch("dsx.nn.random.fill"):
+            model = recipe.build_model(config, groups)
+        with meter.phase("engine"):
+            engine = initialize(model=model, config=config)[0]
+        # Ranks that are not there agree on everything.
+        partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
+        _announce(config, engine, groups)
+        batches = _batches(config, torch.device(device))
+        for step in range(STEPS):
+            with meter.phase(f"step {step + 1}"):
+                engine.train_batch(batches)
+        steady = meter.current_bytes
+    return TracedPeaks(rank=rank, steady_bytes=steady, phases=meter.peak_bytes, contents=meter.at_peak)
+
+
+def _announce(config: RunConfig, engine: PipelineEngine, groups: Groups) -> None:
+    """Tell the rank what its neighbours would send: the one thing that a group without peers cannot."""
+    length = config.sequence_length
+    if groups.tensor_parallel.sequence:
+        length //= config.mesh.tp
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    shape = (config.micro_batch_size, length, config.model.hidden_size)
+    signature = Signature((TensorMeta(shape, dtype, requires_grad=True),), is_tuple=False)
+    for stage in range(1, config.stage_map.num_stages):
+        engine._signatures.announce(stage, True, signature)  # noqa: SLF001
+
+
+def _batches(config: RunConfig, device: torch.device) -> Iterator[tuple[Any, Any]]:
+    tokens = torch.zeros(config.micro_batch_size, config.sequence_length, dtype=torch.int64, device=device)
+    while True:
+        yield tokens, tokens
