@@ -13,6 +13,7 @@ from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -119,6 +120,7 @@ def without_storage() -> Iterator[None]:
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
         stack.enter_context(mock.patch.object(OpBuilder, "load", lambda _builder, verbose=True: _Kernels()))
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)))
+        stack.enter_context(mock.patch.object(F, "rms_norm", _rms_norm(F.rms_norm)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Answers())
         yield
@@ -136,6 +138,33 @@ def _apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], 
         for name, buffer in inner.named_buffers(recurse=False):
             setattr(inner, name, function(buffer))
     return module
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """What aten::_fused_rms_norm allocates and saves on CUDA (layer_norm_kernel.cu); elsewhere it decomposes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        statistics = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, statistics)
+        return torch.empty_like(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        del dy
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _rms_norm(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        if x.device.type != "paper":
+            return usual(x, shape, weight, epsilon)
+        y: torch.Tensor = _FusedRmsNorm.apply(x, weight)
+        return y
+
+    return norm
 
 
 def _attention(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

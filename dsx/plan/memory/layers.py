@@ -1,0 +1,259 @@
+"""The layers of :mod:`dsx.nn` and one chunk of them as :mod:`.tape` sees them.
+
+Shapes as in :mod:`.ops`; N is B S in the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dsx.plan.memory.attention import Core
+from dsx.plan.memory.ops import Ops, label
+from dsx.plan.memory.tape import Label, Leaf, Tensor
+from dsx.plan.params import layer_kinds
+from dsx.spec.model import ModelSpec, Recompute
+
+LOGITS_AT_ONCE = 1 << 23
+"""nn/loss.py, _ELEMENTS_AT_ONCE."""
+
+_EMBEDDING = "nn/embedding.py VocabParallelEmbedding.forward"
+_LOSS = "nn/loss.py _CrossEntropy"
+
+
+@dataclass(slots=True, kw_only=True)
+class Layers:
+    """Runs layers of a model's layer list on one rank.
+
+    Attributes:
+        model: The architecture.
+        ops: The rank's operations.
+        weights: Its parameters by name (:func:`dsx.plan.params.param_specs`).
+        recompute: What blocks compute again.
+        around: Called with a layer's index and its function before it runs, to stand between (ZeRO-3's
+            gathering); None runs it.
+    """
+
+    model: ModelSpec
+    ops: Ops
+    weights: Mapping[str, Leaf]
+    recompute: Recompute = "none"
+
+    def run(self, layers: Sequence[int], x: Tensor, labels: Tensor | None) -> Tensor:
+        """Forward of ``layers``; with the last one and ``labels``, the loss."""
+        kinds = layer_kinds(self.model)
+        forwards: dict[str, Callable[[int, Tensor], Tensor]] = {
+            "WordEmbedding": self.word_embedding,
+            "Positions": self.positions,
+            "Block": self.block,
+            "FinalNorm": lambda layer, x: self._norm(layer, "norm", x),
+            "Head": self.head,
+        }
+        for layer in layers:
+            x = forwards[kinds[layer]](layer, x)
+        if labels is None or layers[-1] != len(kinds) - 1:
+            return x
+        return self.loss(x, labels)
+
+    def _weight(self, layer: int, name: str) -> Leaf:
+        return self.weights[f"{layer}.{name}"]
+
+    def _optional(self, layer: int, name: str) -> Leaf | None:
+        return self.weights.get(f"{layer}.{name}")
+
+    def _norm(self, layer: int, name: str, x: Tensor) -> Tensor:
+        return self.ops.norm(x, self._weight(layer, f"{name}.weight"), self._optional(layer, f"{name}.bias"))
+
+    def block(self, layer: int, x: Tensor) -> Tensor:
+        """nn/block.py Block.forward."""
+        if self.recompute == "full":
+            return self.ops.tape.checkpoint(lambda x: self._residuals(layer, x), x)
+        return self._residuals(layer, x)
+
+    def _residuals(self, layer: int, x: Tensor) -> Tensor:
+        source = "nn/block.py Block._residuals"
+        probability = self.model.residual_dropout
+        branch = self._attention(layer, self._norm(layer, "norm_1", x))
+        branch = self.ops.dropout(branch, probability)
+        middle = self.ops.add(x, branch, name="after attention", source=source)
+        del branch
+        branch = self._mlp(layer, self._norm(layer, "norm_2", middle))
+        branch = self.ops.dropout(branch, probability)
+        return self.ops.add(middle, branch, name="block output", source=source)
+
+    def _attention(self, layer: int, x: Tensor) -> Tensor:
+        """nn/attention.py Attention.forward."""
+        model, ops = self.model, self.ops
+        qkv = ops.linear(
+            x,
+            self._weight(layer, "attention.qkv.weight"),
+            self._optional(layer, "attention.qkv.bias"),
+            column=True,
+            name="queries, keys, values",
+        )
+        core = Core(
+            ops=ops,
+            heads=model.num_heads // ops.tp,
+            kv_heads=model.num_kv_heads // ops.tp,
+            head_dim=model.head_dim,
+            rotary=model.rope is not None,
+        )
+        context = ops.tape.checkpoint(core, qkv) if self.recompute == "selective" else core(qkv)
+        return ops.row_linear(
+            context,
+            self._weight(layer, "attention.out.weight"),
+            self._optional(layer, "attention.out.bias"),
+            name="attention output",
+        )
+
+    def _mlp(self, layer: int, x: Tensor) -> Tensor:
+        """nn/mlp.py Mlp.forward."""
+        ops, first = self.ops, "mlp.gate_up" if self.model.gated_mlp else "mlp.up"
+        wide = ops.linear(
+            x,
+            self._weight(layer, f"{first}.weight"),
+            self._optional(layer, f"{first}.bias"),
+            column=True,
+            name="gate and up" if self.model.gated_mlp else "up",
+        )
+        if self.model.gated_mlp:
+            hidden = ops.gated(wide)
+            del wide
+        else:
+            hidden = ops.activation(wide)
+            del wide
+        return ops.row_linear(
+            hidden, self._weight(layer, "mlp.down.weight"), self._optional(layer, "mlp.down.bias"), name="down"
+        )
+
+    # Embeddings (nn/embedding.py)
+
+    def word_embedding(self, layer: int, ids: Tensor) -> Tensor:
+        """Rows of the table; each rank has some, and the sum over the ranks has all."""
+        ops, tape = self.ops, self.ops.tape
+        _check_ids(ops, ids)
+        weight = self._weight(layer, "word.weight")
+        mask = None
+        if ops.tp > 1:
+            ids, mask = self._own_rows(ids)
+        y = tape.new(label("word embedding", "B S H w", _EMBEDDING), ops.width, *ids.shape, self.model.hidden_size)
+        tape.record((weight,), (y,), self._table_gradient(weight), saved=(ids,))
+        if mask is None:
+            return y
+        masked = y.detach()
+        what = label("masked gradient", "B S H w", _EMBEDDING)
+        tape.record((y,), (masked,), lambda _, dy: [ops.like(what, dy)], saved=(mask,))
+        del y
+        return ops.reduce_from(masked)
+
+    def _own_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        tape = self.ops.tape
+        rows = tape.new(label("rows", "8 B S", _EMBEDDING), 8, *ids.shape)
+        masks = [tape.new(label("mask of other ranks' rows", "B S", _EMBEDDING), 1, *ids.shape) for _ in range(3)]
+        mask = masks.pop()
+        masks.clear()
+        own = tape.new(label("rows", "8 B S", _EMBEDDING), 8, *ids.shape)
+        del rows
+        return own, mask
+
+    def _table_gradient(self, weight: Leaf) -> Callable[..., Sequence[Tensor | None]]:
+        ops = self.ops
+        what = Label("gradients", "table gradient", "V H w", "nn/embedding.py _start_table_gradient")
+
+        def start(ids: Tensor, dy: Tensor) -> Callable[[], Tensor]:
+            del ids, dy
+            return lambda: ops.tape.new(what, ops.width, *weight.shape)
+
+        def backward(saved: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
+            if ops.later is not None and ops.later.active:
+                ops.later.keep(weight, start, saved[0], dy)
+                return [None]
+            return [start(saved[0], dy)()]
+
+        return backward
+
+    def positions(self, layer: int, x: Tensor) -> Tensor:
+        """LearnedPositions and dropout."""
+        ops, tape = self.ops, self.ops.tape
+        weight = self._weight(layer, "position.weight")
+        batch, length, hidden = x.shape
+        source = "nn/embedding.py LearnedPositions.forward"
+        own = tape.new(label("own positions", "s H w", source), x.width, length, hidden) if ops.sequence else None
+        y = ops.like(label("embedding", "B s H w", source), x)
+        del own
+
+        def backward(saved: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
+            del saved
+            what = label("gradient of the positions", "S H w", source)
+            part = tape.new(what, dy.width, length, hidden) if batch > 1 else None
+            whole = tape.new(what, dy.width, length * ops.tp, hidden) if ops.sequence else None
+            del part
+            gradient = tape.new(Label("gradients", "position gradient", "positions H w", source), dy.width, *weight.shape)
+            del whole
+            if ops.later is not None and ops.later.active:
+                ops.later.keep(weight, ops._cloned(weight), gradient)
+                return [dy.detach(), None]
+            return [dy.detach(), gradient]
+
+        tape.record((x, weight), (y,), backward)
+        return ops.dropout(y, self.model.embedding_dropout)
+
+    def head(self, layer: int, x: Tensor) -> Tensor:
+        """The table as a column-parallel linear."""
+        owner = 0 if self.model.tied_embeddings else layer
+        return self.ops.linear(x, self._weight(owner, "word.weight"), None, column=True, name="logits")
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """nn/loss.py cross_entropy with overwrite_logits: float32 of 2^23 logits at a time."""
+        ops, tape = self.ops, self.ops.tape
+        tokens, columns = logits.shape[0] * logits.shape[1], logits.shape[-1]
+        _check_ids(ops, labels)
+
+        def per_token(name: str, width: int) -> Tensor:
+            return tape.new(label(name, f"{width} N", _LOSS, "logits"), width, tokens)
+
+        column, mine = per_token("own columns", 8), per_token("own labels", 1)
+        self._chunks(tokens, columns, logits.width, backward=False)
+        log_sum, target = per_token("log-sum-exp", 4), per_token("label's logit", 4)
+        if ops.tp > 1:
+            highest, pair = per_token("highest", 4), per_token("sums", 8)
+            log_sum, target = per_token("log-sum-exp", 4), pair
+            del highest, pair
+        valid, share = per_token("valid", 1), per_token("share", 4)
+        loss = tape.new(label("loss", "4", _LOSS, "logits"), 4)
+        saved = (logits, log_sum, column, mine, share)
+
+        def backward(saved: tuple[Tensor, ...], _: Tensor) -> list[Tensor | None]:
+            scale = per_token("scale", 4)
+            self._chunks(tokens, columns, saved[0].width, backward=True)
+            del scale
+            return [saved[0].detach()]
+
+        tape.record((logits,), (loss,), backward, saved=saved)
+        del target, valid
+        return loss
+
+    def _chunks(self, tokens: int, columns: int, width: int, *, backward: bool) -> None:
+        """The loop over float32 chunks: Python keeps the chunk before until the next one is there."""
+        tape = self.ops.tape
+        step = max(1, LOGITS_AT_ONCE // columns)
+        logits = label("logits in float32", "4 n V, n = 2^23 / V tokens", "nn/loss.py _chunks", "logits")
+        chances = label("probabilities", "4 n V, n = 2^23 / V tokens", "nn/loss.py backward", "logits")
+        wide: Tensor | None = None
+        probability: Tensor | None = None
+        kept: list[Tensor] = []
+        for start in range(0, tokens, step):
+            rows = min(step, tokens - start)
+            if width < 4:
+                wide = tape.new(logits, 4, rows, columns)
+            if backward:
+                probability = tape.new(chances, 4, rows, columns)
+            else:
+                kept += [tape.new(label("statistics", "8 N", _LOSS, "logits"), 4, rows) for _ in range(2)]
+        del wide, probability
+
+
+def _check_ids(ops: Ops, ids: Tensor) -> None:
+    """nn/embedding.py check_ids: three masks at once."""
+    masks = [ops.tape.new(label("id checks", "B S", "nn/embedding.py check_ids"), 1, *ids.shape) for _ in range(3)]
+    masks.clear()

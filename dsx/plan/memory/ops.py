@@ -1,0 +1,306 @@
+"""dsx's operations as :mod:`.tape` sees them, each after the source that it names.
+
+Shapes: B micro-batch; S sequence; s the same, or this rank's slice under sequence parallelism; H hidden; I and O
+inputs and outputs of a linear on this rank; N, K heads and D head_dim of this rank; P = (N + 2 K) D; F width of
+the MLP on this rank; V rows of the padded vocabulary on this rank; w bytes an element; t tensor-parallel degree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dsx.plan.memory.tape import Label, Leaf, Ledger, Tape, Tensor
+
+Start = Callable[..., Callable[[], Tensor]]
+
+
+def label(name: str, formula: str, source: str, category: str = "activations") -> Label:
+    """A line of the ledger."""
+    return Label(category, name, formula, source)
+
+
+@dataclass(slots=True, kw_only=True)
+class Later:
+    """Weight gradients that wait (dsx/nn/split.py): for each parameter, how to start each of its uses."""
+
+    active: bool = False
+    kept: dict[Leaf, list[tuple[Start, tuple[Tensor, ...]]]] = field(default_factory=dict)
+
+    def keep(self, parameter: Leaf, start: Start, *tensors: Tensor) -> None:
+        """Hold on to what a gradient needs."""
+        held = tuple(t.detach() for t in tensors)
+        self.kept.setdefault(parameter, []).append((start, held))
+
+    def deliver(self, tape: Tape) -> None:
+        """Compute all, parameter by parameter, each one's communication begun during the one before."""
+        queue = [(parameter, _Use(*use)) for parameter, uses in self.kept.items() for use in uses]
+        self.kept.clear()
+        token = tape.scratch(label("token", "8", "nn/split.py delivering"), 8)
+        total: Tensor | None = None
+        for place, (parameter, use) in enumerate(queue):
+            following = queue[place + 1] if place + 1 < len(queue) else None
+            use.begin()
+            if following is not None:
+                following[1].begin()
+            gradient = use.finish()
+            total = gradient if total is None else total
+            del gradient
+            if following is None or following[0] is not parameter:
+                last, total = total, None
+                parameter.receive(last)
+                del last
+        del token
+
+
+class _Use:
+    """dsx/nn/split.py _Use."""
+
+    def __init__(self, start: Start, tensors: tuple[Tensor, ...]) -> None:
+        self._start, self._tensors = start, tensors
+        self._finish: Callable[[], Tensor] | None = None
+
+    def begin(self) -> None:
+        """Start its communication; what was kept goes, but for what that holds."""
+        if self._finish is None:
+            self._finish, self._tensors = self._start(*self._tensors), ()
+
+    def finish(self) -> Tensor:
+        """The gradient."""
+        self.begin()
+        assert self._finish is not None
+        finish, self._finish = self._finish, None
+        return finish()
+
+
+@dataclass(slots=True, kw_only=True)
+class Ops:
+    """The operations of one rank.
+
+    Attributes:
+        tape: Where they are recorded.
+        tp: Tensor-parallel degree.
+        sequence: Whether sequence parallelism cuts what is between the tensor-parallel regions.
+        width: Bytes an element of activations and parameters.
+        later: Takes weight gradients; None if no backward is divided.
+    """
+
+    tape: Tape
+    tp: int
+    sequence: bool
+    width: int
+    later: Later | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        """The tape's."""
+        return self.tape.ledger
+
+    def like(self, what: Label, x: Tensor) -> Tensor:
+        """A new tensor of this rank's width and of the shape of ``x``."""
+        return self.tape.new(what, x.width, *x.shape)
+
+    # Collectives (dsx/nn/collectives.py)
+
+    def gather(self, x: Tensor) -> Pending:
+        """Start an all-gather on the sequence: [B, s, I] to [B, S, I]."""
+        batch, length, *rest = x.shape
+        what = label("gathered", "B S I w", "nn/collectives.py start_all_gather")
+        return Pending(self, self.tape.new(what, x.width, batch, length * self.tp, *rest), batch > 1)
+
+    def scatter(self, x: Tensor) -> Pending:
+        """Start a reduce-scatter on the sequence: [B, S, I] to [B, s, I]."""
+        batch, length, *rest = x.shape
+        what = label("ranks' parts", "B S I w", "nn/collectives.py start_reduce_scatter")
+        parts = self.like(what, x) if batch > 1 else None
+        what = label("reduced", "B s I w", "nn/collectives.py start_reduce_scatter")
+        buffer = self.tape.new(what, x.width, batch, length // self.tp, *rest)
+        del parts
+        return Pending(self, buffer, False)
+
+    # Linears (dsx/nn/linear.py)
+
+    def linear(self, x: Tensor, weight: Leaf, bias: Leaf | None, *, column: bool, name: str) -> Tensor:
+        """``_Linear``: column gathers its input under sequence parallelism, row leaves the sum to the caller."""
+        gathers = column and self.sequence
+        whole = self.gather(x).wait() if gathers else x
+        what = label(name, "B S O w", "nn/linear.py _Linear.forward", "logits" if name == "logits" else "activations")
+        y = self.tape.new(what, x.width, *whole.shape[:-1], weight.shape[0])
+        del whole
+        reduces = not column and self.tp > 1
+        bias = None if reduces else bias
+        late = bias is not None and self.later is not None
+
+        def backward(saved: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
+            x, _ = saved
+            deferred = self.later is not None and self.later.active
+            finish = None
+            if deferred:
+                assert self.later is not None
+                own = self._own_part(dy) if reduces and self.sequence else dy
+                start = self._starter(gathers, reduces and self.sequence, weight)
+                self.later.keep(weight, start, x, own)
+                del own, start
+            else:
+                finish = self._starter(gathers, False, weight)(x, dy)
+            what = label(f"gradient of {name}'s input", "B S I w", "nn/linear.py _Linear.backward")
+            dx: Tensor | None = self.tape.new(what, x.width, *dy.shape[:-1], weight.shape[1])
+            pending = None
+            if gathers:
+                assert dx is not None
+                pending, dx = self.scatter(dx), None
+            dweight = None if finish is None else finish()
+            dbias = None
+            if bias is not None:
+                dbias = self.tape.new(label("bias gradient", "O w", "nn/linear.py _Linear.backward"), x.width, *bias.shape)
+                if late and deferred:
+                    assert self.later is not None
+                    self.later.keep(bias, self._cloned(bias), dbias)
+                    dbias = None
+            return [pending.wait() if pending is not None else dx, dweight, dbias]
+
+        self.tape.record((x, weight, bias), (y,), backward, saved=(x, weight))
+        return y
+
+    def _own_part(self, dy: Tensor) -> Tensor:
+        batch, length, *rest = dy.shape
+        what = label("slice of an output's gradient", "B s O w", "nn/linear.py _own_part")
+        return self.tape.new(what, dy.width, batch, length // self.tp, *rest)
+
+    def _starter(self, gathers_x: bool, gathers_dy: bool, weight: Leaf) -> Start:
+        def start(x: Tensor, dy: Tensor) -> Callable[[], Tensor]:
+            whole_x = self.gather(x) if gathers_x else Pending(self, x, False)
+            whole_dy = self.gather(dy) if gathers_dy else Pending(self, dy, False)
+
+            def finish() -> Tensor:
+                first, second = whole_dy.wait(), whole_x.wait()
+                gradient = self.tape.new(
+                    Label("gradients", "weight gradient", "I O w", "nn/linear.py _start_weight_gradient"), x.width, *weight.shape
+                )
+                del first, second
+                return gradient
+
+            return finish
+
+        return start
+
+    def _cloned(self, parameter: Leaf) -> Start:
+        def start(gradient: Tensor) -> Callable[[], Tensor]:
+            return lambda: self.like(Label("gradients", "late gradient", "O w", "nn/split.py _as_it_is"), gradient)
+
+        return start
+
+    def row_linear(self, x: Tensor, weight: Leaf, bias: Leaf | None, *, name: str) -> Tensor:
+        """A row-parallel linear with its reduction (nn/collectives.py _ReduceFrom)."""
+        y = self.linear(x, weight, bias, column=False, name=name)
+        return y if self.tp == 1 else self.reduce_from(y, bias)
+
+    def reduce_from(self, x: Tensor, bias: Leaf | None = None) -> Tensor:
+        """Sum over the ranks, in place without sequence parallelism."""
+        y = self.scatter(x).wait() if self.sequence else x.detach()
+
+        def backward(saved: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
+            del saved
+            dy = self.gather(dy).wait() if self.sequence else dy
+            dbias = None
+            if bias is not None:
+                what = label("bias gradient", "H w", "nn/collectives.py _ReduceFrom.backward")
+                dbias = self.tape.new(what, dy.width, *bias.shape)
+                if self.later is not None and self.later.active:
+                    self.later.keep(bias, self._cloned(bias), dbias)
+                    dbias = None
+            return [dy.detach(), dbias]
+
+        self.tape.record((x, bias), (y,), backward)
+        return y
+
+    # Norms (dsx/nn/norm.py)
+
+    def norm(self, x: Tensor, weight: Leaf, bias: Leaf | None) -> Tensor:
+        """LayerNorm with a bias, else RMSNorm: float32 statistics of each token are saved."""
+        source = "nn/norm.py forward"
+        y = self.like(label("norm", "B s H w", source), x)
+        statistics = [
+            self.tape.new(label("norm statistics", "4 B s", source), 4, *x.shape[:-1])
+            for _ in range(1 if bias is None else 2)
+        ]
+        parameters = (weight,) if bias is None else (weight, bias)
+
+        def backward(saved: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
+            del dy
+            dx = self.like(label("gradient of norm's input", "B s H w", source), saved[0])
+            gradients: list[Tensor | None] = []
+            for parameter in parameters:
+                gradient = self.tape.new(Label("gradients", "norm gradient", "H w", source), self.width, *parameter.shape)
+                if self.later is not None and self.later.active:
+                    self.later.keep(parameter, self._cloned(parameter), gradient)
+                    gradients.append(None)
+                else:
+                    gradients.append(gradient)
+            return [dx, *gradients]
+
+        self.tape.record((x, *parameters), (y,), backward, saved=(x, weight, *statistics))
+        return y
+
+    # Elementwise
+
+    def add(self, x: Tensor, y: Tensor, *, name: str, source: str) -> Tensor:
+        """``x + y``, one shape."""
+        z = self.like(label(name, "B s H w", source), x)
+        self.tape.record((x, y), (z,), lambda _, dz: [dz.detach(), dz.detach()])
+        return z
+
+    def dropout(self, x: Tensor, probability: float) -> Tensor:
+        """nn/dropout.py _Dropout: a mask that becomes the result, made again in backward."""
+        if probability == 0.0:
+            return x
+        what = label("dropout", "B s H w", "nn/dropout.py _scale")
+        y = self.like(what, x)
+        self.tape.record((x,), (y,), lambda _, dy: [self.like(what, dy)])
+        return y
+
+    def activation(self, x: Tensor) -> Tensor:
+        """GELU and the like: the input is saved."""
+        source = "nn/mlp.py Mlp.forward"
+        y = self.like(label("activation", "B S F w", source), x)
+        what = label("gradient of the activation's input", "B S F w", source)
+        self.tape.record((x,), (y,), lambda saved, _: [self.like(what, saved[0])], saved=(x,))
+        return y
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """nn/mlp.py _Gated: the fused projection alone is saved."""
+        *tokens, double = gate_up.shape
+        source = "nn/mlp.py _Gated"
+
+        def half(name: str) -> Tensor:
+            return self.tape.new(label(name, "B S F w", source), gate_up.width, *tokens, double // 2)
+
+        y = half("gate times up")
+        width = gate_up.width
+
+        def backward(saved: tuple[Tensor, ...], _: Tensor) -> list[Tensor | None]:
+            def again(name: str) -> Tensor:
+                return self.tape.new(label(name, "B S F w", source), width, *tokens, double // 2)
+
+            activated = again("activated gate")
+            d_gate_up = self.like(label("gradient of gate and up", "2 B S F w", source), saved[0])
+            upstream = again("gradient times up")
+            d_gate = again("gradient of the gate")
+            del activated, upstream, d_gate
+            return [d_gate_up]
+
+        self.tape.record((gate_up,), (y,), backward, saved=(gate_up,))
+        return y
+
+
+class Pending:
+    """A collective under way (nn/collectives.py Pending): its buffer, and whether its result is a copy of it."""
+
+    def __init__(self, ops: Ops, buffer: Tensor, copies: bool) -> None:
+        self._ops, self._buffer, self._copies = ops, buffer, copies
+
+    def wait(self) -> Tensor:
+        """The result."""
+        if not self._copies:
+            return self._buffer
+        return self._ops.like(label("gathered, in order", "B S I w", "nn/collectives.py start_all_gather"), self._buffer)
