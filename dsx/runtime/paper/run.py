@@ -98,6 +98,6 @@ def _announce(config: RunConfig, engine: PipelineEngine, groups: Groups) -> None
 
 
 def _batches(config: RunConfig, device: torch.device) -> Iterator[tuple[Any, Any]]:
-    tokens = torch.zeros(config.micro_batch_size, config.sequence_length, dtype=torch.int64, device=device)
+    tokens = torch.zeros(config.micro_batch_size, config.sequence_length, dtype=torch.int64)
     while True:
         yield tokens, tokens

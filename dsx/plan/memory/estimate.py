@@ -1,0 +1,172 @@
+"""What a rank of a run will hold, phase by phase, with the lines that its peak consists of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from dsx.plan.memory.layers import Layers
+from dsx.plan.memory.ops import Later, Ops, label
+from dsx.plan.memory.partitioned import Bf16, Partitioned
+from dsx.plan.memory.states import Flat, States, StateSettings, Unfused
+from dsx.plan.memory.tape import Label, Leaf, Ledger, Storage, Tape, Tensor
+from dsx.plan.memory.walk import Boundary, Walk
+from dsx.plan.receives import ReceivePlan
+from dsx.spec.layout import Layout
+from dsx.spec.model import ModelSpec, Recompute
+from dsx.spec.schedule import Action, Op, Schedule
+
+CUDA_ROUNDING_BYTES = 512
+"""CUDACachingAllocator.cpp, kMinBlockSize."""
+
+STEPS = 2
+"""The first makes the optimizer's moments; those after the second are like it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run, as far as it decides about memory.
+
+    Attributes:
+        model: The architecture.
+        layout: Mesh, stages, parameters and ZeRO stage.
+        schedule: Lowered training schedule.
+        micro_batch: Sequences.
+        sequence_length: Tokens.
+        sequence_parallel: Whether activations are cut along the sequence.
+        recompute: What blocks compute again.
+        states: Precision, optimizer and ZeRO's sizes.
+        pad_multiple: Of each rank's vocabulary rows.
+    """
+
+    model: ModelSpec
+    layout: Layout
+    schedule: Schedule
+    micro_batch: int
+    sequence_length: int
+    sequence_parallel: bool
+    recompute: Recompute
+    states: StateSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A part of a run.
+
+    Attributes:
+        name: build, engine, step 1 (which makes the moments) or step 2 (and all after it).
+        peak_bytes: The most that is held at once.
+        lines: What that consists of, largest first.
+        where: The schedule action during which it is held; "update" after them; "" outside of a step.
+    """
+
+    name: str
+    peak_bytes: int
+    lines: tuple[tuple[Label, int], ...]
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """One rank's memory.
+
+    Attributes:
+        rank: Global rank.
+        phases: In the order of a run.
+        steady_bytes: Held between steps.
+    """
+
+    rank: int
+    phases: tuple[Phase, ...]
+    steady_bytes: int
+
+    @property
+    def peak(self) -> Phase:
+        """The highest phase."""
+        return max(self.phases, key=lambda phase: phase.peak_bytes)
+
+
+def estimate(
+    job: Job, rank: int, *, rounding_bytes: int = CUDA_ROUNDING_BYTES, receives: ReceivePlan | None = None
+) -> Estimate:
+    """Memory of global rank ``rank``, without the device's context and libraries.
+
+    Args:
+        job: The run.
+        rank: Global rank.
+        rounding_bytes: To which each tensor is rounded up.
+        receives: Of its pipeline rank, if already made.
+    """
+    at, ledger = job.layout.mesh.coords(rank), Ledger(rounding_bytes)
+    states, walk, later = _rank(job, at["pp"], at["dp"], ledger, receives)
+    phases = []
+    for name, action in (("build", states.build), ("engine", states.start)):
+        ledger.start()
+        action()
+        phases.append(_phase(name, ledger, ""))
+    if job.model.rope is not None and any("norm_1" in leaf.name for leaf in states.order):
+        later.append(_tables(job, ledger))
+    for step in range(STEPS):
+        ledger.start()
+        watch = _Watch(ledger)
+        walk.run(watch)
+        phases.append(_phase(f"step {step + 1}", ledger, watch.where))
+    return Estimate(rank=rank, phases=tuple(phases), steady_bytes=ledger.current_bytes)
+
+
+class _Watch:
+    """Notes during which action the peak came."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger, self._peak, self.where = ledger, 0, ""
+
+    def __call__(self, action: Action | None) -> None:
+        if self._ledger.peak_bytes > self._peak:
+            self._peak, self.where = self._ledger.peak_bytes, "update" if action is None else str(action)
+
+
+def _phase(name: str, ledger: Ledger, where: str) -> Phase:
+    lines = sorted(ledger.at_peak.items(), key=lambda item: -item[1])
+    return Phase(name=name, peak_bytes=ledger.peak_bytes, lines=tuple(lines), where=where)
+
+
+def _tables(job: Job, ledger: Ledger) -> Tensor:
+    elements = 2 * job.sequence_length * job.model.head_dim
+    what = label("rotary tables", "2 S D w", "nn/rotary.py tables")
+    return Tensor((elements,), job.states.width, Storage(ledger, what, elements * job.states.width))
+
+
+def _rank(
+    job: Job, pp_rank: int, dp_rank: int, ledger: Ledger, receives: ReceivePlan | None
+) -> tuple[States, Walk, list[Tensor]]:
+    tp, width = job.layout.mesh.tp, job.states.width
+    leaves = {
+        spec.name: Leaf(spec.name, spec.local_shape(tp), width) for spec in job.layout.params_of(pp_rank)
+    }
+    states = _wrapper(job)(ledger, job.layout.zero_plan(pp_rank), dp_rank, leaves, job.states)
+    sequence = job.sequence_parallel and tp > 1
+    divided = any(action.op is Op.BACKWARD_WEIGHT for row in job.schedule.rows for action in row)
+    ops = Ops(tape=Tape(ledger), tp=tp, sequence=sequence, width=width, later=Later() if divided else None)
+    length = job.sequence_length // tp if sequence else job.sequence_length
+    walk = Walk(
+        schedule=job.schedule,
+        rank=pp_rank,
+        stages=job.layout.stages,
+        layers=Layers(model=job.model, ops=ops, weights=leaves, recompute=job.recompute),
+        states=states,
+        boundary=Boundary(shape=(job.micro_batch, length, job.model.hidden_size), width=width),
+        tokens=(job.micro_batch, job.sequence_length),
+        receives=receives,
+    )
+    return states, walk, []
+
+
+def _wrapper(job: Job) -> type[States]:
+    """deepspeed/runtime/engine.py, _do_optimizer_sanity_check."""
+    stage, settings = job.layout.zero_stage, job.states
+    if stage == 0:
+        low = Flat if settings.fused else Unfused
+        return low if settings.width == 2 else States
+    if stage == 1 and settings.width == 2 and settings.accumulate == 4 and not settings.offload:
+        return Bf16
+    return Partitioned

@@ -1,0 +1,210 @@
+"""What DeepSpeed 0.19.8 keeps for a rank's parameters, and what it takes for a moment, as :mod:`.tape` sees it.
+
+One class per optimizer wrapper that DeepSpeed chooses (engine.py, _do_optimizer_sanity_check). Each is asked in
+the order of a run: :meth:`States.build`, :meth:`States.start`, gradients as they come, :meth:`States.reduce` after
+each backward, :meth:`States.step`. Files in the formulas' sources are below deepspeed/runtime.
+
+P: parameters of this rank's layers, tensor-parallel cut and padding included; N: data-parallel degree; w: bytes
+of a parameter, 2 or 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dsx.plan.memory.tape import Label, Leaf, Ledger, Storage, Tensor
+from dsx.spec.zero import ZeroPlan
+
+OptimizerKind = Literal["adam", "adamw", "sgd", "lion", "other"]
+
+ALL_REDUCE_ELEMENTS = 500_000_000
+"""engine.py, MEMORY_OPT_ALLREDUCE_SIZE: elements that a reduction without ZeRO flattens at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """The update rule.
+
+    Attributes:
+        state_bytes: What it keeps for each parameter.
+        step_bytes: What it takes besides, for each parameter, while it updates.
+    """
+
+    state_bytes: int
+    step_bytes: int
+
+    @classmethod
+    def of(cls, kind: OptimizerKind, *, foreach: bool = True, weight_decay: bool = False, momentum: bool = False) -> Optimizer:
+        """The known rules; ``foreach`` is torch's own on a GPU, else a fused kernel without temporaries.
+
+        torch/optim/adam.py, _multi_tensor_adam: two moments; square roots of the second, and a sum of gradient
+        and decay for Adam with decay. sgd.py: a momentum buffer if asked for, and the same sum.
+        """
+        decayed = 4 * (foreach and weight_decay)
+        rules = {
+            "adam": cls(state_bytes=8, step_bytes=4 * foreach + decayed),
+            "adamw": cls(state_bytes=8, step_bytes=4 * foreach),
+            "sgd": cls(state_bytes=4 * momentum, step_bytes=decayed),
+            "lion": cls(state_bytes=4, step_bytes=0),
+        }
+        return rules[kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSettings:
+    """The config's part in it.
+
+    Attributes:
+        width: Bytes of a parameter: 2 or 4.
+        accumulate: Bytes of an accumulated gradient.
+        optimizer: The update rule.
+        bucket: ``zero_optimization.reduce_bucket_size``, elements.
+        offload: Whether the optimizer's state lives on the CPU.
+        fused: Whether the update is DeepSpeed's FusedAdam or the like.
+    """
+
+    width: int
+    accumulate: int
+    optimizer: Optimizer
+    bucket: int = 500_000_000
+    offload: bool = False
+    fused: bool = False
+
+
+class States:
+    """Base: fp32 without ZeRO. Parameters, gradients and moments are the model's own tensors.
+
+    Args:
+        ledger: Counts.
+        plan: ZeRO's cut of the rank's parameters.
+        dp_rank: Data-parallel coordinate.
+        leaves: The rank's parameters by name.
+        settings: The config's part.
+    """
+
+    def __init__(
+        self, ledger: Ledger, plan: ZeroPlan, dp_rank: int, leaves: Mapping[str, Leaf], settings: StateSettings
+    ) -> None:
+        self.ledger, self.plan, self.dp_rank = ledger, plan, dp_rank
+        self.leaves, self.settings = leaves, settings
+        self.order = [leaves[name] for group in plan.groups for name, _ in group]
+        self.parameters: list[Tensor] = []
+        self.moments: list[Tensor] = []
+
+    def build(self) -> None:
+        """The model's parameters, one by one."""
+        self.parameters = [
+            self.new("parameters", f"parameter", "P w", "dsx nn", leaf.numel, leaf.width) for leaf in self.order
+        ]
+
+    def start(self) -> None:
+        """What ``deepspeed.initialize`` adds."""
+
+    def backward_begins(self) -> None:
+        """Before each backward."""
+
+    def reduce(self, *, boundary: bool, came: bool) -> None:
+        """After each backward; ``boundary`` after the last of the step, ``came`` if any gradient did."""
+        del came
+        if boundary:
+            self.all_reduce([leaf.grad for leaf in self.order if leaf.grad is not None])
+
+    def all_reduce(self, gradients: Sequence[Tensor]) -> None:
+        """engine.py allreduce_no_retain: flat copies of up to 5e8 elements and one gradient more."""
+        elements = 0
+        for place, gradient in enumerate(gradients):
+            elements += gradient.numel
+            if elements > ALL_REDUCE_ELEMENTS or place == len(gradients) - 1:
+                copy = self.new(
+                    "temporaries", "flat copy of gradients", "up to 5e8 elements", "engine.py allreduce_bucket", elements, gradient.width
+                )
+                del copy
+                elements = 0
+
+    def step(self) -> None:
+        """The update."""
+        numels = [leaf.numel for leaf in self.order]
+        self.update(numels)
+        for leaf in self.order:
+            leaf.grad = None
+
+    def update(self, numels: Iterable[int]) -> None:
+        """torch's or DeepSpeed's optimizer over fp32 tensors of these sizes."""
+        numels, optimizer = list(numels), self.settings.optimizer
+        if not self.moments and optimizer.state_bytes:
+            self.moments = [
+                self.new("optimizer", "moments", f"{optimizer.state_bytes} P", "torch optim", n * optimizer.state_bytes // 4, 4)
+                for n in numels
+            ]
+        if optimizer.step_bytes:
+            temporaries = [
+                self.new("temporaries", "update", f"{optimizer.step_bytes} P", "torch optim, _multi_tensor", n * optimizer.step_bytes // 4, 4)
+                for n in numels
+            ]
+            temporaries.clear()
+
+    def new(self, category: str, name: str, formula: str, source: str, numel: int, width: int) -> Tensor:
+        """A flat tensor of ``numel`` elements."""
+        return Tensor((numel,), width, Storage(self.ledger, Label(category, name, formula, source), numel * width))
+
+
+class Unfused(States):
+    """bf16 without ZeRO, torch's optimizers: fp16/unfused_optimizer.py, an fp32 copy of each parameter."""
+
+    def start(self) -> None:
+        """Masters, then a first update on zero gradients, which dsx undoes."""
+        source = "fp16/unfused_optimizer.py __init__"
+        self.masters = []
+        for leaf in self.order:
+            clone = self.new("temporaries", "clone", "w of a parameter", source, leaf.numel, leaf.width)
+            self.masters.append(self.new("optimizer", "master weights", "4 P", source, leaf.numel, 4))
+            del clone
+        source = "fp16/unfused_optimizer.py initialize_optimizer_states"
+        low = [self.new("gradients", "zero gradients", "w P", source, leaf.numel, leaf.width) for leaf in self.order]
+        high = [self.new("temporaries", "fp32 gradients", "4 P", source, leaf.numel, 4) for leaf in self.order]
+        self.update(leaf.numel for leaf in self.order)
+        del low, high
+        self.moments.clear()
+
+    def step(self) -> None:
+        """fp32 gradients beside the bf16 ones, and the update."""
+        source = "fp16/unfused_optimizer.py step"
+        gradients = [self.new("temporaries", "fp32 gradients", "4 P", source, leaf.numel, 4) for leaf in self.order]
+        self.update(leaf.numel for leaf in self.order)
+        del gradients
+        for leaf in self.order:
+            leaf.grad = None
+
+
+class Flat(States):
+    """bf16 without ZeRO, fused optimizers: fp16/fused_optimizer.py, flat bf16 and flat fp32."""
+
+    def start(self) -> None:
+        """Clones, their flat copy, the flat masters."""
+        source = "fp16/fused_optimizer.py __init__"
+        clones = [self.new("temporaries", "clones", "w P", source, leaf.numel, leaf.width) for leaf in self.order]
+        total = sum(leaf.numel for leaf in self.order)
+        flat = self.new("parameters", "flat parameters", "w P", source, total, self.settings.width)
+        clones.clear()
+        self.parameters = [flat]
+        clone = self.new("temporaries", "clone", "w P", source, total, self.settings.width)
+        self.masters = [self.new("optimizer", "master weights", "4 P", source, total, 4)]
+        del clone
+        gradient = self.new("temporaries", "zero gradients", "4 P", source, total, 4)
+        self.update([total])
+        del gradient
+        self.moments.clear()
+
+    def step(self) -> None:
+        """Each gradient in fp32, then all flat, then the update."""
+        source = "fp16/fused_optimizer.py step"
+        total = sum(leaf.numel for leaf in self.order)
+        casts = [self.new("temporaries", "fp32 gradients", "4 P", source, leaf.numel, 4) for leaf in self.order]
+        flat = self.new("temporaries", "flat fp32 gradients", "4 P", source, total, 4)
+        casts.clear()
+        for leaf in self.order:
+            leaf.grad = None
+        self.update([total])
+        del flat

@@ -1,0 +1,193 @@
+"""One rank's training step over :mod:`.tape`: its schedule row as dsx/runtime/executor.py runs it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dsx.plan.memory.layers import Layers
+from dsx.plan.memory.ops import Ops, label
+from dsx.plan.memory.states import States
+from dsx.plan.memory.tape import Leaf, Storage, Tape, Tensor
+from dsx.plan.receives import ReceivePlan, receive_plan
+from dsx.spec.schedule import Action, Op, Schedule
+from dsx.spec.stages import StageMap
+
+Key = tuple[int, int]
+
+IN_FLIGHT = 2
+"""Messages of a channel that are under way at most (dsx/runtime/p2p.py)."""
+
+BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """What goes between stages: [B, s, H] of ``width`` bytes."""
+
+    shape: tuple[int, int, int]
+    width: int
+
+
+class Walk:
+    """One rank's step; may be run again for the next.
+
+    Args:
+        schedule: Lowered.
+        rank: Pipeline coordinate.
+        stages: Layers over stages.
+        layers: This rank's layers.
+        states: Its parameters' states.
+        boundary: What goes between stages.
+        tokens: [B, S] of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: Schedule,
+        rank: int,
+        stages: StageMap,
+        layers: Layers,
+        states: States,
+        boundary: Boundary,
+        tokens: tuple[int, int],
+        receives: ReceivePlan | None = None,
+    ) -> None:
+        self.schedule, self.rank, self.stages = schedule, rank, stages
+        self.layers, self.states, self.boundary, self.tokens = layers, states, boundary, tokens
+        self.receives = receives or receive_plan(schedule, rank)
+        self.row = schedule.rows[rank]
+        self.tape: Tape = layers.ops.tape
+        self.ledger = self.tape.ledger
+        self.last = schedule.num_stages - 1
+        places = [place for place, action in enumerate(self.row) if action.op in BACKWARDS]
+        self.final = places[-1] if places else -1
+        self._reset()
+
+    def _reset(self) -> None:
+        self.inputs: dict[Key, Tensor] = {}
+        self.outputs: dict[Key, Tensor] = {}
+        self.gradients: dict[Key, Tensor] = {}
+        self.posted: dict[tuple[str, Key], Tensor] = {}
+        self.flying: dict[tuple[str, int], deque[Tensor]] = {}
+        self.next = dict.fromkeys(self.receives.messages, 0)
+        self.losses: list[Tensor] = []
+        self.kept: dict[Key, dict[Leaf, list[object]]] = {}
+
+    def run(self, note: Callable[[Action | None], None]) -> None:
+        """Walk the row; ``note`` is called after each action, and with None after the update."""
+        self._reset()
+        does = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
+            Op.RECV_F: self._receive_input,
+            Op.SEND_F: self._send_output,
+            Op.RECV_B: self._receive_gradient,
+            Op.SEND_B: self._send_gradient,
+        }
+        for place, action in enumerate(self.row):
+            for kind, source in self.receives.posts[place]:
+                self._post(kind, source)
+            does[action.op](action, place)
+            note(action)
+        self.flying.clear()
+        self.states.step()
+        note(None)
+
+    def _wire(self, name: str) -> Tensor:
+        what = label(name, "B s H w", "runtime/p2p.py Inbox.post", "transfers")
+        return self.tape.new(what, self.boundary.width, *self.boundary.shape)
+
+    def _post(self, kind: str, source: int) -> None:
+        channel = (kind, source)
+        message = self.receives.messages[channel][self.next[channel]]  # type: ignore[index]
+        self.next[channel] += 1  # type: ignore[index]
+        name = "received activations" if kind == "F" else "received gradients"
+        self.posted[kind, message] = self._wire(name)
+
+    def _receive_input(self, action: Action, _: int) -> None:
+        key = (action.stage, action.micro_batch)
+        self.inputs[key] = self._leaf(self.posted.pop(("F", key)))
+
+    def _leaf(self, x: Tensor) -> Leaf:
+        return Leaf("input", x.shape, x.width, storage=x.storage)
+
+    def _receive_gradient(self, action: Action, _: int) -> None:
+        key = (action.stage, action.micro_batch)
+        self.gradients[key] = self.posted.pop(("B", key))
+
+    def _ids(self, name: str) -> Tensor:
+        return self.tape.new(label(name, "8 B S", "runtime/micro_batches.py _to", "activations"), 8, *self.tokens)
+
+    def _forward(self, action: Action, _: int) -> None:
+        key = (action.stage, action.micro_batch)
+        if action.stage == 0:
+            self.inputs[key] = self._ids("token ids")
+        is_last = action.stage == self.last
+        labels = self._ids("labels") if is_last else None
+        layers = self.stages.layers(action.stage)
+        output = self.layers.run(layers, self.inputs[key], labels)
+        del labels
+        if is_last:
+            self.losses.append(output.detach())
+        elif self.schedule.rank_of(action.stage + 1) == self.rank:
+            self.inputs[action.stage + 1, action.micro_batch] = self._leaf(output)
+        self.outputs[key] = output
+
+    def _send_output(self, action: Action, _: int) -> None:
+        output = self.outputs[action.stage, action.micro_batch]
+        self._send("F", self.schedule.rank_of(action.stage + 1), output.detach())
+        gone = label("sent output's place", "w", "runtime/executor.py _send_output", "transfers")
+        source = output.source
+        self.outputs[action.stage, action.micro_batch] = Tensor(
+            output.shape, output.width, Storage(self.ledger, gone, output.width), source
+        )
+
+    def _send(self, kind: str, peer: int, tensor: Tensor) -> None:
+        flying = self.flying.setdefault((kind, peer), deque())
+        while len(flying) >= IN_FLIGHT:
+            flying.popleft()
+        flying.append(tensor)
+
+    def _backward(self, action: Action, place: int) -> None:
+        key = (action.stage, action.micro_batch)
+        inputs, output = self.inputs.pop(key), self.outputs.pop(key)
+        gradient = self.gradients.pop(key, None)
+        seed = gradient.detach() if gradient is not None else self._scalar()
+        later = self.layers.ops.later
+        came = later is None or not later.active
+        self.states.backward_begins()
+        self.tape.backward(output, seed)
+        self.states.reduce(boundary=place == self.final, came=came)
+        del output, seed
+        if action.stage > 0:
+            assert isinstance(inputs, Leaf) and inputs.grad is not None
+            self.gradients[action.stage - 1, action.micro_batch] = inputs.grad.detach()
+
+    def _scalar(self) -> Tensor:
+        return self.tape.new(label("loss gradient", "4", "deepspeed engine.py backward", "temporaries"), 4)
+
+    def _backward_input(self, action: Action, place: int) -> None:
+        later = self.layers.ops.later
+        assert later is not None
+        later.active = True
+        self._backward(action, place)
+        later.active = False
+        self.kept[action.stage, action.micro_batch] = dict(later.kept)  # type: ignore[arg-type]
+        later.kept.clear()
+
+    def _backward_weight(self, action: Action, place: int) -> None:
+        later = self.layers.ops.later
+        assert later is not None
+        later.kept.update(self.kept.pop((action.stage, action.micro_batch)))  # type: ignore[arg-type]
+        self.states.backward_begins()
+        later.deliver(self.tape)
+        self.states.reduce(boundary=place == self.final, came=True)
+
+    def _send_gradient(self, action: Action, _: int) -> None:
+        gradient = self.gradients.pop((action.stage - 1, action.micro_batch))
+        self._send("B", self.schedule.rank_of(action.stage - 1), gradient)

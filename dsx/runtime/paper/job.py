@@ -1,0 +1,49 @@
+"""A config as :mod:`dsx.plan.memory` takes it."""
+
+from __future__ import annotations
+
+from dsx.config.run import RunConfig
+from dsx.plan.memory.estimate import Job
+from dsx.plan.memory.states import Optimizer, StateSettings
+from dsx.plan.transfers import lower
+from dsx.spec.layout import Layout
+
+
+def job_of(config: RunConfig) -> Job:
+    """The run that ``config`` describes."""
+    mesh, stages = config.mesh, config.stage_map
+    schedule = config.program.build(stages.num_ranks, stages.num_chunks, config.accumulation)
+    return Job(
+        model=config.model,
+        layout=Layout(mesh=mesh, stages=stages, params=config.param_specs, zero_stage=config.zero_stage),
+        schedule=lower(schedule),
+        micro_batch=config.micro_batch_size,
+        sequence_length=config.sequence_length,
+        sequence_parallel=config.dsx.parallel.sequence_parallel,
+        recompute=config.dsx.recompute,
+        states=_states(config),
+    )
+
+
+def _states(config: RunConfig) -> StateSettings:
+    deepspeed = config.deepspeed
+    zero, block = deepspeed.get("zero_optimization", {}), deepspeed["optimizer"]
+    kind, params = block["type"].lower(), block.get("params", {})
+    foreach = bool(params.get("torch_adam", False)) or kind == "sgd"
+    width = 2 if config.precision == "bf16" else 4
+    accumulate = deepspeed.get("data_types", {}).get("grad_accum_dtype")
+    if kind == "adam" and params.get("adam_w_mode", True):
+        kind = "adamw"
+    return StateSettings(
+        width=width,
+        accumulate={None: width, "fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}[accumulate],
+        optimizer=Optimizer.of(
+            kind,
+            foreach=foreach,
+            weight_decay=bool(params.get("weight_decay", 0.0)),
+            momentum=bool(params.get("momentum", 0.0)),
+        ),
+        bucket=int(zero.get("reduce_bucket_size", 500_000_000)),
+        offload=(zero.get("offload_optimizer") or {}).get("device", "none") != "none",
+        fused=not foreach,
+    )
