@@ -8,6 +8,7 @@ from math import prod
 from dsx.plan.memory.layers import Layers
 from dsx.plan.memory.ops import Later, Ops, label
 from dsx.plan.memory.partitioned import Bf16, Partitioned
+from dsx.plan.memory.stage3 import Stage3
 from dsx.plan.memory.states import Flat, States, StateSettings, Unfused
 from dsx.plan.memory.tape import Label, Leaf, Ledger, Storage, Tape, Tensor
 from dsx.plan.memory.walk import Boundary, Walk
@@ -147,6 +148,8 @@ def _rank(
     sequence = job.sequence_parallel and tp > 1
     divided = any(action.op is Op.BACKWARD_WEIGHT for row in job.schedule.rows for action in row)
     ops = Ops(tape=Tape(ledger), tp=tp, sequence=sequence, width=width, later=Later() if divided else None)
+    if isinstance(states, Stage3):
+        ops.hooks = states
     length = job.sequence_length // tp if sequence else job.sequence_length
     walk = Walk(
         schedule=job.schedule,
@@ -169,4 +172,4 @@ def _wrapper(job: Job) -> type[States]:
         return low if settings.width == 2 else States
     if stage == 1 and settings.width == 2 and settings.accumulate == 4 and not settings.offload:
         return Bf16
-    return Partitioned
+    return Stage3 if stage == 3 else Partitioned

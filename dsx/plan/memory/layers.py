@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dsx.plan.memory.attention import Core
 from dsx.plan.memory.ops import Ops, label
@@ -30,8 +31,6 @@ class Layers:
         ops: The rank's operations.
         weights: Its parameters by name (:func:`dsx.plan.params.param_specs`).
         recompute: What blocks compute again.
-        around: Called with a layer's index and its function before it runs, to stand between (ZeRO-3's
-            gathering); None runs it.
     """
 
     model: ModelSpec
@@ -62,7 +61,18 @@ class Layers:
         return self.weights.get(f"{layer}.{name}")
 
     def _norm(self, layer: int, name: str, x: Tensor) -> Tensor:
-        return self.ops.norm(x, self._weight(layer, f"{name}.weight"), self._optional(layer, f"{name}.bias"))
+        weight, bias = self._weight(layer, f"{name}.weight"), self._optional(layer, f"{name}.bias")
+        return self.ops.module((weight, bias), x, lambda x: self.ops.norm(x, weight, bias))
+
+    def _column(self, layer: int, module: str, x: Tensor, *, name: str) -> Tensor:
+        weight, bias = self._weight(layer, f"{module}.weight"), self._optional(layer, f"{module}.bias")
+        body = partial(self.ops.linear, weight=weight, bias=bias, column=True, name=name)
+        return self.ops.module((weight, bias), x, body)
+
+    def _row(self, layer: int, module: str, x: Tensor, *, name: str) -> Tensor:
+        weight, bias = self._weight(layer, f"{module}.weight"), self._optional(layer, f"{module}.bias")
+        body = partial(self.ops.row_linear, weight=weight, bias=bias, name=name)
+        return self.ops.module((weight, bias), x, body)
 
     def block(self, layer: int, x: Tensor) -> Tensor:
         """nn/block.py Block.forward."""
@@ -84,13 +94,7 @@ class Layers:
     def _attention(self, layer: int, x: Tensor) -> Tensor:
         """nn/attention.py Attention.forward."""
         model, ops = self.model, self.ops
-        qkv = ops.linear(
-            x,
-            self._weight(layer, "attention.qkv.weight"),
-            self._optional(layer, "attention.qkv.bias"),
-            column=True,
-            name="queries, keys, values",
-        )
+        qkv = self._column(layer, "attention.qkv", x, name="queries, keys, values")
         core = Core(
             ops=ops,
             heads=model.num_heads // ops.tp,
@@ -99,40 +103,26 @@ class Layers:
             rotary=model.rope is not None,
         )
         context = ops.tape.checkpoint(core, qkv) if self.recompute == "selective" else core(qkv)
-        return ops.row_linear(
-            context,
-            self._weight(layer, "attention.out.weight"),
-            self._optional(layer, "attention.out.bias"),
-            name="attention output",
-        )
+        return self._row(layer, "attention.out", context, name="attention output")
 
     def _mlp(self, layer: int, x: Tensor) -> Tensor:
         """nn/mlp.py Mlp.forward."""
-        ops, first = self.ops, "mlp.gate_up" if self.model.gated_mlp else "mlp.up"
-        wide = ops.linear(
-            x,
-            self._weight(layer, f"{first}.weight"),
-            self._optional(layer, f"{first}.bias"),
-            column=True,
-            name="gate and up" if self.model.gated_mlp else "up",
-        )
         if self.model.gated_mlp:
-            hidden = ops.gated(wide)
-            del wide
+            hidden = self.ops.gated(self._column(layer, "mlp.gate_up", x, name="gate and up"))
         else:
-            hidden = ops.activation(wide)
-            del wide
-        return ops.row_linear(
-            hidden, self._weight(layer, "mlp.down.weight"), self._optional(layer, "mlp.down.bias"), name="down"
-        )
+            hidden = self.ops.activation(self._column(layer, "mlp.up", x, name="up"))
+        return self._row(layer, "mlp.down", hidden, name="down")
 
     # Embeddings (nn/embedding.py)
 
     def word_embedding(self, layer: int, ids: Tensor) -> Tensor:
         """Rows of the table; each rank has some, and the sum over the ranks has all."""
+        weight = self._weight(layer, "word.weight")
+        return self.ops.module((weight,), ids, lambda ids: self._look_up(weight, ids))
+
+    def _look_up(self, weight: Leaf, ids: Tensor) -> Tensor:
         ops, tape = self.ops, self.ops.tape
         _check_ids(ops, ids)
-        weight = self._weight(layer, "word.weight")
         mask = None
         if ops.tp > 1:
             ids, mask = self._own_rows(ids)
@@ -174,8 +164,12 @@ class Layers:
 
     def positions(self, layer: int, x: Tensor) -> Tensor:
         """LearnedPositions and dropout."""
-        ops, tape = self.ops, self.ops.tape
         weight = self._weight(layer, "position.weight")
+        y = self.ops.module((weight,), x, lambda x: self._add_positions(weight, x))
+        return self.ops.dropout(y, self.model.embedding_dropout)
+
+    def _add_positions(self, weight: Leaf, x: Tensor) -> Tensor:
+        ops, tape = self.ops, self.ops.tape
         batch, length, hidden = x.shape
         source = "nn/embedding.py LearnedPositions.forward"
         own = tape.new(label("own positions", "s H w", source), x.width, length, hidden) if ops.sequence else None
@@ -196,12 +190,12 @@ class Layers:
             return [dy.detach(), gradient]
 
         tape.record((x, weight), (y,), backward)
-        return ops.dropout(y, self.model.embedding_dropout)
+        return y
 
     def head(self, layer: int, x: Tensor) -> Tensor:
         """The table as a column-parallel linear."""
         owner = 0 if self.model.tied_embeddings else layer
-        return self.ops.linear(x, self._weight(owner, "word.weight"), None, column=True, name="logits")
+        return self._column(owner, "word", x, name="logits")
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """nn/loss.py cross_entropy with overwrite_logits: float32 of 2^23 logits at a time."""

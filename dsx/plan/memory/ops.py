@@ -7,12 +7,26 @@ the MLP on this rank; V rows of the padded vocabulary on this rank; w bytes an e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from dsx.plan.memory.tape import Label, Leaf, Ledger, Tape, Tensor
 
 Start = Callable[..., Callable[[], Tensor]]
+
+
+class Hooks(Protocol):
+    """Who stands before and after each module with parameters (ZeRO-3)."""
+
+    def fetch(self, module: tuple[Leaf, ...]) -> None:
+        """Before it uses them."""
+
+    def release(self, module: tuple[Leaf, ...]) -> None:
+        """After it."""
+
+    def leave_behind(self, module: tuple[Leaf, ...]) -> None:
+        """Its input wants no gradient, so that nothing tells when its backward is over."""
 
 
 def label(name: str, formula: str, source: str, category: str = "activations") -> Label:
@@ -83,6 +97,7 @@ class Ops:
         sequence: Whether sequence parallelism cuts what is between the tensor-parallel regions.
         width: Bytes an element of activations and parameters.
         later: Takes weight gradients; None if no backward is divided.
+        hooks: ZeRO-3's; None if parameters are always whole.
     """
 
     tape: Tape
@@ -90,6 +105,36 @@ class Ops:
     sequence: bool
     width: int
     later: Later | None = None
+    hooks: Hooks | None = None
+
+    def module(self, parameters: Sequence[Leaf | None], x: Tensor, body: Callable[[Tensor], Tensor]) -> Tensor:
+        """``body(x)`` of a module with ``parameters`` (deepspeed/runtime/zero/parameter_offload.py's hooks)."""
+        hooks = self.hooks
+        if hooks is None:
+            return body(x)
+        held = tuple(leaf for leaf in parameters if leaf is not None)
+        hooks.fetch(held)
+
+        def over(_: tuple[Tensor, ...], dx: Tensor) -> list[Tensor | None]:
+            hooks.release(held)
+            return [dx.detach()]
+
+        def coming(_: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
+            hooks.fetch(held)
+            if not watched:
+                hooks.leave_behind(held)
+            return [dy.detach()]
+
+        inside = x.view()
+        watched = bool(isinstance(x, Leaf) or x.source)
+        if watched:
+            self.tape.record((x,), (inside,), over)
+        y = body(inside)
+        del inside
+        hooks.release(held)
+        outside = y.detach()
+        self.tape.record((y,), (outside,), coming)
+        return outside
 
     @property
     def ledger(self) -> Ledger:

@@ -132,17 +132,6 @@ class Partitioned(States):
             self.update_group(index, size)
             del single
 
-    def update_group(self, index: int, size: int) -> None:
-        """The update of one group's partition."""
-        optimizer = self.settings.optimizer
-        if len(self.moments) <= index and optimizer.state_bytes:
-            formula = f"{optimizer.state_bytes} P/N, padded"
-            self.moments.append(self.new("optimizer", "moments", formula, "torch optim", size * optimizer.state_bytes // 4, 4))
-        if optimizer.step_bytes:
-            formula = f"{optimizer.step_bytes} P/N"
-            taken = self.new("temporaries", "update", formula, "torch optim, _multi_tensor", size * optimizer.step_bytes // 4, 4)
-            del taken
-
 
 class Bf16(Partitioned):
     """BF16_Optimizer: ZeRO-1 of bf16 parameters with fp32 accumulation; whole fp32 gradients on every rank."""

@@ -102,8 +102,17 @@ class States:
     def start(self) -> None:
         """What ``deepspeed.initialize`` adds."""
 
+    def forward_begins(self) -> None:
+        """Before each forward of a chunk."""
+
     def backward_begins(self) -> None:
         """Before each backward."""
+
+    def fetch(self, module: tuple[Leaf, ...]) -> None:
+        """Before a module uses its parameters."""
+
+    def release(self, module: tuple[Leaf, ...]) -> None:
+        """After a module has used its parameters."""
 
     def reduce(self, *, boundary: bool, came: bool) -> None:
         """After each backward; ``boundary`` after the last of the step, ``came`` if any gradient did."""
@@ -144,6 +153,17 @@ class States:
                 for n in numels
             ]
             temporaries.clear()
+
+    def update_group(self, index: int, size: int) -> None:
+        """The update of one group's partition."""
+        optimizer = self.settings.optimizer
+        if len(self.moments) <= index and optimizer.state_bytes:
+            formula = f"{optimizer.state_bytes} P/N, padded"
+            self.moments.append(self.new("optimizer", "moments", formula, "torch optim", size * optimizer.state_bytes // 4, 4))
+        if optimizer.step_bytes:
+            formula = f"{optimizer.step_bytes} P/N"
+            taken = self.new("temporaries", "update", formula, "torch optim, _multi_tensor", size * optimizer.step_bytes // 4, 4)
+            del taken
 
     def new(self, category: str, name: str, formula: str, source: str, numel: int, width: int) -> Tensor:
         """A flat tensor of ``numel`` elements."""

@@ -126,7 +126,8 @@ class Tensor:
 
     def view(self, *shape: int) -> Tensor:
         """The same memory and gradient under another shape; () keeps the shape."""
-        return Tensor(shape or self.shape, self.width, self.storage, self.source)
+        source = (self, 0) if isinstance(self, Leaf) else self.source
+        return Tensor(shape or self.shape, self.width, self.storage, source)
 
     def detach(self) -> Tensor:
         """The same memory without a gradient."""

@@ -130,6 +130,7 @@ class Walk:
         is_last = action.stage == self.last
         labels = self._ids("labels") if is_last else None
         layers = self.stages.layers(action.stage)
+        self.states.forward_begins()
         output = self.layers.run(layers, self.inputs[key], labels)
         del labels
         if is_last:
