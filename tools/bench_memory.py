@@ -1,0 +1,264 @@
+#!/usr/bin/env python
+"""The analytic memory ledger against the traced one, over a seeded grid of layouts.
+
+    python tools/bench_memory.py --cases 200 --seed 0
+    python tools/bench_memory.py --only zero=3 precision=bf16 --show
+
+Each case is one rank of one layout: estimated without torch (dsx.plan.memory) and traced through the real
+engine on fake tensors (dsx.runtime.paper), in a process of its own. Prints the error of the peak of each case
+and its distribution, and for bad ones the lines of both ledgers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+Case = dict[str, Any]
+
+_SCHEDULES = {1: ("gpipe", "1f1b", "zb_h1"), 2: ("interleaved", "zbv", "dualpipev", "interleaved_zb")}
+
+_FAMILIES = {
+    "llama": {"preset": "tiny"},
+    "gpt2": {"preset": "tiny"},
+}
+
+
+def grid(count: int, seed: int) -> list[Case]:
+    """``count`` distinct cases that a config accepts."""
+    draw = random.Random(seed)
+    found: dict[str, Case] = {}
+    while len(found) < count:
+        case = _drawn(draw)
+        found.setdefault(json.dumps(case, sort_keys=True), case)
+    return list(found.values())
+
+
+def _drawn(draw: random.Random) -> Case:
+    pp = draw.choice((1, 1, 2, 4))
+    chunks = draw.choice((1, 2)) if pp > 1 else 1
+    case = {
+        "family": draw.choice(tuple(_FAMILIES)),
+        "hidden": draw.choice((512, 1024, 2048)),
+        "layers": draw.choice((8, 12)),
+        "vocab": draw.choice((257, 8000, 32000)),
+        "length": draw.choice((512, 1024)),
+        "micro_batch": draw.choice((1, 2, 4)),
+        "tp": draw.choice((1, 2, 4)),
+        "sequence": draw.random() < 0.6,
+        "pp": pp,
+        "chunks": chunks,
+        "dp": draw.choice((1, 2, 4)),
+        "schedule": draw.choice(_SCHEDULES[chunks]) if pp > 1 else "1f1b",
+        "m": draw.choice((1, 2, 4)) * pp * (2 if pp > 1 else 1),
+        "zero": draw.choice((0, 1, 2, 3)),
+        "precision": draw.choice(("bf16", "bf16", "fp32")),
+        "accumulate": draw.choice((None, None, "fp32")),
+        "recompute": draw.choice(("none", "selective", "full")),
+        "optimizer": draw.choice(("AdamW", "AdamW", "FusedAdam", "Lion", "SGD")),
+        "bucket": draw.choice((500_000, 5_000_000, 500_000_000)),
+        "dropout": draw.choice((0.0, 0.0, 0.1)),
+    }
+    if case["precision"] == "fp32" or case["zero"] == 0:
+        case["accumulate"] = None
+    case["rank"] = draw.randrange(case["tp"] * case["pp"] * case["dp"])
+    return case
+
+
+def config_of(case: Case) -> tuple[dict[str, Any], int]:
+    """A config file's content and its world size."""
+    hidden, heads = case["hidden"], case["hidden"] // 64
+    if case["family"] == "llama":
+        overrides = {
+            "hidden_size": hidden,
+            "num_hidden_layers": case["layers"],
+            "num_attention_heads": heads,
+            "num_key_value_heads": max(heads // 2, 4),
+            "intermediate_size": hidden * 11 // 4,
+            "vocab_size": case["vocab"],
+            "head_dim": 64,
+            "max_position_embeddings": case["length"],
+        }
+    else:
+        rate = case["dropout"]
+        overrides = {
+            "n_embd": hidden,
+            "n_layer": case["layers"],
+            "n_head": heads,
+            "vocab_size": case["vocab"],
+            "n_positions": case["length"],
+            "resid_pdrop": rate,
+            "embd_pdrop": rate,
+            "attn_pdrop": rate,
+        }
+    optimizers = {
+        "AdamW": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True}},
+        "FusedAdam": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+        "Lion": {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+        "SGD": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}},
+    }
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": case["micro_batch"],
+        "gradient_accumulation_steps": case["m"],
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": case["zero"], "reduce_bucket_size": case["bucket"]},
+        "optimizer": optimizers[case["optimizer"]],
+        "dsx": {
+            "model": {"family": case["family"], **_FAMILIES[case["family"]], "overrides": overrides},
+            "parallel": {
+                "tensor": case["tp"],
+                "pipeline": case["pp"],
+                "chunks": case["chunks"],
+                "sequence_parallel": case["sequence"],
+            },
+            "schedule": {"name": case["schedule"]},
+            "recompute": case["recompute"],
+            "data": {"sequence_length": case["length"]},
+            "train": {"steps": 2, "output": "runs/memory"},
+        },
+    }
+    if case["precision"] == "bf16":
+        config["bf16"] = {"enabled": True}
+    if case["accumulate"]:
+        config["data_types"] = {"grad_accum_dtype": case["accumulate"]}
+    return config, case["tp"] * case["pp"] * case["dp"]
+
+
+def run_case(case: Case, connection: Any) -> None:
+    """Both ledgers of one case."""
+    import torch
+
+    from dsx.config.resolve import resolve
+    from dsx.plan.memory.estimate import estimate
+    from dsx.runtime.paper.job import job_of
+    from dsx.runtime.paper.run import trace
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    try:
+        config, world = config_of(case)
+        run = resolve(config, world_size=world)
+    except Exception as error:  # noqa: BLE001 (a drawn layout that dsx refuses)
+        connection.send({"refused": str(error)})
+        return
+    begin = time.perf_counter()
+    analytic = estimate(job_of(run), case["rank"])
+    middle = time.perf_counter()
+    traced = trace(run, case["rank"], label=_caller)
+    end = time.perf_counter()
+    connection.send(
+        {
+            "analytic": {phase.name: phase.peak_bytes for phase in analytic.phases},
+            "traced": traced.phases,
+            "steady": (analytic.steady_bytes, traced.steady_bytes),
+            "lines": {p.name: [(f"{k.category}: {k.name}", v) for k, v in p.lines[:20]] for p in analytic.phases},
+            "sites": {
+                name: sorted(lines.items(), key=lambda item: -item[1])[:20] for name, lines in traced.contents.items()
+            },
+            "seconds": (middle - begin, end - middle),
+        }
+    )
+
+
+def _caller() -> str:
+    """The nearest lines of dsx, DeepSpeed or torch.optim that allocate."""
+    frame, found = sys._getframe(2), []
+    while frame is not None and len(found) < 3:
+        name = frame.f_code.co_filename
+        ours = "/dsx/" in name or "/deepspeed/" in name or "torch/optim" in name
+        if ours and "/paper/" not in name and "nvtx" not in name and "profiling" not in name:
+            found.append(f"{Path(name).name}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(found)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """:func:`run_case` in a process of its own."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=run_case, args=(case, theirs))
+    process.start()
+    theirs.close()
+    try:
+        result: dict[str, Any] = ours.recv()
+    except EOFError:
+        result = {"failed": True}
+    process.join()
+    return result
+
+
+def main() -> int:
+    """Run the grid."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", default=[], help="key=value that a case must have")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so long")
+    parser.add_argument("--show", action="store_true", help="print the lines of every bad case")
+    parser.add_argument("--out", type=Path, help="write one JSON line per case")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    import deepspeed  # noqa: F401 (once, before the forks)
+
+    import dsx.runtime.paper.run  # noqa: F401
+
+    wanted = dict(item.split("=", 1) for item in args.only)
+    begin, errors = time.perf_counter(), []
+    for case in grid(args.cases, args.seed):
+        if time.perf_counter() - begin > args.seconds:
+            break
+        if any(str(case[key]) != value for key, value in wanted.items()):
+            continue
+        result = measure(case)
+        short = " ".join(f"{key}={value}" for key, value in case.items())
+        if "analytic" not in result:
+            print("none ", result.get("refused", "failed")[:100], short, flush=True)
+            continue
+        analytic, traced = result["analytic"], result["traced"]
+        # The run's peak, and that of a step, which is what a larger bucket or a longer run is judged by.
+        error = max(analytic.values()) / max(traced.values()) - 1
+        step = {name: analytic[name] / traced[name] - 1 for name in traced}
+        errors.append(error)
+        told = " ".join(f"{name} {100 * value:+.2f}%" for name, value in step.items())
+        print(f"{100 * error:+.3f}% [{told}] {max(traced.values()) / 2**20:.0f} MiB {short}", flush=True)
+        if args.out is not None:
+            with args.out.open("a") as file:
+                file.write(json.dumps({"case": case, "error": error, **result}) + "\n")
+        if args.show and max(map(abs, step.values())) > 0.01:
+            _show(result, step)
+    if errors:
+        _summary(errors, time.perf_counter() - begin)
+    return 0
+
+
+def _show(result: dict[str, Any], step: dict[str, float]) -> None:
+    for name, error in step.items():
+        if abs(error) > 0.01:
+            print(f"  {name}: analytic {result['analytic'][name]} traced {result['traced'][name]}")
+            for label, size in result["lines"][name]:
+                print(f"    A {size:>13} {label}")
+            for label, size in result["sites"][name]:
+                print(f"    T {size:>13} {label}")
+
+
+def _summary(errors: list[float], seconds: float) -> None:
+    size = sorted(map(abs, errors))
+    p95 = size[min(len(size) - 1, int(0.95 * len(size)))]
+    print(
+        f"{len(errors)} cases in {seconds:.0f} s: |error| p50 {100 * statistics.median(size):.3f}% "
+        f"p95 {100 * p95:.3f}% max {100 * size[-1]:.3f}%; lowest {100 * min(errors):+.3f}%"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
