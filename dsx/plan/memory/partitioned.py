@@ -121,8 +121,7 @@ class Partitioned(States):
         settings = self.settings
         if settings.width != 4:
             largest = max((p.stop - p.start for b in self.plan.buffers(self.dp_rank) for p in b.pieces), default=0)
-            cast = self.new("temporaries", "gradient in float32", "4 of the largest piece", "dsx zero_adapters/norm.py", largest, 4)
-            del cast
+            self.norm(largest)
         for index, size in enumerate(self.sizes):
             flat: Tensor | None = self.new("temporaries", "flat gradient", "w P/N", f"{_FILE} step", size, settings.width)
             single = flat if settings.width == 4 else self.new("temporaries", "fp32 gradient", "4 P/N", f"{_FILE} step", size, 4)

@@ -306,8 +306,7 @@ class Stage3(States):
         self.coordinator.release_all()
         if settings.accumulate != 4:
             largest = max(-(-leaf.numel // self.plan.dp) for leaf in self.order)
-            cast = self.new("temporaries", "gradient in float32", "4 of the largest piece", "dsx zero_adapters/norm.py", largest, 4)
-            del cast
+            self.norm(largest)
         for index, size in enumerate(self.sizes):
             source = f"{_FILE} _prepare_fp32_grad_for_sub_group"
             flat: Tensor | None = self.new("temporaries", "flat gradient", "P/N of a sub-group", source, size, settings.accumulate)

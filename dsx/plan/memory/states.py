@@ -139,6 +139,10 @@ class States:
         for leaf in self.order:
             leaf.grad = None
 
+    def norm(self, largest: int) -> None:
+        """dsx takes squares in fp32, gradient by gradient (runtime/zero_adapters/norm.py)."""
+        self.new("temporaries", "gradient in float32", "4 of the largest gradient", "dsx zero_adapters/norm.py", largest, 4)
+
     def update(self, numels: Iterable[int]) -> None:
         """torch's or DeepSpeed's optimizer over fp32 tensors of these sizes."""
         numels, optimizer = list(numels), self.settings.optimizer
@@ -189,7 +193,8 @@ class Unfused(States):
         self.moments.clear()
 
     def step(self) -> None:
-        """fp32 gradients beside the bf16 ones, and the update."""
+        """The norm, fp32 gradients beside the bf16 ones, and the update."""
+        self.norm(max(leaf.numel for leaf in self.order))
         source = "fp16/unfused_optimizer.py step"
         gradients = [self.new("temporaries", "fp32 gradients", "4 P", source, leaf.numel, 4) for leaf in self.order]
         self.update(leaf.numel for leaf in self.order)
@@ -218,7 +223,8 @@ class Flat(States):
         self.moments.clear()
 
     def step(self) -> None:
-        """Each gradient in fp32, then all flat, then the update."""
+        """The norm, each gradient in fp32, then all flat, then the update."""
+        self.norm(max(leaf.numel for leaf in self.order))
         source = "fp16/fused_optimizer.py step"
         total = sum(leaf.numel for leaf in self.order)
         casts = [self.new("temporaries", "fp32 gradients", "4 P", source, leaf.numel, 4) for leaf in self.order]

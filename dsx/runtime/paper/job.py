@@ -45,5 +45,5 @@ def _states(config: RunConfig) -> StateSettings:
         ),
         bucket=int(zero.get("reduce_bucket_size", 500_000_000)),
         offload=(zero.get("offload_optimizer") or {}).get("device", "none") != "none",
-        fused=not foreach,
+        fused=kind in ("adam", "adamw") and not foreach,
     )

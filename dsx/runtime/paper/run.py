@@ -76,16 +76,16 @@ def trace(
             engine = initialize(model=model, config=config)[0]
         # Ranks that are not there agree on everything.
         partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
-        _announce(config, engine, groups)
-        batches = _batches(config, torch.device(device))
+        announce(config, engine, groups)
+        source = batches(config)
         for step in range(STEPS):
             with meter.phase(f"step {step + 1}"):
-                engine.train_batch(batches)
+                engine.train_batch(source)
         steady = meter.current_bytes
     return TracedPeaks(rank=rank, steady_bytes=steady, phases=meter.peak_bytes, contents=meter.at_peak)
 
 
-def _announce(config: RunConfig, engine: PipelineEngine, groups: Groups) -> None:
+def announce(config: RunConfig, engine: PipelineEngine, groups: Groups) -> None:
     """Tell the rank what its neighbours would send: the one thing that a group without peers cannot."""
     length = config.sequence_length
     if groups.tensor_parallel.sequence:
@@ -97,7 +97,8 @@ def _announce(config: RunConfig, engine: PipelineEngine, groups: Groups) -> None
         engine._signatures.announce(stage, True, signature)  # noqa: SLF001
 
 
-def _batches(config: RunConfig, device: torch.device) -> Iterator[tuple[Any, Any]]:
+def batches(config: RunConfig) -> Iterator[tuple[Any, Any]]:
+    """Micro-batches of zeros on the host."""
     tokens = torch.zeros(config.micro_batch_size, config.sequence_length, dtype=torch.int64)
     while True:
         yield tokens, tokens

@@ -1,0 +1,94 @@
+"""What a rank holds on paper is what a real gloo rank holds, to the byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import ranks
+import torch
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "dsx": {
+        "model": {"family": "llama", "preset": "tiny"},
+        "data": {"sequence_length": 64},
+        "train": {"steps": 2, "output": "runs/paper"},
+    },
+}
+
+CASES = {
+    "zero2_pipeline": ["zero_optimization.stage=2", "dsx.parallel.pipeline=2", "dsx.parallel.tensor=1"],
+    "zero3": ["zero_optimization.stage=3", "dsx.parallel.pipeline=1", "dsx.parallel.tensor=1"],
+    "zero1_tensor": ["zero_optimization.stage=1", "dsx.parallel.pipeline=1", "dsx.parallel.tensor=2"],
+}
+
+_TRACE = """
+import json, os, sys, warnings
+warnings.filterwarnings("ignore")
+import torch
+torch.set_num_threads(1)
+from dsx.config.resolve import resolve
+from dsx.runtime.paper.run import trace
+config, sets, rank, world = json.loads(sys.argv[1])
+peaks = trace(resolve(config, world_size=world, overrides=sets), rank, device="cpu")
+print(json.dumps({"steady": peaks.steady_bytes, "phases": peaks.phases}))
+sys.stdout.flush()
+os._exit(0)  # fake tensors outlive their mode
+"""
+
+
+def measured(rank, world, sets):
+    """A real rank under the same meter."""
+    import deepspeed
+
+    from dsx.config.resolve import resolve
+    from dsx.runtime import recipe
+    from dsx.runtime.engine import initialize
+    from dsx.runtime.groups import make_groups
+    from dsx.runtime.paper.meter import StorageMeter
+    from dsx.runtime.paper.run import announce, batches
+
+    torch.autograd.set_multithreading_enabled(False)
+    config = resolve(CONFIG, world_size=world, overrides=sets)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
+    meter = StorageMeter("cpu")
+    with meter:
+        with meter.phase("build"):
+            model = recipe.build_model(config, groups)
+        with meter.phase("engine"):
+            engine = initialize(model=model, config=config)[0]
+        announce(config, engine, groups)
+        source = batches(config)
+        for step in range(2):
+            with meter.phase(f"step {step + 1}"):
+                engine.train_batch(source)
+    return {"steady": meter.current_bytes, "phases": meter.peak_bytes}
+
+
+def traced(rank, world, sets):
+    done = subprocess.run(  # noqa: S603 (our own interpreter and code)
+        [sys.executable, "-c", _TRACE, json.dumps([CONFIG, sets, rank, world])],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"},
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_those_of_a_real_rank(name):
+    sets = ["gradient_accumulation_steps=4", "zero_optimization.reduce_bucket_size=50000", *CASES[name]]
+    real = ranks.run(measured, 2, sets)
+    paper = traced(1, 2, sets)
+    for step in ("step 1", "step 2"):
+        assert paper["phases"][step] == real[1]["phases"][step]
+    assert paper["steady"] == real[1]["steady"]
