@@ -161,9 +161,12 @@ def run_case(case: Case, connection: Any) -> None:
             "analytic": {phase.name: phase.peak_bytes for phase in analytic.phases},
             "traced": traced.phases,
             "steady": (analytic.steady_bytes, traced.steady_bytes),
-            "lines": {p.name: [(f"{k.category}: {k.name}", v) for k, v in p.lines[:20]] for p in analytic.phases},
+            "lines": {
+                p.name: [(f"{k.category}: {k.name}", v) for k, v in p.lines[:20]] for p in analytic.phases
+            },
             "sites": {
-                name: sorted(lines.items(), key=lambda item: -item[1])[:20] for name, lines in traced.contents.items()
+                name: sorted(lines.items(), key=lambda item: -item[1])[:20]
+                for name, lines in traced.contents.items()
             },
             "seconds": (middle - begin, end - middle),
         }
@@ -199,7 +202,9 @@ def measure(case: Case) -> dict[str, Any]:
 
 def main() -> int:
     """Run the grid."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[], help="key=value that a case must have")

@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
-import ranks
 import torch
+
+import ranks
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -73,7 +74,7 @@ def measured(rank, world, sets):
 
 
 def traced(rank, world, sets):
-    done = subprocess.run(  # noqa: S603 (our own interpreter and code)
+    done = subprocess.run(
         [sys.executable, "-c", _TRACE, json.dumps([CONFIG, sets, rank, world])],
         capture_output=True,
         text=True,

@@ -70,9 +70,11 @@ class Core:
         x_shape = x.shape
         negated = label("negated half", "B S (N+K) D/2 w", _ROTARY)
         negative = tape.new(negated, x.width, *half)
-        tape.record((right,), (negative,), lambda _, dy: [tape.new(negated, ops.width, *half)])
+        tape.record((right,), (negative,), lambda *_: [tape.new(negated, ops.width, *half)])
         turned = ops.like(label("half turned", "B S (N+K) D w", _ROTARY), x)
-        tape.record((negative, left), (turned,), lambda _, dy: [dy.view(*half).detach(), dy.view(*half).detach()])
+        tape.record(
+            (negative, left), (turned,), lambda _, dy: [dy.view(*half).detach(), dy.view(*half).detach()]
+        )
         del negative, left, right
         product = label("times the table", "B S (N+K) D w", _ROTARY)
         by_cosine = ops.like(product, x)
@@ -85,9 +87,11 @@ class Core:
 
     def _attend(self, projected: tuple[Tensor], value: Tensor | None) -> Tensor:
         """Flash for half precision, the memory-efficient kernel for float32 (torch sdp_utils.cpp)."""
-        ops, tape = self.ops, self.ops.tape
+        tape = self.ops.tape
         (source,) = projected
-        counts = (self.heads, self.kv_heads) if value is not None else (self.heads, self.kv_heads, self.kv_heads)
+        counts = (
+            (self.heads, self.kv_heads) if value is not None else (self.heads, self.kv_heads, self.kv_heads)
+        )
         parts = [Tensor(self._part(source, heads), source.width, source.storage) for heads in counts]
         joined = label("gradient of queries, keys, values", "B S P w, or B S (N+K) D w if rotated", _CORE)
         shape, width = source.shape, source.width
@@ -101,7 +105,11 @@ class Core:
 
     def _repeated(self, x: Tensor) -> Tensor:
         ops = self.ops
-        y = ops.tape.new(label("repeated keys, values", "B S N D w", "nn/attention.py _attend"), x.width, *self._part(x, self.heads))
+        y = ops.tape.new(
+            label("repeated keys, values", "B S N D w", "nn/attention.py _attend"),
+            x.width,
+            *self._part(x, self.heads),
+        )
         what = label("gradient of keys, values", "B S K D w", "nn/attention.py _attend")
         shape, width = x.shape, x.width
         ops.tape.record((x,), (y,), lambda *_: [ops.tape.new(what, width, *shape)])
@@ -120,5 +128,7 @@ class Core:
             names = ("gradient of queries", "gradient of keys", "gradient of values")
             return [ops.like(label(n, "B S N D w", _CORE), t) for n, t in zip(names, saved[:3], strict=True)]
 
-        tape.record((query, key, value), (context,), backward, saved=(query, key, value, context, log_sum, *seeds))
+        tape.record(
+            (query, key, value), (context,), backward, saved=(query, key, value, context, log_sum, *seeds)
+        )
         return context.view(batch, length, -1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 from dsx.plan.memory.layers import Layers
 from dsx.plan.memory.ops import Later, Ops, label

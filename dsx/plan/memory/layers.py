@@ -113,8 +113,6 @@ class Layers:
             hidden = self.ops.activation(self._column(layer, "mlp.up", x, name="up"))
         return self._row(layer, "mlp.down", hidden, name="down")
 
-    # Embeddings (nn/embedding.py)
-
     def word_embedding(self, layer: int, ids: Tensor) -> Tensor:
         """Rows of the table; each rank has some, and the sum over the ranks has all."""
         weight = self._weight(layer, "word.weight")
@@ -126,7 +124,9 @@ class Layers:
         mask = None
         if ops.tp > 1:
             ids, mask = self._own_rows(ids)
-        y = tape.new(label("word embedding", "B S H w", _EMBEDDING), ops.width, *ids.shape, self.model.hidden_size)
+        y = tape.new(
+            label("word embedding", "B S H w", _EMBEDDING), ops.width, *ids.shape, self.model.hidden_size
+        )
         tape.record((weight,), (y,), self._table_gradient(weight), saved=(ids,))
         if mask is None:
             return y
@@ -139,7 +139,9 @@ class Layers:
     def _own_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         tape = self.ops.tape
         rows = tape.new(label("rows", "8 B S", _EMBEDDING), 8, *ids.shape)
-        masks = [tape.new(label("mask of other ranks' rows", "B S", _EMBEDDING), 1, *ids.shape) for _ in range(3)]
+        masks = [
+            tape.new(label("mask of other ranks' rows", "B S", _EMBEDDING), 1, *ids.shape) for _ in range(3)
+        ]
         mask = masks.pop()
         masks.clear()
         own = tape.new(label("rows", "8 B S", _EMBEDDING), 8, *ids.shape)
@@ -172,7 +174,11 @@ class Layers:
         ops, tape = self.ops, self.ops.tape
         batch, length, hidden = x.shape
         source = "nn/embedding.py LearnedPositions.forward"
-        own = tape.new(label("own positions", "s H w", source), x.width, length, hidden) if ops.sequence else None
+        own = (
+            tape.new(label("own positions", "s H w", source), x.width, length, hidden)
+            if ops.sequence
+            else None
+        )
         y = ops.like(label("embedding", "B s H w", source), x)
         del own
 
@@ -182,10 +188,12 @@ class Layers:
             part = tape.new(what, dy.width, length, hidden) if batch > 1 else None
             whole = tape.new(what, dy.width, length * ops.tp, hidden) if ops.sequence else None
             del part
-            gradient = tape.new(Label("gradients", "position gradient", "positions H w", source), dy.width, *weight.shape)
+            gradient = tape.new(
+                Label("gradients", "position gradient", "positions H w", source), dy.width, *weight.shape
+            )
             del whole
             if ops.later is not None and ops.later.active:
-                ops.later.keep(weight, ops._cloned(weight), gradient)
+                ops.later.keep(weight, ops.cloned(), gradient)
                 return [dy.detach(), None]
             return [dy.detach(), gradient]
 
@@ -249,5 +257,7 @@ class Layers:
 
 def _check_ids(ops: Ops, ids: Tensor) -> None:
     """nn/embedding.py check_ids: three masks at once."""
-    masks = [ops.tape.new(label("id checks", "B S", "nn/embedding.py check_ids"), 1, *ids.shape) for _ in range(3)]
+    masks = [
+        ops.tape.new(label("id checks", "B S", "nn/embedding.py check_ids"), 1, *ids.shape) for _ in range(3)
+    ]
     masks.clear()

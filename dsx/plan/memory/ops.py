@@ -1,8 +1,8 @@
 """dsx's operations as :mod:`.tape` sees them, each after the source that it names.
 
-Shapes: B micro-batch; S sequence; s the same, or this rank's slice under sequence parallelism; H hidden; I and O
-inputs and outputs of a linear on this rank; N, K heads and D head_dim of this rank; P = (N + 2 K) D; F width of
-the MLP on this rank; V rows of the padded vocabulary on this rank; w bytes an element; t tensor-parallel degree.
+Shapes: B micro-batch; S sequence; s the same, or this rank's slice under sequence parallelism; H hidden; w bytes
+an element. Of this rank: I and O inputs and outputs of a linear; N and K heads, D head_dim, P = (N + 2 K) D; F
+width of the MLP; V rows of the padded vocabulary.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ class Ops:
     later: Later | None = None
     hooks: Hooks | None = None
 
-    def module(self, parameters: Sequence[Leaf | None], x: Tensor, body: Callable[[Tensor], Tensor]) -> Tensor:
+    def module(
+        self, parameters: Sequence[Leaf | None], x: Tensor, body: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """``body(x)`` of a module with ``parameters`` (deepspeed/runtime/zero/parameter_offload.py's hooks)."""
         hooks = self.hooks
         if hooks is None:
@@ -145,8 +147,6 @@ class Ops:
         """A new tensor of this rank's width and of the shape of ``x``."""
         return self.tape.new(what, x.width, *x.shape)
 
-    # Collectives (dsx/nn/collectives.py)
-
     def gather(self, x: Tensor) -> Pending:
         """Start an all-gather on the sequence: [B, s, I] to [B, S, I]."""
         batch, length, *rest = x.shape
@@ -163,13 +163,13 @@ class Ops:
         del parts
         return Pending(self, buffer, False)
 
-    # Linears (dsx/nn/linear.py)
-
     def linear(self, x: Tensor, weight: Leaf, bias: Leaf | None, *, column: bool, name: str) -> Tensor:
         """``_Linear``: column gathers its input under sequence parallelism, row leaves the sum to the caller."""
         gathers = column and self.sequence
         whole = self.gather(x).wait() if gathers else x
-        what = label(name, "B S O w", "nn/linear.py _Linear.forward", "logits" if name == "logits" else "activations")
+        what = label(
+            name, "B S O w", "nn/linear.py _Linear.forward", "logits" if name == "logits" else "activations"
+        )
         y = self.tape.new(what, x.width, *whole.shape[:-1], weight.shape[0])
         del whole
         reduces = not column and self.tp > 1
@@ -197,10 +197,12 @@ class Ops:
             dweight = None if finish is None else finish()
             dbias = None
             if bias is not None:
-                dbias = self.tape.new(label("bias gradient", "O w", "nn/linear.py _Linear.backward"), x.width, *bias.shape)
+                dbias = self.tape.new(
+                    label("bias gradient", "O w", "nn/linear.py _Linear.backward"), x.width, *bias.shape
+                )
                 if late and deferred:
                     assert self.later is not None
-                    self.later.keep(bias, self._cloned(bias), dbias)
+                    self.later.keep(bias, self.cloned(), dbias)
                     dbias = None
             return [pending.wait() if pending is not None else dx, dweight, dbias]
 
@@ -220,7 +222,9 @@ class Ops:
             def finish() -> Tensor:
                 first, second = whole_dy.wait(), whole_x.wait()
                 gradient = self.tape.new(
-                    Label("gradients", "weight gradient", "I O w", "nn/linear.py _start_weight_gradient"), x.width, *weight.shape
+                    Label("gradients", "weight gradient", "I O w", "nn/linear.py _start_weight_gradient"),
+                    x.width,
+                    *weight.shape,
                 )
                 del first, second
                 return gradient
@@ -229,9 +233,13 @@ class Ops:
 
         return start
 
-    def _cloned(self, parameter: Leaf) -> Start:
+    def cloned(self) -> Start:
+        """A gradient that was computed early and is delivered late (nn/split.py _as_it_is)."""
+
         def start(gradient: Tensor) -> Callable[[], Tensor]:
-            return lambda: self.like(Label("gradients", "late gradient", "O w", "nn/split.py _as_it_is"), gradient)
+            return lambda: self.like(
+                Label("gradients", "late gradient", "O w", "nn/split.py _as_it_is"), gradient
+            )
 
         return start
 
@@ -252,14 +260,12 @@ class Ops:
                 what = label("bias gradient", "H w", "nn/collectives.py _ReduceFrom.backward")
                 dbias = self.tape.new(what, dy.width, *bias.shape)
                 if self.later is not None and self.later.active:
-                    self.later.keep(bias, self._cloned(bias), dbias)
+                    self.later.keep(bias, self.cloned(), dbias)
                     dbias = None
             return [dy.detach(), dbias]
 
         self.tape.record((x, bias), (y,), backward)
         return y
-
-    # Norms (dsx/nn/norm.py)
 
     def norm(self, x: Tensor, weight: Leaf, bias: Leaf | None) -> Tensor:
         """LayerNorm with a bias, else RMSNorm: float32 statistics of each token are saved."""
@@ -276,9 +282,11 @@ class Ops:
             dx = self.like(label("gradient of norm's input", "B s H w", source), saved[0])
             gradients: list[Tensor | None] = []
             for parameter in parameters:
-                gradient = self.tape.new(Label("gradients", "norm gradient", "H w", source), self.width, *parameter.shape)
+                gradient = self.tape.new(
+                    Label("gradients", "norm gradient", "H w", source), self.width, *parameter.shape
+                )
                 if self.later is not None and self.later.active:
-                    self.later.keep(parameter, self._cloned(parameter), gradient)
+                    self.later.keep(parameter, self.cloned(), gradient)
                     gradients.append(None)
                 else:
                     gradients.append(gradient)
@@ -286,8 +294,6 @@ class Ops:
 
         self.tape.record((x, *parameters), (y,), backward, saved=(x, weight, *statistics))
         return y
-
-    # Elementwise
 
     def add(self, x: Tensor, y: Tensor, *, name: str, source: str) -> Tensor:
         """``x + y``, one shape."""
@@ -348,4 +354,6 @@ class Pending:
         """The result."""
         if not self._copies:
             return self._buffer
-        return self._ops.like(label("gathered, in order", "B S I w", "nn/collectives.py start_all_gather"), self._buffer)
+        return self._ops.like(
+            label("gathered, in order", "B S I w", "nn/collectives.py start_all_gather"), self._buffer
+        )

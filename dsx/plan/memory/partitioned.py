@@ -15,7 +15,12 @@ class Partitioned(States):
     """DeepSpeedZeroOptimizer: flat parameters, a partition of fp32 masters and moments, a reduce bucket."""
 
     def __init__(
-        self, ledger: Ledger, plan: ZeroPlan, dp_rank: int, leaves: Mapping[str, Leaf], settings: StateSettings
+        self,
+        ledger: Ledger,
+        plan: ZeroPlan,
+        dp_rank: int,
+        leaves: Mapping[str, Leaf],
+        settings: StateSettings,
     ) -> None:
         super().__init__(ledger, plan, dp_rank, leaves, settings)
         self.sizes = [buffer.numel for buffer in plan.buffers(dp_rank)]
@@ -37,24 +42,42 @@ class Partitioned(States):
 
     def start(self) -> None:
         """Group by group: the flat copy beside the parameters, then the fp32 partition; zero gradients at last."""
-        width, held = self.settings.width, dict(zip((leaf.name for leaf in self.order), self.parameters, strict=True))
+        width, held = (
+            self.settings.width,
+            dict(zip((leaf.name for leaf in self.order), self.parameters, strict=True)),
+        )
         self.parameters = []
         for group, size in zip(self.plan.groups, self.sizes, strict=True):
-            flat = self.new("parameters", "flat parameters", "w P, padded", f"{_FILE} __init__", size * self.plan.dp, width)
+            flat = self.new(
+                "parameters",
+                "flat parameters",
+                "w P, padded",
+                f"{_FILE} __init__",
+                size * self.plan.dp,
+                width,
+            )
             for name, _ in group:
                 del held[name]
             self.parameters.append(flat)
-            clone = self.new("temporaries", "clone of the partition", "w P/N", f"{_FILE} __init__", size, width)
+            clone = self.new(
+                "temporaries", "clone of the partition", "w P/N", f"{_FILE} __init__", size, width
+            )
             master = clone
             if width != 4:
-                master = self.new("optimizer", "master weights", "4 P/N, padded", f"{_FILE} __init__", size, 4)
+                master = self.new(
+                    "optimizer", "master weights", "4 P/N, padded", f"{_FILE} __init__", size, 4
+                )
             else:
                 del master, clone
-                master = clone = self.new("optimizer", "master weights", "4 P/N, padded", f"{_FILE} __init__", size, 4)
+                master = clone = self.new(
+                    "optimizer", "master weights", "4 P/N, padded", f"{_FILE} __init__", size, 4
+                )
             self.masters.append(master)
             del clone, master
         source = f"{_FILE} initialize_optimizer_states"
-        zeros = [self.new("temporaries", "zero gradients", "4 P/N, padded", source, size, 4) for size in self.sizes]
+        zeros = [
+            self.new("temporaries", "zero gradients", "4 P/N, padded", source, size, 4) for size in self.sizes
+        ]
         zeros.clear()
 
     # Gradients
@@ -63,7 +86,12 @@ class Partitioned(States):
         """setup_buckets: at a step's or a backward's first gradient."""
         if self.bucket is None:
             self.bucket = self.new(
-                "buckets", "reduce bucket", "reduce_bucket_size w", f"{_FILE} setup_buckets", self.settings.bucket, self.settings.width
+                "buckets",
+                "reduce bucket",
+                "reduce_bucket_size w",
+                f"{_FILE} setup_buckets",
+                self.settings.bucket,
+                self.settings.width,
             )
 
     def keep(self, leaf: Leaf, gradient: Tensor) -> None:
@@ -87,12 +115,18 @@ class Partitioned(States):
         if not self.elements:
             return
         source = f"{_FILE} allreduce_bucket"
-        copy = self.new("temporaries", "flat copy of the bucket", "bucket w", source, self.elements, self.settings.width)
+        copy = self.new(
+            "temporaries", "flat copy of the bucket", "bucket w", source, self.elements, self.settings.width
+        )
         del copy
         if any(leaf.name in self.mine for leaf in self.in_bucket) and self.fresh is None:
             self.fresh = self.new(
-                "gradients", "gradients in the partition", "w of parameters that the partition touches",
-                f"{_FILE} copy_grads_in_partition", self.mine_numel, self.settings.width,
+                "gradients",
+                "gradients in the partition",
+                "w of parameters that the partition touches",
+                f"{_FILE} copy_grads_in_partition",
+                self.mine_numel,
+                self.settings.width,
             )
         for leaf in self.in_bucket:
             self.large.pop(leaf.name, None)
@@ -120,11 +154,19 @@ class Partitioned(States):
         """Group by group: norm, a flat gradient, its fp32 copy, the update."""
         settings = self.settings
         if settings.width != 4:
-            largest = max((p.stop - p.start for b in self.plan.buffers(self.dp_rank) for p in b.pieces), default=0)
+            largest = max(
+                (p.stop - p.start for b in self.plan.buffers(self.dp_rank) for p in b.pieces), default=0
+            )
             self.norm(largest)
         for index, size in enumerate(self.sizes):
-            flat: Tensor | None = self.new("temporaries", "flat gradient", "w P/N", f"{_FILE} step", size, settings.width)
-            single = flat if settings.width == 4 else self.new("temporaries", "fp32 gradient", "4 P/N", f"{_FILE} step", size, 4)
+            flat: Tensor | None = self.new(
+                "temporaries", "flat gradient", "w P/N", f"{_FILE} step", size, settings.width
+            )
+            single = (
+                flat
+                if settings.width == 4
+                else self.new("temporaries", "fp32 gradient", "4 P/N", f"{_FILE} step", size, 4)
+            )
             flat = None
             if index == len(self.sizes) - 1:
                 self.total = None
@@ -148,7 +190,9 @@ class Bf16(Partitioned):
             clone = self.new("temporaries", "clone of the partition", "2 P/N", source, size, 2)
             self.masters.append(self.new("optimizer", "master weights", "4 P/N, padded", source, size, 4))
             del clone
-            self.gradients.append(self.new("gradients", "fp32 gradients", "4 P, padded", source, size * self.plan.dp, 4))
+            self.gradients.append(
+                self.new("gradients", "fp32 gradients", "4 P, padded", source, size * self.plan.dp, 4)
+            )
 
     def keep(self, leaf: Leaf, gradient: Tensor) -> None:
         """Summed up in the fp32 buffer after the backward; ``.grad`` is zeroed and stays."""

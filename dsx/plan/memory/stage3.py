@@ -38,7 +38,9 @@ class _Handle:
         self._coordinator, self._leaves, self._complete = coordinator, leaves, False
         padded = sum(coordinator.padded(leaf) for leaf in leaves)
         single = len(leaves) == 1
-        self.flat: Tensor | None = coordinator.buffer("gathered parameters" if single else "gathering", padded)
+        self.flat: Tensor | None = coordinator.buffer(
+            "gathered parameters" if single else "gathering", padded
+        )
 
     def wait(self) -> None:
         """The parameters are there."""
@@ -46,7 +48,11 @@ class _Handle:
             return
         self._complete = True
         for leaf in self._leaves:
-            whole = self.flat if len(self._leaves) == 1 else self._coordinator.buffer("gathered parameters", leaf.numel)
+            whole = (
+                self.flat
+                if len(self._leaves) == 1
+                else self._coordinator.buffer("gathered parameters", leaf.numel)
+            )
             self._coordinator.here[leaf.name] = whole
             self._coordinator.flying.discard(leaf.name)
             del whole
@@ -57,7 +63,9 @@ class _Handle:
 class Coordinator:
     """PartitionedParameterCoordinator."""
 
-    def __init__(self, ledger: Ledger, dp: int, width: int, gathering: Gathering, persistent: set[str]) -> None:
+    def __init__(
+        self, ledger: Ledger, dp: int, width: int, gathering: Gathering, persistent: set[str]
+    ) -> None:
         self.ledger, self.dp, self.width, self.gathering = ledger, dp, width, gathering
         self.persistent = persistent
         self.here: dict[str, Tensor | None] = {}
@@ -76,7 +84,9 @@ class Coordinator:
 
     def buffer(self, name: str, numel: int) -> Tensor:
         """Memory for gathered parameters."""
-        what = Label("parameters", name, "w of the parameters", "zero/partition_parameters.py all_gather_coalesced")
+        what = Label(
+            "parameters", name, "w of the parameters", "zero/partition_parameters.py all_gather_coalesced"
+        )
         return Tensor((numel,), self.width, Storage(self.ledger, what, numel * self.width))
 
     def reset(self) -> None:
@@ -90,7 +100,10 @@ class Coordinator:
 
     def _rewind(self) -> None:
         self.queue = deque(
-            (leaf, place) for place, module in enumerate(self.order) for leaf in module if self.mode == "complete"
+            (leaf, place)
+            for place, module in enumerate(self.order)
+            for leaf in module
+            if self.mode == "complete"
         )
         self.recent, self.step_id, self.available = {}, 0, 0
 
@@ -102,7 +115,8 @@ class Coordinator:
 
     def _prologue(self, module: Module) -> None:
         if self.mode == "complete" and (
-            self.step_id >= len(self.order) or self.order[self.step_id] is not module and self.order[self.step_id] != module
+            self.step_id >= len(self.order)
+            or (self.order[self.step_id] is not module and self.order[self.step_id] != module)
         ):
             self.mode, self.order, self.queue, self.recent = "invalid", [], deque(), {}
             self._clean()
@@ -230,25 +244,75 @@ class Stage3(States):
         self.parameters = []
         for leaf in self.order:
             part = -(-leaf.numel // self.plan.dp)
-            parts.append(self.new("parameters", "partitions", "w P/N", "zero/partition_parameters.py _partition_param", part, width))
+            parts.append(
+                self.new(
+                    "parameters",
+                    "partitions",
+                    "w P/N",
+                    "zero/partition_parameters.py _partition_param",
+                    part,
+                    width,
+                )
+            )
             held.pop()
         parts.clear()
-        self.parameters = [self.new("parameters", "partitions", "w P/N, padded", f"{_FILE} defragment", total, width)]
+        self.parameters = [
+            self.new("parameters", "partitions", "w P/N, padded", f"{_FILE} defragment", total, width)
+        ]
         if width != 4:
             self._masters()
         largest = max(self.sizes)
-        zeros = self.new("temporaries", "zero gradients", "4 of the largest sub-group", f"{_FILE} initialize_optimizer_states", largest, 4)
+        zeros = self.new(
+            "temporaries",
+            "zero gradients",
+            "4 of the largest sub-group",
+            f"{_FILE} initialize_optimizer_states",
+            largest,
+            4,
+        )
         del zeros
-        self.kept.append(self.new("buckets", "reduce bucket", "reduce_bucket_size w", f"{_FILE} _setup_for_real_optimizer", settings.bucket, width))
         self.kept.append(
-            self.new("gradients", "gradient partitions", "P/N of the accumulation's width", f"{_FILE} _setup_for_real_optimizer", total, settings.accumulate)
+            self.new(
+                "buckets",
+                "reduce bucket",
+                "reduce_bucket_size w",
+                f"{_FILE} _setup_for_real_optimizer",
+                settings.bucket,
+                width,
+            )
+        )
+        self.kept.append(
+            self.new(
+                "gradients",
+                "gradient partitions",
+                "P/N of the accumulation's width",
+                f"{_FILE} _setup_for_real_optimizer",
+                total,
+                settings.accumulate,
+            )
         )
 
     def _masters(self) -> None:
         converted: Tensor | None = None
         for size in self.sizes:
-            converted = self.new("temporaries", "converted", "4 P/N of a sub-group", f"{_FILE} _create_fp32_partitions", size, 4)
-            self.kept.append(self.new("optimizer", "master weights", "4 P/N, padded", f"{_FILE} _create_fp32_partitions", size, 4))
+            converted = self.new(
+                "temporaries",
+                "converted",
+                "4 P/N of a sub-group",
+                f"{_FILE} _create_fp32_partitions",
+                size,
+                4,
+            )
+            self.kept.append(
+                self.new(
+                    "optimizer",
+                    "master weights",
+                    "4 P/N, padded",
+                    f"{_FILE} _create_fp32_partitions",
+                    size,
+                    4,
+                )
+            )
         del converted
 
     def forward_begins(self) -> None:
@@ -283,11 +347,29 @@ class Stage3(States):
         settings, dp = self.settings, self.plan.dp
         padded = sum(self.coordinator.padded(leaf) for leaf, _ in self.in_bucket)
         alone = len(self.in_bucket) == 1 and padded == self.in_bucket[0][0].numel
-        copy = None if alone else self.new("temporaries", "flat copy of the bucket", "bucket w, padded", "comm/coalesced_collectives.py reduce_scatter_coalesced", padded, settings.width)
+        copy = (
+            None
+            if alone
+            else self.new(
+                "temporaries",
+                "flat copy of the bucket",
+                "bucket w, padded",
+                "comm/coalesced_collectives.py reduce_scatter_coalesced",
+                padded,
+                settings.width,
+            )
+        )
         casts: list[Tensor] = []
         if settings.accumulate != settings.width:
             casts = [
-                self.new("temporaries", "partitions in the accumulation's dtype", "bucket/N", f"{_FILE} __avg_scatter_grads", -(-leaf.numel // dp), settings.accumulate)
+                self.new(
+                    "temporaries",
+                    "partitions in the accumulation's dtype",
+                    "bucket/N",
+                    f"{_FILE} __avg_scatter_grads",
+                    -(-leaf.numel // dp),
+                    settings.accumulate,
+                )
                 for leaf, _ in self.in_bucket
             ]
         del copy, casts
@@ -309,8 +391,14 @@ class Stage3(States):
             self.norm(largest)
         for index, size in enumerate(self.sizes):
             source = f"{_FILE} _prepare_fp32_grad_for_sub_group"
-            flat: Tensor | None = self.new("temporaries", "flat gradient", "P/N of a sub-group", source, size, settings.accumulate)
-            single = flat if settings.accumulate == 4 else self.new("temporaries", "fp32 gradient", "4 P/N of a sub-group", source, size, 4)
+            flat: Tensor | None = self.new(
+                "temporaries", "flat gradient", "P/N of a sub-group", source, size, settings.accumulate
+            )
+            single = (
+                flat
+                if settings.accumulate == 4
+                else self.new("temporaries", "fp32 gradient", "4 P/N of a sub-group", source, size, 4)
+            )
             flat = None
             self.update_group(index, size)
             del single

@@ -1,11 +1,11 @@
-"""What DeepSpeed 0.19.8 keeps for a rank's parameters, and what it takes for a moment, as :mod:`.tape` sees it.
+"""What DeepSpeed 0.19.8 keeps for a rank's parameters, and takes for a moment, as :mod:`.tape` sees it.
 
-One class per optimizer wrapper that DeepSpeed chooses (engine.py, _do_optimizer_sanity_check). Each is asked in
-the order of a run: :meth:`States.build`, :meth:`States.start`, gradients as they come, :meth:`States.reduce` after
-each backward, :meth:`States.step`. Files in the formulas' sources are below deepspeed/runtime.
+One class per optimizer wrapper that DeepSpeed chooses (engine.py, _do_optimizer_sanity_check). Each is asked
+in the order of a run: :meth:`States.build`, :meth:`States.start`, gradients as they come,
+:meth:`States.reduce` after each backward, :meth:`States.step`. Source files are below deepspeed/runtime.
 
-P: parameters of this rank's layers, tensor-parallel cut and padding included; N: data-parallel degree; w: bytes
-of a parameter, 2 or 4.
+P: parameters of this rank's layers, tensor-parallel cut and padding included; N: data-parallel degree; w:
+bytes of a parameter, 2 or 4.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Optimizer:
     step_bytes: int
 
     @classmethod
-    def of(cls, kind: OptimizerKind, *, foreach: bool = True, weight_decay: bool = False, momentum: bool = False) -> Optimizer:
+    def of(
+        cls, kind: OptimizerKind, *, foreach: bool = True, weight_decay: bool = False, momentum: bool = False
+    ) -> Optimizer:
         """The known rules; ``foreach`` is torch's own on a GPU, else a fused kernel without temporaries.
 
         torch/optim/adam.py, _multi_tensor_adam: two moments; square roots of the second, and a sum of gradient
@@ -85,7 +87,12 @@ class States:
     """
 
     def __init__(
-        self, ledger: Ledger, plan: ZeroPlan, dp_rank: int, leaves: Mapping[str, Leaf], settings: StateSettings
+        self,
+        ledger: Ledger,
+        plan: ZeroPlan,
+        dp_rank: int,
+        leaves: Mapping[str, Leaf],
+        settings: StateSettings,
     ) -> None:
         self.ledger, self.plan, self.dp_rank = ledger, plan, dp_rank
         self.leaves, self.settings = leaves, settings
@@ -96,7 +103,8 @@ class States:
     def build(self) -> None:
         """The model's parameters, one by one."""
         self.parameters = [
-            self.new("parameters", f"parameter", "P w", "dsx nn", leaf.numel, leaf.width) for leaf in self.order
+            self.new("parameters", "parameter", "P w", "dsx nn", leaf.numel, leaf.width)
+            for leaf in self.order
         ]
 
     def start(self) -> None:
@@ -127,7 +135,12 @@ class States:
             elements += gradient.numel
             if elements > ALL_REDUCE_ELEMENTS or place == len(gradients) - 1:
                 copy = self.new(
-                    "temporaries", "flat copy of gradients", "up to 5e8 elements", "engine.py allreduce_bucket", elements, gradient.width
+                    "temporaries",
+                    "flat copy of gradients",
+                    "up to 5e8 elements",
+                    "engine.py allreduce_bucket",
+                    elements,
+                    gradient.width,
                 )
                 del copy
                 elements = 0
@@ -140,20 +153,41 @@ class States:
             leaf.grad = None
 
     def norm(self, largest: int) -> None:
-        """dsx takes squares in fp32, gradient by gradient (runtime/zero_adapters/norm.py)."""
-        self.new("temporaries", "gradient in float32", "4 of the largest gradient", "dsx zero_adapters/norm.py", largest, 4)
+        """Squares are taken in fp32, gradient by gradient (dsx/runtime/zero_adapters/norm.py)."""
+        self.new(
+            "temporaries",
+            "gradient in float32",
+            "4 of the largest gradient",
+            "dsx zero_adapters/norm.py",
+            largest,
+            4,
+        )
 
     def update(self, numels: Iterable[int]) -> None:
-        """torch's or DeepSpeed's optimizer over fp32 tensors of these sizes."""
+        """One optimizer step over fp32 tensors of these sizes."""
         numels, optimizer = list(numels), self.settings.optimizer
         if not self.moments and optimizer.state_bytes:
             self.moments = [
-                self.new("optimizer", "moments", f"{optimizer.state_bytes} P", "torch optim", n * optimizer.state_bytes // 4, 4)
+                self.new(
+                    "optimizer",
+                    "moments",
+                    f"{optimizer.state_bytes} P",
+                    "torch optim",
+                    n * optimizer.state_bytes // 4,
+                    4,
+                )
                 for n in numels
             ]
         if optimizer.step_bytes:
             temporaries = [
-                self.new("temporaries", "update", f"{optimizer.step_bytes} P", "torch optim, _multi_tensor", n * optimizer.step_bytes // 4, 4)
+                self.new(
+                    "temporaries",
+                    "update",
+                    f"{optimizer.step_bytes} P",
+                    "torch optim, _multi_tensor",
+                    n * optimizer.step_bytes // 4,
+                    4,
+                )
                 for n in numels
             ]
             temporaries.clear()
@@ -163,15 +197,26 @@ class States:
         optimizer = self.settings.optimizer
         if len(self.moments) <= index and optimizer.state_bytes:
             formula = f"{optimizer.state_bytes} P/N, padded"
-            self.moments.append(self.new("optimizer", "moments", formula, "torch optim", size * optimizer.state_bytes // 4, 4))
+            self.moments.append(
+                self.new("optimizer", "moments", formula, "torch optim", size * optimizer.state_bytes // 4, 4)
+            )
         if optimizer.step_bytes:
             formula = f"{optimizer.step_bytes} P/N"
-            taken = self.new("temporaries", "update", formula, "torch optim, _multi_tensor", size * optimizer.step_bytes // 4, 4)
+            taken = self.new(
+                "temporaries",
+                "update",
+                formula,
+                "torch optim, _multi_tensor",
+                size * optimizer.step_bytes // 4,
+                4,
+            )
             del taken
 
     def new(self, category: str, name: str, formula: str, source: str, numel: int, width: int) -> Tensor:
         """A flat tensor of ``numel`` elements."""
-        return Tensor((numel,), width, Storage(self.ledger, Label(category, name, formula, source), numel * width))
+        return Tensor(
+            (numel,), width, Storage(self.ledger, Label(category, name, formula, source), numel * width)
+        )
 
 
 class Unfused(States):
@@ -186,8 +231,13 @@ class Unfused(States):
             self.masters.append(self.new("optimizer", "master weights", "4 P", source, leaf.numel, 4))
             del clone
         source = "fp16/unfused_optimizer.py initialize_optimizer_states"
-        low = [self.new("gradients", "zero gradients", "w P", source, leaf.numel, leaf.width) for leaf in self.order]
-        high = [self.new("temporaries", "fp32 gradients", "4 P", source, leaf.numel, 4) for leaf in self.order]
+        low = [
+            self.new("gradients", "zero gradients", "w P", source, leaf.numel, leaf.width)
+            for leaf in self.order
+        ]
+        high = [
+            self.new("temporaries", "fp32 gradients", "4 P", source, leaf.numel, 4) for leaf in self.order
+        ]
         self.update(leaf.numel for leaf in self.order)
         del low, high
         self.moments.clear()
@@ -196,7 +246,9 @@ class Unfused(States):
         """The norm, fp32 gradients beside the bf16 ones, and the update."""
         self.norm(max(leaf.numel for leaf in self.order))
         source = "fp16/unfused_optimizer.py step"
-        gradients = [self.new("temporaries", "fp32 gradients", "4 P", source, leaf.numel, 4) for leaf in self.order]
+        gradients = [
+            self.new("temporaries", "fp32 gradients", "4 P", source, leaf.numel, 4) for leaf in self.order
+        ]
         self.update(leaf.numel for leaf in self.order)
         del gradients
         for leaf in self.order:
@@ -209,7 +261,9 @@ class Flat(States):
     def start(self) -> None:
         """Clones, their flat copy, the flat masters."""
         source = "fp16/fused_optimizer.py __init__"
-        clones = [self.new("temporaries", "clones", "w P", source, leaf.numel, leaf.width) for leaf in self.order]
+        clones = [
+            self.new("temporaries", "clones", "w P", source, leaf.numel, leaf.width) for leaf in self.order
+        ]
         total = sum(leaf.numel for leaf in self.order)
         flat = self.new("parameters", "flat parameters", "w P", source, total, self.settings.width)
         clones.clear()
@@ -227,7 +281,9 @@ class Flat(States):
         self.norm(max(leaf.numel for leaf in self.order))
         source = "fp16/fused_optimizer.py step"
         total = sum(leaf.numel for leaf in self.order)
-        casts = [self.new("temporaries", "fp32 gradients", "4 P", source, leaf.numel, 4) for leaf in self.order]
+        casts = [
+            self.new("temporaries", "fp32 gradients", "4 P", source, leaf.numel, 4) for leaf in self.order
+        ]
         flat = self.new("temporaries", "flat fp32 gradients", "4 P", source, total, 4)
         casts.clear()
         for leaf in self.order:

@@ -196,7 +196,7 @@ class Node:
             self.saved, self.frame = (), None
 
 
-class _Stop(Exception):
+class _Stop(Exception):  # noqa: N818 (it is none)
     """A recomputation has all it needs."""
 
 
@@ -296,8 +296,9 @@ class Tape:
 
     def backward(self, root: Tensor, gradient: Tensor) -> None:
         """Send ``gradient`` from ``root`` to every leaf that it depends on."""
-        assert root.source is not None and isinstance(root.source[0], Node)
+        assert root.source is not None
         start, index = root.source
+        assert isinstance(start, Node)
         waits = _dependencies(start)
         buffers: dict[Node, list[Tensor | None]] = {}
         ready = [(-start.number, start)]
@@ -334,7 +335,11 @@ class Tape:
         if first.storage.holders == 1:
             return first
         formula = first.storage.label.formula
-        return self.new(Label("activations", "sum of gradients", formula, "torch input_buffer.cpp"), first.width, *first.shape)
+        return self.new(
+            Label("activations", "sum of gradients", formula, "torch input_buffer.cpp"),
+            first.width,
+            *first.shape,
+        )
 
 
 def _edge(tensor: Tensor | None) -> tuple[Node | Leaf, int] | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dsx.plan.memory.layers import Layers
-from dsx.plan.memory.ops import Ops, label
+from dsx.plan.memory.ops import label
 from dsx.plan.memory.states import States
 from dsx.plan.memory.tape import Leaf, Storage, Tape, Tensor
 from dsx.plan.receives import ReceivePlan, receive_plan
@@ -121,7 +121,9 @@ class Walk:
         self.gradients[key] = self.posted.pop(("B", key))
 
     def _ids(self, name: str) -> Tensor:
-        return self.tape.new(label(name, "8 B S", "runtime/micro_batches.py _to", "activations"), 8, *self.tokens)
+        return self.tape.new(
+            label(name, "8 B S", "runtime/micro_batches.py _to", "activations"), 8, *self.tokens
+        )
 
     def _forward(self, action: Action, _: int) -> None:
         key = (action.stage, action.micro_batch)
@@ -166,7 +168,8 @@ class Walk:
         self.states.reduce(boundary=place == self.final, came=came)
         del output, seed
         if action.stage > 0:
-            assert isinstance(inputs, Leaf) and inputs.grad is not None
+            assert isinstance(inputs, Leaf)
+            assert inputs.grad is not None
             self.gradients[action.stage - 1, action.micro_batch] = inputs.grad.detach()
 
     def _scalar(self) -> Tensor:

@@ -13,8 +13,8 @@ from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -119,14 +119,18 @@ def without_storage() -> Iterator[None]:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
         stack.enter_context(mock.patch.object(OpBuilder, "load", lambda _builder, verbose=True: _Kernels()))
-        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)))
+        stack.enter_context(
+            mock.patch.object(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention))
+        )
         stack.enter_context(mock.patch.object(F, "rms_norm", _rms_norm(F.rms_norm)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Answers())
         yield
 
 
-def _apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+def _apply(
+    module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
     """nn.Module._apply, which cannot swap FakeTensors, whose mode refers to them weakly."""
     del recurse
     for inner in module.modules():
@@ -180,9 +184,7 @@ def _attention(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         enable_gqa: bool,
     ) -> torch.Tensor:
         if query.device.type != "paper":
-            return usual(
-                query, key, value, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa
-            )
+            return usual(query, key, value, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
         if query.dtype != torch.float32:
             flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001 (what torch dispatches to)
             return flash(query, key, value, dropout_p, is_causal)[0]  # type: ignore[no-any-return]
