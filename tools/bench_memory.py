@@ -138,9 +138,9 @@ def run_case(case: Case, connection: Any) -> None:
     """Both ledgers of one case."""
     import torch
 
+    from dsx.config.memory_job import job_of
     from dsx.config.resolve import resolve
     from dsx.plan.memory.estimate import estimate
-    from dsx.runtime.paper.job import job_of
     from dsx.runtime.paper.run import trace
 
     warnings.filterwarnings("ignore")

@@ -16,8 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dsx.config.run import RunConfig
 from dsx.runtime import recipe
-from dsx.runtime.engine import PipelineEngine, initialize
+from dsx.runtime.engine import PipelineEngine
 from dsx.runtime.groups import Groups, make_groups
+from dsx.runtime.initialize import initialize
 from dsx.runtime.p2p import Signature, TensorMeta
 from dsx.runtime.paper import device as paper
 from dsx.runtime.paper.meter import CUDA_ROUNDING_BYTES, StorageMeter
