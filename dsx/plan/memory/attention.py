@@ -122,7 +122,9 @@ class Core:
         rows = length if query.width < 4 else -(-length // 32) * 32
         what = label("log-sum-exp", "4 B N S", _CORE)
         log_sum = tape.new(what, 4, batch, self.heads, rows)
-        seeds = [tape.new(label("generator state", "8", _CORE), 8) for _ in range(2)]
+        # Flash: two numbers and a placeholder (flash_api.cpp, rng_state); the other kernel: one and one.
+        sizes = (2, 1) if query.width < 4 else (1, 1)
+        seeds = [tape.new(label("generator state", "8", _CORE), 8, size) for size in sizes]
 
         def backward(saved: tuple[Tensor, ...], _: Tensor) -> list[Tensor | None]:
             names = ("gradient of queries", "gradient of keys", "gradient of values")

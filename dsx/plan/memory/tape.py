@@ -144,10 +144,12 @@ class Leaf(Tensor):
 
     Attributes:
         grad: What backwards have summed up.
+        outputs: Places for gradients, as a node has them: one.
         accumulate: Takes each gradient as it comes; None sums them in :attr:`grad`, as torch does.
     """
 
     __slots__ = ("accumulate", "grad", "name")
+    outputs = 1
 
     def __init__(
         self,
@@ -300,7 +302,7 @@ class Tape:
         start, index = root.source
         assert isinstance(start, Node)
         waits = _dependencies(start)
-        buffers: dict[Node, list[Tensor | None]] = {}
+        buffers: dict[Node | Leaf, list[Tensor | None]] = {}
         ready = [(-start.number, start)]
         buffers[start] = [None] * start.outputs
         buffers[start][index] = gradient
@@ -315,17 +317,21 @@ class Tape:
                 if edge is None:
                     continue
                 target, output = edge
-                if isinstance(target, Leaf):
-                    if result is not None:
-                        target.receive(result)
-                    continue
                 buffer = buffers.setdefault(target, [None] * target.outputs)
                 if result is not None:
                     buffer[output] = self._sum(buffer[output], result)
+                del result, buffer
                 waits[target] -= 1
-                if not waits[target]:
+                if waits[target]:
+                    continue
+                if isinstance(target, Leaf):
+                    # Leaves have the highest priority of all: nothing runs in between.
+                    (total,) = buffers.pop(target)
+                    if total is not None:
+                        target.receive(total)
+                    del total
+                else:
                     heapq.heappush(ready, (-target.number, target))
-                del result
 
     def _sum(self, first: Tensor | None, second: Tensor) -> Tensor:
         """As torch's input buffer: in place if the buffer alone holds the first gradient."""
@@ -348,17 +354,18 @@ def _edge(tensor: Tensor | None) -> tuple[Node | Leaf, int] | None:
     return None if tensor is None else tensor.source
 
 
-def _dependencies(start: Node) -> dict[Node, int]:
-    """How many edges lead to each node that can be reached."""
-    waits = {start: 0}
+def _dependencies(start: Node) -> dict[Node | Leaf, int]:
+    """How many edges lead to each node and leaf that can be reached."""
+    waits: dict[Node | Leaf, int] = {start: 0}
     stack = [start]
     while stack:
         for edge in stack.pop().edges:
-            if edge is None or isinstance(edge[0], Leaf):
+            if edge is None:
                 continue
             target = edge[0]
             if target not in waits:
                 waits[target] = 0
-                stack.append(target)
+                if isinstance(target, Node):
+                    stack.append(target)
             waits[target] += 1
     return waits

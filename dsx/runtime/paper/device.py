@@ -16,7 +16,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Device = Literal["paper", "cpu"]
@@ -99,9 +102,17 @@ class _Answers(TorchDispatchMode):
         return result
 
 
+class _Module(_DummyBackendModule):
+    """``torch.paper``, as torch.utils.checkpoint and torch.amp ask it."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Without them torch.amp refuses the device, even where it is off."""
+        return [torch.bfloat16, torch.float16]
+
+
 def install() -> None:
     """Make ``paper`` a device of torch and the accelerator of DeepSpeed, for the rest of this process."""
-    _setup_privateuseone_for_python_backend(rename="paper")  # type: ignore[no-untyped-call]
+    _setup_privateuseone_for_python_backend(rename="paper", backend_module=_Module())  # type: ignore[no-untyped-call]
     set_accelerator(PaperAccelerator())
 
 
