@@ -28,6 +28,7 @@ def main() -> None:
     config = dsx.load_config(
         arguments.config, world_size=dsx.world_size(), overrides=(*TERMS, *arguments.overrides)
     )
+    dsx.recipe.check_memory(config)
     data = dsx.recipe.prepare_data(config)
     parallel, train = config.dsx.parallel, config.dsx.train
 

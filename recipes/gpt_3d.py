@@ -19,6 +19,7 @@ def main() -> None:
     # arithmetic and file reading, before any rank waits for another.
     arguments = dsx.parse_arguments(description=__doc__)
     config = dsx.load_config(arguments.config, world_size=dsx.world_size(), overrides=arguments.overrides)
+    dsx.recipe.check_memory(config)
     data = dsx.recipe.prepare_data(config)
     parallel, train = config.dsx.parallel, config.dsx.train
 

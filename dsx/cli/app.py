@@ -12,6 +12,7 @@ import typer
 
 from dsx import __version__
 from dsx.cli.check import check
+from dsx.cli.estimate import estimate
 from dsx.cli.plot import plot
 from dsx.cli.presets import presets
 from dsx.cli.schedule import schedule
@@ -45,7 +46,7 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(_root)
-    for command in (check, schedule, trace, plot, presets, schema):
+    for command in (check, estimate, schedule, trace, plot, presets, schema):
         app.command()(command)
     return app
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dsx.config.run import RunConfig
-from dsx.plan.memory.estimate import Job
+from dsx.plan.memory.estimate import DeviceKind, Job
 from dsx.plan.memory.states import Optimizer, StateSettings
 from dsx.plan.transfers import lower
 from dsx.spec.layout import Layout
 
 
-def job_of(config: RunConfig) -> Job:
-    """The run that ``config`` describes."""
+def job_of(config: RunConfig, *, device: DeviceKind = "cuda") -> Job:
+    """The run that ``config`` describes, on a kind of device."""
     mesh, stages = config.mesh, config.stage_map
     schedule = config.program.build(stages.num_ranks, stages.num_chunks, config.accumulation)
     return Job(
@@ -21,15 +21,18 @@ def job_of(config: RunConfig) -> Job:
         sequence_length=config.sequence_length,
         sequence_parallel=config.dsx.parallel.sequence_parallel,
         recompute=config.dsx.recompute,
-        states=_states(config),
+        states=_states(config, device),
+        device=device,
     )
 
 
-def _states(config: RunConfig) -> StateSettings:
+def _states(config: RunConfig, device: DeviceKind) -> StateSettings:
     deepspeed = config.deepspeed
     zero, block = deepspeed.get("zero_optimization", {}), deepspeed["optimizer"]
     kind, params = block["type"].lower(), block.get("params", {})
-    foreach = bool(params.get("torch_adam", False)) or kind == "sgd"
+    # torch's optimizers update many tensors at a time on a GPU alone (torch/optim/optimizer.py).
+    own = bool(params.get("torch_adam", False)) or kind == "sgd"
+    foreach = own and device == "cuda"
     width = 2 if config.precision == "bf16" else 4
     accumulate = deepspeed.get("data_types", {}).get("grad_accum_dtype")
     if kind == "adam" and params.get("adam_w_mode", True):
@@ -45,5 +48,5 @@ def _states(config: RunConfig) -> StateSettings:
         ),
         bucket=int(zero.get("reduce_bucket_size", 500_000_000)),
         offload=(zero.get("offload_optimizer") or {}).get("device", "none") != "none",
-        fused=kind in ("adam", "adamw") and not foreach,
+        fused=kind in ("adam", "adamw") and not own,
     )

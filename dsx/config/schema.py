@@ -272,4 +272,9 @@ class DsxConfig(Block):
         description="What backward computes again: none, selective (attention core), full (blocks). "
         '"auto" needs a profile.',
     )
+    memory_check: Literal["warn", "refuse", "off"] = Field(
+        default="warn",
+        description="If the estimated peak (`dsx estimate`) is more than a rank's memory: say so before "
+        "anything is built, end the run there, or do not look.",
+    )
     tracking: TrackingConfig = Field(default=TrackingConfig(), description="Where metrics go.")

@@ -67,7 +67,7 @@ class StepReport:
         tokens: Tokens trained on since the run began, resumed parts included.
         step_seconds: Wall time of a step; the mean since the last report if steps lie between.
         bubble: Share of the step that pipeline ranks wait for each other; None if unknown.
-        peak_allocated_bytes: Largest memory in use on the fullest rank; None on a CPU.
+        peak_allocated_bytes: Largest memory in use on the fullest rank; None on a CPU until it is counted.
         peak_reserved_bytes: Largest memory held by the allocator on the fullest rank; None on a CPU.
         estimated_bytes: What the estimator predicted for the fullest rank.
     """
@@ -132,7 +132,7 @@ class StepReport:
         if self.mfu is not None:
             parts.append(f"MFU {100 * self.mfu:4.1f}%")
         if self.peak_allocated_bytes is not None:
-            parts.append(f"{self.peak_allocated_bytes / _GIB:.1f} GiB")
+            parts.append(amount(self.peak_allocated_bytes))
         return " | ".join(parts)
 
 
@@ -265,6 +265,7 @@ def end_rows(
     elapsed_seconds: float,
     evaluation: EvaluationReport | None,
     unigram_bits_per_byte: float | None = None,
+    memory: str | None = None,
     written: Mapping[str, str | Path],
 ) -> list[tuple[str, str]]:
     """What came of a run.
@@ -275,9 +276,12 @@ def end_rows(
         elapsed_seconds: Wall time of this process's training.
         evaluation: The last evaluation, if there was one.
         unigram_bits_per_byte: Entropy of the held-out bytes' own frequencies, the bar to clear.
+        memory: Peak beside its estimate, if known.
         written: Label -> path of everything that was written.
     """
     rows = [("trained", f"{steps} steps, {compact(tokens)} tokens, {seconds(elapsed_seconds)}")]
+    if memory is not None:
+        rows.append(("memory", memory))
     if evaluation is not None:
         rows.append(
             ("held-out loss", f"{evaluation.loss:.4f} nats/token, perplexity {evaluation.perplexity:.4g}")
@@ -320,6 +324,25 @@ def seconds(duration: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02} s"
     return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def unit_of(size_bytes: int) -> tuple[str, int]:
+    """The unit to show sizes up to this one in: its name and bytes.
+
+    >>> unit_of(3 << 30), unit_of(5 << 20)
+    (('GiB', 1073741824), ('MiB', 1048576))
+    """
+    return ("GiB", 1 << 30) if size_bytes >= 1 << 30 else ("MiB", 1 << 20)
+
+
+def amount(size_bytes: int) -> str:
+    """Bytes with a unit.
+
+    >>> amount(3 << 30), amount(5 << 20)
+    ('3.00 GiB', '5.00 MiB')
+    """
+    name, unit = unit_of(size_bytes)
+    return f"{size_bytes / unit:.2f} {name}"
 
 
 def _stages(run: RunConfig) -> str:

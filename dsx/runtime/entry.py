@@ -34,6 +34,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def local_world_size() -> int:
+    """How many ranks the launcher started on this machine; 1 without a launcher."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+
+
 def world_size() -> int:
     """How many ranks the launcher started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -48,7 +53,7 @@ def run(main: Callable[[], None]) -> None:
     rank, and exit code 1. Either way the process ends at once, so that a peer in a collective sees the
     connection close, and the launcher ends the rest.
     """
-    _quiet()
+    quiet()
     try:
         code = _outcome(main)
     except KeyboardInterrupt:
@@ -90,7 +95,7 @@ def _grouped() -> bool:
     return distributed is not None and bool(distributed.is_initialized())
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """One rank speaks: DeepSpeed and its neighbours report problems only."""
     for name in ("DeepSpeed", "torch.distributed", "transformers", "datasets", "filelock"):
         # A filter, because these packages set their loggers' levels when they are imported.

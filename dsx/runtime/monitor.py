@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
+from dsx.config.memory_job import job_of
 from dsx.config.run import RunConfig
 from dsx.errors import CheckpointError
 from dsx.plan.compare import Comparison, compare
+from dsx.plan.memory.roles import RunMemory, estimate_run
 from dsx.plan.trace import Trace
 from dsx.report.progress import EvaluationReport, Progress, RunRates, StepReport, end_rows, start_rows
 from dsx.report.trace_table import summary
 from dsx.runtime.data.corpus import Corpus
 from dsx.runtime.engine import PipelineEngine
+from dsx.runtime.memory import PeakMemory, beside, describe, device_kind
 from dsx.runtime.trace import write
 from dsx.runtime.tracking import Tracker, environment
 
@@ -45,6 +46,12 @@ class Monitor:
         self._last_step, last = int(engine.global_steps), config.dsx.train.steps
         device = device_name()
         more = [("data", _describe(corpus))]
+        self._peaks: dict[str, int] = {}
+        self._memory = PeakMemory(engine.pipeline.device)
+        self._estimate: RunMemory | None = None
+        if engine.groups.rank == 0:
+            self._estimate = estimate_run(job_of(config, device=device_kind()))
+            more.append(("memory", describe(self._estimate)))
         if self._last_step >= last:
             more.append(("complete", _complete(self._last_step, config)))
         elif self._last_step:
@@ -67,6 +74,7 @@ class Monitor:
 
     def step(self, loss: torch.Tensor) -> None:
         """Report the step that has just ended, if its turn has come."""
+        self._memory.after_step()
         step, train = int(self._engine.global_steps), self._config.dsx.train
         if is_due(step, every=train.log_every, last=train.steps) or step in train.trace_steps:
             self._report(step, loss.item())  # waits for the device, so that the time is the steps' own
@@ -75,6 +83,7 @@ class Monitor:
     def _report(self, step: int, loss: float) -> None:
         now = time.perf_counter()
         comparison = compare(self._traces.pop()) if self._traces else None
+        self._peaks = self._memory.peaks()
         report = StepReport(
             rates=self._rates,
             step=step,
@@ -84,7 +93,8 @@ class Monitor:
             tokens=step * self._config.tokens_per_step,
             step_seconds=(now - self._last_time) / (step - self._last_step),
             bubble=None if comparison is None else comparison.measured.bubble,
-            **_peak_memory(self._engine.pipeline.device),
+            estimated_bytes=None if self._estimate is None else self._estimate.peak_bytes,
+            **self._peaks,
         )
         self._last_step, self._last_time = step, now
         self._progress.step(report)
@@ -109,6 +119,8 @@ class Monitor:
         """
         self._used_lr = float(self._engine.get_lr()[0])
         self._last_time += time.perf_counter() - self._step_ended
+        to_come = int(self._engine.global_steps) + 1
+        self._memory.before_step(counts=to_come not in self._config.dsx.train.trace_steps)
 
     def evaluation(self, loss: float | None) -> None:
         """Report a held-out loss, in nats per token; None (nothing held out) is passed over."""
@@ -148,6 +160,7 @@ class Monitor:
             elapsed_seconds=time.perf_counter() - self._begun,
             evaluation=evaluation,
             unigram_bits_per_byte=self._corpus.unigram_bits_per_byte if evaluation else None,
+            memory=None if self._estimate is None else beside(self._peaks, self._estimate),
             written=written,
         )
         if self._untrained_loss is not None:
@@ -197,18 +210,3 @@ def _describe(corpus: Corpus) -> str:
         f"{info.source}, tokenizer {info.tokenizer}: {info.train.tokens:,} training and "
         f"{info.held_out.tokens:,} held-out tokens"
     )
-
-
-def _peak_memory(device: torch.device) -> Mapping[str, Any]:
-    """Peaks of the fullest rank since the start, as StepReport's arguments; empty on a CPU. Collective."""
-    if device.type == "cpu":
-        return {}
-    accelerator = get_accelerator()
-    peaks = torch.tensor(
-        [accelerator.max_memory_allocated(), accelerator.max_memory_reserved()],
-        dtype=torch.float64,
-        device=device,
-    )
-    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-    allocated, reserved = (int(value) for value in peaks.tolist())
-    return {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}

@@ -30,6 +30,7 @@ from dsx.runtime.entry import ALONE, local_rank
 from dsx.runtime.groups import Groups
 from dsx.runtime.initialize import initialize
 from dsx.runtime.launch import agree
+from dsx.runtime.memory import check_memory
 from dsx.runtime.monitor import Monitor, device_name, is_due
 from dsx.runtime.pipeline_module import PipelineModule
 from dsx.runtime.profile import measure_model
@@ -40,6 +41,7 @@ __all__ = [
     "Monitor",
     "build_engine",
     "build_model",
+    "check_memory",
     "evaluate",
     "export",
     "is_due",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dsx.plan.memory.layers import Layers
 from dsx.plan.memory.ops import Later, Ops, label
@@ -16,8 +17,11 @@ from dsx.spec.layout import Layout
 from dsx.spec.model import ModelSpec, Recompute
 from dsx.spec.schedule import Action, Op, Schedule
 
-CUDA_ROUNDING_BYTES = 512
-"""CUDACachingAllocator.cpp, kMinBlockSize."""
+DeviceKind = Literal["cuda", "cpu"]
+"""Whose kernels run: torch takes others on a CPU, and its allocator rounds nothing up."""
+
+ROUNDING_BYTES: dict[DeviceKind, int] = {"cuda": 512, "cpu": 1}
+"""To which an allocator rounds a tensor up (CUDACachingAllocator.cpp, kMinBlockSize)."""
 
 STEPS = 2
 """The first makes the optimizer's moments; those after the second are like it."""
@@ -36,6 +40,7 @@ class Job:
         sequence_parallel: Whether activations are cut along the sequence.
         recompute: What blocks compute again.
         states: Precision, optimizer and ZeRO's sizes.
+        device: Kind of device.
         pad_multiple: Of each rank's vocabulary rows.
     """
 
@@ -47,6 +52,7 @@ class Job:
     sequence_parallel: bool
     recompute: Recompute
     states: StateSettings
+    device: DeviceKind = "cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,17 +93,18 @@ class Estimate:
 
 
 def estimate(
-    job: Job, rank: int, *, rounding_bytes: int = CUDA_ROUNDING_BYTES, receives: ReceivePlan | None = None
+    job: Job, rank: int, *, rounding_bytes: int | None = None, receives: ReceivePlan | None = None
 ) -> Estimate:
     """Memory of global rank ``rank``, without the device's context and libraries.
 
     Args:
         job: The run.
         rank: Global rank.
-        rounding_bytes: To which each tensor is rounded up.
+        rounding_bytes: To which each tensor is rounded up; None for what the device's allocator does.
         receives: Of its pipeline rank, if already made.
     """
-    at, ledger = job.layout.mesh.coords(rank), Ledger(rounding_bytes)
+    at = job.layout.mesh.coords(rank)
+    ledger = Ledger(ROUNDING_BYTES[job.device] if rounding_bytes is None else rounding_bytes)
     states, walk, later = _rank(job, at["pp"], at["dp"], ledger, receives)
     phases = []
     for name, action in (("build", states.build), ("engine", states.start)):

@@ -54,10 +54,11 @@ class StorageMeter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device_type:
-                self._count(leaf)
+                self.add(leaf)
         return result
 
-    def _count(self, tensor: torch.Tensor) -> None:
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage, if it is not counted yet."""
         storage = tensor.untyped_storage()
         key = storage._cdata  # noqa: SLF001 (its address: two tensors on one storage have two Python objects)
         size = -(-storage.nbytes() // self._rounding) * self._rounding

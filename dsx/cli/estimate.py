@@ -1,0 +1,239 @@
+"""``dsx estimate``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from dsx.cli.output import deliver
+from dsx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dsx.config.run import RunConfig
+    from dsx.plan.memory.roles import RunMemory
+
+_GIB = 1 << 30
+
+_Style = Literal["table", "json", "svg", "png"]
+
+
+def estimate(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="DeepSpeed JSON with a dsx block; or give --model."),
+    ] = None,
+    gpus: Annotated[int, typer.Option(help="Number of ranks, one GPU each.", min=1)] = 1,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Without CONFIG: a preset (llama-3-8b, gpt2/tiny), a Hugging Face config.json or folder; "
+            "with bf16, AdamW, ZeRO-1 and one micro-batch of one sequence of full length, but for what --set says."
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(metavar="GIB", help="Memory of a GPU: say whether the run fits.")
+    ] = None,
+    tensor: Annotated[int | None, typer.Option(help="dsx.parallel.tensor", min=1)] = None,
+    pipeline: Annotated[int | None, typer.Option(help="dsx.parallel.pipeline", min=1)] = None,
+    zero: Annotated[int | None, typer.Option(help="zero_optimization.stage", min=0, max=3)] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="train_micro_batch_size_per_gpu: sequences", min=1)
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Put a value over a key of the config; repeatable."),
+    ] = None,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace",
+            help="Also run the real engine on tensors without storage, a rank of each pipeline stage, and "
+            "count what is alive: seconds per stage.",
+        ),
+    ] = False,
+    style: Annotated[
+        _Style, typer.Option("--format", help="A table, everything as JSON, or a chart (needs matplotlib).")
+    ] = "table",
+    output: Annotated[Path | None, typer.Option(help="File to write. Default: standard output.")] = None,
+) -> None:
+    """Print what each rank's memory will hold, before a run.
+
+    Per pipeline rank: parameters, gradients, optimizer states, buckets, activations of the schedule's
+    micro-batches, logits, transfers and temporaries at the highest moment. With --gpu-memory exit code 1 says
+    that it does not fit, and three changes that would help are printed.
+    """
+    from dsx.config.bare import bare_config
+    from dsx.config.resolve import resolve
+
+    if (config is None) == (model is None):
+        raise typer.BadParameter("give either CONFIG or --model", param_hint="CONFIG")
+    if gpu_memory is not None and not 0 < gpu_memory < 1e6:
+        raise ConfigError(
+            f"--gpu-memory {gpu_memory:g}", "it is the GiB of one GPU", "use 80 for an A100-80GB"
+        )
+    _check_output(style, output)
+    source: Path | Mapping[str, Any] = config if model is None else bare_config(model)  # type: ignore[assignment]
+    short = {
+        "dsx.parallel.tensor": tensor,
+        "dsx.parallel.pipeline": pipeline,
+        "zero_optimization.stage": zero,
+        "train_micro_batch_size_per_gpu": micro_batch,
+    }
+    items = [f"{key}={value}" for key, value in short.items() if value is not None]
+    items += overrides or []
+    run = resolve(source, world_size=gpus, overrides=items)
+    memory = _memory(run)
+    traced = _traced(run, memory) if trace else None
+    deliver_as(style, run, memory, traced, gpu_memory, output)
+    if gpu_memory is not None and memory.peak_bytes > gpu_memory * _GIB:
+        typer.echo(_advice(source, items, run, gpu_memory), err=True)
+        raise typer.Exit(1)
+
+
+def deliver_as(
+    style: _Style,
+    run: RunConfig,
+    memory: RunMemory,
+    traced: Mapping[int, int] | None,
+    gpu_memory: float | None,
+    output: Path | None,
+) -> None:
+    """Write the estimate in one of its forms."""
+    if style in ("svg", "png"):
+        from dsx.report.memory_chart import save
+
+        assert output is not None
+        save(memory, output, title=_title(run), capacity_gib=gpu_memory)
+        typer.echo(f"wrote {output}")
+    elif style == "json":
+        deliver(json.dumps(_facts(run, memory, traced, gpu_memory), indent=2) + "\n", output)
+    else:
+        deliver(_text(run, memory, traced, gpu_memory), output)
+
+
+def _check_output(style: str, output: Path | None) -> None:
+    if style in ("svg", "png"):
+        if output is None:
+            raise typer.BadParameter("a chart needs a file: --output memory.svg", param_hint="--output")
+        if output.suffix != f".{style}":
+            raise typer.BadParameter(f"the file of --format {style} ends in .{style}", param_hint="--output")
+
+
+def _memory(run: RunConfig) -> RunMemory:
+    from dsx.config.memory_job import job_of
+    from dsx.plan.memory.roles import estimate_run
+
+    return estimate_run(job_of(run))
+
+
+def _traced(run: RunConfig, memory: RunMemory) -> dict[int, int]:
+    """Pipeline rank -> traced peak."""
+    from dsx.runtime.paper.processes import trace_ranks
+
+    peaks = trace_ranks(run, [role.estimate.rank for role in memory.roles])
+    return {role.pp_rank: peaks[role.estimate.rank].peak_bytes for role in memory.roles}
+
+
+def _title(run: RunConfig) -> str:
+    from dsx.report.progress import compact
+
+    mesh = run.mesh
+    ranks = f"{mesh.size} rank{'s' if mesh.size > 1 else ''}"
+    degrees = f"tensor {mesh.tp} x pipeline {mesh.pp} x data {mesh.dp}"
+    words = [
+        f"{run.model.family}, {compact(run.num_parameters)} parameters on {ranks}: {degrees}",
+        f"ZeRO-{run.zero_stage}",
+        run.precision,
+        str(run.deepspeed["optimizer"]["type"]),
+    ]
+    if mesh.pp > 1:
+        words.append(run.schedule_name + (f" with {run.chunks} chunks" if run.chunks > 1 else ""))
+    if run.dsx.recompute != "none":
+        words.append(f"recompute {run.dsx.recompute}")
+    return ", ".join(words)
+
+
+def _text(
+    run: RunConfig, memory: RunMemory, traced: Mapping[int, int] | None, gpu_memory: float | None
+) -> str:
+    from dsx.report.memory_table import details, table
+    from dsx.report.progress import unit_of
+
+    highest = memory.highest
+    peak = highest.estimate.peak
+    name, unit = unit_of(memory.peak_bytes)
+    when = f"{peak.name}{f' at {peak.where}' if peak.where else ''}"
+    beyond = "what CUDA, NCCL and cuBLAS take outside of tensors, and the allocator's gaps"
+    lines = [
+        _title(run),
+        f"{run.accumulation} micro-batches of {run.micro_batch_size} x {run.sequence_length} tokens",
+        "",
+        f"{name} at each rank's peak",
+        table(memory, traced),
+        "",
+        f"what pipeline rank {highest.pp_rank} holds then ({when}), {name}",
+        details(highest),
+        "",
+        f"between steps: {highest.estimate.steady_bytes / unit:.2f} {name}. Not counted: {beyond}.",
+    ]
+    if gpu_memory is not None:
+        left = gpu_memory - memory.peak_bytes / _GIB
+        said = f"fits, {left:.2f} GiB left" if left >= 0 else f"does not fit, {-left:.2f} GiB too much"
+        lines.append(f"{gpu_memory:g} GiB: {said}")
+    return "\n".join(lines) + "\n"
+
+
+def _facts(
+    run: RunConfig, memory: RunMemory, traced: Mapping[int, int] | None, gpu_memory: float | None
+) -> dict[str, Any]:
+    roles = [
+        {
+            "pipeline_rank": role.pp_rank,
+            "ranks": list(role.ranks),
+            "peak_bytes": role.estimate.peak.peak_bytes,
+            "steady_bytes": role.estimate.steady_bytes,
+            **({"traced_peak_bytes": traced[role.pp_rank]} if traced else {}),
+            "phases": [
+                {
+                    "name": phase.name,
+                    "peak_bytes": phase.peak_bytes,
+                    "where": phase.where,
+                    "lines": [{**label._asdict(), "bytes": size} for label, size in phase.lines],
+                }
+                for phase in role.estimate.phases
+            ],
+        }
+        for role in memory.roles
+    ]
+    capacity = None if gpu_memory is None else int(gpu_memory * _GIB)
+    return {
+        "run": run.summary(),
+        "peak_bytes": memory.peak_bytes,
+        "capacity_bytes": capacity,
+        "fits": None if capacity is None else memory.peak_bytes <= capacity,
+        "pipeline_ranks": roles,
+    }
+
+
+def _advice(source: Path | Mapping[str, Any], items: list[str], run: RunConfig, gpu_memory: float) -> str:
+    from dsx.config.fit import what_would_fit
+
+    found = what_would_fit(
+        source,
+        items,
+        run,
+        capacity_bytes=int(gpu_memory * _GIB),
+        peak_bytes=lambda changed: _memory(changed).peak_bytes,
+        seconds=lambda _: 0.0,
+    )
+    if not found:
+        return "dsx: it does not fit, and no one or two changes make it fit: use more GPUs"
+    lines = ["dsx: it does not fit. The cheapest changes with which it would:"]
+    for fit in found:
+        flags = " ".join(f"--set {item}" for item in fit.items)
+        lines.append(f"  {fit.words}: {fit.peak_bytes / _GIB:.2f} GiB ({flags})")
+    return "\n".join(lines)

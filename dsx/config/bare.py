@@ -1,0 +1,73 @@
+"""A config from a model's name alone, for questions that need no data and no training run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dsx.config.load import read
+from dsx.config.presets import find_preset, presets
+from dsx.errors import ConfigError
+
+_SEQUENCE_LENGTH_KEYS = ("max_position_embeddings", "n_positions")
+
+
+def bare_config(model: str) -> dict[str, Any]:
+    """DeepSpeed JSON with a dsx block for ``model``: bf16, AdamW, ZeRO-1, one micro-batch of one sequence.
+
+    Sequences have the model's own greatest length; vocabulary and all else are the model's own.
+
+    Args:
+        model: A preset, as ``llama-3-8b`` or ``gpt2/tiny``; a Hugging Face config.json; or a model folder.
+
+    Raises:
+        ConfigError: There is no such preset, file or folder, or the folder has no config.json.
+    """
+    source, config = _source(model)
+    lengths = [config[key] for key in _SEQUENCE_LENGTH_KEYS if key in config]
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": 1},
+        "dsx": {
+            "model": source,
+            "parallel": {"tensor": 1, "pipeline": 1, "chunks": "auto"},
+            "data": {"sequence_length": lengths[0] if lengths else 2048, "tokenizer": "bytes"},
+            "train": {"steps": 1, "output": "runs/unnamed"},
+        },
+    }
+
+
+def _source(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ``dsx.model`` block, and the Hugging Face config behind it."""
+    where = f"--model {model}"
+    path = Path(model)
+    if path.is_dir():
+        file = path / "config.json"
+        if not file.is_file():
+            raise ConfigError(
+                where, "the folder has no config.json", "give a Hugging Face model folder, or a preset's name"
+            )
+        return {"path": model, "weights": "random"}, read(file)
+    if path.is_file():
+        config = read(path)
+        if "model_type" not in config:
+            raise ConfigError(where, "it has no model_type", "give a Hugging Face config.json")
+        return {"config": config}, config
+    if path.suffix == ".json":
+        raise ConfigError(where, "there is no such file", "give a Hugging Face config.json")
+    family, _, name = model.rpartition("/")
+    known = {preset.family for preset in presets()}
+    if family and family not in known:
+        raise ConfigError(
+            where,
+            "there is no such folder, and no such family of presets",
+            f"give a folder with a config.json, or a preset such as {min(known)}/{name}",
+        )
+    preset = find_preset(family or None, name)  # type: ignore[arg-type]
+    config = json.loads(json.dumps(preset.config))
+    block = {"preset": name, "family": preset.family, "overrides": {"vocab_size": config["vocab_size"]}}
+    return block, config
