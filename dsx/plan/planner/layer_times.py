@@ -1,0 +1,222 @@
+"""What one layer and one micro-batch take on one rank: computing, and waiting for tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Self
+
+from dsx.plan.cluster import Group, Precision
+from dsx.plan.params import layer_kinds
+from dsx.plan.planner import kernels
+from dsx.plan.planner.collectives import Network
+from dsx.plan.planner.efficiency import Software
+from dsx.plan.planner.kernels import Product, Shape, Traffic
+from dsx.spec.model import Recompute
+
+_BACKWARD_TRAFFIC = 2.0  # An operation's backward reads its input and two gradients, or writes two.
+_FUSED_BACKWARD = 2.5  # arXiv:2307.08691, section 3.1: five products where the forward has two.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTime:
+    """Seconds. A whole backward is recomputation, input and weight part, and ``backward_wait``.
+
+    Attributes:
+        forward: Computing forward.
+        again: Computing forward again in backward.
+        grad_input: Computing the input's gradient.
+        grad_weight: Computing the weights' gradients and adding them up.
+        forward_wait: Communication that a forward waits for.
+        again_wait: The same of the forward done again.
+        backward_wait: The same of a whole backward.
+        input_wait: The same of the first part of a divided backward.
+        weight_wait: The same of its second part.
+    """
+
+    forward: float = 0.0
+    again: float = 0.0
+    grad_input: float = 0.0
+    grad_weight: float = 0.0
+    forward_wait: float = 0.0
+    again_wait: float = 0.0
+    backward_wait: float = 0.0
+    input_wait: float = 0.0
+    weight_wait: float = 0.0
+
+    @classmethod
+    def total(cls, times: Iterable[Self]) -> Self:
+        """Of several layers, one after the other."""
+        times = list(times)
+        return cls(**{f.name: sum(getattr(time, f.name) for time in times) for f in fields(cls)})
+
+    @property
+    def forward_seconds(self) -> float:
+        """A whole forward."""
+        return self.forward + self.forward_wait
+
+    @property
+    def backward_seconds(self) -> float:
+        """A whole backward."""
+        return self.again + self.again_wait + self.grad_input + self.grad_weight + self.backward_wait
+
+    @property
+    def input_seconds(self) -> float:
+        """The first part of a divided backward."""
+        return self.again + self.again_wait + self.grad_input + self.input_wait
+
+    @property
+    def weight_seconds(self) -> float:
+        """The second part of a divided backward."""
+        return self.grad_weight + self.weight_wait
+
+    @property
+    def seconds(self) -> float:
+        """Forward and whole backward."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Hardware, what is reached of it, and the software that runs on it."""
+
+    network: Network
+    software: Software
+    precision: Precision
+
+    def product(self, product: Product, width: int) -> float:
+        """Seconds of a product of matrices: bound by arithmetic, or by memory."""
+        efficiency, cluster = self.network.efficiency, self.network.cluster
+        padded = 2.0 * product.count
+        for side in (product.m, product.n, product.k):
+            padded *= side + efficiency.tile
+        arithmetic = padded / (cluster.peak(self.precision) * efficiency.matmul)
+        return max(arithmetic, self.traffic(product.elements * width))
+
+    def traffic(self, num_bytes: float) -> float:
+        """Seconds of reading or writing so many bytes."""
+        return num_bytes / (self.network.cluster.memory_bytes_per_second * self.network.efficiency.memory)
+
+    def at_least(self, seconds: float, num_kernels: int) -> float:
+        """``seconds``, unless starting the kernels takes longer."""
+        return max(seconds, num_kernels * self.network.efficiency.kernel_seconds)
+
+
+def layer_times(machine: Machine, shape: Shape, recompute: Recompute) -> tuple[LayerTime, ...]:
+    """Times of every layer of the layer list."""
+    makers: dict[str, Callable[[], LayerTime]] = {
+        "WordEmbedding": lambda: _embedding(machine, shape),
+        "Positions": lambda: _stream(machine, shape, passes=3),
+        "Block": lambda: _block(machine, shape, recompute),
+        "FinalNorm": lambda: _stream(machine, shape, passes=2),
+        "Head": lambda: _head(machine, shape),
+    }
+    kinds = layer_kinds(shape.model)
+    made = {kind: makers[kind]() for kind in dict.fromkeys(kinds)}
+    return tuple(made[kind] for kind in kinds)
+
+
+def _block(machine: Machine, shape: Shape, recompute: Recompute) -> LayerTime:
+    width, linears = shape.width, kernels.linears(shape)
+    matmuls = sum(machine.product(each, width) for each in linears)
+    around = kernels.block_traffic(shape)
+    moved = machine.traffic(around.num_bytes)
+    core, core_backward, core_kernels = _core(machine, shape)
+    count = around.kernels + len(linears) + core_kernels
+    forward = machine.at_least(matmuls + moved + core, count)
+    added = sum(3.0 * each.n * each.k for each in linears) * width  # to the gradients so far
+    grad_input = machine.at_least(matmuls + core_backward + _BACKWARD_TRAFFIC * moved, 2 * count)
+    collective, wait = _tensor_wait(machine, shape), _BlockWait(machine, shape, linears)
+    again = {"none": 0.0, "selective": core, "full": forward}[recompute]
+    return LayerTime(
+        forward=forward,
+        again=again,
+        grad_input=grad_input,
+        grad_weight=machine.at_least(matmuls + machine.traffic(added), 2 * len(linears)),
+        forward_wait=(4 if shape.cuts_sequence else 2) * collective,
+        again_wait=(4 if shape.cuts_sequence else 2) * collective if recompute == "full" else 0.0,
+        backward_wait=wait.whole,
+        input_wait=wait.input,
+        weight_wait=wait.weight,
+    )
+
+
+def _core(machine: Machine, shape: Shape) -> tuple[float, float, int]:
+    """Attention core: seconds forward, seconds backward, kernels forward."""
+    products, moved = kernels.attention(shape), kernels.core_traffic(shape)
+    around = machine.traffic(moved.num_bytes)
+    if machine.software.attention == "fused":
+        rate = machine.network.cluster.peak(machine.precision) * machine.network.efficiency.matmul
+        # Half of the square is masked and skipped.
+        fused = sum(each.flops for each in products) / 2 / (rate * machine.network.efficiency.attention)
+        return around + fused, _BACKWARD_TRAFFIC * around + _FUSED_BACKWARD * fused, moved.kernels + 1
+    scores = kernels.score_traffic(shape)
+    stored = machine.traffic(scores.num_bytes)
+    matmuls = sum(machine.product(each, shape.width) for each in products)
+    backward = 2 * matmuls + _BACKWARD_TRAFFIC * around + stored
+    return around + matmuls + stored, backward, moved.kernels + scores.kernels + 2
+
+
+def _tensor_wait(machine: Machine, shape: Shape) -> float:
+    """One tensor-parallel collective on the tensor between layers."""
+    kind = "all_gather" if shape.cuts_sequence else "all_reduce"
+    return machine.network.seconds(kind, shape.boundary_bytes, Group(shape.tensor))
+
+
+class _BlockWait:
+    """What a block's backward waits for.
+
+    dsx/nn/linear.py: with sequence parallelism a column-parallel linear gathers its input again, beside its
+    input gradient's product, and scatters that gradient beside its weight gradient's; a row-parallel one
+    gathers its output's gradient first. Without, the gradient of a column-parallel linear's input is
+    all-reduced beside its weight gradient's product. A divided backward has nothing to hide these behind, and
+    its second part gathers both once more.
+    """
+
+    def __init__(self, machine: Machine, shape: Shape, linears: Sequence[Product]) -> None:
+        one, hides = _tensor_wait(machine, shape), machine.software.hides_tensor_backward
+        columns = [machine.product(each, shape.width) for each in (linears[0], linears[2])]
+        left = sum(max(0.0, one - product) for product in columns) if hides else 2 * one
+        if shape.cuts_sequence:
+            self.whole, self.input, self.weight = 2 * one + 2 * left, 4 * one, 4 * one
+        else:
+            self.whole, self.input, self.weight = left, 2 * one, 0.0
+
+
+def _head(machine: Machine, shape: Shape) -> LayerTime:
+    """Head and loss. The loss's own collectives, a few numbers per token, count nothing."""
+    product, collective = kernels.head(shape), _tensor_wait(machine, shape)
+    matmul = machine.product(product, shape.width)
+    forward, backward = (machine.traffic(each.num_bytes) for each in kernels.loss_traffic(shape))
+    left = max(0.0, collective - matmul) if machine.software.hides_tensor_backward else collective
+    gathers = collective if shape.cuts_sequence else 0.0
+    return LayerTime(
+        forward=matmul + forward,
+        grad_input=matmul + backward,
+        grad_weight=matmul + machine.traffic(3.0 * product.n * product.k * shape.width),
+        forward_wait=gathers,
+        backward_wait=left * (2 if shape.cuts_sequence else 1),
+        input_wait=collective,
+        weight_wait=gathers,
+    )
+
+
+def _embedding(machine: Machine, shape: Shape) -> LayerTime:
+    """Look-up and sum over the ranks; backward writes the whole table and adds it."""
+    collective = _tensor_wait(machine, shape)
+    table = shape.vocabulary * shape.model.hidden_size * shape.width
+    back = collective if shape.cuts_sequence else 0.0
+    return LayerTime(
+        forward=machine.traffic(2.0 * shape.boundary_bytes),
+        grad_weight=machine.traffic(4.0 * table + 2.0 * shape.boundary_bytes),
+        forward_wait=collective,
+        backward_wait=back,
+        weight_wait=back,
+    )
+
+
+def _stream(machine: Machine, shape: Shape, *, passes: int) -> LayerTime:
+    """A layer that goes over the stream ``passes`` times."""
+    moved = Traffic(passes * shape.stream_bytes, 1)
+    forward = machine.at_least(machine.traffic(moved.num_bytes), moved.kernels)
+    return LayerTime(forward=forward, grad_input=_BACKWARD_TRAFFIC * forward)

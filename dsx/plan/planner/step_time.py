@@ -1,0 +1,442 @@
+"""Predicted time of a training step of one layout, and what it consists of.
+
+A step is the pipeline's schedule (:mod:`.pipeline`) on the layers' times (:mod:`.layer_times`), then the part
+of the gradients' reduction that is not hidden, then the update and the gathering of what it changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import prod
+
+from dsx.plan.cluster import Group
+from dsx.plan.flops import flops_per_token
+from dsx.plan.params import param_specs
+from dsx.plan.partition import balanced
+from dsx.plan.planner.kernels import Shape
+from dsx.plan.planner.layer_times import LayerTime, Machine, layer_times
+from dsx.plan.planner.pipeline import Pipeline, PipelineTime, least_seconds
+from dsx.plan.program import Program
+from dsx.plan.simulate import Costs
+from dsx.spec.mesh import Mesh
+from dsx.spec.model import ModelSpec, Recompute
+from dsx.spec.stages import StageMap
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is trained, on what.
+
+    Attributes:
+        model: The architecture.
+        machine: Hardware and software.
+        global_batch: Sequences per step, over all GPUs.
+        sequence_length: Tokens.
+        vocab_multiple: To which each rank's vocabulary rows are padded.
+    """
+
+    model: ModelSpec
+    machine: Machine
+    global_batch: int
+    sequence_length: int
+    vocab_multiple: int = 64
+
+    @property
+    def width(self) -> int:
+        """Bytes of a parameter."""
+        return 2 if self.machine.precision == "bf16" else 4
+
+    @property
+    def flops(self) -> float:
+        """Of a step, by the convention of MFU."""
+        tokens = self.global_batch * self.sequence_length
+        return tokens * flops_per_token(self.model, self.sequence_length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One way to train it.
+
+    Attributes:
+        tensor: Tensor-parallel degree.
+        pipeline: Pipeline degree.
+        data: Data-parallel degree.
+        schedule: Of the pipeline.
+        chunks: Virtual stages per pipeline rank.
+        micro_batch: Sequences per micro-batch.
+        recompute: What backward computes again.
+        sequence_parallel: Whether activations are cut along the sequence.
+        zero_stage: 0 to 3.
+        reduces_micro_batches: ZeRO-2: gradients are reduced after every backward (``dsx.zero.reduce``).
+        bounds: Layers of the virtual stages; None: the cut whose longest stage is the shortest.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    micro_batch: int = 1
+    recompute: Recompute = "none"
+    sequence_parallel: bool = True
+    zero_stage: int = 1
+    reduces_micro_batches: bool = False
+    bounds: tuple[int, ...] | None = None
+
+    @property
+    def gpus(self) -> int:
+        """How many it takes."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def mesh(self) -> Mesh:
+        """Its mesh."""
+        return Mesh.of(pp=self.pipeline, dp=self.data, tp=self.tensor)
+
+    @property
+    def program(self) -> Program:
+        """Its schedule."""
+        return Program(name=self.schedule)
+
+    def micro_batches(self, global_batch: int) -> int:
+        """Per step and data-parallel rank."""
+        return global_batch // (self.data * self.micro_batch)
+
+    @property
+    def label(self) -> str:
+        """In words."""
+        parts = [f"tensor {self.tensor}", f"pipeline {self.pipeline}", f"data {self.data}"]
+        if self.pipeline > 1:
+            parts.append(self.schedule + (f" x {self.chunks}" if self.chunks > 1 else ""))
+        parts.append(f"micro-batch {self.micro_batch}")
+        parts.append(f"ZeRO-{self.zero_stage}")
+        if self.recompute != "none":
+            parts.append(f"recompute {self.recompute}")
+        if self.tensor > 1 and not self.sequence_parallel:
+            parts.append("no sequence parallelism")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of a step: the parts add up to the whole. Parts within the schedule are means over ranks.
+
+    Attributes:
+        compute: Forward and backward.
+        recompute: Forward done again, without its communication.
+        tensor: Tensor-parallel communication that somebody waits for.
+        transfers: Pipeline transfers that a rank cannot compute beside; others show as bubble.
+        gathers: ZeRO-3's gathers, and reductions after each micro-batch, where they are longer than what they
+            run beside.
+        bubble: Waiting for other pipeline ranks.
+        gradients: Reduction of gradients after everything else.
+        update: The optimizer step.
+        parameters: Gathering what ZeRO-1 and 2 have updated.
+        bubble_over_ideal: Idle over ideal time, with equal ranks the usual figure of a schedule.
+    """
+
+    compute: float
+    recompute: float
+    tensor: float
+    transfers: float
+    gathers: float
+    bubble: float
+    gradients: float
+    update: float
+    parameters: float
+    bubble_over_ideal: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """The parts by name."""
+        return {
+            "compute": self.compute,
+            "recompute": self.recompute,
+            "tensor-parallel communication": self.tensor,
+            "transfers": self.transfers,
+            "ZeRO gathers": self.gathers,
+            "bubble": self.bubble,
+            "gradient reduction": self.gradients,
+            "optimizer": self.update,
+            "parameter gathering": self.parameters,
+        }
+
+    @property
+    def communication_share(self) -> float:
+        """Part of the step that communication alone takes, 0 to 1."""
+        waits = self.tensor + self.transfers + self.gathers + self.gradients + self.parameters
+        return waits / self.seconds
+
+
+@dataclass(slots=True)
+class Predictor:
+    """Predicts layouts of one task; what several have in common is computed once."""
+
+    task: Task
+    _times: dict[object, tuple[LayerTime, ...]] = field(default_factory=dict)
+    _bounds: dict[object, tuple[int, ...]] = field(default_factory=dict)
+    _elements: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _pipelines: dict[object, Pipeline] = field(default_factory=dict)
+
+    def shape(self, layout: Layout) -> Shape:
+        """A micro-batch of the layout."""
+        return Shape(
+            model=self.task.model,
+            tensor=layout.tensor,
+            sequence_parallel=layout.sequence_parallel,
+            micro_batch=layout.micro_batch,
+            sequence_length=self.task.sequence_length,
+            width=self.task.width,
+            vocab_multiple=self.task.vocab_multiple,
+        )
+
+    def times(self, layout: Layout) -> tuple[LayerTime, ...]:
+        """Of every layer."""
+        key = (layout.tensor, layout.sequence_parallel, layout.micro_batch, layout.recompute)
+        if key not in self._times:
+            self._times[key] = layer_times(self.task.machine, self.shape(layout), layout.recompute)
+        return self._times[key]
+
+    def elements(self, tensor: int) -> tuple[int, ...]:
+        """Parameters of every layer on one rank; a tied table counts again in the head."""
+        if tensor not in self._elements:
+            specs = param_specs(self.task.model, pad_multiple=self.task.vocab_multiple)
+            counts = [0] * (specs[-1].layer + 2 if specs[-1].tie else 0) or [0] * _num_layers(self.task.model)
+            for spec in specs:
+                counts[spec.layer] += prod(spec.local_shape(tensor))
+                if spec.tie is not None:
+                    counts[-1] += prod(spec.local_shape(tensor))
+            self._elements[tensor] = tuple(counts)
+        return self._elements[tensor]
+
+    def stages(self, layout: Layout) -> StageMap:
+        """Layers over virtual stages."""
+        count = layout.pipeline * layout.chunks
+        bounds = layout.bounds
+        if bounds is None:
+            key = (layout.tensor, layout.sequence_parallel, layout.micro_batch, layout.recompute, count)
+            if key not in self._bounds:
+                self._bounds[key] = balanced([time.seconds for time in self.times(layout)], count)
+            bounds = self._bounds[key]
+        return StageMap(bounds, layout.pipeline, layout.program.placement)
+
+    def costs(self, layout: Layout) -> Costs:
+        """Of every virtual stage, for the simulator."""
+        stages, times = self.stages(layout), self.times(layout)
+        totals = [LayerTime.total(times[a:b]) for a, b in pairwise(stages.bounds)]
+        elements = self.elements(layout.tensor)
+        parameters = [sum(elements[a:b]) for a, b in pairwise(stages.bounds)]
+        wire = _Wire(self.task.machine, self.shape(layout), layout)
+        zero = _Zero(self.task, layout)
+        least = self.task.machine.network.efficiency.action_seconds
+        last = len(totals) - 1
+
+        def action(seconds: float, *, crosses: bool) -> float:
+            return max(seconds, least) + (wire.action if crosses else 0.0)
+
+        forward, whole, first, second = [], [], [], []
+        for stage, (time, number) in enumerate(zip(totals, parameters, strict=True)):
+            into = stage > 0 and stages.rank_of(stage - 1) != stages.rank_of(stage)
+            back = stage < last and stages.rank_of(stage + 1) != stages.rank_of(stage)
+            gather, reduce = zero.gather(number), zero.reduce(number)
+            forward.append(action(max(time.forward_seconds, gather), crosses=into))
+            backward = max(time.backward_seconds, gather + zero.hidden * reduce)
+            whole.append(action(backward + (1 - zero.hidden) * reduce, crosses=back))
+            first.append(action(max(time.input_seconds, gather), crosses=back))
+            after = max(time.weight_seconds, zero.hidden * reduce) + (1 - zero.hidden) * reduce
+            second.append(action(after, crosses=False))
+        return Costs(
+            forward_seconds=tuple(forward),
+            backward_seconds=tuple(whole),
+            backward_input_seconds=tuple(first),
+            backward_weight_seconds=tuple(second),
+            transfer_seconds=wire.delay,
+        )
+
+    def bound(self, layout: Layout) -> float:
+        """Seconds that the prediction of a layout cannot be below."""
+        costs = self.costs(layout)
+        count = layout.micro_batches(self.task.global_batch)
+        return least_seconds(layout.program, layout.pipeline, count, costs)
+
+    def predict(self, layout: Layout) -> StepTime:
+        """The layout's step.
+
+        Raises:
+            ScheduleError: The schedule has no such size.
+            LayoutError: More virtual stages than layers.
+        """
+        count = layout.micro_batches(self.task.global_batch)
+        key = (layout.schedule, layout.pipeline, layout.chunks, count)
+        if key not in self._pipelines:
+            self._pipelines[key] = Pipeline(layout.program, layout.pipeline, layout.chunks, count)
+        costs, stages = self.costs(layout), self.stages(layout)
+        ran = self._pipelines[key].run(costs)
+        mean = _Mean.of(self, layout, stages, ran, count)
+        ends = [self._end(layout, stages, ran, rank) for rank in range(layout.pipeline)]
+        gradients = max(end[0] for end in ends)
+        update, parameters = max((end[1:] for end in ends), key=sum)
+        return StepTime(
+            compute=mean.compute,
+            recompute=mean.recompute,
+            tensor=mean.tensor,
+            transfers=mean.transfers,
+            gathers=mean.gathers,
+            bubble=ran.seconds - sum(ran.busy_seconds) / layout.pipeline,
+            gradients=gradients,
+            update=update,
+            parameters=parameters,
+            bubble_over_ideal=ran.bubble,
+        )
+
+    def _end(
+        self, layout: Layout, stages: StageMap, ran: PipelineTime, rank: int
+    ) -> tuple[float, float, float]:
+        """After the schedule, on one pipeline rank: reduction, update, gathering."""
+        elements, task = self.elements(layout.tensor), self.task
+        chunks = [
+            (ran.left_seconds[s], sum(elements[layer] for layer in stages.layers(s)))
+            for s in stages.stages_of(rank)
+        ]
+        number = sum(count for _, count in chunks)
+        network, software = task.machine.network, task.machine.software
+        group = Group(layout.data, layout.tensor)
+        reduction = 0.0
+        if layout.zero_stage < 3 and not layout.reduces_micro_batches:
+            reduction = self._reduction(chunks, group)
+            if software.gradients == "backward":
+                last = max(self.costs(layout).by_op(stages.num_stages)["B"])  # type: ignore[index]
+                reduction = max(0.0, reduction - last)
+        if task.model.tied_embeddings and layout.pipeline > 1:
+            pair = Group(2, (layout.pipeline - 1) * layout.data * layout.tensor)
+            reduction += network.seconds("all_reduce", elements[-1] * task.width, pair)
+        own = number / (layout.data if layout.zero_stage else 1)
+        update = task.machine.traffic(own * _update_bytes(task.width))
+        gathered = 0.0
+        if layout.zero_stage in (1, 2):
+            gathered = network.seconds("all_gather", number * task.width, group)
+        return reduction, update, gathered
+
+    def _reduction(self, chunks: list[tuple[float, int]], group: Group) -> float:
+        """What of an all-reduce of all gradients is left after the schedule has ended."""
+        network, software = self.task.machine.network, self.task.machine.software
+        if software.gradients != "chunk":
+            whole = sum(count for _, count in chunks)
+            started = -min(left for left, _ in chunks) if software.gradients == "end" else 0.0
+            return max(0.0, started + network.seconds("all_reduce", whole * self.task.width, group))
+        now = -max(left for left, _ in chunks)
+        for left, count in sorted(chunks, reverse=True):
+            now = max(now, -left) + network.seconds("all_reduce", count * self.task.width, group)
+        return max(0.0, now)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mean:
+    """What the ranks' busy time consists of, per step and mean over ranks."""
+
+    compute: float
+    recompute: float
+    tensor: float
+    transfers: float
+    gathers: float
+
+    @classmethod
+    def of(
+        cls, predictor: Predictor, layout: Layout, stages: StageMap, ran: PipelineTime, count: int
+    ) -> _Mean:
+        total, ranks = LayerTime.total(predictor.times(layout)), layout.pipeline
+        waits = total.forward_wait + total.again_wait
+        divided = layout.program.divides
+        waits += total.input_wait + total.weight_wait if divided else total.backward_wait
+        each = count / ranks
+        compute = each * (total.forward + total.grad_input + total.grad_weight)
+        recompute, tensor = each * total.again, each * waits
+        wire = _Wire(predictor.task.machine, predictor.shape(layout), layout)
+        crossings = sum(a != b for a, b in pairwise(map(stages.rank_of, range(stages.num_stages))))
+        transfers = each * 2 * crossings * wire.action
+        rest = sum(ran.busy_seconds) / ranks - compute - recompute - tensor - transfers
+        # What is left are gathers, or Python where actions are too short to hide it.
+        gathers = rest if layout.zero_stage >= 2 else 0.0
+        return cls(
+            compute=compute + rest - gathers,
+            recompute=recompute,
+            tensor=tensor,
+            transfers=transfers,
+            gathers=gathers,
+        )
+
+
+class _Wire:
+    """Pipeline transfers: what an action takes longer for one, and the delay until it has arrived."""
+
+    def __init__(self, machine: Machine, shape: Shape, layout: Layout) -> None:
+        self.action = self.delay = 0.0
+        if layout.pipeline == 1:
+            return
+        network, software = machine.network, machine.software
+        group = Group(layout.tensor)
+        shares = layout.tensor if shape.cuts_sequence or software.shards_transfers else 1
+        leaves = layout.gpus > network.cluster.gpus_per_node
+        seconds = network.transfer_seconds(shape.boundary_bytes / shares, leaves_node=leaves)
+        if shares > 1 and not shape.cuts_sequence:
+            self.action = network.seconds("all_gather", shape.boundary_bytes, group)
+        if software.hides_transfers:
+            self.delay = seconds
+        else:
+            self.action += seconds
+
+
+class _Zero:
+    """What ZeRO communicates during an action of a chunk. ``hidden`` is 1 if that runs beside computation.
+
+    Stage 3 gathers parameters for each forward and each backward and reduces gradients after each backward,
+    beside computation (dsx/adr/0009). Stage 2 with a reduction per micro-batch waits for it (dsx/adr/0008).
+    """
+
+    def __init__(self, task: Task, layout: Layout) -> None:
+        self._network, self._group = task.machine.network, Group(layout.data, layout.tensor)
+        self._width, self._share = task.width, task.machine.software.gather_share
+        self._stage, self._each = layout.zero_stage, layout.reduces_micro_batches
+        self.hidden = int(layout.zero_stage == 3)
+
+    def gather(self, elements: int) -> float:
+        """Parameters, before an action that needs them."""
+        if self._stage < 3:
+            return 0.0
+        return self._network.seconds("all_gather", elements * self._width, self._group, self._share)
+
+    def reduce(self, elements: int) -> float:
+        """Gradients, after a backward."""
+        if self._stage == 3:
+            return self._network.seconds("reduce_scatter", elements * self._width, self._group, self._share)
+        if self._stage == 2 and self._each:
+            return self._network.seconds("all_reduce", elements * self._width, self._group)
+        return 0.0
+
+
+def _update_bytes(width: int) -> int:
+    """Memory traffic of an AdamW step per parameter.
+
+    Gradient read, written in fp32, read for the norm and for clipping, written; parameter and two moments
+    read and written; in bf16 the new parameter copied.
+    """
+    gradient = width + 4 * _FP32_BYTES
+    return gradient + (3 + 1 + 3) * _FP32_BYTES + (0 if width == _FP32_BYTES else _FP32_BYTES + width)
+
+
+def _num_layers(model: ModelSpec) -> int:
+    from dsx.plan.params import layer_kinds
+
+    return len(layer_kinds(model))
+
+
+def at_zero(layout: Layout, stage: int) -> Layout:
+    """The same layout at another ZeRO stage."""
+    return replace(layout, zero_stage=stage, reduces_micro_batches=stage == 2)
