@@ -270,7 +270,9 @@ class Tape:
             if self._again:
                 self._frame.keep(kept)
             else:
-                frame, kept = (self._frame, self._frame.note(kept)), ()
+                # Who saves nothing does not keep the run's input alive either.
+                place = self._frame.note(kept)
+                frame, kept = ((self._frame, place) if kept else None), ()
         self._number += 1
         node = Node(self._number, edges, kept, backward, frame)
         node.outputs = len(outputs)

@@ -24,12 +24,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 Device = Literal["paper", "cpu"]
 
+_ONE_KERNEL = ("silu_backward",)
+"""Operators of a gradient and an input that torch composes of others where a device has no kernel of its own."""
+
 
 class PaperAccelerator(CPU_Accelerator):
     """What DeepSpeed asks of a GPU, as far as it changes what is allocated; all else does nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: torch.library.Library) -> None:
         super().__init__()
+        self._kernels = kernels  # registered as long as it lives
         self._name = "paper"
         self._communication_backend_name = "fake"
 
@@ -113,7 +117,10 @@ class _Module(_DummyBackendModule):
 def install() -> None:
     """Make ``paper`` a device of torch and the accelerator of DeepSpeed, for the rest of this process."""
     _setup_privateuseone_for_python_backend(rename="paper", backend_module=_Module())  # type: ignore[no-untyped-call]
-    set_accelerator(PaperAccelerator())
+    kernels = torch.library.Library("aten", "IMPL")
+    for operator in _ONE_KERNEL:
+        kernels.impl(operator, lambda _, x: torch.empty_like(x), "PrivateUse1")
+    set_accelerator(PaperAccelerator(kernels))
 
 
 class _Kernels:
