@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dsx.config.memory_zero3 import gathering_of
 from dsx.config.run import RunConfig
 from dsx.plan.memory.estimate import DeviceKind, Job
 from dsx.plan.memory.states import Optimizer, StateSettings
@@ -49,4 +50,5 @@ def _states(config: RunConfig, device: DeviceKind) -> StateSettings:
         bucket=int(zero.get("reduce_bucket_size", 500_000_000)),
         offload=(zero.get("offload_optimizer") or {}).get("device", "none") != "none",
         fused=kind in ("adam", "adamw") and not own,
+        gathering=gathering_of(zero, config.dsx.zero.keep_gathered_bytes) if config.zero_stage == 3 else None,
     )

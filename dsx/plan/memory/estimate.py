@@ -8,7 +8,7 @@ from typing import Literal
 from dsx.plan.memory.layers import Layers
 from dsx.plan.memory.ops import Later, Ops, label
 from dsx.plan.memory.partitioned import Bf16, Partitioned
-from dsx.plan.memory.stage3 import Stage3
+from dsx.plan.memory.stage3 import Stage3, uses
 from dsx.plan.memory.states import Flat, States, StateSettings, Unfused
 from dsx.plan.memory.tape import Label, Leaf, Ledger, Storage, Tape, Tensor
 from dsx.plan.memory.walk import Boundary, Walk
@@ -156,6 +156,7 @@ def _rank(
     ops = Ops(tape=Tape(ledger), tp=tp, sequence=sequence, width=width, later=Later() if divided else None)
     if isinstance(states, Stage3):
         ops.hooks = states
+        states.plan_gathers(job.schedule.rows[pp_rank], uses(job.layout, pp_rank, leaves))
     length = job.sequence_length // tp if sequence else job.sequence_length
     walk = Walk(
         schedule=job.schedule,

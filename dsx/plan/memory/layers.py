@@ -39,7 +39,10 @@ class Layers:
     recompute: Recompute = "none"
 
     def run(self, layers: Sequence[int], x: Tensor, labels: Tensor | None) -> Tensor:
-        """Forward of ``layers``; with the last one and ``labels``, the loss."""
+        """Forward of ``layers``; with the last one and ``labels``, the loss (runtime/chunks.py Chunks.forward)."""
+        return self.ops.module((), x, lambda x: self._chunk(layers, x, labels))
+
+    def _chunk(self, layers: Sequence[int], x: Tensor, labels: Tensor | None) -> Tensor:
         kinds = layer_kinds(self.model)
         forwards: dict[str, Callable[[int, Tensor], Tensor]] = {
             "WordEmbedding": self.word_embedding,
@@ -49,7 +52,7 @@ class Layers:
             "Head": self.head,
         }
         for layer in layers:
-            x = forwards[kinds[layer]](layer, x)
+            x = self.ops.module((), x, partial(forwards[kinds[layer]], layer))
         if labels is None or layers[-1] != len(kinds) - 1:
             return x
         return self.loss(x, labels)
@@ -83,13 +86,17 @@ class Layers:
     def _residuals(self, layer: int, x: Tensor) -> Tensor:
         source = "nn/block.py Block._residuals"
         probability = self.model.residual_dropout
-        branch = self._attention(layer, self._norm(layer, "norm_1", x))
-        branch = self.ops.dropout(branch, probability)
+        branch = self.ops.module((), self._norm(layer, "norm_1", x), partial(self._attention, layer))
+        branch = self.dropout(branch, probability)
         middle = self.ops.add(x, branch, name="after attention", source=source)
         del branch
-        branch = self._mlp(layer, self._norm(layer, "norm_2", middle))
-        branch = self.ops.dropout(branch, probability)
+        branch = self.ops.module((), self._norm(layer, "norm_2", middle), partial(self._mlp, layer))
+        branch = self.dropout(branch, probability)
         return self.ops.add(middle, branch, name="block output", source=source)
+
+    def dropout(self, x: Tensor, probability: float) -> Tensor:
+        """nn/dropout.py Dropout, a module also where it drops nothing."""
+        return self.ops.module((), x, lambda x: self.ops.dropout(x, probability))
 
     def _attention(self, layer: int, x: Tensor) -> Tensor:
         """nn/attention.py Attention.forward."""
@@ -168,42 +175,37 @@ class Layers:
         """LearnedPositions and dropout."""
         weight = self._weight(layer, "position.weight")
         y = self.ops.module((weight,), x, lambda x: self._add_positions(weight, x))
-        return self.ops.dropout(y, self.model.embedding_dropout)
+        return self.dropout(y, self.model.embedding_dropout)
 
     def _add_positions(self, weight: Leaf, x: Tensor) -> Tensor:
         ops, tape = self.ops, self.ops.tape
-        batch, length, hidden = x.shape
+        length, hidden = x.shape[1:]
+        whole = length * ops.tp if ops.sequence else length
         source = "nn/embedding.py LearnedPositions.forward"
-        own = (
-            tape.new(label("own positions", "s H w", source), x.width, length, hidden)
-            if ops.sequence
-            else None
-        )
+        table = ops.late(weight)
+        rows = Tensor((whole, hidden), x.width, None)
+        total = Label("gradients", "position gradient", "positions H w", source)
+        tape.record((table,), (rows,), lambda *_: [tape.new(total, x.width, *weight.shape)])
+        if ops.sequence:
+            own = tape.new(label("own positions", "s H w", source), x.width, length, hidden)
+            gathered = label("gradient of the positions", "S H w", source)
+            tape.record((rows,), (own,), lambda *_: [tape.new(gathered, x.width, whole, hidden)])
+            rows = own
+            del own
         y = ops.like(label("embedding", "B s H w", source), x)
-        del own
-
-        def backward(saved: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
-            del saved
-            what = label("gradient of the positions", "S H w", source)
-            part = tape.new(what, dy.width, length, hidden) if batch > 1 else None
-            whole = tape.new(what, dy.width, length * ops.tp, hidden) if ops.sequence else None
-            del part
-            gradient = tape.new(
-                Label("gradients", "position gradient", "positions H w", source), dy.width, *weight.shape
-            )
-            del whole
-            if ops.later is not None and ops.later.active:
-                ops.later.keep(weight, ops.cloned(), gradient)
-                return [dy.detach(), None]
-            return [dy.detach(), gradient]
-
-        tape.record((x, weight), (y,), backward)
+        part = label("gradient of the positions", "s H w", source)
+        tape.record(
+            (x, rows), (y,), lambda _, dy: [dy.detach(), tape.new(part, dy.width, length, hidden)]
+        )
         return y
 
     def head(self, layer: int, x: Tensor) -> Tensor:
         """The table as a column-parallel linear."""
-        owner = 0 if self.model.tied_embeddings else layer
-        return self._column(owner, "word", x, name="logits")
+        if not self.model.tied_embeddings:
+            return self._column(layer, "word", x, name="logits")
+        # runtime/chunks.py TiedUse gathers the table that is not its own.
+        weight = self._weight(0, "word.weight")
+        return self.ops.module((weight,), x, lambda x: self._column(0, "word", x, name="logits"))
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """nn/loss.py cross_entropy with overwrite_logits: float32 of 2^23 logits at a time."""

@@ -17,16 +17,13 @@ Start = Callable[..., Callable[[], Tensor]]
 
 
 class Hooks(Protocol):
-    """Who stands before and after each module with parameters (ZeRO-3)."""
+    """Who stands before and after each module (ZeRO-3)."""
 
-    def fetch(self, module: tuple[Leaf, ...]) -> None:
-        """Before it uses them."""
+    def fetch(self, module: tuple[Leaf, ...], *, forward: bool) -> None:
+        """Before a module with these parameters of its own, maybe none, runs forward or backward."""
 
-    def release(self, module: tuple[Leaf, ...]) -> None:
-        """After it."""
-
-    def leave_behind(self, module: tuple[Leaf, ...]) -> None:
-        """Its input wants no gradient, so that nothing tells when its backward is over."""
+    def release(self, module: tuple[Leaf, ...], *, forward: bool) -> None:
+        """After it. Not after the backward of a module whose input wants no gradient."""
 
 
 def label(name: str, formula: str, source: str, category: str = "activations") -> Label:
@@ -115,25 +112,21 @@ class Ops:
         if hooks is None:
             return body(x)
         held = tuple(leaf for leaf in parameters if leaf is not None)
-        hooks.fetch(held)
+        hooks.fetch(held, forward=True)
 
         def over(_: tuple[Tensor, ...], dx: Tensor) -> list[Tensor | None]:
-            hooks.release(held)
+            hooks.release(held, forward=False)
             return [dx.detach()]
 
         def coming(_: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
-            hooks.fetch(held)
-            if not watched:
-                hooks.leave_behind(held)
+            hooks.fetch(held, forward=False)
             return [dy.detach()]
 
         inside = x.view()
-        watched = bool(isinstance(x, Leaf) or x.source)
-        if watched:
-            self.tape.record((x,), (inside,), over)
+        self.tape.record((x,), (inside,), over)
         y = body(inside)
         del inside
-        hooks.release(held)
+        hooks.release(held, forward=True)
         outside = y.detach()
         self.tape.record((y,), (outside,), coming)
         return outside
@@ -173,8 +166,7 @@ class Ops:
         y = self.tape.new(what, x.width, *whole.shape[:-1], weight.shape[0])
         del whole
         reduces = not column and self.tp > 1
-        bias = None if reduces else bias
-        late = bias is not None and self.later is not None
+        late = None if reduces or bias is None else self.late(bias)
 
         def backward(saved: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
             x, _ = saved
@@ -196,18 +188,28 @@ class Ops:
                 pending, dx = self.scatter(dx), None
             dweight = None if finish is None else finish()
             dbias = None
-            if bias is not None:
-                dbias = self.tape.new(
-                    label("bias gradient", "O w", "nn/linear.py _Linear.backward"), x.width, *bias.shape
-                )
-                if late and deferred:
-                    assert self.later is not None
-                    self.later.keep(bias, self.cloned(), dbias)
-                    dbias = None
+            if late is not None:
+                what = label("bias gradient", "O w", "nn/linear.py _Linear.backward")
+                dbias = self.tape.new(what, x.width, *late.shape)
             return [pending.wait() if pending is not None else dx, dweight, dbias]
 
-        self.tape.record((x, weight, bias), (y,), backward, saved=(x, weight))
+        self.tape.record((x, weight, late), (y,), backward, saved=(x, weight))
         return y
+
+    def late(self, parameter: Leaf) -> Tensor:
+        """nn/split.py late: a small parameter, whose gradient comes with the weights' when backwards are divided."""
+        if self.later is None:
+            return parameter
+        later, view = self.later, parameter.detach()
+
+        def backward(_: tuple[Tensor, ...], gradient: Tensor) -> list[Tensor | None]:
+            if not later.active:
+                return [gradient.detach()]
+            later.keep(parameter, self._cloned(), gradient)
+            return [None]
+
+        self.tape.record((parameter,), (view,), backward)
+        return view
 
     def _own_part(self, dy: Tensor) -> Tensor:
         batch, length, *rest = dy.shape
@@ -220,6 +222,7 @@ class Ops:
             whole_dy = self.gather(dy) if gathers_dy else Pending(self, dy, False)
 
             def finish() -> Tensor:
+                assert dy is not None  # what is kept stays until here, gathered or not
                 first, second = whole_dy.wait(), whole_x.wait()
                 gradient = self.tape.new(
                     Label("gradients", "weight gradient", "I O w", "nn/linear.py _start_weight_gradient"),
@@ -233,22 +236,21 @@ class Ops:
 
         return start
 
-    def cloned(self) -> Start:
-        """A gradient that was computed early and is delivered late (nn/split.py _as_it_is)."""
+    def _cloned(self) -> Start:
+        what = Label("gradients", "late gradient", "O w", "nn/split.py _as_it_is")
 
         def start(gradient: Tensor) -> Callable[[], Tensor]:
-            return lambda: self.like(
-                Label("gradients", "late gradient", "O w", "nn/split.py _as_it_is"), gradient
-            )
+            return lambda: self.like(what, gradient)
 
         return start
 
     def row_linear(self, x: Tensor, weight: Leaf, bias: Leaf | None, *, name: str) -> Tensor:
         """A row-parallel linear with its reduction (nn/collectives.py _ReduceFrom)."""
+        late = None if bias is None or self.tp == 1 else self.late(bias)
         y = self.linear(x, weight, bias, column=False, name=name)
-        return y if self.tp == 1 else self.reduce_from(y, bias)
+        return y if self.tp == 1 else self.reduce_from(y, late)
 
-    def reduce_from(self, x: Tensor, bias: Leaf | None = None) -> Tensor:
+    def reduce_from(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Sum over the ranks, in place without sequence parallelism."""
         y = self.scatter(x).wait() if self.sequence else x.detach()
 
@@ -259,9 +261,6 @@ class Ops:
             if bias is not None:
                 what = label("bias gradient", "H w", "nn/collectives.py _ReduceFrom.backward")
                 dbias = self.tape.new(what, dy.width, *bias.shape)
-                if self.later is not None and self.later.active:
-                    self.later.keep(bias, self.cloned(), dbias)
-                    dbias = None
             return [dy.detach(), dbias]
 
         self.tape.record((x, bias), (y,), backward)
@@ -270,30 +269,41 @@ class Ops:
     def norm(self, x: Tensor, weight: Leaf, bias: Leaf | None) -> Tensor:
         """LayerNorm with a bias, else RMSNorm: float32 statistics of each token are saved."""
         source = "nn/norm.py forward"
+        parameters = self._copied([self.late(p) for p in (weight, bias) if p is not None])
         y = self.like(label("norm", "B s H w", source), x)
-        statistics = [
-            self.tape.new(label("norm statistics", "4 B s", source), 4, *x.shape[:-1])
-            for _ in range(1 if bias is None else 2)
-        ]
-        parameters = (weight,) if bias is None else (weight, bias)
+        what = label("norm statistics", "4 B s", source)
+        statistics = [self.tape.new(what, 4, *x.shape[:-1]) for _ in parameters]
 
         def backward(saved: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
             del dy
             dx = self.like(label("gradient of norm's input", "B s H w", source), saved[0])
-            gradients: list[Tensor | None] = []
-            for parameter in parameters:
-                gradient = self.tape.new(
-                    Label("gradients", "norm gradient", "H w", source), self.width, *parameter.shape
-                )
-                if self.later is not None and self.later.active:
-                    self.later.keep(parameter, self.cloned(), gradient)
-                    gradients.append(None)
-                else:
-                    gradients.append(gradient)
-            return [dx, *gradients]
+            what = Label("gradients", "norm gradient", "H w", source)
+            return [dx, *(self.tape.new(what, self.width, *p.shape) for p in parameters)]
 
         self.tape.record((x, *parameters), (y,), backward, saved=(x, weight, *statistics))
         return y
+
+    def _copied(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """nn/collectives.py copy_parameters: gradients are summed over the ranks in float32."""
+        if not self.sequence:
+            return parameters
+        views = [parameter.detach() for parameter in parameters]
+
+        def backward(_: tuple[Tensor, ...], *gradients: Tensor) -> list[Tensor | None]:
+            source = "nn/collectives.py _CopyParameters"
+
+            def new(formula: str, width: int, elements: int) -> Tensor:
+                return self.tape.new(label("norm gradients", formula, source), width, elements)
+
+            wide = [new("4 H", 4, g.numel) for g in gradients] if self.width < 4 else []
+            flat = new("4 H of each", 4, sum(g.numel for g in gradients))
+            del wide
+            if self.width == 4:
+                return [flat.detach() for _ in gradients]
+            return [self.like(label("norm gradient", "H w", source, "gradients"), g) for g in gradients]
+
+        self.tape.record(parameters, views, backward)
+        return views
 
     def add(self, x: Tensor, y: Tensor, *, name: str, source: str) -> Tensor:
         """``x + y``, one shape."""

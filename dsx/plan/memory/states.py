@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dsx.plan.memory.stage3_gathering import Gathering
 from dsx.plan.memory.tape import Label, Leaf, Ledger, Storage, Tensor
 from dsx.spec.zero import ZeroPlan
 
@@ -65,6 +66,7 @@ class StateSettings:
         bucket: ``zero_optimization.reduce_bucket_size``, elements.
         offload: Whether the optimizer's state lives on the CPU.
         fused: Whether the update is DeepSpeed's FusedAdam or the like.
+        gathering: ZeRO-3's sizes.
     """
 
     width: int
@@ -73,6 +75,7 @@ class StateSettings:
     bucket: int = 500_000_000
     offload: bool = False
     fused: bool = False
+    gathering: Gathering | None = None
 
 
 class States:
@@ -110,17 +113,11 @@ class States:
     def start(self) -> None:
         """What ``deepspeed.initialize`` adds."""
 
-    def forward_begins(self) -> None:
-        """Before each forward of a chunk."""
+    def begin(self) -> None:
+        """Before each step."""
 
-    def backward_begins(self) -> None:
-        """Before each backward."""
-
-    def fetch(self, module: tuple[Leaf, ...]) -> None:
-        """Before a module uses its parameters."""
-
-    def release(self, module: tuple[Leaf, ...]) -> None:
-        """After a module has used its parameters."""
+    def before_action(self, position: int) -> None:
+        """Before the action at ``position`` of the rank's row."""
 
     def reduce(self, *, boundary: bool, came: bool) -> None:
         """After each backward; ``boundary`` after the last of the step, ``came`` if any gradient did."""

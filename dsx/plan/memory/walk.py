@@ -79,6 +79,7 @@ class Walk:
     def run(self, note: Callable[[Action | None], None]) -> None:
         """Walk the row; ``note`` is called after each action, and with None after the update."""
         self._reset()
+        self.states.begin()
         does = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -92,6 +93,7 @@ class Walk:
         for place, action in enumerate(self.row):
             for kind, source in self.receives.posts[place]:
                 self._post(kind, source)
+            self.states.before_action(place)
             does[action.op](action, place)
             note(action)
         self.flying.clear()
@@ -132,7 +134,6 @@ class Walk:
         is_last = action.stage == self.last
         labels = self._ids("labels") if is_last else None
         layers = self.stages.layers(action.stage)
-        self.states.forward_begins()
         output = self.layers.run(layers, self.inputs[key], labels)
         del labels
         if is_last:
@@ -163,7 +164,6 @@ class Walk:
         seed = gradient.detach() if gradient is not None else self._scalar()
         later = self.layers.ops.later
         came = later is None or not later.active
-        self.states.backward_begins()
         self.tape.backward(output, seed)
         self.states.reduce(boundary=place == self.final, came=came)
         del output, seed
@@ -188,7 +188,6 @@ class Walk:
         later = self.layers.ops.later
         assert later is not None
         later.kept.update(self.kept.pop((action.stage, action.micro_batch)))  # type: ignore[arg-type]
-        self.states.backward_begins()
         later.deliver(self.tape)
         self.states.reduce(boundary=place == self.final, came=True)
 

@@ -13,8 +13,9 @@ from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import once_differentiable
+from torch.optim import optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import (
     _DummyBackendModule,
@@ -140,6 +141,9 @@ def without_storage() -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention))
         )
+        # Else torch takes FakeTensors for tensors of a kind that its many-at-a-time updates cannot do.
+        kinds = [torch.Tensor, nn.Parameter, FakeTensor]
+        stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", kinds))
         stack.enter_context(mock.patch.object(F, "rms_norm", _rms_norm(F.rms_norm)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Answers())
