@@ -130,7 +130,7 @@ class Layers:
         _check_ids(ops, ids)
         mask = None
         if ops.tp > 1:
-            ids, mask = self._own_rows(ids)
+            shifted, ids, mask = self._own_rows(ids)
         y = tape.new(
             label("word embedding", "B S H w", _EMBEDDING), ops.width, *ids.shape, self.model.hidden_size
         )
@@ -141,9 +141,11 @@ class Layers:
         what = label("masked gradient", "B S H w", _EMBEDDING)
         tape.record((y,), (masked,), lambda _, dy: [ops.like(what, dy)], saved=(mask,))
         del y
-        return ops.reduce_from(masked)
+        total = ops.reduce_from(masked)
+        del shifted
+        return total
 
-    def _own_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _own_rows(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         tape = self.ops.tape
         rows = tape.new(label("rows", "8 B S", _EMBEDDING), 8, *ids.shape)
         masks = [
@@ -152,16 +154,19 @@ class Layers:
         mask = masks.pop()
         masks.clear()
         own = tape.new(label("rows", "8 B S", _EMBEDDING), 8, *ids.shape)
-        del rows
-        return own, mask
+        return rows, own, mask
 
     def _table_gradient(self, weight: Leaf) -> Callable[..., Sequence[Tensor | None]]:
         ops = self.ops
         what = Label("gradients", "table gradient", "V H w", "nn/embedding.py _start_table_gradient")
 
         def start(ids: Tensor, dy: Tensor) -> Callable[[], Tensor]:
-            del ids, dy
-            return lambda: ops.tape.new(what, ops.width, *weight.shape)
+            def finish() -> Tensor:
+                assert ids is not None  # both stay until here
+                assert dy is not None
+                return ops.tape.new(what, ops.width, *weight.shape)
+
+            return finish
 
         def backward(saved: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
             if ops.later is not None and ops.later.active:

@@ -299,7 +299,7 @@ class Ops:
             flat = new("4 H of each", 4, sum(g.numel for g in gradients))
             del wide
             if self.width == 4:
-                return [flat.detach() for _ in gradients]
+                return [flat.view(g.numel) for g in gradients]
             return [self.like(label("norm gradient", "H w", source, "gradients"), g) for g in gradients]
 
         self.tape.record(parameters, views, backward)
