@@ -6,13 +6,13 @@ of the gradients' reduction that is not hidden, then the update and the gatherin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 
 from dsx.plan.cluster import Group
 from dsx.plan.flops import flops_per_token
-from dsx.plan.params import param_specs
+from dsx.plan.params import layer_kinds, param_specs
 from dsx.plan.partition import balanced
 from dsx.plan.planner.kernels import Shape
 from dsx.plan.planner.layer_times import LayerTime, Machine, layer_times
@@ -21,6 +21,7 @@ from dsx.plan.program import Program
 from dsx.plan.simulate import Costs
 from dsx.spec.mesh import Mesh
 from dsx.spec.model import ModelSpec, Recompute
+from dsx.spec.schedule import Op
 from dsx.spec.stages import StageMap
 
 _FP32_BYTES = 4
@@ -184,6 +185,7 @@ class Predictor:
     _bounds: dict[object, tuple[int, ...]] = field(default_factory=dict)
     _elements: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _pipelines: dict[object, Pipeline] = field(default_factory=dict)
+    _runs: dict[object, PipelineTime] = field(default_factory=dict)
 
     def shape(self, layout: Layout) -> Shape:
         """A micro-batch of the layout."""
@@ -208,7 +210,7 @@ class Predictor:
         """Parameters of every layer on one rank; a tied table counts again in the head."""
         if tensor not in self._elements:
             specs = param_specs(self.task.model, pad_multiple=self.task.vocab_multiple)
-            counts = [0] * (specs[-1].layer + 2 if specs[-1].tie else 0) or [0] * _num_layers(self.task.model)
+            counts = [0] * len(layer_kinds(self.task.model))
             for spec in specs:
                 counts[spec.layer] += prod(spec.local_shape(tensor))
                 if spec.tie is not None:
@@ -274,11 +276,7 @@ class Predictor:
             LayoutError: More virtual stages than layers.
         """
         count = layout.micro_batches(self.task.global_batch)
-        key = (layout.schedule, layout.pipeline, layout.chunks, count)
-        if key not in self._pipelines:
-            self._pipelines[key] = Pipeline(layout.program, layout.pipeline, layout.chunks, count)
-        costs, stages = self.costs(layout), self.stages(layout)
-        ran = self._pipelines[key].run(costs)
+        stages, ran = self.stages(layout), self._run(layout, count)
         mean = _Mean.of(self, layout, stages, ran, count)
         ends = [self._end(layout, stages, ran, rank) for rank in range(layout.pipeline)]
         gradients = max(end[0] for end in ends)
@@ -296,6 +294,15 @@ class Predictor:
             bubble_over_ideal=ran.bubble,
         )
 
+    def _run(self, layout: Layout, count: int) -> PipelineTime:
+        key = (layout.schedule, layout.pipeline, layout.chunks, count)
+        if key not in self._pipelines:
+            self._pipelines[key] = Pipeline(layout.program, layout.pipeline, layout.chunks, count)
+        costs = self.costs(layout)
+        if (key, costs) not in self._runs:
+            self._runs[key, costs] = self._pipelines[key].run(costs)
+        return self._runs[key, costs]
+
     def _end(
         self, layout: Layout, stages: StageMap, ran: PipelineTime, rank: int
     ) -> tuple[float, float, float]:
@@ -312,7 +319,7 @@ class Predictor:
         if layout.zero_stage < 3 and not layout.reduces_micro_batches:
             reduction = self._reduction(chunks, group)
             if software.gradients == "backward":
-                last = max(self.costs(layout).by_op(stages.num_stages)["B"])  # type: ignore[index]
+                last = max(self.costs(layout).by_op(stages.num_stages)[Op.BACKWARD])
                 reduction = max(0.0, reduction - last)
         if task.model.tied_embeddings and layout.pipeline > 1:
             pair = Group(2, (layout.pipeline - 1) * layout.data * layout.tensor)
@@ -429,14 +436,3 @@ def _update_bytes(width: int) -> int:
     """
     gradient = width + 4 * _FP32_BYTES
     return gradient + (3 + 1 + 3) * _FP32_BYTES + (0 if width == _FP32_BYTES else _FP32_BYTES + width)
-
-
-def _num_layers(model: ModelSpec) -> int:
-    from dsx.plan.params import layer_kinds
-
-    return len(layer_kinds(model))
-
-
-def at_zero(layout: Layout, stage: int) -> Layout:
-    """The same layout at another ZeRO stage."""
-    return replace(layout, zero_stage=stage, reduces_micro_batches=stage == 2)

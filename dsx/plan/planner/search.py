@@ -1,0 +1,260 @@
+"""Rank layouts by predicted step time under the memory cap: best first, by bounds that are cheap."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from dsx.errors import DsxError, LayoutError, ScheduleError
+from dsx.plan.planner.memory_floor import MemoryFloor
+from dsx.plan.planner.space import Space, meshes, scheduled, variants
+from dsx.plan.planner.step_time import Layout, Predictor, StepTime, Task
+
+Memory = Callable[[Layout], int]
+"""Peak bytes of the fullest rank of a layout; a DsxError for one that cannot be run."""
+
+_TIE = 1.002  # Closer than the model can tell: the simpler one wins.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """A layout with its predicted step.
+
+    Attributes:
+        layout: Which.
+        time: Its step.
+        peak_bytes: Memory of its fullest rank; for one that was left out for its memory's bound, that bound.
+        fits: Whether it stays within the cap.
+    """
+
+    layout: Layout
+    time: StepTime
+    peak_bytes: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a search found.
+
+    Attributes:
+        task: What it was for.
+        cap_bytes: Memory of a GPU that it kept within.
+        best: The best layout of each mesh, the fastest first: at least the number asked for, if there are so
+            many.
+        others: The best one's neighbours, each with one thing changed, fastest first.
+        too_large: Layouts that are faster than the best one and do not fit, fastest first.
+        predicted: Layouts whose step was simulated.
+        estimated: Layouts whose memory was estimated in full.
+    """
+
+    task: Task
+    cap_bytes: int
+    best: tuple[Ranked, ...]
+    others: tuple[Ranked, ...]
+    too_large: tuple[Ranked, ...]
+    predicted: int
+    estimated: int
+
+
+@dataclass(order=True, slots=True)
+class _Node:
+    """A layout in the heap; the lower its seconds, the earlier its turn."""
+
+    seconds: float
+    order: tuple[int, ...]
+    layout: Layout = field(compare=False)
+    is_scheduled: bool = field(compare=False, default=False)
+    time: StepTime | None = field(compare=False, default=None)
+
+
+@dataclass(slots=True)
+class Search:
+    """A search for the best layouts of one task.
+
+    Args:
+        task: What is trained.
+        space: What may be chosen.
+        memory: Peak bytes of a layout.
+        cap_bytes: What they must stay within; None: what the cluster's GPUs have.
+        state_bytes: What the optimizer keeps per parameter, for the bound of the memory.
+    """
+
+    task: Task
+    space: Space
+    memory: Memory
+    cap_bytes: int | None = None
+    state_bytes: int = 8
+    predictor: Predictor = field(init=False)
+    _floor: MemoryFloor = field(init=False)
+    _peaks: dict[Layout, int | None] = field(init=False, default_factory=dict)
+    _times: dict[Layout, StepTime] = field(init=False, default_factory=dict)
+    _large: dict[Layout, Ranked] = field(init=False, default_factory=dict)
+    _ticket: Iterator[int] = field(init=False, default_factory=count)
+
+    def __post_init__(self) -> None:
+        self.predictor = Predictor(self.task)
+        self._floor = MemoryFloor(self.predictor, self.state_bytes)
+        if self.cap_bytes is None:
+            self.cap_bytes = self.task.machine.network.cluster.usable_bytes
+
+    @property
+    def cap(self) -> int:
+        """Most bytes of a rank."""
+        assert self.cap_bytes is not None
+        return self.cap_bytes
+
+    def run(self, top: int) -> Plan:
+        """The ``top`` best meshes, each with its best layout.
+
+        Raises:
+            LayoutError: Nothing fits; names what comes nearest.
+        """
+        heap = [node for mesh in meshes(self.task, self.space) for node in self._open(mesh)]
+        heapq.heapify(heap)
+        best: dict[tuple[int, int], Ranked] = {}
+        while heap and len(best) < top:
+            node = heapq.heappop(heap)
+            mesh = (node.layout.tensor, node.layout.pipeline)
+            if mesh in best:
+                continue
+            if node.time is None:
+                for inner in self._inner(node):
+                    heapq.heappush(heap, inner)
+                continue
+            ranked = self._judge(node.layout, node.time)
+            if ranked is not None and ranked.fits:
+                best[mesh] = ranked
+        if not best:
+            raise self._nothing_fits()
+        first = next(iter(best.values()))
+        return Plan(
+            task=self.task,
+            cap_bytes=self.cap,
+            best=tuple(best.values()),
+            others=tuple(self._neighbours(first)),
+            too_large=self._faster(first),
+            predicted=len(self._times),
+            estimated=len(self._peaks),
+        )
+
+    def judge(self, layout: Layout) -> Ranked | None:
+        """One layout; None if it cannot be run."""
+        try:
+            return self._judge(layout, self._time(layout))
+        except (LayoutError, ScheduleError):
+            return None
+
+    def _open(self, mesh: Layout) -> Iterator[_Node]:
+        """A mesh's variants whose memory can fit, with a bound as if there were no bubble."""
+        for layout in variants(self.task, self.space, mesh):
+            total = sum(time.seconds for time in self.predictor.times(layout))
+            ideal = total * layout.micro_batches(self.task.global_batch) / layout.pipeline
+            if self._can_fit(layout):
+                yield _Node(ideal, (0, next(self._ticket)), layout)
+
+    def _can_fit(self, layout: Layout) -> bool:
+        return self._floor.of(layout) <= self.cap
+
+    def _inner(self, node: _Node) -> Iterator[_Node]:
+        """What a node leads to: its schedules, or its own prediction."""
+        if node.is_scheduled:
+            time = self._time(node.layout)
+            yield _Node(time.seconds, _simplicity(node.layout), node.layout, True, time)
+            return
+        for layout in scheduled(self.task, self.space, node.layout):
+            if self._can_fit(layout):
+                bound = self.predictor.bound(layout)
+                yield _Node(max(bound, node.seconds), (1, next(self._ticket)), layout, True)
+
+    def _time(self, layout: Layout) -> StepTime:
+        if layout not in self._times:
+            self._times[layout] = self.predictor.predict(layout)
+        return self._times[layout]
+
+    def _judge(self, layout: Layout, time: StepTime) -> Ranked | None:
+        """With its memory, by the bound if that says enough; None if it cannot be run."""
+        floor = self._floor.of(layout)
+        if floor > self.cap:
+            return Ranked(layout=layout, time=time, peak_bytes=floor, fits=False)
+        if layout not in self._peaks:
+            try:
+                self._peaks[layout] = self.memory(layout)
+            except DsxError:
+                self._peaks[layout] = None
+        peak = self._peaks[layout]
+        if peak is None:
+            return None
+        ranked = Ranked(layout=layout, time=time, peak_bytes=peak, fits=peak <= self.cap)
+        if not ranked.fits:
+            self._large[layout] = ranked
+        return ranked
+
+    def _neighbours(self, first: Ranked) -> list[Ranked]:
+        """The best layout with one thing changed, the best of each such change."""
+        layout, found = first.layout, []
+        changed: dict[str, list[Layout]] = {}
+        wide = replace(self.space, tensor=(layout.tensor,), pipeline=(layout.pipeline,))
+        for other in variants(self.task, wide, layout):
+            names = _differences(layout, other)
+            if len(names) == 1:
+                changed.setdefault(names[0] + _value(other, names[0]), []).append(
+                    replace(other, schedule=layout.schedule, chunks=layout.chunks)
+                )
+        for other in scheduled(self.task, wide, layout):
+            if other.schedule != layout.schedule:
+                changed.setdefault(other.schedule, []).append(other)
+            elif other.chunks != layout.chunks:
+                changed.setdefault("chunks", []).append(other)
+        for options in changed.values():
+            ranked = [it for each in options if (it := self.judge(each)) is not None]
+            ranked.sort(key=lambda each: (not each.fits, each.time.seconds))
+            found += ranked[:1]
+        return sorted(found, key=lambda each: each.time.seconds)
+
+    def _faster(self, first: Ranked) -> tuple[Ranked, ...]:
+        """What is faster and too large: the fastest of each mesh and way to recompute."""
+        kinds: dict[tuple[object, ...], Ranked] = {}
+        for ranked in sorted(self._large.values(), key=lambda each: each.time.seconds):
+            if ranked.time.seconds < first.time.seconds:
+                layout = ranked.layout
+                kinds.setdefault((layout.tensor, layout.pipeline, layout.recompute), ranked)
+        return tuple(kinds.values())
+
+    def _nothing_fits(self) -> DsxError:
+        nearest = min(self._large.values(), key=lambda each: each.peak_bytes, default=None)
+        cluster = self.task.machine.network.cluster
+        if nearest is None:
+            layouts = [v for mesh in meshes(self.task, self.space) for v in variants(self.task, self.space, mesh)]
+            layout = min(layouts, key=self._floor.of)
+            least = f"at least {_gib(self._floor.of(layout))} ({layout.label})"
+        else:
+            least = f"{_gib(nearest.peak_bytes)} ({nearest.layout.label})"
+        return LayoutError(
+            f"{self.space.gpus} x {cluster.name}, {_gib(self.cap)} usable of each",
+            f"no layout of the model fits; the nearest takes {least}",
+            "use more GPUs, a shorter sequence, a smaller model, or offload (zero_optimization.offload_optimizer)",
+        )
+
+
+def _simplicity(layout: Layout) -> tuple[int, ...]:
+    """Of equally fast layouts the simpler one comes first."""
+    return (1, layout.zero_stage, layout.chunks, int(layout.program.divides), layout.pipeline)
+
+
+_KNOBS = ("micro_batch", "recompute", "zero_stage", "sequence_parallel")
+
+
+def _differences(one: Layout, other: Layout) -> list[str]:
+    return [name for name in _KNOBS if getattr(one, name) != getattr(other, name)]
+
+
+def _value(layout: Layout, name: str) -> str:
+    """Changes of which only the best is shown have no value of their own."""
+    return "" if name == "micro_batch" else str(getattr(layout, name))
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB"
