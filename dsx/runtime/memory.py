@@ -139,7 +139,8 @@ class PeakMemory:
             accelerator = get_accelerator()
             mine = [accelerator.max_memory_allocated(), accelerator.max_memory_reserved()]
         peaks = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+        if dist.is_initialized():
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
         names = ("peak_allocated_bytes", "peak_reserved_bytes")
         return {name: int(value) for name, value in zip(names, peaks.tolist(), strict=False) if value}
 

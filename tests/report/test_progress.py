@@ -111,7 +111,7 @@ def test_lines_are_aligned() -> None:
     }
     assert len(bars) == 1
     assert "loss     nan | grad norm       - |" in others[2].line()
-    assert replace(REPORT, peak_allocated_bytes=3 << 29).line().endswith("/step | 1.5 GiB")
+    assert replace(REPORT, peak_allocated_bytes=3 << 29).line().endswith("/step | 1.50 GiB")
     assert EVALUATION.line() == "eval 100/100 | loss  2.0000 | perplexity 7.389 | 2.885 bits/byte"
 
 

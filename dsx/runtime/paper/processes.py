@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -40,6 +41,7 @@ def trace_ranks(
 
 def _trace(config: RunConfig, rank: int, device: Device) -> TracedPeaks:
     quiet()
+    warnings.filterwarnings("ignore")  # torch's, of addresses of tensors that have none
     # What a launcher would tell DeepSpeed.
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(config.mesh.size))
     import torch

@@ -1,0 +1,136 @@
+"""dsx estimate: every format and source, what would make a run fit, and nonsense."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+COMMAND = ("estimate",)
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1408,
+    "vocab_size": 1000,
+    "max_position_embeddings": 1024,
+}
+
+
+def test_the_table_has_a_row_for_every_pipeline_rank(dsx):
+    code, out, err = dsx(CONFIGS / "zero3.json", "--gpus", 4)
+    assert (code, err) == (0, "")
+    assert "tensor 1 x pipeline 2 x data 2, ZeRO-3" in out
+    rows = [line for line in out.splitlines() if line.startswith(("0 (ranks 0-1)", "1 (ranks 2-3)"))]
+    assert len(rows) == 2
+
+
+def test_json_has_every_line_of_every_peak(dsx):
+    code, out, _ = dsx(CONFIGS / "llama3_8b_8gpu.json", "--gpus", 8, "--format", "json")
+    facts = json.loads(out)
+    assert code == 0
+    assert (facts["capacity_bytes"], facts["fits"]) == (None, None)
+    for role in facts["pipeline_ranks"]:
+        assert role["peak_bytes"] == max(phase["peak_bytes"] for phase in role["phases"])
+        for phase in role["phases"]:
+            assert sum(line["bytes"] for line in phase["lines"]) == phase["peak_bytes"]
+            assert all(line["formula"] and line["source"] for line in phase["lines"])
+
+
+def test_a_model_can_be_a_preset_a_file_or_a_folder(dsx, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA))
+    answers = [dsx("--model", source, "--tensor", 2, "--gpus", 2) for source in (file, tmp_path)]
+    assert answers[0] == answers[1]
+    assert answers[0][0] == 0
+    code, out, _ = dsx("--model", "gpt2", "--gpus", 1, "--micro-batch", 4, "--zero", 0)
+    assert (code, out.splitlines()[:2]) == (
+        0,
+        [
+            "gpt2, 124M parameters on 1 rank: tensor 1 x pipeline 1 x data 1, ZeRO-0, bf16, AdamW",
+            "1 micro-batches of 4 x 1024 tokens",
+        ],
+    )
+
+
+def test_changes_that_would_fit_do_fit(dsx, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA))
+    plain = ("--model", file, "--gpus", 4, "--pipeline", 2, "--set", "gradient_accumulation_steps=8")
+    small = ("--set", "zero_optimization.reduce_bucket_size=1000000")
+    code, out, _ = dsx(*plain, *small, "--format", "json")
+    capacity = 0.85 * json.loads(out)["peak_bytes"] / (1 << 30)
+    code, out, err = dsx(*plain, *small, "--gpu-memory", capacity)
+    assert code == 1
+    assert "does not fit" in out
+    suggestions = [line for line in err.splitlines() if line.startswith("  ")]
+    assert len(suggestions) == 3
+    for line in suggestions:
+        items = line.split("(", 1)[1].rstrip(")").split()
+        code, out, _ = dsx(*plain, *small, *items, "--gpu-memory", capacity)
+        assert (code, ": fits," in out) == (0, True), line
+
+
+def test_charts_are_drawn(dsx, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "memory.svg"
+    arguments = (CONFIGS / "zero3.json", "--gpus", 4, "--format", "svg", "--output", picture)
+    assert dsx(*arguments, "--gpu-memory", 80) == (0, f"wrote {picture}\n", "")
+    assert ET.fromstring(picture.read_text()).tag.endswith("svg")
+    many = tmp_path / "many.png"
+    wide = ("--model", "gpt2", "--gpus", 12, "--pipeline", 12, "--set", "gradient_accumulation_steps=12")
+    assert dsx(*wide, "--format", "png", "--output", many)[0] == 0
+    assert many.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_stands_beside_the_estimate(dsx):
+    small = ("--set", "zero_optimization.reduce_bucket_size=500000")
+    code, out, _ = dsx(CONFIGS / "zero1.json", "--gpus", 2, *small, "--trace", "--format", "json")
+    (role,) = json.loads(out)["pipeline_ranks"]
+    assert code == 0
+    assert role["peak_bytes"] == pytest.approx(role["traced_peak_bytes"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ((), 2, "give either CONFIG or --model"),
+        ((CONFIGS / "zero1.json", "--model", "gpt2"), 2, "give either CONFIG or --model"),
+        (("--model", "gpt3"), 1, "there is no such preset"),
+        (("--model", "absent.json"), 1, "there is no such file"),
+        (("--model", "mistral/tiny"), 1, "no such family of presets"),
+        (("--model", "FOLDER"), 1, "the folder has no config.json"),
+        (("--model", "gpt2", "--gpus", -4), 2, "greater than or equal to 1"),
+        (("--model", "gpt2", "--gpu-memory", -80), 1, "it is the GiB of one GPU"),
+        (("--model", "gpt2", "--gpu-memory", "nan"), 1, "it is the GiB of one GPU"),
+        (("--model", "gpt2", "--tensor", 24, "--gpus", 24), 1, "attention heads = 12"),
+        (("--model", "gpt2", "--micro-batch", 0), 2, "greater than or equal to 1"),
+        (("--model", "gpt2", "--set", "dsx.data.sequence_length=-5"), 1, "sequence_length"),
+        (("--model", "gpt2", "--set", "optimizer.type=Shampoo"), 1, "Shampoo"),
+        (("--model", "gpt2", "--format", "svg"), 2, "a chart needs a file"),
+        (("--model", "gpt2", "--format", "svg", "--output", "m.png"), 2, "ends in .svg"),
+    ],
+)
+def test_nonsense_is_one_message(dsx, tmp_path, arguments, code, words):
+    given = [str(tmp_path) if argument == "FOLDER" else argument for argument in arguments]
+    ended, out, err = dsx(*given)
+    assert (ended, out) == (code, "")
+    assert words in " ".join(err.split())
+
+
+def test_no_torch_is_needed():
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['dsx', 'estimate', *sys.argv[1:]]; "
+        "from dsx.cli.app import main; main()"
+    )
+    arguments = ["--model", "llama-3-8b", "--gpus", "8", "--zero", "3"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert "ZeRO-3" in done.stdout
