@@ -85,12 +85,12 @@ class _Handle:
         self._complete = True
         coordinator = self._coordinator
         for place, leaf in enumerate(self._leaves):
+            whole = self._flat if coordinator.gathering.all_reduce else None
             if self._own:
-                coordinator.here[leaf.name] = self._own[place]
-            elif coordinator.gathering.all_reduce and self._flat is not None:
-                coordinator.here[leaf.name] = self._flat.detach()
-            else:
-                coordinator.here[leaf.name] = coordinator.copied(leaf)
+                whole = self._own[place]
+            elif whole is None:
+                whole = coordinator.copied(leaf)
+            coordinator.settle(leaf, whole)
             coordinator.flying.discard(leaf.name)
         self._own.clear()
 
@@ -145,7 +145,7 @@ class Coordinator:
     ) -> None:
         self.ledger, self.dp, self.width, self.gathering = ledger, dp, width, gathering
         self.persistent, self.offloaded = persistent, offloaded
-        self.here: dict[str, Tensor | None] = {}
+        self.here: dict[str, Leaf] = {}
         self.flying: set[str] = set()
         self._registry: dict[str, _Handle] = {}
         self._active: dict[str, set[str]] = {}
@@ -232,7 +232,7 @@ class Coordinator:
     def _clean(self) -> None:
         for name, handle in list(self._registry.items()):
             handle.wait()
-            self._drop(name, 0)
+            self._drop(self.here[name])
         self._registry.clear()
 
     # Modules
@@ -289,7 +289,7 @@ class Coordinator:
         for leaf in module:
             self._workers(leaf).discard(module[0].name)
             if self._recording is None or self._releasable(leaf):
-                self._drop(leaf.name, leaf.numel)
+                self._drop(leaf)
 
     def release_rest(self) -> None:
         """After a backward: modules whose inputs get no gradient, so that nothing told of their end."""
@@ -298,7 +298,7 @@ class Coordinator:
                 self._workers(leaf).discard(module[0].name)
                 free = leaf.name not in self.persistent if self._recording is None else self._releasable(leaf)
                 if free:
-                    self._drop(leaf.name, leaf.numel)
+                    self._drop(leaf)
         self._backward.clear()
 
     def _releasable(self, leaf: Leaf) -> bool:
@@ -313,10 +313,17 @@ class Coordinator:
             and self._recording.distance(leaf, self._step) >= self.gathering.reuse_distance
         )
 
-    def _drop(self, name: str, numel: int) -> None:
-        if name in self.here and not self._active.get(name):
-            del self.here[name]
-            self._available -= numel
+    def settle(self, leaf: Leaf, whole: Tensor | None) -> None:
+        """A parameter is whole, in this memory; None if in that of its only partition."""
+        if whole is not None:
+            leaf.hold(whole)
+        self.here[leaf.name] = leaf
+
+    def _drop(self, leaf: Leaf) -> None:
+        if leaf.name in self.here and not self._active.get(leaf.name):
+            del self.here[leaf.name]
+            leaf.release()
+            self._available -= leaf.numel
 
     # The update
 
@@ -324,21 +331,21 @@ class Coordinator:
         """release_and_reset_all: before the update."""
         self._clean()
         self._active.clear()
-        self.here.clear()
+        for leaf in list(self.here.values()):
+            self._drop(leaf)
 
     def gather_persistent(self, leaves: Sequence[Leaf]) -> None:
         """After an update small parameters are gathered for good (stage3.py, _post_step)."""
         small = [leaf for leaf in leaves if leaf.name in self.persistent]
         if len(small) == 1 or self.gathering.sequential:
             for leaf in small:
-                self.here[leaf.name] = self.gather_alone(leaf)
+                self.settle(leaf, self.gather_alone(leaf))
             return
-        if self.dp == 1:
-            self.here.update({leaf.name: self.own_buffer(leaf) for leaf in small})
-            return
-        parts = self.uploads(small)
+        parts = self.uploads(small) if self.dp > 1 else []
         for leaf in small:
-            self.here[leaf.name] = self._padded(leaf, "_allgather_params_coalesced")
+            one = self.dp == 1
+            whole = self.own_buffer(leaf) if one else self._padded(leaf, "_allgather_params_coalesced")
+            self.settle(leaf, whole)
         parts.clear()
 
     def gather_alone(self, leaf: Leaf) -> Tensor:

@@ -138,6 +138,13 @@ class Tensor:
         self.__del__()
         self.storage = None
 
+    def hold(self, other: Tensor) -> None:
+        """Lie in the memory of ``other`` from now on (``tensor.data = other``)."""
+        self.release()
+        self.storage = other.storage
+        if self.storage is not None:
+            self.storage.holders += 1
+
 
 class Leaf(Tensor):
     """A tensor whose gradient is kept: a parameter or a stage's input.
@@ -224,7 +231,8 @@ class _Frame:
         place = self.count
         self.count += 1
         if saved:
-            self.again[place] = tuple(t if isinstance(t, Leaf) else t.detach() for t in saved)
+            # Of a parameter too, a copy that shares its memory: what ZeRO-3 gathered for the second run stays.
+            self.again[place] = tuple(t.detach() for t in saved)
         if place == self.last:
             raise _Stop
 
