@@ -1,6 +1,6 @@
 """The layers of :mod:`dsx.nn` and one chunk of them as :mod:`.tape` sees them.
 
-Shapes as in :mod:`.ops`; N is B S in the loss.
+Shapes as in :mod:`.ops`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from dsx.plan.memory.attention import Core
+from dsx.plan.memory.loss import Loss, check_ids
 from dsx.plan.memory.ops import Ops, label
 from dsx.plan.memory.tape import Label, Leaf, Tensor
 from dsx.plan.params import layer_kinds
 from dsx.spec.model import ModelSpec, Recompute
 
-LOGITS_AT_ONCE = 1 << 23
-"""nn/loss.py, _ELEMENTS_AT_ONCE."""
-
 _EMBEDDING = "nn/embedding.py VocabParallelEmbedding.forward"
-_LOSS = "nn/loss.py _CrossEntropy"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,7 +124,7 @@ class Layers:
 
     def _look_up(self, weight: Leaf, ids: Tensor) -> Tensor:
         ops, tape = self.ops, self.ops.tape
-        _check_ids(ops, ids)
+        check_ids(ops, ids)
         mask = None
         if ops.tp > 1:
             shifted, ids, mask = self._own_rows(ids)
@@ -184,23 +181,23 @@ class Layers:
 
     def _add_positions(self, weight: Leaf, x: Tensor) -> Tensor:
         ops, tape = self.ops, self.ops.tape
-        length, hidden = x.shape[1:]
+        length, hidden, width = *x.shape[1:], x.width
         whole = length * ops.tp if ops.sequence else length
         source = "nn/embedding.py LearnedPositions.forward"
         table = ops.late(weight)
-        rows = Tensor((whole, hidden), x.width, None)
+        rows = Tensor((whole, hidden), width, None)
         total = Label("gradients", "position gradient", "positions H w", source)
-        tape.record((table,), (rows,), lambda *_: [tape.new(total, x.width, *weight.shape)])
+        tape.record((table,), (rows,), lambda *_: [tape.new(total, width, *weight.shape)])
         if ops.sequence:
-            own = tape.new(label("own positions", "s H w", source), x.width, length, hidden)
+            own = tape.new(label("own positions", "s H w", source), width, length, hidden)
             gathered = label("gradient of the positions", "S H w", source)
-            tape.record((rows,), (own,), lambda *_: [tape.new(gathered, x.width, whole, hidden)])
+            tape.record((rows,), (own,), lambda *_: [tape.new(gathered, width, whole, hidden)])
             rows = own
             del own
         y = ops.like(label("embedding", "B s H w", source), x)
         part = label("gradient of the positions", "s H w", source)
         tape.record(
-            (x, rows), (y,), lambda _, dy: [dy.detach(), tape.new(part, dy.width, length, hidden)]
+            (x, rows), (y,), lambda _, dy: [dy.detach(), tape.new(part, width, length, hidden)]
         )
         return y
 
@@ -213,58 +210,5 @@ class Layers:
         return self.ops.module((weight,), x, lambda x: self._column(0, "word", x, name="logits"))
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """nn/loss.py cross_entropy with overwrite_logits: float32 of 2^23 logits at a time."""
-        ops, tape = self.ops, self.ops.tape
-        tokens, columns = logits.shape[0] * logits.shape[1], logits.shape[-1]
-        _check_ids(ops, labels)
-
-        def per_token(name: str, width: int) -> Tensor:
-            return tape.new(label(name, f"{width} N", _LOSS, "logits"), width, tokens)
-
-        column, mine = per_token("own columns", 8), per_token("own labels", 1)
-        self._chunks(tokens, columns, logits.width, backward=False)
-        log_sum, target = per_token("log-sum-exp", 4), per_token("label's logit", 4)
-        if ops.tp > 1:
-            highest, pair = per_token("highest", 4), per_token("sums", 8)
-            log_sum, target = per_token("log-sum-exp", 4), pair
-            del highest, pair
-        valid, share = per_token("valid", 1), per_token("share", 4)
-        loss = tape.new(label("loss", "4", _LOSS, "logits"), 4)
-        saved = (logits, log_sum, column, mine, share)
-
-        def backward(saved: tuple[Tensor, ...], _: Tensor) -> list[Tensor | None]:
-            scale = per_token("scale", 4)
-            self._chunks(tokens, columns, saved[0].width, backward=True)
-            del scale
-            return [saved[0].detach()]
-
-        tape.record((logits,), (loss,), backward, saved=saved)
-        del target, valid
-        return loss
-
-    def _chunks(self, tokens: int, columns: int, width: int, *, backward: bool) -> None:
-        """The loop over float32 chunks: Python keeps the chunk before until the next one is there."""
-        tape = self.ops.tape
-        step = max(1, LOGITS_AT_ONCE // columns)
-        logits = label("logits in float32", "4 n V, n = 2^23 / V tokens", "nn/loss.py _chunks", "logits")
-        chances = label("probabilities", "4 n V, n = 2^23 / V tokens", "nn/loss.py backward", "logits")
-        wide: Tensor | None = None
-        probability: Tensor | None = None
-        kept: list[Tensor] = []
-        for start in range(0, tokens, step):
-            rows = min(step, tokens - start)
-            if width < 4:
-                wide = tape.new(logits, 4, rows, columns)
-            if backward:
-                probability = tape.new(chances, 4, rows, columns)
-            else:
-                kept += [tape.new(label("statistics", "8 N", _LOSS, "logits"), 4, rows) for _ in range(2)]
-        del wide, probability
-
-
-def _check_ids(ops: Ops, ids: Tensor) -> None:
-    """nn/embedding.py check_ids: three masks at once."""
-    masks = [
-        ops.tape.new(label("id checks", "B S", "nn/embedding.py check_ids"), 1, *ids.shape) for _ in range(3)
-    ]
-    masks.clear()
+        """nn/loss.py cross_entropy with overwrite_logits."""
+        return Loss(ops=self.ops)(logits, labels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,32 @@ from torch.utils._pytree import tree_leaves
 
 CUDA_ROUNDING_BYTES = 512
 """CUDACachingAllocator.cpp, kMinBlockSize: every block is a multiple of it."""
+
+
+_ADD = torch.ops.aten.add.Tensor
+
+_HOLDERS = 2
+"""Of a storage that one tensor has: that tensor, and the Python object that is asked."""
+
+_REFERENCES = 4
+"""To a tensor that autograd alone has, as sys.getrefcount counts them in :func:`_would_be_in_place`."""
+
+
+def _would_be_in_place(args: tuple[Any, ...]) -> bool:
+    """Whether autograd, summing two gradients, would add to the first if nobody were looking.
+
+    It does so if it alone holds the first, but never while a dispatch mode is active
+    (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace; ATen/TensorSubclassLikeUtils.h).
+    """
+    first, second = args[0], args[1]
+    if torch._C._current_graph_task_id() < 0 or torch.is_grad_enabled():  # noqa: SLF001 (no public one)
+        return False
+    if not isinstance(second, torch.Tensor) or (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    storage = first.untyped_storage()
+    whole = storage.nbytes() == first.numel() * first.element_size()
+    holders = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
+    return whole and holders == _HOLDERS and sys.getrefcount(first) <= _REFERENCES
 
 
 class StorageMeter(TorchDispatchMode):
@@ -51,7 +78,11 @@ class StorageMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and count what it returns."""
         del types
+        replaced = args[0] if func is _ADD and _would_be_in_place(args) else None
         result = func(*args, **(kwargs or {}))
+        if replaced is not None:
+            self._forget(replaced)
+            del replaced
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device_type:
                 self.add(leaf)
@@ -72,6 +103,13 @@ class StorageMeter(TorchDispatchMode):
             self.current_bytes += size - known[0]
             self._live[key] = (size, known[1])
             self._note()
+
+    def _forget(self, tensor: torch.Tensor) -> None:
+        """Stop counting a storage that still lives."""
+        key = tensor.untyped_storage()._cdata  # noqa: SLF001 (as in add)
+        if key in self._live:
+            self.current_bytes -= self._live[key][0]
+            self._live[key] = (0, "")
 
     def _gone(self, key: int) -> None:
         self.current_bytes -= self._live.pop(key)[0]
