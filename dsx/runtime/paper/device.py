@@ -137,6 +137,7 @@ def without_storage() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
+        stack.enter_context(mock.patch("dsx.nn.dropout._scale", _scale))
         stack.enter_context(mock.patch.object(OpBuilder, "load", lambda _builder, verbose=True: _Kernels()))
         stack.enter_context(
             mock.patch.object(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention))
@@ -164,6 +165,13 @@ def _apply(
         for name, buffer in inner.named_buffers(recurse=False):
             setattr(inner, name, function(buffer))
     return module
+
+
+def _scale(like: torch.Tensor, probability: float, seed: int) -> torch.Tensor:
+    """dsx.nn.dropout's, without the generator that a device without numbers has not got."""
+    del seed
+    keep = torch.empty_like(like, memory_format=torch.contiguous_format)
+    return keep.bernoulli_(1 - probability).div_(1 - probability)
 
 
 class _FusedRmsNorm(torch.autograd.Function):
