@@ -174,7 +174,8 @@ class PartitionedAdapter:
         """Stands in for ``scaled_global_norm``; bf16 and fp32 have no loss scale."""
         assert norm_type == 2, "only the 2-norm is defined here"
         self._norm = self._scope.norm(self._pieces(), partitioned=True, device=self._engine.device)
-        return self._norm
+        # Where the gradients are that it scales: torch multiplies none on the host by a number on a GPU.
+        return self._norm.to(self._optimizer.device)
 
     def _reduce_ties(self) -> None:
         if self._tied and self._optimizer.cpu_offload:

@@ -87,7 +87,8 @@ class Stage3Adapter:
                 if id(parameter) in ids:
                     all_reduce_sum(gradient, tie.group, device)
         self._norm = self._scope.norm(self._pieces(), partitioned=True, device=device)
-        return [self._norm]
+        # Where the gradients are that it scales: torch multiplies none on the host by a number on a GPU.
+        return [self._norm.to(self._optimizer.device)]
 
     def _pieces(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """(parameter, this rank's part of its gradient, padding included as zeros)."""
