@@ -41,6 +41,7 @@ class Cluster:
         flops: Precision -> dense peak FLOP/s of a GPU.
         inside: Link between GPUs of a node.
         between: Link between nodes, each GPU's share of its node's network.
+        is_host: Whether the "GPUs" are CPU processes: then nothing runs beside a rank's computing.
         reserved_bytes: What device context, communication libraries and the allocator's gaps take of a GPU's
             memory. An allowance, not a measurement.
 
@@ -56,6 +57,7 @@ class Cluster:
     flops: Mapping[Precision, float]
     inside: Link
     between: Link
+    is_host: bool = False
     reserved_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -178,6 +180,7 @@ def _all() -> tuple[Cluster, ...]:
             flops={"bf16": 192e9, "fp32": 192e9},
             inside=Link(2e9, 50e-6),
             between=Link(1.25e8, 100e-6),
+            is_host=True,
         ),
     )
 

@@ -26,6 +26,8 @@ class Efficiency:
         kernel_seconds: Least time between two kernels that Python starts one by one.
         action_seconds: Least time of one action of the pipeline (tools/RESULTS.md: 0.25 to 0.35 ms of Python
             and autograd).
+        gather_seconds: Least time of a layer's forward under ZeRO-3, whose hooks fetch and release it; a
+            backward takes twice that (DeepSpeed 0.19.8 on a CPU: 0.33 and 0.84 ms a layer).
     """
 
     matmul: float = 0.8
@@ -35,6 +37,7 @@ class Efficiency:
     attention: float = 0.75
     kernel_seconds: float = 5e-6
     action_seconds: float = 0.3e-3
+    gather_seconds: float = 0.33e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

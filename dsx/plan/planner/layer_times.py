@@ -97,9 +97,23 @@ class Machine:
         """Seconds of reading or writing so many bytes."""
         return num_bytes / (self.network.cluster.memory_bytes_per_second * self.network.efficiency.memory)
 
+    @property
+    def hides(self) -> bool:
+        """Whether communication runs beside computing."""
+        return not self.network.cluster.is_host
+
+    @property
+    def hides_tensor_backward(self) -> bool:
+        """Whether that of a linear's backward does."""
+        return self.hides and self.software.hides_tensor_backward
+
+    def host(self, seconds: float, host_seconds: float) -> float:
+        """``seconds`` of a device that a host keeps busy, or of a host that has its own work besides."""
+        return max(seconds, host_seconds) if self.hides else seconds + host_seconds
+
     def at_least(self, seconds: float, num_kernels: int) -> float:
-        """``seconds``, unless starting the kernels takes longer."""
-        return max(seconds, num_kernels * self.network.efficiency.kernel_seconds)
+        """``seconds``, unless starting the kernels takes longer; on a host, both."""
+        return self.host(seconds, num_kernels * self.network.efficiency.kernel_seconds)
 
 
 def layer_times(machine: Machine, shape: Shape, recompute: Recompute) -> tuple[LayerTime, ...]:
@@ -174,7 +188,7 @@ class _BlockWait:
     """
 
     def __init__(self, machine: Machine, shape: Shape, linears: Sequence[Product]) -> None:
-        one, hides = _tensor_wait(machine, shape), machine.software.hides_tensor_backward
+        one, hides = _tensor_wait(machine, shape), machine.hides_tensor_backward
         columns = [machine.product(each, shape.width) for each in (linears[0], linears[2])]
         left = sum(max(0.0, one - product) for product in columns) if hides else 2 * one
         if shape.cuts_sequence:
@@ -188,7 +202,7 @@ def _head(machine: Machine, shape: Shape) -> LayerTime:
     product, collective = kernels.head(shape), _tensor_wait(machine, shape)
     matmul = machine.product(product, shape.width)
     forward, backward = (machine.traffic(each.num_bytes) for each in kernels.loss_traffic(shape))
-    left = max(0.0, collective - matmul) if machine.software.hides_tensor_backward else collective
+    left = max(0.0, collective - matmul) if machine.hides_tensor_backward else collective
     gathers = collective if shape.cuts_sequence else 0.0
     return LayerTime(
         forward=matmul + forward,

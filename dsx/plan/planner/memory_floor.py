@@ -19,11 +19,11 @@ class MemoryFloor:
 
     Attributes:
         predictor: Of the task.
-        state_bytes: What the optimizer keeps per parameter in fp32, besides the fp32 copy of a bf16 parameter.
+        update_bytes: What the optimizer keeps per parameter, the fp32 copy of a bf16 parameter included.
     """
 
     predictor: Predictor
-    state_bytes: int = 8
+    update_bytes: int = 12
     _kept: dict[object, int] = field(default_factory=dict)
 
     def of(self, layout: Layout) -> float:
@@ -34,12 +34,11 @@ class MemoryFloor:
         """Parameters, gradients and optimizer state of a mean pipeline rank (arXiv:1910.02054, section 5)."""
         width = self.predictor.task.width
         number = sum(self.predictor.elements(layout.tensor)) / layout.pipeline
-        update = self.state_bytes + (4 if width == 2 else 0)
         shares = [
             1 / layout.data if layout.zero_stage >= stage else 1.0
             for stage in (3, 2 if layout.reduces_micro_batches else 3, 1)
         ]
-        return number * (width * shares[0] + width * shares[1] + update * shares[2])
+        return number * (width * shares[0] + width * shares[1] + self.update_bytes * shares[2])
 
     def activations(self, layout: Layout) -> float:
         """What the blocks of the first pipeline rank keep for the micro-batches under way."""

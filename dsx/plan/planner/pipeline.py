@@ -14,10 +14,11 @@ from dsx.plan.program import Program
 from dsx.plan.simulate import Costs, Timeline, simulate
 from dsx.spec.schedule import Op, Schedule
 
-MOST_ACTIONS = 20_000
+MOST_ACTIONS = 8_000
 """Computations that are simulated one by one whatever the schedule."""
 
-_ROUNDS = (4, 6)  # Micro-batches per rank of the two short simulations.
+_ROUNDS = ((4, 6), (3, 4), (2, 3))
+"""Micro-batches per rank of the two short simulations: the longest that stay below twice MOST_ACTIONS."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,12 @@ class Pipeline:
     def lengths(self) -> tuple[int, ...]:
         """Micro-batches to simulate: all of them, or two numbers that leave the same remainder."""
         p, m = self.num_ranks, self.num_micro_batches
-        short = [rounds * p + m % p for rounds in _ROUNDS]
-        actions = p * self.num_chunks * m * (3 if self.program.divides else 2)
-        if actions <= MOST_ACTIONS or short[-1] >= m or self.program.rows is not None:
+        each = p * self.num_chunks * (3 if self.program.divides else 2)
+        if each * m <= MOST_ACTIONS or self.program.rows is not None:
             return (m,)
-        return tuple(short)
+        choices = [tuple(rounds * p + m % p for rounds in pair) for pair in _ROUNDS]
+        few = [short for short in choices if each * short[-1] <= 2 * MOST_ACTIONS] or choices[-1:]
+        return few[0] if few[0][-1] < m else (m,)
 
     @cached_property
     def schedules(self) -> tuple[Schedule, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from dsx.errors import DsxError, LayoutError, ScheduleError
+from dsx.plan.choose import CHUNKS, gib
 from dsx.plan.planner.memory_floor import MemoryFloor
 from dsx.plan.planner.space import Space, meshes, scheduled, variants
 from dsx.plan.planner.step_time import Layout, Predictor, StepTime, Task
@@ -15,7 +16,7 @@ from dsx.plan.planner.step_time import Layout, Predictor, StepTime, Task
 Memory = Callable[[Layout], int]
 """Peak bytes of the fullest rank of a layout; a DsxError for one that cannot be run."""
 
-_TIE = 1.002  # Closer than the model can tell: the simpler one wins.
+_NEARLY = 0.9  # Stages before the last may be a little shorter than the mean.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +80,14 @@ class Search:
         space: What may be chosen.
         memory: Peak bytes of a layout.
         cap_bytes: What they must stay within; None: what the cluster's GPUs have.
-        state_bytes: What the optimizer keeps per parameter, for the bound of the memory.
+        update_bytes: What the optimizer keeps per parameter at least, the fp32 copy of a bf16 one included.
     """
 
     task: Task
     space: Space
     memory: Memory
     cap_bytes: int | None = None
-    state_bytes: int = 8
+    update_bytes: int = 12
     predictor: Predictor = field(init=False)
     _floor: MemoryFloor = field(init=False)
     _peaks: dict[Layout, int | None] = field(init=False, default_factory=dict)
@@ -96,7 +97,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.predictor = Predictor(self.task)
-        self._floor = MemoryFloor(self.predictor, self.state_bytes)
+        self._floor = MemoryFloor(self.predictor, self.update_bytes)
         if self.cap_bytes is None:
             self.cap_bytes = self.task.machine.network.cluster.usable_bytes
 
@@ -150,10 +151,16 @@ class Search:
     def _open(self, mesh: Layout) -> Iterator[_Node]:
         """A mesh's variants whose memory can fit, with a bound as if there were no bubble."""
         for layout in variants(self.task, self.space, mesh):
-            total = sum(time.seconds for time in self.predictor.times(layout))
-            ideal = total * layout.micro_batches(self.task.global_batch) / layout.pipeline
             if self._can_fit(layout):
-                yield _Node(ideal, (0, next(self._ticket)), layout)
+                yield _Node(self._ideal(layout), (0, next(self._ticket)), layout)
+
+    def _ideal(self, layout: Layout) -> float:
+        """Seconds with equal ranks, which start as early as with the most chunks."""
+        times, ranks = self.predictor.times(layout), layout.pipeline
+        work = sum(time.seconds for time in times) * layout.micro_batches(self.task.global_batch)
+        chunks = max(2, min(max(CHUNKS), self.task.model.num_layers // ranks))
+        fill = sum(time.forward_seconds for time in times) * (ranks - 1) / chunks
+        return (work + _NEARLY * fill) / ranks
 
     def _can_fit(self, layout: Layout) -> bool:
         return self._floor.of(layout) <= self.cap
@@ -210,7 +217,7 @@ class Search:
                 changed.setdefault("chunks", []).append(other)
         for options in changed.values():
             ranked = [it for each in options if (it := self.judge(each)) is not None]
-            ranked.sort(key=lambda each: (not each.fits, each.time.seconds))
+            ranked.sort(key=lambda each: (0, each.time.seconds) if each.fits else (1, each.peak_bytes))
             found += ranked[:1]
         return sorted(found, key=lambda each: each.time.seconds)
 
@@ -225,15 +232,14 @@ class Search:
 
     def _nothing_fits(self) -> DsxError:
         nearest = min(self._large.values(), key=lambda each: each.peak_bytes, default=None)
-        cluster = self.task.machine.network.cluster
         if nearest is None:
             layouts = [v for mesh in meshes(self.task, self.space) for v in variants(self.task, self.space, mesh)]
             layout = min(layouts, key=self._floor.of)
-            least = f"at least {_gib(self._floor.of(layout))} ({layout.label})"
+            least = f"at least {gib(self._floor.of(layout))} ({layout.label})"
         else:
-            least = f"{_gib(nearest.peak_bytes)} ({nearest.layout.label})"
+            least = f"{gib(nearest.peak_bytes)} ({nearest.layout.label})"
         return LayoutError(
-            f"{self.space.gpus} x {cluster.name}, {_gib(self.cap)} usable of each",
+            f"{self.space.gpus} x {self.task.machine.network.cluster.name}, {gib(self.cap)} usable of each",
             f"no layout of the model fits; the nearest takes {least}",
             "use more GPUs, a shorter sequence, a smaller model, or offload (zero_optimization.offload_optimizer)",
         )
@@ -254,7 +260,3 @@ def _differences(one: Layout, other: Layout) -> list[str]:
 def _value(layout: Layout, name: str) -> str:
     """Changes of which only the best is shown have no value of their own."""
     return "" if name == "micro_batch" else str(getattr(layout, name))
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / (1 << 30):.1f} GiB"

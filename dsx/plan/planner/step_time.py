@@ -14,6 +14,7 @@ from dsx.plan.cluster import Group
 from dsx.plan.flops import flops_per_token
 from dsx.plan.params import layer_kinds, param_specs
 from dsx.plan.partition import balanced
+from dsx.plan.planner.collectives import Kind
 from dsx.plan.planner.kernels import Shape
 from dsx.plan.planner.layer_times import LayerTime, Machine, layer_times
 from dsx.plan.planner.pipeline import Pipeline, PipelineTime, least_seconds
@@ -184,6 +185,7 @@ class Predictor:
     _times: dict[object, tuple[LayerTime, ...]] = field(default_factory=dict)
     _bounds: dict[object, tuple[int, ...]] = field(default_factory=dict)
     _elements: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _totals: dict[object, tuple[tuple[LayerTime, int], ...]] = field(default_factory=dict)
     _pipelines: dict[object, Pipeline] = field(default_factory=dict)
     _runs: dict[object, PipelineTime] = field(default_factory=dict)
 
@@ -201,7 +203,7 @@ class Predictor:
 
     def times(self, layout: Layout) -> tuple[LayerTime, ...]:
         """Of every layer."""
-        key = (layout.tensor, layout.sequence_parallel, layout.micro_batch, layout.recompute)
+        key = _timing(layout)
         if key not in self._times:
             self._times[key] = layer_times(self.task.machine, self.shape(layout), layout.recompute)
         return self._times[key]
@@ -223,7 +225,7 @@ class Predictor:
         count = layout.pipeline * layout.chunks
         bounds = layout.bounds
         if bounds is None:
-            key = (layout.tensor, layout.sequence_parallel, layout.micro_batch, layout.recompute, count)
+            key = (_timing(layout), count)
             if key not in self._bounds:
                 self._bounds[key] = balanced([time.seconds for time in self.times(layout)], count)
             bounds = self._bounds[key]
@@ -231,29 +233,21 @@ class Predictor:
 
     def costs(self, layout: Layout) -> Costs:
         """Of every virtual stage, for the simulator."""
-        stages, times = self.stages(layout), self.times(layout)
-        totals = [LayerTime.total(times[a:b]) for a, b in pairwise(stages.bounds)]
-        elements = self.elements(layout.tensor)
-        parameters = [sum(elements[a:b]) for a, b in pairwise(stages.bounds)]
+        stages = self.stages(layout)
+        totals = self._stage_totals(layout, stages.bounds)
         wire = _Wire(self.task.machine, self.shape(layout), layout)
         zero = _Zero(self.task, layout)
-        least = self.task.machine.network.efficiency.action_seconds
         last = len(totals) - 1
-
-        def action(seconds: float, *, crosses: bool) -> float:
-            return max(seconds, least) + (wire.action if crosses else 0.0)
-
         forward, whole, first, second = [], [], [], []
-        for stage, (time, number) in enumerate(zip(totals, parameters, strict=True)):
+        for stage, (time, number) in enumerate(totals):
+            layers = len(stages.layers(stage))
             into = stage > 0 and stages.rank_of(stage - 1) != stages.rank_of(stage)
             back = stage < last and stages.rank_of(stage + 1) != stages.rank_of(stage)
-            gather, reduce = zero.gather(number), zero.reduce(number)
-            forward.append(action(max(time.forward_seconds, gather), crosses=into))
-            backward = max(time.backward_seconds, gather + zero.hidden * reduce)
-            whole.append(action(backward + (1 - zero.hidden) * reduce, crosses=back))
-            first.append(action(max(time.input_seconds, gather), crosses=back))
-            after = max(time.weight_seconds, zero.hidden * reduce) + (1 - zero.hidden) * reduce
-            second.append(action(after, crosses=False))
+            received, returned = wire.action * into, wire.action * back
+            forward.append(zero.forward(time.forward_seconds, number, layers) + received)
+            whole.append(zero.backward(time.backward_seconds, number, layers) + returned)
+            first.append(zero.backward(time.input_seconds, number, layers, reduces=False) + returned)
+            second.append(zero.weights(time.weight_seconds, number))
         return Costs(
             forward_seconds=tuple(forward),
             backward_seconds=tuple(whole),
@@ -261,6 +255,18 @@ class Predictor:
             backward_weight_seconds=tuple(second),
             transfer_seconds=wire.delay,
         )
+
+    def _stage_totals(
+        self, layout: Layout, bounds: tuple[int, ...]
+    ) -> tuple[tuple[LayerTime, int], ...]:
+        """Time and parameters of every virtual stage."""
+        key = (_timing(layout), bounds)
+        if key not in self._totals:
+            times, elements = self.times(layout), self.elements(layout.tensor)
+            self._totals[key] = tuple(
+                (LayerTime.total(times[a:b]), sum(elements[a:b])) for a, b in pairwise(bounds)
+            )
+        return self._totals[key]
 
     def bound(self, layout: Layout) -> float:
         """Seconds that the prediction of a layout cannot be below."""
@@ -344,6 +350,11 @@ class Predictor:
         return max(0.0, now)
 
 
+def _timing(layout: Layout) -> object:
+    """What the layers' times depend on."""
+    return layout.tensor, layout.sequence_parallel, layout.micro_batch, layout.recompute
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mean:
     """What the ranks' busy time consists of, per step and mean over ranks."""
@@ -394,38 +405,57 @@ class _Wire:
         seconds = network.transfer_seconds(shape.boundary_bytes / shares, leaves_node=leaves)
         if shares > 1 and not shape.cuts_sequence:
             self.action = network.seconds("all_gather", shape.boundary_bytes, group)
-        if software.hides_transfers:
+        if software.hides_transfers and machine.hides:
             self.delay = seconds
         else:
             self.action += seconds
 
 
 class _Zero:
-    """What ZeRO communicates during an action of a chunk. ``hidden`` is 1 if that runs beside computation.
+    """Actions of a chunk with what ZeRO communicates during them.
 
     Stage 3 gathers parameters for each forward and each backward and reduces gradients after each backward,
     beside computation (dsx/adr/0009). Stage 2 with a reduction per micro-batch waits for it (dsx/adr/0008).
     """
 
     def __init__(self, task: Task, layout: Layout) -> None:
-        self._network, self._group = task.machine.network, Group(layout.data, layout.tensor)
+        self._machine, self._group = task.machine, Group(layout.data, layout.tensor)
         self._width, self._share = task.width, task.machine.software.gather_share
         self._stage, self._each = layout.zero_stage, layout.reduces_micro_batches
-        self.hidden = int(layout.zero_stage == 3)
+        self._layers = task.machine.network.efficiency.gather_seconds if layout.zero_stage == 3 else 0.0
+        self._action = task.machine.network.efficiency.action_seconds
 
-    def gather(self, elements: int) -> float:
-        """Parameters, before an action that needs them."""
-        if self._stage < 3:
+    def forward(self, seconds: float, elements: int, layers: int) -> float:
+        """A forward."""
+        return self._beside(seconds, self._gather(elements), layers * self._layers)
+
+    def backward(self, seconds: float, elements: int, layers: int, *, reduces: bool = True) -> float:
+        """A whole backward, or the first part of one."""
+        beside = self._gather(elements) + (self._reduce(elements) if reduces else 0.0)
+        after = self._reduce_after(elements) if reduces else 0.0
+        return self._beside(seconds, beside, 2 * layers * self._layers) + after
+
+    def weights(self, seconds: float, elements: int) -> float:
+        """The second part of a divided backward."""
+        return self._beside(seconds, self._reduce(elements), 0.0) + self._reduce_after(elements)
+
+    def _beside(self, seconds: float, wire: float, hooks: float) -> float:
+        busy = max(seconds, wire) if self._machine.hides else seconds + wire
+        return self._machine.host(busy, self._action + hooks)
+
+    def _gather(self, elements: int) -> float:
+        return self._collective("all_gather", elements) if self._stage == 3 else 0.0
+
+    def _reduce(self, elements: int) -> float:
+        return self._collective("reduce_scatter", elements) if self._stage == 3 else 0.0
+
+    def _reduce_after(self, elements: int) -> float:
+        if not self._each or self._stage != 2:
             return 0.0
-        return self._network.seconds("all_gather", elements * self._width, self._group, self._share)
+        return self._machine.network.seconds("all_reduce", elements * self._width, self._group)
 
-    def reduce(self, elements: int) -> float:
-        """Gradients, after a backward."""
-        if self._stage == 3:
-            return self._network.seconds("reduce_scatter", elements * self._width, self._group, self._share)
-        if self._stage == 2 and self._each:
-            return self._network.seconds("all_reduce", elements * self._width, self._group)
-        return 0.0
+    def _collective(self, kind: Kind, elements: int) -> float:
+        return self._machine.network.seconds(kind, elements * self._width, self._group, self._share)
 
 
 def _update_bytes(width: int) -> int:

@@ -1,0 +1,214 @@
+"""``dsx plan``."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dsx.cli.output import deliver
+from dsx.errors import DsxError
+
+if TYPE_CHECKING:
+    from dsx.config.plan_inputs import PlanInputs
+    from dsx.plan.planner.search import Plan, Ranked
+    from dsx.runtime.measure_compute import Measured
+
+_MOST_TOO_LARGE = 3
+
+
+def plan(
+    cluster: Annotated[
+        str, typer.Option(help="A100-80, H100, H200, B200, MI300X, CPU, or a JSON file that describes one.")
+    ],
+    gpus: Annotated[int, typer.Option(help="Number of GPUs (processes) to use, all of them.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A preset (llama-3-8b, gpt2/tiny), a Hugging Face config.json or folder. Default: --config's."
+        ),
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(help="Sequences per step over all GPUs. Default: --config's train_batch_size.")
+    ] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens. Default: --config's.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="DeepSpeed JSON with a dsx block: everything but the layout comes from it."),
+    ] = None,
+    tensor: Annotated[int | None, typer.Option(help="Only this tensor-parallel degree.")] = None,
+    pipeline: Annotated[int | None, typer.Option(help="Only this pipeline degree.")] = None,
+    zero: Annotated[int | None, typer.Option(help="Only this ZeRO stage.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Only micro-batches of so many sequences.")] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(metavar="GIB", help="Memory that tensors may take of a GPU.")
+    ] = None,
+    top: Annotated[int, typer.Option(help="Meshes (tensor x pipeline) to show.", min=1)] = 5,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure a layer of the model on this machine, and go by that.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the best layout's config to this file.")] = None,
+) -> None:
+    """Find the layout that trains a model fastest.
+
+    Ranks tensor and pipeline degree, chunks, schedule, ZeRO stage, micro-batch, recompute and sequence
+    parallelism by predicted step time, within the memory of a GPU. Exit code 1: nothing fits.
+    """
+    from dsx.config.plan_output import layout_config
+    from dsx.config.plan_search import Fixed, plan_search
+
+    fixed = Fixed(tensor=tensor, pipeline=pipeline, zero=zero, micro_batch=micro_batch, gpu_memory=gpu_memory)
+    try:
+        inputs = _inputs(cluster, gpus, model, config, global_batch, sequence_length)
+        measured = _measured(inputs) if measure else None
+        search = plan_search(inputs, fixed, efficiency=measured and measured.efficiency, cluster=measured and measured.cluster)
+    except DsxError as error:
+        typer.echo(f"dsx: {error}", err=True)
+        raise typer.Exit(2) from None
+    found = search.run(top)
+    content = layout_config(inputs, found.best[0].layout, search.predictor)
+    if as_json:
+        typer.echo(json.dumps(_facts(inputs, found) | {"config": content}, indent=2))
+    else:
+        typer.echo(_text(inputs, found, measured))
+    if out is not None:
+        _write(out, json.dumps(content, indent=2) + "\n", quietly=as_json)
+
+
+def _inputs(
+    cluster: str,
+    gpus: int,
+    model: str | None,
+    config: Path | None,
+    global_batch: int | None,
+    sequence_length: int | None,
+) -> PlanInputs:
+    from dsx.config.plan_cluster import read_cluster
+    from dsx.config.plan_inputs import plan_inputs
+
+    return plan_inputs(
+        model=model,
+        config=config,
+        cluster=read_cluster(cluster),
+        gpus=gpus,
+        global_batch=global_batch,
+        sequence_length=sequence_length,
+    )
+
+
+def _measured(inputs: PlanInputs) -> Measured:
+    """Rates of this machine."""
+    from dsx.runtime.measure_compute import measure_compute
+
+    return measure_compute(inputs.run, inputs.cluster)
+
+
+def _write(out: Path, text: str, *, quietly: bool) -> None:
+    if quietly:
+        with redirect_stdout(io.StringIO()):
+            deliver(text, out)
+    else:
+        deliver(text, out)
+
+
+def _text(inputs: PlanInputs, found: Plan, measured: Measured | None) -> str:
+    from dsx.plan.choose import gib
+    from dsx.plan.planner.reasons import reason
+    from dsx.report.progress import compact
+
+    run, cluster = inputs.run, found.task.machine.network.cluster
+    title = (
+        f"{run.model.family}, {compact(run.num_parameters)} parameters on {inputs.gpus} x {cluster.name}, "
+        f"{inputs.global_batch} sequences of {inputs.sequence_length} tokens per step, {run.precision}"
+    )
+    lines = [title]
+    if measured is not None:
+        lines.append(measured.text)
+    lines += ["", *_table(inputs, found), ""]
+    lines.append(f"best: {found.best[0].layout.label}")
+    parts = found.best[0].time.parts()
+    shares = ((name, seconds / found.best[0].time.seconds) for name, seconds in parts.items())
+    lines.append("its step: " + ", ".join(f"{name} {share:.1%}" for name, share in shares if share >= 0.001))
+    lines += ["", "one thing changed"]
+    lines += [f"  {_change(found.best[0], each)}: {reason(found, each)}" for each in found.others]
+    if found.too_large:
+        lines += ["", "faster, but too large"]
+        lines += [f"  {each.layout.label}: {reason(found, each)}" for each in found.too_large[:_MOST_TOO_LARGE]]
+    lines += [
+        "",
+        f"predicted, not measured; {gib(found.cap_bytes)} of a GPU's memory count as usable; "
+        f"{found.predicted} layouts simulated, {found.estimated} memories estimated",
+    ]
+    return "\n".join(lines)
+
+
+def _table(inputs: PlanInputs, found: Plan) -> list[str]:
+    from dsx.plan.planner.reasons import reason
+
+    titles = ("", "step", "tokens/s", "MFU", "bubble", "commun.", "memory", "layout", "against the best")
+    rows = [titles]
+    for place, ranked in enumerate(found.best, 1):
+        facts = _figures(inputs, found, ranked)
+        rows.append(
+            (
+                str(place),
+                f"{facts['step_seconds']:.4g} s",
+                f"{facts['tokens_per_second']:,.0f}",
+                f"{facts['mfu']:.1%}",
+                f"{facts['bubble_over_ideal']:.1%}",
+                f"{facts['communication_share']:.1%}",
+                f"{facts['peak_bytes'] / (1 << 30):.1f} GiB",
+                ranked.layout.label,
+                "" if place == 1 else reason(found, ranked),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(titles))]
+    aligned = [
+        [cell.ljust(width) if i > 6 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        for row in rows
+    ]
+    return ["  ".join(row).rstrip() for row in aligned]
+
+
+def _change(best: Ranked, other: Ranked) -> str:
+    """What differs from the best, in a few words."""
+    have, want = best.layout.label.split(", "), other.layout.label.split(", ")
+    new = [word for word in want if word not in have]
+    gone = [f"no {word}" for word in have if word not in want] if not new else []
+    return ", ".join(new or gone)
+
+
+def _figures(inputs: PlanInputs, found: Plan, ranked: Ranked) -> dict[str, Any]:
+    seconds, task = ranked.time.seconds, found.task
+    peak = task.machine.network.cluster.peak(task.machine.precision)
+    return {
+        "step_seconds": seconds,
+        "tokens_per_second": inputs.global_batch * inputs.sequence_length / seconds,
+        "mfu": task.flops / (seconds * inputs.gpus * peak),
+        "bubble_over_ideal": ranked.time.bubble_over_ideal,
+        "communication_share": ranked.time.communication_share,
+        "peak_bytes": ranked.peak_bytes,
+    }
+
+
+def _facts(inputs: PlanInputs, found: Plan) -> dict[str, Any]:
+    from dsx.plan.planner.reasons import reason
+
+    def facts(ranked: Ranked) -> dict[str, Any]:
+        layout = asdict(ranked.layout)
+        layout.pop("bounds")
+        figures = _figures(inputs, found, ranked) | {"parts_seconds": ranked.time.parts()}
+        return layout | figures | {"fits": ranked.fits, "reason": reason(found, ranked)}
+
+    return {
+        "cap_bytes": found.cap_bytes,
+        "best": [facts(each) for each in found.best],
+        "one_thing_changed": [facts(each) for each in found.others],
+        "faster_but_too_large": [facts(each) for each in found.too_large],
+    }

@@ -1,0 +1,137 @@
+"""What a plan starts from: a model, a batch and whatever else a config says, apart from the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsx.config.bare import bare_config
+from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
+from dsx.config.load import load, read
+from dsx.config.resolve import resolve
+from dsx.config.run import RunConfig
+from dsx.errors import ConfigError
+from dsx.plan.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInputs:
+    """What is to be trained.
+
+    Attributes:
+        content: A whole config, but for its layout: DeepSpeed's keys and the ``dsx`` block.
+        run: The same, resolved for one rank.
+        cluster: What to train on.
+        gpus: How many of its GPUs.
+        global_batch: Sequences per step.
+        sequence_length: Tokens.
+    """
+
+    content: dict[str, Any]
+    run: RunConfig
+    cluster: Cluster
+    gpus: int
+    global_batch: int
+    sequence_length: int
+
+
+def plan_inputs(
+    *,
+    model: str | None,
+    config: Path | None,
+    cluster: Cluster,
+    gpus: int,
+    global_batch: int | None,
+    sequence_length: int | None,
+) -> PlanInputs:
+    """Read and check everything that a plan needs.
+
+    Args:
+        model: Preset (``llama-3-8b``, ``gpt2/tiny``), Hugging Face ``config.json`` or model folder; None for
+            that of ``config``.
+        config: DeepSpeed JSON with a ``dsx`` block whose layout is to be found; None for usual settings.
+        cluster: What to train on.
+        gpus: How many of its GPUs.
+        global_batch: Sequences per step; None for that of ``config``.
+        sequence_length: Tokens; None for that of ``config``.
+
+    Raises:
+        ConfigError: Something is missing, unknown or cannot be.
+        ModelError: A Hugging Face config that dsx cannot build.
+    """
+    _check_gpus(cluster, gpus)
+    for name, size in (("--global-batch", global_batch), ("--sequence-length", sequence_length)):
+        if size is not None and size < 1:
+            raise ConfigError(f"{name} {size}", "not a size", "use 1 or more")
+    content = _usual(cluster) if config is None else _without_layout(read(config))
+    if config is not None:
+        load(config)  # Strict: unknown keys are named with their file.
+    block = content["dsx"]
+    if model is not None:
+        block["model"] = bare_config(model)["dsx"]["model"]
+    elif config is None:
+        raise ConfigError("--model", "no model is named", "give --model, or --config with a dsx.model")
+    batch = global_batch or content.get(TRAIN)
+    length = sequence_length or block["data"].get("sequence_length")
+    for name, value in (("--global-batch", batch), ("--sequence-length", length)):
+        if value is None:
+            raise ConfigError(name, "it is needed", f"give {name} N")
+    content[TRAIN], block["data"]["sequence_length"] = batch, length
+    run = resolve(content | {MICRO: 1}, world_size=1)
+    return PlanInputs(
+        content=content,
+        run=run,
+        cluster=cluster,
+        gpus=gpus,
+        global_batch=batch,
+        sequence_length=length,
+    )
+
+
+def _check_gpus(cluster: Cluster, gpus: int) -> None:
+    key, node = f"--gpus {gpus}", cluster.gpus_per_node
+    if gpus < 1:
+        raise ConfigError(key, "not a number of GPUs", "use 1 or more")
+    if gpus > node and gpus % node:
+        near = gpus // node * node
+        raise ConfigError(
+            key, f"nodes of {cluster.name} have {node} GPUs each", f"use whole nodes: {near} or {near + node}"
+        )
+    if cluster.nodes is not None and gpus > cluster.nodes * node:
+        most = cluster.nodes * node
+        raise ConfigError(key, f"{cluster.name} has {cluster.nodes} nodes of {node}", f"use at most {most}")
+
+
+def _usual(cluster: Cluster) -> dict[str, Any]:
+    """A config for a first run: AdamW, bf16 on GPUs, text that needs no network."""
+    parameters: dict[str, Any] = {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    return {
+        "gradient_clipping": 1.0,
+        **({} if cluster.is_host else {"bf16": {"enabled": True}}),
+        "optimizer": {"type": "AdamW", "params": parameters | ({"torch_adam": True} if cluster.is_host else {})},
+        "dsx": {
+            "data": {"source": "python-stdlib", "tokenizer": "bytes"},
+            "train": {"steps": 100, "output": "runs/planned-{layout}"},
+        },
+    }
+
+
+def _without_layout(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what a plan decides."""
+    out = {key: value for key, value in content.items() if key not in (MICRO, ACCUMULATION)}
+    block = dict(out.get("dsx") or {})
+    for key in ("parallel", "schedule", "partition", "profile", "recompute"):
+        block.pop(key, None)
+    block["data"] = dict(block.get("data") or {})
+    out["dsx"] = block
+    zero = dict(out.get("zero_optimization") or {})
+    zero.pop("stage", None)
+    if zero:
+        out["zero_optimization"] = zero
+    else:
+        out.pop("zero_optimization", None)
+    return out
+
+

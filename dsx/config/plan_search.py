@@ -1,0 +1,115 @@
+"""The search that a plan's inputs ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dsx.config.plan_inputs import PlanInputs
+from dsx.config.plan_output import LayoutMemory
+from dsx.errors import ConfigError
+from dsx.plan.cluster import Cluster
+from dsx.plan.planner.collectives import Network
+from dsx.plan.planner.efficiency import Efficiency, Software
+from dsx.plan.planner.layer_times import Machine
+from dsx.plan.planner.search import Search
+from dsx.plan.planner.space import Space, meshes
+from dsx.plan.planner.step_time import Task
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """What a user has already decided; None is open.
+
+    Attributes:
+        tensor: Tensor-parallel degree.
+        pipeline: Pipeline degree.
+        zero: ZeRO stage.
+        micro_batch: Sequences.
+        gpu_memory: GiB of a GPU that tensors may take.
+    """
+
+    tensor: int | None = None
+    pipeline: int | None = None
+    zero: int | None = None
+    micro_batch: int | None = None
+    gpu_memory: float | None = None
+
+
+def plan_search(
+    inputs: PlanInputs, fixed: Fixed, *, efficiency: Efficiency | None = None, cluster: Cluster | None = None
+) -> Search:
+    """A search, ready to run.
+
+    Args:
+        inputs: What is trained, and on what.
+        fixed: What is not to be chosen.
+        efficiency: What hardware gives, if measured.
+        cluster: In place of that of the inputs, if measured.
+
+    Raises:
+        ConfigError: A fixed value that cannot be.
+        LayoutError: A fixed degree that the model or the number of GPUs does not allow.
+    """
+    _check(inputs, fixed)
+    cluster = cluster or inputs.cluster
+    task = Task(
+        model=inputs.run.model,
+        machine=Machine(
+            network=Network(cluster, efficiency or Efficiency()),
+            software=Software(),
+            precision=inputs.run.precision,
+        ),
+        global_batch=inputs.global_batch,
+        sequence_length=inputs.sequence_length,
+        vocab_multiple=inputs.run.dsx.model.vocab_multiple,
+    )
+    cluster.peak(inputs.run.precision)
+    space = _space(inputs, fixed)
+    tuple(meshes(task, space))
+    search = Search(
+        task=task,
+        space=space,
+        memory=lambda _: 0,
+        cap_bytes=None if fixed.gpu_memory is None else int(fixed.gpu_memory * _GIB),
+        update_bytes=_update_bytes(inputs),
+    )
+    memory = LayoutMemory(inputs, search.predictor, cluster.is_host)
+    return replace(search, memory=memory)
+
+
+def _check(inputs: PlanInputs, fixed: Fixed) -> None:
+    for name, value in (("--tensor", fixed.tensor), ("--pipeline", fixed.pipeline)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} {value}", "not a degree", "use 1 or more")
+    if fixed.zero is not None and not 0 <= fixed.zero <= 3:
+        raise ConfigError(f"--zero {fixed.zero}", "ZeRO has stages 0 to 3", "use 0, 1, 2 or 3")
+    micro, batch = fixed.micro_batch, inputs.global_batch
+    if micro is not None and (micro < 1 or batch % micro):
+        raise ConfigError(
+            f"--micro-batch {micro}", f"it does not divide the global batch {batch}", "use a divisor of it"
+        )
+    if fixed.gpu_memory is not None and not 0 < fixed.gpu_memory < 1e6:
+        raise ConfigError(f"--gpu-memory {fixed.gpu_memory:g}", "it is the GiB of one GPU", "use 80, say")
+
+
+def _space(inputs: PlanInputs, fixed: Fixed) -> Space:
+    space = Space(gpus=inputs.gpus)
+    chosen = {
+        "tensor": fixed.tensor,
+        "pipeline": fixed.pipeline,
+        "zero_stages": fixed.zero,
+        "micro_batches": fixed.micro_batch,
+    }
+    return replace(space, **{key: (value,) for key, value in chosen.items() if value is not None})
+
+
+def _update_bytes(inputs: PlanInputs) -> int:
+    """What an optimizer keeps at least on the device for a parameter that it updates."""
+    zero = inputs.content.get("zero_optimization", {})
+    if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
+        return 0
+    kind = inputs.run.deepspeed["optimizer"]["type"].lower()
+    moments = {"adam": 8, "adamw": 8, "lion": 4}.get(kind, 0)
+    return moments + (4 if inputs.run.precision == "bf16" else 0)
