@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import random
 import statistics
 import sys
@@ -113,6 +114,7 @@ def config_of(case: Case) -> tuple[dict[str, Any], int]:
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": case["zero"], "reduce_bucket_size": case["bucket"]},
         "optimizer": optimizers[case["optimizer"]],
+        "zero_allow_untested_optimizer": True,
         "dsx": {
             "model": {"family": case["family"], **_FAMILIES[case["family"]], "overrides": overrides},
             "parallel": {
@@ -136,41 +138,46 @@ def config_of(case: Case) -> tuple[dict[str, Any], int]:
 
 def run_case(case: Case, connection: Any) -> None:
     """Both ledgers of one case."""
+    try:
+        connection.send(_both(case))
+    except Exception as error:  # noqa: BLE001 (told with the case)
+        connection.send({"failed": f"{type(error).__name__}: {error}"})
+
+
+def _both(case: Case) -> dict[str, Any]:
     import torch
 
     from dsx.config.memory_job import job_of
     from dsx.config.resolve import resolve
+    from dsx.errors import DsxError
     from dsx.plan.memory.estimate import estimate
     from dsx.runtime.paper.run import trace
 
+    # What a launcher would tell DeepSpeed.
+    os.environ.update(RANK=str(case["rank"]), LOCAL_RANK="0", DS_ACCELERATOR="cpu")
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     try:
         config, world = config_of(case)
         run = resolve(config, world_size=world)
-    except Exception as error:  # noqa: BLE001 (a drawn layout that dsx refuses)
-        connection.send({"refused": str(error)})
-        return
+    except DsxError as error:  # a drawn layout that dsx refuses
+        return {"refused": str(error)}
     begin = time.perf_counter()
     analytic = estimate(job_of(run), case["rank"])
     middle = time.perf_counter()
     traced = trace(run, case["rank"], label=_caller)
     end = time.perf_counter()
-    connection.send(
-        {
-            "analytic": {phase.name: phase.peak_bytes for phase in analytic.phases},
-            "traced": traced.phases,
-            "steady": (analytic.steady_bytes, traced.steady_bytes),
-            "lines": {
-                p.name: [(f"{k.category}: {k.name}", v) for k, v in p.lines[:20]] for p in analytic.phases
-            },
-            "sites": {
-                name: sorted(lines.items(), key=lambda item: -item[1])[:20]
-                for name, lines in traced.contents.items()
-            },
-            "seconds": (middle - begin, end - middle),
-        }
-    )
+    return {
+        "analytic": {phase.name: phase.peak_bytes for phase in analytic.phases},
+        "traced": traced.phases,
+        "steady": (analytic.steady_bytes, traced.steady_bytes),
+        "lines": {p.name: [(f"{k.category}: {k.name}", v) for k, v in p.lines[:20]] for p in analytic.phases},
+        "sites": {
+            name: sorted(lines.items(), key=lambda item: -item[1])[:20]
+            for name, lines in traced.contents.items()
+        },
+        "seconds": (middle - begin, end - middle),
+    }
 
 
 def _caller() -> str:
@@ -195,7 +202,7 @@ def measure(case: Case) -> dict[str, Any]:
     try:
         result: dict[str, Any] = ours.recv()
     except EOFError:
-        result = {"failed": True}
+        result = {"failed": "the process died"}
     process.join()
     return result
 
@@ -213,6 +220,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write one JSON line per case")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
+    os.environ.update(LOCAL_RANK="0", DS_ACCELERATOR="cpu")
     import deepspeed  # noqa: F401 (once, before the forks)
 
     import dsx.runtime.paper.run  # noqa: F401
@@ -227,7 +235,7 @@ def main() -> int:
         result = measure(case)
         short = " ".join(f"{key}={value}" for key, value in case.items())
         if "analytic" not in result:
-            print("none ", result.get("refused", "failed")[:100], short, flush=True)
+            print("none ", (result.get("refused") or result["failed"])[:200], short, flush=True)
             continue
         analytic, traced = result["analytic"], result["traced"]
         # The run's peak, and that of a step, which is what a larger bucket or a longer run is judged by.

@@ -29,6 +29,27 @@ _ONE_KERNEL = ("silu_backward",)
 """Operators of a gradient and an input that torch composes of others where a device has no kernel of its own."""
 
 
+class _Kernels:
+    """Compiled code of DeepSpeed's that works in place: any function of it does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_args, **_kwargs: None
+
+
+class _Builder:
+    """Builds nothing."""
+
+    def load(self, verbose: bool = True) -> _Kernels:
+        """At once."""
+        del verbose
+        return _Kernels()
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Always."""
+        del verbose
+        return True
+
+
 class PaperAccelerator(CPU_Accelerator):
     """What DeepSpeed asks of a GPU, as far as it changes what is allocated; all else does nothing."""
 
@@ -75,6 +96,15 @@ class PaperAccelerator(CPU_Accelerator):
         del align_bytes
         return tensor
 
+    def get_op_builder(self, class_name: str) -> type[_Builder]:
+        """A GPU has them all."""
+        del class_name
+        return _Builder
+
+    def create_op_builder(self, class_name: str) -> _Builder | None:
+        """A GPU has them all, but for CPUs' collectives through shared memory."""
+        return None if class_name == "ShareMemCommBuilder" else _Builder()
+
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Unknown here, and printed alone."""
         del device_index
@@ -84,8 +114,8 @@ class PaperAccelerator(CPU_Accelerator):
 class _Answers(TorchDispatchMode):
     """Values where there are none, so that programs that branch on data go their usual way.
 
-    A number is 1, a whole number 0. "All of them" is true and any other question false: ids are in range,
-    tensors equal, and nothing overflows.
+    A number is 1, a whole number 0. "All of them" and "at most" are true and any other question false: ids
+    are in range, tensors equal, rounding errors small, and nothing overflows.
     """
 
     def __init__(self) -> None:
@@ -102,7 +132,7 @@ class _Answers(TorchDispatchMode):
         if func is torch.ops.aten.equal.default:
             return True
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.all.default:
+        if func in (torch.ops.aten.all.default, torch.ops.aten.le.Tensor):
             self._true[result] = True
         return result
 
@@ -124,13 +154,6 @@ def install() -> None:
     set_accelerator(PaperAccelerator(kernels))
 
 
-class _Kernels:
-    """Compiled code of DeepSpeed's that works in place: any function of it does nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_args, **_kwargs: None
-
-
 @contextmanager
 def without_storage() -> Iterator[None]:
     """Inside, every new tensor is a FakeTensor, and modules convert those in place."""
@@ -146,8 +169,13 @@ def without_storage() -> Iterator[None]:
         kinds = [torch.Tensor, nn.Parameter, FakeTensor]
         stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", kinds))
         stack.enter_context(mock.patch.object(F, "rms_norm", _rms_norm(F.rms_norm)))
+        stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Answers())
+        # torch.tensor(numbers, device=...) makes a CPU tensor first, which the mode then moves.
+        only_cpu = torch._C._only_lift_cpu_tensors()  # noqa: SLF001 (as FakeTensorMode does where no GPU is)
+        stack.callback(torch._C._set_only_lift_cpu_tensors, only_cpu)  # noqa: SLF001
+        torch._C._set_only_lift_cpu_tensors(True)  # noqa: SLF001
         yield
 
 
@@ -165,6 +193,15 @@ def _apply(
         for name, buffer in inner.named_buffers(recurse=False):
             setattr(inner, name, function(buffer))
     return module
+
+
+def _tensor(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch.tensor, which makes one of no numbers on the device itself, past every mode."""
+
+    def tensor(data: Any, **options: Any) -> torch.Tensor:
+        return torch.empty(0, **options) if isinstance(data, list) and not data else usual(data, **options)
+
+    return tensor
 
 
 def _scale(like: torch.Tensor, probability: float, seed: int) -> torch.Tensor:
