@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dsx.config.memory_zero3 import gathering_of
 from dsx.config.run import RunConfig
-from dsx.plan.memory.estimate import DeviceKind, Job
+from dsx.plan.memory.estimate import Job
+from dsx.plan.memory.ops import DeviceKind
 from dsx.plan.memory.states import Optimizer, StateSettings
 from dsx.plan.transfers import lower
 from dsx.spec.layout import Layout

@@ -99,7 +99,7 @@ class Core:
         if value is not None:
             parts.append(value)
         query, key, value = parts
-        if width == 4 and self.heads != self.kv_heads:
+        if width == 4 and self.heads != self.kv_heads and self.ops.device == "cuda":
             key, value = self._repeated(key), self._repeated(value)
         return self._kernel(query, key, value)
 
@@ -119,11 +119,13 @@ class Core:
         ops, tape = self.ops, self.ops.tape
         batch, length = query.shape[:2]
         context = tape.new(label("context", "B S N D w", _CORE), query.width, *query.shape)
-        rows = length if query.width < 4 else -(-length // 32) * 32
+        efficient = query.width == 4 and ops.device == "cuda"
+        rows = -(-length // 32) * 32 if efficient else length
         what = label("log-sum-exp", "4 B N S", _CORE)
         log_sum = tape.new(what, 4, batch, self.heads, rows)
         # Flash: two numbers and a placeholder (flash_api.cpp, rng_state); the other kernel: one and one.
-        sizes = (2, 1) if query.width < 4 else (1, 1)
+        # A CPU's draws nothing (with attention dropout another way is taken there, which is not counted).
+        sizes = () if ops.device == "cpu" else (1, 1) if efficient else (2, 1)
         seeds = [tape.new(label("generator state", "8", _CORE), 8, size) for size in sizes]
 
         def backward(saved: tuple[Tensor, ...], _: Tensor) -> list[Tensor | None]:

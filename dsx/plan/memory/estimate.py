@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from dsx.plan.memory.layers import Layers
-from dsx.plan.memory.ops import Later, Ops, label
+from dsx.plan.memory.ops import DeviceKind, Later, Ops, label
 from dsx.plan.memory.partitioned import Bf16, Partitioned
+from dsx.plan.memory.partitioned_offload import PartitionedOffload
 from dsx.plan.memory.stage3 import Stage3, uses
+from dsx.plan.memory.stage3_offload import Stage3Offload
 from dsx.plan.memory.states import Flat, States, StateSettings, Unfused
 from dsx.plan.memory.tape import Label, Leaf, Ledger, Storage, Tape, Tensor
 from dsx.plan.memory.walk import Boundary, Walk
@@ -16,9 +17,6 @@ from dsx.plan.receives import ReceivePlan
 from dsx.spec.layout import Layout
 from dsx.spec.model import ModelSpec, Recompute
 from dsx.spec.schedule import Action, Op, Schedule
-
-DeviceKind = Literal["cuda", "cpu"]
-"""Whose kernels run: torch takes others on a CPU, and its allocator rounds nothing up."""
 
 ROUNDING_BYTES: dict[DeviceKind, int] = {"cuda": 512, "cpu": 1}
 """To which an allocator rounds a tensor up (CUDACachingAllocator.cpp, kMinBlockSize)."""
@@ -80,11 +78,15 @@ class Estimate:
         rank: Global rank.
         phases: In the order of a run.
         steady_bytes: Held between steps.
+        host_bytes: The most that ZeRO-Offload keeps on the host for this rank at once.
+        host_lines: What that consists of, largest first.
     """
 
     rank: int
     phases: tuple[Phase, ...]
     steady_bytes: int
+    host_bytes: int = 0
+    host_lines: tuple[tuple[Label, int], ...] = ()
 
     @property
     def peak(self) -> Phase:
@@ -118,7 +120,13 @@ def estimate(
         watch = _Watch(ledger)
         walk.run(watch)
         phases.append(_phase(f"step {step + 1}", ledger, watch.where))
-    return Estimate(rank=rank, phases=tuple(phases), steady_bytes=ledger.current_bytes)
+    return Estimate(
+        rank=rank,
+        phases=tuple(phases),
+        steady_bytes=ledger.current_bytes,
+        host_bytes=states.host.ledger.peak_bytes,
+        host_lines=tuple(sorted(states.host.ledger.at_peak.items(), key=lambda item: -item[1])),
+    )
 
 
 class _Watch:
@@ -153,7 +161,14 @@ def _rank(
     states = _wrapper(job)(ledger, job.layout.zero_plan(pp_rank), dp_rank, leaves, job.states)
     sequence = job.sequence_parallel and tp > 1
     divided = any(action.op is Op.BACKWARD_WEIGHT for row in job.schedule.rows for action in row)
-    ops = Ops(tape=Tape(ledger), tp=tp, sequence=sequence, width=width, later=Later() if divided else None)
+    ops = Ops(
+        tape=Tape(ledger),
+        tp=tp,
+        sequence=sequence,
+        width=width,
+        later=Later() if divided else None,
+        device=job.device,
+    )
     if isinstance(states, Stage3):
         ops.hooks = states
         states.plan_gathers(job.schedule.rows[pp_rank], uses(job.layout, pp_rank, leaves))
@@ -167,6 +182,7 @@ def _rank(
         boundary=Boundary(shape=(job.micro_batch, length, job.model.hidden_size), width=width),
         tokens=(job.micro_batch, job.sequence_length),
         receives=receives,
+        eager=job.device == "cpu",
     )
     return states, walk, []
 
@@ -179,4 +195,6 @@ def _wrapper(job: Job) -> type[States]:
         return low if settings.width == 2 else States
     if stage == 1 and settings.width == 2 and settings.accumulate == 4 and not settings.offload:
         return Bf16
+    if settings.offload is not None:
+        return Stage3Offload if stage == 3 else PartitionedOffload
     return Stage3 if stage == 3 else Partitioned

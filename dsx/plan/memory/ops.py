@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
+from dsx.plan.memory import host_kernels
 from dsx.plan.memory.tape import Label, Leaf, Ledger, Tape, Tensor
+
+DeviceKind = Literal["cuda", "cpu"]
+"""Whose kernels run: torch takes others on a CPU, and its allocator rounds nothing up."""
 
 Start = Callable[..., Callable[[], Tensor]]
 
@@ -95,6 +99,7 @@ class Ops:
         width: Bytes an element of activations and parameters.
         later: Takes weight gradients; None if no backward is divided.
         hooks: ZeRO-3's; None if parameters are always whole.
+        device: Whose kernels run.
     """
 
     tape: Tape
@@ -103,6 +108,7 @@ class Ops:
     width: int
     later: Later | None = None
     hooks: Hooks | None = None
+    device: DeviceKind = "cuda"
 
     def module(
         self, parameters: Sequence[Leaf | None], x: Tensor, body: Callable[[Tensor], Tensor]
@@ -270,6 +276,8 @@ class Ops:
         """LayerNorm with a bias, else RMSNorm: float32 statistics of each token are saved."""
         source = "nn/norm.py forward"
         parameters = self._copied([self.late(p) for p in (weight, bias) if p is not None])
+        if bias is None and self.device == "cpu":
+            return host_kernels.rms_norm(self, x, parameters[0])
         y = self.like(label("norm", "B s H w", source), x)
         what = label("norm statistics", "4 B s", source)
         statistics = [self.tape.new(what, 4, *x.shape[:-1]) for _ in parameters]

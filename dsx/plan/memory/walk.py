@@ -10,7 +10,8 @@ from dsx.plan.memory.layers import Layers
 from dsx.plan.memory.ops import label
 from dsx.plan.memory.states import States
 from dsx.plan.memory.tape import Leaf, Storage, Tape, Tensor
-from dsx.plan.receives import ReceivePlan, receive_plan
+from dsx.plan.receives import Channel, ReceivePlan, receive_plan
+from dsx.plan.transfers import Kind
 from dsx.spec.schedule import Action, Op, Schedule
 from dsx.spec.stages import StageMap
 
@@ -41,6 +42,8 @@ class Walk:
         states: Its parameters' states.
         boundary: What goes between stages.
         tokens: [B, S] of a micro-batch.
+        receives: When receives are posted; None for the plan of the schedule.
+        eager: Whether they are posted as soon as there is room, as on a CPU.
     """
 
     def __init__(
@@ -54,9 +57,11 @@ class Walk:
         boundary: Boundary,
         tokens: tuple[int, int],
         receives: ReceivePlan | None = None,
+        eager: bool = False,
     ) -> None:
         self.schedule, self.rank, self.stages = schedule, rank, stages
         self.layers, self.states, self.boundary, self.tokens = layers, states, boundary, tokens
+        self.eager = eager
         self.receives = receives or receive_plan(schedule, rank)
         self.row = schedule.rows[rank]
         self.tape: Tape = layers.ops.tape
@@ -70,7 +75,9 @@ class Walk:
         self.inputs: dict[Key, Tensor] = {}
         self.outputs: dict[Key, Tensor] = {}
         self.gradients: dict[Key, Tensor] = {}
-        self.posted: dict[tuple[str, Key], Tensor] = {}
+        self.posted: dict[Channel, dict[Key, Tensor]] = {}
+        self._planned = dict.fromkeys(self.receives.messages, 0)
+        self._taken: list[Channel] = []
         self.flying: dict[tuple[str, int], deque[Tensor]] = {}
         self.next = dict.fromkeys(self.receives.messages, 0)
         self.losses: list[Tensor] = []
@@ -90,12 +97,19 @@ class Walk:
             Op.RECV_B: self._receive_gradient,
             Op.SEND_B: self._send_gradient,
         }
+        for channel in self.next:
+            self._post_ahead(channel)
         for place, action in enumerate(self.row):
-            for kind, source in self.receives.posts[place]:
-                self._post(kind, source)
+            for channel in self.receives.posts[place]:
+                self._planned[channel] += 1
+                if self.next[channel] < self._planned[channel]:
+                    self._post(channel)
             self.states.before_action(place)
             does[action.op](action, place)
             note(action)
+            if self._is_quiet(place):
+                while self._taken:
+                    self._post_ahead(self._taken.pop())
         self.flying.clear()
         self.states.step()
         note(None)
@@ -104,23 +118,40 @@ class Walk:
         what = label(name, "B s H w", "runtime/p2p.py Inbox.post", "transfers")
         return self.tape.new(what, self.boundary.width, *self.boundary.shape)
 
-    def _post(self, kind: str, source: int) -> None:
-        channel = (kind, source)
-        message = self.receives.messages[channel][self.next[channel]]  # type: ignore[index]
-        self.next[channel] += 1  # type: ignore[index]
+    def _post(self, channel: Channel) -> None:
+        kind, _ = channel
+        message = self.receives.messages[channel][self.next[channel]]
+        self.next[channel] += 1
         name = "received activations" if kind == "F" else "received gradients"
-        self.posted[kind, message] = self._wire(name)
+        self.posted.setdefault(channel, {})[message] = self._wire(name)
+
+    def _post_ahead(self, channel: Channel) -> None:
+        """On a CPU, as many receives as a sender lets be under way (executor.py _post_ahead)."""
+        messages, posted = self.receives.messages[channel], self.posted.setdefault(channel, {})
+        while self.eager and self.next[channel] < len(messages) and len(posted) < IN_FLIGHT:
+            self._post(channel)
+
+    def _is_quiet(self, place: int) -> bool:
+        """executor.py _is_quiet."""
+        after = self.row[place + 1 : place + 2]
+        sends = bool(after) and after[0].op in (Op.SEND_F, Op.SEND_B)
+        return not sends and self.row[place].op not in (Op.RECV_F, Op.RECV_B)
+
+    def _take(self, kind: Kind, source_stage: int, key: Key) -> Tensor:
+        channel = kind, self.schedule.rank_of(source_stage)
+        self._taken.append(channel)
+        return self.posted[channel].pop(key)
 
     def _receive_input(self, action: Action, _: int) -> None:
         key = (action.stage, action.micro_batch)
-        self.inputs[key] = self._leaf(self.posted.pop(("F", key)))
-
-    def _leaf(self, x: Tensor) -> Leaf:
-        return Leaf("input", x.shape, x.width, storage=x.storage)
+        self.inputs[key] = self._leaf(self._take("F", action.stage - 1, key))
 
     def _receive_gradient(self, action: Action, _: int) -> None:
         key = (action.stage, action.micro_batch)
-        self.gradients[key] = self.posted.pop(("B", key))
+        self.gradients[key] = self._take("B", action.stage + 1, key)
+
+    def _leaf(self, x: Tensor) -> Leaf:
+        return Leaf("input", x.shape, x.width, storage=x.storage)
 
     def _ids(self, name: str) -> Tensor:
         return self.tape.new(
