@@ -13,6 +13,7 @@ import typer
 from dsx import __version__
 from dsx.cli.check import check
 from dsx.cli.estimate import estimate
+from dsx.cli.plan import plan
 from dsx.cli.plot import plot
 from dsx.cli.presets import presets
 from dsx.cli.schedule import schedule
@@ -46,7 +47,7 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(_root)
-    for command in (check, estimate, schedule, trace, plot, presets, schema):
+    for command in (check, estimate, plan, schedule, trace, plot, presets, schema):
         app.command()(command)
     return app
 
