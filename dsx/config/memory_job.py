@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dsx.config.memory_offload import offload_of
 from dsx.config.memory_zero3 import gathering_of
 from dsx.config.run import RunConfig
 from dsx.plan.memory.estimate import Job
@@ -49,7 +50,12 @@ def _states(config: RunConfig, device: DeviceKind) -> StateSettings:
             momentum=bool(params.get("momentum", 0.0)),
         ),
         bucket=int(zero.get("reduce_bucket_size", 500_000_000)),
-        offload=(zero.get("offload_optimizer") or {}).get("device", "none") != "none",
+        offload=offload_of(
+            zero,
+            kind,
+            torch_optimizer=own,
+            decays=kind in ("adam", "sgd") and bool(params.get("weight_decay", 0.0)),
+        ),
         fused=kind in ("adam", "adamw") and not own,
         gathering=gathering_of(zero, config.dsx.zero.keep_gathered_bytes) if config.zero_stage == 3 else None,
     )

@@ -32,9 +32,7 @@ class Stage3(States):
         settings: StateSettings,
     ) -> None:
         gathering = self.gathering = settings.gathering or Gathering()
-        super().__init__(
-            ledger, replace(plan, sub_group_size=gathering.sub_group), dp_rank, leaves, settings
-        )
+        super().__init__(ledger, replace(plan, sub_group_size=gathering.sub_group), dp_rank, leaves, settings)
         self.sub_groups = list(self._cut())
         self.sizes = [sum(map(self.part, group)) for group in self.sub_groups]
         self.coordinator = Coordinator(
@@ -46,6 +44,7 @@ class Stage3(States):
         self.masters: list[Tensor] = []
         self.gradients: list[Tensor] = []
         self._gathers: GatherPlan | None = None
+        self.updated: set[int] = set()
         self._chunks: Mapping[int, Sequence[Leaf]] = {}
         for leaf in self.order:
             leaf.accumulate = self.arrive
@@ -73,16 +72,10 @@ class Stage3(States):
         """Partition each parameter; one buffer for all; masters; bucket and gradients; hooks."""
         self.partition()
         self.make_masters()
-        source = f"{_FILE} initialize_optimizer_states"
-        self.new("temporaries", "zero gradients", "4 of the largest sub-group", source, max(self.sizes), 4)
-        source, width = f"{_FILE} _setup_for_real_optimizer", self.settings.width
-        if self.gathering.contiguous:
-            size = self.settings.bucket
-            self.bucket = self.new("buckets", "reduce bucket", "reduce_bucket_size w", source, size, width)
-        width = self.settings.accumulate
-        formula = f"{width} P/N, padded"
-        self.gradients = [self.new("gradients", "gradient partitions", formula, source, self.local, width)]
-        self.look_at_parameters()
+        self.make_gradients()
+        # Hooks are put on whole parameters, one after the other (create_reduce_and_remove_grad_hooks).
+        for leaf in self.order:
+            self.coordinator.gather_alone(leaf)
 
     def partition(self) -> None:
         """Parameter by parameter (partition_parameters.py), then over the host into one buffer (utils.py)."""
@@ -106,15 +99,24 @@ class Stage3(States):
         for size in self.sizes:
             if width != 4:
                 converted = self.new("temporaries", "converted", "4 P/N of a sub-group", source, size, 4)
-            self.masters.append(
-                self.new("optimizer", "master weights", "4 P/N, padded", source, size, 4)
-            )
+            self.masters.append(self.new("optimizer", "master weights", "4 P/N, padded", source, size, 4))
         del converted
 
-    def look_at_parameters(self) -> None:
-        """Hooks are put on whole parameters, one after the other (create_reduce_and_remove_grad_hooks)."""
-        for leaf in self.order:
-            self.coordinator.gather_alone(leaf)
+    def make_gradients(self) -> None:
+        """Zeros for a moment, as the optimizer's state might have wanted; the bucket; what adds up."""
+        source = f"{_FILE} initialize_optimizer_states"
+        self.new("temporaries", "zero gradients", "4 of the largest sub-group", source, max(self.sizes), 4)
+        self.make_bucket()
+        source, width = f"{_FILE} _setup_for_real_optimizer", self.settings.accumulate
+        formula = f"{width} P/N, padded"
+        self.gradients = [self.new("gradients", "gradient partitions", formula, source, self.local, width)]
+
+    def make_bucket(self) -> None:
+        """``contiguous_gradients``: gradients are copied next to each other as they come."""
+        source, size = f"{_FILE} _setup_for_real_optimizer", self.settings.bucket
+        if self.gathering.contiguous:
+            formula, width = "reduce_bucket_size w", self.settings.width
+            self.bucket = self.new("buckets", "reduce bucket", formula, source, size, width)
 
     @property
     def local(self) -> int:
@@ -176,40 +178,49 @@ class Stage3(States):
         """Reduce what has come, and add this rank's part to what it has."""
         if not self.in_bucket:
             return
-        if self.gathering.contiguous and self.elements <= self.settings.bucket and not self.gathering.reduce_scatter:
-            self._all_reduced()
+        if (
+            self.gathering.contiguous
+            and self.elements <= self.settings.bucket
+            and not self.gathering.reduce_scatter
+        ):
+            held = self._all_reduced()
         else:
-            self._scattered()
+            held = self._scattered()
+        self.add(held)
         self.in_bucket, self.elements = [], 0
 
-    def _scattered(self) -> None:
+    def add(self, held: list[Tensor]) -> None:
+        """partition_grads: in place; ``held`` are the reduced partitions."""
+        held.clear()
+
+    def _scattered(self) -> list[Tensor]:
         """reduce_scatter_coalesced: a flat copy with padding, unless one parameter needs none."""
         width, accumulate = self.settings.width, self.settings.accumulate
         padded = sum(self.coordinator.padded(leaf) for leaf, _ in self.in_bucket)
-        copy: Tensor | None = None
+        copies: list[Tensor] = []
         if len(self.in_bucket) > 1 or padded != self.in_bucket[0][0].numel:
             source = "comm/coalesced_collectives.py reduce_scatter_coalesced"
-            copy = self.new("temporaries", "flat copy of the bucket", "bucket w, padded", source, padded, width)
+            formula = "bucket w, padded"
+            copies.append(self.new("temporaries", "flat copy of the bucket", formula, source, padded, width))
         if accumulate == width:
-            return
+            return copies
         source = f"{_FILE} __avg_scatter_grads"
-        casts = [
+        return [
             self.new("temporaries", "partitions to add", "bucket/N", source, self.part(leaf), accumulate)
             for leaf, _ in self.in_bucket
         ]
-        del copy, casts
 
-    def _all_reduced(self) -> None:
+    def _all_reduced(self) -> list[Tensor]:
         """``reduce_scatter`` false (__avg_scatter_contiguous_grads): in the bucket, then a scaled copy."""
         width, accumulate = self.settings.width, self.settings.accumulate
         source = f"{_FILE} __avg_scatter_contiguous_grads"
-        scaled = None
+        held: list[Tensor] = []
         if self.plan.dp > 1:
-            scaled = self.new("temporaries", "scaled bucket", "bucket w", source, self.elements, width)
+            held.append(self.new("temporaries", "scaled bucket", "bucket w", source, self.elements, width))
         if accumulate != width:
-            cast = self.new("temporaries", "bucket to add", "bucket", source, self.elements, accumulate)
-            del cast
-        del scaled
+            formula = f"bucket {accumulate}"
+            held = [self.new("temporaries", "bucket to add", formula, source, self.elements, accumulate)]
+        return held
 
     def reduce(self, *, boundary: bool, came: bool) -> None:
         """The epilogue of a backward: empty the bucket, let go of the model's first modules."""

@@ -166,13 +166,19 @@ class Coordinator:
 
     def copied(self, leaf: Leaf) -> Tensor:
         """A parameter copied out of a flat buffer."""
-        return self._new("gathered parameters", "w P of the parameter", "AllGatherCoalescedHandle", leaf.numel)
+        return self._new(
+            "gathered parameters", "w P of the parameter", "AllGatherCoalescedHandle", leaf.numel
+        )
 
     def own_buffer(self, leaf: Leaf) -> Tensor | None:
         """What a single parameter is gathered into and stays in; None where the only partition is it."""
         if self.dp == 1:
             formula = "w P of the parameter"
-            return self._new("gathered parameters", formula, "NoGatherHandle", leaf.numel) if self.offloaded else None
+            return (
+                self._new("gathered parameters", formula, "NoGatherHandle", leaf.numel)
+                if self.offloaded
+                else None
+            )
         buffer = self._padded(leaf, "_all_gather_sequential")
         self.uploads([leaf]).clear()
         return buffer
@@ -193,7 +199,9 @@ class Coordinator:
             return []
         source = "ds_tensor.to(device)"
         return [
-            self._new("partitions on their way", "w P/N of the parameter", source, self.padded(leaf) // self.dp)
+            self._new(
+                "partitions on their way", "w P/N of the parameter", source, self.padded(leaf) // self.dp
+            )
             for leaf in leaves
         ]
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dsx.plan.memory.offload import Host, Offload
 from dsx.plan.memory.stage3_gathering import Gathering
 from dsx.plan.memory.tape import Label, Leaf, Ledger, Storage, Tensor
 from dsx.spec.zero import ZeroPlan
@@ -64,7 +65,7 @@ class StateSettings:
         accumulate: Bytes of an accumulated gradient.
         optimizer: The update rule.
         bucket: ``zero_optimization.reduce_bucket_size``, elements.
-        offload: Whether the optimizer's state lives on the CPU.
+        offload: What lives on the host.
         fused: Whether the update is DeepSpeed's FusedAdam or the like.
         gathering: ZeRO-3's sizes.
     """
@@ -73,7 +74,7 @@ class StateSettings:
     accumulate: int
     optimizer: Optimizer
     bucket: int = 500_000_000
-    offload: bool = False
+    offload: Offload | None = None
     fused: bool = False
     gathering: Gathering | None = None
 
@@ -98,7 +99,7 @@ class States:
         settings: StateSettings,
     ) -> None:
         self.ledger, self.plan, self.dp_rank = ledger, plan, dp_rank
-        self.leaves, self.settings = leaves, settings
+        self.leaves, self.settings, self.host = leaves, settings, Host(settings.offload)
         self.order = [leaves[name] for group in plan.groups for name, _ in group]
         self.parameters: list[Tensor] = []
         self.moments: list[Tensor] = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -36,12 +37,16 @@ class TracedPeaks:
         steady_bytes: Held between steps.
         phases: Phase ("build", "engine", "step 1", "step 2") -> peak.
         contents: Phase -> label -> bytes at that peak; empty without labels.
+        host_phases: The same of the host's memory; empty unless asked for.
+        host_contents: And of what it holds.
     """
 
     rank: int
     steady_bytes: int
     phases: dict[str, int]
     contents: dict[str, dict[str, int]]
+    host_phases: dict[str, int] = field(default_factory=dict)
+    host_contents: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
@@ -50,7 +55,12 @@ class TracedPeaks:
 
 
 def trace(
-    config: RunConfig, rank: int, *, device: paper.Device = "paper", label: Callable[[], str] | None = None
+    config: RunConfig,
+    rank: int,
+    *,
+    device: paper.Device = "paper",
+    label: Callable[[], str] | None = None,
+    host: bool = False,
 ) -> TracedPeaks:
     """Build and train rank ``rank`` of ``config`` on paper. Once per process: it changes torch and DeepSpeed.
 
@@ -59,6 +69,7 @@ def trace(
         rank: Global rank.
         device: ``paper`` takes the paths of a GPU, ``cpu`` those of a CPU run.
         label: As for :class:`StorageMeter`.
+        host: Also count what ``paper`` keeps on the host (offload). Takes longer.
     """
     deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -69,21 +80,29 @@ def trace(
     groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
     rounding = CUDA_ROUNDING_BYTES if device == "paper" else 1
     meter = StorageMeter(device, rounding_bytes=rounding, label=label)
-    with paper.without_storage(), meter:
+    other = StorageMeter("cpu", label=label)
+    with paper.without_storage(), meter, other if host else nullcontext():
         # Values would take a minute of arithmetic and hold no memory afterwards.
-        with meter.phase("build"), mock.patch("dsx.nn.random.fill"):
+        with meter.phase("build"), other.phase("build"), mock.patch("dsx.nn.random.fill"):
             model = recipe.build_model(config, groups)
-        with meter.phase("engine"):
+        with meter.phase("engine"), other.phase("engine"):
             engine = initialize(model=model, config=config)[0]
         # Ranks that are not there agree on everything.
         partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
         announce(config, engine, groups)
         source = batches(config)
         for step in range(STEPS):
-            with meter.phase(f"step {step + 1}"):
+            with meter.phase(f"step {step + 1}"), other.phase(f"step {step + 1}"):
                 engine.train_batch(source)
         steady = meter.current_bytes
-    return TracedPeaks(rank=rank, steady_bytes=steady, phases=meter.peak_bytes, contents=meter.at_peak)
+    return TracedPeaks(
+        rank=rank,
+        steady_bytes=steady,
+        phases=meter.peak_bytes,
+        contents=meter.at_peak,
+        host_phases=other.peak_bytes if host else {},
+        host_contents=other.at_peak if host else {},
+    )
 
 
 def announce(config: RunConfig, engine: PipelineEngine, groups: Groups) -> None:

@@ -1,0 +1,164 @@
+"""ZeRO-3 with optimizer or parameters on the host, as :mod:`.stage3` sees it without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dsx.plan.memory.offload import Offload
+from dsx.plan.memory.stage3 import Stage3
+from dsx.plan.memory.states import StateSettings
+from dsx.plan.memory.tape import Leaf, Ledger, Tensor
+from dsx.spec.zero import ZeroPlan
+
+_FILE = "zero/stage3.py"
+
+
+class Stage3Offload(Stage3):
+    """DeepSpeedZeroOptimizer_Stage3 with ``offload_optimizer`` or ``offload_param``."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        plan: ZeroPlan,
+        dp_rank: int,
+        leaves: Mapping[str, Leaf],
+        settings: StateSettings,
+    ) -> None:
+        super().__init__(ledger, plan, dp_rank, leaves, settings)
+        self.offload = settings.offload or Offload()
+        self.coordinator.offloaded = self.offload.parameters
+        self.on_host: list[Tensor] = []
+        groups = len(self.sub_groups)
+        first = int((1 - self.offload.ratio) * groups) if self.offload.optimizer else groups
+        self.host_groups = range(first, groups)
+
+    # The engine
+
+    def partition(self) -> None:
+        """Parameter by parameter to the host, there into one pinned buffer for each group."""
+        if not self.offload.parameters:
+            super().partition()
+            return
+        width, held, parts = self.settings.width, self.parameters[::-1], []
+        self.parameters = []
+        source = "zero/partition_parameters.py _partition_param"
+        pinned = self.offload.pinned_parameters
+        for leaf in self.order:
+            size = self.part(leaf) * width
+            parts.append(
+                self.host.pinned("parameters", "partitions", "w P/N", source, size, pin=pinned)
+            )
+            held.pop()
+        source = f"{_FILE} _create_param_groups_fp16_flat_cpu_memory"
+        for group in self.plan.groups:
+            size = sum(self.part(self.leaves[name]) for name, _ in group) * width
+            self.on_host.append(
+                self.host.pinned("parameters", "partitions", "w P/N, padded", source, size, pin=True)
+            )
+        parts.clear()
+
+    def make_masters(self) -> None:
+        """On the host, or beside a copy that comes from there."""
+        if not self.offload.optimizer and not self.offload.parameters:
+            super().make_masters()
+            return
+        source, aside = f"{_FILE} _create_fp32_partitions", None
+        moves = self.settings.width != 4 or self.offload.parameters
+        for index, size in enumerate(self.sizes):
+            host = index in self.host_groups
+            copies = not self.offload.parameters or self.settings.width != 4 if host else moves
+            kind, formula = ("temporaries", "converted"), "4 P/N of a sub-group"
+            if copies:
+                aside = (
+                    self.host.new(*kind, formula, source, 4 * size, pinned=False)
+                    if host
+                    else self.new(*kind, formula, source, size, 4)
+                )
+            kind, formula = ("optimizer", "master weights"), "4 P/N, padded"
+            if host:
+                self.on_host.append(self.host.new(*kind, formula, source, 4 * size, pinned=False))
+            else:
+                self.masters.append(self.new(*kind, formula, source, size, 4))
+        del aside
+
+    def make_gradients(self) -> None:
+        """fp32 gradients of the masters, then the partitions in which micro-batches add up."""
+        if not self.offload.optimizer:
+            super().make_gradients()
+            return
+        source = f"{_FILE} initialize_optimizer_states"
+        largest = self.host.new(
+            "temporaries", "zero gradients", "4 of the largest sub-group", source, 4 * max(self.sizes), pinned=False
+        )
+        for index, size in enumerate(self.sizes):
+            kind, formula = ("gradients", "fp32 gradients"), "4 P/N, padded"
+            made = self.host.pinned(*kind, formula, source, 4 * size, pin=self.offload.pinned)
+            if index in self.host_groups:
+                self.on_host.append(made)
+            else:
+                self.gradients.append(self.new(*kind, formula, source, size, 4))
+            del made
+        del largest
+        self.make_bucket()
+        source, width = f"{_FILE} _setup_for_real_optimizer", self.settings.accumulate
+        kind, formula = ("gradients", "gradient partitions"), f"{width} P/N, padded"
+        size = width * self.local
+        self.on_host.append(self.host.pinned(*kind, formula, source, size, pin=self.offload.pinned))
+
+    # Gradients
+
+    def add(self, held: list[Tensor]) -> None:
+        """partition_grads: each partition comes from the host, is added to, and goes back."""
+        if not self.offload.optimizer:
+            super().add(held)
+            return
+        source, width = f"{_FILE} partition_grads", self.settings.accumulate
+        before: Tensor | None = None
+        for leaf, _ in self.in_bucket:
+            if self.part(leaf) * self.dp_rank >= leaf.numel:
+                continue
+            kind, formula = ("temporaries", "sum so far"), "P/N of a parameter"
+            now = self.new(*kind, formula, source, self.part(leaf), width)
+            before = now
+            del now
+        del before
+
+    def step(self) -> None:
+        """The sums' squares by way of the device, the update on the host."""
+        if not self.offload.optimizer:
+            super().step()
+            return
+        self.finalize()
+        self.coordinator.release_all()
+        for index, size in enumerate(self.sizes):
+            if index in self.host_groups:
+                self.update_on_host(index, size)
+            else:
+                self.update_group(index, size)
+        self.coordinator.gather_persistent(self.order)
+
+    def finalize(self) -> None:
+        """_finalize_offload_gradient_accumulation: the norm in fp64, then fp32 to the host."""
+        source, width = f"{_FILE} _offload_grad_partition_at_boundary", self.settings.accumulate
+        part: Tensor | None = None
+        for leaf in self.order:
+            size = self.part(leaf)
+            if size * self.dp_rank >= leaf.numel:
+                continue
+            part = self.new("temporaries", "sum of gradients", "P/N of a parameter", source, size, width)
+            self.new("temporaries", "in float64", "8 P/N of a parameter", source, min(size, 250_000_000), 8)
+            if width != 4:
+                self.new("temporaries", "in float32", "4 P/N of a parameter", source, size, 4)
+        del part
+
+    def update_on_host(self, index: int, size: int) -> None:
+        """Moments at the first update; what the update takes besides."""
+        optimizer, source = self.settings.optimizer, "torch optim, or DeepSpeedCPUAdam"
+        if optimizer.state_bytes and index not in self.updated:
+            formula = f"{optimizer.state_bytes} P/N, padded"
+            size_bytes = optimizer.state_bytes * size
+            self.on_host.append(
+                self.host.new("optimizer", "moments", formula, source, size_bytes, pinned=False)
+            )
+        self.updated.add(index)
+        self.host.taken(source, [size], self.offload.step_bytes)
