@@ -23,6 +23,8 @@ class Efficiency:
             (m + tile)(n + tile)(k + tile). A side of a tile's length gets half of the rate.
         attention: Share of ``matmul`` that fused attention reaches. arXiv:2307.08691, section 4: up to 73 % of
             peak forward, 63 % backward, where matrix multiplications reach 80 to 90 %.
+        beside: Computation and communication that run beside each other take the longer one's time and this
+            share of the shorter one's. Fitted to two rows of table 2 of arXiv:2104.04473.
         kernel_seconds: Least time between two kernels that Python starts one by one.
         action_seconds: Least time of one action of the pipeline (tools/RESULTS.md: 0.25 to 0.35 ms of Python
             and autograd).
@@ -30,11 +32,12 @@ class Efficiency:
             backward takes twice that (DeepSpeed 0.19.8 on a CPU: 0.33 and 0.84 ms a layer).
     """
 
-    matmul: float = 0.8
-    memory: float = 0.85
-    link: float = 0.78
+    matmul: float = 0.777
+    memory: float = 0.822
+    link: float = 0.813
     tile: int = 128
     attention: float = 0.75
+    beside: float = 0.347
     kernel_seconds: float = 5e-6
     action_seconds: float = 0.3e-3
     gather_seconds: float = 0.33e-3

@@ -102,10 +102,18 @@ class Machine:
         """Whether communication runs beside computing."""
         return not self.network.cluster.is_host
 
-    @property
-    def hides_tensor_backward(self) -> bool:
-        """Whether that of a linear's backward does."""
-        return self.hides and self.software.hides_tensor_backward
+    def beside(self, computing: float, wire: float) -> float:
+        """Both at once."""
+        if not self.hides:
+            return computing + wire
+        share = self.network.efficiency.beside
+        return max(computing, wire) + share * min(computing, wire)
+
+    def tensor_beside(self, product: float, collective: float) -> float:
+        """What a linear's backward takes longer for a collective beside one of its products."""
+        if not self.software.hides_tensor_backward:
+            return collective
+        return self.beside(product, collective) - product
 
     def host(self, seconds: float, host_seconds: float) -> float:
         """``seconds`` of a device that a host keeps busy, or of a host that has its own work besides."""
@@ -188,9 +196,9 @@ class _BlockWait:
     """
 
     def __init__(self, machine: Machine, shape: Shape, linears: Sequence[Product]) -> None:
-        one, hides = _tensor_wait(machine, shape), machine.hides_tensor_backward
+        one = _tensor_wait(machine, shape)
         columns = [machine.product(each, shape.width) for each in (linears[0], linears[2])]
-        left = sum(max(0.0, one - product) for product in columns) if hides else 2 * one
+        left = sum(machine.tensor_beside(product, one) for product in columns)
         if shape.cuts_sequence:
             self.whole, self.input, self.weight = 2 * one + 2 * left, 4 * one, 4 * one
         else:
@@ -202,7 +210,7 @@ def _head(machine: Machine, shape: Shape) -> LayerTime:
     product, collective = kernels.head(shape), _tensor_wait(machine, shape)
     matmul = machine.product(product, shape.width)
     forward, backward = (machine.traffic(each.num_bytes) for each in kernels.loss_traffic(shape))
-    left = max(0.0, collective - matmul) if machine.hides_tensor_backward else collective
+    left = machine.tensor_beside(matmul, collective)
     gathers = collective if shape.cuts_sequence else 0.0
     return LayerTime(
         forward=matmul + forward,

@@ -440,8 +440,7 @@ class _Zero:
         return self._beside(seconds, self._reduce(elements), 0.0) + self._reduce_after(elements)
 
     def _beside(self, seconds: float, wire: float, hooks: float) -> float:
-        busy = max(seconds, wire) if self._machine.hides else seconds + wire
-        return self._machine.host(busy, self._action + hooks)
+        return self._machine.host(self._machine.beside(seconds, wire), self._action + hooks)
 
     def _gather(self, elements: int) -> float:
         return self._collective("all_gather", elements) if self._stage == 3 else 0.0

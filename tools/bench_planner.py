@@ -1,0 +1,164 @@
+"""The planner's predictions beside what arXiv:2104.04473 published.
+
+    python tools/bench_planner.py [--choices 1.7,18.4] [--json FILE] [--check]
+
+Prints table 1 (three rows fit the model's constants, and say so; the other seven are predictions), table 2
+(ZeRO-3 against tensor and pipeline parallelism), figures 11 to 18 as tables with the paper's claims, and the
+planner's own first choice for each row of table 1, with dsx's software in place of Megatron-LM's of 2021.
+
+--check ends with 1 unless the seven rows' mean error is within 10 %, and each first choice fits and is at most
+3 % slower than the paper's layout, both as the planner predicts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from planner_bench import fit
+from planner_bench.figures import figures
+from planner_bench.published import CALIBRATED_ON, ROWS, SEQUENCE_LENGTH, TABLE_2, ZERO3_FITTED_TO, Run
+
+from dsx.config.plan_inputs import plan_inputs
+from dsx.config.plan_search import Fixed, plan_search
+from dsx.plan.cluster import preset
+from dsx.plan.planner.efficiency import Efficiency
+
+MOST_ERROR = 0.10
+MOST_SLOWER = 1.03
+
+
+def main() -> int:
+    """Print everything; the exit code is --check's."""
+    arguments = _arguments()
+    report = table_1(Efficiency()) | {"table_2": table_2(), "figures": _figures()}
+    names = [row.name for row in ROWS] if arguments.choices == "all" else arguments.choices.split(",")
+    report["choices"] = [choice(row) for row in ROWS if row.name in names]
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    failed = [] if report["mean_error"] <= MOST_ERROR else ["mean error of the seven rows"]
+    failed += [each["row"] for each in report["choices"] if not each["good"]]
+    print(f"\nmissed: {', '.join(failed)}" if failed else "\nall thresholds are met")
+    return 1 if failed and arguments.check else 0
+
+
+def table_1(efficiency: Efficiency) -> dict[str, Any]:
+    """Predicted against published, with the shipped constants and with a fit of this very run."""
+    fitted = fit.calibrate([row for row in ROWS if row.name in CALIBRATED_ON], efficiency)
+    shares = {name: getattr(fitted, name) for name in ("matmul", "memory", "link")}
+    shipped = {name: getattr(efficiency, name) for name in shares}
+    print("table 1 of arXiv:2104.04473, TFLOP/s per GPU; * the constants are fitted to this row")
+    print(f"fitted now {_shares(shares)}; shipped {_shares(shipped)}, which the predictions use")
+    head = f"{'params B':>9}{'published':>10}{'predicted':>10}{'error':>8}  of the step"
+    print(head)
+    rows, errors = [], []
+    for row in ROWS:
+        step = row.predict(efficiency)
+        rate = row.teraflops(step)
+        error = rate / row.published - 1
+        is_fitted = row.name in CALIBRATED_ON
+        errors += [] if is_fitted else [abs(error)]
+        parts = ", ".join(
+            f"{name} {part / step.seconds:.1%}"
+            for name, part in step.parts().items()
+            if part > 0.005 * step.seconds
+        )
+        star = "*" if is_fitted else " "
+        print(f"{row.name:>8}{star}{row.published:10.0f}{rate:10.1f}{error:+8.1%}  {parts}")
+        rows.append({"row": row.name, "published": row.published, "predicted": rate, "fitted": is_fitted})
+    mean = sum(errors) / len(errors)
+    print(f"mean error of the {len(errors)} rows that nothing is fitted to: {mean:.1%}, largest {max(errors):.1%}")
+    return {"fitted": shares, "shipped": shipped, "table_1": rows, "mean_error": mean}
+
+
+def table_2() -> list[dict[str, Any]]:
+    """ZeRO-3 without model parallelism, and PTD-P."""
+    efficiency, share = fit.zero3(Efficiency())
+    print("\ntable 2, TFLOP/s per GPU; * fitted: what runs beside something else costs")
+    print(f"{efficiency.beside:.3f} of itself, and ZeRO-3's collectives of 2021 got {share:.3f} of the usual rate")
+    rows = []
+    for run in TABLE_2:
+        software = replace(run.software(), gather_share=share) if run.zero_stage == 3 else None
+        rate = run.teraflops(run.predict(efficiency, software))
+        star = "*" if run in ZERO3_FITTED_TO else " "
+        name = "ZeRO-3" if run.zero_stage == 3 else "PTD-P "
+        print(
+            f"{name} {run.name:>6}B on {run.gpus:>5}{star}{run.published:6.0f}{rate:8.1f}"
+            f"{rate / run.published - 1:+8.1%}"
+        )
+        rows.append({"kind": name, "row": run.name, "gpus": run.gpus, "published": run.published, "predicted": rate})
+    return rows
+
+
+def _figures() -> list[dict[str, Any]]:
+    found = []
+    for figure in figures(Efficiency()):
+        print(f"\nfigure {figure.name}\nthe paper: {figure.claim}")
+        widths = [max(len(row[i]) for row in (figure.header, *figure.rows)) for i in range(len(figure.header))]
+        for row in (figure.header, *figure.rows):
+            print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+        for part, shown in figure.shows.items():
+            print(f"{'shown' if shown else 'NOT SHOWN'}: {part}")
+        found.append({"figure": figure.name, "rows": figure.rows, "shows": figure.shows})
+    return found
+
+
+def choice(row: Run) -> dict[str, Any]:
+    """The planner's first choice for a row's model and cluster, beside the paper's layout."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "config.json"
+        model.write_text(json.dumps(row.hf_config))
+        inputs = plan_inputs(
+            model=str(model),
+            config=None,
+            cluster=preset("A100-80"),
+            gpus=row.gpus,
+            global_batch=row.batch,
+            sequence_length=SEQUENCE_LENGTH,
+        )
+    search = plan_search(inputs, Fixed())
+    first = search.run(1).best[0]
+    papers = search.predictor.predict(row.layout).seconds
+    ratio, seconds = first.time.seconds / papers, time.perf_counter() - start
+    cap = search.cap
+    print(
+        f"\n{row.name}B on {row.gpus}: {first.layout.label}\n"
+        f"  {first.time.seconds:.2f} s, {ratio:.3f} of the paper's layout ({papers:.2f} s with dsx), "
+        f"{first.peak_bytes / (1 << 30):.1f} of {cap / (1 << 30):.1f} GiB; found in {seconds:.1f} s"
+    )
+    return {
+        "row": row.name,
+        "layout": first.layout.label,
+        "seconds": first.time.seconds,
+        "papers_seconds": papers,
+        "peak_bytes": first.peak_bytes,
+        "search_seconds": seconds,
+        "good": first.fits and ratio <= MOST_SLOWER,
+    }
+
+
+def _shares(shares: dict[str, float]) -> str:
+    return ", ".join(f"{name} {share:.3f}" for name, share in shares.items())
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--choices", default="all", help="rows of table 1 to plan for, by billions; all; or none"
+    )
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a threshold is missed")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Fit the model's constants to published rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from planner_bench.published import ZERO3_FITTED_TO, Run
+
+from dsx.plan.planner.efficiency import Efficiency
+
+_NAMES = ("matmul", "memory", "link")
+_STEP = 1e-3
+_MOST_CHANGE = 0.2
+_ROUNDS = 12
+
+
+def calibrate(rows: Sequence[Run], start: Efficiency) -> Efficiency:
+    """Shares of matrix multiplication, memory and links with which three rows come out as published.
+
+    Newton's method on the rows' relative errors, in the logarithms of the three shares.
+    """
+
+    def errors(efficiency: Efficiency) -> list[float]:
+        return [row.teraflops(row.predict(efficiency)) / row.published - 1 for row in rows]
+
+    efficiency = start
+    for _ in range(_ROUNDS):
+        now = errors(efficiency)
+        slopes = []
+        for name in _NAMES:
+            moved = replace(efficiency, **{name: getattr(efficiency, name) * (1 + _STEP)})
+            slopes.append([(b - a) / _STEP for a, b in zip(now, errors(moved), strict=True)])
+        change = _solve([list(column) for column in zip(*slopes, strict=True)], [-each for each in now])
+        limited = [max(-_MOST_CHANGE, min(_MOST_CHANGE, each)) for each in change]
+        efficiency = replace(
+            efficiency,
+            **{n: getattr(efficiency, n) * (1 + d) for n, d in zip(_NAMES, limited, strict=True)},
+        )
+    return efficiency
+
+
+def zero3(efficiency: Efficiency) -> tuple[Efficiency, float]:
+    """``Efficiency.beside``, and what ZeRO-3's collectives of 2021 got of the usual rate.
+
+    Fitted to two rows of table 2 in turns: the first is bound by compute, the second by gathers.
+    """
+    share, (computing, gathering) = 0.1, ZERO3_FITTED_TO
+
+    def is_too_fast(run: Run, beside: float, share: float) -> bool:
+        software = replace(run.software(), gather_share=share)
+        return run.teraflops(run.predict(replace(efficiency, beside=beside), software)) > run.published
+
+    for _ in range(_ROUNDS):
+        now = share
+        beside = _bisect(lambda value, now=now: not is_too_fast(computing, value, now), 0.0, 1.0)
+        share = _bisect(lambda value, then=beside: is_too_fast(gathering, then, value), 0.001, 1.0)
+    return replace(efficiency, beside=beside), share
+
+
+def _bisect(is_high: Callable[[float], bool], low: float, high: float) -> float:
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_high(middle) else (middle, high)
+    return (low + high) / 2
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Gauss's elimination."""
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    size = len(rows)
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda r: abs(rows[r][i]))
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        for j in range(size):
+            if j != i:
+                factor = rows[j][i] / rows[i][i]
+                rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
+    return [rows[i][-1] / rows[i][i] for i in range(size)]
