@@ -14,6 +14,7 @@ from dsx.errors import ConfigError
 
 if TYPE_CHECKING:
     from dsx.config.run import RunConfig
+    from dsx.plan.cluster import Cluster
     from dsx.plan.memory.roles import RunMemory
 
 _GIB = 1 << 30
@@ -26,16 +27,22 @@ def estimate(
         Path | None,
         typer.Argument(metavar="[CONFIG]", help="DeepSpeed JSON with a dsx block; or give --model."),
     ] = None,
+    *,
     gpus: Annotated[int, typer.Option(help="Number of ranks, one GPU each.", min=1)] = 1,
     model: Annotated[
         str | None,
         typer.Option(
             help="Without CONFIG: a preset (llama-3-8b, gpt2/tiny), a Hugging Face config.json or folder; "
-            "with bf16, AdamW, ZeRO-1 and one micro-batch of one sequence of full length, but for what --set says."
+            "with bf16, AdamW, ZeRO-1 and one micro-batch of one full sequence, but for what --set says."
         ),
     ] = None,
     gpu_memory: Annotated[
-        float | None, typer.Option(metavar="GIB", help="Memory of a GPU: say whether the run fits.")
+        float | None,
+        typer.Option(metavar="GIB", help="Memory of a GPU: say whether the run fits. Default: --cluster's."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="A100-80, H100, H200, B200, MI300X, CPU or a JSON file, as for dsx plan."),
     ] = None,
     tensor: Annotated[int | None, typer.Option(help="dsx.parallel.tensor", min=1)] = None,
     pipeline: Annotated[int | None, typer.Option(help="dsx.parallel.pipeline", min=1)] = None,
@@ -67,6 +74,7 @@ def estimate(
     that it does not fit, and three changes that would help are printed.
     """
     from dsx.config.bare import bare_config
+    from dsx.config.plan_cluster import read_cluster
     from dsx.config.resolve import resolve
 
     if (config is None) == (model is None):
@@ -76,6 +84,9 @@ def estimate(
             f"--gpu-memory {gpu_memory:g}", "it is the GiB of one GPU", "use 80 for an A100-80GB"
         )
     _check_output(style, output)
+    gpu = None if cluster is None else read_cluster(cluster)
+    if gpu is not None and gpu_memory is None:
+        gpu_memory = gpu.usable_bytes / _GIB
     source: Path | Mapping[str, Any] = config if model is None else bare_config(model)  # type: ignore[assignment]
     short = {
         "dsx.parallel.tensor": tensor,
@@ -90,7 +101,7 @@ def estimate(
     traced = _traced(run, memory) if trace else None
     deliver_as(style, run, memory, traced, gpu_memory, output)
     if gpu_memory is not None and memory.peak_bytes > gpu_memory * _GIB:
-        typer.echo(_advice(source, items, run, gpu_memory), err=True)
+        typer.echo(_advice(source, items, run, gpu_memory, gpu), err=True)
         raise typer.Exit(1)
 
 
@@ -219,21 +230,33 @@ def _facts(
     }
 
 
-def _advice(source: Path | Mapping[str, Any], items: list[str], run: RunConfig, gpu_memory: float) -> str:
+def _advice(
+    source: Path | Mapping[str, Any],
+    items: list[str],
+    run: RunConfig,
+    gpu_memory: float,
+    cluster: Cluster | None,
+) -> str:
+    """The cheapest changes, by the step's time on ``cluster``: on an H100's if there is none."""
     from dsx.config.fit import what_would_fit
+    from dsx.config.predicted import predicted_step
+    from dsx.plan.cluster import preset
 
+    where = cluster or preset("H100")
     found = what_would_fit(
         source,
         items,
         run,
         capacity_bytes=int(gpu_memory * _GIB),
         peak_bytes=lambda changed: _memory(changed).peak_bytes,
-        seconds=lambda _: 0.0,
+        seconds=lambda changed: predicted_step(changed, where).seconds,
     )
     if not found:
         return "dsx: it does not fit, and no one or two changes make it fit: use more GPUs"
-    lines = ["dsx: it does not fit. The cheapest changes with which it would:"]
+    now = predicted_step(run, where).seconds
+    lines = [f"dsx: it does not fit. The cheapest changes with which it would (steps on {where.name}):"]
     for fit in found:
         flags = " ".join(f"--set {item}" for item in fit.items)
-        lines.append(f"  {fit.words}: {fit.peak_bytes / _GIB:.2f} GiB ({flags})")
+        step = "waiting for the host besides" if fit.seconds is None else f"{fit.seconds / now:.2f}x the step"
+        lines.append(f"  {fit.words}: {fit.peak_bytes / _GIB:.2f} GiB, {step} ({flags})")
     return "\n".join(lines)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.errors import DsxError
+
+_OFFLOAD = "zero_optimization.offload_optimizer.device=cpu"
 
 ENOUGH = 3
 """Suggestions that are worth a user's time."""
@@ -37,13 +40,13 @@ class Fitting:
         words: What they are.
         items: ``key=value`` as ``--set`` takes them.
         peak_bytes: Of the fullest rank, then.
-        seconds: Of a step, then.
+        seconds: Of a step, then; None where offloading adds what is not predicted.
     """
 
     words: str
     items: tuple[str, ...]
     peak_bytes: int
-    seconds: float
+    seconds: float | None
 
 
 def what_would_fit(
@@ -66,7 +69,7 @@ def what_would_fit(
         seconds: What a step of a run takes, by which the changes are ranked.
 
     Returns:
-        At most three, fastest step first; fewer, or none, if no more fit.
+        At most three, fastest step first and offloading last; fewer, or none, if no more fit.
     """
     found: list[Fitting] = []
     single = list(_changes(config))
@@ -83,7 +86,8 @@ def what_would_fit(
         if held <= capacity_bytes:
             words = " and ".join(change.words for change in changes)
             own = items[len(overrides) :]
-            found.append(Fitting(words=words, items=own, peak_bytes=held, seconds=seconds(changed)))
+            takes = None if _OFFLOAD in own else seconds(changed)
+            found.append(Fitting(words=words, items=own, peak_bytes=held, seconds=takes))
         return held
 
     for change in single:
@@ -96,7 +100,7 @@ def what_would_fit(
         for pair in combinations(left, 2):
             if pair[0].items[0].split("=")[0] != pair[1].items[0].split("=")[0]:
                 judge(pair)
-    return tuple(sorted(found, key=lambda fit: fit.seconds)[:ENOUGH])
+    return tuple(sorted(found, key=lambda fit: inf if fit.seconds is None else fit.seconds)[:ENOUGH])
 
 
 def _changes(config: RunConfig) -> Iterator[Change]:
@@ -123,7 +127,7 @@ def _changes(config: RunConfig) -> Iterator[Change]:
         yield Change(words=words, items=("dsx.zero.reduce=micro_batch",))
     if zero and not config.deepspeed["zero_optimization"].get("offload_optimizer"):
         words = "optimizer states on the host"
-        yield Change(words=words, items=("zero_optimization.offload_optimizer.device=cpu",))
+        yield Change(words=words, items=(_OFFLOAD,))
 
 
 def _with_batch(changes: Sequence[Change], config: RunConfig) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from dsx.config.memory_job import job_of
 from dsx.config.run import RunConfig
 from dsx.errors import ConfigError
+from dsx.plan.memory.ops import DeviceKind
 from dsx.plan.memory.roles import RunMemory, estimate_run
 from dsx.report.progress import amount
 from dsx.runtime.entry import ALONE, local_rank, local_world_size, rank
@@ -61,7 +62,7 @@ def check_memory(config: RunConfig) -> None:
         sys.stderr.write(f"warning: {where}: {what}. {fix}.\n")
 
 
-def device_kind() -> str:
+def device_kind() -> DeviceKind:
     """``cuda`` or ``cpu``: whose code paths the estimate is to follow."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
