@@ -102,7 +102,7 @@ def draw(memory: RunMemory, *, title: str, capacity_gib: float | None = None) ->
                 va="top",
                 color=INK,
             )
-        figure.get_layout_engine().set(rect=(0, 0.04, 1, 0.96))  # type: ignore[union-attr]
+        figure.get_layout_engine().set(rect=(0, 0.04, 1, 0.96))  # type: ignore[union-attr,call-arg]
     else:
         axes.set_xlabel("pipeline rank, at its highest moment")
     _finish(figure, axes, title)
