@@ -1,9 +1,243 @@
-"""ZeRO-1 and 2 with the optimizer on the host, as :mod:`.partitioned` sees it without."""
+"""ZeRO-1 and 2 with the optimizer on the host: deepspeed/runtime/zero/stage_1_and_2.py with ``cpu_offload``.
+
+DeepSpeed reduces here (dsx/runtime/zero_adapters/reduction.py leaves it to it): at ZeRO-2 after every backward, at
+ZeRO-1 when the step begins. Gradients of parameters that this rank updates go to the host one by one.
+"""
 
 from __future__ import annotations
 
-from dsx.plan.memory.partitioned import Partitioned
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from dsx.plan.memory.offload import Offload
+from dsx.plan.memory.states import States, StateSettings
+from dsx.plan.memory.tape import Leaf, Ledger, Tensor
+from dsx.spec.zero import ZeroPlan
+
+_FILE = "zero/stage_1_and_2.py"
 
 
-class PartitionedOffload(Partitioned):
+@dataclass(slots=True)
+class _Slice:
+    """Neighbours in the bucket that go to one rank; ``own`` ones add to an fp32 partition one by one."""
+
+    owner: int
+    numel: int
+    own: bool
+
+
+class PartitionedOffload(States):
     """DeepSpeedZeroOptimizer with ``offload_optimizer``."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        plan: ZeroPlan,
+        dp_rank: int,
+        leaves: Mapping[str, Leaf],
+        settings: StateSettings,
+    ) -> None:
+        super().__init__(ledger, plan, dp_rank, leaves, settings)
+        self.offload = settings.offload or Offload()
+        self.sizes = [buffer.numel for buffer in plan.buffers(dp_rank)]
+        self.owners: dict[str, list[tuple[int, int]]] = {}
+        for rank in range(plan.dp):
+            for buffer in plan.buffers(rank):
+                for piece in buffer.pieces:
+                    self.owners.setdefault(piece.name, []).append((rank, piece.stop - piece.start))
+        self.separate = settings.accumulate != settings.width
+        self.staged = settings.accumulate if plan.stage == 1 else settings.width
+        self.on_host: list[Tensor] = []
+        self.there: set[str] = set()
+        self.updated = False
+        self.micro_step, self.over = 0, True
+        self.scratch: Tensor | None = None
+        self.bucket: Tensor | None = None
+        self.in_bucket: list[tuple[Leaf, Tensor | None]] = []
+        self.elements = 0
+        self.sums: list[Tensor] = []
+        for leaf in self.order:
+            leaf.accumulate = self.arrive if plan.stage == 2 else self.keep
+
+    # The engine
+
+    def start(self) -> None:
+        """Group by group: the flat copy beside the parameters, then masters and a bf16 copy on the host."""
+        width = self.settings.width
+        held = dict(zip((leaf.name for leaf in self.order), self.parameters, strict=True))
+        self.parameters, source, pin = [], f"{_FILE} __init__", self.offload.pinned
+        for group, size in zip(self.plan.groups, self.sizes, strict=True):
+            kind, whole = ("parameters", "flat parameters"), size * self.plan.dp
+            self.parameters.append(self.new(*kind, "w P, padded", source, whole, width))
+            for name, _ in group:
+                del held[name]
+            self.new("temporaries", "clone of the partition", "w P/N", source, size, width)
+            kind = "optimizer", "master weights"
+            self.on_host += [
+                self.host.pinned(*kind, "4 P/N, padded", source, 4 * size, pin=pin),
+                self.host.pinned("parameters", "updated", "w P/N, padded", source, width * size, pin=pin),
+            ]
+        kind, formula = ("buckets", "gradient on its way"), "w of the largest parameter"
+        largest = max(leaf.numel for leaf in self.order)
+        self.on_host.append(self.host.pinned(*kind, formula, source, width * largest, pin=pin))
+        self.scratch = self.new(*kind, formula, source, largest, width)
+        source = f"{_FILE} initialize_optimizer_states"
+        for size in self.sizes:
+            kind = "gradients", "fp32 gradients"
+            self.on_host.append(self.host.pinned(*kind, "4 P/N, padded", source, 4 * size, pin=pin))
+
+    # Gradients
+
+    def set_up(self) -> None:
+        """setup_buckets: at a step's or a backward's first gradient."""
+        if self.over:
+            # Set back before each backward (dsx/runtime/zero_adapters/partitioned.py, before_backward).
+            self.micro_step, self.over = 0, False
+        if self.bucket is None:
+            self.micro_step += 1
+            formula, size = f"reduce_bucket_size {self.staged}", self.settings.bucket
+            self.bucket = self.new(
+                "buckets", "reduce bucket", formula, f"{_FILE} setup_buckets", size, self.staged
+            )
+
+    def keep(self, leaf: Leaf, gradient: Tensor) -> None:
+        """ZeRO-1: whole gradients until the step, in the precision of sums."""
+        self.set_up()
+        if self.separate:
+            source = f"{_FILE} _fill_param_grad_accum_attribute"
+            gradient = self.new("gradients", "sums", "4 P", source, leaf.numel, 4)
+        if leaf.grad is None:
+            leaf.grad = gradient
+
+    def arrive(self, leaf: Leaf, gradient: Tensor) -> None:
+        """reduce_independent_p_g_buckets_and_remove_grads: into the bucket; a larger one by itself."""
+        self.set_up()
+        if self.elements + leaf.numel > self.settings.bucket:
+            self.flush()
+        own: Tensor | None = None
+        if leaf.numel > self.settings.bucket:
+            source = f"{_FILE} reduce_independent_p_g_buckets_and_remove_grads"
+            own = self.new("gradients", "gradient, cloned", "w P", source, leaf.numel, gradient.width)
+        self.in_bucket.append((leaf, own))
+        self.elements += leaf.numel
+
+    def flush(self) -> None:
+        """reduce_ipg_grads: average, then this rank's gradients go to the host."""
+        if self.in_bucket:
+            self._average()
+        for leaf, _ in self.in_bucket:
+            mine = self._mine(leaf)
+            if mine and not self.separate and self.micro_step and leaf.name not in self.there:
+                self.there.add(leaf.name)
+                source, size = f"{_FILE} async_accumulate_grad_in_cpu_via_gpu", self.settings.width * leaf.numel
+                kind, formula = ("gradients", "gradients of parameters in the partition"), "w P of the parameter"
+                pin = self.offload.pinned
+                self.on_host.append(self.host.pinned(*kind, formula, source, size, pin=pin))
+            if mine and self.plan.stage == 1:
+                self._to_host(mine)
+        self.in_bucket, self.elements = [], 0
+
+    def _average(self) -> None:
+        """average_tensor, allreduce_and_scatter: slices in a flat copy, unless there is but one."""
+        if self.separate and not self.sums:
+            source = f"{_FILE} _build_compact_grad_partition_buffer"
+            self.sums = [
+                self.new("gradients", "gradient partition", "4 P/N, padded", source, size, 4)
+                for size in self.sizes
+            ]
+        waiting: list[_Slice] = []
+        for part in self._slices():
+            waiting.append(part)
+            if sum(p.numel for p in waiting) > self.settings.bucket:
+                self._reduce(waiting)
+                waiting = []
+        if waiting:
+            self._reduce(waiting)
+
+    def _slices(self) -> list[_Slice]:
+        found: list[_Slice] = []
+        for leaf, _ in self.in_bucket:
+            for owner, numel in self.owners[leaf.name]:
+                own = self.separate and owner == self.dp_rank
+                if found and not own and not found[-1].own and found[-1].owner == owner:
+                    found[-1].numel += numel
+                else:
+                    found.append(_Slice(owner, numel, own))
+        return found
+
+    def _reduce(self, slices: list[_Slice]) -> None:
+        """allreduce_and_copy_with_multiple_ranks."""
+        total, width = sum(part.numel for part in slices), self.settings.width
+        source, copy = f"{_FILE} allreduce_bucket", None
+        if len(slices) > 1:
+            copy = self.new("temporaries", "flat copy of the bucket", "bucket", source, total, self.staged)
+        if self.staged != width:
+            copy = self.new("temporaries", "bucket as it is sent", "bucket w", source, total, width)
+        source = f"{_FILE} _add_to_grad_partition_buffer"
+        for part in slices:
+            if part.own:
+                self.new("temporaries", "gradient to add", "4 of a gradient", source, part.numel, 4)
+        del copy
+
+    def _mine(self, leaf: Leaf) -> int:
+        return sum(numel for owner, numel in self.owners[leaf.name] if owner == self.dp_rank)
+
+    def _to_host(self, numel: int) -> None:
+        """set_norm_for_param_grad_in_gpu, async_inplace_copy_grad_to_fp32_buffer_from_gpu."""
+        kind, formula = ("temporaries", "gradient in float64"), "8 of a gradient's part"
+        self.new(*kind, formula, f"{_FILE} set_norm_for_param_grad_in_gpu", numel, 8)
+        if self.settings.accumulate != 4:
+            source = f"{_FILE} async_inplace_copy_grad_to_fp32_buffer_from_gpu"
+            self.new("temporaries", "gradient in float32", "4 of a gradient's part", source, numel, 4)
+
+    def reduce(self, *, boundary: bool, came: bool) -> None:
+        """independent_gradient_partition_epilogue."""
+        del boundary
+        self.over = True
+        if self.plan.stage == 2 and came:
+            self.flush()
+            self.bucket = None
+
+    # The update
+
+    def step(self) -> None:
+        """The last of the gradients to the host, where the update is."""
+        if self.plan.stage == 1:
+            self._reduce_all()
+        else:
+            self._finalize()
+        optimizer, source = self.settings.optimizer, "torch optim, or DeepSpeedCPUAdam"
+        for size in self.sizes:
+            if optimizer.state_bytes and not self.updated:
+                formula, size_bytes = f"{optimizer.state_bytes} P/N, padded", optimizer.state_bytes * size
+                self.on_host.append(
+                    self.host.new("optimizer", "moments", formula, source, size_bytes, pinned=False)
+                )
+            self.host.taken(source, [size], self.offload.step_bytes)
+            del self.sums[:1]
+        self.updated = True
+
+    def _reduce_all(self) -> None:
+        """reduce_gradients, called as the step begins."""
+        self.over = False
+        for leaf in self.order:
+            if leaf.grad is not None:
+                gradient, leaf.grad = leaf.grad, None
+                self.arrive(leaf, gradient)
+                del gradient
+        self.flush()
+        self.bucket = None
+
+    def _finalize(self) -> None:
+        """_finalize_cpu_offload_gradient_accumulation: back from the host to be squared."""
+        source = f"{_FILE} _restore_cpu_offload_grad_to_gpu"
+        for leaf in self._updated_here():
+            restored = None
+            if not self.separate:
+                width = self.settings.width
+                restored = self.new("temporaries", "gradient, back", "w P", source, leaf.numel, width)
+            self._to_host(self._mine(leaf))
+            del restored
+
+    def _updated_here(self) -> Iterator[Leaf]:
+        return (leaf for leaf in self.order if self._mine(leaf))
