@@ -50,6 +50,8 @@ def _states(config: RunConfig, device: DeviceKind) -> StateSettings:
             momentum=bool(params.get("momentum", 0.0)),
         ),
         bucket=int(zero.get("reduce_bucket_size", 500_000_000)),
+        communication={None: None, "fp32": 4, "fp16": 2, "bf16": 2}[deepspeed.get("communication_data_type")],
+        reduce=config.dsx.zero.reduce,
         offload=offload_of(
             zero,
             kind,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dsx.plan.memory.layers import Layers
 from dsx.plan.memory.ops import DeviceKind, Later, Ops, label
-from dsx.plan.memory.partitioned import Bf16, Partitioned
+from dsx.plan.memory.partitioned import Bf16, Bucketed, Partitioned
 from dsx.plan.memory.partitioned_offload import PartitionedOffload
 from dsx.plan.memory.stage3 import Stage3, uses
 from dsx.plan.memory.stage3_offload import Stage3Offload
@@ -169,9 +169,15 @@ def _rank(
         later=Later() if divided else None,
         device=job.device,
     )
+    used = uses(job.layout, pp_rank, leaves)
     if isinstance(states, Stage3):
         ops.hooks = states
-        states.plan_gathers(job.schedule.rows[pp_rank], uses(job.layout, pp_rank, leaves))
+        states.plan_gathers(job.schedule.rows[pp_rank], used)
+    else:
+        states.plan_reduction(used)
+    states.replicated = frozenset(
+        spec.name for spec in job.layout.params_of(pp_rank) if job.layout.owners(spec)[0] != pp_rank
+    )
     length = job.sequence_length // tp if sequence else job.sequence_length
     walk = Walk(
         schedule=job.schedule,
@@ -197,4 +203,6 @@ def _wrapper(job: Job) -> type[States]:
         return Bf16
     if settings.offload is not None:
         return Stage3Offload if stage == 3 else PartitionedOffload
+    if stage == 2 and settings.reduce == "micro_batch":
+        return Bucketed
     return Stage3 if stage == 3 else Partitioned

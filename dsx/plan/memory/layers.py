@@ -196,9 +196,7 @@ class Layers:
             del own
         y = ops.like(label("embedding", "B s H w", source), x)
         part = label("gradient of the positions", "s H w", source)
-        tape.record(
-            (x, rows), (y,), lambda _, dy: [dy.detach(), tape.new(part, width, length, hidden)]
-        )
+        tape.record((x, rows), (y,), lambda _, dy: [dy.detach(), tape.new(part, width, length, hidden)])
         return y
 
     def head(self, layer: int, x: Tensor) -> Tensor:

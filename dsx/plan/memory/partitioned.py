@@ -1,4 +1,7 @@
-"""ZeRO-1 and 2 as :mod:`.states` sees them: deepspeed/runtime/zero/stage_1_and_2.py and bf16_optimizer.py."""
+"""ZeRO-1 and 2 as :mod:`.states` sees them: deepspeed/runtime/zero/stage_1_and_2.py and bf16_optimizer.py.
+
+P, N, w as there; a: bytes of an accumulated gradient.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from dsx.plan.memory.tape import Leaf, Ledger, Tensor
 from dsx.spec.zero import ZeroPlan
 
 _FILE = "zero/stage_1_and_2.py"
+_ADAPTER = "dsx zero_adapters/partitioned.py"
 
 
 class Partitioned(States):
-    """DeepSpeedZeroOptimizer: flat parameters, a partition of fp32 masters and moments, a reduce bucket."""
+    """DeepSpeedZeroOptimizer: flat parameters; a partition of fp32 masters, moments and averaged gradients."""
 
     def __init__(
         self,
@@ -23,155 +27,204 @@ class Partitioned(States):
         settings: StateSettings,
     ) -> None:
         super().__init__(ledger, plan, dp_rank, leaves, settings)
-        self.sizes = [buffer.numel for buffer in plan.buffers(dp_rank)]
-        self.mine = {piece.name for buffer in plan.buffers(dp_rank) for piece in buffer.pieces}
-        self.mine_numel = sum(leaf.numel for leaf in self.order if leaf.name in self.mine)
+        self.buffers = plan.buffers(dp_rank)
+        self.sizes = [buffer.numel for buffer in self.buffers]
+        self.places = {piece.name: index for index, b in enumerate(self.buffers) for piece in b.pieces}
+        self.separate = settings.accumulate != settings.width
         self.masters: list[Tensor] = []
-        self.bucket: Tensor | None = None
-        self.in_bucket: list[Leaf] = []
-        self.elements = 0
-        self.fresh: Tensor | None = None
-        self.total: Tensor | None = None
-        self.large: dict[str, Tensor] = {}
-        if plan.stage == 2:
-            for leaf in self.order:
-                leaf.accumulate = self.arrive
-        else:
-            for leaf in self.order:
-                leaf.accumulate = self.keep
+        self.averaged: dict[int, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
+        for leaf in self.order if self.separate else ():
+            leaf.accumulate = self._add
 
     def start(self) -> None:
         """Group by group: the flat copy beside the parameters, then the fp32 partition; zero gradients at last."""
-        width, held = (
-            self.settings.width,
-            dict(zip((leaf.name for leaf in self.order), self.parameters, strict=True)),
-        )
+        width = self.settings.width
+        held = dict(zip((leaf.name for leaf in self.order), self.parameters, strict=True))
         self.parameters = []
         for group, size in zip(self.plan.groups, self.sizes, strict=True):
-            flat = self.new(
-                "parameters",
-                "flat parameters",
-                "w P, padded",
-                f"{_FILE} __init__",
-                size * self.plan.dp,
-                width,
-            )
-            for name, _ in group:
-                del held[name]
-            self.parameters.append(flat)
-            clone = self.new(
-                "temporaries", "clone of the partition", "w P/N", f"{_FILE} __init__", size, width
-            )
-            master = clone
+            self.parameters.append(self._flattened(held, group, size * self.plan.dp, width))
+            source = f"{_FILE} __init__"
+            clone = None
             if width != 4:
-                master = self.new(
-                    "optimizer", "master weights", "4 P/N, padded", f"{_FILE} __init__", size, 4
-                )
-            else:
-                del master, clone
-                master = clone = self.new(
-                    "optimizer", "master weights", "4 P/N, padded", f"{_FILE} __init__", size, 4
-                )
-            self.masters.append(master)
-            del clone, master
+                clone = self.new("temporaries", "clone of the partition", "w P/N", source, size, width)
+            self.masters.append(self.new("optimizer", "master weights", "4 P/N, padded", source, size, 4))
+            del clone
         source = f"{_FILE} initialize_optimizer_states"
         zeros = [
             self.new("temporaries", "zero gradients", "4 P/N, padded", source, size, 4) for size in self.sizes
         ]
         zeros.clear()
 
-    # Gradients
+    def _flattened(
+        self, held: dict[str, Tensor], group: tuple[tuple[str, int], ...], size: int, width: int
+    ) -> Tensor:
+        """The group's parameters end to end; one alone without padding stays where it is."""
+        if len(group) == 1 and group[0][1] == size:
+            return held.pop(group[0][0])
+        source = f"{_FILE} flatten_dense_tensors_aligned"
+        padding = self.new("temporaries", "padding", "w 2 N", source, size - sum(n for _, n in group), width)
+        flat = self.new("parameters", "flat parameters", "w P, padded", source, size, width)
+        del padding
+        for name, _ in group:
+            del held[name]
+        return flat
+
+    # Gradients that dsx reduces: zero_adapters/partitioned.py
+
+    @property
+    def reduces_itself(self) -> bool:
+        """DeepSpeed does after every micro-batch, if asked to."""
+        return False
+
+    def _add(self, leaf: Leaf, gradient: Tensor) -> None:
+        """Sums in another precision than the parameters' (_fill_param_grad_accum_attribute)."""
+        source, width = f"{_FILE} _fill_param_grad_accum_attribute", self.settings.accumulate
+        wide = self.new("gradients", "accumulated gradient", "a P", source, gradient.numel, width)
+        self.sums.setdefault(leaf.name, wide)
+
+    def take(self, leaf: Leaf) -> Tensor | None:
+        """The sum over micro-batches."""
+        if self.separate:
+            return self.sums.pop(leaf.name, None)
+        return super().take(leaf)
+
+    def put(self, leaf: Leaf, gradient: Tensor) -> None:
+        """This rank's interval, if it has one, into the group's buffer."""
+        del gradient
+        if leaf.name in self.places:
+            self.average(self.places[leaf.name])
+
+    def average(self, group: int) -> Tensor:
+        """The group's averaged gradients, of which this rank keeps its part; made once per step."""
+        if group not in self.averaged:
+            source = f"{_FILE} _build_compact_grad_partition_buffer"
+            size, width = self.sizes[group], self.settings.accumulate
+            self.averaged[group] = self.new(
+                "gradients", "averaged gradients", "a P/N, padded", source, size, width
+            )
+        return self.averaged[group]
+
+    def before_step(self) -> None:
+        """A buffer for every group, with something in it or not."""
+        super().before_step()
+        if self.reduction is not None:
+            for group in range(len(self.sizes)):
+                self.average(group)
+
+    def step(self) -> None:
+        """Norm, then group by group an fp32 copy of the gradients and the update."""
+        if self.settings.accumulate != 4:
+            self.norm(max((p.stop - p.start for b in self.buffers for p in b.pieces), default=0))
+        for group, size in enumerate(self.sizes):
+            gradient = self._single(group, size)
+            self.update_group(group, size)
+            del gradient
+
+    def _single(self, group: int, size: int) -> Tensor:
+        """The averaged gradients in fp32, which are then let go of."""
+        averaged = self.averaged.pop(group)
+        if averaged.width == 4:
+            return averaged
+        return self.new("temporaries", "fp32 gradients", "4 P/N", f"{_FILE} step", size, 4)
+
+
+class Bucketed(Partitioned):
+    """ZeRO-2 with ``dsx.zero.reduce = "micro_batch"``: DeepSpeed reduces, bucket by bucket, in every backward."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        plan: ZeroPlan,
+        dp_rank: int,
+        leaves: Mapping[str, Leaf],
+        settings: StateSettings,
+    ) -> None:
+        super().__init__(ledger, plan, dp_rank, leaves, settings)
+        self.mine_numel = sum(leaf.numel for leaf in self.order if leaf.name in self.places)
+        self.bucket: Tensor | None = None
+        self.in_bucket: list[Leaf] = []
+        self.elements = 0
+        self.fresh: Tensor | None = None
+        self.total: Tensor | None = None
+        self.large: Tensor | None = None
+        for leaf in self.order:
+            leaf.accumulate = self.arrive
+
+    @property
+    def reduces_itself(self) -> bool:
+        """It does."""
+        return True
 
     def set_up(self) -> None:
-        """setup_buckets: at a step's or a backward's first gradient."""
+        """setup_buckets: at a backward's first gradient."""
         if self.bucket is None:
+            source, width = f"{_FILE} setup_buckets", self.settings.width
             self.bucket = self.new(
-                "buckets",
-                "reduce bucket",
-                "reduce_bucket_size w",
-                f"{_FILE} setup_buckets",
-                self.settings.bucket,
-                self.settings.width,
+                "buckets", "reduce bucket", "reduce_bucket_size w", source, self.settings.bucket, width
             )
 
-    def keep(self, leaf: Leaf, gradient: Tensor) -> None:
-        """ZeRO-1: whole gradients until the boundary."""
-        self.set_up()
-        if leaf.grad is None:
-            leaf.grad = gradient
-
     def arrive(self, leaf: Leaf, gradient: Tensor) -> None:
-        """ZeRO-2: into the bucket, unless it is larger than that."""
+        """reduce_independent_p_g_buckets_and_remove_grads: into the bucket, unless it is larger than that."""
         self.set_up()
         if self.elements + leaf.numel > self.settings.bucket:
             self.flush()
         if leaf.numel > self.settings.bucket:
-            self.large[leaf.name] = gradient
+            self.large = gradient
         self.elements += leaf.numel
         self.in_bucket.append(leaf)
 
     def flush(self) -> None:
-        """reduce_ipg_grads: a flat copy of the bucket, then this rank's gradients go to their own buffer."""
+        """reduce_ipg_grads: average_tensor's flat copy, then this rank's gradients go to their own buffer."""
         if not self.elements:
             return
-        source = f"{_FILE} allreduce_bucket"
-        copy = self.new(
-            "temporaries", "flat copy of the bucket", "bucket w", source, self.elements, self.settings.width
-        )
-        del copy
-        if any(leaf.name in self.mine for leaf in self.in_bucket) and self.fresh is None:
+        self._average_bucket()
+        mine = [leaf for leaf in self.in_bucket if leaf.name in self.places]
+        if self.separate:
+            for leaf in mine:
+                self.average(self.places[leaf.name])
+        elif mine and self.fresh is None:
+            source, formula = f"{_FILE} copy_grads_in_partition", "w of parameters that the partition touches"
             self.fresh = self.new(
-                "gradients",
-                "gradients in the partition",
-                "w of parameters that the partition touches",
-                f"{_FILE} copy_grads_in_partition",
-                self.mine_numel,
-                self.settings.width,
+                "gradients", "gradients in the partition", formula, source, self.mine_numel, self.settings.width
             )
-        for leaf in self.in_bucket:
-            self.large.pop(leaf.name, None)
-        self.in_bucket, self.elements = [], 0
+        self.in_bucket, self.elements, self.large = [], 0, None
+
+    def _average_bucket(self) -> None:
+        """allreduce_and_scatter: slices for the ranks, flattened if there is more than one."""
+        slices = sum(self._owners(leaf) for leaf in self.in_bucket)
+        if self.plan.dp > 1 and slices > 1:
+            source = f"{_FILE} allreduce_bucket"
+            what = "flat copy of the bucket"
+            self.new("temporaries", what, "bucket w", source, self.elements, self.settings.width)
+
+    def _owners(self, leaf: Leaf) -> int:
+        return sum(leaf.name in self.plan.state(rank) for rank in range(self.plan.dp))
 
     def reduce(self, *, boundary: bool, came: bool) -> None:
         """independent_gradient_partition_epilogue."""
-        if self.plan.stage == 1:
-            if not boundary:
-                return
-            for leaf in self.order:
-                if leaf.grad is not None:
-                    gradient, leaf.grad = leaf.grad, None
-                    self.arrive(leaf, gradient)
-                    del gradient
-        elif not came and not boundary:
+        if not came and not boundary:
             return
         self.set_up()
         self.flush()
         if self.total is None:
             self.total = self.fresh
         self.fresh = self.bucket = None
+        if self.separate and boundary:
+            for group in range(len(self.sizes)):
+                self.average(group)
 
-    def step(self) -> None:
-        """Group by group: norm, a flat gradient, its fp32 copy, the update."""
-        settings = self.settings
-        if settings.width != 4:
-            largest = max(
-                (p.stop - p.start for b in self.plan.buffers(self.dp_rank) for p in b.pieces), default=0
-            )
-            self.norm(largest)
-        for index, size in enumerate(self.sizes):
-            flat: Tensor | None = self.new(
-                "temporaries", "flat gradient", "w P/N", f"{_FILE} step", size, settings.width
-            )
-            single = (
-                flat
-                if settings.width == 4
-                else self.new("temporaries", "fp32 gradient", "4 P/N", f"{_FILE} step", size, 4)
-            )
-            flat = None
-            if index == len(self.sizes) - 1:
-                self.total = None
-            self.update_group(index, size)
-            del single
+    def _single(self, group: int, size: int) -> Tensor:
+        if self.separate:
+            return super()._single(group, size)
+        flat = self.new("temporaries", "flat gradients", "w P/N", f"{_FILE} step", size, self.settings.width)
+        gradient = flat
+        if self.settings.width != 4:
+            gradient = self.new("temporaries", "fp32 gradients", "4 P/N", f"{_FILE} step", size, 4)
+        del flat
+        if group == len(self.sizes) - 1:
+            self.total = None
+        return gradient
 
 
 class Bf16(Partitioned):
@@ -183,29 +236,37 @@ class Bf16(Partitioned):
         held = dict(zip((leaf.name for leaf in self.order), self.parameters, strict=True))
         self.parameters, self.gradients = [], []
         for group, size in zip(self.plan.groups, self.sizes, strict=True):
-            flat = self.new("parameters", "flat parameters", "2 P, padded", source, size * self.plan.dp, 2)
-            for name, _ in group:
-                del held[name]
-            self.parameters.append(flat)
+            self.parameters.append(self._flattened(held, group, size * self.plan.dp, 2))
             clone = self.new("temporaries", "clone of the partition", "2 P/N", source, size, 2)
             self.masters.append(self.new("optimizer", "master weights", "4 P/N, padded", source, size, 4))
             del clone
+            whole = size * self.plan.dp
             self.gradients.append(
-                self.new("gradients", "fp32 gradients", "4 P, padded", source, size * self.plan.dp, 4)
+                self.new("gradients", "fp32 gradients", "4 P, padded", source, whole, 4)
             )
-
-    def keep(self, leaf: Leaf, gradient: Tensor) -> None:
-        """Summed up in the fp32 buffer after the backward; ``.grad`` is zeroed and stays."""
-        if leaf.grad is None:
-            leaf.grad = gradient
+        for leaf in self.order:
+            leaf.accumulate = None
 
     def reduce(self, *, boundary: bool, came: bool) -> None:
-        """The fp32 gradients are reduced like any without ZeRO."""
-        del came
-        if boundary:
-            self.all_reduce([Tensor((leaf.numel,), 4, None) for leaf in self.order])
+        """update_hp_grads: each gradient is added in fp32; ``.grad`` is zeroed and stays."""
+        del boundary, came
+        source = "bf16_optimizer.py _update_hp_grad"
+        for leaf in self.order:
+            if leaf.grad is not None:
+                self.new("temporaries", "gradient in float32", "4 of a gradient", source, leaf.numel, 4)
+
+    def take(self, leaf: Leaf) -> Tensor | None:
+        """The buffer's part, which stays in place."""
+        return Tensor((leaf.numel,), 4, None)
+
+    def put(self, leaf: Leaf, gradient: Tensor) -> None:
+        """Over what is in the buffer."""
+
+    def before_step(self) -> None:
+        """Finish the reductions."""
+        if self.reduction is not None:
+            self.reduction.finish()
 
     def step(self) -> None:
-        """The update."""
-        for index, size in enumerate(self.sizes):
-            self.update_group(index, size)
+        """One update of all groups; zero_grad lets go of the bf16 gradients."""
+        self.update(self.sizes)

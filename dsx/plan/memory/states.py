@@ -16,13 +16,11 @@ from typing import Literal
 
 from dsx.plan.memory.offload import Host, Offload
 from dsx.plan.memory.stage3_gathering import Gathering
+from dsx.plan.memory.reduction import ChunkReduction
 from dsx.plan.memory.tape import Label, Leaf, Ledger, Storage, Tensor
 from dsx.spec.zero import ZeroPlan
 
 OptimizerKind = Literal["adam", "adamw", "sgd", "lion", "other"]
-
-ALL_REDUCE_ELEMENTS = 500_000_000
-"""engine.py, MEMORY_OPT_ALLREDUCE_SIZE: elements that a reduction without ZeRO flattens at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +63,8 @@ class StateSettings:
         accumulate: Bytes of an accumulated gradient.
         optimizer: The update rule.
         bucket: ``zero_optimization.reduce_bucket_size``, elements.
+        communication: Bytes of a gradient on its way (``communication_data_type``); None as a parameter's.
+        reduce: ``dsx.zero.reduce``.
         offload: What lives on the host.
         fused: Whether the update is DeepSpeed's FusedAdam or the like.
         gathering: ZeRO-3's sizes.
@@ -74,6 +74,8 @@ class StateSettings:
     accumulate: int
     optimizer: Optimizer
     bucket: int = 500_000_000
+    communication: int | None = None
+    reduce: Literal["step", "micro_batch"] = "step"
     offload: Offload | None = None
     fused: bool = False
     gathering: Gathering | None = None
@@ -88,6 +90,10 @@ class States:
         dp_rank: Data-parallel coordinate.
         leaves: The rank's parameters by name.
         settings: The config's part.
+
+    Attributes:
+        replicated: Parameters that are copies of another pipeline rank's, tied ones.
+        reduction: dsx's own, if DeepSpeed does not reduce.
     """
 
     def __init__(
@@ -100,7 +106,9 @@ class States:
     ) -> None:
         self.ledger, self.plan, self.dp_rank = ledger, plan, dp_rank
         self.leaves, self.settings, self.host = leaves, settings, Host(settings.offload)
+        self.replicated: frozenset[str] = frozenset()
         self.order = [leaves[name] for group in plan.groups for name, _ in group]
+        self.reduction: ChunkReduction | None = None
         self.parameters: list[Tensor] = []
         self.moments: list[Tensor] = []
 
@@ -120,28 +128,53 @@ class States:
     def before_action(self, position: int) -> None:
         """Before the action at ``position`` of the rank's row."""
 
+    def plan_reduction(self, uses: Mapping[int, Sequence[Leaf]]) -> None:
+        """Have dsx reduce gradients, where it does (zero_adapters/reduction.py, reducible).
+
+        Args:
+            uses: Virtual stage -> parameters that its layers use.
+        """
+        if not self.reduces_itself:
+            self.reduction = ChunkReduction(
+                self.ledger,
+                self,
+                leaves=list(self.leaves.values()),
+                uses=uses,
+                dp=self.plan.dp,
+                width=self.settings.communication or self.settings.width,
+                bucket=self.settings.bucket,
+            )
+
+    @property
+    def reduces_itself(self) -> bool:
+        """Whether DeepSpeed reduces gradients."""
+        return False
+
+    def take(self, leaf: Leaf) -> Tensor | None:
+        """Gradients in ``p.grad`` (zero_adapters/replicated.py)."""
+        gradient, leaf.grad = leaf.grad, None
+        return gradient
+
+    def put(self, leaf: Leaf, gradient: Tensor) -> None:
+        """Back there, in the parameter's dtype."""
+        if gradient.width == leaf.width:
+            leaf.grad = gradient.detach()
+        else:
+            source = "dsx zero_adapters/replicated.py put"
+            leaf.grad = self.new("gradients", "averaged gradient", "w P", source, leaf.numel, leaf.width)
+
     def reduce(self, *, boundary: bool, came: bool) -> None:
         """After each backward; ``boundary`` after the last of the step, ``came`` if any gradient did."""
-        del came
-        if boundary:
-            self.all_reduce([leaf.grad for leaf in self.order if leaf.grad is not None])
 
-    def all_reduce(self, gradients: Sequence[Tensor]) -> None:
-        """engine.py allreduce_no_retain: flat copies of up to 5e8 elements and one gradient more."""
-        elements = 0
-        for place, gradient in enumerate(gradients):
-            elements += gradient.numel
-            if elements > ALL_REDUCE_ELEMENTS or place == len(gradients) - 1:
-                copy = self.new(
-                    "temporaries",
-                    "flat copy of gradients",
-                    "up to 5e8 elements",
-                    "engine.py allreduce_bucket",
-                    elements,
-                    gradient.width,
-                )
-                del copy
-                elements = 0
+    def chunk_done(self, stage: int) -> None:
+        """After the last action of a virtual stage."""
+        if self.reduction is not None:
+            self.reduction.chunk_done(stage)
+
+    def before_step(self) -> None:
+        """After the last action of a step."""
+        if self.reduction is not None:
+            self.reduction.finish()
 
     def step(self) -> None:
         """The update."""
@@ -256,8 +289,10 @@ class Unfused(States):
 class Flat(States):
     """bf16 without ZeRO, fused optimizers: fp16/fused_optimizer.py, flat bf16 and flat fp32."""
 
+    masters: Tensor
+
     def start(self) -> None:
-        """Clones, their flat copy, the flat masters."""
+        """Clones, their flat copy, the flat masters; a first update, which dsx undoes."""
         source = "fp16/fused_optimizer.py __init__"
         clones = [
             self.new("temporaries", "clones", "w P", source, leaf.numel, leaf.width) for leaf in self.order
@@ -267,24 +302,46 @@ class Flat(States):
         clones.clear()
         self.parameters = [flat]
         clone = self.new("temporaries", "clone", "w P", source, total, self.settings.width)
-        self.masters = [self.new("optimizer", "master weights", "4 P", source, total, 4)]
+        self.masters = self.new("optimizer", "master weights", "4 P", source, total, 4)
         del clone
         gradient = self.new("temporaries", "zero gradients", "4 P", source, total, 4)
         self.update([total])
         del gradient
+        source = "dsx zero_adapters/replicated.py _undo_initial_step"
+        wide = self._wide(source)
+        flat = self.new("temporaries", "parameters in float32", "4 P", source, total, 4)
+        wide.clear()
+        del flat
         self.moments.clear()
 
     def step(self) -> None:
-        """The norm, each gradient in fp32, then all flat, then the update."""
+        """The norm, each gradient in fp32, then all flat, the update."""
         self.norm(max(leaf.numel for leaf in self.order))
         source = "fp16/fused_optimizer.py step"
         total = sum(leaf.numel for leaf in self.order)
-        casts = [
-            self.new("temporaries", "fp32 gradients", "4 P", source, leaf.numel, 4) for leaf in self.order
-        ]
+        casts = self._wide(source)
         flat = self.new("temporaries", "flat fp32 gradients", "4 P", source, total, 4)
         casts.clear()
         for leaf in self.order:
             leaf.grad = None
+        if self.replicated:
+            self._masked_norm(total)
         self.update([total])
         del flat
+
+    def _wide(self, source: str) -> list[Tensor]:
+        return [
+            self.new("temporaries", "each in float32", "4 P", source, leaf.numel, 4) for leaf in self.order
+        ]
+
+    def _masked_norm(self, total: int) -> None:
+        """Where a copy of a tied weight does not count (runtime/utils.py, get_flattened_grad_norm)."""
+
+        def new(width: int) -> Tensor:
+            source = "runtime/utils.py get_flattened_grad_norm"
+            return self.new("temporaries", "mask of the norm", "4 P, 4 P, P", source, total, width)
+
+        marks, sums, mask = new(4), new(4), new(1)
+        del marks, sums
+        masked = new(4)
+        del mask, masked

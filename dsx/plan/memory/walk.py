@@ -69,6 +69,7 @@ class Walk:
         self.last = schedule.num_stages - 1
         places = [place for place, action in enumerate(self.row) if action.op in BACKWARDS]
         self.final = places[-1] if places else -1
+        self.ends = {action.stage: place for place, action in enumerate(self.row)}
         self._reset()
 
     def _reset(self) -> None:
@@ -106,11 +107,14 @@ class Walk:
                     self._post(channel)
             self.states.before_action(place)
             does[action.op](action, place)
+            if self.ends[action.stage] == place:
+                self.states.chunk_done(action.stage)
             note(action)
             if self._is_quiet(place):
                 while self._taken:
                     self._post_ahead(self._taken.pop())
         self.flying.clear()
+        self.states.before_step()
         self.states.step()
         note(None)
 
@@ -151,7 +155,16 @@ class Walk:
         self.gradients[key] = self._take("B", action.stage + 1, key)
 
     def _leaf(self, x: Tensor) -> Leaf:
-        return Leaf("input", x.shape, x.width, storage=x.storage)
+        """A stage's input. A gradient that somebody else holds too is copied (accumulate_grad.h)."""
+
+        def accumulate(leaf: Leaf, gradient: Tensor) -> None:
+            assert gradient.storage is not None
+            if gradient.storage.holders > 1:
+                what = label("copy of the input's gradient", "B s H w", "torch accumulate_grad.h")
+                gradient = self.layers.ops.like(what, gradient)
+            leaf.grad = gradient
+
+        return Leaf("input", x.shape, x.width, storage=x.storage, accumulate=accumulate)
 
     def _ids(self, name: str) -> Tensor:
         return self.tape.new(
