@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.ops.op_builder.cpu.no_impl import NotImplementedBuilder
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import once_differentiable
@@ -157,6 +158,8 @@ def install() -> None:
     for operator in _ONE_KERNEL:
         kernels.impl(operator, lambda _, x: torch.empty_like(x), "PrivateUse1")
     set_accelerator(PaperAccelerator(kernels))
+    # Some names are bound to the CPU's builders when DeepSpeed is imported.
+    mock.patch.object(NotImplementedBuilder, "load", lambda _builder, verbose=True: _Kernels()).start()
 
 
 @contextmanager
@@ -177,10 +180,6 @@ def without_storage() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Answers())
-        # torch.tensor(numbers, device=...) makes a CPU tensor first, which the mode then moves.
-        only_cpu = torch._C._only_lift_cpu_tensors()  # noqa: SLF001 (as FakeTensorMode does where no GPU is)
-        stack.callback(torch._C._set_only_lift_cpu_tensors, only_cpu)  # noqa: SLF001
-        torch._C._set_only_lift_cpu_tensors(True)  # noqa: SLF001
         yield
 
 
@@ -201,10 +200,14 @@ def _apply(
 
 
 def _tensor(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch.tensor, which makes one of no numbers on the device itself, past every mode."""
+    """torch.tensor, which puts numbers on the device itself, past every mode."""
 
-    def tensor(data: Any, **options: Any) -> torch.Tensor:
-        return torch.empty(0, **options) if isinstance(data, list) and not data else usual(data, **options)
+    def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+        if device is None or torch.device(device).type != "paper":
+            return usual(data, device=device, **options)
+        gradient = options.pop("requires_grad", False)
+        made = usual(data, **options)
+        return torch.empty(made.shape, dtype=made.dtype, device=device, requires_grad=gradient)
 
     return tensor
 
