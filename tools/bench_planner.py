@@ -6,8 +6,8 @@ Prints table 1 (three rows fit the model's constants, and say so; the other seve
 (ZeRO-3 against tensor and pipeline parallelism), figures 11 to 18 as tables with the paper's claims, and the
 planner's own first choice for each row of table 1, with dsx's software in place of Megatron-LM's of 2021.
 
---check ends with 1 unless the seven rows' mean error is within 10 %, and each first choice fits and is at most
-3 % slower than the paper's layout, both as the planner predicts them.
+--check ends with 1 unless the seven rows' mean error is within 10 %, and each first choice fits and is at
+most 3 % slower than the paper's layout, both as the planner predicts them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ def table_1(efficiency: Efficiency) -> dict[str, Any]:
         print(f"{row.name:>8}{star}{row.published:10.0f}{rate:10.1f}{error:+8.1%}  {parts}")
         rows.append({"row": row.name, "published": row.published, "predicted": rate, "fitted": is_fitted})
     mean = sum(errors) / len(errors)
-    print(f"mean error of the {len(errors)} rows that nothing is fitted to: {mean:.1%}, largest {max(errors):.1%}")
+    print(
+        f"mean error of the {len(errors)} rows that nothing is fitted to: {mean:.1%}, "
+        f"largest {max(errors):.1%}"
+    )
     return {"fitted": shares, "shipped": shipped, "table_1": rows, "mean_error": mean}
 
 
@@ -81,7 +84,10 @@ def table_2() -> list[dict[str, Any]]:
     """ZeRO-3 without model parallelism, and PTD-P."""
     efficiency, share = fit.zero3(Efficiency())
     print("\ntable 2, TFLOP/s per GPU; * fitted: what runs beside something else costs")
-    print(f"{efficiency.beside:.3f} of itself, and ZeRO-3's collectives of 2021 got {share:.3f} of the usual rate")
+    print(
+        f"{efficiency.beside:.3f} of itself, and ZeRO-3's collectives of 2021 got {share:.3f} of the usual "
+        "rate"
+    )
     rows = []
     for run in TABLE_2:
         software = replace(run.software(), gather_share=share) if run.zero_stage == 3 else None
@@ -92,7 +98,9 @@ def table_2() -> list[dict[str, Any]]:
             f"{name} {run.name:>6}B on {run.gpus:>5}{star}{run.published:6.0f}{rate:8.1f}"
             f"{rate / run.published - 1:+8.1%}"
         )
-        rows.append({"kind": name, "row": run.name, "gpus": run.gpus, "published": run.published, "predicted": rate})
+        rows.append(
+            {"kind": name, "row": run.name, "gpus": run.gpus, "published": run.published, "predicted": rate}
+        )
     return rows
 
 
@@ -100,7 +108,9 @@ def _figures() -> list[dict[str, Any]]:
     found = []
     for figure in figures(Efficiency()):
         print(f"\nfigure {figure.name}\nthe paper: {figure.claim}")
-        widths = [max(len(row[i]) for row in (figure.header, *figure.rows)) for i in range(len(figure.header))]
+        widths = [
+            max(len(row[i]) for row in (figure.header, *figure.rows)) for i in range(len(figure.header))
+        ]
         for row in (figure.header, *figure.rows):
             print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
         for part, shown in figure.shows.items():

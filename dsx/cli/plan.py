@@ -16,13 +16,14 @@ from dsx.errors import DsxError
 
 if TYPE_CHECKING:
     from dsx.config.plan_inputs import PlanInputs
+    from dsx.config.plan_search import Calibration
     from dsx.plan.planner.search import Plan, Ranked
-    from dsx.runtime.measure_compute import Measured
 
 _MOST_TOO_LARGE = 3
 
 
 def plan(
+    *,
     cluster: Annotated[
         str, typer.Option(help="A100-80, H100, H200, B200, MI300X, CPU, or a JSON file that describes one.")
     ],
@@ -30,11 +31,13 @@ def plan(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A preset (llama-3-8b, gpt2/tiny), a Hugging Face config.json or folder. Default: --config's."
+            help="A preset (llama-3-8b, gpt2/tiny), or a Hugging Face config.json or folder. Default: "
+            "--config's."
         ),
     ] = None,
     global_batch: Annotated[
-        int | None, typer.Option(help="Sequences per step over all GPUs. Default: --config's train_batch_size.")
+        int | None,
+        typer.Option(help="Sequences per step over all GPUs. Default: --config's train_batch_size."),
     ] = None,
     sequence_length: Annotated[int | None, typer.Option(help="Tokens. Default: --config's.")] = None,
     config: Annotated[
@@ -67,7 +70,7 @@ def plan(
     try:
         inputs = _inputs(cluster, gpus, model, config, global_batch, sequence_length)
         measured = _measured(inputs) if measure else None
-        search = plan_search(inputs, fixed, efficiency=measured and measured.efficiency, cluster=measured and measured.cluster)
+        search = plan_search(inputs, fixed, measured)
     except DsxError as error:
         typer.echo(f"dsx: {error}", err=True)
         raise typer.Exit(2) from None
@@ -102,7 +105,7 @@ def _inputs(
     )
 
 
-def _measured(inputs: PlanInputs) -> Measured:
+def _measured(inputs: PlanInputs) -> Calibration:
     """Rates of this machine."""
     from dsx.runtime.measure_compute import measure_compute
 
@@ -117,9 +120,9 @@ def _write(out: Path, text: str, *, quietly: bool) -> None:
         deliver(text, out)
 
 
-def _text(inputs: PlanInputs, found: Plan, measured: Measured | None) -> str:
-    from dsx.plan.choose import gib
+def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None) -> str:
     from dsx.plan.planner.reasons import reason
+    from dsx.plan.planner.search import gibibytes
     from dsx.report.progress import compact
 
     run, cluster = inputs.run, found.task.machine.network.cluster
@@ -139,17 +142,20 @@ def _text(inputs: PlanInputs, found: Plan, measured: Measured | None) -> str:
     lines += [f"  {_change(found.best[0], each)}: {reason(found, each)}" for each in found.others]
     if found.too_large:
         lines += ["", "faster, but too large"]
-        lines += [f"  {each.layout.label}: {reason(found, each)}" for each in found.too_large[:_MOST_TOO_LARGE]]
-    lines += [
-        "",
-        f"predicted, not measured; {gib(found.cap_bytes)} of a GPU's memory count as usable; "
-        f"{found.predicted} layouts simulated, {found.estimated} memories estimated",
-    ]
+        lines += [
+            f"  {each.layout.label}: {reason(found, each)}" for each in found.too_large[:_MOST_TOO_LARGE]
+        ]
+    usable = f"{gibibytes(found.cap_bytes)} of a GPU's memory count as usable"
+    effort = f"{found.predicted} layouts simulated, {found.estimated} memories estimated"
+    lines += ["", f"predicted, not measured; {usable}; {effort}"]
+    if inputs.offloads:
+        lines.append("offload: its memory counts, but what the host and the copies take of the time does not")
     return "\n".join(lines)
 
 
 def _table(inputs: PlanInputs, found: Plan) -> list[str]:
     from dsx.plan.planner.reasons import reason
+    from dsx.plan.planner.search import gibibytes
 
     titles = ("", "step", "tokens/s", "MFU", "bubble", "commun.", "memory", "layout", "against the best")
     rows = [titles]
@@ -163,14 +169,17 @@ def _table(inputs: PlanInputs, found: Plan) -> list[str]:
                 f"{facts['mfu']:.1%}",
                 f"{facts['bubble_over_ideal']:.1%}",
                 f"{facts['communication_share']:.1%}",
-                f"{facts['peak_bytes'] / (1 << 30):.1f} GiB",
+                gibibytes(ranked.peak_bytes),
                 ranked.layout.label,
                 "" if place == 1 else reason(found, ranked),
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(titles))]
     aligned = [
-        [cell.ljust(width) if i > 6 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        [
+            cell.ljust(width) if i > 6 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         for row in rows
     ]
     return ["  ".join(row).rstrip() for row in aligned]

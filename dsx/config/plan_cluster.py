@@ -13,7 +13,7 @@ from dsx.config.load import read
 from dsx.config.problems import explain, raise_all
 from dsx.config.schema import Block, Positive
 from dsx.errors import ConfigError
-from dsx.plan.cluster import Cluster, Link, Precision, preset
+from dsx.plan.cluster import PRESETS, Cluster, Link, Precision, preset
 
 _GIB = 1 << 30
 _GIGA = 1e9
@@ -68,11 +68,17 @@ def read_cluster(name: str) -> Cluster:
     path = Path(name)
     if path.suffix != ".json" and not path.exists():
         return preset(name)
+    if not path.is_file():
+        raise ConfigError(
+            f"cluster {name!r}", "there is no such file", f"write one, or use one of {', '.join(PRESETS)}"
+        )
     content = read(path)
     try:
         config = ClusterConfig.model_validate_json(json.dumps(content))
     except ValidationError as error:
-        problems = [ConfigError(_plain(p.where), p.what, p.fix) for p in explain(error, content, ClusterConfig)]
+        problems = [
+            ConfigError(_plain(p.where), p.what, p.fix) for p in explain(error, content, ClusterConfig)
+        ]
         raise_all(name, [ConfigError(f"{name}: {p.where}", p.what, p.fix) for p in problems])
         raise
     return _cluster(name, config)
@@ -118,14 +124,11 @@ def _given(config: ClusterConfig) -> dict[str, Any]:
         "gpus_per_node": config.gpus_per_node,
         "nodes": config.nodes,
         "is_host": config.is_host,
-        "memory_bytes": _scaled(config.memory_gib, _GIB),
-        "reserved_bytes": _scaled(config.reserved_gib, _GIB),
+        "memory_bytes": _whole(_scaled(config.memory_gib, _GIB)),
+        "reserved_bytes": _whole(_scaled(config.reserved_gib, _GIB)),
         "memory_bytes_per_second": _scaled(config.memory_gigabytes_per_second, _GIGA),
         "flops": config.teraflops and {key: 1e12 * value for key, value in config.teraflops.items()},
     }
-    for key in ("memory_bytes", "reserved_bytes"):
-        if found[key] is not None:
-            found[key] = int(found[key])
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -135,6 +138,10 @@ def _link(config: LinkConfig) -> dict[str, float]:
         "latency_seconds": _scaled(config.latency_microseconds, 1e-6),
     }
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
 
 
 def _scaled(value: float | None, unit: float) -> float | None:

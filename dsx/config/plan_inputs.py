@@ -36,6 +36,13 @@ class PlanInputs:
     global_batch: int
     sequence_length: int
 
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer or parameters live on the host."""
+        zero = self.content.get("zero_optimization", {})
+        blocks = (zero.get("offload_optimizer"), zero.get("offload_param"))
+        return any((block or {}).get("device", "none") != "none" for block in blocks)
+
 
 def plan_inputs(
     *,
@@ -79,7 +86,8 @@ def plan_inputs(
         if value is None:
             raise ConfigError(name, "it is needed", f"give {name} N")
     content[TRAIN], block["data"]["sequence_length"] = batch, length
-    run = resolve(content | {MICRO: 1}, world_size=1)
+    assert batch is not None
+    run = resolve(content | {MICRO: 1, "zero_optimization": _any_stage(content)}, world_size=1)
     return PlanInputs(
         content=content,
         run=run,
@@ -88,6 +96,13 @@ def plan_inputs(
         global_batch=batch,
         sequence_length=length,
     )
+
+
+def _any_stage(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The ZeRO block at a stage that it can have."""
+    zero = content.get("zero_optimization", {})
+    lowest = 3 if "offload_param" in zero else 1 if "offload_optimizer" in zero else 0
+    return {**zero, "stage": lowest}
 
 
 def _check_gpus(cluster: Cluster, gpus: int) -> None:
@@ -110,7 +125,10 @@ def _usual(cluster: Cluster) -> dict[str, Any]:
     return {
         "gradient_clipping": 1.0,
         **({} if cluster.is_host else {"bf16": {"enabled": True}}),
-        "optimizer": {"type": "AdamW", "params": parameters | ({"torch_adam": True} if cluster.is_host else {})},
+        "optimizer": {
+            "type": "AdamW",
+            "params": parameters | ({"torch_adam": True} if cluster.is_host else {}),
+        },
         "dsx": {
             "data": {"source": "python-stdlib", "tokenizer": "bytes"},
             "train": {"steps": 100, "output": "runs/planned-{layout}"},
@@ -133,5 +151,3 @@ def _without_layout(content: Mapping[str, Any]) -> dict[str, Any]:
     else:
         out.pop("zero_optimization", None)
     return out
-
-

@@ -12,14 +12,15 @@ from dsx.config.plan_inputs import PlanInputs
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.plan.memory.estimate import estimate
-from dsx.plan.planner.step_time import Layout, Predictor
+from dsx.plan.planner.layout import Layout
+from dsx.plan.planner.step_time import Predictor
 
 _ALL_LIVE = ("gpipe", "looped_bfs")  # Their activations grow with the number of micro-batches.
 _ROUNDS = 3  # Micro-batches per rank, after which a pipeline keeps no more than it did.
 
 
 def layout_config(inputs: PlanInputs, layout: Layout, predictor: Predictor) -> dict[str, Any]:
-    """The whole DeepSpeed JSON of a layout, ``dsx`` block and all; :func:`~dsx.config.resolve.resolve` takes it.
+    """The DeepSpeed JSON of a layout, ``dsx`` block and all: what :func:`~dsx.config.resolve.resolve` takes.
 
     The cut into stages is written out, as the plan's times are for that one.
     """

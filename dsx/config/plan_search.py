@@ -11,9 +11,9 @@ from dsx.plan.cluster import Cluster
 from dsx.plan.planner.collectives import Network
 from dsx.plan.planner.efficiency import Efficiency, Software
 from dsx.plan.planner.layer_times import Machine
+from dsx.plan.planner.layout import Task
 from dsx.plan.planner.search import Search
 from dsx.plan.planner.space import Space, meshes
-from dsx.plan.planner.step_time import Task
 
 _GIB = 1 << 30
 
@@ -37,27 +37,40 @@ class Fixed:
     gpu_memory: float | None = None
 
 
-def plan_search(
-    inputs: PlanInputs, fixed: Fixed, *, efficiency: Efficiency | None = None, cluster: Cluster | None = None
-) -> Search:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What to plan with.
+
+    Attributes:
+        cluster: The cluster, with its rates.
+        efficiency: Shares of them that are reached.
+        text: What was measured, in words; empty if nothing was.
+    """
+
+    cluster: Cluster
+    efficiency: Efficiency
+    text: str = ""
+
+
+def plan_search(inputs: PlanInputs, fixed: Fixed, measured: Calibration | None = None) -> Search:
     """A search, ready to run.
 
     Args:
         inputs: What is trained, and on what.
         fixed: What is not to be chosen.
-        efficiency: What hardware gives, if measured.
-        cluster: In place of that of the inputs, if measured.
+        measured: What takes the place of the cluster's usual rates.
 
     Raises:
         ConfigError: A fixed value that cannot be.
         LayoutError: A fixed degree that the model or the number of GPUs does not allow.
     """
     _check(inputs, fixed)
-    cluster = cluster or inputs.cluster
+    used = measured or Calibration(cluster=inputs.cluster, efficiency=Efficiency.of(inputs.cluster))
+    cluster = used.cluster
     task = Task(
         model=inputs.run.model,
         machine=Machine(
-            network=Network(cluster, efficiency or Efficiency()),
+            network=Network(cluster, used.efficiency),
             software=Software(),
             precision=inputs.run.precision,
         ),
@@ -96,19 +109,19 @@ def _check(inputs: PlanInputs, fixed: Fixed) -> None:
 
 def _space(inputs: PlanInputs, fixed: Fixed) -> Space:
     space = Space(gpus=inputs.gpus)
-    chosen = {
-        "tensor": fixed.tensor,
-        "pipeline": fixed.pipeline,
-        "zero_stages": fixed.zero,
-        "micro_batches": fixed.micro_batch,
-    }
-    return replace(space, **{key: (value,) for key, value in chosen.items() if value is not None})
+    if fixed.zero is not None:
+        space = replace(space, zero_stages=(fixed.zero,))
+    return replace(
+        space,
+        tensor=None if fixed.tensor is None else (fixed.tensor,),
+        pipeline=None if fixed.pipeline is None else (fixed.pipeline,),
+        micro_batches=None if fixed.micro_batch is None else (fixed.micro_batch,),
+    )
 
 
 def _update_bytes(inputs: PlanInputs) -> int:
     """What an optimizer keeps at least on the device for a parameter that it updates."""
-    zero = inputs.content.get("zero_optimization", {})
-    if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
+    if inputs.offloads:
         return 0
     kind = inputs.run.deepspeed["optimizer"]["type"].lower()
     moments = {"adam": 8, "adamw": 8, "lion": 4}.get(kind, 0)

@@ -72,7 +72,9 @@ class Cluster:
         }
         for key, value in figures.items():
             if not value > 0:
-                raise ConfigError(f"cluster {self.name}: {key} = {value}", "not above 0", "give its real size")
+                raise ConfigError(
+                    f"cluster {self.name}: {key} = {value}", "not above 0", "give its real size"
+                )
         least = {
             "inside.latency_seconds": self.inside.latency_seconds,
             "between.latency_seconds": self.between.latency_seconds,
@@ -145,9 +147,10 @@ def preset(name: str) -> Cluster:
       multiply-adds each (192 GFLOP/s), 2 of 16 GiB, an eighth of two channels DDR4-3200, gloo through memory.
       ``dsx plan --measure`` puts the machine's own rates in place of these.
 
-    Memory sizes are what the drivers report, rounded down to whole GiB: the data sheets' "GB" are GiB here, less
-    what the device keeps. 2 GiB plus a twenty-fifth of it are reserved on GPUs. Latencies: ring steps of the Simple protocol, NCCL 2.10,
-    src/graph/tuning.cc, hwLat: 3.4 us over NVLink and 9.6 us over a network.
+    Memory sizes are what the drivers report, rounded down to whole GiB: the data sheets' "GB" are GiB here,
+    less what the device keeps. On GPUs 2 GiB and a twenty-fifth of the rest are reserved. Latencies are the
+    ring steps of the Simple protocol, NCCL 2.10, src/graph/tuning.cc, hwLat: 3.4 us over NVLink and 9.6 us
+    over a network.
 
     Raises:
         ConfigError: No such cluster.

@@ -1,14 +1,14 @@
-"""Figures 11 to 18 of arXiv:2104.04473 as tables, with what the paper says of each and whether ours shows it."""
+"""Figures 11 to 18 of arXiv:2104.04473 as tables, with the paper's claims and whether ours shows them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-
-from planner_bench.published import SEQUENCE_LENGTH, Run
+from itertools import pairwise
 
 from dsx.plan.cluster import preset
 from dsx.plan.planner.efficiency import MEGATRON_2021, Efficiency
+from planner_bench.published import SEQUENCE_LENGTH, Run
 
 _GIB = 1 << 30
 
@@ -98,7 +98,7 @@ def _twelve(efficiency: Efficiency) -> Figure:
         ),
         shows={
             "it gains 10 % and more at the smaller batches": gains[0] >= 0.1 and gains[1] >= 0.1,
-            "the gain shrinks as the batch grows": all(a > b for a, b in zip(gains, gains[1:], strict=False)),
+            "the gain shrinks as the batch grows": all(a > b for a, b in pairwise(gains)),
         },
     )
 
@@ -133,9 +133,7 @@ def _fourteen(efficiency: Efficiency) -> Figure:
         header=("pipeline", "batch 32", "batch 128", "batch 512"),
         rows=_table(rates),
         shows={
-            f"it falls at batch {b}": all(
-                rates[x, b] > rates[y, b] for x, y in zip(degrees, degrees[1:], strict=False)
-            )
+            f"it falls at batch {b}": all(rates[x, b] > rates[y, b] for x, y in pairwise(degrees))
             for b in (32, 128, 512)
         },
     )
@@ -154,9 +152,7 @@ def _fifteen(efficiency: Efficiency) -> Figure:
         header=("tensor", "batch 32", "batch 128", "batch 512"),
         rows=_table(rates),
         shows={
-            f"it falls at batch {b}": all(
-                rates[x, b] > rates[y, b] for x, y in zip(degrees, degrees[1:], strict=False)
-            )
+            f"it falls at batch {b}": all(rates[x, b] > rates[y, b] for x, y in pairwise(degrees))
             for b in (128, 512)
         }
         | {"most across nodes (8 to 16)": rates[16, 512] / rates[8, 512] < rates[8, 512] / rates[4, 512]},
@@ -196,7 +192,7 @@ def _seventeen(efficiency: Efficiency) -> Figure:
     costs = 1 - speed[1, "full"] / speed[1, "none"]
     return Figure(
         name="17: recomputation, 145B on 128 GPUs (sequences per second)",
-        claim="recomputation costs up to 33 % at small batches; at large ones it is needed for the memory, and "
+        claim="recomputation costs up to 33 % at small batches; large ones need it for their memory, and it "
         "gives up to twice the best throughput without it",
         header=("batch", "recompute", "none", "memory with", "without"),
         rows=tuple(
@@ -221,7 +217,7 @@ def _seventeen(efficiency: Efficiency) -> Figure:
 def _memory_gib(run: Run) -> float:
     """Of the first pipeline rank, by arXiv:2205.05198, table 2, and 18 bytes per parameter.
 
-    (16-bit parameters and gradients, fp32 gradients' copy apart, fp32 parameters and two moments: 2 + 4 + 12.)
+    (16-bit parameters, fp32 gradients, fp32 parameters and two moments: 2 + 4 + 12.)
     """
     s, h, t = SEQUENCE_LENGTH, run.hidden, run.tensor
     layers = run.layers // run.pipeline

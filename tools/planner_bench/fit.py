@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from planner_bench.published import ZERO3_FITTED_TO, Run
-
 from dsx.plan.planner.efficiency import Efficiency
+from planner_bench.published import ZERO3_FITTED_TO, Run
 
 _NAMES = ("matmul", "memory", "link")
 _STEP = 1e-3

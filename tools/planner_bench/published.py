@@ -13,7 +13,8 @@ from dsx.plan.hf_config import model_spec
 from dsx.plan.planner.collectives import Network
 from dsx.plan.planner.efficiency import MEGATRON_2021, Efficiency, Software
 from dsx.plan.planner.layer_times import Machine
-from dsx.plan.planner.step_time import Layout, Predictor, StepTime, Task
+from dsx.plan.planner.layout import Layout, Task
+from dsx.plan.planner.step_time import Predictor, StepTime
 from dsx.spec.model import ModelSpec, Recompute
 
 SEQUENCE_LENGTH = 2048
@@ -121,7 +122,7 @@ class Run:
         return self.flops / step.seconds / self.gpus / 1e12
 
 
-def _row(  # noqa: PLR0917 (a table's row)
+def _row(
     name: str,
     layers: int,
     hidden: int,
@@ -164,7 +165,7 @@ ROWS = (
 """Table 1."""
 
 CALIBRATED_ON = ("1.7", "18.4", "145.6")
-"""One row without model parallelism, one with tensor parallelism, one with pipelines: chosen before fitting."""
+"""One row without model parallelism, one with tensor parallelism, one with pipelines."""
 
 _GPT3 = Run(
     name="174.6", layers=96, hidden=12288, heads=96, tensor=8, pipeline=12, gpus=384, batch=1536, chunks=4

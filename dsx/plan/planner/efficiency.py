@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
+
+from dsx.plan.cluster import Cluster
+
+_HOST_TILE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +25,8 @@ class Efficiency:
             link of the MI300X (rocm.blogs.amd.com, "Understanding RCCL Bandwidth and xGMI Performance").
         tile: Elements by which each side of a multiplication seems longer than it is: time goes as
             (m + tile)(n + tile)(k + tile). A side of a tile's length gets half of the rate.
-        attention: Share of ``matmul`` that fused attention reaches. arXiv:2307.08691, section 4: up to 73 % of
-            peak forward, 63 % backward, where matrix multiplications reach 80 to 90 %.
+        attention: Share of ``matmul`` that fused attention reaches. arXiv:2307.08691, section 4: up to 73 %
+            of peak forward, 63 % backward, where matrix multiplications reach 80 to 90 %.
         beside: Computation and communication that run beside each other take the longer one's time and this
             share of the shorter one's. Fitted to two rows of table 2 of arXiv:2104.04473.
         kernel_seconds: Least time between two kernels that Python starts one by one.
@@ -41,6 +45,11 @@ class Efficiency:
     kernel_seconds: float = 5e-6
     action_seconds: float = 0.3e-3
     gather_seconds: float = 0.33e-3
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Self:
+        """What is usual for a cluster: on CPUs a product's tile is that of their vector registers."""
+        return cls(tile=_HOST_TILE) if cluster.is_host else cls()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

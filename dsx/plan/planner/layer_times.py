@@ -9,7 +9,7 @@ from typing import Self
 from dsx.plan.cluster import Group, Precision
 from dsx.plan.params import layer_kinds
 from dsx.plan.planner import kernels
-from dsx.plan.planner.collectives import Network
+from dsx.plan.planner.collectives import Kind, Network
 from dsx.plan.planner.efficiency import Software
 from dsx.plan.planner.kernels import Product, Shape, Traffic
 from dsx.spec.model import Recompute
@@ -181,7 +181,7 @@ def _core(machine: Machine, shape: Shape) -> tuple[float, float, int]:
 
 def _tensor_wait(machine: Machine, shape: Shape) -> float:
     """One tensor-parallel collective on the tensor between layers."""
-    kind = "all_gather" if shape.cuts_sequence else "all_reduce"
+    kind: Kind = "all_gather" if shape.cuts_sequence else "all_reduce"
     return machine.network.seconds(kind, shape.boundary_bytes, Group(shape.tensor))
 
 

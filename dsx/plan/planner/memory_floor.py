@@ -1,4 +1,4 @@
-"""A bound that a rank's memory is above: cheap, to leave out what cannot fit before it is estimated in full."""
+"""A bound that a rank's memory is above: cheap, to leave out what cannot fit before it is estimated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dsx.plan.memory.layers import Layers
 from dsx.plan.memory.ops import Ops, label
 from dsx.plan.memory.tape import Leaf, Ledger, Tape
 from dsx.plan.params import layer_kinds, param_specs
-from dsx.plan.planner.step_time import Layout, Predictor
+from dsx.plan.planner.layout import Layout
+from dsx.plan.planner.step_time import Predictor
 
 _ALL_LIVE = ("gpipe", "looped_bfs")  # Keep every micro-batch.
 
@@ -65,11 +66,11 @@ class MemoryFloor:
         layers = Layers(model=model, ops=ops, weights=leaves, recompute=layout.recompute)
         length = task.sequence_length // layout.tensor if sequence else task.sequence_length
         shape = (layout.micro_batch, length, model.hidden_size)
-        x = Leaf("input", shape, task.width, storage=ops.tape.new(label("x", "", ""), task.width, *shape).storage)
+        x = Leaf(
+            "input", shape, task.width, storage=ops.tape.new(label("x", "", ""), task.width, *shape).storage
+        )
         before = ledger.current_bytes
         y = layers.block(block, x)
         kept = ledger.current_bytes - before
         del y
         return kept
-
-

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dsx.plan.choose import gib
-from dsx.plan.planner.search import Plan, Ranked
+from dsx.plan.planner.search import Plan, Ranked, gibibytes
 
 _WORTH_A_WORD = 0.003  # Of the best step.
 _MOST_WORDS = 3
@@ -14,8 +13,8 @@ def reason(plan: Plan, ranked: Ranked) -> str:
     best = plan.best[0]
     step = ranked.time.seconds / best.time.seconds - 1.0
     if not ranked.fits:
-        least = "" if ranked.peak_bytes == int(ranked.peak_bytes) else "at least "
-        return f"{step:+.1%} step, but takes {least}{gib(ranked.peak_bytes)} of {gib(plan.cap_bytes)}"
+        takes = ("at least " if ranked.is_bound else "") + gibibytes(ranked.peak_bytes)
+        return f"{step:+.1%} step, but takes {takes} of {gibibytes(plan.cap_bytes)}"
     have, want = ranked.time.parts(), best.time.parts()
     change = {name: (have[name] - want[name]) / best.time.seconds for name in have}
     worst = sorted(change.items(), key=lambda item: -abs(item[1]))[:_MOST_WORDS]

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from dsx.errors import DsxError, LayoutError, ScheduleError
-from dsx.plan.choose import CHUNKS, gib
+from dsx.plan.choose import CHUNKS
+from dsx.plan.planner.layout import Layout, Task
 from dsx.plan.planner.memory_floor import MemoryFloor
 from dsx.plan.planner.space import Space, meshes, scheduled, variants
-from dsx.plan.planner.step_time import Layout, Predictor, StepTime, Task
+from dsx.plan.planner.step_time import Predictor, StepTime
 
 Memory = Callable[[Layout], int]
 """Peak bytes of the fullest rank of a layout; a DsxError for one that cannot be run."""
@@ -28,12 +29,14 @@ class Ranked:
         time: Its step.
         peak_bytes: Memory of its fullest rank; for one that was left out for its memory's bound, that bound.
         fits: Whether it stays within the cap.
+        is_bound: Whether ``peak_bytes`` is a bound.
     """
 
     layout: Layout
     time: StepTime
     peak_bytes: float
     fits: bool
+    is_bound: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +188,7 @@ class Search:
         """With its memory, by the bound if that says enough; None if it cannot be run."""
         floor = self._floor.of(layout)
         if floor > self.cap:
-            return Ranked(layout=layout, time=time, peak_bytes=floor, fits=False)
+            return Ranked(layout=layout, time=time, peak_bytes=floor, fits=False, is_bound=True)
         if layout not in self._peaks:
             try:
                 self._peaks[layout] = self.memory(layout)
@@ -233,15 +236,18 @@ class Search:
     def _nothing_fits(self) -> DsxError:
         nearest = min(self._large.values(), key=lambda each: each.peak_bytes, default=None)
         if nearest is None:
-            layouts = [v for mesh in meshes(self.task, self.space) for v in variants(self.task, self.space, mesh)]
+            layouts = [
+                v for mesh in meshes(self.task, self.space) for v in variants(self.task, self.space, mesh)
+            ]
             layout = min(layouts, key=self._floor.of)
-            least = f"at least {gib(self._floor.of(layout))} ({layout.label})"
+            least = f"at least {gibibytes(self._floor.of(layout))} ({layout.label})"
         else:
-            least = f"{gib(nearest.peak_bytes)} ({nearest.layout.label})"
+            least = f"{gibibytes(nearest.peak_bytes)} ({nearest.layout.label})"
+        name = self.task.machine.network.cluster.name
         return LayoutError(
-            f"{self.space.gpus} x {self.task.machine.network.cluster.name}, {gib(self.cap)} usable of each",
+            f"{self.space.gpus} x {name}, {gibibytes(self.cap)} usable of each",
             f"no layout of the model fits; the nearest takes {least}",
-            "use more GPUs, a shorter sequence, a smaller model, or offload (zero_optimization.offload_optimizer)",
+            "use more GPUs, shorter sequences or a smaller model, or zero_optimization.offload_optimizer",
         )
 
 
@@ -260,3 +266,12 @@ def _differences(one: Layout, other: Layout) -> list[str]:
 def _value(layout: Layout, name: str) -> str:
     """Changes of which only the best is shown have no value of their own."""
     return "" if name == "micro_batch" else str(getattr(layout, name))
+
+
+def gibibytes(num_bytes: float) -> str:
+    """In words.
+
+    >>> gibibytes(1234.5 * 2**30)
+    '1,234.5 GiB'
+    """
+    return f"{num_bytes / (1 << 30):,.1f} GiB"

@@ -9,7 +9,7 @@ from itertools import product
 from dsx.errors import LayoutError
 from dsx.plan.builders import ScheduleName, default_chunks, placement_of
 from dsx.plan.choose import CHUNKS
-from dsx.plan.planner.step_time import Layout, Task
+from dsx.plan.planner.layout import Layout, Task
 from dsx.spec.model import Recompute
 
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zb_h1", "zbv", "interleaved_zb", "dualpipev")

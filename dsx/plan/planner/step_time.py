@@ -11,115 +11,19 @@ from itertools import pairwise
 from math import prod
 
 from dsx.plan.cluster import Group
-from dsx.plan.flops import flops_per_token
 from dsx.plan.params import layer_kinds, param_specs
 from dsx.plan.partition import balanced
-from dsx.plan.planner.collectives import Kind
 from dsx.plan.planner.kernels import Shape
-from dsx.plan.planner.layer_times import LayerTime, Machine, layer_times
+from dsx.plan.planner.layer_times import LayerTime, layer_times
+from dsx.plan.planner.layout import Layout, Task
 from dsx.plan.planner.pipeline import Pipeline, PipelineTime, least_seconds
-from dsx.plan.program import Program
+from dsx.plan.planner.traffic import Wire, ZeroActions, update_bytes
 from dsx.plan.simulate import Costs
-from dsx.spec.mesh import Mesh
-from dsx.spec.model import ModelSpec, Recompute
 from dsx.spec.schedule import Op
 from dsx.spec.stages import StageMap
 
-_FP32_BYTES = 4
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """What is trained, on what.
-
-    Attributes:
-        model: The architecture.
-        machine: Hardware and software.
-        global_batch: Sequences per step, over all GPUs.
-        sequence_length: Tokens.
-        vocab_multiple: To which each rank's vocabulary rows are padded.
-    """
-
-    model: ModelSpec
-    machine: Machine
-    global_batch: int
-    sequence_length: int
-    vocab_multiple: int = 64
-
-    @property
-    def width(self) -> int:
-        """Bytes of a parameter."""
-        return 2 if self.machine.precision == "bf16" else 4
-
-    @property
-    def flops(self) -> float:
-        """Of a step, by the convention of MFU."""
-        tokens = self.global_batch * self.sequence_length
-        return tokens * flops_per_token(self.model, self.sequence_length)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """One way to train it.
-
-    Attributes:
-        tensor: Tensor-parallel degree.
-        pipeline: Pipeline degree.
-        data: Data-parallel degree.
-        schedule: Of the pipeline.
-        chunks: Virtual stages per pipeline rank.
-        micro_batch: Sequences per micro-batch.
-        recompute: What backward computes again.
-        sequence_parallel: Whether activations are cut along the sequence.
-        zero_stage: 0 to 3.
-        reduces_micro_batches: ZeRO-2: gradients are reduced after every backward (``dsx.zero.reduce``).
-        bounds: Layers of the virtual stages; None: the cut whose longest stage is the shortest.
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    schedule: str = "1f1b"
-    chunks: int = 1
-    micro_batch: int = 1
-    recompute: Recompute = "none"
-    sequence_parallel: bool = True
-    zero_stage: int = 1
-    reduces_micro_batches: bool = False
-    bounds: tuple[int, ...] | None = None
-
-    @property
-    def gpus(self) -> int:
-        """How many it takes."""
-        return self.tensor * self.pipeline * self.data
-
-    @property
-    def mesh(self) -> Mesh:
-        """Its mesh."""
-        return Mesh.of(pp=self.pipeline, dp=self.data, tp=self.tensor)
-
-    @property
-    def program(self) -> Program:
-        """Its schedule."""
-        return Program(name=self.schedule)
-
-    def micro_batches(self, global_batch: int) -> int:
-        """Per step and data-parallel rank."""
-        return global_batch // (self.data * self.micro_batch)
-
-    @property
-    def label(self) -> str:
-        """In words."""
-        parts = [f"tensor {self.tensor}", f"pipeline {self.pipeline}", f"data {self.data}"]
-        if self.pipeline > 1:
-            parts.append(self.schedule + (f" x {self.chunks}" if self.chunks > 1 else ""))
-        parts.append(f"micro-batch {self.micro_batch}")
-        parts.append(f"ZeRO-{self.zero_stage}")
-        if self.recompute != "none":
-            parts.append(f"recompute {self.recompute}")
-        if self.tensor > 1 and not self.sequence_parallel:
-            parts.append("no sequence parallelism")
-        return ", ".join(parts)
+__all__ = ["Layout", "Predictor", "StepTime", "Task"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,8 +139,8 @@ class Predictor:
         """Of every virtual stage, for the simulator."""
         stages = self.stages(layout)
         totals = self._stage_totals(layout, stages.bounds)
-        wire = _Wire(self.task.machine, self.shape(layout), layout)
-        zero = _Zero(self.task, layout)
+        wire = Wire(self.task.machine, self.shape(layout), layout)
+        zero = ZeroActions(self.task, layout)
         last = len(totals) - 1
         forward, whole, first, second = [], [], [], []
         for stage, (time, number) in enumerate(totals):
@@ -256,9 +160,7 @@ class Predictor:
             transfer_seconds=wire.delay,
         )
 
-    def _stage_totals(
-        self, layout: Layout, bounds: tuple[int, ...]
-    ) -> tuple[tuple[LayerTime, int], ...]:
+    def _stage_totals(self, layout: Layout, bounds: tuple[int, ...]) -> tuple[tuple[LayerTime, int], ...]:
         """Time and parameters of every virtual stage."""
         key = (_timing(layout), bounds)
         if key not in self._totals:
@@ -331,7 +233,7 @@ class Predictor:
             pair = Group(2, (layout.pipeline - 1) * layout.data * layout.tensor)
             reduction += network.seconds("all_reduce", elements[-1] * task.width, pair)
         own = number / (layout.data if layout.zero_stage else 1)
-        update = task.machine.traffic(own * _update_bytes(task.width))
+        update = task.machine.traffic(own * update_bytes(task.width))
         gathered = 0.0
         if layout.zero_stage in (1, 2):
             gathered = network.seconds("all_gather", number * task.width, group)
@@ -376,7 +278,7 @@ class _Mean:
         each = count / ranks
         compute = each * (total.forward + total.grad_input + total.grad_weight)
         recompute, tensor = each * total.again, each * waits
-        wire = _Wire(predictor.task.machine, predictor.shape(layout), layout)
+        wire = Wire(predictor.task.machine, predictor.shape(layout), layout)
         crossings = sum(a != b for a, b in pairwise(map(stages.rank_of, range(stages.num_stages))))
         transfers = each * 2 * crossings * wire.action
         rest = sum(ran.busy_seconds) / ranks - compute - recompute - tensor - transfers
@@ -389,79 +291,3 @@ class _Mean:
             transfers=transfers,
             gathers=gathers,
         )
-
-
-class _Wire:
-    """Pipeline transfers: what an action takes longer for one, and the delay until it has arrived."""
-
-    def __init__(self, machine: Machine, shape: Shape, layout: Layout) -> None:
-        self.action = self.delay = 0.0
-        if layout.pipeline == 1:
-            return
-        network, software = machine.network, machine.software
-        group = Group(layout.tensor)
-        shares = layout.tensor if shape.cuts_sequence or software.shards_transfers else 1
-        leaves = layout.gpus > network.cluster.gpus_per_node
-        seconds = network.transfer_seconds(shape.boundary_bytes / shares, leaves_node=leaves)
-        if shares > 1 and not shape.cuts_sequence:
-            self.action = network.seconds("all_gather", shape.boundary_bytes, group)
-        if software.hides_transfers and machine.hides:
-            self.delay = seconds
-        else:
-            self.action += seconds
-
-
-class _Zero:
-    """Actions of a chunk with what ZeRO communicates during them.
-
-    Stage 3 gathers parameters for each forward and each backward and reduces gradients after each backward,
-    beside computation (dsx/adr/0009). Stage 2 with a reduction per micro-batch waits for it (dsx/adr/0008).
-    """
-
-    def __init__(self, task: Task, layout: Layout) -> None:
-        self._machine, self._group = task.machine, Group(layout.data, layout.tensor)
-        self._width, self._share = task.width, task.machine.software.gather_share
-        self._stage, self._each = layout.zero_stage, layout.reduces_micro_batches
-        self._layers = task.machine.network.efficiency.gather_seconds if layout.zero_stage == 3 else 0.0
-        self._action = task.machine.network.efficiency.action_seconds
-
-    def forward(self, seconds: float, elements: int, layers: int) -> float:
-        """A forward."""
-        return self._beside(seconds, self._gather(elements), layers * self._layers)
-
-    def backward(self, seconds: float, elements: int, layers: int, *, reduces: bool = True) -> float:
-        """A whole backward, or the first part of one."""
-        beside = self._gather(elements) + (self._reduce(elements) if reduces else 0.0)
-        after = self._reduce_after(elements) if reduces else 0.0
-        return self._beside(seconds, beside, 2 * layers * self._layers) + after
-
-    def weights(self, seconds: float, elements: int) -> float:
-        """The second part of a divided backward."""
-        return self._beside(seconds, self._reduce(elements), 0.0) + self._reduce_after(elements)
-
-    def _beside(self, seconds: float, wire: float, hooks: float) -> float:
-        return self._machine.host(self._machine.beside(seconds, wire), self._action + hooks)
-
-    def _gather(self, elements: int) -> float:
-        return self._collective("all_gather", elements) if self._stage == 3 else 0.0
-
-    def _reduce(self, elements: int) -> float:
-        return self._collective("reduce_scatter", elements) if self._stage == 3 else 0.0
-
-    def _reduce_after(self, elements: int) -> float:
-        if not self._each or self._stage != 2:
-            return 0.0
-        return self._machine.network.seconds("all_reduce", elements * self._width, self._group)
-
-    def _collective(self, kind: Kind, elements: int) -> float:
-        return self._machine.network.seconds(kind, elements * self._width, self._group, self._share)
-
-
-def _update_bytes(width: int) -> int:
-    """Memory traffic of an AdamW step per parameter.
-
-    Gradient read, written in fp32, read for the norm and for clipping, written; parameter and two moments
-    read and written; in bf16 the new parameter copied.
-    """
-    gradient = width + 4 * _FP32_BYTES
-    return gradient + (3 + 1 + 3) * _FP32_BYTES + (0 if width == _FP32_BYTES else _FP32_BYTES + width)
