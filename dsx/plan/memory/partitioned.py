@@ -268,5 +268,7 @@ class Bf16(Partitioned):
             self.reduction.finish()
 
     def step(self) -> None:
-        """One update of all groups; zero_grad lets go of the bf16 gradients."""
+        """One update of all groups; engine.py's zero_grad then lets go of the bf16 gradients."""
         self.update(self.sizes)
+        for leaf in self.order:
+            leaf.grad = None
