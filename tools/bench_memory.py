@@ -12,6 +12,7 @@ and its distribution, and for bad ones the lines of both ledgers.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -73,7 +74,37 @@ def _drawn(draw: random.Random) -> Case:
     if case["precision"] == "fp32" or case["zero"] == 0:
         case["accumulate"] = None
     case["rank"] = draw.randrange(case["tp"] * case["pp"] * case["dp"])
+    more = random.Random(json.dumps(case))  # a generator of its own leaves the rest of the grid as it was
+    case["offload"] = more.choice((None, None, "optimizer")) if case["zero"] else None
+    case["pinned"] = more.random() < 0.5
+    case["keys"] = {}
+    if case["zero"] == 3:
+        case["offload"] = more.choice((None, None, None, "optimizer", "parameters", "both"))
+        case["keys"] = _zero3_keys(more)
+    later = random.Random(json.dumps(case, sort_keys=True))
+    case["reduce"] = later.choice(("step", "micro_batch")) if case["zero"] == 2 else "step"
     return case
+
+
+def _zero3_keys(draw: random.Random) -> dict[str, Any]:
+    """Keys of ZeRO-3 off their defaults, in half of the cases, and what ``dsx.zero`` may keep."""
+    if draw.random() < 0.5:
+        return {}
+    keys = {
+        "stage3_prefetch_bucket_size": draw.choice((0, 1_000_000, 10_000_000, None)),
+        "stage3_param_persistence_threshold": draw.choice((0, 2000, 1_000_000, None)),
+        "stage3_model_persistence_threshold": draw.choice((10_000, None, None)),
+        "stage3_max_live_parameters": draw.choice((3_000_000, 30_000_000, None)),
+        "stage3_max_reuse_distance": draw.choice((0, 3_000_000, 30_000_000, None)),
+        "sub_group_size": draw.choice((1_000_000, 10_000_000, None)),
+        "contiguous_gradients": draw.choice((False, None, None)),
+        "reduce_scatter": draw.choice((False, None, None)),
+        "stage3_allgather_sequential": draw.choice((True, None, None)),
+        "stage3_use_all_reduce_for_fetch_params": draw.choice((True, None, None, None)),
+        "overlap_comm": draw.choice((False, None)),
+        "keep_gathered_bytes": draw.choice((10_000_000, 300_000_000, None, None)),
+    }
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def config_of(case: Case) -> tuple[dict[str, Any], int]:
@@ -131,9 +162,25 @@ def config_of(case: Case) -> tuple[dict[str, Any], int]:
     }
     if case["precision"] == "bf16":
         config["bf16"] = {"enabled": True}
+    if case["reduce"] != "step":
+        config["dsx"].setdefault("zero", {})["reduce"] = case["reduce"]
     if case["accumulate"]:
         config["data_types"] = {"grad_accum_dtype": case["accumulate"]}
+    _add_zero(config, case)
     return config, case["tp"] * case["pp"] * case["dp"]
+
+
+def _add_zero(config: dict[str, Any], case: Case) -> None:
+    zero = config["zero_optimization"]
+    zero.update({key: value for key, value in case["keys"].items() if key != "keep_gathered_bytes"})
+    if "keep_gathered_bytes" in case["keys"]:
+        config["dsx"]["zero"] = {"keep_gathered_bytes": case["keys"]["keep_gathered_bytes"]}
+    block = {"device": "cpu", "pin_memory": case["pinned"]}
+    if case["offload"] in ("optimizer", "both"):
+        zero["offload_optimizer"] = block
+        config["zero_force_ds_cpu_optimizer"] = False
+    if case["offload"] in ("parameters", "both"):
+        zero["offload_param"] = block
 
 
 def run_case(case: Case, connection: Any) -> None:
@@ -163,11 +210,16 @@ def _both(case: Case) -> dict[str, Any]:
     except DsxError as error:  # a drawn layout that dsx refuses
         return {"refused": str(error)}
     begin = time.perf_counter()
-    analytic = estimate(job_of(run), case["rank"])
+    job = job_of(run)
+    if job.states.offload is not None:
+        unrounded = dataclasses.replace(job.states.offload, rounds=False)
+        job = dataclasses.replace(job, states=dataclasses.replace(job.states, offload=unrounded))
+    analytic = estimate(job, case["rank"])
     middle = time.perf_counter()
-    traced = trace(run, case["rank"], label=_caller)
+    traced = trace(run, case["rank"], label=_caller, host=case["offload"] is not None)
     end = time.perf_counter()
     return {
+        "host": (analytic.host_bytes, max(traced.host_phases.values(), default=0)),
         "analytic": {phase.name: phase.peak_bytes for phase in analytic.phases},
         "traced": traced.phases,
         "steady": (analytic.steady_bytes, traced.steady_bytes),
@@ -243,6 +295,8 @@ def main() -> int:
         step = {name: analytic[name] / traced[name] - 1 for name in traced}
         errors.append(error)
         told = " ".join(f"{name} {100 * value:+.2f}%" for name, value in step.items())
+        if result["host"][1]:
+            told += f" host {100 * (result['host'][0] / result['host'][1] - 1):+.2f}%"
         print(f"{100 * error:+.3f}% [{told}] {max(traced.values()) / 2**20:.0f} MiB {short}", flush=True)
         if args.out is not None:
             with args.out.open("a") as file:

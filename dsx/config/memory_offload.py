@@ -9,6 +9,10 @@ from dsx.config.problems import at
 from dsx.errors import ConfigError
 from dsx.plan.memory.offload import Offload
 
+KERNEL_STATE_BYTES = {"adam": 8, "adamw": 8, "lion": 8, "adagrad": 4}
+"""What DeepSpeed's own updates for CPUs keep for each element; Lion's a second moment too, which it does not use
+(ops/lion/cpu_lion.py, step)."""
+
 TORCH_STEP_BYTES = {"adam": 8, "adamw": 8}
 """What torch's update takes for each fp32 element on a CPU, where it goes tensor by tensor: the second moment's
 root, and that divided (torch/optim/adam.py, _single_tensor_adam)."""
@@ -50,6 +54,7 @@ def offload_of(zero: Mapping[str, Any], kind: str, *, torch_optimizer: bool, dec
         pinned=bool((optimizer or {}).get("pin_memory", True)),
         pinned_parameters=bool((parameters or {}).get("pin_memory", True)),
         ratio=float((optimizer or {}).get("ratio", 1.0)),
+        state_bytes=None if torch_optimizer else KERNEL_STATE_BYTES.get(kind),
         step_bytes=taken,
     )
 

@@ -23,6 +23,7 @@ class Offload:
         pinned: ``offload_optimizer.pin_memory``.
         pinned_parameters: ``offload_param.pin_memory``.
         ratio: ``offload_optimizer.ratio``, ZeRO-3: sub-groups on the host, of all; the first ones stay behind.
+        state_bytes: What the update keeps for each element there; None for what it keeps anywhere.
         step_bytes: What the update takes besides, for each element of a group: torch's Adam on a CPU 8,
             DeepSpeed's nothing.
         rounds: Whether pinned memory comes in powers of two (torch's CachingHostAllocator does that).
@@ -33,6 +34,7 @@ class Offload:
     pinned: bool = True
     pinned_parameters: bool = False
     ratio: float = 1.0
+    state_bytes: int | None = None
     step_bytes: int = 0
     rounds: bool = True
 
@@ -62,7 +64,9 @@ class Host:
         self, category: str, name: str, formula: str, source: str, size_bytes: int, *, pin: bool
     ) -> Tensor:
         """Like :meth:`new`; ``pin`` copies from pageable memory, which is there until the copy is."""
-        pageable = self.new("temporaries", f"{name}, before pinning", formula, source, size_bytes, pinned=False)
+        pageable = self.new(
+            "temporaries", f"{name}, before pinning", formula, source, size_bytes, pinned=False
+        )
         if not pin:
             del pageable
             return self.new(category, name, formula, source, size_bytes, pinned=False)

@@ -59,6 +59,11 @@ class PartitionedOffload(States):
         for leaf in self.order:
             leaf.accumulate = self.arrive if plan.stage == 2 else self.keep
 
+    @property
+    def reduces_itself(self) -> bool:
+        """DeepSpeed does."""
+        return True
+
     # The engine
 
     def start(self) -> None:
@@ -129,8 +134,14 @@ class PartitionedOffload(States):
             mine = self._mine(leaf)
             if mine and not self.separate and self.micro_step and leaf.name not in self.there:
                 self.there.add(leaf.name)
-                source, size = f"{_FILE} async_accumulate_grad_in_cpu_via_gpu", self.settings.width * leaf.numel
-                kind, formula = ("gradients", "gradients of parameters in the partition"), "w P of the parameter"
+                source, size = (
+                    f"{_FILE} async_accumulate_grad_in_cpu_via_gpu",
+                    self.settings.width * leaf.numel,
+                )
+                kind, formula = (
+                    ("gradients", "gradients of parameters in the partition"),
+                    "w P of the parameter",
+                )
                 pin = self.offload.pinned
                 self.on_host.append(self.host.pinned(*kind, formula, source, size, pin=pin))
             if mine and self.plan.stage == 1:
@@ -167,7 +178,7 @@ class PartitionedOffload(States):
 
     def _reduce(self, slices: list[_Slice]) -> None:
         """allreduce_and_copy_with_multiple_ranks."""
-        total, width = sum(part.numel for part in slices), self.settings.width
+        total, width = sum(part.numel for part in slices), self.settings.communication or self.settings.width
         source, copy = f"{_FILE} allreduce_bucket", None
         if len(slices) > 1:
             copy = self.new("temporaries", "flat copy of the bucket", "bucket", source, total, self.staged)
@@ -206,10 +217,11 @@ class PartitionedOffload(States):
             self._reduce_all()
         else:
             self._finalize()
-        optimizer, source = self.settings.optimizer, "torch optim, or DeepSpeedCPUAdam"
+        state, source = self.offload.state_bytes, "torch optim, or DeepSpeed's for CPUs"
+        state = self.settings.optimizer.state_bytes if state is None else state
         for size in self.sizes:
-            if optimizer.state_bytes and not self.updated:
-                formula, size_bytes = f"{optimizer.state_bytes} P/N, padded", optimizer.state_bytes * size
+            if state and not self.updated:
+                formula, size_bytes = f"{state} P/N, padded", state * size
                 self.on_host.append(
                     self.host.new("optimizer", "moments", formula, source, size_bytes, pinned=False)
                 )

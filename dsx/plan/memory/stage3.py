@@ -66,6 +66,11 @@ class Stage3(States):
         """Elements of a rank's part of a parameter, padding included."""
         return -(-leaf.numel // self.plan.dp)
 
+    @property
+    def wire(self) -> int:
+        """Bytes of a gradient's element as it is sent (``communication_data_type``)."""
+        return self.settings.communication or self.settings.width
+
     # The engine
 
     def start(self) -> None:
@@ -86,11 +91,13 @@ class Stage3(States):
             part = self.part(leaf)
             self.parameters.append(self.new("parameters", "partitions", "w P/N, padded", source, part, width))
             held.pop()
+        source, size = "zero/utils.py defragment", self.local * width
+        aside = self.host.new("temporaries", "partitions", "w P/N, padded", source, size, pinned=False)
         self.parameters.clear()
-        source = "zero/utils.py defragment"
         self.parameters.append(
             self.new("parameters", "partitions", "w P/N, padded", source, self.local, width)
         )
+        del aside
 
     def make_masters(self) -> None:
         """Also of fp32 parameters: DeepSpeed takes them for parameters of another device."""
@@ -115,7 +122,7 @@ class Stage3(States):
         """``contiguous_gradients``: gradients are copied next to each other as they come."""
         source, size = f"{_FILE} _setup_for_real_optimizer", self.settings.bucket
         if self.gathering.contiguous:
-            formula, width = "reduce_bucket_size w", self.settings.width
+            formula, width = "reduce_bucket_size w", self.wire
             self.bucket = self.new("buckets", "reduce bucket", formula, source, size, width)
 
     @property
@@ -195,13 +202,22 @@ class Stage3(States):
 
     def _scattered(self) -> list[Tensor]:
         """reduce_scatter_coalesced: a flat copy with padding, unless one parameter needs none."""
-        width, accumulate = self.settings.width, self.settings.accumulate
+        width, accumulate = self.wire, self.settings.accumulate
+        apart = [
+            gradient for _, gradient in self.in_bucket if gradient is not None and gradient.width != width
+        ]
+        source = f"{_FILE} __avg_scatter_grads"
+        sent = [
+            self.new("temporaries", "gradient as it is sent", "P", source, gradient.numel, width)
+            for gradient in apart
+        ]
         padded = sum(self.coordinator.padded(leaf) for leaf, _ in self.in_bucket)
         copies: list[Tensor] = []
         if len(self.in_bucket) > 1 or padded != self.in_bucket[0][0].numel:
             source = "comm/coalesced_collectives.py reduce_scatter_coalesced"
             formula = "bucket w, padded"
             copies.append(self.new("temporaries", "flat copy of the bucket", formula, source, padded, width))
+        sent.clear()
         if accumulate == width:
             return copies
         source = f"{_FILE} __avg_scatter_grads"
@@ -212,7 +228,7 @@ class Stage3(States):
 
     def _all_reduced(self) -> list[Tensor]:
         """``reduce_scatter`` false (__avg_scatter_contiguous_grads): in the bucket, then a scaled copy."""
-        width, accumulate = self.settings.width, self.settings.accumulate
+        width, accumulate = self.wire, self.settings.accumulate
         source = f"{_FILE} __avg_scatter_contiguous_grads"
         held: list[Tensor] = []
         if self.plan.dp > 1:

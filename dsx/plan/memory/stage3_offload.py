@@ -45,9 +45,7 @@ class Stage3Offload(Stage3):
         pinned = self.offload.pinned_parameters
         for leaf in self.order:
             size = self.part(leaf) * width
-            parts.append(
-                self.host.pinned("parameters", "partitions", "w P/N", source, size, pin=pinned)
-            )
+            parts.append(self.host.pinned("parameters", "partitions", "w P/N", source, size, pin=pinned))
             held.pop()
         source = f"{_FILE} _create_param_groups_fp16_flat_cpu_memory"
         for group in self.plan.groups:
@@ -88,7 +86,12 @@ class Stage3Offload(Stage3):
             return
         source = f"{_FILE} initialize_optimizer_states"
         largest = self.host.new(
-            "temporaries", "zero gradients", "4 of the largest sub-group", source, 4 * max(self.sizes), pinned=False
+            "temporaries",
+            "zero gradients",
+            "4 of the largest sub-group",
+            source,
+            4 * max(self.sizes),
+            pinned=False,
         )
         for index, size in enumerate(self.sizes):
             kind, formula = ("gradients", "fp32 gradients"), "4 P/N, padded"
@@ -153,10 +156,11 @@ class Stage3Offload(Stage3):
 
     def update_on_host(self, index: int, size: int) -> None:
         """Moments at the first update; what the update takes besides."""
-        optimizer, source = self.settings.optimizer, "torch optim, or DeepSpeedCPUAdam"
-        if optimizer.state_bytes and index not in self.updated:
-            formula = f"{optimizer.state_bytes} P/N, padded"
-            size_bytes = optimizer.state_bytes * size
+        state, source = self.offload.state_bytes, "torch optim, or DeepSpeed's for CPUs"
+        state = self.settings.optimizer.state_bytes if state is None else state
+        if state and index not in self.updated:
+            formula = f"{state} P/N, padded"
+            size_bytes = state * size
             self.on_host.append(
                 self.host.new("optimizer", "moments", formula, source, size_bytes, pinned=False)
             )

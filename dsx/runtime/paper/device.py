@@ -93,9 +93,9 @@ class PaperAccelerator(CPU_Accelerator):
         return tensor.device.type == "paper"
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """As it is: pinned memory is the host's."""
+        """A copy, as pinning is."""
         del align_bytes
-        return tensor
+        return tensor.clone()
 
     def get_op_builder(self, class_name: str) -> type[_Builder]:
         """A GPU has them all."""
