@@ -44,21 +44,32 @@ def zero3(efficiency: Efficiency) -> tuple[Efficiency, float]:
 
     Fitted to two rows of table 2 in turns: the first is bound by compute, the second by gathers.
     """
-    share, (computing, gathering) = 0.1, ZERO3_FITTED_TO
-
-    def is_too_fast(run: Run, beside: float, share: float) -> bool:
-        software = replace(run.software(), gather_share=share)
-        return run.teraflops(run.predict(replace(efficiency, beside=beside), software)) > run.published
-
+    share = 0.1
     for _ in range(_ROUNDS):
-        now = share
-        beside = _bisect(lambda value, now=now: not is_too_fast(computing, value, now), 0.0, 1.0)
-        share = _bisect(lambda value, then=beside: is_too_fast(gathering, then, value), 0.001, 1.0)
-    return replace(efficiency, beside=beside), share
+        efficiency = replace(efficiency, beside=_beside(efficiency, share))
+        share = gather_share(efficiency)
+    return efficiency, share
+
+
+def _beside(efficiency: Efficiency, share: float) -> float:
+    def is_slow(beside: float) -> bool:
+        return not _is_too_fast(ZERO3_FITTED_TO[0], replace(efficiency, beside=beside), share)
+
+    return _bisect(is_slow, 0.0, 1.0)
+
+
+def gather_share(efficiency: Efficiency) -> float:
+    """The second of these with the first one given."""
+    return _bisect(lambda share: _is_too_fast(ZERO3_FITTED_TO[1], efficiency, share), 0.001, 1.0)
+
+
+def _is_too_fast(run: Run, efficiency: Efficiency, share: float) -> bool:
+    software = replace(run.software(), gather_share=share)
+    return run.teraflops(run.predict(efficiency, software)) > run.published
 
 
 def _bisect(is_high: Callable[[float], bool], low: float, high: float) -> float:
-    for _ in range(40):
+    for _ in range(24):
         middle = (low + high) / 2
         low, high = (low, middle) if is_high(middle) else (middle, high)
     return (low + high) / 2

@@ -22,7 +22,6 @@ from dsx.plan.simulate import Costs
 from dsx.spec.schedule import Op
 from dsx.spec.stages import StageMap
 
-
 __all__ = ["Layout", "Predictor", "StepTime", "Task"]
 
 

@@ -1,0 +1,213 @@
+"""``dsx plan`` from end to end."""
+
+import json
+
+import pytest
+
+from dsx.config.resolve import resolve
+
+COMMAND = ("plan",)
+TINY = ("--model", "llama/tiny", "--cluster", "CPU", "--gpus", 4)
+SIZES = ("--global-batch", 16, "--sequence-length", 128)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    def write(content):
+        file = tmp_path / "cluster.json"
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        return file
+
+    return write
+
+
+def test_prints_what_is_best_and_why(dsx):
+    code, out, err = dsx(*TINY, *SIZES)
+    assert (code, err) == (0, "")
+    assert "llama, 804k parameters on 4 x CPU" in out
+    assert "best: tensor 1, pipeline 1, data 4" in out
+    assert "recompute full: +" in out
+    titles = ("step", "tokens/s", "MFU", "bubble", "commun.", "memory", "layout")
+    assert all(title in out for title in titles)
+    assert "tensor-parallel communication +" in out
+
+
+def test_written_config_is_the_plan(dsx, tmp_path):
+    """Every mesh's best layout gives a config that resolves to just that layout."""
+    out = tmp_path / "planned.json"
+    fixed = ("--tensor", 2, "--pipeline", 2)
+    code, text, _ = dsx(*TINY, *SIZES, *fixed, "--json", "--out", out)
+    found = json.loads(text)
+    best, content = found["best"][0], json.loads(out.read_text())
+    assert code == 0
+    assert content == found["config"]
+    run = resolve(out, world_size=4)
+    assert (run.mesh.tp, run.mesh.pp, run.mesh.dp) == (best["tensor"], best["pipeline"], best["data"])
+    assert (run.chunks, run.schedule_name) == (best["chunks"], best["schedule"])
+    assert (run.micro_batch_size, run.zero_stage) == (best["micro_batch"], best["zero_stage"])
+    assert (run.global_batch_size, run.sequence_length) == (16, 128)
+    assert run.dsx.recompute == best["recompute"]
+    assert sum(best["parts_seconds"].values()) == pytest.approx(best["step_seconds"])
+    assert best["tokens_per_second"] == pytest.approx(16 * 128 / best["step_seconds"])
+    assert 0 < best["mfu"] < 1
+    assert best["fits"]
+
+
+def test_check_accepts_the_written_config(dsx, tmp_path, monkeypatch, capsys):
+    from dsx.cli.app import main
+
+    out = tmp_path / "planned.json"
+    assert dsx(*TINY, *SIZES, "--out", out)[0] == 0
+    monkeypatch.setattr("sys.argv", ["dsx", "check", str(out), "--world-size", "4"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert "16 sequences of 128 tokens" in capsys.readouterr().out
+
+
+def test_everything_else_comes_from_a_config(dsx, tmp_path):
+    """Optimizer, data, precision and tracking are the user's; the layout is not."""
+    base = {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 16,
+        "optimizer": {"type": "Lion", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 1000000},
+        "dsx": {
+            "model": {"family": "gpt2", "preset": "tiny"},
+            "parallel": {"tensor": 8},
+            "recompute": "full",
+            "data": {"source": "here.txt", "sequence_length": 64},
+            "train": {"steps": 7, "output": "there"},
+        },
+    }
+    file, out = tmp_path / "base.json", tmp_path / "out.json"
+    file.write_text(json.dumps(base))
+    code, _, err = dsx("--config", file, "--cluster", "CPU", "--gpus", 2, "--out", out)
+    assert (code, err) == (0, "")
+    found = json.loads(out.read_text())
+    assert found["optimizer"] == base["optimizer"]
+    assert found["zero_optimization"]["reduce_bucket_size"] == 1000000
+    assert found["dsx"]["data"] == base["dsx"]["data"]
+    assert found["dsx"]["train"] == base["dsx"]["train"]
+    assert found["dsx"]["model"] == base["dsx"]["model"]
+    assert found["dsx"]["parallel"]["tensor"] != 8
+    assert found["train_batch_size"] == 16
+    resolve(out, world_size=2)
+
+
+def test_memory_decides(dsx):
+    """Less memory: the best layout is slower, and says that it stays within it."""
+    wide = ("--model", "llama-3-8b", "--cluster", "H100", "--gpus", 8, "--global-batch", 32)
+    sizes = ("--sequence-length", 4096, "--tensor", 2, "--pipeline", 2, "--top", 1, "--json")
+    step = []
+    for gib in (70, 30):
+        code, out, _ = dsx(*wide, *sizes, "--gpu-memory", gib)
+        best = json.loads(out)["best"][0]
+        assert code == 0
+        assert best["peak_bytes"] <= gib << 30
+        step.append(best["step_seconds"])
+    assert step[1] > step[0]
+
+
+def test_nothing_fits(dsx):
+    code, out, err = dsx("--model", "llama-3-70b", "--cluster", "H100", "--gpus", 8, *SIZES)
+    assert (code, out) == (1, "")
+    assert "no layout of the model fits; the nearest takes" in err
+    assert "Fix: use more GPUs" in err
+
+
+def test_a_cluster_of_ones_own(dsx, cluster):
+    """A known GPU with slower links: tensor parallelism costs more."""
+    wide = ("--model", "llama-3-8b", "--gpus", 8, "--global-batch", 32, "--sequence-length", 2048)
+    rest = ("--tensor", 8, "--top", 1, "--json")
+    slow = cluster({"gpu": "H100", "inside": {"gigabytes_per_second": 32}})
+    shares = []
+    for name in ("H100", slow):
+        code, out, _ = dsx(*wide, *rest, "--cluster", name)
+        assert code == 0
+        shares.append(json.loads(out)["best"][0]["communication_share"])
+    assert shares[1] > 2 * shares[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"gpu": "H1000"}, ("H1000", "A100-80")),
+        ({"gpu": "H100", "memory_gib": -3}, ("memory_gib = -3",)),
+        ({"gpu": "H100", "memmory_gib": 3}, ("memmory_gib", 'write "memory_gib"')),
+        ({"gpu": "H100", "between": {"latency_microseconds": -1}}, ("between.latency_microseconds = -1",)),
+        ({"gpu": "H100", "reserved_gib": 100}, ("reserved_bytes", "nothing is left")),
+        ({"gpus_per_node": 4}, ("memory_gib", "left out")),
+        ({"gpu": "H100", "nodes": 1, "gpus_per_node": 2}, ("--gpus 4", "at most 2")),
+        ("{", ("not JSON",)),
+    ],
+)
+def test_bad_clusters(dsx, cluster, content, words):
+    file = cluster(content)
+    code, out, err = dsx("--model", "llama/tiny", "--cluster", file, "--gpus", 4, *SIZES)
+    assert (code, out) == (2, "")
+    assert err.count("dsx:") == 1
+    assert all(word in err for word in words), err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"--cluster": "H101"}, ("H101", "H100")),
+        ({"--cluster": "there.json"}, ("there.json", "no such file")),
+        ({"--gpus": 0}, ("--gpus 0",)),
+        ({"--gpus": -4}, ("--gpus -4",)),
+        ({"--gpus": 12}, ("--gpus 12", "8 or 16")),
+        ({"--global-batch": 0}, ("--global-batch 0",)),
+        ({"--global-batch": -16}, ("--global-batch -16",)),
+        ({"--sequence-length": -1}, ("--sequence-length -1",)),
+        ({"--sequence-length": 4096}, ("4096", "1024 positions")),
+        ({"--model": "nonsense"}, ("nonsense", "no such preset")),
+        ({"--model": "FOLDER"}, ("config.json",)),
+        ({"--tensor": 16, "--gpus": 16}, ("tensor = 16", "attention heads = 8", "1, 2, 4")),
+        ({"--tensor": 3}, ("tensor = 3", "do not divide")),
+        ({"--pipeline": 0}, ("--pipeline 0",)),
+        ({"--pipeline": 8, "--gpus": 8}, ("pipeline = 8", "4 blocks")),
+        ({"--zero": 4}, ("--zero 4",)),
+        ({"--micro-batch": 3}, ("--micro-batch 3", "16")),
+        ({"--gpu-memory": -1}, ("--gpu-memory -1",)),
+    ],
+)
+def test_bad_usage(dsx, tmp_path, changes, words):
+    options = {
+        "--model": "llama/tiny",
+        "--cluster": "CPU",
+        "--gpus": 4,
+        "--global-batch": 16,
+        "--sequence-length": 128,
+    }
+    options |= {key: tmp_path if value == "FOLDER" else value for key, value in changes.items()}
+    code, out, err = dsx(*(item for pair in options.items() for item in pair))
+    assert (code, out) == (2, "")
+    assert err.count("dsx:") == 1
+    assert all(word in err for word in words), err
+
+
+@pytest.mark.parametrize("missing", ["--model", "--global-batch", "--sequence-length"])
+def test_what_is_missing(dsx, missing):
+    options = {"--model": "llama/tiny", "--global-batch": 16, "--sequence-length": 128}
+    given = [item for key, value in options.items() if key != missing for item in (key, value)]
+    code, _, err = dsx("--cluster", "CPU", "--gpus", 4, *given)
+    assert code == 2
+    assert missing in err
+
+
+def test_needs_no_torch():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; sys.argv = ['dsx', 'plan', '--model', 'llama/tiny', '--cluster', 'CPU', '--gpus', '2',"
+        " '--global-batch', '8', '--sequence-length', '64', '--json']\n"
+        "from dsx.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit as ended: print(ended.code or 0, file=sys.stderr)\n"
+        "print({'torch', 'deepspeed', 'numpy'} & set(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.split() == ["0", "set()"]
