@@ -141,6 +141,7 @@ class Bucketed(Partitioned):
         settings: StateSettings,
     ) -> None:
         super().__init__(ledger, plan, dp_rank, leaves, settings)
+        self.owners = self._owned()
         self.mine_numel = sum(leaf.numel for leaf in self.order if leaf.name in self.places)
         self.bucket: Tensor | None = None
         self.in_bucket: list[Leaf] = []
@@ -191,15 +192,55 @@ class Bucketed(Partitioned):
         self.in_bucket, self.elements, self.large = [], 0, None
 
     def _average_bucket(self) -> None:
-        """allreduce_and_scatter: slices for the ranks, flattened if there is more than one."""
-        slices = sum(self._owners(leaf) for leaf in self.in_bucket)
-        if self.plan.dp > 1 and slices > 1:
-            source = f"{_FILE} allreduce_bucket"
-            what = "flat copy of the bucket"
-            self.new("temporaries", what, "bucket w", source, self.elements, self.settings.width)
+        """average_tensor and allreduce_and_scatter: slices are flattened together, and this rank's added in fp32."""
+        together: list[tuple[int, bool]] = []
+        for part in [*self._slices(), (0, False)]:
+            if part[0]:
+                together.append(part)
+            elements = sum(size for size, _ in together)
+            if not part[0] or elements > self.settings.bucket:
+                self._reduce_slices(together, elements)
+                together = []
 
-    def _owners(self, leaf: Leaf) -> int:
-        return sum(leaf.name in self.plan.state(rank) for rank in range(self.plan.dp))
+    def _reduce_slices(self, slices: list[tuple[int, bool]], elements: int) -> None:
+        source, width = f"{_FILE} allreduce_bucket", self.settings.width
+        flat = None
+        if len(slices) > 1:
+            flat = self.new("temporaries", "flat copy of the bucket", "bucket w", source, elements, width)
+        for size, added in slices:
+            if added:
+                source = f"{_FILE} _add_to_grad_partition_buffer"
+                self.new("temporaries", "gradient in float32", "4 of a gradient", source, size, 4)
+        del flat
+
+    def _slices(self) -> list[tuple[int, bool]]:
+        """Elements of each rank's part of the bucket, neighbours of one rank together but for this one's own sums."""
+        found: list[tuple[int, bool]] = []
+        last = -1
+        for leaf in self.in_bucket:
+            for rank, size in self.owners[leaf.name]:
+                added = self.separate and rank == self.dp_rank
+                if rank == last and not added:
+                    found[-1] = (found[-1][0] + size, found[-1][1])
+                else:
+                    found.append((size, added))
+                if added:
+                    self.average(self.places[leaf.name])
+                last = rank
+        return found
+
+    def _owned(self) -> dict[str, list[tuple[int, int]]]:
+        """Each parameter's ranks, with the elements that each keeps."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for group, size in zip(self.plan.groups, self.sizes, strict=True):
+            start = 0
+            for name, numel in group:
+                ranks = range(start // size, -(-(start + numel) // size))
+                found[name] = [
+                    (rank, min(start + numel, (rank + 1) * size) - max(start, rank * size)) for rank in ranks
+                ]
+                start += numel
+        return found
 
     def reduce(self, *, boundary: bool, came: bool) -> None:
         """independent_gradient_partition_epilogue."""
