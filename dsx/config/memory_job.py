@@ -8,6 +8,7 @@ from dsx.config.run import RunConfig
 from dsx.plan.memory.estimate import Job
 from dsx.plan.memory.ops import DeviceKind
 from dsx.plan.memory.states import Optimizer, StateSettings
+from dsx.plan.memory.steady import enough_micro_batches
 from dsx.plan.transfers import lower
 from dsx.spec.layout import Layout
 
@@ -15,11 +16,13 @@ from dsx.spec.layout import Layout
 def job_of(config: RunConfig, *, device: DeviceKind = "cuda") -> Job:
     """The run that ``config`` describes, on a kind of device."""
     mesh, stages = config.mesh, config.stage_map
-    schedule = config.program.build(stages.num_ranks, stages.num_chunks, config.accumulation)
+    count = enough_micro_batches(config.program, stages.num_ranks, config.accumulation)
+    schedule = config.program.build(stages.num_ranks, stages.num_chunks, count)
     return Job(
         model=config.model,
         layout=Layout(mesh=mesh, stages=stages, params=config.param_specs, zero_stage=config.zero_stage),
         schedule=lower(schedule),
+        left_out=config.accumulation - count,
         micro_batch=config.micro_batch_size,
         sequence_length=config.sequence_length,
         sequence_parallel=config.dsx.parallel.sequence_parallel,

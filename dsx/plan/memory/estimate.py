@@ -33,6 +33,7 @@ class Job:
         model: The architecture.
         layout: Mesh, stages, parameters and ZeRO stage.
         schedule: Lowered training schedule.
+        left_out: Micro-batches of a step that ``schedule`` does not have (:mod:`.steady`).
         micro_batch: Sequences.
         sequence_length: Tokens.
         sequence_parallel: Whether activations are cut along the sequence.
@@ -51,6 +52,7 @@ class Job:
     recompute: Recompute
     states: StateSettings
     device: DeviceKind = "cuda"
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +191,7 @@ def _rank(
         tokens=(job.micro_batch, job.sequence_length),
         receives=receives,
         eager=job.device == "cpu",
+        left_out=job.left_out,
     )
     return states, walk, []
 

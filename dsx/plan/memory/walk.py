@@ -44,6 +44,7 @@ class Walk:
         tokens: [B, S] of a micro-batch.
         receives: When receives are posted; None for the plan of the schedule.
         eager: Whether they are posted as soon as there is room, as on a CPU.
+        left_out: Micro-batches that the schedule does not have, but whose losses the last stage keeps.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class Walk:
         tokens: tuple[int, int],
         receives: ReceivePlan | None = None,
         eager: bool = False,
+        left_out: int = 0,
     ) -> None:
         self.schedule, self.rank, self.stages = schedule, rank, stages
         self.layers, self.states, self.boundary, self.tokens = layers, states, boundary, tokens
-        self.eager = eager
+        self.eager, self.left_out = eager, left_out
         self.receives = receives or receive_plan(schedule, rank)
         self.row = schedule.rows[rank]
         self.tape: Tape = layers.ops.tape
@@ -98,6 +100,9 @@ class Walk:
             Op.RECV_B: self._receive_gradient,
             Op.SEND_B: self._send_gradient,
         }
+        if self.schedule.rank_of(self.last) == self.rank:
+            what = label("losses", "4 m", "runtime/executor.py losses", "logits")
+            self.losses = [self.tape.scratch(what, 4) for _ in range(self.left_out)]
         for channel in self.next:
             self._post_ahead(channel)
         for place, action in enumerate(self.row):
@@ -117,6 +122,7 @@ class Walk:
         self.states.before_step()
         self.states.step()
         note(None)
+        self.losses.clear()
 
     def _wire(self, name: str) -> Tensor:
         what = label(name, "B s H w", "runtime/p2p.py Inbox.post", "transfers")
