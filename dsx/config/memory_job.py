@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 from dsx.config.memory_offload import offload_of
+from dsx.config.memory_optimizer import optimizer_of
 from dsx.config.memory_zero3 import gathering_of
+from dsx.config.problems import at
 from dsx.config.run import RunConfig
+from dsx.errors import ConfigError
 from dsx.plan.memory.estimate import Job
 from dsx.plan.memory.ops import DeviceKind
-from dsx.plan.memory.states import Optimizer, StateSettings
+from dsx.plan.memory.states import StateSettings
 from dsx.plan.memory.steady import enough_micro_batches
 from dsx.plan.transfers import lower
 from dsx.spec.layout import Layout
 
+_WIDTHS = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2}
+"""Bytes of DeepSpeed's names of dtypes."""
+
 
 def job_of(config: RunConfig, *, device: DeviceKind = "cuda") -> Job:
-    """The run that ``config`` describes, on a kind of device."""
-    mesh, stages = config.mesh, config.stage_map
+    """The run that ``config`` describes, on a kind of device.
+
+    Raises:
+        ConfigError: Something whose memory dsx does not know: an optimizer that nobody has declared
+            (``dsx.optimizer_bytes``), NVMe.
+    """
+    mesh, stages, recompute = config.mesh, config.stage_map, config.dsx.recompute
+    if recompute == "auto":
+        raise ConfigError(
+            at("dsx.recompute", recompute),
+            "what is computed again is chosen when the layers have been measured, at the start of a run",
+            'use "none", "selective" or "full" for the estimate',
+        )
     count = enough_micro_batches(config.program, stages.num_ranks, config.accumulation)
     schedule = config.program.build(stages.num_ranks, stages.num_chunks, count)
     return Job(
@@ -26,7 +43,7 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda") -> Job:
         micro_batch=config.micro_batch_size,
         sequence_length=config.sequence_length,
         sequence_parallel=config.dsx.parallel.sequence_parallel,
-        recompute=config.dsx.recompute,
+        recompute=recompute,
         states=_states(config, device),
         device=device,
     )
@@ -34,33 +51,18 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda") -> Job:
 
 def _states(config: RunConfig, device: DeviceKind) -> StateSettings:
     deepspeed = config.deepspeed
-    zero, block = deepspeed.get("zero_optimization", {}), deepspeed["optimizer"]
-    kind, params = block["type"].lower(), block.get("params", {})
-    # torch's optimizers update many tensors at a time on a GPU alone (torch/optim/optimizer.py).
-    own = bool(params.get("torch_adam", False)) or kind == "sgd"
-    foreach = own and device == "cuda"
+    zero = deepspeed.get("zero_optimization", {})
+    chosen = optimizer_of(deepspeed["optimizer"], device, config.dsx.optimizer_bytes)
     width = 2 if config.precision == "bf16" else 4
     accumulate = deepspeed.get("data_types", {}).get("grad_accum_dtype")
-    if kind == "adam" and params.get("adam_w_mode", True):
-        kind = "adamw"
     return StateSettings(
         width=width,
-        accumulate={None: width, "fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}[accumulate],
-        optimizer=Optimizer.of(
-            kind,
-            foreach=foreach,
-            weight_decay=bool(params.get("weight_decay", 0.0)),
-            momentum=bool(params.get("momentum", 0.0)),
-        ),
+        accumulate=width if accumulate is None else _WIDTHS[accumulate],
+        optimizer=chosen.rule,
         bucket=int(zero.get("reduce_bucket_size", 500_000_000)),
-        communication={None: None, "fp32": 4, "fp16": 2, "bf16": 2}[deepspeed.get("communication_data_type")],
+        communication=_WIDTHS.get(deepspeed.get("communication_data_type", "")),
         reduce=config.dsx.zero.reduce,
-        offload=offload_of(
-            zero,
-            kind,
-            torch_optimizer=own,
-            decays=kind in ("adam", "sgd") and bool(params.get("weight_decay", 0.0)),
-        ),
-        fused=kind in ("adam", "adamw") and not own,
+        offload=offload_of(zero, chosen.kind, torch_optimizer=chosen.own, decays=chosen.decays),
+        fused=chosen.fused,
         gathering=gathering_of(zero, config.dsx.zero.keep_gathered_bytes) if config.zero_stage == 3 else None,
     )

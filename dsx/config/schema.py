@@ -277,4 +277,10 @@ class DsxConfig(Block):
         description="If the estimated peak (`dsx estimate`) is more than a rank's memory: say so before "
         "anything is built, end the run there, or do not look.",
     )
+    optimizer_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="Bytes that the optimizer keeps for each parameter, weights and gradients aside: for the "
+        "memory estimate of an optimizer that dsx does not know (it knows Adam, AdamW, Lion, SGD).",
+    )
     tracking: TrackingConfig = Field(default=TrackingConfig(), description="Where metrics go.")

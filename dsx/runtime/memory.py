@@ -41,7 +41,15 @@ def check_memory(config: RunConfig) -> None:
     how = config.dsx.memory_check
     if local_rank() != 0 or how == "off" or config.dsx.recompute == "auto":
         return
-    memory, capacity = estimate_run(job_of(config, device=device_kind())), capacity_bytes()
+    try:
+        job = job_of(config, device=device_kind())
+    except ConfigError as unknown:  # something that dsx runs, but whose memory it does not know
+        if how == "refuse":
+            raise
+        if rank() == 0:
+            sys.stderr.write(f"warning: memory is not checked: {unknown}\n")
+        return
+    memory, capacity = estimate_run(job), capacity_bytes()
     if memory.peak_bytes <= capacity:
         return
     fullest = memory.highest

@@ -155,7 +155,7 @@ def test_floor_is_below_the_ledger(model, zero, recompute):
         sequence_length=1024,
         sequence_parallel=True,
         recompute=recompute,
-        states=StateSettings(width=2, accumulate=2, optimizer=Optimizer.of("adamw")),
+        states=StateSettings(width=2, accumulate=2, optimizer=Optimizer(state_bytes=8, step_bytes=4)),
     )
     peaks = [estimate(job, layout.mesh.rank(pp=rank)).peak.peak_bytes for rank in (0, 1)]
     assert MemoryFloor(predictor).of(layout) <= max(peaks)

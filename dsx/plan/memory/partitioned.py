@@ -187,7 +187,12 @@ class Bucketed(Partitioned):
         elif mine and self.fresh is None:
             source, formula = f"{_FILE} copy_grads_in_partition", "w of parameters that the partition touches"
             self.fresh = self.new(
-                "gradients", "gradients in the partition", formula, source, self.mine_numel, self.settings.width
+                "gradients",
+                "gradients in the partition",
+                formula,
+                source,
+                self.mine_numel,
+                self.settings.width,
             )
         self.in_bucket, self.elements, self.large = [], 0, None
 
@@ -282,9 +287,7 @@ class Bf16(Partitioned):
             self.masters.append(self.new("optimizer", "master weights", "4 P/N, padded", source, size, 4))
             del clone
             whole = size * self.plan.dp
-            self.gradients.append(
-                self.new("gradients", "fp32 gradients", "4 P, padded", source, whole, 4)
-            )
+            self.gradients.append(self.new("gradients", "fp32 gradients", "4 P, padded", source, whole, 4))
         for leaf in self.order:
             leaf.accumulate = None
 

@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dsx.plan.memory.offload import Host, Offload
-from dsx.plan.memory.stage3_gathering import Gathering
 from dsx.plan.memory.reduction import ChunkReduction
+from dsx.plan.memory.stage3_gathering import Gathering
 from dsx.plan.memory.tape import Label, Leaf, Ledger, Storage, Tensor
 from dsx.spec.zero import ZeroPlan
-
-OptimizerKind = Literal["adam", "adamw", "sgd", "lion", "other"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,28 +28,12 @@ class Optimizer:
     Attributes:
         state_bytes: What it keeps for each parameter.
         step_bytes: What it takes besides, for each parameter, while it updates.
+        one_by_one: Whether it takes that for one tensor at a time, not for all of them.
     """
 
     state_bytes: int
     step_bytes: int
-
-    @classmethod
-    def of(
-        cls, kind: OptimizerKind, *, foreach: bool = True, weight_decay: bool = False, momentum: bool = False
-    ) -> Optimizer:
-        """The known rules; ``foreach`` is torch's own on a GPU, else a fused kernel without temporaries.
-
-        torch/optim/adam.py, _multi_tensor_adam: two moments; square roots of the second, and a sum of gradient
-        and decay for Adam with decay. sgd.py: a momentum buffer if asked for, and the same sum.
-        """
-        decayed = 4 * (foreach and weight_decay)
-        rules = {
-            "adam": cls(state_bytes=8, step_bytes=4 * foreach + decayed),
-            "adamw": cls(state_bytes=8, step_bytes=4 * foreach),
-            "sgd": cls(state_bytes=4 * momentum, step_bytes=decayed),
-            "lion": cls(state_bytes=4, step_bytes=0),
-        }
-        return rules[kind]
+    one_by_one: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,44 +186,31 @@ class States:
                     "moments",
                     f"{optimizer.state_bytes} P",
                     "torch optim",
-                    n * optimizer.state_bytes // 4,
-                    4,
+                    n * optimizer.state_bytes,
+                    1,
                 )
                 for n in numels
             ]
-        if optimizer.step_bytes:
-            temporaries = [
-                self.new(
-                    "temporaries",
-                    "update",
-                    f"{optimizer.step_bytes} P",
-                    "torch optim, _multi_tensor",
-                    n * optimizer.step_bytes // 4,
-                    4,
-                )
-                for n in numels
-            ]
-            temporaries.clear()
+        temporaries: list[Tensor] = []
+        for n in numels if optimizer.step_bytes else ():
+            if optimizer.one_by_one:
+                temporaries.clear()
+            temporaries.append(self._taken(n, "P"))
 
     def update_group(self, index: int, size: int) -> None:
         """The update of one group's partition."""
         optimizer = self.settings.optimizer
         if len(self.moments) <= index and optimizer.state_bytes:
             formula = f"{optimizer.state_bytes} P/N, padded"
-            self.moments.append(
-                self.new("optimizer", "moments", formula, "torch optim", size * optimizer.state_bytes // 4, 4)
-            )
+            held = size * optimizer.state_bytes
+            self.moments.append(self.new("optimizer", "moments", formula, "torch optim", held, 1))
         if optimizer.step_bytes:
-            formula = f"{optimizer.step_bytes} P/N"
-            taken = self.new(
-                "temporaries",
-                "update",
-                formula,
-                "torch optim, _multi_tensor",
-                size * optimizer.step_bytes // 4,
-                4,
-            )
-            del taken
+            self._taken(size, "P/N")
+
+    def _taken(self, elements: int, of: str) -> Tensor:
+        """Temporaries of the update."""
+        each = self.settings.optimizer.step_bytes
+        return self.new("temporaries", "update", f"{each} {of}", "torch optim", elements * each, 1)
 
     def new(self, category: str, name: str, formula: str, source: str, numel: int, width: int) -> Tensor:
         """A flat tensor of ``numel`` elements."""
