@@ -12,8 +12,8 @@ from dsx.plan.memory.ops import DeviceKind
 from dsx.plan.memory.states import Optimizer
 
 WITH_DECLARED = 8
-"""Bytes that an update of unknown kind is taken to need for each parameter while it runs: two fp32 temporaries,
-what torch's updates of many tensors at a time take."""
+"""Bytes that an update of unknown kind is taken to need for each parameter while it runs: two fp32
+temporaries, what torch's updates of many tensors at a time take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def optimizer_of(block: Mapping[str, Any], device: DeviceKind, declared_bytes: i
 def _known(kind: str, params: Mapping[str, Any], *, own: bool, decays: bool, device: DeviceKind) -> Optimizer:
     """torch/optim/adam.py and sgd.py; DeepSpeed's kernels take nothing besides their state.
 
-    Of many tensors at a time (_multi_tensor_adam): roots of the second moments, and gradients with their decay.
+    Of many tensors at a time (_multi_tensor_adam): roots of the second moments, and gradients with decay.
     Of one at a time (_single_tensor_adam): a root and its quotient, and the gradient with its decay.
     """
     state = {"adam": 8, "adamw": 8, "lion": 4, "sgd": 4 * bool(params.get("momentum", 0.0))}[kind]

@@ -36,7 +36,7 @@ class Layers:
     recompute: Recompute = "none"
 
     def run(self, layers: Sequence[int], x: Tensor, labels: Tensor | None) -> Tensor:
-        """Forward of ``layers``; with the last one and ``labels``, the loss (runtime/chunks.py Chunks.forward)."""
+        """Forward of ``layers``; with the last one and ``labels``, the loss (runtime/chunks.py Chunks)."""
         return self.ops.module((), x, lambda x: self._chunk(layers, x, labels))
 
     def _chunk(self, layers: Sequence[int], x: Tensor, labels: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """The cross entropy of :mod:`dsx.nn.loss` as :mod:`.tape` sees it: float32 of 2^23 logits at a time.
 
-Shapes: N tokens of a micro-batch, V this rank's rows of the padded vocabulary, n = 2^23 / V tokens; w bytes of a
-logit.
+Shapes: N tokens of a micro-batch, V this rank's rows of the padded vocabulary, n = 2^23 / V tokens; w bytes
+of a logit.
 """
 
 from __future__ import annotations

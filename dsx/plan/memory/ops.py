@@ -1,8 +1,8 @@
 """dsx's operations as :mod:`.tape` sees them, each after the source that it names.
 
-Shapes: B micro-batch; S sequence; s the same, or this rank's slice under sequence parallelism; H hidden; w bytes
-an element. Of this rank: I and O inputs and outputs of a linear; N and K heads, D head_dim, P = (N + 2 K) D; F
-width of the MLP; V rows of the padded vocabulary.
+Shapes: B micro-batch; S sequence; s the same, or this rank's slice under sequence parallelism; H hidden; w
+bytes an element. Of this rank: I and O inputs and outputs of a linear; N and K heads, D head_dim,
+P = (N + 2 K) D; F width of the MLP; V rows of the padded vocabulary.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Ops:
     def module(
         self, parameters: Sequence[Leaf | None], x: Tensor, body: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """``body(x)`` of a module with ``parameters`` (deepspeed/runtime/zero/parameter_offload.py's hooks)."""
+        """``body(x)`` of a module with ``parameters``, hooked as by zero/parameter_offload.py."""
         hooks = self.hooks
         if hooks is None:
             return body(x)
@@ -163,7 +163,7 @@ class Ops:
         return Pending(self, buffer, False)
 
     def linear(self, x: Tensor, weight: Leaf, bias: Leaf | None, *, column: bool, name: str) -> Tensor:
-        """``_Linear``: column gathers its input under sequence parallelism, row leaves the sum to the caller."""
+        """``_Linear``: column gathers its input under sequence parallelism, row leaves the sum to others."""
         gathers = column and self.sequence
         whole = self.gather(x).wait() if gathers else x
         what = label(
@@ -203,7 +203,7 @@ class Ops:
         return y
 
     def late(self, parameter: Leaf) -> Tensor:
-        """nn/split.py late: a small parameter, whose gradient comes with the weights' when backwards are divided."""
+        """nn/split.py late: a small parameter; in divided backwards its gradient comes with the weights'."""
         if self.later is None:
             return parameter
         later, view = self.later, parameter.detach()
@@ -363,7 +363,7 @@ class Ops:
 
 
 class Pending:
-    """A collective under way (nn/collectives.py Pending): its buffer, and whether its result is a copy of it."""
+    """A collective under way (nn/collectives.py Pending): its buffer, and whether its result is a copy."""
 
     def __init__(self, ops: Ops, buffer: Tensor, copies: bool) -> None:
         self._ops, self._buffer, self._copies = ops, buffer, copies

@@ -16,7 +16,7 @@ _ADAPTER = "dsx zero_adapters/partitioned.py"
 
 
 class Partitioned(States):
-    """DeepSpeedZeroOptimizer: flat parameters; a partition of fp32 masters, moments and averaged gradients."""
+    """DeepSpeedZeroOptimizer: flat parameters; a partition of masters, moments and averaged gradients."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Partitioned(States):
             leaf.accumulate = self._add
 
     def start(self) -> None:
-        """Group by group: the flat copy beside the parameters, then the fp32 partition; zero gradients at last."""
+        """Group by group the flat copy beside the parameters, the fp32 partition; zero gradients last."""
         width = self.settings.width
         held = dict(zip((leaf.name for leaf in self.order), self.parameters, strict=True))
         self.parameters = []
@@ -130,7 +130,7 @@ class Partitioned(States):
 
 
 class Bucketed(Partitioned):
-    """ZeRO-2 with ``dsx.zero.reduce = "micro_batch"``: DeepSpeed reduces, bucket by bucket, in every backward."""
+    """ZeRO-2 with ``dsx.zero.reduce = "micro_batch"``: DeepSpeed reduces, bucket by bucket, in backwards."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class Bucketed(Partitioned):
         self.in_bucket, self.elements, self.large = [], 0, None
 
     def _average_bucket(self) -> None:
-        """average_tensor and allreduce_and_scatter: slices are flattened together, and this rank's added in fp32."""
+        """average_tensor, allreduce_and_scatter: slices are flattened together, this rank's added in fp32."""
         together: list[tuple[int, bool]] = []
         for part in [*self._slices(), (0, False)]:
             if part[0]:
@@ -219,7 +219,7 @@ class Bucketed(Partitioned):
         del flat
 
     def _slices(self) -> list[tuple[int, bool]]:
-        """Elements of each rank's part of the bucket, neighbours of one rank together but for this one's own sums."""
+        """Elements of each rank's part of the bucket, neighbours of one rank together; this one's apart."""
         found: list[tuple[int, bool]] = []
         last = -1
         for leaf in self.in_bucket:
@@ -274,7 +274,7 @@ class Bucketed(Partitioned):
 
 
 class Bf16(Partitioned):
-    """BF16_Optimizer: ZeRO-1 of bf16 parameters with fp32 accumulation; whole fp32 gradients on every rank."""
+    """BF16_Optimizer: ZeRO-1 of bf16 parameters with fp32 accumulation; every rank has whole gradients."""
 
     def start(self) -> None:
         """Flat parameters, fp32 partition, fp32 gradients."""

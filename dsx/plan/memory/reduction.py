@@ -16,7 +16,7 @@ class GradientStore(Protocol):
     """Where an optimizer accumulates gradients, and where it wants the averaged ones."""
 
     def take(self, leaf: Leaf) -> Tensor | None:
-        """The gradient of this step, which the store forgets; None if there is none, or if it stays in place."""
+        """The gradient of this step, which the store forgets; None if there is none or it stays in place."""
 
     def put(self, leaf: Leaf, gradient: Tensor) -> None:
         """The average, a view on its bucket."""

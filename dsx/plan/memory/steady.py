@@ -1,4 +1,4 @@
-"""How few micro-batches show a schedule's memory: once it is in its steady state, more of them add nothing."""
+"""How few micro-batches show a schedule's memory: in its steady state, more of them add nothing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _GROUPS = ("zbv", "dualpipev", "interleaved", "interleaved_zb")
 def enough_micro_batches(program: Program, num_ranks: int, num_micro_batches: int) -> int:
     """The least number of micro-batches known to need as much memory as ``num_micro_batches``.
 
-    Found by trying (tests/plan/memory/test_steady.py repeats that): 1F1B and its kind hold most after p + 1, the
-    others after 4 p, and those that go round in groups of p depend on the remainder as well. GPipe holds all; a
-    schedule from a file or with options is left as it is.
+    Found by trying (tests/plan/memory/test_steady.py repeats that): 1F1B and its kind hold most after p + 1,
+    the others after 4 p, and those that go round in groups of p depend on the remainder as well. GPipe holds
+    all; a schedule from a file or with options is left as it is.
 
     Args:
         program: The schedule.

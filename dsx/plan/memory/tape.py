@@ -2,9 +2,9 @@
 
 A :class:`Tensor` here is a shape and a share in a :class:`Storage`; a storage is given back to its
 :class:`Ledger` when the last share goes, which is torch's own rule. :func:`Tape.backward` runs nodes in the
-order of torch's engine (torch/csrc/autograd/engine.cpp: the latest forward operation first, leaves before all),
-sums gradients where it sums (input_buffer.cpp: in place if nobody else holds the first) and frees what a node
-saved once the node has run. :meth:`Tape.checkpoint` is torch.utils.checkpoint without reentry.
+order of torch's engine (torch/csrc/autograd/engine.cpp: the latest forward operation first, leaves before
+all), sums gradients where it sums (input_buffer.cpp: in place if nobody else holds the first) and frees what
+a node saved once it has run. :meth:`Tape.checkpoint` is torch.utils.checkpoint without reentry.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class _Frame:
         place = self.count
         self.count += 1
         if saved:
-            # Of a parameter too, a copy that shares its memory: what ZeRO-3 gathered for the second run stays.
+            # Of a parameter too, a copy that shares its memory: what ZeRO-3 gathered for it stays.
             self.again[place] = tuple(t.detach() for t in saved)
         if place == self.last:
             raise _Stop

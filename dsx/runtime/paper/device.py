@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 Device = Literal["paper", "cpu"]
 
 _ONE_KERNEL = ("silu_backward",)
-"""Operators of a gradient and an input that torch composes of others where a device has no kernel of its own."""
+"""Operators of a gradient and an input that torch composes of others where a device has no kernel."""
 
 
 class _Kernels:
@@ -107,7 +107,7 @@ class PaperAccelerator(CPU_Accelerator):
         return None if class_name == "ShareMemCommBuilder" else _Builder()
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Enough: ZeRO-1 and 2 flatten parameters on the host where there is less than the flat buffer's size."""
+        """Enough: where it is less than a flat buffer's size, ZeRO-1 and 2 flatten on the host."""
         del device_index
         return 1 << 60
 
@@ -131,7 +131,7 @@ class _Answers(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what needs values; pass on all else."""
         del types
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001 (an operator)
             if args[0].dtype == torch.bool:
                 return args[0] in self._true
             return 1.0 if args[0].dtype.is_floating_point else 0
@@ -153,13 +153,13 @@ class _Module(_DummyBackendModule):
 
 def install() -> None:
     """Make ``paper`` a device of torch and the accelerator of DeepSpeed, for the rest of this process."""
-    _setup_privateuseone_for_python_backend(rename="paper", backend_module=_Module())  # type: ignore[no-untyped-call]
+    _setup_privateuseone_for_python_backend(rename="paper", backend_module=_Module())
     kernels = torch.library.Library("aten", "IMPL")
     for operator in _ONE_KERNEL:
         kernels.impl(operator, lambda _, x: torch.empty_like(x), "PrivateUse1")
     set_accelerator(PaperAccelerator(kernels))
     # Some names are bound to the CPU's builders when DeepSpeed is imported.
-    mock.patch.object(NotImplementedBuilder, "load", lambda _builder, verbose=True: _Kernels()).start()
+    mock.patch.object(NotImplementedBuilder, "load", _Builder.load).start()
 
 
 @contextmanager
@@ -169,7 +169,7 @@ def without_storage() -> Iterator[None]:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
         stack.enter_context(mock.patch("dsx.nn.dropout._scale", _scale))
-        stack.enter_context(mock.patch.object(OpBuilder, "load", lambda _builder, verbose=True: _Kernels()))
+        stack.enter_context(mock.patch.object(OpBuilder, "load", _Builder.load))
         stack.enter_context(
             mock.patch.object(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention))
         )
@@ -220,7 +220,7 @@ def _scale(like: torch.Tensor, probability: float, seed: int) -> torch.Tensor:
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """What aten::_fused_rms_norm allocates and saves on CUDA (layer_norm_kernel.cu); elsewhere it decomposes."""
+    """What aten::_fused_rms_norm allocates and saves on CUDA (layer_norm_kernel.cu)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -247,7 +247,7 @@ def _rms_norm(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _attention(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The fused kernels that torch takes on CUDA (sdp_utils.cpp): flash for half precision, else the other."""
+    """The fused kernels that torch takes on CUDA (sdp_utils.cpp): flash for half precision."""
 
     def attend(
         query: torch.Tensor,

@@ -1,7 +1,7 @@
 """The tape reproduces the published activation formulas of Korthikanti et al. 2022 (arXiv:2205.05198).
 
-Their layer is not dsx's (no flash attention, masks kept as bytes), so its operations are written here, from the
-text of section 4.1: what each saves, at two bytes an element and one byte a dropout mask.
+Their layer is not dsx's (no flash attention, masks kept as bytes), so its operations are written here, from
+the text of section 4.1: what each saves, at two bytes an element and one byte a dropout mask.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PaperLayer:
     def __call__(self, x: Tensor) -> Tensor:
         t = self.tp
         y = self.norm(x)
-        # The paper counts the shared input of Q, K and V once, and its gathered copy not at all (section 4.2.2).
+        # The shared input of Q, K and V counts once, and its gathered copy not at all (section 4.2.2).
         qkv = self.op(y, saves=(y,), shape=(S, B, 3 * H // t))
         context = self.tape.checkpoint(self.core, qkv) if self.selective else self.core(qkv)
         y = self.op(context, saves=(context,), shape=self.part)
@@ -73,7 +73,7 @@ class PaperLayer:
 
 
 def kept(tp: int, sequence: bool, *, recompute: str = "none") -> int:
-    """Bytes that one layer keeps for backward: all that is live but its output; its input counts, as in the paper."""
+    """Bytes that one layer keeps for backward: all that is live but its output. Its input counts."""
     tape = Tape(Ledger())
     layer = PaperLayer(tape, tp, sequence, selective=recompute == "selective")
     storage = tape.new(Label("activations", "input", "", ""), 2, *layer.part)
