@@ -51,6 +51,8 @@ def gathering_of(zero: Mapping[str, Any], keep_gathered_bytes: int) -> Gathering
             )
     sizes = {field: _value(zero, key) for field, key in _SIZES.items()}
     switches = {field: _value(zero, key) for field, key in _SWITCHES.items()}
+    if switches["sequential"]:
+        sizes["prefetch"] = 1  # deepspeed/runtime/engine.py, _configure_zero_optimizer
     return Gathering(
         **{field: int(value) for field, value in sizes.items() if value is not None},
         **{field: bool(value) for field, value in switches.items() if value is not None},

@@ -56,6 +56,7 @@ class PartitionedOffload(States):
         self.in_bucket: list[tuple[Leaf, Tensor | None]] = []
         self.elements = 0
         self.sums: list[Tensor] = []
+        self.lingering: list[Tensor] = []
         for leaf in self.order:
             leaf.accumulate = self.arrive if plan.stage == 2 else self.keep
 
@@ -130,7 +131,8 @@ class PartitionedOffload(States):
         """reduce_ipg_grads: average, then this rank's gradients go to the host."""
         if self.in_bucket:
             self._average()
-        for leaf, _ in self.in_bucket:
+        while self.in_bucket:
+            leaf, own = self.in_bucket.pop(0)
             mine = self._mine(leaf)
             if mine and not self.separate and self.micro_step and leaf.name not in self.there:
                 self.there.add(leaf.name)
@@ -146,7 +148,11 @@ class PartitionedOffload(States):
                 self.on_host.append(self.host.pinned(*kind, formula, source, size, pin=pin))
             if mine and self.plan.stage == 1:
                 self._to_host(mine)
-        self.in_bucket, self.elements = [], 0
+            # Forgotten at once if it is another rank's (ZeRO-2), or has gone to the host for good (ZeRO-1).
+            if own is not None and bool(mine) == (self.plan.stage == 2):
+                self.lingering.append(own)
+            del own
+        self.elements = 0
 
     def _average(self) -> None:
         """average_tensor, allreduce_and_scatter: slices in a flat copy, unless there is but one."""
@@ -206,8 +212,13 @@ class PartitionedOffload(States):
         del boundary
         self.over = True
         if self.plan.stage == 2 and came:
-            self.flush()
-            self.bucket = None
+            self._end()
+
+    def _end(self) -> None:
+        """The epilogue: the bucket goes, and whatever a parameter still has for a gradient."""
+        self.flush()
+        self.bucket = None
+        self.lingering.clear()
 
     # The update
 
@@ -237,8 +248,7 @@ class PartitionedOffload(States):
                 gradient, leaf.grad = leaf.grad, None
                 self.arrive(leaf, gradient)
                 del gradient
-        self.flush()
-        self.bucket = None
+        self._end()
 
     def _finalize(self) -> None:
         """_finalize_cpu_offload_gradient_accumulation: back from the host to be squared."""
