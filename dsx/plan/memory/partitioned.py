@@ -147,7 +147,8 @@ class Bucketed(Partitioned):
         self.in_bucket: list[Leaf] = []
         self.elements = 0
         self.fresh: Tensor | None = None
-        self.total: Tensor | None = None
+        self.total: list[Tensor | None] = []
+        self.came: set[str] = set()
         self.large: Tensor | None = None
         for leaf in self.order:
             leaf.accumulate = self.arrive
@@ -174,6 +175,7 @@ class Bucketed(Partitioned):
             self.large = gradient
         self.elements += leaf.numel
         self.in_bucket.append(leaf)
+        self.came.add(leaf.name)
 
     def flush(self) -> None:
         """reduce_ipg_grads: average_tensor's flat copy, then this rank's gradients go to their own buffer."""
@@ -253,12 +255,21 @@ class Bucketed(Partitioned):
             return
         self.set_up()
         self.flush()
-        if self.total is None:
-            self.total = self.fresh
+        if not self.separate:
+            # get_all_grad_tensors: those of other chunks count as zeros, to which the next are added.
+            missing = [leaf for leaf in self.order if leaf.name in self.places and leaf.name not in self.came]
+            zeros = [self._zeros(leaf) for leaf in missing]
+            self.total = self.total or [self.fresh, *zeros]
+            del zeros
+        self.came.clear()
         self.fresh = self.bucket = None
         if self.separate and boundary:
             for group in range(len(self.sizes)):
                 self.average(group)
+
+    def _zeros(self, leaf: Leaf) -> Tensor:
+        source, width = f"{_FILE} get_all_grad_tensors", self.settings.width
+        return self.new("gradients", "zeros", "w of another chunk's", source, leaf.numel, width)
 
     def _single(self, group: int, size: int) -> Tensor:
         if self.separate:
@@ -269,7 +280,7 @@ class Bucketed(Partitioned):
             gradient = self.new("temporaries", "fp32 gradients", "4 P/N", f"{_FILE} step", size, 4)
         del flat
         if group == len(self.sizes) - 1:
-            self.total = None
+            self.total = []
         return gradient
 
 
