@@ -5,27 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dsx.config.memory_optimizer import optimizer_of
 from dsx.config.problems import at
 from dsx.errors import ConfigError
 from dsx.plan.memory.offload import Offload
 
-KERNEL_STATE_BYTES = {"adam": 8, "adamw": 8, "lion": 8, "adagrad": 4}
-"""What DeepSpeed's own updates for CPUs keep for each element; Lion's a second moment too, which it does not use
-(ops/lion/cpu_lion.py, step)."""
-
-TORCH_STEP_BYTES = {"adam": 8, "adamw": 8}
-"""What torch's update takes for each fp32 element on a CPU, where it goes tensor by tensor: the second moment's
-root, and that divided (torch/optim/adam.py, _single_tensor_adam)."""
+LION_STATE_BYTES = 8
+"""DeepSpeed's Lion for CPUs also makes a second moment, which it does not use (ops/lion/cpu_lion.py, step)."""
 
 
-def offload_of(zero: Mapping[str, Any], kind: str, *, torch_optimizer: bool, decays: bool) -> Offload | None:
+def offload_of(
+    zero: Mapping[str, Any], optimizer: Mapping[str, Any], declared_bytes: int | None
+) -> Offload | None:
     """``offload_optimizer`` and ``offload_param``; None if nothing is offloaded.
 
     Args:
         zero: ``zero_optimization``.
-        kind: ``optimizer.type`` in small letters.
-        torch_optimizer: Whether it is torch's, not DeepSpeed's CPU kernel.
-        decays: Whether weight decay is added to the gradient, in a copy of it.
+        optimizer: The ``optimizer`` block.
+        declared_bytes: ``dsx.optimizer_bytes``.
 
     Raises:
         ConfigError: NVMe, or another kind of offload whose memory dsx does not know.
@@ -38,24 +35,26 @@ def offload_of(zero: Mapping[str, Any], kind: str, *, torch_optimizer: bool, dec
                 "a deprecated key, which the estimate does not read",
                 f'write "{fix}": {{"device": "cpu"}}',
             )
-    optimizer, parameters = _block(zero, "offload_optimizer"), _block(zero, "offload_param")
-    if optimizer is None and parameters is None:
+    moved, parameters = _block(zero, "offload_optimizer"), _block(zero, "offload_param")
+    if moved is None and parameters is None:
         return None
-    if optimizer is not None and optimizer.get("super_offload"):
+    moved = moved or {}
+    if moved.get("super_offload"):
         raise ConfigError(
             at("zero_optimization.offload_optimizer.super_offload", True),
             "dsx has not learned what memory it takes",
             "remove it for the estimate",
         )
-    taken = TORCH_STEP_BYTES.get(kind, 0) + 4 * decays if torch_optimizer else 0
+    chosen = optimizer_of(optimizer, "cpu", declared_bytes)
+    kernel = chosen.kind == "lion" and declared_bytes is None
     return Offload(
-        optimizer=optimizer is not None,
+        optimizer=bool(moved),
         parameters=parameters is not None,
-        pinned=bool((optimizer or {}).get("pin_memory", True)),
+        pinned=bool(moved.get("pin_memory", True)),
         pinned_parameters=bool((parameters or {}).get("pin_memory", True)),
-        ratio=float((optimizer or {}).get("ratio", 1.0)),
-        state_bytes=None if torch_optimizer else KERNEL_STATE_BYTES.get(kind),
-        step_bytes=taken,
+        ratio=float(moved.get("ratio", 1.0)),
+        state_bytes=LION_STATE_BYTES if kernel else chosen.rule.state_bytes,
+        step_bytes=chosen.rule.step_bytes,
     )
 
 

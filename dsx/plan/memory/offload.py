@@ -23,7 +23,7 @@ class Offload:
         pinned: ``offload_optimizer.pin_memory``.
         pinned_parameters: ``offload_param.pin_memory``.
         ratio: ``offload_optimizer.ratio``, ZeRO-3: sub-groups on the host, of all; the first ones stay behind.
-        state_bytes: What the update keeps for each element there; None for what it keeps anywhere.
+        state_bytes: What the update keeps for each element there.
         step_bytes: What the update takes besides, for each element of a group: torch's Adam on a CPU 8,
             DeepSpeed's nothing.
         rounds: Whether pinned memory comes in powers of two (torch's CachingHostAllocator does that).
@@ -34,7 +34,7 @@ class Offload:
     pinned: bool = True
     pinned_parameters: bool = False
     ratio: float = 1.0
-    state_bytes: int | None = None
+    state_bytes: int = 0
     step_bytes: int = 0
     rounds: bool = True
 

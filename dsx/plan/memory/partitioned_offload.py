@@ -229,7 +229,6 @@ class PartitionedOffload(States):
         else:
             self._finalize()
         state, source = self.offload.state_bytes, "torch optim, or DeepSpeed's for CPUs"
-        state = self.settings.optimizer.state_bytes if state is None else state
         for size in self.sizes:
             if state and not self.updated:
                 formula, size_bytes = f"{state} P/N, padded", state * size

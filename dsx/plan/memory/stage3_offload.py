@@ -157,7 +157,6 @@ class Stage3Offload(Stage3):
     def update_on_host(self, index: int, size: int) -> None:
         """Moments at the first update; what the update takes besides."""
         state, source = self.offload.state_bytes, "torch optim, or DeepSpeed's for CPUs"
-        state = self.settings.optimizer.state_bytes if state is None else state
         if state and index not in self.updated:
             formula = f"{state} P/N, padded"
             size_bytes = state * size
