@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dsx.config.batch import MICRO
 from dsx.config.memory_job import job_of
 from dsx.config.plan_inputs import PlanInputs
 from dsx.config.resolve import resolve
-from dsx.config.run import RunConfig
 from dsx.plan.memory.estimate import estimate
 from dsx.plan.planner.layout import Layout
 from dsx.plan.planner.step_time import Predictor
-
-_ALL_LIVE = ("gpipe", "looped_bfs")  # Their activations grow with the number of micro-batches.
-_ROUNDS = 3  # Micro-batches per rank, after which a pipeline keeps no more than it did.
 
 
 def layout_config(inputs: PlanInputs, layout: Layout, predictor: Predictor) -> dict[str, Any]:
@@ -55,36 +51,27 @@ class LayoutMemory:
         inputs: What is trained.
         predictor: Cuts it into stages.
         on_cpu: Whether the ranks are CPU processes.
+        cap_bytes: Above this it does not matter how far above.
     """
 
     inputs: PlanInputs
     predictor: Predictor
     on_cpu: bool
+    cap_bytes: int
 
     def __call__(self, layout: Layout) -> int:
-        """Bytes of the fullest of the first, the last and the heaviest pipeline rank.
+        """Bytes of the fullest of the first, last and heaviest pipeline ranks, or of one above the cap.
 
         Raises:
             DsxError: The layout cannot be run.
         """
         config = layout_config(self.inputs, layout, self.predictor)
         run = resolve(config, world_size=self.inputs.gpus)
-        job = job_of(_shorter(run), device="cpu" if self.on_cpu else "cuda")
-        last = layout.pipeline - 1
+        job = job_of(run, device="cpu" if self.on_cpu else "cuda")
         heaviest = max(range(layout.pipeline), key=run.local_parameters)
-        ranks = sorted({0, last, heaviest})
-        peaks = [estimate(job, run.mesh.rank(pp=rank)).peak.peak_bytes for rank in ranks]
-        return max(peaks)
-
-
-def _shorter(run: RunConfig) -> RunConfig:
-    """The run with as many micro-batches as tell its peak.
-
-    Groups of interleaved schedules keep their size: with r of m left over they have r / (m / p) more.
-    """
-    ranks, count = run.mesh.pp, run.accumulation
-    if run.program.name in _ALL_LIVE:
-        return run
-    rounds = max(1, count // ranks)
-    more = -(-(count % ranks) // rounds)
-    return replace(run, accumulation=min(count, _ROUNDS * (ranks + more)))
+        peak = 0
+        for rank in dict.fromkeys((0, layout.pipeline - 1, heaviest)):
+            peak = max(peak, estimate(job, run.mesh.rank(pp=rank)).peak.peak_bytes)
+            if peak > self.cap_bytes:
+                break
+        return peak

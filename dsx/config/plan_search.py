@@ -88,7 +88,7 @@ def plan_search(inputs: PlanInputs, fixed: Fixed, measured: Calibration | None =
         cap_bytes=None if fixed.gpu_memory is None else int(fixed.gpu_memory * _GIB),
         update_bytes=_update_bytes(inputs),
     )
-    memory = LayoutMemory(inputs, search.predictor, cluster.is_host)
+    memory = LayoutMemory(inputs, search.predictor, cluster.is_host, search.cap)
     return replace(search, memory=memory)
 
 

@@ -106,10 +106,10 @@ def least_seconds(program: Program, num_ranks: int, num_micro_batches: int, cost
     """
     by_op = costs.by_op(num_stages := len(_per_stage(costs)))
     forward, backward = by_op[Op.FORWARD], by_op[Op.BACKWARD]
-    if program.divides:
-        backward = tuple(
-            a + b for a, b in zip(by_op[Op.BACKWARD_INPUT], by_op[Op.BACKWARD_WEIGHT], strict=True)
-        )
+    if program.divides:  # Some of them leave some backwards whole.
+        parts = zip(by_op[Op.BACKWARD_INPUT], by_op[Op.BACKWARD_WEIGHT], strict=True)
+        divided = (first + second for first, second in parts)
+        backward = tuple(map(min, backward, divided))
     busy = [0.0] * num_ranks
     for stage in range(num_stages):
         chunk, place = divmod(stage, num_ranks)

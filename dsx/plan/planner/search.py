@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -27,8 +27,8 @@ class Ranked:
     Attributes:
         layout: Which.
         time: Its step.
-        peak_bytes: Memory of its fullest rank; for one that was left out for its memory's bound, that bound.
-        fits: Whether it stays within the cap.
+        peak_bytes: Memory of its fullest rank, or a bound of it.
+        fits: Whether that stays within the cap.
         is_bound: Whether ``peak_bytes`` is a bound.
     """
 
@@ -133,11 +133,11 @@ class Search:
                 best[mesh] = ranked
         if not best:
             raise self._nothing_fits()
-        first = next(iter(best.values()))
+        first = min(best.values(), key=lambda each: each.time.seconds)
         return Plan(
             task=self.task,
             cap_bytes=self.cap,
-            best=tuple(best.values()),
+            best=tuple(sorted(best.values(), key=lambda each: each.time.seconds)),
             others=tuple(self._neighbours(first)),
             too_large=self._faster(first),
             predicted=len(self._times),
@@ -146,10 +146,7 @@ class Search:
 
     def judge(self, layout: Layout) -> Ranked | None:
         """One layout; None if it cannot be run."""
-        try:
-            return self._judge(layout, self._time(layout))
-        except (LayoutError, ScheduleError):
-            return None
+        return self._judge(layout, self._time(layout)) if self._can_run(layout) else None
 
     def _open(self, mesh: Layout) -> Iterator[_Node]:
         """A mesh's variants whose memory can fit, with a bound as if there were no bubble."""
@@ -219,10 +216,33 @@ class Search:
             elif other.chunks != layout.chunks:
                 changed.setdefault("chunks", []).append(other)
         for options in changed.values():
-            ranked = [it for each in options if (it := self.judge(each)) is not None]
-            ranked.sort(key=lambda each: (0, each.time.seconds) if each.fits else (1, each.peak_bytes))
-            found += ranked[:1]
+            found += self._best_of(options, first)
         return sorted(found, key=lambda each: each.time.seconds)
+
+    def _best_of(self, layouts: Iterable[Layout], first: Ranked) -> list[Ranked]:
+        """The fastest that may fit; if none does, the one that comes nearest.
+
+        Memory is estimated in full only for those that are faster than the first: others lose anyhow.
+        """
+        tried = []
+        for layout in sorted(filter(self._can_run, layouts), key=lambda each: self._time(each).seconds):
+            time, floor = self._time(layout), self._floor.of(layout)
+            if time.seconds < first.time.seconds:
+                ranked = self._judge(layout, time)
+            else:
+                fits = floor <= self.cap
+                ranked = Ranked(layout=layout, time=time, peak_bytes=floor, fits=fits, is_bound=True)
+            if ranked is not None and ranked.fits:
+                return [ranked]
+            tried += [] if ranked is None else [ranked]
+        return sorted(tried, key=lambda each: each.peak_bytes)[:1]
+
+    def _can_run(self, layout: Layout) -> bool:
+        try:
+            self._time(layout)
+        except (LayoutError, ScheduleError):
+            return False
+        return True
 
     def _faster(self, first: Ranked) -> tuple[Ranked, ...]:
         """What is faster and too large: the fastest of each mesh and way to recompute."""
