@@ -139,6 +139,12 @@ def sync(folder: Path) -> None:
             _sync(Path(at))
 
 
+def sync_folder(folder: Path) -> None:
+    """Flush the names in ``folder``, not what they stand for. Raises CheckpointError."""
+    with _explained(folder):
+        _sync(folder)
+
+
 def require_space(root: Path, needed_bytes: int) -> None:
     """Raise CheckpointError unless ``needed_bytes`` more fit on the disk that holds ``root``."""
     at = root.absolute()
