@@ -218,15 +218,25 @@ def _converted(jobs: Sequence[Job]) -> Iterator[str]:
 
 
 def _left(source: Catalog, jobs: Sequence[Job]) -> Iterator[str]:
-    """What no job reads. An fp32 weight that equals its master is no loss, but which it is is not known."""
+    """What no job reads. A weight is what rounding makes of its master: it is not lost if that is kept."""
     used = {job.source.key for job in jobs}
     made = {job.target.name for job in jobs}
-    left = [entry for entry in source.entries if entry.key not in used]
+    kept = {job.target.name for job in jobs if job.source.state in ("weight", "master") and _is_wide(job)}
+    left = [
+        entry
+        for entry in source.entries
+        if entry.key not in used and not (entry.state in ("weight", "master") and entry.name in kept)
+    ]
     for state, count in Counter(entry.state for entry in left if entry.name in made).items():
         yield f"{state} of {count} tensors stays behind: the target has no place for it"
-    unknown = [entry.name for entry in left if entry.name not in made]
+    unknown = sorted({entry.name for entry in left if entry.name not in made})
     if unknown:
-        names = sorted(set(unknown))
-        yield f"{len(names)} tensors stay behind, which the target does not know: {', '.join(names[:5])}" + (
-            ", ..." if len(names) > 5 else ""
+        more = ", ..." if len(unknown) > 5 else ""
+        yield (
+            f"{len(unknown)} tensors stay behind, which the target does not know: "
+            f"{', '.join(unknown[:5])}{more}"
         )
+
+
+def _is_wide(job: Job) -> bool:
+    return job.source.dtype == job.target.dtype == "float32"

@@ -30,7 +30,8 @@ from dsx.spec.param import Box
 
 DEFAULT_MEMORY_BYTES = 512 << 20
 _INTERPRETER_BYTES = 80 << 20  # Python, numpy and the plan's own objects
-_BATCHES = 64  # of work between two flushes: what a kill can cost is two of them
+_BATCHES = 48  # of work between two flushes: what a machine that goes down can cost is two of them
+_LEAST_BATCH_BYTES = 64 << 20
 Unit = tuple[int, int, Box]
 
 
@@ -176,9 +177,9 @@ class _Run:
         self._lock, self._flushing = threading.Lock(), threading.Lock()
         self._stopped = False
         self._done: dict[tuple[int, int], Record] = {}
-        self._pending: list[Record] = []
-        self._pending_bytes = 0
-        self._batch_bytes = plan.write_bytes // _BATCHES
+        self._unflushed: set[str] = set()
+        self._unflushed_bytes = 0
+        self._batch_bytes = max(plan.write_bytes // _BATCHES, _LEAST_BATCH_BYTES)
         self.resumed_bytes = 0
         for record in staging.records:
             self._take(record)
@@ -213,12 +214,14 @@ class _Run:
                 if unit is None:
                     return
                 record = self._unit(*unit)
+                done_bytes = _written_bytes(record)
                 with self._lock:
                     self._take(record)
-                    self._pending.append(record)
-                    self._pending_bytes += _written_bytes(record)
-                    due = self._pending_bytes >= self._batch_bytes
-                self._progress(_written_bytes(record))
+                    self._staging.note(record)
+                    self._unflushed |= {region[0] for region in record["regions"]}
+                    self._unflushed_bytes += done_bytes
+                    due = self._unflushed_bytes >= self._batch_bytes
+                self._progress(done_bytes)
                 if due:
                     self._flush()
         except BaseException:
@@ -258,13 +261,14 @@ class _Run:
         """Bring what was written to the disk, then say so in the journal."""
         with self._flushing:
             with self._lock:
-                records, self._pending, self._pending_bytes = self._pending, [], 0
-            for name in sorted({region[0] for record in records for region in record["regions"]}):
+                names, count = sorted(self._unflushed), self._staging.count
+                self._unflushed, self._unflushed_bytes = set(), 0
+            for name in names:
                 path = self._staging.path_of(name)
                 with blamed(path, "its tensors", "flushing", RESUMES), self._writes.lend(name) as file:
                     os.fdatasync(file)
-            if records:
-                self._staging.note(records)
+            with self._lock:
+                self._staging.seal(count)
 
     def fill_crc32(self) -> None:
         """Write the CRC32s that the target's files keep of their own members."""

@@ -84,10 +84,20 @@ class Staging:
         """Where a file of the target is now."""
         return self.data / file
 
-    def note(self, records: list[Record]) -> None:
-        """Record work whose bytes are on the disk."""
+    @property
+    def count(self) -> int:
+        """Records in the journal."""
+        return self._journal.count
+
+    def note(self, record: Record) -> None:
+        """Record work whose bytes are written. Not for two threads at once."""
         with blamed(self.partial / _JOURNAL, "the journal", "writing", RESUMES):
-            self._journal.append(records)
+            self._journal.append(record)
+
+    def seal(self, count: int) -> None:
+        """Note that the bytes of the first ``count`` records are on the disk."""
+        with blamed(self.partial / _JOURNAL, "the journal", "writing", RESUMES):
+            self._journal.seal(count)
 
     def commit(self, *, point_latest: bool) -> None:
         """Flush everything, give the folder its name, and make it what ``latest`` names if wanted."""
