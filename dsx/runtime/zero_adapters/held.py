@@ -97,6 +97,22 @@ def held(engine: Any) -> tuple[Held, ...]:
     return tuple(makers.get(type(wrapper).__name__, _plain)(wrapper))
 
 
+def trained_parameters(engine: Any) -> Iterator[nn.Parameter]:
+    """Every parameter that an optimizer of this rank's ZeRO group updates, whichever of them holds it."""
+    wrapper = engine.optimizer
+    names = {
+        "DeepSpeedZeroOptimizer": "bit16_groups",
+        "BF16_Optimizer": "bf16_groups",
+        "DeepSpeedZeroOptimizer_Stage3": "fp16_groups",
+        "FP16_Optimizer": "fp16_groups",
+        "FP16_UnfusedOptimizer": "fp16_groups",
+    }
+    name = names.get(type(wrapper).__name__)
+    groups = getattr(wrapper, name) if name else [group["params"] for group in wrapper.param_groups]
+    for group in groups:
+        yield from group
+
+
 def refresh_weights(engine: Any) -> None:
     """Make the weights that the model computes with what the masters say. Collective over each ZeRO group."""
     wrapper = engine.optimizer
@@ -136,9 +152,7 @@ def _plan_spans(
     ]
     plan = ZeroPlan(stage=stage, dp=dist.get_world_size(process_group), groups=tuple(named), **options)
     by_name = {
-        f"{at}.{index}": parameter
-        for at, group in enumerate(groups)
-        for index, parameter in enumerate(group)
+        f"{at}.{index}": parameter for at, group in enumerate(groups) for index, parameter in enumerate(group)
     }
     return [
         tuple(Span(by_name[piece.name], piece.start, piece.stop, piece.offset) for piece in buffer.pieces)
