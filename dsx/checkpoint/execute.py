@@ -170,7 +170,7 @@ class _Run:
     ) -> None:
         self._target, self._plan, self._staging = target, plan, staging
         self._progress = options.progress
-        self.reader = SourceReader(source)
+        self.reader = SourceReader(source, plan.tile_elements)
         self._writes = FilePool(staging.path_of, os.O_RDWR)
         self._crc32_files = {s.file for s in target.skeletons if s.crc32_fields}
         self._crc32 = Crc32Parts()

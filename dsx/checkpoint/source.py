@@ -7,13 +7,14 @@ import threading
 import zlib
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from dsx.checkpoint.catalog import Catalog, Checksum, Entry, locate
+from dsx.checkpoint.catalog import Catalog, Checksum, Entry, check_files, locate
 from dsx.checkpoint.checksums import Crc32Parts, Part, crc32_joined, digest
 from dsx.checkpoint.dtypes import Array, numpy_dtype
 from dsx.checkpoint.file_io import FilePool, blamed, crc32_of_file, digest_of_file, read_box
@@ -50,15 +51,16 @@ class SourceReader:
 
     Args:
         catalog: The checkpoint.
+        tile_elements: Size of the tiles that will be asked for. The manifest's digests are compared if it has
+            them of tiles of this size.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, tile_elements: int) -> None:
         self._catalog = catalog
+        self._digests = catalog.tile_digests if catalog.tile_elements == tile_elements else {}
         self._holders = catalog.files
         self._files = FilePool(lambda file: locate(catalog, file, str(self._holders[file])), os.O_RDONLY)
-        self._sums: dict[tuple[str, str], list[Checksum]] = defaultdict(list)
-        for checksum in sorted(catalog.checksums, key=lambda item: (item.file, item.start)):
-            self._sums[checksum.file, checksum.algorithm].append(checksum)
+        self._sums = _by_file(catalog)
         self._parts = Crc32Parts()
         self._lock = threading.Lock()
         self.tiles_checked = 0
@@ -93,7 +95,7 @@ class SourceReader:
                     if take_crc32:
                         parts.append((piece.file, start, stop, zlib.crc32(data)))
         found = digest(out.reshape(-1).view(np.uint8).data)
-        known = self._catalog.tile_digests.get(entry.key)
+        known = self._digests.get(entry.key)
         if known is not None and (number >= len(known) or known[number] != found):
             raise self._damage(entry, index, tile)
         self.note(parts, checked=known is not None)
@@ -134,7 +136,7 @@ class SourceReader:
                 crc = crc32_of_file(file, start, stop) if known is None else known
                 total = crc32_joined(total, crc, stop - start)
         if f"{total:08x}" != checksum.digest:
-            raise _damaged(path, ", ".join(self._tensors_in(checksum)) or "a tensor", checksum)
+            raise _damaged(path, _tensors_in(self._catalog, checksum), checksum)
 
     def _damage(self, entry: Entry, index: PieceIndex, tile: Box) -> DamagedError:
         """The error for a tile with a wrong digest; finds the file by the regions' own checksums."""
@@ -155,17 +157,54 @@ class SourceReader:
             _USE_ANOTHER,
         )
 
-    def _tensors_in(self, checksum: Checksum) -> list[str]:
-        return [
-            str(entry)
-            for entry in self._catalog.entries
-            if any(
-                piece.file == checksum.file
-                and piece.offset < checksum.stop
-                and piece.stop(entry.item_bytes) > checksum.start
-                for piece in entry.pieces
-            )
-        ]
+
+def verify(catalog: Catalog, progress: Callable[[int], None] = lambda _: None) -> Iterator[DamagedError]:
+    """Read everything that a checkpoint has a checksum of and compare; yields what is wrong.
+
+    Args:
+        catalog: The checkpoint.
+        progress: Called with the bytes read since the last call.
+
+    Raises:
+        CheckpointError: A file is missing, too short for its tensors, or cannot be read.
+    """
+    check_files(catalog)
+    files = FilePool(lambda file: locate(catalog, file, "a checksum"), os.O_RDONLY)
+    take = {"xxh3_128": digest_of_file, "crc32": lambda *span: f"{crc32_of_file(*span):08x}"}
+    try:
+        for (file, algorithm), checksums in sorted(_by_file(catalog).items()):
+            path = catalog.root / file
+            with blamed(path, "its checksums", "reading", _USE_ANOTHER), files.lend(file) as descriptor:
+                for checksum in checksums:
+                    found = take[algorithm](descriptor, checksum.start, checksum.stop)
+                    progress(checksum.stop - checksum.start)
+                    if found != checksum.digest:
+                        yield _damaged(path, _tensors_in(catalog, checksum), checksum)
+    finally:
+        files.close()
+
+
+def _by_file(catalog: Catalog) -> dict[tuple[str, str], list[Checksum]]:
+    """Checksums by file and algorithm, in the order of their bytes."""
+    found: dict[tuple[str, str], list[Checksum]] = defaultdict(list)
+    for checksum in sorted(catalog.checksums, key=lambda item: (item.file, item.start)):
+        found[checksum.file, checksum.algorithm].append(checksum)
+    return found
+
+
+def _tensors_in(catalog: Catalog, checksum: Checksum) -> str:
+    names = [
+        str(entry)
+        for entry in catalog.entries
+        if any(
+            piece.file == checksum.file
+            and piece.offset < checksum.stop
+            and piece.stop(entry.item_bytes) > checksum.start
+            for piece in entry.pieces
+        )
+    ]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return "; ".join(names[:3]) + more if names else "its header"
 
 
 def within(box: Box, tile: Box) -> tuple[Any, ...]:

@@ -74,14 +74,15 @@ def random_bits(specs: Sequence[ParamSpec], states: Mapping[str, str], seed: int
 
 
 def plain(
-    folder: Path, specs: Sequence[ParamSpec], states: Mapping[str, str], *, seed=0, facts=None
+    folder: Path, specs: Sequence[ParamSpec], states: Mapping[str, str], *, seed=0, facts=None, bits=None
 ) -> Catalog:
     """A checkpoint with every tensor whole, one after another in one file."""
     folder.mkdir(parents=True)
-    bits = random_bits(specs, states, seed)
+    bits = bits or random_bits(specs, states, seed)
     entries, at = [], 0
     with (folder / "all.bin").open("wb") as file:
-        for (name, state), array in bits.items():
+        for name, state in ((spec.name, state) for spec in specs for state in states):
+            array = bits[name, state]
             piece = Piece("all.bin", at, (0,) * array.ndim, array.shape, contiguous(array.shape))
             entries.append(
                 Entry(name=name, state=state, shape=array.shape, dtype=states[state], pieces=(piece,))
@@ -107,3 +108,8 @@ def bits_of(tensor: torch.Tensor) -> np.ndarray:
     name = str(tensor.dtype).removeprefix("torch.")
     flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return np.frombuffer(flat.tobytes(), _WORDS[name]).reshape(tuple(tensor.shape))
+
+
+def num_bytes(folder: Path) -> int:
+    """Bytes of the tensors in a dsx checkpoint."""
+    return dsx_native.catalog_of(folder).num_bytes
