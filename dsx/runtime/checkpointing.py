@@ -16,6 +16,7 @@ from dsx.runtime.entry import AGREED
 from dsx.runtime.launch import agree
 from dsx.runtime.run_facts import require_same_optimizer, restore_facts, restore_random_states
 from dsx.runtime.stored import Names, load_stored
+from dsx.runtime.zero_adapters.held import refresh_weights
 
 if TYPE_CHECKING:
     from dsx.runtime.engine import PipelineEngine
@@ -47,6 +48,7 @@ def load(engine: PipelineEngine, root: Path, *, tag: str | None) -> tuple[Path, 
     path = agree(check)
     catalog = read_manifest(path / store.MANIFEST)
     _together(lambda: load_stored(engine, catalog))
+    refresh_weights(engine.deepspeed_engine)
     client = restore_facts(engine, catalog.facts, str(path))
     restore_random_states(engine, path, catalog.facts)
     dist.barrier()

@@ -15,7 +15,7 @@ from dsx.checkpoint.dtypes import numpy_dtype
 from dsx.checkpoint.pieces import Part, local_parts
 from dsx.checkpoint.reader import Reader
 from dsx.errors import CheckpointError
-from dsx.runtime.zero_adapters.held import Span, held, refresh_weights, trained_parameters
+from dsx.runtime.zero_adapters.held import Span, held, trained_parameters
 from dsx.spec.param import Init, ParamSpec
 
 if TYPE_CHECKING:
@@ -127,9 +127,9 @@ def stored_here(engine: PipelineEngine, *, everything: bool = False) -> Iterator
 
 
 def load_stored(engine: PipelineEngine, catalog: Catalog) -> int:
-    """Fill masters, moments, frozen weights and buffers from a checkpoint of any layout; weights follow.
+    """Fill masters, moments, frozen weights and buffers from a checkpoint of any layout.
 
-    A collective call over all ranks. Each reads what it holds, and nothing else.
+    Each rank reads what it holds, and nothing else; :func:`dsx.runtime.zero_adapters.held.refresh_weights` makes weights of the masters.
 
     Returns:
         Bytes of tensors that this rank read.
@@ -147,9 +147,7 @@ def load_stored(engine: PipelineEngine, catalog: Catalog) -> int:
         for stored in stored_here(engine, everything=True):
             for content in stored.contents:
                 _fill(reader, stored, content)
-        read = reader.read_bytes
-    refresh_weights(engine.deepspeed_engine)
-    return read
+        return reader.read_bytes
 
 
 def _fill(reader: Reader, stored: Stored, content: Content) -> None:
