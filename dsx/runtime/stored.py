@@ -129,7 +129,7 @@ def stored_here(engine: PipelineEngine, *, everything: bool = False) -> Iterator
 def load_stored(engine: PipelineEngine, catalog: Catalog) -> int:
     """Fill masters, moments, frozen weights and buffers from a checkpoint of any layout.
 
-    Each rank reads what it holds, and nothing else; :func:`dsx.runtime.zero_adapters.held.refresh_weights` makes weights of the masters.
+    Each rank reads what it holds, and nothing else. Weights are still to be made of the masters.
 
     Returns:
         Bytes of tensors that this rank read.

@@ -56,7 +56,7 @@ def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(tmp_path: Pa
     losses = ranks.run(save_both_ways, 2, str(tmp_path))
     assert (tmp_path / "latest").read_text() == "beside"
     both = [read_manifest(tmp_path / tag / "dsx.json") for tag in ("before", "beside")]
-    assert [sum.digest for sum in both[0].checksums] == [sum.digest for sum in both[1].checksums]
+    assert [one.digest for one in both[0].checksums] == [one.digest for one in both[1].checksums]
     assert ranks.run(load_and_go_on, 2, str(tmp_path), "beside") == losses
 
 

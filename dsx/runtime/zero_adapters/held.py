@@ -1,9 +1,9 @@
-"""What of each parameter a rank keeps in fp32 with its optimizer state, for every wrapper that DeepSpeed chooses.
+"""What of each parameter a rank keeps in fp32 with its optimizer state, for each of DeepSpeed's wrappers.
 
 The one place that knows where DeepSpeed 0.19.8 has its master weights. Sources below deepspeed/runtime:
 zero/stage_1_and_2.py and bf16_optimizer.py (one flat partition per group), zero/stage3.py (sub-groups of
-parameters, each cut by itself), fp16/fused_optimizer.py (one flat tensor per group), fp16/unfused_optimizer.py
-and plain torch optimizers (a tensor per parameter).
+parameters, each cut by itself), fp16/fused_optimizer.py (one flat tensor per group),
+fp16/unfused_optimizer.py and plain torch optimizers (a tensor per parameter).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Held:
         }
 
     def make(self, moments: Sequence[str], numbers: Mapping[str, float]) -> None:
-        """Give it these states: moments of zeros where there are none, numbers of the kind the optimizer uses."""
+        """Give it these states: moments of zeros where it has none, numbers of the kind that it uses."""
         state = self.optimizer.state[self.master]
         for name in moments:
             if name not in state:
