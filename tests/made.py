@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from dsx.checkpoint.catalog import Catalog, Entry, Piece
 from dsx.checkpoint.copy_plan import plan
@@ -103,8 +102,10 @@ def with_tiles(catalog: Catalog, tile: int) -> Catalog:
     return catalog if catalog.tile_elements else replace(catalog, tile_elements=tile)
 
 
-def bits_of(tensor: torch.Tensor) -> np.ndarray:
+def bits_of(tensor) -> np.ndarray:
     """A torch tensor's bits, as :func:`random_bits` has them."""
+    import torch  # here: what runs without it starts faster
+
     name = str(tensor.dtype).removeprefix("torch.")
     flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return np.frombuffer(flat.tobytes(), _WORDS[name]).reshape(tuple(tensor.shape))
