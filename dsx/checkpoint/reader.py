@@ -17,7 +17,7 @@ from dsx.checkpoint.checksums import digest
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS, region, tiles
 from dsx.checkpoint.dtypes import Array, convert, numpy_dtype
 from dsx.checkpoint.file_io import FilePool, blamed, read_box
-from dsx.checkpoint.pieces import Part, PieceIndex, dense_blocks, flat_offset, volume
+from dsx.checkpoint.pieces import Part, PieceIndex, dense_blocks, flat_offset, intersect, volume
 from dsx.errors import CheckpointError
 from dsx.spec.param import Box
 
@@ -88,7 +88,7 @@ class Reader:
             covered = 0
             for piece, shared in index.overlaps(box):
                 covered += volume(shared)
-                for tile in tiles_of(shared):
+                for tile in tiles_of(entry.shape, shared):
                     self._copy(entry, piece, tile, _window(out, part, tile), dtype)
             if covered != volume(box):
                 raise CheckpointError(
@@ -120,11 +120,12 @@ class Reader:
             window[...] = convert(values, entry.dtype, dtype)
 
 
-def tiles_of(box: Box) -> Iterator[Box]:
-    """The boxes by which a box is read."""
-    shape = tuple(high - low for low, high in box)
+def tiles_of(shape: Sequence[int], box: Box) -> Iterator[Box]:
+    """The parts of a box by which it is read: of the tiles of its tensor, so that layouts share them."""
     for tile in tiles(shape, TILE_ELEMENTS):
-        yield tuple((low + a, low + b) for (low, _), (a, b) in zip(box, tile, strict=True))
+        shared = intersect(tile, box)
+        if shared is not None:
+            yield shared
 
 
 def stretches(piece: Piece, box: Box, item_bytes: int) -> Iterator[tuple[int, int]]:

@@ -143,14 +143,14 @@ def _described(
     sums = [
         Checksum(file, start, stop, "xxh3_128", digest(data[start - origin : stop - origin]))
         for piece in pieces
-        for start, stop in _stretches(piece, size)
+        for start, stop in _stretches(item.entry, piece)
     ]
     return replace(item.entry, pieces=pieces), sums
 
 
-def _stretches(piece: Piece, item_bytes: int) -> Iterator[tuple[int, int]]:
-    for tile in tiles_of(piece.box):
-        yield from stretches(piece, tile, item_bytes)
+def _stretches(entry: Entry, piece: Piece) -> Iterator[tuple[int, int]]:
+    for tile in tiles_of(entry.shape, piece.box):
+        yield from stretches(piece, tile, entry.item_bytes)
 
 
 def _specs(blocks: Iterable[Block]) -> tuple[ParamSpec, ...]:
