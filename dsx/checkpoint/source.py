@@ -61,6 +61,9 @@ class SourceReader:
         self._holders = catalog.files
         self._files = FilePool(lambda file: locate(catalog, file, str(self._holders[file])), os.O_RDONLY)
         self._sums = _by_file(catalog)
+        self._regions = {
+            (one.file, one.start, one.stop): one for one in catalog.checksums if one.algorithm != "crc32"
+        }
         self._parts = Crc32Parts()
         self._lock = threading.Lock()
         self.tiles_checked = 0
@@ -86,6 +89,9 @@ class SourceReader:
         """
         out = np.empty([stop - start for start, stop in tile], numpy_dtype(entry.dtype))
         parts: list[Part] = []
+        known = self._digests.get(entry.key)
+        unknown = known is None
+        regions = stretches = 0
         for piece, box in index.overlaps(tile):
             view = out[within(box, tile)]
             take_crc32 = (piece.file, "crc32") in self._sums
@@ -94,12 +100,17 @@ class SourceReader:
                 for start, stop, data in read_box(file, piece, box, view):
                     if take_crc32:
                         parts.append((piece.file, start, stop, zlib.crc32(data)))
+                    region = self._regions.get((piece.file, start, stop)) if unknown else None
+                    if region is not None and digest(data) != region.digest:
+                        raise _damaged(path, str(entry), region)
+                    regions += region is not None
+                    stretches += 1
         found = digest(out.reshape(-1).view(np.uint8).data)
-        known = self._digests.get(entry.key)
         if known is not None and (number >= len(known) or known[number] != found):
             raise self._damage(entry, index, tile)
-        self.note(parts, checked=known is not None)
-        return Tile(out, found, known is not None, tuple(parts))
+        checked = known is not None or 0 < regions == stretches
+        self.note(parts, checked=checked)
+        return Tile(out, found, checked, tuple(parts))
 
     def note(self, parts: list[Part], *, checked: bool) -> None:
         """Count a tile as read, by this reader or by an earlier one."""
