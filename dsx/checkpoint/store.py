@@ -126,6 +126,25 @@ def tags(root: Path) -> tuple[str, ...]:
     return tuple(sorted(found, key=_natural))
 
 
+def prune(root: Path, *, keep: int) -> tuple[str, ...]:
+    """Delete the oldest checkpoints but ``keep``, never the one that ``latest`` names; gives their tags.
+
+    Each vanishes at once, by a rename, before its files are deleted. Raises CheckpointError.
+    """
+    if not _exists(root / LATEST):
+        return ()
+    kept = _latest(root)
+    with _explained(root):
+        others = [tag for tag in tags(root) if tag != kept]
+        by_age = sorted(others, key=lambda tag: (root / tag).stat().st_mtime_ns)
+        old = by_age[: max(0, len(by_age) - (keep - 1))]
+        for tag in old:
+            removed = root / f".{tag}.removed"
+            (root / tag).rename(removed)
+            _remove(removed)
+    return tuple(old)
+
+
 def sync(folder: Path) -> None:
     """Flush every file and folder under ``folder``, and itself, to the disk. Raises CheckpointError."""
 
@@ -137,6 +156,12 @@ def sync(folder: Path) -> None:
             for name in names:
                 _sync(Path(at, name))
             _sync(Path(at))
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in ``folder``, not what they stand for. Raises CheckpointError."""
+    with _explained(folder):
+        _sync(folder)
 
 
 def require_space(root: Path, needed_bytes: int) -> None:

@@ -12,10 +12,13 @@ import typer
 
 from dsx import __version__
 from dsx.cli.check import check
+from dsx.cli.diff import diff
 from dsx.cli.estimate import estimate
+from dsx.cli.inspect import inspect
 from dsx.cli.plan import plan
 from dsx.cli.plot import plot
 from dsx.cli.presets import presets
+from dsx.cli.reshard import reshard
 from dsx.cli.schedule import schedule
 from dsx.cli.schema import schema
 from dsx.cli.trace import trace
@@ -47,7 +50,7 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(_root)
-    for command in (check, estimate, plan, schedule, trace, plot, presets, schema):
+    for command in (check, estimate, plan, schedule, trace, plot, reshard, inspect, diff, presets, schema):
         app.command()(command)
     return app
 

@@ -210,8 +210,19 @@ class TrainConfig(Block):
     )
     save_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: at the end only.")
     seed: int = Field(default=0, ge=0, description="Seed of fresh weights and of dropout.")
-    resume: Literal["auto", "never"] = Field(
-        default="auto", description='"auto" continues from the latest checkpoint in output if there is one.'
+    resume: str = Field(
+        default="auto",
+        min_length=1,
+        description='"auto" continues from the latest checkpoint in output if there is one; "never" does not. '
+        "A folder, of another run or of one of its checkpoints, is what a run begins with whose own output "
+        "has none; its layout may be any.",
+    )
+    save_in_background: bool = Field(
+        default=False,
+        description="Train on while a checkpoint is written, from a copy of the states in the host's memory.",
+    )
+    keep_checkpoints: int = Field(
+        default=0, ge=0, description="Delete all but the newest so many checkpoints; 0 keeps all."
     )
     export_hf: bool = Field(default=False, description="Write a Hugging Face model folder at the end.")
     trace_steps: list[Positive] = Field(

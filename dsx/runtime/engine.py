@@ -22,6 +22,7 @@ from dsx.runtime.micro_batches import MicroBatches
 from dsx.runtime.p2p import Tensors, open_channels
 from dsx.runtime.pipeline_module import PipelineModule
 from dsx.runtime.programs import Programs
+from dsx.runtime.saver import Saver
 from dsx.runtime.signatures import Signatures
 from dsx.runtime.trace import Tracer
 from dsx.runtime.zero_adapters import (
@@ -75,6 +76,7 @@ class PipelineEngine:
         self._tracer = Tracer(model.groups, model.device)
         self._batch_fn: Callable[[Any], Batch] | None = None
         self._iterator: Iterator[Any] | None = None
+        self._saver = Saver(self)
         open_channels(model.groups, model.stage_map, model.device)
 
     def __getattr__(self, name: str) -> Any:
@@ -250,17 +252,39 @@ class PipelineEngine:
         self._refuse("step")
 
     def save_checkpoint(
-        self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        background: bool = False,
+        keep: int = 0,
     ) -> Path:
-        """Write a checkpoint that appears whole or not at all; see :func:`dsx.runtime.checkpointing.save`."""
-        from dsx.runtime.checkpointing import save
+        """Write a checkpoint that appears whole or not at all, and that any layout can load. Collective.
 
-        return save(self, Path(save_dir), tag=tag, client_state=client_state or {})
+        Args:
+            save_dir: Folder of checkpoints, on a file system that all ranks share.
+            tag: Name; ``global_step<N>`` by default.
+            client_state: Plain data that :meth:`load_checkpoint` shall give back.
+            background: Go on training once the states are copied to the host's memory.
+            keep: Delete older checkpoints there but for so many; 0 keeps all.
+
+        Raises:
+            CheckpointError: It cannot be written, or one before that was written in the background has
+                failed.
+        """
+        tag = tag or f"global_step{self.global_steps}"
+        return self._saver.save(Path(save_dir), tag, client_state or {}, background=background, keep=keep)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait for a save in the background. Collective. Raises CheckpointError if it has failed."""
+        self._saver.wait()
 
     def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[Path, dict[str, Any]]:
-        """Continue from a checkpoint of the same layout; see :func:`dsx.runtime.checkpointing.load`."""
+        """Continue from a checkpoint of any layout; see :func:`dsx.runtime.checkpointing.load`."""
         from dsx.runtime.checkpointing import load
 
+        self._saver.wait()
         return load(self, Path(load_dir), tag=tag)
 
     def _refuse(self, name: str) -> None:

@@ -144,7 +144,8 @@ class Monitor:
         self._written[label] = path
 
     def finish(self) -> None:
-        """Print what came of the run and close its records."""
+        """Wait for a checkpoint in the background, print what came of the run and close its records."""
+        self._engine.wait_for_checkpoint()
         if self._tracker is None:  # another rank, or nothing was left to train
             if self._written:
                 self._progress.rows("done", [(label, str(path)) for label, path in self._written.items()])

@@ -144,6 +144,7 @@ def prepare_data(config: RunConfig) -> Path | None:
         return None
     try:
         store.require_writable(config.output)
+        _start(config)
         folder = prepare(config.dsx.data, config.output / "data")
         corpus = _open(config, folder)
         training_batches(config, corpus, dp_rank=0)
@@ -185,18 +186,19 @@ def evaluate(config: RunConfig, engine: PipelineEngine, corpus: Corpus) -> float
 
 
 def resume(config: RunConfig, engine: PipelineEngine, corpus: Corpus) -> dict[str, Any]:
-    """Continue from the newest checkpoint below the config's output folder, if there is one and it may.
+    """Continue from the newest checkpoint below the config's output folder, or from what ``resume`` names.
 
     Returns:
         The ``client_state`` of that checkpoint; empty for a fresh start.
 
     Raises:
-        CheckpointError: The checkpoint is of another model or layout, or of other training text.
+        CheckpointError: The checkpoint is of another model, or of other training text.
     """
-    root = config.output / CHECKPOINTS
-    if not agree(lambda: _continues(config)):
+    start = agree(lambda: _start(config))
+    if start is None:
         return {}
-    path, state = engine.load_checkpoint(root)
+    root, tag = start
+    path, state = engine.load_checkpoint(root, tag)
     agree(lambda: _require_same_text(path, state, corpus))
     return state
 
@@ -211,7 +213,10 @@ def save(config: RunConfig, engine: PipelineEngine, corpus: Corpus, monitor: Mon
         "tokens": samples * config.sequence_length,
         **agree(lambda: monitor.state),
     }
-    engine.save_checkpoint(root, client_state=client_state)
+    train = config.dsx.train
+    engine.save_checkpoint(
+        root, client_state=client_state, background=train.save_in_background, keep=train.keep_checkpoints
+    )
     if engine.groups.rank == 0:
         text = json.dumps(config.resolved(), indent=2) + "\n"
         store.write_atomically(config.output / "config.json", text.encode())
@@ -257,6 +262,26 @@ def _saved_profile(config: RunConfig, own: Path) -> tuple[Path, Profile] | None:
 
 def _continues(config: RunConfig) -> bool:
     return config.dsx.train.resume != "never" and (config.output / CHECKPOINTS / store.LATEST).exists()
+
+
+def _start(config: RunConfig) -> tuple[Path, str | None] | None:
+    """Folder and tag to continue from; None for a fresh start."""
+    named = config.dsx.train.resume
+    if _continues(config):
+        return config.output / CHECKPOINTS, None
+    if named in ("auto", "never"):
+        return None
+    folder = Path(named)
+    for root in (folder, folder / CHECKPOINTS):
+        if (root / store.LATEST).is_file():
+            return root, None
+    if (folder / store.MANIFEST).is_file():
+        return folder.absolute().parent, folder.absolute().name
+    raise CheckpointError(
+        f"dsx.train.resume = {named}",
+        "there is no checkpoint of dsx",
+        'give the output folder of a run, or a checkpoint in it; or "auto" or "never"',
+    )
 
 
 def _recompute(settings: DsxConfig) -> Recompute:

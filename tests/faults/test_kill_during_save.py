@@ -70,8 +70,8 @@ def expected() -> list[float]:
 @pytest.mark.parametrize(
     ("module", "name", "nth"),
     [
-        ("torch", "save", 1),  # before the first of DeepSpeed's files
-        ("torch", "save", 2),  # between DeepSpeed's files
+        ("dsx.runtime.saver", "write_share", 1),  # before the first file
+        ("dsx.runtime.share_writer", "write_from", 3),  # in the middle of a rank's file
         ("dsx.checkpoint.store", "commit", 1),  # everything written, nothing renamed
         ("os", "fsync", 3),  # in the middle of syncing
         ("dsx.checkpoint.store", "point_latest", 1),  # renamed, `latest` still names the old one

@@ -53,6 +53,7 @@ class Run:
             global_steps=done,
             get_lr=lambda: [0.5],
             get_global_grad_norm=lambda: 2.0,
+            wait_for_checkpoint=lambda: None,
             pipeline=SimpleNamespace(device=torch.device("cpu")),
             trace=self.trace,
         )

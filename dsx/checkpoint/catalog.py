@@ -1,0 +1,257 @@
+"""What a checkpoint holds and where its bytes lie, whatever wrote it. Pure data.
+
+Every format is read into a :class:`Catalog` and written from one. Between two catalogs a conversion is
+nothing but copies of byte ranges (:mod:`dsx.checkpoint.copy_plan`), so no format knows another.
+
+Names: a tensor of a model that dsx knows has its dsx name (``1.attention.qkv.weight``), in every format.
+Any other keeps the name that its checkpoint gives it.
+
+States, as optimizers call them: ``weight`` is what the model computes with, ``master`` the optimizer's fp32
+copy, ``exp_avg`` and ``exp_avg_sq`` Adam's moments, ``momentum_buffer`` SGD's.
+
+Facts, the state that is not in tensors, are JSON values under these keys; a reader leaves out what its
+checkpoint does not say:
+
+=================  ====================================================================================
+versions           {package: version} that wrote it
+step               optimizer steps done (DeepSpeed's global_steps)
+optimizer          class name of the optimizer
+param_groups       [{"names": [tensors in the optimizer's order], "step": the optimizer's step count (one
+                   number, or {name: number} where they differ), and every hyperparameter: "lr", ...}]
+lr_scheduler       state dict of the learning-rate scheduler
+loss_scale         state of the loss scaler: {"scale": ..., ...}
+counters           {"global_samples", "skipped_steps", "micro_steps", ...}
+mesh, chunks, placement, stage_bounds, zero_stage, precision
+                   the layout, as :class:`dsx.checkpoint.manifest.Manifest` has it
+schedule, global_batch_size, tokens, data_cursor, seed, model, wandb_run_id
+                   as Manifest has them
+random_files       {rank, as a string: file of its generators' states}
+client_state       what the user saved with it, where it is plain data
+=================  ====================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from dsx.errors import CheckpointError
+from dsx.spec.param import Box, ParamSpec
+
+ITEM_BYTES: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes per element of every dtype that a catalog may name, by torch's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a logical tensor and the bytes of a file that hold it.
+
+    Element ``(i, j, ...)`` of the box lies ``offset + itemsize * (i * strides[0] + j * strides[1] + ...)``
+    bytes into the file. Padding is no part of any piece.
+
+    Attributes:
+        file: Path relative to the checkpoint's folder, with ``/``.
+        offset: Byte of the box's first element in the file.
+        start: Corner of the box in the logical tensor.
+        shape: Extents of the box, none of them 0.
+        strides: Steps of the file's copy, in elements; none is negative.
+        replica: Copies of the same tensor are numbered from 0. The pieces of replica 0 cover the tensor
+            exactly once; those of another may cover a part. Replica 0 is read.
+    """
+
+    file: str
+    offset: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    replica: int = 0
+
+    @property
+    def box(self) -> Box:
+        """The box as (start, stop) per dim."""
+        return tuple((low, low + extent) for low, extent in zip(self.start, self.shape, strict=True))
+
+    def stop(self, item_bytes: int) -> int:
+        """Byte after the piece's last one in the file."""
+        last = sum((extent - 1) * step for extent, step in zip(self.shape, self.strides, strict=True))
+        return self.offset + (last + 1) * item_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One state of one logical tensor.
+
+    Attributes:
+        name: Canonical name of the tensor.
+        state: ``weight``, ``master``, ``exp_avg``, ...
+        shape: Logical shape, without padding.
+        dtype: As torch names it: ``bfloat16``.
+        pieces: Where it lies.
+        role: A trained parameter, a frozen one (no optimizer state), or a buffer.
+        aliases: Other names under which the checkpoint knows the same tensor (ties).
+    """
+
+    name: str
+    state: str
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+    role: Literal["trained", "frozen", "buffer"] = "trained"
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Name and state: unique in a catalog."""
+        return self.name, self.state
+
+    @property
+    def numel(self) -> int:
+        """Elements of the logical tensor."""
+        return prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes per element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the logical tensor, once."""
+        return self.numel * self.item_bytes
+
+    def __str__(self) -> str:
+        return f"tensor {self.name}, {self.state}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """What bytes ``start`` to ``stop`` of a file must hash to.
+
+    Attributes:
+        file: As in :class:`Piece`.
+        start: First byte.
+        stop: Byte after the last.
+        algorithm: ``xxh3_128`` (dsx) or ``crc32`` (members of torch's zip files).
+        digest: Hexadecimal, lower case, of full width: 32 or 8 digits.
+    """
+
+    file: str
+    start: int
+    stop: int
+    algorithm: Literal["xxh3_128", "crc32"]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalog:
+    """Everything that one checkpoint holds.
+
+    Attributes:
+        root: The checkpoint's folder.
+        format: ``dsx-2``, ``deepspeed``, ``universal``, ``hf``, ...
+        entries: Every state of every tensor; a key occurs once.
+        facts: State that is not in tensors; keys in the module's docstring.
+        specs: How tensor parallelism and pipelines cut each tensor, where that is known. Without them a
+            checkpoint can be converted only to layouts with tp = 1 and pp = 1.
+        checksums: What is known about the files' bytes. Those of one file and algorithm do not overlap.
+        tile_elements: Size of the tiles by which the checksums were taken; 0 where they were not taken by
+            tiles of the logical tensors (:func:`dsx.checkpoint.copy_plan.tiles`).
+        tile_digests: For entry key -> xxh3_128 of every tile's bytes, row-major. Independent of the layout.
+        links_allowed: Whether a file may be a link out of the folder, as in Hugging Face's cache.
+    """
+
+    root: Path
+    format: str
+    entries: tuple[Entry, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    specs: tuple[ParamSpec, ...] = ()
+    checksums: tuple[Checksum, ...] = ()
+    tile_elements: int = 0
+    tile_digests: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    links_allowed: bool = False
+
+    def __post_init__(self) -> None:
+        seen: set[tuple[str, str]] = set()
+        for entry in self.entries:
+            if entry.key in seen:
+                raise CheckpointError(
+                    str(self.root), f"{entry} is listed twice", "report this: a reader of dsx is wrong"
+                )
+            seen.add(entry.key)
+
+    @property
+    def by_key(self) -> dict[tuple[str, str], Entry]:
+        """Entries by name and state."""
+        return {entry.key: entry for entry in self.entries}
+
+    @property
+    def files(self) -> dict[str, Entry]:
+        """Every file that a piece lies in, with the first entry that has one there."""
+        return {piece.file: entry for entry in reversed(self.entries) for piece in reversed(entry.pieces)}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all logical tensors, once."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+
+def check_files(catalog: Catalog) -> None:
+    """Prove, from names and sizes alone, that every piece lies within a file of the checkpoint's folder.
+
+    Raises:
+        CheckpointError: A path that leads out of the folder, a missing file, or one that ends before a
+            piece does; with the file and the tensor.
+    """
+    sizes = {name: locate(catalog, name, str(entry)).stat().st_size for name, entry in catalog.files.items()}
+    for entry in catalog.entries:
+        for piece in entry.pieces:
+            if piece.offset < 0 or piece.stop(entry.item_bytes) > sizes[piece.file]:
+                raise CheckpointError(
+                    f"{catalog.root / piece.file}: {entry}",
+                    f"its bytes {piece.offset} to {piece.stop(entry.item_bytes)} lie past the end of the "
+                    f"file, which has {sizes[piece.file]}: it was cut short",
+                    "use another checkpoint",
+                )
+
+
+def locate(catalog: Catalog, file: str, tensor: str) -> Path:
+    """Path of a checkpoint's file, after checking that it is one and inside the folder.
+
+    Args:
+        catalog: The checkpoint.
+        file: Its name as in :class:`Piece`.
+        tensor: What is wanted from it, for messages.
+
+    Raises:
+        CheckpointError: It leads out of the folder, is missing or is no file.
+    """
+    pure = PurePosixPath(file)
+    path = catalog.root / pure
+    outside = pure.is_absolute() or ".." in pure.parts or not file or "\\" in file or "\0" in file
+    if not outside and not catalog.links_allowed:
+        outside = not path.resolve().is_relative_to(catalog.root.resolve())
+    if outside:
+        raise CheckpointError(
+            f"{catalog.root}: {tensor}",
+            f"its file {file!r} leads out of the checkpoint's folder",
+            "do not use this checkpoint: it may have been made to read other files",
+        )
+    if not path.is_file():
+        raise CheckpointError(f"{path}: {tensor}", "the file is missing", "complete the checkpoint")
+    return path

@@ -1,0 +1,307 @@
+"""Does a plan of copies: workers move tiles, check and take checksums on the way; may be killed at will."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Checksum, check_files, locate
+from dsx.checkpoint.checksums import Crc32Parts, Part, crc32_joined, crc32_of_zeros, digest
+from dsx.checkpoint.copy_plan import CopyPlan
+from dsx.checkpoint.dtypes import convert
+from dsx.checkpoint.file_io import FilePool, blamed, write_box, write_from
+from dsx.checkpoint.journal import Record
+from dsx.checkpoint.source import DamagedError, SourceReader, within
+from dsx.checkpoint.staging import RESUMES, Staging
+from dsx.checkpoint.target import Crc32Field, Target, Written
+from dsx.errors import CheckpointError
+from dsx.spec.param import Box
+
+DEFAULT_MEMORY_BYTES = 512 << 20
+_INTERPRETER_BYTES = 80 << 20  # Python, numpy and the plan's own objects
+_BATCHES = 48  # of work between two flushes: what a machine that goes down can cost is two of them
+_LEAST_BATCH_BYTES = 64 << 20
+Unit = tuple[int, int, Box]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to work.
+
+    Attributes:
+        memory_bytes: Private memory that the process may take.
+        workers: Threads; fewer are used if the memory is for fewer.
+        restart: Begin anew where an interrupted conversion could be continued.
+        point_latest: Make the new checkpoint the one that ``latest`` beside it names.
+        progress: Called with the bytes written since the last call, from any thread.
+    """
+
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
+    workers: int = 4
+    restart: bool = False
+    point_latest: bool = False
+    progress: Callable[[int], None] = lambda _: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a conversion did: the proof of it.
+
+    Attributes:
+        target: The new checkpoint's folder.
+        tensors: Logical tensors.
+        states: States of tensors (entries).
+        elements: Elements of all of them.
+        read_bytes: Bytes of tensors read, this time and before an interruption.
+        written_bytes: Bytes of tensors written, likewise.
+        resumed_bytes: How many of them were there when this run began.
+        tiles_checked: Tiles whose bytes had the digest that the source's manifest has.
+        crc32_checked: Members of the source's files whose CRC32 was right.
+        seconds: Time that this run took.
+        notes: What changed on the way or stayed behind.
+    """
+
+    target: Path
+    tensors: int
+    states: int
+    elements: int
+    read_bytes: int
+    written_bytes: int
+    resumed_bytes: int
+    tiles_checked: int
+    crc32_checked: int
+    seconds: float
+    notes: tuple[str, ...]
+
+
+def execute(source: Catalog, target: Target, plan: CopyPlan, options: Options) -> Report:
+    """Make ``target`` from ``source``. It appears whole or not at all.
+
+    Interrupted and called again with the same arguments, it goes on where it stopped.
+
+    Raises:
+        CheckpointError: The source is incomplete or damaged, the target exists or cannot be written, or the
+            memory is not enough for one worker. The target does not exist then.
+    """
+    began = monotonic()
+    workers = _num_workers(plan, options)
+    check_files(source)
+    with Staging(target, _about(source, target, plan), restart=options.restart) as staging:
+        run = _Run(source, target, plan, staging, options)
+        try:
+            run.work(workers)
+            checked = run.reader.check_crc32()
+            run.fill_crc32()
+        except DamagedError:
+            staging.discard()
+            raise
+        finally:
+            run.close()
+        with blamed(staging.data, "what ends the checkpoint", "writing", RESUMES):
+            target.finish(staging.data, run.written())
+        staging.commit(point_latest=options.point_latest)
+    return Report(
+        target=target.catalog.root,
+        tensors=len({entry.name for entry in target.catalog.entries}),
+        states=len(target.catalog.entries),
+        elements=sum(entry.numel for entry in target.catalog.entries),
+        read_bytes=plan.read_bytes,
+        written_bytes=plan.write_bytes,
+        resumed_bytes=run.resumed_bytes,
+        tiles_checked=run.reader.tiles_checked,
+        crc32_checked=checked,
+        seconds=monotonic() - began,
+        notes=(*plan.notes, *target.dropped),
+    )
+
+
+def worker_bytes(plan: CopyPlan) -> int:
+    """Memory that one worker needs at most: the tile as read, as converted, and a piece of it set aside."""
+    widths = (
+        ITEM_BYTES[job.source.dtype] + (4 + ITEM_BYTES[job.target.dtype]) * job.converts for job in plan.jobs
+    )
+    return plan.tile_elements * (max(widths, default=1) + max(ITEM_BYTES.values()))
+
+
+def _num_workers(plan: CopyPlan, options: Options) -> int:
+    fits = (options.memory_bytes - _INTERPRETER_BYTES) // worker_bytes(plan)
+    if fits < 1:
+        needed = (_INTERPRETER_BYTES + worker_bytes(plan)) / 2**20
+        raise CheckpointError(
+            f"--memory {options.memory_bytes / 2**20:.0f}MiB",
+            f"one worker needs {needed:.0f} MiB, Python included",
+            f"give {needed:.0f}MiB or more",
+        )
+    return max(1, min(options.workers, fits))
+
+
+def _about(source: Catalog, target: Target, plan: CopyPlan) -> dict[str, Any]:
+    """What must be the same for a conversion to be continued."""
+    files = []
+    for name, entry in sorted(source.files.items()):
+        status = locate(source, name, str(entry)).stat()
+        files.append((name, status.st_size, status.st_mtime_ns))
+    places = [(str(e), e.shape, e.dtype, e.pieces) for e in target.catalog.entries]
+    sizes = [(skeleton.file, skeleton.num_bytes) for skeleton in target.skeletons]
+    what = [(str(job.source), job.source.dtype) for job in plan.jobs]
+    return {
+        "the source": digest(repr((str(source.root.resolve()), files)).encode()),
+        "the target": digest(repr((target.catalog.format, places, sizes, what)).encode()),
+        "the size of tiles": plan.tile_elements,
+    }
+
+
+class _Run:
+    """One conversion under way: what its threads share."""
+
+    def __init__(
+        self, source: Catalog, target: Target, plan: CopyPlan, staging: Staging, options: Options
+    ) -> None:
+        self._target, self._plan, self._staging = target, plan, staging
+        self._progress = options.progress
+        self.reader = SourceReader(source, plan.tile_elements)
+        self._writes = FilePool(staging.path_of, os.O_RDWR)
+        self._crc32_files = {s.file for s in target.skeletons if s.crc32_fields}
+        self._crc32 = Crc32Parts()
+        self._lock, self._flushing = threading.Lock(), threading.Lock()
+        self._stopped = False
+        self._done: dict[tuple[int, int], Record] = {}
+        self._unflushed: set[str] = set()
+        self._unflushed_bytes = 0
+        self._batch_bytes = max(plan.write_bytes // _BATCHES, _LEAST_BATCH_BYTES)
+        self.resumed_bytes = 0
+        for record in staging.records:
+            self._take(record)
+            self.reader.note([(*part,) for part in record["read"]], checked=record["checked"])
+            self.resumed_bytes += _written_bytes(record)
+
+    def close(self) -> None:
+        """Close all files."""
+        self.reader.close()
+        self._writes.close()
+
+    def work(self, workers: int) -> None:
+        """Do every unit that is not done. What is done when this raises is in the journal."""
+        self._progress(self.resumed_bytes)
+        already = frozenset(self._done)
+        left = (unit for unit in self._plan.units() if unit[:2] not in already)
+        try:
+            with ThreadPoolExecutor(workers, thread_name_prefix="reshard") as pool:
+                try:
+                    for future in as_completed([pool.submit(self._worker, left) for _ in range(workers)]):
+                        future.result()
+                finally:
+                    self._stopped = True  # on an error or Ctrl-C the others end after their tile
+        finally:
+            self._flush()
+
+    def _worker(self, units: Iterator[Unit]) -> None:
+        try:
+            while not self._stopped:
+                with self._lock:
+                    unit = next(units, None)
+                if unit is None:
+                    return
+                record = self._unit(*unit)
+                done_bytes = _written_bytes(record)
+                with self._lock:
+                    self._take(record)
+                    self._staging.note(record)
+                    self._unflushed |= {region[0] for region in record["regions"]}
+                    self._unflushed_bytes += done_bytes
+                    due = self._unflushed_bytes >= self._batch_bytes
+                self._progress(done_bytes)
+                if due:
+                    self._flush()
+        except BaseException:
+            self._stopped = True
+            raise
+
+    def _unit(self, at: int, number: int, tile: Box) -> Record:
+        """Read one tile, convert it, write it to every place that it has."""
+        job = self._plan.jobs[at]
+        read = self.reader.read(job.source, job.reads, tile, number)
+        values = convert(read.values, job.source.dtype, job.target.dtype)
+        name = digest(values.reshape(-1).view(np.uint8).data) if job.converts else read.digest
+        regions: list[tuple[str, int, int, str]] = []
+        parts: list[Part] = []
+        for piece, box in job.writes.overlaps(tile):
+            path = self._staging.path_of(piece.file)
+            with blamed(path, str(job.target), "writing", RESUMES), self._writes.lend(piece.file) as file:
+                for start, stop, data in write_box(file, piece, box, values[within(box, tile)]):
+                    regions.append((piece.file, start, stop, digest(data)))
+                    if piece.file in self._crc32_files:
+                        parts.append((piece.file, start, stop, zlib.crc32(data)))
+        return {
+            "unit": [at, number],
+            "digest": name,
+            "regions": regions,
+            "crc32": parts,
+            "read": read.parts,
+            "checked": read.checked,
+        }
+
+    def _take(self, record: Record) -> None:
+        at, number = record["unit"]
+        self._done[at, number] = record
+        self._crc32.add((*part,) for part in record["crc32"])
+
+    def _flush(self) -> None:
+        """Bring what was written to the disk, then say so in the journal."""
+        with self._flushing:
+            with self._lock:
+                names, count = sorted(self._unflushed), self._staging.count
+                self._unflushed, self._unflushed_bytes = set(), 0
+            for name in names:
+                path = self._staging.path_of(name)
+                with blamed(path, "its tensors", "flushing", RESUMES), self._writes.lend(name) as file:
+                    os.fdatasync(file)
+            with self._lock:
+                self._staging.seal(count)
+
+    def fill_crc32(self) -> None:
+        """Write the CRC32s that the target's files keep of their own members."""
+        for skeleton in self._target.skeletons:
+            path = self._staging.path_of(skeleton.file)
+            for field in skeleton.crc32_fields:
+                with blamed(path, "its CRC32", "writing", RESUMES), self._writes.lend(skeleton.file) as file:
+                    crc = self._crc32_of(skeleton.file, field)
+                    for place in field.places:
+                        write_from(file, memoryview(struct.pack("<I", crc)), place)
+
+    def _crc32_of(self, file: str, field: Crc32Field) -> int:
+        """Of a member; what nothing was written to is zero."""
+        total = 0
+        for start, stop, crc in self._crc32.stretches(file, field.start, field.stop):
+            known = crc32_of_zeros(stop - start) if crc is None else crc
+            total = crc32_joined(total, known, stop - start)
+        return total
+
+    def written(self) -> Written:
+        """What there is to know about the new checkpoint's bytes."""
+        regions = sorted((*region,) for record in self._done.values() for region in record["regions"])
+        digests: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for (at, _), record in sorted(self._done.items()):
+            digests[self._plan.jobs[at].target.key].append(record["digest"])
+        return Written(
+            checksums=tuple(
+                Checksum(file, start, stop, "xxh3_128", name) for file, start, stop, name in regions
+            ),
+            tile_elements=self._plan.tile_elements,
+            tile_digests={key: tuple(names) for key, names in digests.items()},
+        )
+
+
+def _written_bytes(record: Record) -> int:
+    return sum(stop - start for _, start, stop, _ in record["regions"])

@@ -1,0 +1,191 @@
+"""Boxes of tensors from and to files, by pread and pwrite: never more of a file in memory than a tile."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from dsx.checkpoint.catalog import Piece
+from dsx.checkpoint.checksums import digest
+from dsx.checkpoint.dtypes import Array
+from dsx.checkpoint.pieces import Blocks, dense_blocks, flat_offset
+from dsx.errors import CheckpointError
+from dsx.spec.param import Box
+
+_OPEN_FILES = 128
+
+
+class FilePool:
+    """Open files of a folder, shared by threads; at most 128 stay open.
+
+    Args:
+        path_of: Checks a file's name and says where it is; called once per opening.
+        flags: For ``os.open``.
+    """
+
+    def __init__(self, path_of: Callable[[str], Path], flags: int) -> None:
+        self._path_of = path_of
+        self._flags = flags | os.O_CLOEXEC
+        self._lock = threading.Lock()
+        self._idle: OrderedDict[str, list[int]] = OrderedDict()
+
+    @contextmanager
+    def lend(self, file: str) -> Iterator[int]:
+        """A descriptor that nobody else uses meanwhile."""
+        with self._lock:
+            waiting = self._idle.get(file)
+            descriptor = waiting.pop() if waiting else None
+        if descriptor is None:
+            descriptor = os.open(self._path_of(file), self._flags)
+        try:
+            yield descriptor
+        finally:
+            with self._lock:
+                self._idle.setdefault(file, []).append(descriptor)
+                self._idle.move_to_end(file)
+                closing = self._surplus()
+            for old in closing:
+                os.close(old)
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            closing = [descriptor for waiting in self._idle.values() for descriptor in waiting]
+            self._idle.clear()
+        for descriptor in closing:
+            os.close(descriptor)
+
+    def _surplus(self) -> list[int]:
+        closing: list[int] = []
+        while sum(map(len, self._idle.values())) > _OPEN_FILES:
+            closing += self._idle.popitem(last=False)[1]
+        return closing
+
+
+def read_into(descriptor: int, view: memoryview, offset: int) -> None:
+    """Fill ``view`` (bytes) from a file. Raises EOFError if the file ends first."""
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if not count:
+            raise EOFError
+        done += count
+
+
+def write_from(descriptor: int, view: memoryview, offset: int) -> None:
+    """Write all of ``view`` (bytes) into a file."""
+    done = 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], offset + done)
+
+
+def read_box(descriptor: int, piece: Piece, box: Box, out: Array) -> Iterator[tuple[int, int, memoryview]]:
+    """Read what a piece holds of ``box`` into ``out``, an array of the box's shape; runs when iterated over.
+
+    Yields:
+        (start, stop, bytes) of every stretch of the file that was read. The bytes are only valid meanwhile.
+
+    Raises:
+        EOFError: The file ends first.
+    """
+    blocks = dense_blocks(out.shape, piece.strides)
+    item = out.dtype.itemsize
+    direct = not blocks.outer and out.flags.c_contiguous and _row_major(blocks)
+    stored = out if direct else np.empty(_stored_shape(blocks, out.shape), out.dtype)
+    view = stored.reshape(-1).view(np.uint8).data
+    size = blocks.elements * item
+    for at, start in enumerate(_starts(piece, box, blocks, item)):
+        part = view[at * size : (at + 1) * size]
+        read_into(descriptor, part, start)
+        yield start, start + size, part
+    if not direct:
+        out[...] = _as_box(stored, blocks, out.shape)
+
+
+def write_box(
+    descriptor: int, piece: Piece, box: Box, values: Array
+) -> Iterator[tuple[int, int, memoryview]]:
+    """Write ``values``, an array of the box's shape, where a piece has ``box``; runs when iterated over.
+
+    Yields:
+        (start, stop, bytes) of every stretch of the file that was written.
+    """
+    blocks = dense_blocks(values.shape, piece.strides)
+    item = values.dtype.itemsize
+    stored = values
+    if blocks.outer or not values.flags.c_contiguous or not _row_major(blocks):
+        stored = np.empty(_stored_shape(blocks, values.shape), values.dtype)
+        _as_box(stored, blocks, values.shape)[...] = values
+    view = stored.reshape(-1).view(np.uint8).data
+    size = blocks.elements * item
+    for at, start in enumerate(_starts(piece, box, blocks, item)):
+        part = view[at * size : (at + 1) * size]
+        write_from(descriptor, part, start)
+        yield start, start + size, part
+
+
+def crc32_of_file(descriptor: int, start: int, stop: int, step_bytes: int = 1 << 20) -> int:
+    """CRC32 of bytes ``start`` to ``stop`` of a file. Raises EOFError if it ends first."""
+    crc = 0
+    for low in range(start, stop, step_bytes):
+        buffer = memoryview(bytearray(min(step_bytes, stop - low)))
+        read_into(descriptor, buffer, low)
+        crc = zlib.crc32(buffer, crc)
+    return crc
+
+
+def digest_of_file(descriptor: int, start: int, stop: int) -> str:
+    """xxh3_128 of bytes ``start`` to ``stop`` of a file, a tile's worth. Raises EOFError if it ends first."""
+    buffer = memoryview(bytearray(stop - start))
+    read_into(descriptor, buffer, start)
+    return digest(buffer)
+
+
+@contextmanager
+def blamed(path: Path, tensor: str, doing: str, fix: str) -> Iterator[None]:
+    """Turn what the system says about a file into a CheckpointError with the file and the tensor."""
+    try:
+        yield
+    except EOFError:
+        raise CheckpointError(
+            f"{path}: {tensor}", "the file ends before its last byte: it was cut short", fix
+        ) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: {tensor}", f"{doing} it, the system answers {error.strerror or error}", fix
+        ) from error
+
+
+def _row_major(blocks: Blocks) -> bool:
+    return list(blocks.inner) == sorted(blocks.inner)
+
+
+def _stored_shape(blocks: Blocks, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(shape[dim] for dim in (*blocks.outer, *blocks.inner))
+
+
+def _as_box(stored: Array, blocks: Blocks, shape: tuple[int, ...]) -> Array:
+    """An array in the order of the file, seen in the order of the tensor."""
+    order = [*blocks.outer, *blocks.inner]
+    missing = [dim for dim in range(len(shape)) if dim not in order]  # of extent 1
+    wide = stored.reshape([*stored.shape, *[1] * len(missing)])
+    return wide.transpose(np.argsort([*order, *missing])) if shape else stored.reshape(())
+
+
+def _starts(piece: Piece, box: Box, blocks: Blocks, item_bytes: int) -> Iterator[int]:
+    """Byte at which each block begins in the file."""
+    first = piece.offset + flat_offset(piece, box) * item_bytes
+    extents = [box[dim][1] - box[dim][0] for dim in blocks.outer]
+    steps = [piece.strides[dim] * item_bytes for dim in blocks.outer]
+    assert prod(extents) >= 1
+    for index in product(*map(range, extents)):
+        yield first + sum(at * step for at, step in zip(index, steps, strict=True))

@@ -1,0 +1,178 @@
+"""What a stock checkpoint says beside its tensors, in the words of :mod:`dsx.checkpoint.catalog`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsx.checkpoint import plain
+from dsx.checkpoint.formats.deepspeed_files import StockFiles
+from dsx.checkpoint.formats.deepspeed_flat import Group, OptimizerState
+from dsx.checkpoint.formats.torch_file import TorchFile
+from dsx.checkpoint.formats.unpickle import Record, TensorRef
+from dsx.errors import CheckpointError
+
+_COUNTERS = ("global_samples", "skipped_steps")
+_MOMENTS: Mapping[str, str] = {
+    "exp_avg_sq": "AdamW",
+    "momentum_buffer": "SGD",
+    "exp_avg": "Lion",
+    "sum": "Adagrad",
+}
+_STOCK_KEYS = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
+    *(
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+    ),
+    *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"),
+    *("ds_version", "universal_checkpoint_info", "micro_steps"),
+}
+_LARGEST = 100_000  # values; more is data, not facts
+
+
+def facts_of(
+    files: StockFiles, states: Mapping[int, OptimizerState], canonical: Mapping[str, str]
+) -> dict[str, Any]:
+    """The facts of a checkpoint; what is no plain data is named under ``left_behind``.
+
+    Args:
+        files: The checkpoint.
+        states: Optimizer state by model-parallel rank.
+        canonical: Canonical name of every tensor's other names.
+    """
+    file, first = files.models[0, 0], files.first
+    left: list[str] = []
+    config = first.get("ds_config") or {}
+    client = {
+        str(key): value
+        for key, one in first.items()
+        if key not in _STOCK_KEYS and (value := _encoded(one, file, str(key), left)) is not None
+    }
+    facts: dict[str, Any] = {
+        "versions": {"deepspeed": str(first.get("ds_version", "unknown"))},
+        "step": int(first.get("global_steps") or 0),
+        "optimizer": _optimizer(config, states),
+        "param_groups": _groups(states, canonical, file, left),
+        "lr_scheduler": _encoded(first.get("lr_scheduler"), file, "lr_scheduler", left),
+        "loss_scale": _loss_scale(files),
+        "counters": {key: int(first[key]) for key in _COUNTERS if first.get(key) is not None},
+        "mesh": {"pp": files.pp, "dp": files.dp, "tp": files.tp},
+        "zero_stage": files.zero_stage,
+        "precision": _precision(config),
+        "client_state": client,
+        "deepspeed_config": _encoded(config, file, "ds_config", left),
+        "left_behind": left,
+    }
+    return {key: value for key, value in facts.items() if value not in (None, [])}
+
+
+def readable(value: Any, file: TorchFile) -> Any:
+    """A value of a torch file with numbers in place of tensors of one element, dicts in place of namespaces.
+
+    Raises:
+        CheckpointError: Another tensor, or an object that is no plain data.
+    """
+    return _Reading(file).of(value)
+
+
+class _Reading:
+    """Counts what it makes: a few bytes of a pickle can stand for as many values as one likes."""
+
+    def __init__(self, file: TorchFile) -> None:
+        self._file = file
+        self._count = 0
+
+    def of(self, value: Any) -> Any:
+        self._count += 1
+        if self._count > _LARGEST:
+            raise CheckpointError(str(self._file.path), f"it has more than {_LARGEST} values", "save less")
+        if isinstance(value, TensorRef):
+            return self._file.value(value)
+        if isinstance(value, Record):
+            if value.kind not in ("argparse.Namespace", "types.SimpleNamespace"):
+                raise CheckpointError(
+                    str(self._file.path), f"a {value.kind} is no plain data", "leave it out"
+                )
+            return self.of(value.state)
+        if isinstance(value, dict):
+            return {key: self.of(part) for key, part in value.items()}
+        if isinstance(value, list | tuple | set | frozenset):
+            return type(value)(map(self.of, value))
+        return value
+
+
+def _encoded(value: Any, file: TorchFile, where: str, left: list[str]) -> Any:
+    """The value as :mod:`dsx.checkpoint.plain` writes it; None, and a note in ``left``, if it cannot."""
+    try:
+        return plain.encode(readable(value, file), where)
+    except CheckpointError as error:
+        left.append(f"{where}: {error.what}")
+        return None
+
+
+def _groups(
+    states: Mapping[int, OptimizerState], canonical: Mapping[str, str], file: TorchFile, left: list[str]
+) -> list[dict[str, Any]]:
+    """The optimizer's groups, those of one place on all ranks as one."""
+    merged: list[dict[str, Any]] = []
+    for groups in (state.groups for state in states.values()):
+        for place, group in enumerate(groups):
+            if place == len(merged):
+                settings = {
+                    str(key): _encoded(value, file, f"{key} of optimizer group {place}", left)
+                    for key, value in group.settings.items()
+                    if key != "step"
+                }
+                merged.append({"names": [], "step": {}, **settings})
+            _add(merged[place], group, canonical)
+    for one in merged:
+        steps = set(one["step"].values())
+        if len(steps) <= 1:
+            one["step"] = steps.pop() if steps else None
+    return merged
+
+
+def _add(merged: dict[str, Any], group: Group, canonical: Mapping[str, str]) -> None:
+    for name in group.names:
+        home = canonical.get(name, name)
+        if home not in merged["names"]:
+            merged["names"].append(home)
+        if name in group.steps:
+            merged["step"].setdefault(home, group.steps[name])
+
+
+def _optimizer(config: Mapping[str, Any], states: Mapping[int, OptimizerState]) -> str | None:
+    """The optimizer's name, from the config or, if the user made it, from the states that it keeps."""
+    told = (config.get("optimizer") or {}).get("type")
+    if told:
+        return str(told)
+    kept = {fragment.state for state in states.values() for fragment in state.fragments}
+    return next((name for moment, name in _MOMENTS.items() if moment in kept), None)
+
+
+def _loss_scale(files: StockFiles) -> dict[str, Any] | None:
+    for file in files.optimizers.values():
+        scaler = file.content["optimizer_state_dict"].get("loss_scaler")
+        if isinstance(scaler, Record):
+            return {"scale": scaler.state.get("cur_scale"), **_plain_numbers(scaler.state)}
+    saved = files.first.get("optimizer")
+    if isinstance(saved, dict) and "cur_scale" in saved:
+        return {"scale": saved["cur_scale"], **_plain_numbers(saved)}
+    return None
+
+
+def _plain_numbers(state: Mapping[Any, Any]) -> dict[str, Any]:
+    return {str(key): value for key, value in state.items() if isinstance(value, int | float | bool | None)}
+
+
+def _precision(config: Mapping[str, Any]) -> str:
+    for name in ("bf16", "fp16"):
+        section = config.get(name) or (config.get("bfloat16") if name == "bf16" else None)
+        if isinstance(section, dict) and section.get("enabled"):
+            return name
+    return "fp32"

@@ -1,0 +1,365 @@
+"""Which part of which local tensor lies where in a stock DeepSpeed checkpoint's files.
+
+Stages 1 and 2, and BF16_Optimizer: the parameters of a group, in the order of ``param_shapes``, lie end to
+end (each followed by its ``param_alignment_paddings``), and data-parallel rank d has the d-th of dp equal
+parts (stage_1_and_2.py, ``state_dict``). The fp32 part is saved without its padding, the moments with it; or
+without, in the elastic form, where the states are a list.
+
+Stage 3: of every parameter rank d has the d-th of dp parts of ceil(numel / dp) elements; those of a sub-group
+lie end to end (stage3.py, ``_rigid_state_dict``).
+
+Stage 0: the optimizer's own state dict, by the number of the parameter (:mod:`.deepspeed_order` finds names).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from dsx.checkpoint.catalog import ITEM_BYTES
+from dsx.checkpoint.formats.deepspeed_files import StockFiles
+from dsx.checkpoint.formats.torch_file import TorchFile
+from dsx.checkpoint.formats.unpickle import TensorRef
+from dsx.errors import CheckpointError
+
+_USE_ANOTHER = "use another checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """Elements ``start`` to ``stop`` of one state of a flattened local tensor, as they lie in a file.
+
+    Attributes:
+        name: DeepSpeed's name of the parameter.
+        state: master, exp_avg, ...
+        shape: Of the local tensor.
+        dtype: As torch names it.
+        start: First element.
+        stop: The element after the last.
+        file: Name of the file.
+        offset: Byte of the first element.
+        strides: Of the local tensor in the file, where it is whole and not row-major; else None.
+    """
+
+    name: str
+    state: str
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    stop: int
+    file: str
+    offset: int
+    strides: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """An optimizer's parameter group on one model-parallel rank.
+
+    Attributes:
+        names: DeepSpeed's names, in the optimizer's order.
+        settings: Hyperparameters as the file has them.
+        steps: Step count by name, where there is one.
+    """
+
+    names: tuple[str, ...]
+    settings: Mapping[str, Any]
+    steps: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """The optimizer's share of one model-parallel rank, over all data-parallel ranks."""
+
+    fragments: tuple[Fragment, ...]
+    groups: tuple[Group, ...]
+
+
+def sharded_state(files: StockFiles, rank: int, weights: Mapping[str, tuple[int, ...]]) -> OptimizerState:
+    """The optimizer state of model-parallel ``rank`` under ZeRO or BF16_Optimizer.
+
+    Args:
+        files: The checkpoint.
+        rank: Model-parallel rank.
+        weights: Local shape of every weight that is stored: BF16_Optimizer at stage 0 writes no others.
+
+    Raises:
+        CheckpointError: The files contradict each other, or are of a form that is not known.
+    """
+    model = files.models[rank, 0]
+    parts = [files.optimizers[rank, dp] for dp in range(files.dp)]
+    states = [_Saved.of(file) for file in parts]
+    shapes = _shapes(model) if model.content.get("param_shapes") else _mapped_shapes(states, weights)
+    fragments: list[Fragment] = []
+    for number, group in enumerate(shapes):
+        if group:
+            cut = _per_parameter if states[0].per_parameter else _per_group
+            fragments += cut(states, number, group)
+    return OptimizerState(tuple(fragments), tuple(_groups(states[0], shapes)))
+
+
+def whole(ref: TensorRef, file: TorchFile, name: str, state: str) -> Fragment:
+    """A tensor that a file holds whole."""
+    strides = None if ref.contiguous else ref.strides
+    return Fragment(
+        name=name,
+        state=state,
+        shape=ref.shape,
+        dtype=ref.dtype,
+        start=0,
+        stop=ref.numel,
+        file=file.name,
+        offset=ref.offset,
+        strides=strides,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saved:
+    """One optimizer file, its several forms made one."""
+
+    file: TorchFile
+    flats: Sequence[TensorRef]
+    states: Mapping[int, Mapping[str, Any]]
+    param_groups: Sequence[Mapping[str, Any]]
+    paddings: Sequence[int]
+    alignment: Sequence[Sequence[int]]
+    mappings: Sequence[Mapping[str, Any]]
+    per_parameter: bool
+    unpadded: bool
+
+    @classmethod
+    def of(cls, file: TorchFile) -> _Saved:
+        content = file.content.get("optimizer_state_dict") if isinstance(file.content, dict) else None
+        if not isinstance(content, dict):
+            raise CheckpointError(str(file.path), "it has no optimizer_state_dict", _USE_ANOTHER)
+        per_parameter = "fp32_flat_groups" in content
+        flats = content.get("fp32_flat_groups" if per_parameter else "single_partition_of_fp32_groups")
+        base = content.get("optimizer_state_dict" if per_parameter else "base_optimizer_state")
+        if not isinstance(flats, list) or not isinstance(base, list | dict):
+            raise CheckpointError(
+                str(file.path), f"an optimizer's file of unknown form: {sorted(content)}", _USE_ANOTHER
+            )
+        step = content.get("base_optimizer_state_step")
+        if isinstance(base, list):  # elastic: a list of states, without padding, and no hyperparameters
+            states = {
+                number: {**({} if step is None else {"step": step}), **one} for number, one in enumerate(base)
+            }
+            groups: Sequence[Mapping[str, Any]] = [{"params": [number]} for number in states]
+        else:
+            states, groups = base["state"], base["param_groups"]
+        return cls(
+            file=file,
+            flats=flats,
+            states=states,
+            param_groups=groups,
+            paddings=content.get("group_paddings") or [0] * len(flats),
+            alignment=content.get("param_alignment_paddings") or [],
+            mappings=content.get("param_slice_mappings") or [],
+            per_parameter=per_parameter,
+            unpadded="zero_stage" in content,  # BF16_Optimizer saves its parts as they are
+        )
+
+    def tensors(self, number: int) -> Iterator[tuple[str, TensorRef]]:
+        """Every state of a flat buffer; the fp32 values are called master."""
+        yield "master", self.flats[number]
+        for state, value in self.states.get(self.key(number), {}).items():
+            if isinstance(value, TensorRef) and value.shape:
+                yield str(state), value
+
+    def key(self, number: int) -> int:
+        """The optimizer's number of a flat buffer. A buffer of its own group is the group's only one."""
+        if self.per_parameter:
+            return number
+        params = self.param_groups[number].get("params", [number])
+        return int(params[0]) if params else number
+
+    def step(self, number: int) -> float | None:
+        """The optimizer's step count of a flat buffer; None if it keeps none."""
+        value = self.states.get(self.key(number), {}).get("step")
+        if value is None:
+            group = self.param_groups[self.group_of(number)]
+            value = group.get("step")
+        return number_of(value, self.file)
+
+    def group_of(self, number: int) -> int:
+        """Group of a flat buffer."""
+        if not self.per_parameter:
+            return number
+        return next(at for at, group in enumerate(self.param_groups) if number in group["params"])
+
+
+def number_of(value: Any, file: TorchFile) -> float | None:
+    """A number that a file has as such or as a tensor; None if there is none."""
+    if isinstance(value, TensorRef):
+        return file.value(value)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _shapes(model: TorchFile) -> list[Mapping[str, tuple[int, ...]]]:
+    """``param_shapes``: per group (stage 3: per sub-group) name -> local shape, in flat order."""
+    shapes = model.content.get("param_shapes")
+    shapes = [shapes] if isinstance(shapes, dict) else shapes  # DeepSpeed before 0.5.4
+    if not isinstance(shapes, list):
+        raise CheckpointError(
+            str(model.path),
+            "it has no param_shapes, without which nobody knows which parameter lies where",
+            "load it with the DeepSpeed that wrote it and save it with 0.5.4 or newer",
+        )
+    return shapes
+
+
+def _mapped_shapes(
+    states: Sequence[_Saved], weights: Mapping[str, tuple[int, ...]]
+) -> list[Mapping[str, tuple[int, ...]]]:
+    """Flat order by ``param_slice_mappings``, shapes by the weights."""
+    first = states[0]
+    if len(first.mappings) != len(first.flats):
+        raise CheckpointError(
+            str(first.file.path),
+            "neither param_shapes nor param_slice_mappings name its tensors",
+            _USE_ANOTHER,
+        )
+    found: list[Mapping[str, tuple[int, ...]]] = []
+    for number in range(len(first.flats)):
+        order = [
+            name
+            for saved in states
+            for name, _ in sorted(
+                saved.mappings[number].items(), key=lambda item: int(item[1].state["start"])
+            )
+        ]
+        unknown = next((name for name in order if name not in weights), None)
+        if unknown is not None:
+            raise CheckpointError(
+                f"{first.file.path}: tensor {unknown}",
+                "no file has its weight, and so its shape",
+                _USE_ANOTHER,
+            )
+        found.append({name: weights[name] for name in order})
+    return found
+
+
+def mapped(file: TorchFile) -> Iterator[tuple[str, int]]:
+    """Names and numbers of elements that ``param_slice_mappings`` gives for one rank."""
+    for group in _Saved.of(file).mappings:
+        for name, one in group.items():
+            yield str(name), int(one.state["numel"])
+
+
+def _per_group(
+    states: Sequence[_Saved], number: int, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[Fragment]:
+    first = states[0]
+    if number >= len(first.flats):
+        raise CheckpointError(str(first.file.path), f"it lacks optimizer group {number}", _USE_ANOTHER)
+    gaps = first.alignment[number] if number < len(first.alignment) else [0] * len(shapes)
+    size = first.flats[number].numel + (first.paddings[number] if first.unpadded else 0)
+    spans, end = [], 0
+    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+        spans.append((name, tuple(shape), end, end + prod(shape)))
+        end += prod(shape) + gap
+    _check_size(states, number, size, end)
+    for rank, saved in enumerate(states):
+        low, high = rank * size, (rank + 1) * size
+        held = {name: (max(low, a), min(high, b)) for name, _, a, b in spans if max(low, a) < min(high, b)}
+        _check_mapping(saved, number, {name: (a - low, b - a) for name, (a, b) in held.items()})
+        for name, shape, start, _ in spans:
+            if name in held:
+                a, b = held[name]
+                yield from _fragments(saved, number, name, shape, (a - start, b - start), a - low)
+
+
+def _per_parameter(
+    states: Sequence[_Saved], number: int, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[Fragment]:
+    dp = len(states)
+    sizes = {name: -(-prod(shape) // dp) for name, shape in shapes.items()}
+    for rank, saved in enumerate(states):
+        if number >= len(saved.flats) or saved.flats[number].numel != sum(sizes.values()):
+            have = saved.flats[number].numel if number < len(saved.flats) else "none"
+            raise CheckpointError(
+                f"{saved.file.path}: sub-group {number}",
+                f"it has {have} elements, {sum(sizes.values())} were expected"
+                + (": they were swapped out to NVMe" if have == 0 else ""),
+                "save it without NVMe offload" if have == 0 else _USE_ANOTHER,
+            )
+        offset = 0
+        for name, shape in shapes.items():
+            start, stop = rank * sizes[name], min((rank + 1) * sizes[name], prod(shape))
+            if start < stop:
+                yield from _fragments(saved, number, name, tuple(shape), (start, stop), offset)
+            offset += sizes[name]
+
+
+def _fragments(
+    saved: _Saved,
+    number: int,
+    name: str,
+    shape: tuple[int, ...],
+    interval: tuple[int, int],
+    at: int,
+) -> Iterator[Fragment]:
+    """One parameter's part of every state of a flat buffer; ``at`` is its first element there."""
+    start, stop = interval
+    for state, ref in saved.tensors(number):
+        if len(ref.shape) != 1 or at + stop - start > ref.numel or not ref.contiguous:
+            raise CheckpointError(
+                f"{saved.file.path}: tensor {name}, {state}",
+                f"its elements {at} to {at + stop - start} do not lie in a flat buffer {ref.shape}",
+                _USE_ANOTHER,
+            )
+        yield Fragment(
+            name=name,
+            state=state,
+            shape=shape,
+            dtype=ref.dtype,
+            start=start,
+            stop=stop,
+            file=saved.file.name,
+            offset=ref.offset + at * ITEM_BYTES[ref.dtype],
+        )
+
+
+def _check_size(states: Sequence[_Saved], number: int, size: int, needed: int) -> None:
+    """Prove that all ranks' parts are equal (with padding) and together hold the group."""
+    for saved in states:
+        one = saved.flats[number].numel + (saved.paddings[number] if saved.unpadded else 0)
+        if one != size or size * len(states) < needed:
+            raise CheckpointError(
+                f"{saved.file.path}: optimizer group {number}",
+                f"it has {one} elements with padding, the first rank {size}; the {len(states)} ranks must "
+                f"hold {needed}",
+                "use the files of one save",
+            )
+
+
+def _check_mapping(saved: _Saved, number: int, expected: Mapping[str, tuple[int, int]]) -> None:
+    """Compare with ``param_slice_mappings``, (start, numel) in the rank's flat buffer, where it is there."""
+    if number >= len(saved.mappings):
+        return
+    told = {
+        name: (int(one.state["start"]), int(one.state["numel"]))
+        for name, one in saved.mappings[number].items()
+    }
+    for name in sorted(told.keys() | expected.keys()):
+        if told.get(name) != expected.get(name):
+            raise CheckpointError(
+                f"{saved.file.path}: tensor {name}",
+                f"param_slice_mappings has it at (start, elements) {told.get(name)}, param_shapes at "
+                f"{expected.get(name)}",
+                "report this: DeepSpeed's flat order is not what dsx thinks",
+            )
+
+
+def _groups(saved: _Saved, shapes: Sequence[Mapping[str, Any]]) -> Iterator[Group]:
+    for place, settings in enumerate(saved.param_groups):
+        numbers = [n for n in range(len(shapes)) if n < len(saved.flats) and saved.group_of(n) == place]
+        steps = {name: step for n in numbers if (step := saved.step(n)) is not None for name in shapes[n]}
+        yield Group(
+            names=tuple(name for n in numbers for name in shapes[n]),
+            settings={key: value for key, value in settings.items() if key != "params"},
+            steps=steps,
+        )

@@ -1,0 +1,191 @@
+"""The model's own tensors in a stock checkpoint: weights, frozen ones, buffers, and which names are ties."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from dsx.checkpoint.formats.deepspeed_files import StockFiles
+from dsx.checkpoint.formats.deepspeed_flat import Fragment, mapped, whole
+from dsx.checkpoint.formats.torch_file import TorchFile
+from dsx.checkpoint.formats.unpickle import TensorRef
+from dsx.errors import CheckpointError
+
+_TIED = "tied_modules."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """What one model-parallel rank says about the model.
+
+    Attributes:
+        weights: Whole tensors, and ZeRO-3's parts of frozen ones.
+        order: Names of all parameters in the model's order, with local shapes; none at ZeRO-3.
+        buffers: Names of buffers.
+        ties: Names that stand for the same tensor, the model's first name first.
+    """
+
+    weights: tuple[Fragment, ...]
+    order: Mapping[str, tuple[int, ...]]
+    buffers: frozenset[str]
+    ties: tuple[tuple[str, ...], ...]
+
+
+def modules_of(files: StockFiles) -> dict[int, Module]:
+    """The model's tensors by model-parallel rank. A pipeline's layers are all listed at its first stage."""
+    ranks = range(files.pp * files.tp)
+    if files.layers:
+        tied = _tied_layers(files)
+        return {rank: _pipeline(files, rank, tied) for rank in ranks}
+    return {rank: _plain(files, rank) for rank in ranks}
+
+
+def _plain(files: StockFiles, rank: int) -> Module:
+    file = files.models[rank, 0]
+    module = file.content.get("module")
+    if not isinstance(module, dict):
+        raise CheckpointError(
+            str(file.path),
+            "it holds no module, and there are no layer files",
+            "complete the checkpoint; under ZeRO-3 DeepSpeed cannot save the layers of a PipelineModule",
+        )
+    refs = {str(name): ref for name, ref in module.items() if isinstance(ref, TensorRef)}
+    sharded = files.zero_stage == 3
+    held = {name: ref for name, ref in refs.items() if ref.numel or not sharded}
+    buffers = frozenset(map(str, file.content.get("buffer_names") or ()))
+    ties = _ties(held, file.content.get("shared_params") or {})
+    others = {name for names in ties for name in names[1:]}
+    weights = [whole(ref, file, name, "weight") for name, ref in held.items() if name not in others]
+    known = {one.name for one in weights}
+    if sharded:
+        weights += [one for one in _frozen_parts(files, rank) if one.name not in known]
+    order = {n: ref.shape for n, ref in held.items() if n not in buffers and n not in others}
+    return Module(weights=tuple(weights), order=order, buffers=buffers, ties=ties)
+
+
+def _ties(refs: Mapping[str, TensorRef], shared: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
+    """Names of equal bytes of one storage, and those that DeepSpeed lists as shared."""
+    home = dict(shared)
+    same: dict[Any, list[str]] = defaultdict(list)
+    for name, ref in refs.items():
+        if ref.numel:
+            same[ref.offset, ref.shape, ref.strides, ref.dtype].append(name)
+    for names in same.values():
+        for name in names[1:]:
+            home.setdefault(name, names[0])
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, first in home.items():
+        while first in home:
+            first = home[first]  # noqa: PLW2901 (to the end of the chain)
+        found[first].append(name)
+    return tuple((first, *names) for first, names in found.items())
+
+
+def _frozen_parts(files: StockFiles, rank: int) -> Iterator[Fragment]:
+    """ZeRO-3's parts of parameters that the optimizer does not have."""
+    shapes = files.models[rank, 0].content.get("frozen_param_shapes") or {}
+    for dp in range(files.dp):
+        file = files.models[rank, dp]
+        parts = file.content.get("frozen_param_fragments") or {}
+        for name, shape in shapes.items():
+            ref = parts.get(name)
+            size = -(-prod(shape) // files.dp)
+            start, stop = dp * size, min((dp + 1) * size, prod(shape))
+            if start >= stop:
+                continue
+            if not isinstance(ref, TensorRef) or ref.numel < stop - start:
+                raise CheckpointError(
+                    f"{file.path}: tensor {name}", "its part of this frozen tensor is missing", "save again"
+                )
+            yield replace(whole(ref, file, name, "weight"), shape=tuple(shape), start=start, stop=stop)
+
+
+def _pipeline(files: StockFiles, rank: int, tied: Mapping[int, str]) -> Module:
+    """The layers; which stage has which is not written, and only their order matters."""
+    stage, tensor = divmod(rank, files.tp)
+    model = files.models[rank, 0]
+    buffers = frozenset(map(str, model.content.get("buffer_names") or ()))
+    if stage:
+        return Module(weights=(), order={}, buffers=buffers, ties=())
+    everywhere = {name for at in range(files.pp) for name in _buffers(files, at * files.tp + tensor)}
+    weights: list[Fragment] = []
+    order: dict[str, tuple[int, ...]] = {}
+    ties: dict[str, list[str]] = defaultdict(list)
+    for (layer, owner), file in sorted(files.layers.items()):
+        if owner != tensor:
+            continue
+        for key, ref in _tensors(file):
+            prefix = f"{_TIED}{tied[layer]}" if layer in tied else str(layer)
+            name = f"{prefix}.{key}"
+            if prefix.startswith(_TIED):
+                ties[name].append(f"{layer}.{key}")
+            weights.append(whole(ref, file, name, "weight"))
+            if name not in everywhere:
+                order.setdefault(name, ref.shape)
+    return Module(
+        weights=tuple(weights),
+        order=order,
+        buffers=buffers,
+        ties=tuple((name, *others) for name, others in ties.items()),
+    )
+
+
+def _buffers(files: StockFiles, rank: int) -> Sequence[str]:
+    return [str(name) for name in files.models[rank, 0].content.get("buffer_names") or ()]
+
+
+def _trained(files: StockFiles, rank: int) -> dict[str, int]:
+    """Elements of every parameter that the optimizer has a name for."""
+    shapes = files.models[rank, 0].content.get("param_shapes")
+    if shapes:
+        return {str(name): prod(shape) for group in shapes for name, shape in group.items()}
+    found: dict[str, int] = defaultdict(int)
+    for dp in range(files.dp if files.optimizers else 0):
+        for name, numel in mapped(files.optimizers[rank, dp]):
+            found[name] += numel
+    return found
+
+
+def _tensors(file: TorchFile) -> list[tuple[str, TensorRef]]:
+    if not isinstance(file.content, dict):
+        raise CheckpointError(str(file.path), "it is no layer of a PipelineModule", "use another checkpoint")
+    return [(str(key), ref) for key, ref in file.content.items() if isinstance(ref, TensorRef)]
+
+
+def _tied_layers(files: StockFiles) -> dict[int, str]:
+    """Key of the tied module that a layer is, for the layers that are one.
+
+    A layer's file names its tensors without the layer; the optimizer has them as ``<layer>.<path>``, or as
+    ``tied_modules.<key>.<path>``. So a tied layer is one that the optimizer does not know by its number, and
+    its key is that of the tied module with the same tensors.
+
+    Raises:
+        CheckpointError: Two tied modules have the same tensors.
+    """
+    known: dict[str, int] = {}
+    for rank in range(0, files.pp * files.tp, files.tp):
+        known.update(_trained(files, rank))
+        known.update(dict.fromkeys(_buffers(files, rank), 0))
+    keys: dict[str, dict[str, int]] = defaultdict(dict)
+    for name, numel in known.items():
+        if name.startswith(_TIED) and numel:
+            key, path = name.removeprefix(_TIED).split(".", 1)
+            keys[key][path] = numel
+    found = {}
+    for (layer, tensor), file in files.layers.items():
+        tensors = {key: ref.numel for key, ref in _tensors(file)}
+        if tensor or any(f"{layer}.{key}" in known for key in tensors) or not tensors:
+            continue
+        fits = [key for key, held in keys.items() if held.items() <= tensors.items()]
+        if len(fits) > 1:
+            raise CheckpointError(
+                str(file.path),
+                f"it may be a copy of tied module {' or '.join(fits)}: their tensors have the same shapes",
+                "save the checkpoint with DeepSpeed's universal format, which has names",
+            )
+        if fits:
+            found[layer] = fits[0]
+    return found

@@ -1,0 +1,113 @@
+"""Optimizer state of stock checkpoints without ZeRO: whole tensors, by number and without names.
+
+In fp32 it is the state dict of the optimizer. In half precision DeepSpeed's FP16_Optimizer keeps the masters
+beside it, as a list of tensors per group (``fp32_groups``); or, with fused optimizers, as one flat buffer per
+group, whose parameters have neither names nor shapes and which is refused.
+(deepspeed/runtime/fp16/fused_optimizer.py, unfused_optimizer.py.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from dsx.checkpoint.formats.deepspeed_cut import Rules
+from dsx.checkpoint.formats.deepspeed_files import StockFiles
+from dsx.checkpoint.formats.deepspeed_flat import Fragment, Group, OptimizerState, number_of, whole
+from dsx.checkpoint.formats.deepspeed_module import Module
+from dsx.checkpoint.formats.deepspeed_order import assign, stage_names
+from dsx.checkpoint.formats.torch_file import TorchFile
+from dsx.checkpoint.formats.unpickle import TensorRef
+from dsx.errors import CheckpointError
+
+_NOTHING = OptimizerState((), ())
+
+
+def plain_states(files: StockFiles, modules: Mapping[int, Module], rules: Rules) -> dict[int, OptimizerState]:
+    """Optimizer state by model-parallel rank, with names found by order and shape.
+
+    Raises:
+        CheckpointError: More than one naming is possible, or none.
+    """
+    ranks = range(files.pp * files.tp)
+    if all(not files.models[rank, 0].content.get("optimizer") for rank in ranks):
+        return dict.fromkeys(ranks, _NOTHING)
+    saved = {rank: _parts(files.models[rank, 0]) for rank in ranks}
+    found: dict[int, OptimizerState] = {}
+    for tensor in range(files.tp):
+        mine = [stage * files.tp + tensor for stage in range(files.pp)]
+        groups = [saved[rank].groups for rank in mine]
+        named: Sequence[Sequence[Sequence[str]] | None]
+        if files.layers:
+            named = stage_names(modules[tensor].order, groups, str(files.root), rules.groups)
+        else:
+            named = [
+                assign(modules[rank].order, saved[rank].groups, str(files.models[rank, 0].path), rules.groups)
+                for rank in mine
+            ]
+        for rank, names in zip(mine, named, strict=True):
+            if names is None:
+                raise CheckpointError(
+                    f"{files.models[rank, 0].path}: optimizer",
+                    "its states have shapes that no order of the model's parameters has",
+                    "use the files of one save",
+                )
+            found[rank] = _state(files.models[rank, 0], saved[rank], names)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """The torch optimizer's state dict, DeepSpeed's masters by group, and the shapes of every group."""
+
+    state: Mapping[int, Mapping[str, Any]]
+    param_groups: Sequence[Mapping[str, Any]]
+    masters: Sequence[Sequence[TensorRef]]
+    groups: Sequence[Sequence[tuple[int, ...] | None]]
+
+
+def _state(file: TorchFile, saved: _Saved, names: Sequence[Sequence[str]]) -> OptimizerState:
+    fragments: list[Fragment] = []
+    found = []
+    for place, (settings, mine) in enumerate(zip(saved.param_groups, names, strict=True)):
+        steps = {}
+        for at, name in enumerate(mine):
+            held = saved.state.get(settings["params"][at], {})
+            step = number_of(held.get("step", settings.get("step")), file)
+            steps.update({} if step is None else {name: step})
+            if saved.masters:
+                fragments.append(whole(saved.masters[place][at], file, name, "master"))
+            tensors = {key: ref for key, ref in held.items() if isinstance(ref, TensorRef) and key != "step"}
+            fragments += [whole(ref, file, name, str(key)) for key, ref in tensors.items()]
+        kept = {key: value for key, value in settings.items() if key != "params"}
+        found.append(Group(names=tuple(mine), settings=kept, steps=steps))
+    return OptimizerState(tuple(fragments), tuple(found))
+
+
+def _parts(file: TorchFile) -> _Saved:
+    saved = file.content.get("optimizer")
+    inner = saved.get("optimizer_state_dict", saved) if isinstance(saved, dict) else None
+    if not isinstance(inner, dict) or not isinstance(inner.get("state"), dict):
+        raise CheckpointError(str(file.path), "an optimizer of unknown form", "use another checkpoint")
+    masters = saved.get("fp32_groups") or saved.get("fp32_groups_flat") or []
+    groups: list[list[tuple[int, ...] | None]] = []
+    for place, settings in enumerate(inner["param_groups"]):
+        if masters and isinstance(masters[place], TensorRef):
+            raise CheckpointError(
+                str(file.path),
+                "one flat buffer of fp32 weights per group, whose parameters have neither names nor shapes",
+                'train it on for one step with "zero_optimization": {"stage": 1}, which writes names',
+            )
+        if masters:
+            groups.append([ref.shape for ref in masters[place]])
+        else:
+            groups.append([_shape(inner["state"].get(number, {})) for number in settings["params"]])
+    return _Saved(inner["state"], inner["param_groups"], masters, groups)
+
+
+def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Shape of a parameter, by its state; None where it has none."""
+    shapes = [ref.shape for key, ref in state.items() if isinstance(ref, TensorRef) and key != "step"]
+    return max(shapes, key=prod) if shapes else None

@@ -1,0 +1,202 @@
+"""Boxes of tensors and where they lie in flat memory: the geometry of checkpoints. Pure, no torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+from dsx.checkpoint.catalog import Piece
+from dsx.spec.param import Box, ParamSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a logical tensor as it lies in one rank's flattened local tensor.
+
+    Attributes:
+        start: Corner of the box in the logical tensor.
+        shape: Its extents.
+        strides: Of the local tensor, in elements.
+        flat: Index of the box's first element in the flattened local tensor.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    flat: int
+
+    def at(self, file: str, origin: int, item_bytes: int, replica: int = 0) -> Piece:
+        """The piece of a file whose byte ``origin`` is element 0 of the flattened local tensor."""
+        return Piece(file, origin + self.flat * item_bytes, self.start, self.shape, self.strides, replica)
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides, in elements.
+
+    >>> contiguous((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is all of a tensor."""
+    return tuple((0, extent) for extent in shape)
+
+
+def volume(box: Box) -> int:
+    """Elements of a box."""
+    return prod(stop - start for start, stop in box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """What two boxes share; None if nothing."""
+    shared = []
+    for (a_start, a_stop), (b_start, b_stop) in zip(a, b, strict=True):
+        start, stop = max(a_start, b_start), min(a_stop, b_stop)
+        if start >= stop:
+            return None
+        shared.append((start, stop))
+    return tuple(shared)
+
+
+def subtract(box: Box, hole: Box) -> Iterator[Box]:
+    """Disjoint boxes that together are ``box`` without ``hole``.
+
+    >>> list(subtract(((0, 4), (0, 4)), ((1, 2), (0, 3))))
+    [((0, 1), (0, 4)), ((2, 4), (0, 4)), ((1, 2), (3, 4))]
+    """
+    shared = intersect(box, hole)
+    if shared is None:
+        yield box
+        return
+    for dim, ((start, stop), (low, high)) in enumerate(zip(box, shared, strict=True)):
+        for side in ((start, low), (high, stop)):
+            if side[0] < side[1]:
+                yield (*shared[:dim], side, *box[dim + 1 :])
+
+
+def interval_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Elements ``start`` to ``stop`` of a flattened row-major tensor as boxes, in order.
+
+    A part of a row, full rows, a part of a row; and so inside each row: at most ``2 * dims - 1`` boxes.
+
+    >>> list(interval_boxes((4, 3), 2, 10))
+    [((0, 1), (2, 3)), ((1, 3), (0, 3)), ((3, 4), (0, 1))]
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    row = prod(shape[1:])
+    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        yield from (((first, first + 1), *box) for box in interval_boxes(shape[1:], head, tail))
+        return
+    if head:
+        yield from (((first, first + 1), *box) for box in interval_boxes(shape[1:], head, row))
+        first += 1
+    if first < last:
+        yield ((first, last), *whole(shape[1:]))
+    if tail:
+        yield from (((last, last + 1), *box) for box in interval_boxes(shape[1:], 0, tail))
+
+
+def local_parts(spec: ParamSpec, tp: int, tp_rank: int, start: int, stop: int) -> tuple[Part, ...]:
+    """Elements ``start`` to ``stop`` of a rank's flattened local tensor, as boxes of the logical tensor.
+
+    The local tensor is what tensor parallelism leaves on ``tp_rank``, its fused blocks one after another and
+    padding last along the split dim. Padding has no part.
+
+    Returns:
+        The parts in the order of their first elements.
+    """
+    shape = spec.local_shape(tp)
+    strides = contiguous(shape)
+    parts = []
+    for local in interval_boxes(shape, start, stop):
+        for start_local, box in _globals(spec, local, tp, tp_rank):
+            flat = sum(at * step for at, step in zip(start_local, strides, strict=True))
+            corner = tuple(low for low, _ in box)
+            parts.append(Part(corner, tuple(high - low for low, high in box), strides, flat))
+    return tuple(sorted(parts, key=lambda part: part.flat))
+
+
+def _globals(spec: ParamSpec, local: Box, tp: int, tp_rank: int) -> Iterator[tuple[tuple[int, ...], Box]]:
+    """Local corner and global box of every block of the split dim that a local box reaches into."""
+    if spec.split is None:
+        yield tuple(low for low, _ in local), local
+        return
+    dim, base = spec.split, 0
+    for box in spec.boxes(tp, tp_rank):
+        low, high = box[dim]
+        shift = low - base
+        start, stop = max(local[dim][0], base), min(local[dim][1], base + high - low)
+        base += high - low
+        if start < stop:
+            corner = (*(at for at, _ in local[:dim]), start, *(at for at, _ in local[dim + 1 :]))
+            yield corner, (*local[:dim], (start + shift, stop + shift), *local[dim + 1 :])
+
+
+class PieceIndex:
+    """Finds the pieces that reach into a box; fast if they are many and spread over dim 0."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self._pieces = sorted(pieces, key=lambda piece: piece.start)
+        self._starts = [piece.start[0] if piece.start else 0 for piece in self._pieces]
+        stops = (piece.start[0] + piece.shape[0] if piece.start else 1 for piece in self._pieces)
+        self._furthest = list(accumulate(stops, max))
+
+    def overlaps(self, box: Box) -> list[tuple[Piece, Box]]:
+        """Pieces with the part of ``box`` that each holds, in the order of their corners."""
+        low, high = box[0] if box else (0, 1)
+        first, last = bisect_right(self._furthest, low), bisect_left(self._starts, high)
+        found = []
+        for piece in self._pieces[first:last]:
+            shared = intersect(piece.box, box)
+            if shared is not None:
+                found.append((piece, shared))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How a strided box falls into blocks without gaps.
+
+    Attributes:
+        outer: Dims to loop over, one block per index.
+        inner: Dims inside a block, the slowest first.
+        elements: Elements of a block.
+    """
+
+    outer: tuple[int, ...]
+    inner: tuple[int, ...]
+    elements: int
+
+
+def dense_blocks(shape: Sequence[int], strides: Sequence[int]) -> Blocks:
+    """The largest blocks of a box that are each one stretch of memory, in whatever order of dims.
+
+    >>> dense_blocks((4, 3), (3, 1)), dense_blocks((4, 3), (8, 1)), dense_blocks((4, 3), (1, 4))
+    (Blocks(outer=(), inner=(0, 1), elements=12), Blocks(outer=(0,), inner=(1,), elements=3), \
+Blocks(outer=(), inner=(1, 0), elements=12))
+    """
+    dims = sorted((dim for dim, extent in enumerate(shape) if extent > 1), key=lambda dim: strides[dim])
+    elements, inner = 1, 0
+    for dim in dims:
+        if strides[dim] != elements:
+            break
+        elements *= shape[dim]
+        inner += 1
+    return Blocks(tuple(sorted(dims[inner:])), tuple(reversed(dims[:inner])), elements)
+
+
+def flat_offset(piece: Piece, box: Box) -> int:
+    """Elements between a piece's first element and the first of ``box``, which lies in it."""
+    return sum(
+        (low - corner) * step for (low, _), corner, step in zip(box, piece.start, piece.strides, strict=True)
+    )

@@ -1,0 +1,233 @@
+"""Reads tiles of a checkpoint's tensors and checks, on the way, every checksum that it has."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from dsx.checkpoint.catalog import Catalog, Checksum, Entry, check_files, locate
+from dsx.checkpoint.checksums import Crc32Parts, Part, crc32_joined, digest
+from dsx.checkpoint.dtypes import Array, numpy_dtype
+from dsx.checkpoint.file_io import FilePool, blamed, crc32_of_file, digest_of_file, read_box
+from dsx.checkpoint.pieces import PieceIndex
+from dsx.errors import CheckpointError
+from dsx.spec.param import Box
+
+_USE_ANOTHER = "use another checkpoint: this one is damaged"
+
+
+class DamagedError(CheckpointError):
+    """Bytes that are not those that were written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A tile as read.
+
+    Attributes:
+        values: Array of the tile's shape, in the numpy dtype that holds the entry's.
+        digest: xxh3_128 of its bytes, row-major.
+        checked: Whether the checkpoint's manifest has that digest.
+        parts: CRC32s of what was read of files that have checksums of that kind.
+    """
+
+    values: Array
+    digest: str
+    checked: bool
+    parts: tuple[Part, ...]
+
+
+class SourceReader:
+    """Tiles of a checkpoint, for several threads. A context manager that closes its files.
+
+    Args:
+        catalog: The checkpoint.
+        tile_elements: Size of the tiles that will be asked for. The manifest's digests are compared if it has
+            them of tiles of this size.
+    """
+
+    def __init__(self, catalog: Catalog, tile_elements: int) -> None:
+        self._catalog = catalog
+        self._digests = catalog.tile_digests if catalog.tile_elements == tile_elements else {}
+        self._holders = catalog.files
+        self._files = FilePool(lambda file: locate(catalog, file, str(self._holders[file])), os.O_RDONLY)
+        self._sums = _by_file(catalog)
+        self._regions = {
+            (one.file, one.start, one.stop): one for one in catalog.checksums if one.algorithm != "crc32"
+        }
+        self._parts = Crc32Parts()
+        self._lock = threading.Lock()
+        self.tiles_checked = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files."""
+        self._files.close()
+
+    def read(self, entry: Entry, index: PieceIndex, tile: Box, number: int) -> Tile:
+        """The ``number``-th tile of an entry, whose pieces are in ``index``.
+
+        Raises:
+            DamagedError: Its bytes have another digest than the manifest says, or a file ends too early.
+            CheckpointError: A file cannot be read.
+        """
+        out = np.empty([stop - start for start, stop in tile], numpy_dtype(entry.dtype))
+        parts: list[Part] = []
+        known = self._digests.get(entry.key)
+        unknown = known is None
+        regions = stretches = 0
+        for piece, box in index.overlaps(tile):
+            view = out[within(box, tile)]
+            take_crc32 = (piece.file, "crc32") in self._sums
+            path = self._catalog.root / piece.file
+            with blamed(path, str(entry), "reading", _USE_ANOTHER), self._files.lend(piece.file) as file:
+                for start, stop, data in read_box(file, piece, box, view):
+                    if take_crc32:
+                        parts.append((piece.file, start, stop, zlib.crc32(data)))
+                    region = self._regions.get((piece.file, start, stop)) if unknown else None
+                    if region is not None and digest(data) != region.digest:
+                        raise _damaged(path, str(entry), region)
+                    regions += region is not None
+                    stretches += 1
+        found = digest(out.reshape(-1).view(np.uint8).data)
+        if known is not None and (number >= len(known) or known[number] != found):
+            raise self._damage(entry, index, tile)
+        checked = known is not None or 0 < regions == stretches
+        self.note(parts, checked=checked)
+        return Tile(out, found, checked, tuple(parts))
+
+    def note(self, parts: list[Part], *, checked: bool) -> None:
+        """Count a tile as read, by this reader or by an earlier one."""
+        self._parts.add(parts)
+        with self._lock:
+            self.tiles_checked += checked
+
+    def check_crc32(self) -> int:
+        """Compare the CRC32 of every member of a file of which anything was read; reads what was left out.
+
+        Returns:
+            How many were right.
+
+        Raises:
+            DamagedError: One is wrong; with the file and the tensors in it.
+        """
+        checked = 0
+        for (file, algorithm), checksums in self._sums.items():
+            if algorithm != "crc32":
+                continue
+            for checksum in checksums:
+                stretches = list(self._parts.stretches(file, checksum.start, checksum.stop))
+                if all(crc is None for _, _, crc in stretches):
+                    continue
+                self._compare(checksum, stretches)
+                checked += 1
+        return checked
+
+    def _compare(self, checksum: Checksum, stretches: list[tuple[int, int, int | None]]) -> None:
+        path = self._catalog.root / checksum.file
+        total = 0
+        with blamed(path, "its CRC32", "reading", _USE_ANOTHER), self._files.lend(checksum.file) as file:
+            for start, stop, known in stretches:
+                crc = crc32_of_file(file, start, stop) if known is None else known
+                total = crc32_joined(total, crc, stop - start)
+        if f"{total:08x}" != checksum.digest:
+            raise _damaged(path, _tensors_in(self._catalog, checksum), checksum)
+
+    def _damage(self, entry: Entry, index: PieceIndex, tile: Box) -> DamagedError:
+        """The error for a tile with a wrong digest; finds the file by the regions' own checksums."""
+        pieces = [piece for piece, _ in index.overlaps(tile)]
+        for piece in pieces:
+            path = self._catalog.root / piece.file
+            sums = self._sums.get((piece.file, "xxh3_128"), [])
+            low = bisect_right(sums, piece.offset, key=lambda item: item.stop)
+            high = bisect_left(sums, piece.stop(entry.item_bytes), key=lambda item: item.start)
+            with blamed(path, str(entry), "reading", _USE_ANOTHER), self._files.lend(piece.file) as file:
+                for checksum in sums[low:high]:
+                    if digest_of_file(file, checksum.start, checksum.stop) != checksum.digest:
+                        return _damaged(path, str(entry), checksum)
+        files = ", ".join(sorted({piece.file for piece in pieces}))
+        return DamagedError(
+            f"{self._catalog.root}: {entry}",
+            f"its bytes (in {files}) do not have the checksum in the manifest: they or it were changed",
+            _USE_ANOTHER,
+        )
+
+
+def verify(catalog: Catalog, progress: Callable[[int], None] = lambda _: None) -> Iterator[DamagedError]:
+    """Read everything that a checkpoint has a checksum of and compare; yields what is wrong.
+
+    Args:
+        catalog: The checkpoint.
+        progress: Called with the bytes read since the last call.
+
+    Raises:
+        CheckpointError: A file is missing, too short for its tensors, or cannot be read.
+    """
+    check_files(catalog)
+    files = FilePool(lambda file: locate(catalog, file, "a checksum"), os.O_RDONLY)
+    take = {"xxh3_128": digest_of_file, "crc32": lambda *span: f"{crc32_of_file(*span):08x}"}
+    try:
+        for (file, algorithm), checksums in sorted(_by_file(catalog).items()):
+            path = catalog.root / file
+            with blamed(path, "its checksums", "reading", _USE_ANOTHER), files.lend(file) as descriptor:
+                for checksum in checksums:
+                    found = take[algorithm](descriptor, checksum.start, checksum.stop)
+                    progress(checksum.stop - checksum.start)
+                    if found != checksum.digest:
+                        yield _damaged(path, _tensors_in(catalog, checksum), checksum)
+    finally:
+        files.close()
+
+
+def _by_file(catalog: Catalog) -> dict[tuple[str, str], list[Checksum]]:
+    """Checksums by file and algorithm, in the order of their bytes."""
+    found: dict[tuple[str, str], list[Checksum]] = defaultdict(list)
+    for checksum in sorted(catalog.checksums, key=lambda item: (item.file, item.start)):
+        found[checksum.file, checksum.algorithm].append(checksum)
+    return found
+
+
+def _tensors_in(catalog: Catalog, checksum: Checksum) -> str:
+    names = [
+        str(entry)
+        for entry in catalog.entries
+        if any(
+            piece.file == checksum.file
+            and piece.offset < checksum.stop
+            and piece.stop(entry.item_bytes) > checksum.start
+            for piece in entry.pieces
+        )
+    ]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return "; ".join(names[:3]) + more if names else "its header"
+
+
+def within(box: Box, tile: Box) -> tuple[Any, ...]:
+    """Index of ``box`` in an array of the tile; it gives a view, also of a tensor without dims."""
+    spans = zip(box, tile, strict=True)
+    return (*(slice(start - base, stop - base) for (start, stop), (base, _) in spans), ...)
+
+
+def _damaged(path: object, tensor: str, checksum: Checksum) -> DamagedError:
+    return DamagedError(
+        f"{path}: {tensor}",
+        f"bytes {checksum.start} to {checksum.stop} do not have the {checksum.algorithm} they were written "
+        "with: the file was changed or its disk is failing",
+        _USE_ANOTHER,
+    )

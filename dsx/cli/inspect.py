@@ -1,0 +1,129 @@
+"""``dsx inspect``."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dsx.cli.sizes import show_bytes
+
+if TYPE_CHECKING:
+    from dsx.checkpoint.catalog import Catalog, Entry
+
+
+def inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="A checkpoint's folder, or the folder of checkpoints that has a file latest.",
+            show_default=False,
+        ),
+    ],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read everything and compare it with its checksums.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what a checkpoint holds: format, layout, tensors, states, bytes.
+
+    With --verify, exit code 1 if something in it is damaged.
+    """
+    from dsx.checkpoint.catalog import check_files
+    from dsx.checkpoint.open import open_checkpoint
+    from dsx.checkpoint.source import verify as verified
+
+    catalog = open_checkpoint(path)
+    check_files(catalog)
+    facts = _facts(catalog)
+    damage = [str(error) for error in verified(catalog)] if verify else []
+    if as_json:
+        typer.echo(json.dumps(facts | ({"damage": damage} if verify else {}), indent=2))
+    else:
+        typer.echo(_text(facts))
+        if verify:
+            count = len(catalog.checksums)
+            typer.echo(f"verified   {count:,} checksums, {len(damage)} wrong" if count else "no checksums")
+    for line in damage:
+        typer.echo(f"dsx: {line}", err=True)
+    if damage:
+        raise typer.Exit(1)
+
+
+def _facts(catalog: Catalog) -> dict[str, Any]:
+    by_name: dict[str, list[Entry]] = defaultdict(list)
+    for entry in catalog.entries:
+        by_name[entry.name].append(entry)
+    states: dict[str, dict[str, Any]] = {}
+    for entry in catalog.entries:
+        state = states.setdefault(entry.state, {"tensors": 0, "elements": 0, "bytes": 0, "dtypes": []})
+        state["tensors"] += 1
+        state["elements"] += entry.numel
+        state["bytes"] += entry.num_bytes
+        state["dtypes"] = sorted({*state["dtypes"], entry.dtype})
+    return {
+        "path": str(catalog.root),
+        "format": catalog.format,
+        "bytes": catalog.num_bytes,
+        "files": len(catalog.files),
+        "checksums": len(catalog.checksums),
+        "facts": dict(catalog.facts),
+        "states": states,
+        "tensors": [_tensor(name, entries) for name, entries in by_name.items()],
+    }
+
+
+def _tensor(name: str, entries: list[Entry]) -> dict[str, Any]:
+    first = entries[0]
+    return {
+        "name": name,
+        "shape": list(first.shape),
+        "role": first.role,
+        "aliases": list(first.aliases),
+        "states": {
+            entry.state: {
+                "dtype": entry.dtype,
+                "pieces": len(entry.pieces),
+                "files": len({piece.file for piece in entry.pieces}),
+            }
+            for entry in entries
+        },
+    }
+
+
+def _text(facts: dict[str, Any]) -> str:
+    told = facts["facts"]
+    size = f"{show_bytes(facts['bytes'])} in {facts['files']} files, {facts['checksums']:,} checksums"
+    lines = [f"checkpoint {facts['path']}: {facts['format']}, {size}"]
+    mesh = told.get("mesh")
+    if mesh is not None:
+        degrees = " x ".join(f"{axis} {degree}" for axis, degree in mesh.items())
+        rest = f"chunks {told.get('chunks', 1)}, ZeRO-{told.get('zero_stage', 0)}"
+        lines.append(f"layout     {degrees}, {rest}, {told.get('precision', 'unknown precision')}")
+    if "step" in told:
+        lines.append(f"step       {told['step']}")
+    if told.get("versions"):
+        lines.append(f"written by {', '.join(f'{k} {v}' for k, v in told['versions'].items())}")
+    others = sorted(told.keys() - {"mesh", "chunks", "zero_stage", "precision", "step", "versions"})
+    if others:
+        lines.append(f"also has   {', '.join(others)}")
+    for state, held in facts["states"].items():
+        size = f"{held['elements']:>15,} elements  {show_bytes(held['bytes']):>11}"
+        lines.append(f"{state:<12}{held['tensors']:>6} tensors {size}  {', '.join(held['dtypes'])}")
+    lines.append("")
+    width = max((len(tensor["name"]) for tensor in facts["tensors"]), default=0)
+    for tensor in facts["tensors"]:
+        states = ", ".join(
+            f"{state} {held['dtype']}{_spread(held)}" for state, held in tensor["states"].items()
+        )
+        role = "" if tensor["role"] == "trained" else f"  ({tensor['role']})"
+        lines.append(f"{tensor['name']:<{width}}  {tensor['shape']!s:<16} {states}{role}")
+    return "\n".join(lines)
+
+
+def _spread(held: dict[str, Any]) -> str:
+    return f" in {held['files']} files" if held["files"] > 1 else ""

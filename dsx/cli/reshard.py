@@ -1,0 +1,207 @@
+"""``dsx reshard``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from dsx.cli.sizes import parse_bytes, show_bytes
+
+if TYPE_CHECKING:
+    from dsx.checkpoint.catalog import Catalog
+    from dsx.checkpoint.execute import Report
+    from dsx.checkpoint.layouts import Degrees
+    from dsx.spec.layout import Layout
+
+Format = Literal["dsx", "deepspeed", "universal", "hf"]
+_FORMATS: tuple[Format, ...] = ("dsx", "deepspeed", "universal", "hf")
+
+
+def reshard(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A checkpoint's folder, or the folder of checkpoints that has a file latest.",
+            show_default=False,
+        ),
+    ],
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="TARGET", help="Folder to make; must not exist.", show_default=False),
+    ],
+    *,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYOUT|FORMAT",
+            help="A layout, tp=2,pp=2,chunks=2,dp=2,zero=1 (what is left out stays), or a format.",
+        ),
+    ] = None,
+    style: Annotated[Format, typer.Option("--format", help="Format of TARGET.")] = "dsx",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG", help="DeepSpeed JSON with a dsx block whose layout to take.", exists=True
+        ),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of ranks for --config.")] = None,
+    tensor: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel degree.")] = None,
+    pipeline: Annotated[int | None, typer.Option(min=1, help="Pipeline degree.")] = None,
+    data: Annotated[int | None, typer.Option(min=1, help="Data-parallel degree.")] = None,
+    chunks: Annotated[int | None, typer.Option(min=1, help="Virtual stages per pipeline rank.")] = None,
+    zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.")] = None,
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option(help="Precision of the weights; the source's by default."),
+    ] = None,
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to take at most.")] = "512MiB",
+    workers: Annotated[int, typer.Option(min=1, help="Threads.")] = 4,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done, and check what can be checked.")
+    ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew where an interrupted conversion could go on.")
+    ] = False,
+    latest: Annotated[
+        bool | None,
+        typer.Option(
+            "--latest/--no-latest",
+            help="Whether the file latest beside TARGET shall name it. Default: if there is none.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Convert a checkpoint into another layout or format, byte for byte.
+
+    TARGET appears whole or not at all. After an interruption the same command goes on where it stopped.
+    """
+    from dsx.checkpoint.execute import Options
+    from dsx.checkpoint.layouts import Degrees
+    from dsx.checkpoint.open import open_checkpoint
+    from dsx.checkpoint.reshard import prepare
+
+    degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data, chunks=chunks, zero=zero)
+    if to in _FORMATS:
+        style = to
+    elif to is not None:
+        degrees = degrees.over(Degrees.parse(to))
+    catalog = open_checkpoint(source)
+    layout, facts = _layout(catalog, degrees, config, gpus) if style != "hf" else (None, {})
+    conversion = prepare(catalog, target, to=style, layout=layout, precision=precision, facts=facts)
+    options = Options(memory_bytes=parse_bytes(memory), workers=workers, restart=restart)
+    outline = conversion.outline(options)
+    if not as_json:
+        typer.echo(_outline_text(outline))
+    if dry_run:
+        if as_json:
+            typer.echo(json.dumps(outline, indent=2))
+        return
+    point = conversion.target.is_tag and not (target.absolute().parent / "latest").exists()
+    with _bar(conversion.plan.write_bytes, hidden=as_json) as progress:
+        report = conversion.run(
+            Options(
+                memory_bytes=options.memory_bytes,
+                workers=workers,
+                restart=restart,
+                point_latest=point if latest is None else latest and conversion.target.is_tag,
+                progress=progress,
+            )
+        )
+    facts_of_run = asdict(report) | {"target": str(report.target)}
+    typer.echo(json.dumps(outline | {"report": facts_of_run}, indent=2) if as_json else _report_text(report))
+
+
+def _layout(
+    source: Catalog, degrees: Degrees, config: Path | None, gpus: int | None
+) -> tuple[Layout, dict[str, Any]]:
+    """The layout to make, and what a config says that replaces facts of the source."""
+    from dsx.checkpoint.layouts import Degrees, layout_like
+
+    if config is None:
+        if gpus is not None:
+            raise typer.BadParameter("it needs --config; without one use --data", param_hint="--gpus")
+        return layout_like(source, degrees), {}
+    if gpus is None:
+        raise typer.BadParameter("it needs --gpus, the number of ranks", param_hint="--config")
+    if degrees != Degrees():
+        raise typer.BadParameter("the config says the layout; leave out the degrees", param_hint="--config")
+    from dsx.config.resolve import resolve
+    from dsx.spec.layout import Layout
+
+    run = resolve(config, world_size=gpus)
+    layout = Layout(mesh=run.mesh, stages=run.stage_map, params=run.param_specs, zero_stage=run.zero_stage)
+    model = json.loads(json.dumps(asdict(run.model)))
+    return layout, {"model": model, "schedule": run.schedule_name}
+
+
+@contextmanager
+def _bar(total_bytes: int, *, hidden: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar with bytes, rate and time left on a terminal; nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("copying"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    quiet = hidden or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
+        task = bar.add_task("copying", total=total_bytes)
+        yield lambda count: bar.advance(task, count)
+
+
+def _outline_text(outline: dict[str, Any]) -> str:
+    source, target = outline["source"], outline["target"]
+    layout = target["layout"]
+    where = "" if layout is None else _layout_text(layout)
+    read_bytes, write_bytes = show_bytes(outline["read_bytes"]), show_bytes(outline["write_bytes"])
+    amounts = f"{read_bytes} to read, {write_bytes} to write in {outline['files']} files"
+    lines = [
+        f"source     {source['path']} ({source['format']})",
+        f"target     {target['path']} ({target['format']}){where}",
+        f"tensors    {outline['tensors']}: {', '.join(outline['states'])}",
+        f"copy       {amounts}; {show_bytes(outline['free_bytes'])} free on the disk",
+        f"memory     {show_bytes(outline['memory_bytes'])} at most for tensors",
+    ]
+    return "\n".join([*lines, *(f"note       {note}" for note in outline["notes"])])
+
+
+def _layout_text(layout: dict[str, Any]) -> str:
+    degrees = f"tensor {layout['tp']} x pipeline {layout['pp']} x data {layout['dp']}"
+    return f", {degrees}, chunks {layout['chunks']}, ZeRO-{layout['zero_stage']}"
+
+
+def _report_text(report: Report) -> str:
+    seconds = max(report.seconds, 1e-9)
+    new_bytes = report.written_bytes - report.resumed_bytes
+    checked = []
+    if report.tiles_checked:
+        checked.append(f"{report.tiles_checked:,} tiles had the checksum of the source's manifest")
+    if report.crc32_checked:
+        checked.append(f"{report.crc32_checked:,} members of the source's files had their CRC32")
+    resumed = f", {show_bytes(report.resumed_bytes)} were there" if report.resumed_bytes else ""
+    what = f"{report.states} states of {report.tensors} tensors, {report.elements:,} elements"
+    lines = [
+        f"written    {report.target}: {what}",
+        f"time       {seconds:.1f} s, {show_bytes(int(new_bytes / seconds))}/s{resumed}",
+        f"checked    {'; '.join(checked) or 'the source has no checksums: nothing'}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,198 @@
+"""The state of a run that is not in tensors: counters, hyperparameters, scheduler, random states."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from safetensors.torch import load_file, save_file
+
+import dsx
+from dsx.checkpoint import plain
+from dsx.errors import CheckpointError
+from dsx.runtime.stored import Names
+from dsx.runtime.zero_adapters.held import held
+
+if TYPE_CHECKING:
+    from dsx.runtime.engine import PipelineEngine
+
+_COUNTERS = ("global_samples", "skipped_steps", "micro_steps")
+
+
+def run_facts(engine: PipelineEngine, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """What is the same on every rank, as :mod:`dsx.checkpoint.catalog` lists it.
+
+    Raises:
+        CheckpointError: The scheduler's or the client's state is no plain data.
+    """
+    stages, config = engine.pipeline.stage_map, engine.config
+    scheduler = engine.lr_scheduler
+    world = range(engine.groups.mesh.size)
+    return {
+        "versions": {"dsx": dsx.__version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__},
+        "step": int(engine.global_steps),
+        "optimizer": type(_optimizer(engine)).__name__,
+        "lr_scheduler": None
+        if scheduler is None
+        else plain.encode(scheduler.state_dict(), "the learning-rate scheduler's state"),
+        "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
+        "mesh": dict(engine.groups.mesh.axes),
+        "chunks": stages.num_chunks,
+        "placement": stages.placement,
+        "stage_bounds": list(stages.bounds),
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "precision": "bf16" if engine.bfloat16_enabled() else "fp32",
+        "schedule": engine.pipeline.program.name,
+        "global_batch_size": int(engine.train_batch_size()),
+        "tokens": int(client_state.get("tokens", 0)),
+        "data_cursor": int(client_state.get("data_cursor", 0)),
+        "seed": None if config is None else config.dsx.train.seed,
+        "model": None if config is None else json.loads(json.dumps(asdict(config.model))),
+        "wandb_run_id": client_state.get("wandb_run_id"),
+        "random_files": {str(rank): random_file(rank) for rank in world},
+        "client_state": plain.encode(dict(client_state), "client_state"),
+    }
+
+
+def group_facts(engine: PipelineEngine) -> list[dict[str, Any]]:
+    """This rank's optimizer groups: names, step counts and hyperparameters."""
+    optimizer, names = _optimizer(engine), Names(engine)
+    groups: list[dict[str, Any]] = [
+        {
+            "names": [],
+            "step": {},
+            **{
+                key: plain.encode(value, f"{key} of an optimizer group")
+                for key, value in settings.items()
+                if key != "params"
+            },
+        }
+        for settings in optimizer.param_groups
+    ]
+    for kept in held(engine.deepspeed_engine):
+        step = kept.numbers().get("step")
+        for span in kept.spans:
+            name = names.of(span.parameter).name
+            groups[kept.group]["names"].append(name)
+            if step is not None:
+                groups[kept.group]["step"][name] = step
+    return groups
+
+
+def merged_groups(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The optimizer groups of all ranks as one list: those of one place with the same hyperparameters."""
+    merged: list[dict[str, Any]] = []
+    for groups in ranks:
+        for place, group in enumerate(groups):
+            if place == len(merged):
+                merged.append({**group, "names": [], "step": {}})
+            known = dict.fromkeys((*merged[place]["names"], *group["names"]))
+            merged[place]["names"] = list(known)
+            merged[place]["step"].update(group["step"])
+    for group in merged:
+        steps = set(group["step"].values())
+        if len(steps) <= 1:
+            group["step"] = steps.pop() if steps else None
+    return merged
+
+
+def restore_facts(engine: PipelineEngine, facts: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Put counters, hyperparameters and scheduler back.
+
+    Returns:
+        The client's state.
+
+    Raises:
+        CheckpointError: It is of another optimizer, or has a scheduler where the run has none.
+    """
+    inner = engine.deepspeed_engine
+    inner.global_steps = int(facts.get("step", 0))
+    for name, value in facts.get("counters", {}).items():
+        if name in _COUNTERS:
+            setattr(inner, name, int(value))
+    _restore_groups(engine, facts.get("param_groups", ()))
+    scheduler = facts.get("lr_scheduler")
+    if scheduler is not None and engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(plain.decode(scheduler, f"{where}: lr_scheduler"))
+    state = plain.decode(facts.get("client_state", {}), f"{where}: client_state")
+    return dict(state) if isinstance(state, dict) else {}
+
+
+def require_same_optimizer(engine: PipelineEngine, facts: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError if the checkpoint has the states of another kind of optimizer."""
+    saved, here = facts.get("optimizer"), type(_optimizer(engine)).__name__
+    kinds = [_kind(name) for name in (saved, here) if isinstance(name, str)]
+    if len(kinds) == 2 and kinds[0] != kinds[1]:
+        raise CheckpointError(
+            f"{where}: optimizer = {saved}",
+            f"this run has {here}, whose states are others",
+            f"use {saved}, or start from the weights alone: export the checkpoint to Hugging Face",
+        )
+
+
+def save_random_states(folder: Path, rank: int) -> None:
+    """The states of the generators that layers draw from, in a file of this rank."""
+    states = {"cpu": torch.get_rng_state()}
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        states["accelerator"] = accelerator.get_rng_state()
+    save_file(states, folder / random_file(rank))
+
+
+def restore_random_states(engine: PipelineEngine, folder: Path, facts: Mapping[str, Any]) -> None:
+    """This rank's generators, or in another layout those of the saved rank in the corresponding place.
+
+    Tensor-parallel ranks draw alike: all take those of their first.
+    """
+    mesh, saved = engine.groups.mesh, {axis: int(size) for axis, size in facts.get("mesh", {}).items()}
+    rank = engine.groups.rank
+    if saved != dict(mesh.axes) and saved:
+        from dsx.spec.mesh import Mesh
+
+        at = mesh.coords(rank)
+        place = Mesh(tuple(saved.items()))
+        wanted = {axis: at.get(axis, 0) % size for axis, size in saved.items()} | {"tp": 0}
+        rank = next(r for r in range(place.size) if place.coords(r) == {axis: wanted[axis] for axis in saved})
+    name = facts.get("random_files", {}).get(str(rank))
+    if name is None:
+        return
+    states = load_file(folder / Path(name).name)
+    torch.set_rng_state(states["cpu"])
+    if "accelerator" in states and get_accelerator().device_name() != "cpu":
+        get_accelerator().set_rng_state(states["accelerator"])
+
+
+def random_file(rank: int) -> str:
+    """The file with a rank's random states."""
+    return f"dsx_random_{rank}.safetensors"
+
+
+def _optimizer(engine: PipelineEngine) -> Any:
+    """The optimizer inside of DeepSpeed's wrapper, if there is one."""
+    wrapper = engine.deepspeed_engine.optimizer
+    return getattr(wrapper, "optimizer", wrapper)
+
+
+def _kind(name: str) -> str:
+    """Optimizers of one kind have the same states: torch's, DeepSpeed's fused and its CPU ones."""
+    word = name.lower().replace("deepspeed", "").replace("fused", "").replace("cpu", "")
+    return "adam" if word in ("adam", "adamw") else word
+
+
+def _restore_groups(engine: PipelineEngine, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Each group here gets the hyperparameters of the saved one that has its first tensor."""
+    home = {name: group for group in saved for name in group.get("names", ())}
+    here = group_facts(engine)
+    for place, settings in enumerate(_optimizer(engine).param_groups):
+        found = next((home[name] for name in here[place]["names"] if name in home), None)
+        if found is None and place < len(saved) and not here[place]["names"]:
+            found = saved[place]
+        for key, value in (found or {}).items():
+            if key not in ("names", "step", "params") and key in settings:
+                settings[key] = plain.decode(value, f"{key} of an optimizer group")
