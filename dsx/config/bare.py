@@ -67,7 +67,7 @@ def _source(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
             "there is no such folder, and no such family of presets",
             f"give a folder with a config.json, or a preset such as {min(known)}/{name}",
         )
-    preset = find_preset(family or None, name)  # type: ignore[arg-type]
+    preset = find_preset(family or None, name)
     config = json.loads(json.dumps(preset.config))
     block = {"preset": name, "family": preset.family, "overrides": {"vocab_size": config["vocab_size"]}}
     return block, config

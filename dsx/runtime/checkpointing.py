@@ -41,7 +41,7 @@ def load(engine: PipelineEngine, root: Path, *, tag: str | None) -> tuple[Path, 
     def check() -> Path:
         found = store.find(root, tag)
         catalog = read_manifest(found / store.MANIFEST)
-        _require_same_model(catalog, names)
+        require_same_model(catalog, names)
         require_same_optimizer(engine, catalog.facts, str(found))
         return found
 
@@ -64,7 +64,8 @@ def _names(engine: PipelineEngine) -> dict[str, tuple[int, ...]]:
     return {name: shape for part in gathered for name, shape in part.items()}
 
 
-def _require_same_model(catalog: Catalog, here: Mapping[str, tuple[int, ...]]) -> None:
+def require_same_model(catalog: Catalog, here: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless a run's parameters, by name and shape, are those of the checkpoint."""
     saved = {entry.name: entry.shape for entry in catalog.entries if entry.role != "buffer"}
     differences = [
         *(f"{name} {saved[name]} is in the checkpoint alone" for name in sorted(saved.keys() - here.keys())),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import made
 import numpy as np
 import pytest
 import torch
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+import made
 from dsx.checkpoint.execute import Options
 from dsx.checkpoint.formats import dsx_native
 from dsx.checkpoint.formats.slices import cut

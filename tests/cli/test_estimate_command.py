@@ -132,5 +132,7 @@ def test_no_torch_is_needed():
         "from dsx.cli.app import main; main()"
     )
     arguments = ["--model", "llama-3-8b", "--gpus", "8", "--zero", "3"]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+    )
     assert "ZeRO-3" in done.stdout

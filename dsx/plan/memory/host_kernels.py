@@ -1,4 +1,7 @@
-"""What torch does on a CPU where a GPU has a fused kernel, as :mod:`.tape` sees it; shapes as in :mod:`.ops`."""
+"""What torch does on a CPU where a GPU has a fused kernel, as :mod:`.tape` sees it.
+
+Shapes as in :mod:`.ops`.
+"""
 
 from __future__ import annotations
 
