@@ -170,6 +170,7 @@ def test_bad_clusters(dsx, cluster, content, words):
         ({"--pipeline": 8, "--gpus": 8}, ("pipeline = 8", "4 blocks")),
         ({"--zero": 4}, ("--zero 4",)),
         ({"--micro-batch": 3}, ("--micro-batch 3", "16")),
+        ({"--micro-batch": 16, "--tensor": 1, "--pipeline": 1}, ("--micro-batch 16", "4 sequences")),
         ({"--gpu-memory": -1}, ("--gpu-memory -1",)),
     ],
 )
@@ -186,6 +187,48 @@ def test_bad_usage(dsx, tmp_path, changes, words):
     assert (code, out) == (2, "")
     assert err.count("dsx:") == 1
     assert all(word in err for word in words), err
+
+
+def test_offload_needs_zero(dsx, tmp_path):
+    base = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "dsx": {
+            "model": {"family": "llama", "preset": "tiny"},
+            "data": {"sequence_length": 64, "tokenizer": "bytes"},
+            "train": {"steps": 1, "output": "there"},
+        },
+    }
+    file = tmp_path / "base.json"
+    file.write_text(json.dumps(base))
+    rest = ("--config", file, "--cluster", "CPU", "--gpus", 2)
+    code, out, err = dsx(*rest, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert {each["zero_stage"] for each in (*found["best"], *found["one_thing_changed"])} <= {1, 2, 3}
+    assert found["config"]["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    code, _, err = dsx(*rest, "--zero", 0)
+    assert code == 2
+    assert "--zero 0" in err
+
+
+def test_an_optimizer_whose_memory_nobody_knows(dsx, tmp_path):
+    base = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "Adagrad", "params": {"lr": 1e-4}},
+        "dsx": {
+            "model": {"family": "llama", "preset": "tiny"},
+            "data": {"sequence_length": 64, "tokenizer": "bytes"},
+            "train": {"steps": 1, "output": "there"},
+        },
+    }
+    file = tmp_path / "base.json"
+    file.write_text(json.dumps(base))
+    code, _, err = dsx("--config", file, "--cluster", "CPU", "--gpus", 2)
+    assert code == 2
+    assert "optimizer" in err
+    assert err.count("dsx:") == 1
 
 
 @pytest.mark.parametrize("missing", ["--model", "--global-batch", "--sequence-length"])
