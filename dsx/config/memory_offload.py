@@ -11,7 +11,7 @@ from dsx.errors import ConfigError
 from dsx.plan.memory.offload import Offload
 
 LION_STATE_BYTES = 8
-"""DeepSpeed's Lion for CPUs also makes a second moment, which it does not use (ops/lion/cpu_lion.py, step)."""
+"""DeepSpeed's Lion for CPUs also makes a second moment, which it does not use (ops/lion/cpu_lion.py)."""
 
 
 def offload_of(

@@ -1,8 +1,8 @@
 """What ZeRO-Offload moves to the host: settings, and the host's own ledger.
 
-The device keeps parameters (or, with parameters offloaded, none between uses) and the reduce bucket. The host keeps
-fp32 masters, their gradients, the moments and, at ZeRO-3, the partitions that gradients add up in. Gradients go
-there parameter by parameter, by way of the device, where they are added up and squared.
+The device keeps parameters (or, with parameters offloaded, none between uses) and the reduce bucket. The host
+keeps fp32 masters, their gradients, the moments and, at ZeRO-3, the partitions that gradients add up in.
+Gradients go there parameter by parameter, by way of the device, where they are added up and squared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Offload:
         parameters: Whether partitions of parameters are (ZeRO-3).
         pinned: ``offload_optimizer.pin_memory``.
         pinned_parameters: ``offload_param.pin_memory``.
-        ratio: ``offload_optimizer.ratio``, ZeRO-3: sub-groups on the host, of all; the first ones stay behind.
+        ratio: ``offload_optimizer.ratio``, ZeRO-3: sub-groups on the host, of all; the first stay behind.
         state_bytes: What the update keeps for each element there.
         step_bytes: What the update takes besides, for each element of a group: torch's Adam on a CPU 8,
             DeepSpeed's nothing.

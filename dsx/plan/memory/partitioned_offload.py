@@ -1,7 +1,8 @@
 """ZeRO-1 and 2 with the optimizer on the host: deepspeed/runtime/zero/stage_1_and_2.py with ``cpu_offload``.
 
-DeepSpeed reduces here (dsx/runtime/zero_adapters/reduction.py leaves it to it): at ZeRO-2 after every backward, at
-ZeRO-1 when the step begins. Gradients of parameters that this rank updates go to the host one by one.
+DeepSpeed reduces here (dsx/runtime/zero_adapters/reduction.py leaves it to it): at ZeRO-2 after every
+backward, at ZeRO-1 when the step begins. Gradients of parameters that this rank updates go to the host one by
+one.
 """
 
 from __future__ import annotations
