@@ -3,6 +3,7 @@
 
     python tools/bench_memory.py --cases 200 --seed 0
     python tools/bench_memory.py --only zero=3 precision=bf16 --show
+    python tools/bench_memory.py --real
 
 Each case is one rank of one layout: estimated without torch (dsx.plan.memory) and traced through the real
 engine on fake tensors (dsx.runtime.paper), in a process of its own. Prints the error of the peak of each case
@@ -260,8 +261,8 @@ def measure(case: Case) -> dict[str, Any]:
     return result
 
 
-def main() -> int:
-    """Run the grid."""
+def _arguments() -> argparse.Namespace:
+    """From the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -270,14 +271,26 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="key=value that a case must have")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so long")
     parser.add_argument("--show", action="store_true", help="print the lines of every bad case")
+    parser.add_argument(
+        "--real", action="store_true", help="traced against real gloo ranks, and nothing else"
+    )
     parser.add_argument("--out", type=Path, help="write one JSON line per case")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the grid."""
+    args = _arguments()
     warnings.filterwarnings("ignore")
     os.environ.update(LOCAL_RANK="0", DS_ACCELERATOR="cpu")
     import deepspeed  # noqa: F401 (once, before the forks)
 
     import dsx.runtime.paper.run  # noqa: F401
 
+    if args.real:
+        from tools.memory_bench.real import compare
+
+        return compare()
     wanted = dict(item.split("=", 1) for item in args.only)
     begin, errors = time.perf_counter(), []
     for case in grid(args.cases, args.seed):
@@ -295,10 +308,11 @@ def main() -> int:
         error = max(analytic.values()) / max(traced.values()) - 1
         step = {name: analytic[name] / traced[name] - 1 for name in traced}
         errors.append(error)
-        told = " ".join(f"{name} {100 * value:+.2f}%" for name, value in step.items())
+        told = dict(step)
         if result["host"][1]:
-            told += f" host {100 * (result['host'][0] / result['host'][1] - 1):+.2f}%"
-        print(f"{100 * error:+.3f}% [{told}] {max(traced.values()) / 2**20:.0f} MiB {short}", flush=True)
+            told["host"] = result["host"][0] / result["host"][1] - 1
+        words = " ".join(f"{name} {100 * value:+.2f}%" for name, value in told.items())
+        print(f"{100 * error:+.3f}% [{words}] {max(traced.values()) / 2**20:.0f} MiB {short}", flush=True)
         if args.out is not None:
             with args.out.open("a") as file:
                 file.write(json.dumps({"case": case, "error": error, **result}) + "\n")
