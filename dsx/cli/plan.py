@@ -77,7 +77,11 @@ def plan(
     found = search.run(top)
     content = layout_config(inputs, found.best[0].layout, search.predictor)
     if as_json:
-        typer.echo(json.dumps(_facts(inputs, found) | {"config": content}, indent=2))
+        typer.echo(
+            json.dumps(
+                _facts(inputs, found) | {"measured": measured and measured.text, "config": content}, indent=2
+            )
+        )
     else:
         typer.echo(_text(inputs, found, measured))
     if out is not None:
@@ -148,6 +152,11 @@ def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None) -> str:
     usable = f"{gibibytes(found.cap_bytes)} of a GPU's memory count as usable"
     effort = f"{found.predicted} layouts simulated, {found.estimated} memories estimated"
     lines += ["", f"predicted, not measured; {usable}; {effort}"]
+    if measured is None and not found.task.machine.network.cluster.is_host:
+        lines.append(
+            "compute and links reach the shares of their nominal rates that A100s do in arXiv:2104.04473; "
+            "--measure goes by this machine's"
+        )
     if inputs.offloads:
         lines.append("offload: its memory counts, but what the host and the copies take of the time does not")
     return "\n".join(lines)

@@ -6,7 +6,7 @@ of the gradients' reduction that is not hidden, then the update and the gatherin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
@@ -114,13 +114,15 @@ class Predictor:
     def elements(self, tensor: int) -> tuple[int, ...]:
         """Parameters of every layer on one rank; a tied table counts again in the head."""
         if tensor not in self._elements:
-            specs = param_specs(self.task.model, pad_multiple=self.task.vocab_multiple)
-            counts = [0] * len(layer_kinds(self.task.model))
-            for spec in specs:
-                counts[spec.layer] += prod(spec.local_shape(tensor))
+            one = replace(self.task.model, num_layers=1)
+            kinds = layer_kinds(one)
+            counts = dict.fromkeys(kinds, 0)
+            for spec in param_specs(one, pad_multiple=self.task.vocab_multiple):
+                number = prod(spec.local_shape(tensor))
+                counts[kinds[spec.layer]] += number
                 if spec.tie is not None:
-                    counts[-1] += prod(spec.local_shape(tensor))
-            self._elements[tensor] = tuple(counts)
+                    counts[kinds[-1]] += number
+            self._elements[tensor] = tuple(counts[kind] for kind in layer_kinds(self.task.model))
         return self._elements[tensor]
 
     def stages(self, layout: Layout) -> StageMap:
