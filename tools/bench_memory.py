@@ -53,7 +53,7 @@ def _drawn(draw: random.Random) -> Case:
     case = {
         "family": draw.choice(tuple(_FAMILIES)),
         "hidden": draw.choice((512, 1024, 2048)),
-        "layers": draw.choice((8, 12)),
+        "layers": draw.choice((8, 10)),
         "vocab": draw.choice((257, 8000, 32000)),
         "length": draw.choice((512, 1024)),
         "micro_batch": draw.choice((1, 2, 4)),
@@ -63,7 +63,7 @@ def _drawn(draw: random.Random) -> Case:
         "chunks": chunks,
         "dp": draw.choice((1, 2, 4)),
         "schedule": draw.choice(_SCHEDULES[chunks]) if pp > 1 else "1f1b",
-        "m": draw.choice((1, 2, 4)) * pp * (2 if pp > 1 else 1),
+        "m": draw.choice((1, 2, 3)) * pp,
         "zero": draw.choice((0, 1, 2, 3)),
         "precision": draw.choice(("bf16", "bf16", "fp32")),
         "accumulate": draw.choice((None, None, "fp32")),
@@ -185,15 +185,15 @@ def _add_zero(config: dict[str, Any], case: Case) -> None:
         zero["offload_param"] = block
 
 
-def run_case(case: Case, connection: Any) -> None:
+def run_case(case: Case, connection: Any, labels: bool) -> None:
     """Both ledgers of one case."""
     try:
-        connection.send(_both(case))
+        connection.send(_both(case, labels=labels))
     except Exception as error:  # noqa: BLE001 (told with the case)
         connection.send({"failed": f"{type(error).__name__}: {error}"})
 
 
-def _both(case: Case) -> dict[str, Any]:
+def _both(case: Case, *, labels: bool = True) -> dict[str, Any]:
     import torch
 
     from dsx.config.memory_job import job_of
@@ -218,7 +218,7 @@ def _both(case: Case) -> dict[str, Any]:
         job = dataclasses.replace(job, states=dataclasses.replace(job.states, offload=unrounded))
     analytic = estimate(job, case["rank"])
     middle = time.perf_counter()
-    traced = trace(run, case["rank"], label=_caller, host=case["offload"] is not None)
+    traced = trace(run, case["rank"], label=_caller if labels else None, host=case["offload"] is not None)
     end = time.perf_counter()
     return {
         "host": (analytic.host_bytes, max(traced.host_phases.values(), default=0)),
@@ -246,11 +246,11 @@ def _caller() -> str:
     return " < ".join(found)
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case, *, labels: bool) -> dict[str, Any]:
     """:func:`run_case` in a process of its own."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=run_case, args=(case, theirs))
+    process = context.Process(target=run_case, args=(case, theirs, labels))
     process.start()
     theirs.close()
     try:
@@ -298,7 +298,7 @@ def main() -> int:
             break
         if any(str(case[key]) != value for key, value in wanted.items()):
             continue
-        result = measure(case)
+        result = measure(case, labels=args.show)
         short = " ".join(f"{key}={value}" for key, value in case.items())
         if "analytic" not in result:
             print("none ", (result.get("refused") or result["failed"])[:200], short, flush=True)
