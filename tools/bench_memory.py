@@ -268,7 +268,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="*", default=[], help="key=value that a case must have")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="key=value that a case must have; words in its name with --real"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so long")
     parser.add_argument("--show", action="store_true", help="print the lines of every bad case")
     parser.add_argument(
@@ -290,7 +292,7 @@ def main() -> int:
     if args.real:
         from tools.memory_bench.real import compare
 
-        return compare()
+        return compare(args.only)
     wanted = dict(item.split("=", 1) for item in args.only)
     begin, errors = time.perf_counter(), []
     for case in grid(args.cases, args.seed):
