@@ -27,6 +27,7 @@ class Offload:
         step_bytes: What the update takes besides, for each element of a group: torch's Adam on a CPU 8,
             DeepSpeed's nothing.
         rounds: Whether pinned memory comes in powers of two (torch's CachingHostAllocator does that).
+        unified: Whether the device is the host: a run on CPUs, where nothing has to be moved or pinned.
     """
 
     optimizer: bool = False
@@ -37,17 +38,20 @@ class Offload:
     state_bytes: int = 0
     step_bytes: int = 0
     rounds: bool = True
+    unified: bool = False
 
 
 class Host:
     """The host's memory of one rank.
 
     Args:
-        offload: Whether pinned memory is rounded.
+        offload: Whether pinned memory is rounded, and whether the host's memory is the device's.
+        device: The device's ledger.
     """
 
-    def __init__(self, offload: Offload | None) -> None:
-        self.ledger = Ledger()
+    def __init__(self, offload: Offload | None, device: Ledger) -> None:
+        self._unified = offload is not None and offload.unified
+        self.ledger = device if self._unified else Ledger()
         self._rounds = offload is not None and offload.rounds
 
     def new(
@@ -67,7 +71,7 @@ class Host:
         pageable = self.new(
             "temporaries", f"{name}, before pinning", formula, source, size_bytes, pinned=False
         )
-        if not pin:
+        if not pin or self._unified:
             del pageable
             return self.new(category, name, formula, source, size_bytes, pinned=False)
         locked = self.new(category, name, formula, source, size_bytes, pinned=True)

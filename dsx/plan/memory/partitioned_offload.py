@@ -78,12 +78,14 @@ class PartitionedOffload(States):
             self.parameters.append(self.new(*kind, "w P, padded", source, whole, width))
             for name, _ in group:
                 del held[name]
-            self.new("temporaries", "clone of the partition", "w P/N", source, size, width)
-            kind = "optimizer", "master weights"
-            self.on_host += [
-                self.host.pinned(*kind, "4 P/N, padded", source, 4 * size, pin=pin),
-                self.host.pinned("parameters", "updated", "w P/N, padded", source, width * size, pin=pin),
-            ]
+            clone = None
+            if width != 4 or not self.offload.unified:
+                clone = self.new("temporaries", "clone of the partition", "w P/N", source, size, width)
+            kind, formula = ("optimizer", "master weights"), "4 P/N, padded"
+            self.on_host.append(self.host.pinned(*kind, formula, source, 4 * size, pin=pin))
+            del clone
+            kind, formula = ("parameters", "updated"), "w P/N, padded"
+            self.on_host.append(self.host.pinned(*kind, formula, source, width * size, pin=pin))
         kind, formula = ("buckets", "gradient on its way"), "w of the largest parameter"
         largest = max(leaf.numel for leaf in self.order)
         self.on_host.append(self.host.pinned(*kind, formula, source, width * largest, pin=pin))

@@ -49,7 +49,7 @@ def test_what_dsx_does_not_know_is_refused(zero, where):
 
 
 def test_pinned_memory_comes_in_powers_of_two_and_is_copied_into():
-    host = Host(Offload())
+    host = Host(Offload(), Ledger())
     held = host.pinned("gradients", "a", "4 P", "x", 1000, pin=True)
     assert (host.ledger.current_bytes, host.ledger.peak_bytes) == (1024, 2024)
     exact = host.pinned("gradients", "b", "4 P", "x", 1024, pin=True)
