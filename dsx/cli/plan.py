@@ -222,7 +222,11 @@ def _facts(inputs: PlanInputs, found: Plan) -> dict[str, Any]:
         layout = asdict(ranked.layout)
         layout.pop("bounds")
         figures = _figures(inputs, found, ranked) | {"parts_seconds": ranked.time.parts()}
-        return layout | figures | {"fits": ranked.fits, "reason": reason(found, ranked)}
+        return (
+            layout
+            | figures
+            | {"fits": ranked.fits, "peak_is_bound": ranked.is_bound, "reason": reason(found, ranked)}
+        )
 
     return {
         "cap_bytes": found.cap_bytes,

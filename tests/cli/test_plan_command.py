@@ -51,6 +51,37 @@ def test_written_config_is_the_plan(dsx, tmp_path):
     assert best["tokens_per_second"] == pytest.approx(16 * 128 / best["step_seconds"])
     assert 0 < best["mfu"] < 1
     assert best["fits"]
+    assert not best["peak_is_bound"]
+
+
+def test_estimate_agrees(dsx, tmp_path):
+    """Step and memory of the written config, as ``dsx estimate`` has them, are the plan's."""
+    from dsx.config.memory_job import job_of
+    from dsx.config.predicted import predicted_step
+    from dsx.plan.cluster import preset
+    from dsx.plan.memory.roles import estimate_run
+
+    out = tmp_path / "planned.json"
+    sizes = ("--global-batch", 32, "--sequence-length", 1024, "--tensor", 2, "--pipeline", 4)
+    code, text, _ = dsx(
+        "--model",
+        "gpt2-large",
+        "--cluster",
+        "A100-80",
+        "--gpus",
+        16,
+        *sizes,
+        "--zero",
+        1,
+        "--json",
+        "--out",
+        out,
+    )
+    best = json.loads(text)["best"][0]
+    run = resolve(out, world_size=16)
+    assert code == 0
+    assert predicted_step(run, preset("A100-80")).seconds == pytest.approx(best["step_seconds"])
+    assert estimate_run(job_of(run)).peak_bytes == best["peak_bytes"]
 
 
 def test_check_accepts_the_written_config(dsx, tmp_path, monkeypatch, capsys):
