@@ -8,8 +8,8 @@ from typing import Any
 from dsx.config.memory_optimizer import optimizer_of
 from dsx.config.problems import at
 from dsx.errors import ConfigError
-from dsx.plan.memory.ops import DeviceKind
 from dsx.plan.memory.offload import Offload
+from dsx.plan.memory.ops import DeviceKind
 
 LION_STATE_BYTES = 8
 """DeepSpeed's Lion for CPUs also makes a second moment, which it does not use (ops/lion/cpu_lion.py)."""

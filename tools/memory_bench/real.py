@@ -92,8 +92,32 @@ CASES: dict[str, tuple[int, list[str]]] = {
         8,
         ["zero_optimization.stage=3", "bf16.enabled=true", "gradient_accumulation_steps=4", _TP, _PP],
     ),
+    "ZeRO-3, optimizer and parameters offloaded, bf16": (
+        2,
+        [
+            "zero_optimization.stage=3",
+            "zero_optimization.reduce_bucket_size=50000",
+            "zero_optimization.offload_optimizer.device=cpu",
+            "zero_optimization.offload_param.device=cpu",
+            "zero_force_ds_cpu_optimizer=false",
+            "bf16.enabled=true",
+            "gradient_accumulation_steps=2",
+        ],
+    ),
+    "ZeRO-2, optimizer offloaded, pp 2, GPT-2": (
+        4,
+        [
+            "zero_optimization.stage=2",
+            "zero_optimization.reduce_bucket_size=50000",
+            "zero_optimization.offload_optimizer.device=cpu",
+            "zero_force_ds_cpu_optimizer=false",
+            "gradient_accumulation_steps=4",
+            _PP,
+            *_GPT2,
+        ],
+    ),
 }
-"""Name -> ranks, and what is set. 36 rank-runs."""
+"""Name -> ranks, and what is set. 42 rank-runs."""
 
 
 def compare(wanted: Sequence[str] = ()) -> int:
