@@ -220,6 +220,13 @@ def test_bad_usage(dsx, tmp_path, changes, words):
     assert all(word in err for word in words), err
 
 
+def test_a_place_that_cannot_be_written(dsx, tmp_path):
+    code, out, err = dsx(*TINY, *SIZES, "--out", tmp_path / "no" / "such.json")
+    assert (code, out) == (1, "")
+    assert "--out" in err
+    assert "No such file" in err
+
+
 def test_offload_needs_zero(dsx, tmp_path):
     base = {
         "train_batch_size": 8,
