@@ -129,3 +129,12 @@ def test_slices_of_one_owner_go_without_a_copy():
     before = split.ledger.current_bytes
     backward(split, ["p1", "p0"])
     assert split.ledger.peak_bytes == before + 2 * 500 + 2 * 20
+
+
+def test_on_cpus_the_host_is_the_device():
+    ledger = Ledger()
+    host = Host(Offload(unified=True), ledger)
+    held = host.pinned("gradients", "a", "4 P", "x", 1000, pin=True)
+    assert (ledger.current_bytes, ledger.peak_bytes) == (1000, 1000)
+    del held
+    assert ledger.current_bytes == 0
