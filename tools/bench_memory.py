@@ -3,6 +3,7 @@
 
     python tools/bench_memory.py --cases 200 --seed 0
     python tools/bench_memory.py --only zero=3 precision=bf16 --show
+    python tools/bench_memory.py --real
 
 Each case is one rank of one layout: estimated without torch (dsx.plan.memory) and traced through the real
 engine on fake tensors (dsx.runtime.paper), in a process of its own. Prints the error of the peak of each case
@@ -52,7 +53,7 @@ def _drawn(draw: random.Random) -> Case:
     case = {
         "family": draw.choice(tuple(_FAMILIES)),
         "hidden": draw.choice((512, 1024, 2048)),
-        "layers": draw.choice((8, 12)),
+        "layers": draw.choice((8, 10)),
         "vocab": draw.choice((257, 8000, 32000)),
         "length": draw.choice((512, 1024)),
         "micro_batch": draw.choice((1, 2, 4)),
@@ -62,7 +63,7 @@ def _drawn(draw: random.Random) -> Case:
         "chunks": chunks,
         "dp": draw.choice((1, 2, 4)),
         "schedule": draw.choice(_SCHEDULES[chunks]) if pp > 1 else "1f1b",
-        "m": draw.choice((1, 2, 4)) * pp * (2 if pp > 1 else 1),
+        "m": draw.choice((1, 2, 3)) * pp,
         "zero": draw.choice((0, 1, 2, 3)),
         "precision": draw.choice(("bf16", "bf16", "fp32")),
         "accumulate": draw.choice((None, None, "fp32")),
@@ -184,15 +185,15 @@ def _add_zero(config: dict[str, Any], case: Case) -> None:
         zero["offload_param"] = block
 
 
-def run_case(case: Case, connection: Any) -> None:
+def run_case(case: Case, connection: Any, labels: bool) -> None:
     """Both ledgers of one case."""
     try:
-        connection.send(_both(case))
+        connection.send(_both(case, labels=labels))
     except Exception as error:  # noqa: BLE001 (told with the case)
         connection.send({"failed": f"{type(error).__name__}: {error}"})
 
 
-def _both(case: Case) -> dict[str, Any]:
+def _both(case: Case, *, labels: bool = True) -> dict[str, Any]:
     import torch
 
     from dsx.config.memory_job import job_of
@@ -217,7 +218,7 @@ def _both(case: Case) -> dict[str, Any]:
         job = dataclasses.replace(job, states=dataclasses.replace(job.states, offload=unrounded))
     analytic = estimate(job, case["rank"])
     middle = time.perf_counter()
-    traced = trace(run, case["rank"], label=_caller, host=case["offload"] is not None)
+    traced = trace(run, case["rank"], label=_caller if labels else None, host=case["offload"] is not None)
     end = time.perf_counter()
     return {
         "host": (analytic.host_bytes, max(traced.host_phases.values(), default=0)),
@@ -245,11 +246,11 @@ def _caller() -> str:
     return " < ".join(found)
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case, *, labels: bool) -> dict[str, Any]:
     """:func:`run_case` in a process of its own."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=run_case, args=(case, theirs))
+    process = context.Process(target=run_case, args=(case, theirs, labels))
     process.start()
     theirs.close()
     try:
@@ -260,24 +261,38 @@ def measure(case: Case) -> dict[str, Any]:
     return result
 
 
-def main() -> int:
-    """Run the grid."""
+def _arguments() -> argparse.Namespace:
+    """From the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="*", default=[], help="key=value that a case must have")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="key=value that a case must have; words in its name with --real"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so long")
     parser.add_argument("--show", action="store_true", help="print the lines of every bad case")
+    parser.add_argument(
+        "--real", action="store_true", help="traced against real gloo ranks, and nothing else"
+    )
     parser.add_argument("--out", type=Path, help="write one JSON line per case")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the grid."""
+    args = _arguments()
     warnings.filterwarnings("ignore")
     os.environ.update(LOCAL_RANK="0", DS_ACCELERATOR="cpu")
     import deepspeed  # noqa: F401 (once, before the forks)
 
     import dsx.runtime.paper.run  # noqa: F401
 
+    if args.real:
+        from tools.memory_bench.real import compare
+
+        return compare(args.only)
     wanted = dict(item.split("=", 1) for item in args.only)
     begin, errors = time.perf_counter(), []
     for case in grid(args.cases, args.seed):
@@ -285,7 +300,7 @@ def main() -> int:
             break
         if any(str(case[key]) != value for key, value in wanted.items()):
             continue
-        result = measure(case)
+        result = measure(case, labels=args.show)
         short = " ".join(f"{key}={value}" for key, value in case.items())
         if "analytic" not in result:
             print("none ", (result.get("refused") or result["failed"])[:200], short, flush=True)
@@ -295,10 +310,11 @@ def main() -> int:
         error = max(analytic.values()) / max(traced.values()) - 1
         step = {name: analytic[name] / traced[name] - 1 for name in traced}
         errors.append(error)
-        told = " ".join(f"{name} {100 * value:+.2f}%" for name, value in step.items())
+        told = dict(step)
         if result["host"][1]:
-            told += f" host {100 * (result['host'][0] / result['host'][1] - 1):+.2f}%"
-        print(f"{100 * error:+.3f}% [{told}] {max(traced.values()) / 2**20:.0f} MiB {short}", flush=True)
+            told["host"] = result["host"][0] / result["host"][1] - 1
+        words = " ".join(f"{name} {100 * value:+.2f}%" for name, value in told.items())
+        print(f"{100 * error:+.3f}% [{words}] {max(traced.values()) / 2**20:.0f} MiB {short}", flush=True)
         if args.out is not None:
             with args.out.open("a") as file:
                 file.write(json.dumps({"case": case, "error": error, **result}) + "\n")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
-from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dsx.cli.output import deliver
-from dsx.errors import DsxError
+from dsx.errors import ConfigError, DsxError
 
 if TYPE_CHECKING:
     from dsx.config.plan_inputs import PlanInputs
@@ -76,12 +73,15 @@ def plan(
         raise typer.Exit(2) from None
     found = search.run(top)
     content = layout_config(inputs, found.best[0].layout, search.predictor)
-    if as_json:
-        typer.echo(json.dumps(_facts(inputs, found) | {"config": content}, indent=2))
-    else:
-        typer.echo(_text(inputs, found, measured))
     if out is not None:
-        _write(out, json.dumps(content, indent=2) + "\n", quietly=as_json)
+        _write(out, json.dumps(content, indent=2) + "\n")
+    if as_json:
+        facts = _facts(inputs, found) | {"measured": measured and measured.text, "config": content}
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    typer.echo(_text(inputs, found, measured))
+    if out is not None:
+        typer.echo(f"wrote {out}")
 
 
 def _inputs(
@@ -112,12 +112,13 @@ def _measured(inputs: PlanInputs) -> Calibration:
     return measure_compute(inputs.run, inputs.cluster)
 
 
-def _write(out: Path, text: str, *, quietly: bool) -> None:
-    if quietly:
-        with redirect_stdout(io.StringIO()):
-            deliver(text, out)
-    else:
-        deliver(text, out)
+def _write(out: Path, text: str) -> None:
+    """Write a config, saying nothing: with --json standard output is JSON alone."""
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"--out {out}", reason, "name a file in a folder that exists") from error
 
 
 def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None) -> str:
@@ -148,6 +149,11 @@ def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None) -> str:
     usable = f"{gibibytes(found.cap_bytes)} of a GPU's memory count as usable"
     effort = f"{found.predicted} layouts simulated, {found.estimated} memories estimated"
     lines += ["", f"predicted, not measured; {usable}; {effort}"]
+    if measured is None and not found.task.machine.network.cluster.is_host:
+        lines.append(
+            "compute and links reach the shares of their nominal rates that A100s do in arXiv:2104.04473; "
+            "--measure goes by this machine's"
+        )
     if inputs.offloads:
         lines.append("offload: its memory counts, but what the host and the copies take of the time does not")
     return "\n".join(lines)
@@ -213,7 +219,11 @@ def _facts(inputs: PlanInputs, found: Plan) -> dict[str, Any]:
         layout = asdict(ranked.layout)
         layout.pop("bounds")
         figures = _figures(inputs, found, ranked) | {"parts_seconds": ranked.time.parts()}
-        return layout | figures | {"fits": ranked.fits, "reason": reason(found, ranked)}
+        return (
+            layout
+            | figures
+            | {"fits": ranked.fits, "peak_is_bound": ranked.is_bound, "reason": reason(found, ranked)}
+        )
 
     return {
         "cap_bytes": found.cap_bytes,

@@ -62,7 +62,7 @@ def _states(config: RunConfig, device: DeviceKind) -> StateSettings:
         bucket=int(zero.get("reduce_bucket_size", 500_000_000)),
         communication=_WIDTHS.get(deepspeed.get("communication_data_type", "")),
         reduce=config.dsx.zero.reduce,
-        offload=offload_of(zero, deepspeed["optimizer"], config.dsx.optimizer_bytes),
+        offload=offload_of(zero, deepspeed["optimizer"], config.dsx.optimizer_bytes, device),
         fused=chosen.fused,
         gathering=gathering_of(zero, config.dsx.zero.keep_gathered_bytes) if config.zero_stage == 3 else None,
     )

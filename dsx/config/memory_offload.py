@@ -9,13 +9,17 @@ from dsx.config.memory_optimizer import optimizer_of
 from dsx.config.problems import at
 from dsx.errors import ConfigError
 from dsx.plan.memory.offload import Offload
+from dsx.plan.memory.ops import DeviceKind
 
 LION_STATE_BYTES = 8
-"""DeepSpeed's Lion for CPUs also makes a second moment, which it does not use (ops/lion/cpu_lion.py, step)."""
+"""DeepSpeed's Lion for CPUs also makes a second moment, which it does not use (ops/lion/cpu_lion.py)."""
 
 
 def offload_of(
-    zero: Mapping[str, Any], optimizer: Mapping[str, Any], declared_bytes: int | None
+    zero: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
+    declared_bytes: int | None,
+    device: DeviceKind = "cuda",
 ) -> Offload | None:
     """``offload_optimizer`` and ``offload_param``; None if nothing is offloaded.
 
@@ -23,6 +27,7 @@ def offload_of(
         zero: ``zero_optimization``.
         optimizer: The ``optimizer`` block.
         declared_bytes: ``dsx.optimizer_bytes``.
+        device: What the run is on; on CPUs the host is the device.
 
     Raises:
         ConfigError: NVMe, or another kind of offload whose memory dsx does not know.
@@ -55,6 +60,7 @@ def offload_of(
         ratio=float(moved.get("ratio", 1.0)),
         state_bytes=LION_STATE_BYTES if kernel else chosen.rule.state_bytes,
         step_bytes=chosen.rule.step_bytes,
+        unified=device == "cpu",
     )
 
 

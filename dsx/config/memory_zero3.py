@@ -49,15 +49,13 @@ def gathering_of(zero: Mapping[str, Any], keep_gathered_bytes: int) -> Gathering
                 "dsx has not learned what memory it takes",
                 "remove it for the estimate",
             )
-    sizes = {field: _value(zero, key) for field, key in _SIZES.items()}
+    sizes: dict[str, Any] = {field: _value(zero, key) for field, key in _SIZES.items()}
     switches = {field: _value(zero, key) for field, key in _SWITCHES.items()}
     if switches["sequential"]:
         sizes["prefetch"] = 1  # deepspeed/runtime/engine.py, _configure_zero_optimizer
-    return Gathering(
-        **{field: int(value) for field, value in sizes.items() if value is not None},
-        **{field: bool(value) for field, value in switches.items() if value is not None},
-        keep_bytes=keep_gathered_bytes,
-    )
+    given: dict[str, Any] = {field: int(value) for field, value in sizes.items() if value is not None}
+    given.update({field: bool(value) for field, value in switches.items() if value is not None})
+    return Gathering(**given, keep_bytes=keep_gathered_bytes)
 
 
 def _value(zero: Mapping[str, Any], key: str) -> Any:

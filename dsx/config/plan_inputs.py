@@ -12,7 +12,7 @@ from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.load import load, read
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
-from dsx.errors import ConfigError
+from dsx.errors import ConfigError, DsxError
 from dsx.plan.cluster import Cluster
 
 
@@ -39,9 +39,12 @@ class PlanInputs:
     @property
     def offloads(self) -> bool:
         """Whether the optimizer or parameters live on the host."""
-        zero = self.content.get("zero_optimization", {})
-        blocks = (zero.get("offload_optimizer"), zero.get("offload_param"))
-        return any((block or {}).get("device", "none") != "none" for block in blocks)
+        return self.lowest_zero_stage > 0
+
+    @property
+    def lowest_zero_stage(self) -> int:
+        """That what is offloaded allows."""
+        return _lowest_stage(self.content)
 
 
 def plan_inputs(
@@ -80,14 +83,15 @@ def plan_inputs(
         block["model"] = bare_config(model)["dsx"]["model"]
     elif config is None:
         raise ConfigError("--model", "no model is named", "give --model, or --config with a dsx.model")
-    batch = global_batch or content.get(TRAIN)
+    batch = global_batch or content.get(TRAIN) or _batch_of(config, gpus)
     length = sequence_length or block["data"].get("sequence_length")
     for name, value in (("--global-batch", batch), ("--sequence-length", length)):
         if value is None:
             raise ConfigError(name, "it is needed", f"give {name} N")
     content[TRAIN], block["data"]["sequence_length"] = batch, length
     assert batch is not None
-    run = resolve(content | {MICRO: 1, "zero_optimization": _any_stage(content)}, world_size=1)
+    zero = content.get("zero_optimization", {}) | {"stage": _lowest_stage(content)}
+    run = resolve(content | {MICRO: 1, "zero_optimization": zero}, world_size=1)
     return PlanInputs(
         content=content,
         run=run,
@@ -98,11 +102,23 @@ def plan_inputs(
     )
 
 
-def _any_stage(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The ZeRO block at a stage that it can have."""
+def _lowest_stage(content: Mapping[str, Any]) -> int:
+    """ZeRO partitions what is offloaded: the optimizer from stage 1, parameters from stage 3."""
     zero = content.get("zero_optimization", {})
-    lowest = 3 if "offload_param" in zero else 1 if "offload_optimizer" in zero else 0
-    return {**zero, "stage": lowest}
+    for key, stage in (("offload_param", 3), ("offload_optimizer", 1)):
+        if (zero.get(key) or {}).get("device", "none") != "none":
+            return stage
+    return 0
+
+
+def _batch_of(config: Path | None, gpus: int) -> int | None:
+    """The global batch of a config that says micro-batch and accumulation, in its own layout."""
+    if config is None:
+        return None
+    try:
+        return resolve(config, world_size=gpus).global_batch_size
+    except DsxError:
+        return None
 
 
 def _check_gpus(cluster: Cluster, gpus: int) -> None:

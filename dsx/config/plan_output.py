@@ -43,6 +43,10 @@ def layout_config(inputs: PlanInputs, layout: Layout, predictor: Predictor) -> d
     return content
 
 
+_ALL = 4
+"""Pipeline ranks that are all looked at."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayoutMemory:
     """Peak memory of layouts, by the ledger.
@@ -60,7 +64,10 @@ class LayoutMemory:
     cap_bytes: int
 
     def __call__(self, layout: Layout) -> int:
-        """Bytes of the fullest of the first, last and heaviest pipeline ranks, or of one above the cap.
+        """Bytes of the fullest pipeline rank, or of one above the cap.
+
+        Of many ranks the first two, the last and the one with most parameters are looked at: one of these is
+        the fullest, or within a few per mille of it.
 
         Raises:
             DsxError: The layout cannot be run.
@@ -68,9 +75,11 @@ class LayoutMemory:
         config = layout_config(self.inputs, layout, self.predictor)
         run = resolve(config, world_size=self.inputs.gpus)
         job = job_of(run, device="cpu" if self.on_cpu else "cuda")
-        heaviest = max(range(layout.pipeline), key=run.local_parameters)
+        ranks = list(range(layout.pipeline))
+        if layout.pipeline > _ALL:
+            ranks = list(dict.fromkeys((0, ranks[-1], max(ranks, key=run.local_parameters), 1)))
         peak = 0
-        for rank in dict.fromkeys((0, layout.pipeline - 1, heaviest)):
+        for rank in ranks:
             peak = max(peak, estimate(job, run.mesh.rank(pp=rank)).peak.peak_bytes)
             if peak > self.cap_bytes:
                 break

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dsx.config.memory_job import job_of
 from dsx.config.plan_inputs import PlanInputs
 from dsx.config.plan_output import LayoutMemory
+from dsx.config.problems import either
 from dsx.errors import ConfigError
 from dsx.plan.cluster import Cluster
 from dsx.plan.planner.collectives import Network
@@ -13,7 +15,7 @@ from dsx.plan.planner.efficiency import Efficiency, Software
 from dsx.plan.planner.layer_times import Machine
 from dsx.plan.planner.layout import Task
 from dsx.plan.planner.search import Search
-from dsx.plan.planner.space import Space, meshes
+from dsx.plan.planner.space import Space, meshes, variants
 
 _GIB = 1 << 30
 
@@ -80,7 +82,8 @@ def plan_search(inputs: PlanInputs, fixed: Fixed, measured: Calibration | None =
     )
     cluster.peak(inputs.run.precision)
     space = _space(inputs, fixed)
-    tuple(meshes(task, space))
+    _check_space(task, space, fixed)
+    job_of(inputs.run, device="cpu" if cluster.is_host else "cuda")  # Refuses what no layout could mend.
     search = Search(
         task=task,
         space=space,
@@ -98,6 +101,12 @@ def _check(inputs: PlanInputs, fixed: Fixed) -> None:
             raise ConfigError(f"{name} {value}", "not a degree", "use 1 or more")
     if fixed.zero is not None and not 0 <= fixed.zero <= 3:
         raise ConfigError(f"--zero {fixed.zero}", "ZeRO has stages 0 to 3", "use 0, 1, 2 or 3")
+    if fixed.zero is not None and fixed.zero < inputs.lowest_zero_stage:
+        raise ConfigError(
+            f"--zero {fixed.zero}",
+            f"what the config offloads needs stage {inputs.lowest_zero_stage} or more",
+            "use that, or remove zero_optimization.offload_optimizer and offload_param",
+        )
     micro, batch = fixed.micro_batch, inputs.global_batch
     if micro is not None and (micro < 1 or batch % micro):
         raise ConfigError(
@@ -107,8 +116,21 @@ def _check(inputs: PlanInputs, fixed: Fixed) -> None:
         raise ConfigError(f"--gpu-memory {fixed.gpu_memory:g}", "it is the GiB of one GPU", "use 80, say")
 
 
+def _check_space(task: Task, space: Space, fixed: Fixed) -> None:
+    """Raise unless there is something to search."""
+    found = tuple(meshes(task, space))
+    if any(True for mesh in found for _ in variants(task, space, mesh)):
+        return
+    shares = sorted({task.global_batch // mesh.data for mesh in found})
+    raise ConfigError(
+        f"--micro-batch {fixed.micro_batch}",
+        f"it divides no rank's share of the global batch ({either(shares[:6])} sequences)",
+        "use a divisor of one of these",
+    )
+
+
 def _space(inputs: PlanInputs, fixed: Fixed) -> Space:
-    space = Space(gpus=inputs.gpus)
+    space = Space(gpus=inputs.gpus, zero_stages=tuple(range(inputs.lowest_zero_stage, 4)))
     if fixed.zero is not None:
         space = replace(space, zero_stages=(fixed.zero,))
     return replace(

@@ -144,7 +144,7 @@ def preset(name: str) -> Cluster:
     - MI300X: AMD Instinct MI300X and MI300X platform data sheets: 192 GB, 5.3 TB/s, seven links of 128 GB/s
       both ways together, which a ring over all eight uses. Network: eight 400 Gb/s adapters, as usual.
     - CPU: a stand-in for eight processes of a desktop machine in fp32: two 3 GHz cores with two 256-bit fused
-      multiply-adds each (192 GFLOP/s), 2 of 16 GiB, an eighth of two channels DDR4-3200, gloo through memory.
+      multiply-adds each (192 GFLOP/s), 4 of 32 GiB, an eighth of two channels DDR4-3200, gloo through memory.
       ``dsx plan --measure`` puts the machine's own rates in place of these.
 
     Memory sizes are what the drivers report, rounded down to whole GiB: the data sheets' "GB" are GiB here,
@@ -178,7 +178,7 @@ def _all() -> tuple[Cluster, ...]:
         Cluster(
             name="CPU",
             gpus_per_node=8,
-            memory_bytes=2 * _GIB,
+            memory_bytes=4 * _GIB,
             memory_bytes_per_second=6.4e9,
             flops={"bf16": 192e9, "fp32": 192e9},
             inside=Link(2e9, 50e-6),

@@ -51,6 +51,37 @@ def test_written_config_is_the_plan(dsx, tmp_path):
     assert best["tokens_per_second"] == pytest.approx(16 * 128 / best["step_seconds"])
     assert 0 < best["mfu"] < 1
     assert best["fits"]
+    assert not best["peak_is_bound"]
+
+
+def test_estimate_agrees(dsx, tmp_path):
+    """Step and memory of the written config, as ``dsx estimate`` has them, are the plan's."""
+    from dsx.config.memory_job import job_of
+    from dsx.config.predicted import predicted_step
+    from dsx.plan.cluster import preset
+    from dsx.plan.memory.roles import estimate_run
+
+    out = tmp_path / "planned.json"
+    sizes = ("--global-batch", 32, "--sequence-length", 1024, "--tensor", 2, "--pipeline", 4)
+    code, text, _ = dsx(
+        "--model",
+        "gpt2-large",
+        "--cluster",
+        "A100-80",
+        "--gpus",
+        16,
+        *sizes,
+        "--zero",
+        1,
+        "--json",
+        "--out",
+        out,
+    )
+    best = json.loads(text)["best"][0]
+    run = resolve(out, world_size=16)
+    assert code == 0
+    assert predicted_step(run, preset("A100-80")).seconds == pytest.approx(best["step_seconds"])
+    assert estimate_run(job_of(run)).peak_bytes == best["peak_bytes"]
 
 
 def test_check_accepts_the_written_config(dsx, tmp_path, monkeypatch, capsys):
@@ -170,6 +201,7 @@ def test_bad_clusters(dsx, cluster, content, words):
         ({"--pipeline": 8, "--gpus": 8}, ("pipeline = 8", "4 blocks")),
         ({"--zero": 4}, ("--zero 4",)),
         ({"--micro-batch": 3}, ("--micro-batch 3", "16")),
+        ({"--micro-batch": 16, "--tensor": 1, "--pipeline": 1}, ("--micro-batch 16", "4 sequences")),
         ({"--gpu-memory": -1}, ("--gpu-memory -1",)),
     ],
 )
@@ -186,6 +218,55 @@ def test_bad_usage(dsx, tmp_path, changes, words):
     assert (code, out) == (2, "")
     assert err.count("dsx:") == 1
     assert all(word in err for word in words), err
+
+
+def test_a_place_that_cannot_be_written(dsx, tmp_path):
+    code, out, err = dsx(*TINY, *SIZES, "--out", tmp_path / "no" / "such.json")
+    assert (code, out) == (1, "")
+    assert "--out" in err
+    assert "No such file" in err
+
+
+def test_offload_needs_zero(dsx, tmp_path):
+    base = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "dsx": {
+            "model": {"family": "llama", "preset": "tiny"},
+            "data": {"sequence_length": 64, "tokenizer": "bytes"},
+            "train": {"steps": 1, "output": "there"},
+        },
+    }
+    file = tmp_path / "base.json"
+    file.write_text(json.dumps(base))
+    rest = ("--config", file, "--cluster", "CPU", "--gpus", 2)
+    code, out, err = dsx(*rest, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert {each["zero_stage"] for each in (*found["best"], *found["one_thing_changed"])} <= {1, 2, 3}
+    assert found["config"]["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    code, _, err = dsx(*rest, "--zero", 0)
+    assert code == 2
+    assert "--zero 0" in err
+
+
+def test_an_optimizer_whose_memory_nobody_knows(dsx, tmp_path):
+    base = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "Adagrad", "params": {"lr": 1e-4}},
+        "dsx": {
+            "model": {"family": "llama", "preset": "tiny"},
+            "data": {"sequence_length": 64, "tokenizer": "bytes"},
+            "train": {"steps": 1, "output": "there"},
+        },
+    }
+    file = tmp_path / "base.json"
+    file.write_text(json.dumps(base))
+    code, _, err = dsx("--config", file, "--cluster", "CPU", "--gpus", 2)
+    assert code == 2
+    assert "optimizer" in err
+    assert err.count("dsx:") == 1
 
 
 @pytest.mark.parametrize("missing", ["--model", "--global-batch", "--sequence-length"])

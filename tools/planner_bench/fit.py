@@ -12,6 +12,7 @@ _NAMES = ("matmul", "memory", "link")
 _STEP = 1e-3
 _MOST_CHANGE = 0.2
 _ROUNDS = 12
+_TURNS = 6
 
 
 def calibrate(rows: Sequence[Run], start: Efficiency) -> Efficiency:
@@ -45,7 +46,7 @@ def zero3(efficiency: Efficiency) -> tuple[Efficiency, float]:
     Fitted to two rows of table 2 in turns: the first is bound by compute, the second by gathers.
     """
     share = 0.1
-    for _ in range(_ROUNDS):
+    for _ in range(_TURNS):
         efficiency = replace(efficiency, beside=_beside(efficiency, share))
         share = gather_share(efficiency)
     return efficiency, share

@@ -210,3 +210,9 @@ The chunks of the 174.6B runs are figure 12's (its script), those of the 529.6B 
 
 ZERO3_FITTED_TO = (TABLE_2[0], TABLE_2[2])
 """The rows of table 2 to which ZeRO-3's two constants are fitted: one bound by compute, one by gathers."""
+
+LATER = (
+    (replace(_530B, gpus=2240, recompute="full"), False, 0.421),
+    (replace(_530B, gpus=2240, recompute="selective"), True, 0.542),
+)
+"""530B on 2240 GPUs, arXiv:2205.05198, abstract: (run, sequence parallelism, model FLOPs utilization)."""

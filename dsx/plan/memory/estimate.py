@@ -122,12 +122,14 @@ def estimate(
         watch = _Watch(ledger)
         walk.run(watch)
         phases.append(_phase(f"step {step + 1}", ledger, watch.where))
+    host = states.host.ledger
+    apart = host is not ledger
     return Estimate(
         rank=rank,
         phases=tuple(phases),
         steady_bytes=ledger.current_bytes,
-        host_bytes=states.host.ledger.peak_bytes,
-        host_lines=tuple(sorted(states.host.ledger.at_peak.items(), key=lambda item: -item[1])),
+        host_bytes=host.peak_bytes if apart else 0,
+        host_lines=tuple(sorted(host.at_peak.items(), key=lambda item: -item[1])) if apart else (),
     )
 
 

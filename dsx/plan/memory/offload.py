@@ -1,8 +1,8 @@
 """What ZeRO-Offload moves to the host: settings, and the host's own ledger.
 
-The device keeps parameters (or, with parameters offloaded, none between uses) and the reduce bucket. The host keeps
-fp32 masters, their gradients, the moments and, at ZeRO-3, the partitions that gradients add up in. Gradients go
-there parameter by parameter, by way of the device, where they are added up and squared.
+The device keeps parameters (or, with parameters offloaded, none between uses) and the reduce bucket. The host
+keeps fp32 masters, their gradients, the moments and, at ZeRO-3, the partitions that gradients add up in.
+Gradients go there parameter by parameter, by way of the device, where they are added up and squared.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class Offload:
         parameters: Whether partitions of parameters are (ZeRO-3).
         pinned: ``offload_optimizer.pin_memory``.
         pinned_parameters: ``offload_param.pin_memory``.
-        ratio: ``offload_optimizer.ratio``, ZeRO-3: sub-groups on the host, of all; the first ones stay behind.
+        ratio: ``offload_optimizer.ratio``, ZeRO-3: sub-groups on the host, of all; the first stay behind.
         state_bytes: What the update keeps for each element there.
         step_bytes: What the update takes besides, for each element of a group: torch's Adam on a CPU 8,
             DeepSpeed's nothing.
         rounds: Whether pinned memory comes in powers of two (torch's CachingHostAllocator does that).
+        unified: Whether the device is the host: a run on CPUs, where nothing has to be moved or pinned.
     """
 
     optimizer: bool = False
@@ -37,17 +38,20 @@ class Offload:
     state_bytes: int = 0
     step_bytes: int = 0
     rounds: bool = True
+    unified: bool = False
 
 
 class Host:
     """The host's memory of one rank.
 
     Args:
-        offload: Whether pinned memory is rounded.
+        offload: Whether pinned memory is rounded, and whether the host's memory is the device's.
+        device: The device's ledger.
     """
 
-    def __init__(self, offload: Offload | None) -> None:
-        self.ledger = Ledger()
+    def __init__(self, offload: Offload | None, device: Ledger) -> None:
+        self._unified = offload is not None and offload.unified
+        self.ledger = device if self._unified else Ledger()
         self._rounds = offload is not None and offload.rounds
 
     def new(
@@ -67,7 +71,7 @@ class Host:
         pageable = self.new(
             "temporaries", f"{name}, before pinning", formula, source, size_bytes, pinned=False
         )
-        if not pin:
+        if not pin or self._unified:
             del pageable
             return self.new(category, name, formula, source, size_bytes, pinned=False)
         locked = self.new(category, name, formula, source, size_bytes, pinned=True)

@@ -1,7 +1,8 @@
 """ZeRO-1 and 2 with the optimizer on the host: deepspeed/runtime/zero/stage_1_and_2.py with ``cpu_offload``.
 
-DeepSpeed reduces here (dsx/runtime/zero_adapters/reduction.py leaves it to it): at ZeRO-2 after every backward, at
-ZeRO-1 when the step begins. Gradients of parameters that this rank updates go to the host one by one.
+DeepSpeed reduces here (dsx/runtime/zero_adapters/reduction.py leaves it to it): at ZeRO-2 after every
+backward, at ZeRO-1 when the step begins. Gradients of parameters that this rank updates go to the host one by
+one.
 """
 
 from __future__ import annotations
@@ -77,12 +78,14 @@ class PartitionedOffload(States):
             self.parameters.append(self.new(*kind, "w P, padded", source, whole, width))
             for name, _ in group:
                 del held[name]
-            self.new("temporaries", "clone of the partition", "w P/N", source, size, width)
-            kind = "optimizer", "master weights"
-            self.on_host += [
-                self.host.pinned(*kind, "4 P/N, padded", source, 4 * size, pin=pin),
-                self.host.pinned("parameters", "updated", "w P/N, padded", source, width * size, pin=pin),
-            ]
+            clone = None
+            if width != 4 or not self.offload.unified:
+                clone = self.new("temporaries", "clone of the partition", "w P/N", source, size, width)
+            kind, formula = ("optimizer", "master weights"), "4 P/N, padded"
+            self.on_host.append(self.host.pinned(*kind, formula, source, 4 * size, pin=pin))
+            del clone
+            kind, formula = ("parameters", "updated"), "w P/N, padded"
+            self.on_host.append(self.host.pinned(*kind, formula, source, width * size, pin=pin))
         kind, formula = ("buckets", "gradient on its way"), "w of the largest parameter"
         largest = max(leaf.numel for leaf in self.order)
         self.on_host.append(self.host.pinned(*kind, formula, source, width * largest, pin=pin))

@@ -258,7 +258,7 @@ class Stage3(States):
         self.coordinator.gather_persistent(self.order)
 
     def take_gradient(self, index: int, size: int) -> Tensor | None:
-        """_prepare_fp32_grad_for_sub_group: one flat fp32 copy; None for one parameter's own, already fp32."""
+        """_prepare_fp32_grad_for_sub_group: a flat fp32 copy; None for a single one that is fp32 already."""
         accumulate, source = self.settings.accumulate, f"{_FILE} _prepare_fp32_grad_for_sub_group"
         flat: Tensor | None = None
         if len(self.sub_groups[index]) > 1:

@@ -1,8 +1,8 @@
 """ZeRO-3's gathers as :mod:`.stage3` sees them: which parameters are whole when.
 
-DeepSpeed gathers a module's parameters before it runs, what comes soon ahead of time, and lets go of them after
-it unless they come again soon (zero/partitioned_param_coordinator.py). Under dsx that follows the recording of a
-whole step, the first one, and with ``dsx.zero.keep_gathered_bytes`` a plan of what to keep
+DeepSpeed gathers a module's parameters before it runs, what comes soon ahead of time, and lets go of them
+after it unless they come again soon (zero/partitioned_param_coordinator.py). Under dsx that follows the
+recording of a whole step, the first one, and with ``dsx.zero.keep_gathered_bytes`` a plan of what to keep
 (dsx/runtime/zero_adapters/gathering.py). Here the same decisions are taken again, in the same order.
 """
 

@@ -26,7 +26,7 @@ class Stage3Offload(Stage3):
     ) -> None:
         super().__init__(ledger, plan, dp_rank, leaves, settings)
         self.offload = settings.offload or Offload()
-        self.coordinator.offloaded = self.offload.parameters
+        self.coordinator.offloaded = self.offload.parameters and not self.offload.unified
         self.on_host: list[Tensor] = []
         groups = len(self.sub_groups)
         first = int((1 - self.offload.ratio) * groups) if self.offload.optimizer else groups
@@ -61,10 +61,11 @@ class Stage3Offload(Stage3):
             super().make_masters()
             return
         source, aside = f"{_FILE} _create_fp32_partitions", None
-        moves = self.settings.width != 4 or self.offload.parameters
+        moves = self.settings.width != 4 or (self.offload.parameters and not self.offload.unified)
         for index, size in enumerate(self.sizes):
             host = index in self.host_groups
-            copies = not self.offload.parameters or self.settings.width != 4 if host else moves
+            there = self.offload.parameters or self.offload.unified
+            copies = not there or self.settings.width != 4 if host else moves
             kind, formula = ("temporaries", "converted"), "4 P/N of a sub-group"
             if copies:
                 aside = (
@@ -112,7 +113,7 @@ class Stage3Offload(Stage3):
 
     def add(self, held: list[Tensor]) -> None:
         """partition_grads: each partition comes from the host, is added to, and goes back."""
-        if not self.offload.optimizer:
+        if not self.offload.optimizer or self.offload.unified:
             super().add(held)
             return
         source, width = f"{_FILE} partition_grads", self.settings.accumulate
@@ -148,7 +149,8 @@ class Stage3Offload(Stage3):
             size = self.part(leaf)
             if size * self.dp_rank >= leaf.numel:
                 continue
-            part = self.new("temporaries", "sum of gradients", "P/N of a parameter", source, size, width)
+            if not self.offload.unified:
+                part = self.new("temporaries", "sum of gradients", "P/N of a parameter", source, size, width)
             self.new("temporaries", "in float64", "8 P/N of a parameter", source, min(size, 250_000_000), 8)
             if width != 4:
                 self.new("temporaries", "in float32", "4 P/N of a parameter", source, size, 4)

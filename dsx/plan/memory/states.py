@@ -87,7 +87,7 @@ class States:
         settings: StateSettings,
     ) -> None:
         self.ledger, self.plan, self.dp_rank = ledger, plan, dp_rank
-        self.leaves, self.settings, self.host = leaves, settings, Host(settings.offload)
+        self.leaves, self.settings, self.host = leaves, settings, Host(settings.offload, ledger)
         self.replicated: frozenset[str] = frozenset()
         self.order = [leaves[name] for group in plan.groups for name, _ in group]
         self.reduction: ChunkReduction | None = None

@@ -97,7 +97,8 @@ class Layout:
         if self.pipeline > 1:
             parts.append(self.schedule + (f" x {self.chunks}" if self.chunks > 1 else ""))
         parts.append(f"micro-batch {self.micro_batch}")
-        parts.append(f"ZeRO-{self.zero_stage}")
+        each = " reducing each micro-batch" if self.reduces_micro_batches else ""
+        parts.append(f"ZeRO-{self.zero_stage}{each}")
         if self.recompute != "none":
             parts.append(f"recompute {self.recompute}")
         if self.tensor > 1 and not self.sequence_parallel:

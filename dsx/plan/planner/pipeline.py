@@ -53,6 +53,16 @@ class Pipeline:
         """Of these lengths."""
         return tuple(self.program.build(self.num_ranks, self.num_chunks, m) for m in self.lengths)
 
+    @cached_property
+    def divided_share(self) -> float:
+        """Part of all backwards that are divided, 0 to 1: some schedules leave some of them whole."""
+        counts = []
+        for schedule in self.schedules:
+            ops = [action.op for row in schedule.rows for action in row]
+            counts.append((float(ops.count(Op.BACKWARD_INPUT)), float(ops.count(Op.BACKWARD))))
+        divided, whole = counts[0] if len(counts) == 1 else self._further(*counts)
+        return divided / (divided + whole)
+
     def run(self, costs: Costs) -> PipelineTime:
         """Simulate with these costs."""
         timelines = [simulate(schedule, costs) for schedule in self.schedules]

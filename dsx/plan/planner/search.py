@@ -96,6 +96,7 @@ class Search:
     _peaks: dict[Layout, int | None] = field(init=False, default_factory=dict)
     _times: dict[Layout, StepTime] = field(init=False, default_factory=dict)
     _large: dict[Layout, Ranked] = field(init=False, default_factory=dict)
+    _refusals: list[DsxError] = field(init=False, default_factory=list)
     _ticket: Iterator[int] = field(init=False, default_factory=count)
 
     def __post_init__(self) -> None:
@@ -189,7 +190,8 @@ class Search:
         if layout not in self._peaks:
             try:
                 self._peaks[layout] = self.memory(layout)
-            except DsxError:
+            except DsxError as error:
+                self._refusals.append(error)
                 self._peaks[layout] = None
         peak = self._peaks[layout]
         if peak is None:
@@ -255,6 +257,8 @@ class Search:
 
     def _nothing_fits(self) -> DsxError:
         nearest = min(self._large.values(), key=lambda each: each.peak_bytes, default=None)
+        if nearest is None and self._refusals:
+            return self._refusals[0]
         if nearest is None:
             layouts = [
                 v for mesh in meshes(self.task, self.space) for v in variants(self.task, self.space, mesh)

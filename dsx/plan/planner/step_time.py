@@ -6,7 +6,7 @@ of the gradients' reduction that is not hidden, then the update and the gatherin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
@@ -114,13 +114,15 @@ class Predictor:
     def elements(self, tensor: int) -> tuple[int, ...]:
         """Parameters of every layer on one rank; a tied table counts again in the head."""
         if tensor not in self._elements:
-            specs = param_specs(self.task.model, pad_multiple=self.task.vocab_multiple)
-            counts = [0] * len(layer_kinds(self.task.model))
-            for spec in specs:
-                counts[spec.layer] += prod(spec.local_shape(tensor))
+            one = replace(self.task.model, num_layers=1)
+            kinds = layer_kinds(one)
+            counts = dict.fromkeys(kinds, 0)
+            for spec in param_specs(one, pad_multiple=self.task.vocab_multiple):
+                number = prod(spec.local_shape(tensor))
+                counts[kinds[spec.layer]] += number
                 if spec.tie is not None:
-                    counts[-1] += prod(spec.local_shape(tensor))
-            self._elements[tensor] = tuple(counts)
+                    counts[kinds[-1]] += number
+            self._elements[tensor] = tuple(counts[kind] for kind in layer_kinds(self.task.model))
         return self._elements[tensor]
 
     def stages(self, layout: Layout) -> StageMap:
@@ -183,8 +185,9 @@ class Predictor:
             LayoutError: More virtual stages than layers.
         """
         count = layout.micro_batches(self.task.global_batch)
-        stages, ran = self.stages(layout), self._run(layout, count)
-        mean = _Mean.of(self, layout, stages, ran, count)
+        pipeline, stages = self._pipeline(layout, count), self.stages(layout)
+        ran = self._run(layout, pipeline)
+        mean = _Mean.of(self, layout, ran, pipeline)
         ends = [self._end(layout, stages, ran, rank) for rank in range(layout.pipeline)]
         gradients = max(end[0] for end in ends)
         update, parameters = max((end[1:] for end in ends), key=sum)
@@ -201,14 +204,17 @@ class Predictor:
             bubble_over_ideal=ran.bubble,
         )
 
-    def _run(self, layout: Layout, count: int) -> PipelineTime:
+    def _pipeline(self, layout: Layout, count: int) -> Pipeline:
         key = (layout.schedule, layout.pipeline, layout.chunks, count)
         if key not in self._pipelines:
             self._pipelines[key] = Pipeline(layout.program, layout.pipeline, layout.chunks, count)
-        costs = self.costs(layout)
-        if (key, costs) not in self._runs:
-            self._runs[key, costs] = self._pipelines[key].run(costs)
-        return self._runs[key, costs]
+        return self._pipelines[key]
+
+    def _run(self, layout: Layout, pipeline: Pipeline) -> PipelineTime:
+        key = (pipeline, self.costs(layout))
+        if key not in self._runs:
+            self._runs[key] = pipeline.run(key[1])
+        return self._runs[key]
 
     def _end(
         self, layout: Layout, stages: StageMap, ran: PipelineTime, rank: int
@@ -267,14 +273,12 @@ class _Mean:
     gathers: float
 
     @classmethod
-    def of(
-        cls, predictor: Predictor, layout: Layout, stages: StageMap, ran: PipelineTime, count: int
-    ) -> _Mean:
+    def of(cls, predictor: Predictor, layout: Layout, ran: PipelineTime, pipeline: Pipeline) -> _Mean:
         total, ranks = LayerTime.total(predictor.times(layout)), layout.pipeline
-        waits = total.forward_wait + total.again_wait
-        divided = layout.program.divides
-        waits += total.input_wait + total.weight_wait if divided else total.backward_wait
-        each = count / ranks
+        divided, stages = pipeline.divided_share, predictor.stages(layout)
+        waits = total.forward_wait + total.again_wait + (1 - divided) * total.backward_wait
+        waits += divided * (total.input_wait + total.weight_wait)
+        each = pipeline.num_micro_batches / ranks
         compute = each * (total.forward + total.grad_input + total.grad_weight)
         recompute, tensor = each * total.again, each * waits
         wire = Wire(predictor.task.machine, predictor.shape(layout), layout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -90,10 +90,7 @@ def trace(
         # Ranks that are not there agree on everything.
         partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
         announce(config, engine, groups)
-        source = batches(config)
-        for step in range(STEPS):
-            with meter.phase(f"step {step + 1}"), other.phase(f"step {step + 1}"):
-                engine.train_batch(source)
+        _train(config, engine, meter, other)
         steady = meter.current_bytes
     return TracedPeaks(
         rank=rank,
@@ -103,6 +100,35 @@ def trace(
         host_phases=other.peak_bytes if host else {},
         host_contents=other.at_peak if host else {},
     )
+
+
+def measure(config: RunConfig) -> TracedPeaks:
+    """What :func:`trace` with device ``cpu`` predicts: the same on this process's real rank, same meter.
+
+    The process group must exist (``deepspeed.init_distributed``). Here the model's values are filled in, so
+    that the peak of "build" is another.
+    """
+    torch.autograd.set_multithreading_enabled(False)  # else backwards escape the meter
+    groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
+    meter = StorageMeter("cpu")
+    with meter:
+        with meter.phase("build"):
+            model = recipe.build_model(config, groups)
+        with meter.phase("engine"):
+            engine = initialize(model=model, config=config)[0]
+        announce(config, engine, groups)
+        _train(config, engine, meter)
+        steady = meter.current_bytes
+    return TracedPeaks(rank=groups.rank, steady_bytes=steady, phases=meter.peak_bytes, contents={})
+
+
+def _train(config: RunConfig, engine: PipelineEngine, *meters: StorageMeter) -> None:
+    source = batches(config)
+    for step in range(STEPS):
+        with ExitStack() as stack:
+            for meter in meters:
+                stack.enter_context(meter.phase(f"step {step + 1}"))
+            engine.train_batch(source)
 
 
 def announce(config: RunConfig, engine: PipelineEngine, groups: Groups) -> None:
