@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Catalog
-from dsx.checkpoint.formats.dsx_manifest import read_manifest
+from dsx.checkpoint.open import open_checkpoint
 from dsx.errors import CheckpointError, DsxError
 from dsx.runtime.entry import AGREED
 from dsx.runtime.launch import agree
@@ -27,6 +27,8 @@ _SHOWN = 3
 def load(engine: PipelineEngine, root: Path, *, tag: str | None) -> tuple[Path, dict[str, Any]]:
     """Continue from ``root/tag`` (``root/latest`` by default), whatever layout it was saved in. Collective.
 
+    A checkpoint of stock DeepSpeed is read as well, if its tensors have the names of this run's.
+
     Weights, optimizer state, learning-rate scheduler, counters and random states are restored; in the layout
     it was saved in, bit for bit. Each rank reads what it holds and no more.
 
@@ -40,13 +42,13 @@ def load(engine: PipelineEngine, root: Path, *, tag: str | None) -> tuple[Path, 
 
     def check() -> Path:
         found = store.find(root, tag)
-        catalog = read_manifest(found / store.MANIFEST)
-        _require_same_model(catalog, names)
+        catalog = open_checkpoint(found)
+        require_same_model(catalog, names)
         require_same_optimizer(engine, catalog.facts, str(found))
         return found
 
     path = agree(check)
-    catalog = read_manifest(path / store.MANIFEST)
+    catalog = open_checkpoint(path)
     _together(lambda: load_stored(engine, catalog))
     refresh_weights(engine.deepspeed_engine)
     client = restore_facts(engine, catalog.facts, str(path))
@@ -64,7 +66,8 @@ def _names(engine: PipelineEngine) -> dict[str, tuple[int, ...]]:
     return {name: shape for part in gathered for name, shape in part.items()}
 
 
-def _require_same_model(catalog: Catalog, here: Mapping[str, tuple[int, ...]]) -> None:
+def require_same_model(catalog: Catalog, here: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless a run's parameters, by name and shape, are those of the checkpoint."""
     saved = {entry.name: entry.shape for entry in catalog.entries if entry.role != "buffer"}
     differences = [
         *(f"{name} {saved[name]} is in the checkpoint alone" for name in sorted(saved.keys() - here.keys())),
