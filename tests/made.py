@@ -45,14 +45,16 @@ FP32 = {"weight": "float32", "exp_avg": "float32", "exp_avg_sq": "float32"}
 _WORDS = {"float32": "<u4", "bfloat16": "<u2"}
 
 
-def layout(family: str | Mapping[str, object], *, pp=1, dp=1, tp=1, chunks=1, zero=0, multiple=8) -> Layout:
+def layout(
+    family: str | Mapping[str, object], *, pp=1, dp=1, tp=1, chunks=1, zero=0, multiple=8, placement="loop"
+) -> Layout:
     """A small model over ranks."""
     model = model_spec(CONFIGS[family] if isinstance(family, str) else family)
     kinds = layer_kinds(model)
     stages = partition("uniform", pp * chunks, pp, parameters=[1] * len(kinds), costs=None, names=list(kinds))
     return Layout(
         mesh=Mesh.of(pp=pp, dp=dp, tp=tp),
-        stages=stages,
+        stages=replace(stages, placement=placement),
         params=param_specs(model, pad_multiple=multiple),
         zero_stage=zero,
     )

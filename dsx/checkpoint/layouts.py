@@ -77,18 +77,19 @@ def layout_like(source: Catalog, wanted: Degrees) -> Layout:
     Stages keep the source's cut where their number stays; else layers are cut so that parameters balance.
 
     Raises:
-        CheckpointError: The source does not say how tensor parallelism or a pipeline cut its tensors.
+        CheckpointError: The source does not say how tensor parallelism cuts its tensors, or has not layers
+            enough.
         LayoutError: Degrees that do not fit the model.
     """
     mesh = source.facts.get("mesh") or {}
     tp = _or(wanted.tensor, mesh.get("tp", 1))
     pp = _or(wanted.pipeline, mesh.get("pp", 1))
     chunks = _or(wanted.chunks, source.facts.get("chunks", 1))
-    if not source.specs and (tp > 1 or pp * chunks > 1):
+    if not source.specs and tp > 1:
         raise CheckpointError(
             str(source.root),
-            f"it does not say how tensor {tp} x pipeline {pp} x chunks {chunks} cuts its tensors",
-            "ask for tensor 1, pipeline 1 and chunks 1, or name a config of the model with --config",
+            f"it does not say how tensor parallelism of degree {tp} cuts its tensors",
+            "ask for tensor 1, or name a config of the model with --config",
         )
     params = specs_of(source)
     return Layout(
@@ -100,7 +101,10 @@ def layout_like(source: Catalog, wanted: Degrees) -> Layout:
 
 
 def specs_of(source: Catalog) -> tuple[ParamSpec, ...]:
-    """Every tensor of a checkpoint; one of which no cut is known is whole everywhere, in layer 0."""
+    """Every tensor of a checkpoint; one of which no cut is known is whole everywhere.
+
+    Its layer is the number that its name begins with, as in every pipeline's; 0 if there is none.
+    """
     known = {spec.name: spec for spec in source.specs}
     names = {entry.name: entry for entry in reversed(source.entries)}
     rest = [_uncut(names[name]) for name in reversed(names) if name not in known]
@@ -108,7 +112,14 @@ def specs_of(source: Catalog) -> tuple[ParamSpec, ...]:
 
 
 def _uncut(entry: Entry) -> ParamSpec:
-    return ParamSpec(name=entry.name, layer=0, shape=entry.shape, init=Init(kind="zeros"), hf=(entry.name,))
+    first = entry.name.partition(".")[0]
+    return ParamSpec(
+        name=entry.name,
+        layer=int(first) if first.isdecimal() else 0,
+        shape=entry.shape,
+        init=Init(kind="zeros"),
+        hf=(entry.name,),
+    )
 
 
 def _stages(source: Catalog, params: Sequence[ParamSpec], pp: int, chunks: int) -> StageMap:

@@ -2,39 +2,100 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Catalog
-from dsx.checkpoint.formats import dsx_manifest, dsx_native
+from dsx.checkpoint.formats import deepspeed, dsx_manifest, dsx_native
+from dsx.checkpoint.formats.deepspeed_cut import Rules
+from dsx.checkpoint.formats.deepspeed_files import looks_stock
+from dsx.checkpoint.manifest import Manifest
 from dsx.errors import CheckpointError
+from dsx.plan.params import param_specs
+from dsx.spec.model import ModelSpec
+from dsx.spec.param import Init, ParamSpec
 
 _KNOWN = (
-    "give the folder of a checkpoint (or the folder of checkpoints, with its file latest) of dsx, of "
-    "DeepSpeed, DeepSpeed's universal format, or a Hugging Face model folder with safetensors"
+    "give the folder of a checkpoint of dsx or of DeepSpeed, or the folder of checkpoints, which has a file "
+    "latest"
 )
 
 
-def open_checkpoint(folder: Path) -> Catalog:
+def open_checkpoint(folder: Path, *, rules: Path | None = None) -> Catalog:
     """What the checkpoint in ``folder`` holds, recognised by its files.
 
     Args:
         folder: The checkpoint's own folder, or the one that has a file ``latest``.
+        rules: A file that says how tensor parallelism cut the tensors, for stock DeepSpeed checkpoints that
+            do not (:mod:`dsx.checkpoint.formats.deepspeed_cut`).
 
     Raises:
-        CheckpointError: Nothing that is known, or a checkpoint that is incomplete or damaged.
+        CheckpointError: Nothing that is known, a checkpoint that is incomplete or damaged, or rules for one
+            that needs none.
     """
     if not folder.is_dir():
         what = "it is not a folder" if folder.exists() else "there is no such folder"
         raise CheckpointError(str(folder), what, _KNOWN)
-    if (folder / store.LATEST).is_file() and not (folder / store.MANIFEST).exists():
+    manifest = folder / store.MANIFEST
+    if not manifest.exists() and not looks_stock(folder) and (folder / store.LATEST).is_file():
         folder = store.find(folder)
-    if _has_dsx_manifest(folder):
+        manifest = folder / store.MANIFEST
+    given = None if rules is None else Rules.read(rules)
+    if manifest.exists() and dsx_manifest.read_json(manifest).get("format") == 1:
+        return _format_1(folder, given)
+    if not manifest.exists() and looks_stock(folder):
+        return deepspeed.catalog_of(folder, given)
+    if given is not None:
+        raise CheckpointError(
+            f"--rules {rules}", f"{folder} is no stock DeepSpeed checkpoint", "leave the rules out"
+        )
+    if manifest.exists():
         return dsx_native.catalog_of(folder)
     raise CheckpointError(str(folder), "no file in it is one that dsx knows", _KNOWN)
 
 
-def _has_dsx_manifest(folder: Path) -> bool:
-    """Whether there is a manifest of format 2; format 1 has DeepSpeed's files beside it."""
-    path = folder / store.MANIFEST
-    return path.exists() and dsx_manifest.read_json(path).get("format") != 1
+def _format_1(folder: Path, rules: Rules | None) -> Catalog:
+    """A checkpoint of dsx 0.1: DeepSpeed's files, and a manifest that says how they are cut."""
+    manifest = Manifest.read(folder / store.MANIFEST)
+    specs = {spec.name: spec for spec in _specs(manifest)}
+    told = replace(rules or Rules(), specs=specs, source=str(folder / store.MANIFEST))
+    catalog = deepspeed.catalog_of(folder, told, tp=manifest.mesh.get("tp", 1))
+    kept = (
+        *("versions", "mesh", "chunks", "placement", "stage_bounds", "zero_stage", "precision", "schedule"),
+        *("step", "global_batch_size", "tokens", "data_cursor", "seed", "model", "wandb_run_id"),
+    )
+    facts = {key: value for key in kept if (value := getattr(manifest, key)) is not None}
+    random = {
+        str(rank): name
+        for rank in range(manifest.world_size)
+        if (folder / (name := f"dsx_random_{rank}.safetensors")).is_file()
+    }
+    return replace(catalog, facts={**catalog.facts, **facts, "random_files": random})
+
+
+def _specs(manifest: Manifest) -> tuple[ParamSpec, ...]:
+    """How the tensors are cut: of dsx's own families in full, else as far as the manifest tells."""
+    if manifest.model is not None:
+        padding = max((entry.pad_multiple for entry in manifest.tensors), default=1)
+        try:
+            return param_specs(ModelSpec(**manifest.model), pad_multiple=padding)
+        except (TypeError, AttributeError):
+            raise CheckpointError(
+                f"{manifest.source}: model", "this version does not know such a model", "use another dsx"
+            ) from None
+    return tuple(
+        ParamSpec(
+            name=entry.name,
+            layer=int(entry.name.partition(".")[0]),
+            shape=entry.shape,
+            init=Init(kind="zeros"),
+            hf=(entry.name,),
+            split=entry.split,
+            parts=entry.parts,
+            pad_multiple=entry.pad_multiple,
+            tie=entry.tie,
+        )
+        for entry in manifest.tensors
+        if entry.name.partition(".")[0].isdecimal()
+    )

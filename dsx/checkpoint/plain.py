@@ -120,6 +120,7 @@ def _decode_tagged(kind: str, value: Mapping[str, Any], where: str) -> Any:
         import torch
 
         dtype = getattr(torch, value["dtype"])
-        assert isinstance(dtype, torch.dtype)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype {value['dtype']!r}")
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(value["shape"])
     raise ValueError(f"kind {kind!r}")

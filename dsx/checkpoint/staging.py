@@ -156,7 +156,13 @@ class Staging:
                     )
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _make(path, skeleton)
-        store.sync(self.data)
+        for folder in {
+            self.partial,
+            self.data,
+            *(self.path_of(s.file).parent for s in self._target.skeletons),
+        }:
+            if folder.is_dir():
+                store.sync_folder(folder)
 
 
 def partial_of(final: Path) -> Path:

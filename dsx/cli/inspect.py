@@ -24,6 +24,9 @@ def inspect(
             show_default=False,
         ),
     ],
+    rules: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="As of dsx reshard.", exists=True)
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read everything and compare it with its checksums.")
     ] = False,
@@ -37,7 +40,7 @@ def inspect(
     from dsx.checkpoint.open import open_checkpoint
     from dsx.checkpoint.source import verify as verified
 
-    catalog = open_checkpoint(path)
+    catalog = open_checkpoint(path, rules=rules)
     check_files(catalog)
     facts = _facts(catalog)
     damage = [str(error) for error in verified(catalog)] if verify else []

@@ -61,6 +61,15 @@ def reshard(
         Literal["fp32", "bf16", "fp16"] | None,
         typer.Option(help="Precision of the weights; the source's by default."),
     ] = None,
+    rules: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="How tensor parallelism cut the tensors of a stock DeepSpeed checkpoint, where it does not "
+            "say so itself.",
+            exists=True,
+        ),
+    ] = None,
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to take at most.")] = "512MiB",
     workers: Annotated[int, typer.Option(min=1, help="Threads.")] = 4,
     dry_run: Annotated[
@@ -92,7 +101,7 @@ def reshard(
         style = to
     elif to is not None:
         degrees = degrees.over(Degrees.parse(to))
-    catalog = open_checkpoint(source)
+    catalog = open_checkpoint(source, rules=rules)
     layout, facts = _layout(catalog, degrees, config, gpus) if style != "hf" else (None, {})
     conversion = prepare(catalog, target, to=style, layout=layout, precision=precision, facts=facts)
     options = Options(memory_bytes=parse_bytes(memory), workers=workers, restart=restart)

@@ -21,7 +21,7 @@ def predicted_step(config: RunConfig, cluster: Cluster) -> StepTime:
     task = Task(
         model=config.model,
         machine=Machine(
-            network=Network(cluster, Efficiency()), software=Software(), precision=config.precision
+            network=Network(cluster, Efficiency.of(cluster)), software=Software(), precision=config.precision
         ),
         global_batch=config.global_batch_size,
         sequence_length=config.sequence_length,

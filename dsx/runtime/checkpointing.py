@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Catalog
-from dsx.checkpoint.formats.dsx_manifest import read_manifest
+from dsx.checkpoint.open import open_checkpoint
 from dsx.errors import CheckpointError, DsxError
 from dsx.runtime.entry import AGREED
 from dsx.runtime.launch import agree
@@ -27,6 +27,8 @@ _SHOWN = 3
 def load(engine: PipelineEngine, root: Path, *, tag: str | None) -> tuple[Path, dict[str, Any]]:
     """Continue from ``root/tag`` (``root/latest`` by default), whatever layout it was saved in. Collective.
 
+    A checkpoint of stock DeepSpeed is read as well, if its tensors have the names of this run's.
+
     Weights, optimizer state, learning-rate scheduler, counters and random states are restored; in the layout
     it was saved in, bit for bit. Each rank reads what it holds and no more.
 
@@ -40,13 +42,17 @@ def load(engine: PipelineEngine, root: Path, *, tag: str | None) -> tuple[Path, 
 
     def check() -> Path:
         found = store.find(root, tag)
+<<<<<<< HEAD
         catalog = read_manifest(found / store.MANIFEST)
+=======
+        catalog = open_checkpoint(found)
+>>>>>>> reshard
         require_same_model(catalog, names)
         require_same_optimizer(engine, catalog.facts, str(found))
         return found
 
     path = agree(check)
-    catalog = read_manifest(path / store.MANIFEST)
+    catalog = open_checkpoint(path)
     _together(lambda: load_stored(engine, catalog))
     refresh_weights(engine.deepspeed_engine)
     client = restore_facts(engine, catalog.facts, str(path))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -55,6 +57,32 @@ def test_any_layout_to_any_other_and_back_is_the_same_bits(tmp_path_factory, fam
         assert report.read_bytes == report.written_bytes == read.num_bytes
         assert report.tiles_checked > 0
     assert contents(here) == contents(root / "A")
+
+
+PAIRED = [
+    {"dp": 1},
+    {"dp": 3, "zero": 1},
+    {"dp": 2, "tp": 2, "zero": 2, "multiple": 2},
+    {"dp": 4, "zero": 3},
+    {"pp": 2, "dp": 2, "zero": 3, "multiple": 2},
+    {"pp": 2, "chunks": 2, "tp": 2, "zero": 1},
+    {"pp": 2, "chunks": 2, "dp": 2, "placement": "v", "zero": 2},
+    {"pp": 3, "tp": 2, "dp": 2, "zero": 0},
+    {"chunks": 5, "tp": 2, "dp": 3, "zero": 3},
+]
+"""Every ordered pair of them changes something else: 72 conversions."""
+
+
+def test_every_pair_of_layouts_gives_what_the_layout_itself_gives(tmp_path):
+    layouts = [made.layout("gpt2", **paired) for paired in PAIRED]
+    source = made.plain(tmp_path / "source", layouts[0].params, made.BF16)
+    for number, layout in enumerate(layouts):
+        made.reshard(source, tmp_path / str(number), layout, tile=2000)
+    expected = [contents(tmp_path / str(number)) for number in range(len(layouts))]
+    for a, b in permutations(range(len(layouts)), 2):
+        made.reshard(dsx_native.catalog_of(tmp_path / str(a)), tmp_path / "out", layouts[b])
+        assert contents(tmp_path / "out") == expected[b], (PAIRED[a], PAIRED[b])
+        shutil.rmtree(tmp_path / "out")
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -85,7 +85,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Everything that is stored, by canonical name.
+    """Everything that is stored, by canonical name, in the model's order.
 
     Attributes:
         held: (name, state) -> tensor-parallel rank -> who holds it.
@@ -121,11 +121,17 @@ class _Names:
                 found[name, fragment.state].append(fragment)
             for key, fragments in found.items():
                 held[key][tensor] += [_Held(stage, tuple(one)) for one in _copies(fragments)]
+        places: dict[str, int] = {}
+        for module in modules.values():
+            for name in module.names:
+                places.setdefault(canonical.get(name, name), len(places))
+        in_order = sorted(held, key=lambda key: (places.get(key[0], len(places)), key[1] != "weight"))
         roles: dict[str, Literal["trained", "frozen", "buffer"]] = {
             name: "buffer" if name in buffers else "trained" if name in trained else "frozen"
             for name, _ in held
         }
-        return cls(held, roles, {name: tuple(others) for name, others in aliases.items()}, canonical)
+        ordered = {key: held[key] for key in in_order}
+        return cls(ordered, roles, {name: tuple(others) for name, others in aliases.items()}, canonical)
 
 
 def _copies(fragments: Sequence[Fragment]) -> Iterator[list[Fragment]]:

@@ -97,7 +97,18 @@ def sharded_state(files: StockFiles, rank: int, weights: Mapping[str, tuple[int,
         if group:
             cut = _per_parameter if states[0].per_parameter else _per_group
             fragments += cut(states, number, group)
+    settings = (model.content.get("ds_config") or {}).get("zero_optimization") or {}
+    turns = files.dp if isinstance(settings, dict) and settings.get("round_robin_gradients") else 1
+    if not states[0].per_parameter and turns > 1:
+        shapes = [_in_turns_undone(group, turns) for group in shapes]
     return OptimizerState(tuple(fragments), tuple(_groups(states[0], shapes)))
+
+
+def _in_turns_undone(group: Mapping[str, tuple[int, ...]], turns: int) -> Mapping[str, tuple[int, ...]]:
+    """The optimizer's order of a group whose flat order takes every ``turns``-th parameter first."""
+    numbers = [number for first in range(turns) for number in range(first, len(group), turns)]
+    placed = sorted(zip(numbers, group.items(), strict=True))
+    return dict(item for _, item in placed)
 
 
 def whole(ref: TensorRef, file: TorchFile, name: str, state: str) -> Fragment:

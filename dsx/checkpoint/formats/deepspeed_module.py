@@ -23,12 +23,14 @@ class Module:
 
     Attributes:
         weights: Whole tensors, and ZeRO-3's parts of frozen ones.
+        names: Of all its tensors, in the model's order, those included that it does not store.
         order: Names of all parameters in the model's order, with local shapes; none at ZeRO-3.
         buffers: Names of buffers.
         ties: Names that stand for the same tensor, the model's first name first.
     """
 
     weights: tuple[Fragment, ...]
+    names: tuple[str, ...]
     order: Mapping[str, tuple[int, ...]]
     buffers: frozenset[str]
     ties: tuple[tuple[str, ...], ...]
@@ -63,7 +65,7 @@ def _plain(files: StockFiles, rank: int) -> Module:
     if sharded:
         weights += [one for one in _frozen_parts(files, rank) if one.name not in known]
     order = {n: ref.shape for n, ref in held.items() if n not in buffers and n not in others}
-    return Module(weights=tuple(weights), order=order, buffers=buffers, ties=ties)
+    return Module(weights=tuple(weights), names=tuple(refs), order=order, buffers=buffers, ties=ties)
 
 
 def _ties(refs: Mapping[str, TensorRef], shared: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
@@ -109,7 +111,7 @@ def _pipeline(files: StockFiles, rank: int, tied: Mapping[int, str]) -> Module:
     model = files.models[rank, 0]
     buffers = frozenset(map(str, model.content.get("buffer_names") or ()))
     if stage:
-        return Module(weights=(), order={}, buffers=buffers, ties=())
+        return Module(weights=(), names=(), order={}, buffers=buffers, ties=())
     everywhere = {name for at in range(files.pp) for name in _buffers(files, at * files.tp + tensor)}
     weights: list[Fragment] = []
     order: dict[str, tuple[int, ...]] = {}
@@ -127,6 +129,7 @@ def _pipeline(files: StockFiles, rank: int, tied: Mapping[int, str]) -> Module:
                 order.setdefault(name, ref.shape)
     return Module(
         weights=tuple(weights),
+        names=tuple(one.name for one in weights),
         order=order,
         buffers=buffers,
         ties=tuple((name, *others) for name, others in ties.items()),

@@ -117,7 +117,8 @@ def target_of(
         )
         store.write_atomically(folder / store.MANIFEST, write_manifest(complete))
 
-    return Target(catalog=catalog, skeletons=tuple(files), finish=finish, is_tag=True)
+    left = tuple(f"{what} stays behind: it is no plain data" for what in source.facts.get("left_behind", ()))
+    return Target(catalog=catalog, skeletons=tuple(files), finish=finish, dropped=left, is_tag=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +260,9 @@ def _facts(source: Catalog, layout: Layout, wanted: Mapping[str, Sequence[Entry]
     dtypes = [states[0].dtype for states in wanted.values() if states[0].role != "buffer"]
     names = {dtype: precision for precision, dtype in PRECISIONS.items()}
     random = source.facts.get("random_files", {})
+    told = {key: value for key, value in source.facts.items() if key != "left_behind"}
     return {
-        **source.facts,
+        **told,
         "versions": {**source.facts.get("versions", {}), "dsx": __version__},
         "mesh": dict(layout.mesh.axes),
         "chunks": stages.num_chunks,

@@ -1,0 +1,188 @@
+"""What a stock checkpoint that is to be written holds: tensors, groups and steps, in the engine's order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from dsx.checkpoint import plain
+from dsx.checkpoint.catalog import Catalog, Entry
+from dsx.errors import CheckpointError
+from dsx.spec.zero import ZeroPlan
+
+_DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockLayout:
+    """The engine that will load the checkpoint.
+
+    Attributes:
+        dp: Data-parallel degree.
+        zero_stage: 0 to 3.
+        precision: fp32 or bf16.
+        groups: Names in each optimizer group, in the optimizer's order; the source's if empty.
+        order: Names in the model's state dict, in its order; the source's if empty.
+        sub_group_size: ``zero_optimization.sub_group_size`` (stage 3).
+        alignment: As in :class:`dsx.spec.zero.ZeroPlan`.
+        round_robin: As in :class:`dsx.spec.zero.ZeroPlan`.
+        fused_step: Step counts as numbers in the groups, as DeepSpeed's FusedAdam keeps them.
+    """
+
+    dp: int
+    zero_stage: int
+    precision: str = "fp32"
+    groups: tuple[tuple[str, ...], ...] = ()
+    order: tuple[str, ...] = ()
+    sub_group_size: int = 1_000_000_000
+    alignment: int = 1
+    round_robin: bool = False
+    fused_step: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockPlan:
+    """Everything that the files say.
+
+    Attributes:
+        layout: The engine.
+        facts: The source's.
+        blanks: Every entry to be written, without pieces.
+        modules: Names in the model's order.
+        groups: Names in each optimizer group.
+        settings: Hyperparameters of each group.
+        steps: Step count of each name, by group; None where the optimizer keeps none.
+        moments: States of the optimizer beside the master.
+    """
+
+    layout: StockLayout
+    facts: Mapping[str, Any]
+    blanks: Mapping[tuple[str, str], Entry]
+    modules: Sequence[str]
+    groups: Sequence[Sequence[str]]
+    settings: Sequence[Mapping[str, Any]]
+    steps: Sequence[Mapping[str, float | None]]
+    moments: Sequence[str]
+
+    @classmethod
+    def of(cls, source: Catalog, layout: StockLayout) -> StockPlan:
+        """What to write of ``source``.
+
+        Raises:
+            CheckpointError: As :func:`dsx.checkpoint.formats.deepspeed_target.target_of` does.
+        """
+        if layout.precision not in _DTYPES:
+            raise CheckpointError(
+                f"precision = {layout.precision}", "dsx writes fp32 or bf16 of DeepSpeed", "use one of them"
+            )
+        held = source.by_key
+        saved = source.facts.get("param_groups") or []
+        groups = layout.groups or tuple(tuple(group["names"]) for group in saved)
+        order = layout.order or tuple(dict.fromkeys(entry.name for entry in source.entries))
+        trained = [name for group in groups for name in group]
+        _check_names(source, trained, order)
+        moments = _moments(source, trained)
+        blanks: dict[tuple[str, str], Entry] = {}
+        weight = _DTYPES[layout.precision]
+        for name in order:
+            found = held.get((name, "weight")) or held[name, "master"]
+            dtype = found.dtype if found.role == "buffer" else weight
+            blanks[name, "weight"] = replace(found, state="weight", dtype=dtype, pieces=())
+        for name in trained:
+            blank = replace(blanks[name, "weight"], dtype="float32")
+            for state in ("master", *moments):
+                blanks[name, state] = replace(blank, state=state)
+        homes = {name: group for group in saved for name in group["names"]}
+        return cls(
+            layout=layout,
+            facts=source.facts,
+            blanks=blanks,
+            modules=order,
+            groups=groups,
+            settings=[_settings(homes.get(group[0], {}) if group else {}) for group in groups],
+            steps=[{name: _step(homes.get(name, {}), name) for name in group} for group in groups],
+            moments=moments,
+        )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self.blanks[name, "weight"].shape
+
+    def zero(self) -> ZeroPlan:
+        """ZeRO's cut of the groups."""
+        return ZeroPlan(
+            stage=self.layout.zero_stage,
+            dp=self.layout.dp,
+            groups=tuple(tuple((name, prod(self.shape(name))) for name in group) for group in self.groups),
+            sub_group_size=self.layout.sub_group_size,
+            alignment=self.layout.alignment,
+            round_robin=self.layout.round_robin,
+        )
+
+    def config(self) -> dict[str, Any]:
+        """``ds_config`` of the engine, the source's if it had one."""
+        saved = plain.decode(self.facts.get("deepspeed_config", {}), "deepspeed_config")
+        zero = {**saved.get("zero_optimization", {}), "stage": self.layout.zero_stage}
+        return {**saved, "bf16": {"enabled": self.layout.precision == "bf16"}, "zero_optimization": zero}
+
+    def flat_order(self) -> list[list[str]]:
+        """``param_shapes``: names in flat order, per group or (stage 3) per sub-group."""
+        if self.layout.zero_stage == 3:  # the first rank has a part of every parameter
+            return [[piece.name for piece in buffer.pieces] for buffer in self.zero().buffers(0)]
+        if not self.layout.round_robin:
+            return [list(group) for group in self.groups]
+        dp = self.layout.dp
+        return [[name for at in range(dp) for name in group[at::dp]] for group in self.groups]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: plain.decode(value, f"{key} of an optimizer group")
+        for key, value in group.items()
+        if key not in ("names", "step")
+    }
+
+
+def _step(group: Mapping[str, Any], name: str) -> float | None:
+    step = group.get("step")
+    found = step.get(name) if isinstance(step, Mapping) else step
+    return None if found is None else float(found)
+
+
+def _moments(source: Catalog, trained: Sequence[str]) -> list[str]:
+    """States of the optimizer, which all trained tensors must have."""
+    by_name: dict[str, set[str]] = {name: set() for name in trained}
+    for entry in source.entries:
+        if entry.name in by_name and entry.state not in ("weight", "master"):
+            by_name[entry.name].add(entry.state)
+    every = set().union(*by_name.values())
+    for name, states in by_name.items():
+        if states != every:
+            raise CheckpointError(
+                f"{source.root}: tensor {name}",
+                f"it has no {', '.join(sorted(every - states))}, which others have",
+                "train it on until every parameter has had a gradient",
+            )
+    order = ("exp_avg", "exp_avg_sq")
+    return [*(state for state in order if state in every), *sorted(every.difference(order))]
+
+
+def _check_names(source: Catalog, trained: Sequence[str], order: Sequence[str]) -> None:
+    if not trained:
+        raise CheckpointError(
+            str(source.root),
+            "it has no optimizer groups, and DeepSpeed's checkpoints are of an optimizer",
+            "load the weights into the model before deepspeed.initialize instead",
+        )
+    held = {entry.name for entry in source.entries}
+    lacking = sorted((set(trained) | set(order)) - held)
+    missing = sorted(held - set(order))
+    if lacking or missing:
+        name = (lacking or missing)[0]
+        raise CheckpointError(
+            f"{source.root}: tensor {name}",
+            "the checkpoint does not have it" if lacking else "the order of the model lacks it",
+            "give the names of the model that will load it",
+        )

@@ -1,0 +1,324 @@
+"""Stock DeepSpeed checkpoints to be written: what ``engine.load_checkpoint`` of deepspeed 0.19.8 reads back.
+
+A plain engine (no pipeline, no tensor parallelism) at ZeRO 0 to 3, fp32 or bf16. DeepSpeed finds optimizer
+state by position alone, so the order of the parameters in each optimizer group must be that of the engine
+that will load it: by default the order in which the source lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dsx.checkpoint import plain
+from dsx.checkpoint.catalog import Catalog, Entry, Piece
+from dsx.checkpoint.formats.deepspeed import FORMAT
+from dsx.checkpoint.formats.deepspeed_plan import StockLayout, StockPlan
+from dsx.checkpoint.formats.torch_target import Call, Hole, Ordered, number, size_of, torch_skeleton
+from dsx.checkpoint.formats.unpickle import Global, Record
+from dsx.checkpoint.pieces import contiguous, interval_boxes
+from dsx.checkpoint.target import Skeleton, Target, Written
+from dsx.spec.zero import Buffer, ZeroPlan
+
+VERSION = "0.19.8"
+
+
+def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
+    """A stock checkpoint with everything that ``source`` has, under the source's names.
+
+    Raises:
+        CheckpointError: The source has no optimizer state, or not the same of all trained tensors; a layout
+            that cannot be written.
+    """
+    plan = StockPlan.of(source, layout)
+    files = _Files(root)
+    if layout.zero_stage == 0:
+        _write_plain(plan, files)
+    else:
+        for rank in range(layout.dp):
+            _write_optimizer(plan, files, rank)
+        for rank in range(layout.dp if layout.zero_stage == 3 else 1):
+            _write_model(plan, files, rank)
+    catalog = Catalog(root=root, format=FORMAT, entries=files.entries(), facts=source.facts)
+    return Target(
+        catalog=catalog,
+        skeletons=tuple(files.skeletons),
+        finish=_finish,
+        dropped=_dropped(source),
+        is_tag=True,
+    )
+
+
+def _finish(folder: Path, written: Written) -> None:
+    """Nothing: DeepSpeed's folders have no manifest."""
+
+
+def _dropped(source: Catalog) -> tuple[str, ...]:
+    if source.facts.get("random_files"):
+        return ("The ranks' random states stay behind: DeepSpeed's checkpoints have no place for them.",)
+    return ()
+
+
+class _Files:
+    """The files so far, and what lies where in them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.skeletons: list[Skeleton] = []
+        self._pieces: dict[tuple[str, str], list[Piece]] = {}
+        self._blanks: dict[tuple[str, str], Entry] = {}
+
+    def add(self, name: str, content: Any, held: Sequence[_Share]) -> None:
+        """A file, and what the holes in it are for."""
+        self.skeletons.append(torch_skeleton(name, content))
+        for share in held:
+            key = share.entry.key
+            self._blanks[key] = share.entry
+            pieces = self._pieces.setdefault(key, [])
+            origin = share.hole.offset + (share.offset - share.start) * share.entry.item_bytes
+            strides = contiguous(share.entry.shape)
+            for box in interval_boxes(share.entry.shape, share.start, share.stop):
+                corner = tuple(low for low, _ in box)
+                flat = sum(at * step for at, step in zip(corner, strides, strict=True))
+                shape = tuple(high - low for low, high in box)
+                pieces.append(Piece(name, origin + flat * share.entry.item_bytes, corner, shape, strides))
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Every entry with its pieces."""
+        return tuple(replace(blank, pieces=tuple(self._pieces[key])) for key, blank in self._blanks.items())
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Elements ``start`` to ``stop`` of a flattened tensor at element ``offset`` of a hole."""
+
+    entry: Entry
+    hole: Hole
+    start: int
+    stop: int
+    offset: int
+
+
+def _whole(entry: Entry) -> _Share:
+    return _Share(entry, Hole(entry.dtype, entry.shape), 0, entry.numel, 0)
+
+
+def _write_optimizer(plan: StockPlan, files: _Files, rank: int) -> None:
+    zero = plan.zero()
+    buffers = zero.buffers(rank)
+    flat = _flat_stage3 if plan.layout.zero_stage == 3 else _flat_stages12
+    shares: list[_Share] = []
+    states: dict[int, dict[str, Any]] = {}
+    masters: list[Hole] = []
+    for at, buffer in enumerate(buffers):
+        padding = 0 if plan.layout.zero_stage == 3 else _tail(zero, buffer, rank)
+        holes = {"master": Hole("float32", (buffer.numel - padding,))}
+        holes |= {state: Hole("float32", (buffer.numel,)) for state in plan.moments}
+        for state, hole in holes.items():
+            shares += [
+                _Share(plan.blanks[piece.name, state], hole, piece.start, piece.stop, piece.offset)
+                for piece in buffer.pieces
+            ]
+        masters.append(holes.pop("master"))
+        step = next((plan.steps[buffer.group][name] for name in plan.groups[buffer.group]), None)
+        states[at] = {**_step_state(plan, step), **holes}
+    mine = [[at for at, buffer in enumerate(buffers) if buffer.group == g] for g in range(len(plan.groups))]
+    base = {"state": states, "param_groups": _param_groups(plan, mine)}
+    content = {
+        "optimizer_state_dict": flat(plan, zero, rank, base, masters),
+        "ds_config": plan.config(),
+        "ds_version": VERSION,
+    }
+    prefix = "bf16_" if plan.layout.precision == "bf16" else ""
+    files.add(f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", content, shares)
+
+
+def _tail(zero: ZeroPlan, buffer: Buffer, rank: int) -> int:
+    """Elements of a rank's part that lie after the group's last parameter (stage_1_and_2.py:541)."""
+    end = max(
+        (rank_at * buffer.numel + piece.offset + piece.stop - piece.start)
+        for rank_at in range(zero.dp)
+        for piece in zero.buffers(rank_at)[buffer.group].pieces
+    )
+    return min(buffer.numel, max(0, (rank + 1) * buffer.numel - end))
+
+
+def _flat_stages12(
+    plan: StockPlan, zero: ZeroPlan, rank: int, base: dict[str, Any], masters: list[Hole]
+) -> dict[str, Any]:
+    """``DeepSpeedZeroOptimizer.state_dict``."""
+    buffers = zero.buffers(rank)
+    return {
+        **_scaler(plan),
+        "clip_grad": float(plan.config().get("gradient_clipping", 1.0)),
+        "base_optimizer_state": base,
+        "single_partition_of_fp32_groups": masters,
+        "zero_stage": _stage(plan),
+        "group_paddings": [_tail(zero, buffer, rank) for buffer in buffers],
+        "param_alignment_paddings": [_alignment(zero, at) for at in range(len(plan.groups))],
+        "partition_count": [plan.layout.dp] * len(plan.groups),
+        "ds_version": VERSION,
+        "param_slice_mappings": [
+            Ordered(
+                {
+                    name: Record(
+                        "deepspeed.utils.tensor_fragment.fragment_address",
+                        (),
+                        {"numel": piece.stop - piece.start, "start": piece.offset},
+                    )
+                    for name in plan.groups[buffer.group]
+                    for piece in buffer.pieces
+                    if piece.name == name
+                }
+            )
+            for buffer in buffers
+        ],
+    }
+
+
+def _flat_stage3(
+    plan: StockPlan, zero: ZeroPlan, _: int, base: dict[str, Any], masters: list[Hole]
+) -> dict[str, Any]:
+    """``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict``."""
+    return {
+        "zero_stage": _stage(plan),
+        **_scaler(plan),
+        "partition_count": zero.dp,
+        "optimizer_state_dict": base,
+        "fp32_flat_groups": masters,
+    }
+
+
+def _alignment(zero: ZeroPlan, at: int) -> list[int]:
+    """Padding after each parameter of a group, in flat order, that brings the next one to the alignment."""
+    group = zero.groups[at]
+    order = [n for i in range(zero.dp) for n in group[i :: zero.dp]] if zero.round_robin else list(group)
+    return [-numel % zero.alignment for _, numel in order[:-1]] + [0] * bool(order)
+
+
+def _write_model(plan: StockPlan, files: _Files, rank: int) -> None:
+    stage = plan.layout.zero_stage
+    sharded = stage == 3
+    frozen = [name for name in plan.modules if plan.blanks[name, "weight"].role == "frozen"]
+    shares: list[_Share] = []
+    module: dict[str, Hole] = {}
+    for name in plan.modules:
+        entry = plan.blanks[name, "weight"]
+        if sharded and entry.role != "buffer":
+            module[name] = Hole(entry.dtype, (0,))
+        else:
+            share = _whole(entry)
+            module[name] = share.hole
+            shares += [share] if rank == 0 else []
+        module.update(dict.fromkeys(entry.aliases, module[name]))
+    parts: dict[str, Hole] = {}
+    for name in frozen if stage >= 2 else ():
+        entry, dp = plan.blanks[name, "weight"], plan.layout.dp if sharded else 1
+        size = -(-entry.numel // dp)
+        start, stop = min(rank * size, entry.numel), min((rank + 1) * size, entry.numel)
+        hole = Hole(entry.dtype, (size,) if sharded else entry.shape)
+        parts[name] = hole if sharded else module[name]
+        shares += [_Share(entry, hole, start, stop, 0)] if sharded and start < stop else []
+    content = _common(plan, Ordered(module)) | {
+        "param_shapes": [
+            Ordered({name: size_of(plan.shape(name)) for name in group}) for group in plan.flat_order()
+        ],
+        "frozen_param_shapes": None
+        if stage < 2
+        else Ordered({name: size_of(plan.shape(name)) for name in frozen}),
+        "shared_params": {
+            alias: name for name in plan.modules for alias in plan.blanks[name, "weight"].aliases
+        },
+        "frozen_param_fragments": None if stage < 2 else Ordered(parts),
+    }
+    prefix = f"zero_pp_rank_{rank}_" if sharded else ""
+    files.add(f"{prefix}mp_rank_00_model_states.pt", content, shares)
+
+
+def _write_plain(plan: StockPlan, files: _Files) -> None:
+    """Without ZeRO: one file; in bf16 the form of FP16_UnfusedOptimizer."""
+    module = {name: _whole(plan.blanks[name, "weight"]) for name in plan.modules}
+    shares = list(module.values())
+    names = [name for group in plan.groups for name in group]
+    states: dict[int, dict[str, Any]] = {}
+    for at, name in enumerate(names):
+        held = {state: _whole(plan.blanks[name, state]) for state in plan.moments}
+        shares += held.values()
+        step = next(steps[name] for steps in plan.steps if name in steps)
+        states[at] = {**_step_state(plan, step), **{state: share.hole for state, share in held.items()}}
+    ends = [sum(map(len, plan.groups[:at])) for at in range(len(plan.groups) + 1)]
+    numbers = [list(range(ends[at], ends[at + 1])) for at in range(len(plan.groups))]
+    optimizer: dict[str, Any] = {"state": states, "param_groups": _param_groups(plan, numbers)}
+    if plan.layout.precision == "bf16":
+        masters = [[_whole(plan.blanks[name, "master"]) for name in group] for group in plan.groups]
+        shares += [share for group in masters for share in group]
+        optimizer = {
+            "dynamic_loss_scale": False,
+            "cur_scale": 1.0,
+            "cur_iter": int(plan.facts.get("step", 0)),
+            "optimizer_state_dict": optimizer,
+            "fp32_groups": [[share.hole for share in group] for group in masters],
+        }
+    weights = {name: share.hole for name, share in module.items()}
+    for name in plan.modules:
+        weights.update(dict.fromkeys(plan.blanks[name, "weight"].aliases, weights[name]))
+    files.add(
+        "mp_rank_00_model_states.pt", _common(plan, Ordered(weights)) | {"optimizer": optimizer}, shares
+    )
+
+
+def _common(plan: StockPlan, module: Ordered) -> dict[str, Any]:
+    """``DeepSpeedEngine._common_checkpoint_state``, and the client's state."""
+    counters = plan.facts.get("counters", {})
+    scheduler = plan.facts.get("lr_scheduler")
+    client = plain.decode(plan.facts.get("client_state", {}), "client_state")
+    return {
+        "module": module,
+        "buffer_names": [name for name in plan.modules if plan.blanks[name, "weight"].role == "buffer"],
+        "optimizer": None,
+        "param_shapes": None,
+        "frozen_param_shapes": None,
+        "shared_params": None,
+        "frozen_param_fragments": None,
+        "lr_scheduler": None if scheduler is None else plain.decode(scheduler, "lr_scheduler"),
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": int(counters.get("skipped_steps", 0)),
+        "global_steps": int(plan.facts.get("step", 0)),
+        "global_samples": int(counters.get("global_samples", 0)),
+        "dp_world_size": plan.layout.dp,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": plan.config(),
+        "ds_version": VERSION,
+        **client,
+    }
+
+
+def _stage(plan: StockPlan) -> Any:
+    return Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (plan.layout.zero_stage,))
+
+
+def _scaler(plan: StockPlan) -> dict[str, Any]:
+    scale = float((plan.facts.get("loss_scale") or {}).get("scale") or 1.0)
+    kind = "deepspeed.runtime.fp16.loss_scaler.LossScaler"
+    scaler = Record(
+        kind, (), {"cur_scale": scale if plan.layout.precision == "fp16" else 1.0, "dynamic": False}
+    )
+    return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
+
+
+def _param_groups(plan: StockPlan, numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    groups = []
+    for at, settings in enumerate(plan.settings):
+        step = next(iter(plan.steps[at].values()), None)
+        told = {"step": int(step)} if plan.layout.fused_step and step is not None else {}
+        groups.append({**settings, **told, "params": list(numbers[at])})
+    return groups
+
+
+def _step_state(plan: StockPlan, step: float | None) -> dict[str, Any]:
+    """The step count, in a tensor per parameter as torch's optimizers have it."""
+    return {} if step is None or plan.layout.fused_step or not plan.moments else {"step": number(step)}

@@ -1,0 +1,121 @@
+"""Checkpoints written for stock DeepSpeed: it loads them, holds the same state and trains on as before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint import stock_checkpoints
+from checkpoint.stock_checkpoints import Live, Stock
+from dsx.checkpoint.copy_plan import plan
+from dsx.checkpoint.execute import Options, execute
+from dsx.checkpoint.formats.deepspeed import catalog_of
+from dsx.checkpoint.formats.deepspeed_plan import StockLayout
+from dsx.checkpoint.formats.deepspeed_target import target_of
+from dsx.checkpoint.formats.torch_file import read_torch_file, verify
+from dsx.errors import CheckpointError
+
+SUB_GROUPS = (("sub_group_size", 40),)
+ODD = (("round_robin_gradients", True), ("parameter_alignment", True))
+SAME = [
+    Stock(zero=0),
+    Stock(zero=0, bf16=True, groups=False),
+    Stock(zero=1),
+    Stock(zero=1, bf16=True, dp=3, zero_keys=ODD),
+    Stock(zero=2, optimizer="SGD"),
+    Stock(zero=2, bf16=True, dp=1),
+    Stock(zero=3, zero_keys=SUB_GROUPS, dp=3),
+    Stock(zero=3, bf16=True),
+]
+OTHER = [
+    (Stock(zero=1), Stock(zero=3, dp=3, zero_keys=SUB_GROUPS)),
+    (Stock(zero=3, dp=3, bf16=True), Stock(zero=1)),
+    (Stock(zero=0), Stock(zero=2, bf16=True, dp=3)),
+    (Stock(zero=2, optimizer="SGD", dp=1), Stock(zero=0, optimizer="SGD")),
+]
+
+
+def layout_of(stock: Stock) -> StockLayout:
+    keys = dict(stock.zero_keys)
+    return StockLayout(
+        dp=stock.dp,
+        zero_stage=stock.zero,
+        precision="bf16" if stock.bf16 else "fp32",
+        sub_group_size=keys.get("sub_group_size", 1_000_000_000),
+        alignment=(16 // (2 if stock.bf16 else 4)) if keys.get("parameter_alignment") else 1,
+        round_robin=keys.get("round_robin_gradients", False),
+    )
+
+
+def convert(path: Path, target: Path, stock: Stock) -> Path:
+    source = catalog_of(path)
+    wanted = target_of(source, target / path.name, layout_of(stock))
+    report = execute(source, wanted, plan(source, wanted.catalog), Options(workers=1))
+    assert report.notes == () or all("stays behind" in n or "is made from" in n for n in report.notes)
+    for file in sorted(report.target.glob("*.pt")):
+        verify(read_torch_file(report.target, file.name))
+    return report.target
+
+
+def check_states(before: Live, after: Live, *, weights: bool) -> None:
+    for state, tensors in before.states.items():
+        if state == "weight" and not weights:
+            continue
+        wanted = after.states[state]
+        for name, tensor in tensors.items():
+            if state == "master" and not wanted:  # an fp32 engine without ZeRO
+                wanted = after.states["weight"]
+            assert torch.equal(wanted[name].to(tensor.dtype), tensor), (state, name)
+
+
+@pytest.mark.parametrize("stock", SAME, ids=str)
+def test_training_goes_on_bit_equal(stock: Stock, tmp_path: Path) -> None:
+    path, before, expected = stock_checkpoints.save(stock, tmp_path / "a")
+    made = convert(path, tmp_path / "b", stock)
+    assert sorted(p.name for p in made.iterdir()) == sorted(p.name for p in path.glob("*.pt"))
+    after, losses = stock_checkpoints.resume(stock, made)
+    for one, other in zip(before, after, strict=True):
+        check_states(one, other, weights=stock.dp == 1)
+        assert (other.steps, other.scheduler, other.groups) == (one.steps, one.scheduler, one.groups)
+    assert losses == expected
+
+
+@pytest.mark.parametrize(("old", "new"), OTHER, ids=str)
+def test_another_layout_holds_the_same_state(old: Stock, new: Stock, tmp_path: Path) -> None:
+    path, before, expected = stock_checkpoints.save(old, tmp_path / "a")
+    made = convert(path, tmp_path / "b", new)
+    after, losses = stock_checkpoints.resume(new, made)
+    check_states(before[0], after[0], weights=False)
+    assert (after[0].steps, after[0].scheduler) == (before[0].steps, before[0].scheduler)
+    if (old.dp, old.bf16) == (new.dp, new.bf16):
+        assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-6)
+
+
+def test_back_again_is_the_same_bytes(tmp_path: Path) -> None:
+    """A -> B -> A: every file's tensors are bit-identical, structure included."""
+    stock = Stock(zero=2, dp=2)
+    path, *_ = stock_checkpoints.save(stock, tmp_path / "a")
+    first = convert(path, tmp_path / "b", stock)
+    other = convert(first, tmp_path / "c", replace(stock, zero=3, dp=3))
+    second = convert(other, tmp_path / "d", stock)
+    for file in first.iterdir():
+        assert (second / file.name).read_bytes() == file.read_bytes()
+
+
+def test_without_optimizer(tmp_path: Path) -> None:
+    path, *_ = stock_checkpoints.save(Stock(zero=1, dp=1), tmp_path)
+    source = catalog_of(path)
+    weights = replace(source, facts={}, entries=tuple(e for e in source.entries if e.state == "weight"))
+    with pytest.raises(CheckpointError, match="no optimizer groups"):
+        target_of(weights, tmp_path / "b", StockLayout(dp=1, zero_stage=1))
+    with pytest.raises(CheckpointError, match=r"precision = fp16.*fp32 or bf16"):
+        target_of(source, tmp_path / "b", StockLayout(dp=1, zero_stage=1, precision="fp16"))
+    some = replace(source, entries=tuple(e for e in source.entries if e.key != ("norm.bias", "exp_avg")))
+    with pytest.raises(CheckpointError, match=r"tensor norm.bias: it has no exp_avg, which others have"):
+        target_of(some, tmp_path / "b", StockLayout(dp=1, zero_stage=1))
+    groups = (("norm.bias", "norm.weigth"),)
+    with pytest.raises(CheckpointError, match=r"tensor norm.weigth: the checkpoint does not have it"):
+        target_of(source, tmp_path / "b", StockLayout(dp=1, zero_stage=1, groups=groups))
