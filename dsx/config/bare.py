@@ -8,6 +8,7 @@ from typing import Any
 
 from dsx.config.load import read
 from dsx.config.presets import find_preset, presets
+from dsx.config.problems import either
 from dsx.errors import ConfigError
 
 _SEQUENCE_LENGTH_KEYS = ("max_position_embeddings", "n_positions")
@@ -67,6 +68,10 @@ def _source(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
             "there is no such folder, and no such family of presets",
             f"give a folder with a config.json, or a preset such as {min(known)}/{name}",
         )
+    families = [preset.family for preset in presets() if preset.name == name]
+    if not family and len(families) > 1:
+        fix = f"write {either([f'{each}/{name}' for each in families])}"
+        raise ConfigError(where, "several families have a preset of this name", fix)
     preset = find_preset(family or None, name)
     config = json.loads(json.dumps(preset.config))
     block = {"preset": name, "family": preset.family, "overrides": {"vocab_size": config["vocab_size"]}}

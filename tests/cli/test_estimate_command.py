@@ -105,6 +105,7 @@ def test_a_trace_stands_beside_the_estimate(dsx):
         ((), 2, "give either CONFIG or --model"),
         ((CONFIGS / "zero1.json", "--model", "gpt2"), 2, "give either CONFIG or --model"),
         (("--model", "gpt3"), 1, "there is no such preset"),
+        (("--model", "tiny"), 1, "gpt2/tiny"),
         (("--model", "absent.json"), 1, "there is no such file"),
         (("--model", "mistral/tiny"), 1, "no such family of presets"),
         (("--model", "FOLDER"), 1, "the folder has no config.json"),
