@@ -42,11 +42,7 @@ def load(engine: PipelineEngine, root: Path, *, tag: str | None) -> tuple[Path, 
 
     def check() -> Path:
         found = store.find(root, tag)
-<<<<<<< HEAD
-        catalog = read_manifest(found / store.MANIFEST)
-=======
         catalog = open_checkpoint(found)
->>>>>>> reshard
         require_same_model(catalog, names)
         require_same_optimizer(engine, catalog.facts, str(found))
         return found
