@@ -213,7 +213,7 @@ class TrainConfig(Block):
     resume: str = Field(
         default="auto",
         min_length=1,
-        description='"auto" continues from the latest checkpoint in output if there is one; "never" does not. '
+        description='"auto" continues from the latest checkpoint in output, if any; "never" does not. '
         "A folder, of another run or of one of its checkpoints, is what a run begins with whose own output "
         "has none; its layout may be any.",
     )
