@@ -18,11 +18,11 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from dsx import __version__
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece, locate
 from dsx.checkpoint.checksums import digest
@@ -263,7 +263,7 @@ def _facts(source: Catalog, layout: Layout, wanted: Mapping[str, Sequence[Entry]
     told = {key: value for key, value in source.facts.items() if key != "left_behind"}
     return {
         **told,
-        "versions": {**source.facts.get("versions", {}), "dsx": __version__},
+        "versions": {**source.facts.get("versions", {}), "dsx": metadata.version("dsx")},
         "mesh": dict(layout.mesh.axes),
         "chunks": stages.num_chunks,
         "placement": stages.placement,
