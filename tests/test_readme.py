@@ -175,7 +175,7 @@ def preset(family: str, name: str) -> dict[str, object]:
 
 
 def test_the_annotated_json_is_a_config(tmp_path):
-    (block,) = blocks("json")
+    (block,) = blocks("json", section("The one JSON"))
     (tmp_path / "ds.json").write_text(block)
     config = dsx.load_config(tmp_path / "ds.json", world_size=8)
     shipped = dsx.load_config(ZERO3, world_size=8)
@@ -184,6 +184,15 @@ def test_the_annotated_json_is_a_config(tmp_path):
     more = {"partition", "recompute", "zero", "profile", "profile_micro_batches"}
     blocks_shown = set(json.loads(ZERO3.read_text())["dsx"]) | more
     assert config.dsx.model_fields_set == blocks_shown == set(type(config.dsx).model_fields)
+
+
+def test_the_cluster_is_one(tmp_path):
+    from dsx.config.plan_cluster import read_cluster
+
+    (block,) = blocks("json", section("Choosing a layout"))
+    path = tmp_path / "cluster.json"
+    path.write_text(block)
+    assert read_cluster(str(path)).nodes == 16
 
 
 def test_what_auto_becomes():
