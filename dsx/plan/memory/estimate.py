@@ -176,7 +176,7 @@ def _rank(
     }
     states = _wrapper(job)(ledger, job.layout.zero_plan(pp_rank), dp_rank, leaves, job.states)
     sequence = job.sequence_parallel and tp > 1
-    divided = any(action.op is Op.BACKWARD_WEIGHT for row in job.schedule.rows for action in row)
+    divided = any(action.op is Op.BACKWARD_WEIGHT for action in job.schedule.rows[pp_rank])
     ops = Ops(
         tape=Tape(ledger),
         tp=tp,
@@ -206,7 +206,8 @@ def _rank(
         receives=receives,
         eager=job.device == "cpu",
         left_out=job.left_out,
-        replays=replays and states.reduction is not None,
+        # BF16_Optimizer looks at every gradient after each half of a divided backward, there or not.
+        replays=replays and states.reduction is not None and not (divided and isinstance(states, Bf16)),
     )
     return states, walk, []
 

@@ -125,7 +125,7 @@ class Walk:
             if self.ends[action.stage] == place:
                 self.states.chunk_done(action.stage)
             note(action)
-            if self._is_quiet(place):
+            if self.eager and self._is_quiet(place):
                 while self._taken:
                     self._post_ahead(self._taken.pop())
         self.flying.clear()
@@ -196,7 +196,8 @@ class Walk:
 
     def _take(self, kind: Kind, source_stage: int, key: Key) -> Tensor:
         channel = kind, self.schedule.rank_of(source_stage)
-        self._taken.append(channel)
+        if self.eager:
+            self._taken.append(channel)
         return self.posted[channel].pop(key)
 
     def _receive_input(self, action: Action, _: int) -> None:
