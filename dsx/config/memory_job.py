@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dsx.config.memory_offload import offload_of
 from dsx.config.memory_optimizer import optimizer_of
+from dsx.config.memory_unlearned import require_learned
 from dsx.config.memory_zero3 import elements, gathering_of
 from dsx.config.problems import at
 from dsx.config.run import RunConfig
@@ -33,6 +34,7 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda") -> Job:
             "what is computed again is chosen when the layers have been measured, at the start of a run",
             'use "none", "selective" or "full" for the estimate',
         )
+    require_learned(config)
     count = enough_micro_batches(config.program, stages.num_ranks, config.accumulation)
     schedule = config.program.build(stages.num_ranks, stages.num_chunks, count)
     return Job(
