@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,6 +15,7 @@ from dsx.errors import ConfigError
 if TYPE_CHECKING:
     from dsx.config.run import RunConfig
     from dsx.plan.cluster import Cluster
+    from dsx.plan.memory.ledger import Label
     from dsx.plan.memory.roles import RunMemory
 
 _GIB = 1 << 30
@@ -191,11 +192,19 @@ def _text(
         "",
         f"between steps: {highest.estimate.steady_bytes / unit:.2f} {name}. Not counted: {beyond}.",
     ]
+    fullest = max((role.estimate for role in memory.roles), key=lambda estimate: estimate.host_bytes)
+    if fullest.host_bytes:
+        largest = ", ".join(f"{label.name} {size / unit:.2f}" for label, size in fullest.host_lines[:4])
+        lines.append(f"on the host, a rank: up to {fullest.host_bytes / unit:.2f} {name} ({largest})")
     if gpu_memory is not None:
         left = gpu_memory - memory.peak_bytes / _GIB
         said = f"fits, {left:.2f} GiB left" if left >= 0 else f"does not fit, {-left:.2f} GiB too much"
         lines.append(f"{gpu_memory:g} GiB: {said}")
     return "\n".join(lines) + "\n"
+
+
+def _lines(held: Sequence[tuple[Label, int]]) -> list[dict[str, Any]]:
+    return [{**label._asdict(), "bytes": size} for label, size in held]
 
 
 def _facts(
@@ -207,13 +216,15 @@ def _facts(
             "ranks": list(role.ranks),
             "peak_bytes": role.estimate.peak.peak_bytes,
             "steady_bytes": role.estimate.steady_bytes,
+            "host_bytes": role.estimate.host_bytes,
+            "host_lines": _lines(role.estimate.host_lines),
             **({"traced_peak_bytes": traced[role.pp_rank]} if traced else {}),
             "phases": [
                 {
                     "name": phase.name,
                     "peak_bytes": phase.peak_bytes,
                     "where": phase.where,
-                    "lines": [{**label._asdict(), "bytes": size} for label, size in phase.lines],
+                    "lines": _lines(phase.lines),
                 }
                 for phase in role.estimate.phases
             ],

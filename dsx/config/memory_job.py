@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dsx.config.memory_offload import offload_of
 from dsx.config.memory_optimizer import optimizer_of
-from dsx.config.memory_zero3 import gathering_of
+from dsx.config.memory_unlearned import require_learned
+from dsx.config.memory_zero3 import elements, gathering_of
 from dsx.config.problems import at
 from dsx.config.run import RunConfig
 from dsx.errors import ConfigError
@@ -33,6 +34,7 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda") -> Job:
             "what is computed again is chosen when the layers have been measured, at the start of a run",
             'use "none", "selective" or "full" for the estimate',
         )
+    require_learned(config)
     count = enough_micro_batches(config.program, stages.num_ranks, config.accumulation)
     schedule = config.program.build(stages.num_ranks, stages.num_chunks, count)
     return Job(
@@ -54,12 +56,13 @@ def _states(config: RunConfig, device: DeviceKind) -> StateSettings:
     zero = deepspeed.get("zero_optimization", {})
     chosen = optimizer_of(deepspeed["optimizer"], device, config.dsx.optimizer_bytes)
     width = 2 if config.precision == "bf16" else 4
+    bucket = elements(zero, "reduce_bucket_size")
     accumulate = deepspeed.get("data_types", {}).get("grad_accum_dtype")
     return StateSettings(
         width=width,
         accumulate=width if accumulate is None else _WIDTHS[accumulate],
         optimizer=chosen.rule,
-        bucket=int(zero.get("reduce_bucket_size", 500_000_000)),
+        bucket=500_000_000 if bucket is None else bucket,
         communication=_WIDTHS.get(deepspeed.get("communication_data_type", "")),
         reduce=config.dsx.zero.reduce,
         offload=offload_of(zero, deepspeed["optimizer"], config.dsx.optimizer_bytes, device),

@@ -39,25 +39,38 @@ def gathering_of(zero: Mapping[str, Any], keep_gathered_bytes: int) -> Gathering
     """``zero_optimization`` of ZeRO-3, and ``dsx.zero.keep_gathered_bytes``.
 
     Raises:
-        ConfigError: A key whose memory dsx does not know.
+        ConfigError: A key whose memory dsx does not know, or a size that is no number.
     """
     for key, off in _UNKNOWN.items():
         value = _value(zero, key)
-        if value not in (None, off):
+        if value and value != off:
             raise ConfigError(
                 at(f"zero_optimization.{key}", value),
                 "dsx has not learned what memory it takes",
                 "remove it for the estimate",
             )
-    sizes: dict[str, Any] = {field: _value(zero, key) for field, key in _SIZES.items()}
+    sizes = {field: elements(zero, key) for field, key in _SIZES.items()}
     switches = {field: _value(zero, key) for field, key in _SWITCHES.items()}
     if switches["sequential"]:
         sizes["prefetch"] = 1  # deepspeed/runtime/engine.py, _configure_zero_optimizer
-    given: dict[str, Any] = {field: int(value) for field, value in sizes.items() if value is not None}
+    given: dict[str, Any] = {field: value for field, value in sizes.items() if value is not None}
     given.update({field: bool(value) for field, value in switches.items() if value is not None})
     return Gathering(**given, keep_bytes=keep_gathered_bytes)
 
 
+def elements(zero: Mapping[str, Any], key: str) -> int | None:
+    """A size in ``zero_optimization``; None leaves it to DeepSpeed. Raises ConfigError for no number."""
+    value = _value(zero, key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise ConfigError(
+            at(f"zero_optimization.{key}", value), "not a number of elements", "use e.g. 50000000"
+        )
+    return int(value)
+
+
 def _value(zero: Mapping[str, Any], key: str) -> Any:
-    """Of a key, or of its short form, which DeepSpeed takes as well."""
-    return zero.get(key, zero.get(key.removeprefix("stage3_")))
+    """Of a key, or of its short form, which DeepSpeed takes as well, as it does "auto" for the default."""
+    value = zero.get(key, zero.get(key.removeprefix("stage3_")))
+    return None if value == "auto" else value

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from dsx.plan.simulate import simulate
+from dsx.plan.simulate import Timeline, simulate
 from dsx.plan.transfers import Kind, Message, receive_order
 from dsx.spec.schedule import TRANSFERS, Action, Op, Schedule
 
@@ -56,9 +56,24 @@ def receive_plan(schedule: Schedule, rank: int) -> ReceivePlan:
         ScheduleError: The schedule deadlocks.
     """
     timeline = simulate(schedule)
-    ends = {action: end for row in timeline.spans for action, _, end in row}
+    return _plan(schedule, rank, timeline, _ends(timeline))
+
+
+def receive_plans(schedule: Schedule) -> Iterator[ReceivePlan]:
+    """:func:`receive_plan` of every rank, in order."""
+    timeline = simulate(schedule)
+    ends = _ends(timeline)
+    for rank in range(schedule.num_ranks):
+        yield _plan(schedule, rank, timeline, ends)
+
+
+def _ends(timeline: Timeline) -> dict[Action, float]:
+    return {action: end for row in timeline.spans for action, _, end in row}
+
+
+def _plan(schedule: Schedule, rank: int, timeline: Timeline, ends: Mapping[Action, float]) -> ReceivePlan:
     starts = {action: start for action, start, _ in timeline.spans[rank]}
-    messages = {channel: receive_order(schedule, rank, *channel) for channel in _channels(schedule)}
+    messages = {channel: receive_order(schedule, rank, *channel) for channel in _channels(schedule, rank)}
     sent = sorted(
         (min(ends[a] for a in _producers(channel, message) if a in ends), channel)
         for channel, found in messages.items()
@@ -73,8 +88,13 @@ def receive_plan(schedule: Schedule, rank: int) -> ReceivePlan:
     return ReceivePlan({channel: found for channel, found in messages.items() if found}, tuple(posts))
 
 
-def _channels(schedule: Schedule) -> Iterator[Channel]:
-    for source in range(schedule.num_ranks):
+def _channels(schedule: Schedule, rank: int) -> Iterator[Channel]:
+    """Those that may end at ``rank``, in order of their sources."""
+    own = [stage for stage in range(schedule.num_stages) if schedule.rank_of(stage) == rank]
+    last = schedule.num_stages - 1
+    before = {schedule.rank_of(stage - 1) for stage in own if stage}
+    after = {schedule.rank_of(stage + 1) for stage in own if stage < last}
+    for source in sorted(before | after):
         yield "F", source
         yield "B", source
 

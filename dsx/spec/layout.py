@@ -69,7 +69,11 @@ class Layout:
 
     def params_of(self, pp_rank: int) -> tuple[ParamSpec, ...]:
         """Parameters of a pipeline rank, in layer order."""
-        return tuple(spec for spec in self.params if pp_rank in self.owners(spec))
+        held = set(self.stages.layers_of(pp_rank))
+        head = self.stages.num_layers - 1
+        return tuple(
+            spec for spec in self.params if spec.layer in held or (spec.tie is not None and head in held)
+        )
 
     def zero_plan(self, pp_rank: int) -> ZeroPlan:
         """ZeRO's cut of a pipeline rank's parameters, for dsx's own optimizer groups.

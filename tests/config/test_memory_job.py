@@ -58,11 +58,20 @@ def test_an_unknown_optimizer_is_declared():
     [
         (["optimizer.type=RMSprop"], r'optimizer.type = "RMSprop".*dsx": {"optimizer_bytes": 8}'),
         (["dsx.optimizer_bytes=-1", "optimizer.type=RMSprop"], "optimizer_bytes"),
+        (
+            ["zero_optimization.round_robin_gradients=true"],
+            "round_robin_gradients = true: dsx has not learned",
+        ),
+        (
+            ["dsx.zero.reduce=micro_batch", "zero_optimization.overlap_comm=true"],
+            "overlap_comm = true: dsx has",
+        ),
+        (["bf16.enabled=true", "bf16.check_grad_overflow=true"], "check_grad_overflow = true: dsx has not"),
     ],
 )
 def test_what_is_not_known_is_refused(sets, words):
     with pytest.raises(ConfigError, match=words):
-        rule(*sets)
+        rule("zero_optimization.stage=2", "zero_allow_untested_optimizer=true", *sets)
 
 
 def test_needs_no_torch():

@@ -97,7 +97,12 @@ class Estimate:
 
 
 def estimate(
-    job: Job, rank: int, *, rounding_bytes: int | None = None, receives: ReceivePlan | None = None
+    job: Job,
+    rank: int,
+    *,
+    rounding_bytes: int | None = None,
+    receives: ReceivePlan | None = None,
+    replays: bool = True,
 ) -> Estimate:
     """Memory of global rank ``rank``, without the device's context and libraries.
 
@@ -106,10 +111,11 @@ def estimate(
         rank: Global rank.
         rounding_bytes: To which each tensor is rounded up; None for what the device's allocator does.
         receives: Of its pipeline rank, if already made.
+        replays: Take micro-batches that do what one before them did from notes (:mod:`.replay`).
     """
     at = job.layout.mesh.coords(rank)
     ledger = Ledger(ROUNDING_BYTES[job.device] if rounding_bytes is None else rounding_bytes)
-    states, walk, later = _rank(job, at["pp"], at["dp"], ledger, receives)
+    states, walk, later = _rank(job, at["pp"], at["dp"], ledger, receives, replays=replays)
     phases = []
     for name, action in (("build", states.build), ("engine", states.start)):
         ledger.start()
@@ -156,7 +162,13 @@ def _tables(job: Job, ledger: Ledger) -> Tensor:
 
 
 def _rank(
-    job: Job, pp_rank: int, dp_rank: int, ledger: Ledger, receives: ReceivePlan | None
+    job: Job,
+    pp_rank: int,
+    dp_rank: int,
+    ledger: Ledger,
+    receives: ReceivePlan | None,
+    *,
+    replays: bool,
 ) -> tuple[States, Walk, list[Tensor]]:
     tp, width = job.layout.mesh.tp, job.states.width
     leaves = {
@@ -164,7 +176,7 @@ def _rank(
     }
     states = _wrapper(job)(ledger, job.layout.zero_plan(pp_rank), dp_rank, leaves, job.states)
     sequence = job.sequence_parallel and tp > 1
-    divided = any(action.op is Op.BACKWARD_WEIGHT for row in job.schedule.rows for action in row)
+    divided = any(action.op is Op.BACKWARD_WEIGHT for action in job.schedule.rows[pp_rank])
     ops = Ops(
         tape=Tape(ledger),
         tp=tp,
@@ -194,6 +206,8 @@ def _rank(
         receives=receives,
         eager=job.device == "cpu",
         left_out=job.left_out,
+        # BF16_Optimizer looks at every gradient after each half of a divided backward, there or not.
+        replays=replays and states.reduction is not None and not (divided and isinstance(states, Bf16)),
     )
     return states, walk, []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsx.plan.memory.estimate import Estimate, Job, estimate
+from dsx.plan.receives import receive_plans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,11 @@ def estimate_run(job: Job) -> RunMemory:
         ranks.setdefault(mesh.coords(rank)["pp"], []).append(rank)
     return RunMemory(
         roles=tuple(
-            Role(pp_rank=pp_rank, ranks=tuple(held), estimate=estimate(job, held[0]))
-            for pp_rank, held in sorted(ranks.items())
+            Role(
+                pp_rank=pp_rank,
+                ranks=tuple(ranks[pp_rank]),
+                estimate=estimate(job, ranks[pp_rank][0], receives=receives),
+            )
+            for pp_rank, receives in enumerate(receive_plans(job.schedule))
         )
     )

@@ -12,81 +12,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import NamedTuple
+
+from dsx.plan.memory.ledger import Label, Ledger, Storage
+
+__all__ = ["Label", "Leaf", "Ledger", "Storage", "Tape", "Tensor"]
 
 Backward = Callable[..., "Sequence[Tensor | None]"]
 """``backward(saved, *gradients of the outputs)`` to one gradient for each input."""
-
-
-class Label(NamedTuple):
-    """What a line of the ledger says of its bytes.
-
-    Attributes:
-        category: parameters, gradients, optimizer, buckets, activations, logits, transfers or temporaries.
-        name: Of the tensor.
-        formula: Its elements and width, in the shape letters of its source.
-        source: The file and function that allocates it.
-    """
-
-    category: str
-    name: str
-    formula: str
-    source: str
-
-
-class Ledger:
-    """Live bytes by label, and the highest total since :meth:`start` with what it consisted of.
-
-    Args:
-        rounding_bytes: Every storage counts as a multiple of this (CUDACachingAllocator.cpp: 512).
-    """
-
-    def __init__(self, rounding_bytes: int = 1) -> None:
-        self.rounding_bytes = rounding_bytes
-        self.current_bytes = 0
-        self.peak_bytes = 0
-        self.live: dict[Label, int] = {}
-        self._rising = True
-        self._at_peak: dict[Label, int] = {}
-
-    def rounded(self, size_bytes: int) -> int:
-        """What a storage of this size takes."""
-        return -(-size_bytes // self.rounding_bytes) * self.rounding_bytes
-
-    def start(self) -> None:
-        """Forget the peak: from now on the highest is sought anew."""
-        self.peak_bytes, self._rising = self.current_bytes, True
-
-    def take(self, label: Label, size_bytes: int) -> None:
-        """Bytes that are live from now on."""
-        self.current_bytes += size_bytes
-        self.live[label] = self.live.get(label, 0) + size_bytes
-        if self.current_bytes > self.peak_bytes:
-            self.peak_bytes, self._rising = self.current_bytes, True
-
-    def give(self, label: Label, size_bytes: int) -> None:
-        """Bytes that no longer are."""
-        if self._rising and self.current_bytes == self.peak_bytes:
-            self._at_peak, self._rising = dict(self.live), False
-        self.current_bytes -= size_bytes
-        self.live[label] -= size_bytes
-
-    @property
-    def at_peak(self) -> dict[Label, int]:
-        """Bytes by label at the highest total, zeros left out."""
-        held = self.live if self._rising and self.current_bytes == self.peak_bytes else self._at_peak
-        return {label: size for label, size in held.items() if size}
-
-
-class Storage:
-    """Bytes that live as long as a tensor holds them."""
-
-    __slots__ = ("holders", "label", "ledger", "size_bytes")
-
-    def __init__(self, ledger: Ledger, label: Label, size_bytes: int) -> None:
-        self.ledger, self.label, self.size_bytes = ledger, label, ledger.rounded(size_bytes)
-        self.holders = 0
-        ledger.take(label, self.size_bytes)
 
 
 class Tensor:

@@ -8,17 +8,20 @@ from dataclasses import dataclass
 
 from dsx.plan.memory.layers import Layers
 from dsx.plan.memory.ops import label
+from dsx.plan.memory.replay import Replay, leave
 from dsx.plan.memory.states import States
 from dsx.plan.memory.tape import Leaf, Storage, Tape, Tensor
 from dsx.plan.receives import Channel, ReceivePlan, receive_plan
 from dsx.plan.transfers import Kind
-from dsx.spec.schedule import Action, Op, Schedule
+from dsx.spec.schedule import TRANSFERS, Action, Op, Schedule
 from dsx.spec.stages import StageMap
 
 Key = tuple[int, int]
 
 IN_FLIGHT = 2
 """Messages of a channel that are under way at most (dsx/runtime/p2p.py)."""
+
+_GONE = label("sent output's place", "w", "runtime/executor.py _send_output", "transfers")
 
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
@@ -44,6 +47,8 @@ class Walk:
         tokens: [B, S] of a micro-batch.
         receives: When receives are posted; None for the plan of the schedule.
         eager: Whether they are posted as soon as there is room, as on a CPU.
+        replays: Whether micro-batches after the first ones may be :mod:`.replay`'s: with states in which one
+            does the same as the next.
         left_out: Micro-batches that the schedule does not have, but whose losses the last stage keeps.
     """
 
@@ -60,6 +65,7 @@ class Walk:
         receives: ReceivePlan | None = None,
         eager: bool = False,
         left_out: int = 0,
+        replays: bool = False,
     ) -> None:
         self.schedule, self.rank, self.stages = schedule, rank, stages
         self.layers, self.states, self.boundary, self.tokens = layers, states, boundary, tokens
@@ -68,9 +74,11 @@ class Walk:
         self.row = schedule.rows[rank]
         self.tape: Tape = layers.ops.tape
         self.ledger = self.tape.ledger
+        self.replay = Replay(self.ledger, self.row) if replays else None
         self.last = schedule.num_stages - 1
         places = [place for place, action in enumerate(self.row) if action.op in BACKWARDS]
         self.final = places[-1] if places else -1
+        self.checked: set[tuple[str, int]] = set()
         self.ends = {action.stage: place for place, action in enumerate(self.row)}
         self._reset()
 
@@ -105,17 +113,19 @@ class Walk:
             self.losses = [self.tape.scratch(what, 4) for _ in range(self.left_out)]
         for channel in self.next:
             self._post_ahead(channel)
+        if self.replay is not None:
+            self.replay.begin()
         for place, action in enumerate(self.row):
-            for channel in self.receives.posts[place]:
-                self._planned[channel] += 1
-                if self.next[channel] < self._planned[channel]:
-                    self._post(channel)
+            self._post_planned(place)
             self.states.before_action(place)
-            does[action.op](action, place)
+            if self.replay is None or action.micro_batch in self.replay.walked:
+                self._walk(does[action.op], action, place)
+            else:
+                self._again(self.replay, action)
             if self.ends[action.stage] == place:
                 self.states.chunk_done(action.stage)
             note(action)
-            if self._is_quiet(place):
+            if self.eager and self._is_quiet(place):
                 while self._taken:
                     self._post_ahead(self._taken.pop())
         self.flying.clear()
@@ -123,10 +133,47 @@ class Walk:
         self.states.step()
         note(None)
         self.losses.clear()
+        if self.replay is not None:
+            self.replay.end()
+
+    def _walk(self, does: Callable[[Action, int], None], action: Action, place: int) -> None:
+        """An action with its tensors."""
+        replay = self.replay
+        if replay is None or action.op in TRANSFERS or not replay.wants(action):
+            does(action, place)
+        else:
+            mark = self.ledger.mark()
+            does(action, place)
+            replay.note(action, self.ledger.since(mark))
+
+    def _again(self, replay: Replay, action: Action) -> None:
+        """An action like one before, without them."""
+        stage, key = action.stage, (action.stage, action.micro_batch)
+        like = Tensor(self.boundary.shape, self.boundary.width, None)
+        match action.op:
+            case Op.RECV_F:
+                leave(self._take("F", stage - 1, key))
+            case Op.RECV_B:
+                leave(self._take("B", stage + 1, key))
+            case Op.SEND_F:
+                self.ledger.take(_GONE, self.ledger.rounded(self.boundary.width))
+                self._send("F", self.schedule.rank_of(stage + 1), replay.like_sent("F", stage, like))
+            case Op.SEND_B:
+                self._send("B", self.schedule.rank_of(stage - 1), replay.like_sent("B", stage, like))
+            case _:
+                replay.again(action)
+                if action.op is Op.FORWARD and stage == self.last:
+                    replay.keeps_loss(None)
 
     def _wire(self, name: str) -> Tensor:
         what = label(name, "B s H w", "runtime/p2p.py Inbox.post", "transfers")
         return self.tape.new(what, self.boundary.width, *self.boundary.shape)
+
+    def _post_planned(self, place: int) -> None:
+        for channel in self.receives.posts[place]:
+            self._planned[channel] += 1
+            if self.next[channel] < self._planned[channel]:
+                self._post(channel)
 
     def _post(self, channel: Channel) -> None:
         kind, _ = channel
@@ -149,7 +196,8 @@ class Walk:
 
     def _take(self, kind: Kind, source_stage: int, key: Key) -> Tensor:
         channel = kind, self.schedule.rank_of(source_stage)
-        self._taken.append(channel)
+        if self.eager:
+            self._taken.append(channel)
         return self.posted[channel].pop(key)
 
     def _receive_input(self, action: Action, _: int) -> None:
@@ -188,18 +236,33 @@ class Walk:
         del labels
         if is_last:
             self.losses.append(output.detach())
+            if self.replay is not None:
+                self.replay.keeps_loss(output)
         elif self.schedule.rank_of(action.stage + 1) == self.rank:
             self.inputs[action.stage + 1, action.micro_batch] = self._leaf(output)
         self.outputs[key] = output
 
     def _send_output(self, action: Action, _: int) -> None:
         output = self.outputs[action.stage, action.micro_batch]
+        self._check("F", action.stage, output)
         self._send("F", self.schedule.rank_of(action.stage + 1), output.detach())
-        gone = label("sent output's place", "w", "runtime/executor.py _send_output", "transfers")
+        if self.replay is not None:
+            self.replay.sends("F", action.stage, output)
         source = output.source
         self.outputs[action.stage, action.micro_batch] = Tensor(
-            output.shape, output.width, Storage(self.ledger, gone, output.width), source
+            output.shape, output.width, Storage(self.ledger, _GONE, output.width), source
         )
+
+    def _check(self, kind: str, stage: int, tensor: Tensor) -> None:
+        """Before a boundary's first message is cut over tensor-parallel ranks (runtime/shards.py, _alike)."""
+        ops = self.layers.ops
+        if ops.tp == 1 or ops.sequence or (kind, stage) in self.checked:
+            return
+        self.checked.add((kind, stage))
+        what = label("check of a cut message", "4, 8 and 8 B s H", "runtime/shards.py _alike", "transfers")
+        sizes = (4 * (tensor.width < 4), 8, 8)
+        held = [self.tape.scratch(what, size * tensor.numel) for size in sizes if size]
+        held.clear()
 
     def _send(self, kind: str, peer: int, tensor: Tensor) -> None:
         flying = self.flying.setdefault((kind, peer), deque())
@@ -243,4 +306,7 @@ class Walk:
 
     def _send_gradient(self, action: Action, _: int) -> None:
         gradient = self.gradients.pop((action.stage - 1, action.micro_batch))
+        if self.replay is not None:
+            self.replay.sends("B", action.stage, gradient)
+        self._check("B", action.stage, gradient)
         self._send("B", self.schedule.rank_of(action.stage - 1), gradient)

@@ -175,6 +175,13 @@ def test_keys_of_a_config():
     assert gathering_of({"stage3_allgather_sequential": True}, 0) == Gathering(sequential=True, prefetch=1)
 
 
+def test_auto_is_deepspeeds_default_and_anything_else_a_number():
+    assert gathering_of({"stage3_prefetch_bucket_size": "auto", "leaf_module": {}}, 0) == Gathering()
+    for value in ("many", -1, True):
+        with pytest.raises(ConfigError, match="sub_group_size"):
+            gathering_of({"sub_group_size": value}, 0)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("zero_quantized_weights", True), ("zero_hpz_partition_size", 8), ("leaf_module", {"a": 1})],

@@ -68,3 +68,20 @@ def test_numbers():
     assert enough_micro_batches(Program(name="interleaved"), 8, 515) == 35
     assert enough_micro_batches(Program(name="gpipe"), 8, 512) == 512
     assert enough_micro_batches(Program(name="zbv"), 8, 5) == 5
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks", "micro_batches"),
+    [("1f1b", 1, 1, 5), ("gpipe", 2, 1, 5), ("zb_h1", 3, 1, 7), ("interleaved", 2, 3, 8), ("zbv", 3, 2, 9)],
+)
+def test_replayed_micro_batches_are_the_walked_ones(name, ranks, chunks, micro_batches, zero, precision):
+    """Peaks, what they consist of, where they come, what stays: to the byte."""
+    content = config(name, ranks, chunks, micro_batches, zero)
+    content["bf16"] = {"enabled": precision == "bf16"}
+    if precision == "bf16" and zero == 1:
+        content["data_types"] = {"grad_accum_dtype": "fp32"}
+    job = job_of(resolve(content, world_size=2 * ranks))
+    for rank in range(0, 2 * ranks, 2):
+        assert estimate(job, rank) == estimate(job, rank, replays=False)
