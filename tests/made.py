@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from dsx.checkpoint.catalog import Catalog, Entry, Piece
+from dsx.checkpoint.catalog import Catalog, Entry, Piece, check_files
 from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import Options, Report, execute
 from dsx.checkpoint.formats import dsx_native
 from dsx.checkpoint.pieces import contiguous
+from dsx.checkpoint.reshard import Conversion
 from dsx.plan.hf_config import model_spec
 from dsx.plan.params import layer_kinds, param_specs
 from dsx.plan.partition import partition
@@ -97,6 +98,13 @@ def reshard(source: Catalog, folder: Path, to: Layout, *, tile=64, options=None,
     target = dsx_native.target_of(source, folder, to, **more)
     made = plan(with_tiles(source, tile), target.catalog)
     return execute(source, target, made, options or Options())
+
+
+def prepared(source: Catalog, folder: Path, to: Layout) -> Conversion:
+    """A conversion to dsx's own format, not done yet."""
+    target = dsx_native.target_of(source, folder, to)
+    check_files(source)
+    return Conversion(source=source, target=target, layout=None, plan=plan(source, target.catalog))
 
 
 def with_tiles(catalog: Catalog, tile: int) -> Catalog:

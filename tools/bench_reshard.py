@@ -177,7 +177,7 @@ def measured(notes: Path, arguments: Sequence[str]) -> None:
                 "read_fraction": int(counted["rchar"]) / told["read_bytes"],
                 "write_fraction": int(counted["wchar"]) / told["write_bytes"],
                 "peak_mib": peak_kib / 1024,
-                "checks": told["report"]["crc32_checked"] + told["report"]["tiles_checked"],
+                "checks": told["report"]["sums_checked"] + told["report"]["tiles_checked"],
             }
         )
     )

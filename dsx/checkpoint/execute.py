@@ -67,7 +67,7 @@ class Report:
         written_bytes: Bytes of tensors written, likewise.
         resumed_bytes: How many of them were there when this run began.
         tiles_checked: Tiles whose bytes had the digest that the source's manifest has.
-        crc32_checked: Members of the source's files whose CRC32 was right.
+        sums_checked: Other checksums of the source's files that were right: CRC32s of members, mostly.
         seconds: Time that this run took.
         notes: What changed on the way or stayed behind.
     """
@@ -80,7 +80,7 @@ class Report:
     written_bytes: int
     resumed_bytes: int
     tiles_checked: int
-    crc32_checked: int
+    sums_checked: int
     seconds: float
     notes: tuple[str, ...]
 
@@ -101,7 +101,7 @@ def execute(source: Catalog, target: Target, plan: CopyPlan, options: Options) -
         run = _Run(source, target, plan, staging, options)
         try:
             run.work(workers)
-            checked = run.reader.check_crc32()
+            checked = run.reader.check_rest(job.source for job in plan.jobs)
             run.fill_crc32()
         except DamagedError:
             staging.discard()
@@ -120,7 +120,7 @@ def execute(source: Catalog, target: Target, plan: CopyPlan, options: Options) -
         written_bytes=plan.write_bytes,
         resumed_bytes=run.resumed_bytes,
         tiles_checked=run.reader.tiles_checked,
-        crc32_checked=checked,
+        sums_checked=checked,
         seconds=monotonic() - began,
         notes=(*plan.notes, *target.dropped),
     )

@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from dsx.checkpoint.catalog import Catalog, check_files
 from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import Options, Report, execute, worker_bytes
-from dsx.checkpoint.formats import dsx_native
+from dsx.checkpoint.formats import deepspeed_target, dsx_native, hf_catalog, hf_target
+from dsx.checkpoint.formats.deepspeed_plan import StockLayout
+from dsx.checkpoint.layouts import Degrees, layout_like
 from dsx.checkpoint.staging import check_absent
 from dsx.checkpoint.target import Target
-from dsx.errors import CheckpointError
+from dsx.config.run import RunConfig
+from dsx.errors import CheckpointError, ModelError
+from dsx.plan.hf_config import model_spec
+from dsx.plan.params import param_specs
 from dsx.spec.layout import Layout
+from dsx.spec.param import ParamSpec
 
 TargetFormat = Literal["dsx", "deepspeed", "universal", "hf"]
+Names = Literal["dsx", "hf", "source"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is asked for.
+
+    Attributes:
+        format: Of the target.
+        degrees: Of the target's layout; the source's where they say nothing.
+        run: A resolved config whose model and layout to take instead.
+        precision: Of the weights, ``fp32``, ``bf16`` or ``fp16``; the source's by default.
+        names: Whose names the tensors shall have. By default dsx's for dsx, Hugging Face's for ``hf``, where
+            the model is known, and the source's for DeepSpeed.
+        hf_config: Content of the ``config.json`` of a ``hf`` target; of the source or the run by default.
+    """
+
+    format: TargetFormat = "dsx"
+    degrees: Degrees = field(default_factory=Degrees)
+    run: RunConfig | None = None
+    precision: str | None = None
+    names: Names | None = None
+    hf_config: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +57,13 @@ class Conversion:
     Attributes:
         source: What there is.
         target: What is to be made.
-        layout: Of the target's ranks; None for a format that has none.
+        layout: The target's, for people; None for a format that has none.
         plan: What goes where.
     """
 
     source: Catalog
     target: Target
-    layout: Layout | None
+    layout: Mapping[str, Any] | None
     plan: CopyPlan
 
     def run(self, options: Options) -> Report:
@@ -51,7 +81,7 @@ class Conversion:
             "target": {
                 "path": str(self.target.catalog.root),
                 "format": self.target.catalog.format,
-                "layout": None if self.layout is None else layout_facts(self.layout),
+                "layout": self.layout,
             },
             "tensors": len({entry.name for entry in entries}),
             "states": sorted({entry.state for entry in entries}),
@@ -64,32 +94,130 @@ class Conversion:
         }
 
 
-def prepare(
-    source: Catalog,
-    target: Path,
-    *,
-    to: TargetFormat,
-    layout: Layout | None,
-    precision: str | None = None,
-    facts: Mapping[str, Any] | None = None,
-) -> Conversion:
+def prepare(source: Catalog, root: Path, wanted: Wanted) -> Conversion:
     """Everything that can be known before a byte is written.
 
     Args:
         source: The checkpoint to convert.
-        target: The folder to make; must not exist.
-        to: Its format.
-        layout: Its ranks; not for ``hf``.
-        precision: Of its weights, ``fp32``, ``bf16`` or ``fp16``; the source's by default.
-        facts: Replace the source's.
+        root: The folder to make; must not exist.
+        wanted: What it shall be.
 
     Raises:
-        CheckpointError: The target exists, the source is incomplete, or one does not fit the other.
+        CheckpointError: The target exists, the source is incomplete, one does not fit the other, or what is
+            asked for cannot be written.
+        LayoutError: Degrees that do not fit the model.
     """
-    check_absent(target)
+    check_absent(root)
     check_files(source)
-    wanted = _target(source, target, to, layout, precision, dict(facts or {}))
-    return Conversion(source=source, target=wanted, layout=layout, plan=plan(source, wanted.catalog))
+    source = _named(source, wanted)
+    target, layout = _target(source, root, wanted)
+    return Conversion(source=source, target=target, layout=layout, plan=plan(source, target.catalog))
+
+
+def _named(source: Catalog, wanted: Wanted) -> Catalog:
+    """The source under the names that the target shall have, with all that is known of its model."""
+    specs, facts = _model(source, wanted)
+    source = replace(source, facts={**source.facts, **facts})
+    names = wanted.names or {"dsx": "dsx", "hf": "hf"}.get(wanted.format, "source")
+    if names == "source" or not specs:
+        if wanted.names in ("dsx", "hf"):
+            raise CheckpointError(
+                f"--names {wanted.names}",
+                f"it is not known what model {source.root} is of",
+                "name a config of the model with --config",
+            )
+        return source
+    named = hf_catalog.as_dsx(source, specs)
+    return named if names == "dsx" else hf_catalog.as_hf(named, specs)
+
+
+def _model(source: Catalog, wanted: Wanted) -> tuple[tuple[ParamSpec, ...], dict[str, Any]]:
+    """Every tensor of the model, if it is one of dsx's families, and facts about it; else nothing."""
+    if wanted.run is not None:
+        run = wanted.run
+        model = json.loads(json.dumps(asdict(run.model)))
+        return run.param_specs, {
+            "model": model,
+            "schedule": run.schedule_name,
+            "hf_config": dict(run.hf_config),
+        }
+    if source.format == hf_catalog.FORMAT:
+        config = read_config(source.root / hf_catalog.CONFIG)
+        try:
+            spec = model_spec(config)
+        except ModelError:
+            return (), {"hf_config": config}
+        return param_specs(spec), {
+            "model": json.loads(json.dumps(asdict(spec))),
+            "hf_config": config,
+        }
+    homes = all(spec.hf != (spec.name,) for spec in source.specs)
+    return (source.specs if homes else ()), {}
+
+
+def _target(source: Catalog, root: Path, wanted: Wanted) -> tuple[Target, dict[str, Any] | None]:
+    if wanted.format == "dsx":
+        layout = _layout(source, wanted)
+        target = dsx_native.target_of(source, root, layout, precision=wanted.precision)
+        return target, layout_facts(layout)
+    if wanted.format == "hf":
+        config = wanted.hf_config or source.facts.get("hf_config")
+        if config is None:
+            raise CheckpointError(
+                f"{root} as a Hugging Face folder",
+                f"{source.root} does not have the model's config.json",
+                "give --hf-config FILE, or a config of the model with --config",
+            )
+        return hf_target.target_of(source, root, config, precision=wanted.precision), None
+    if wanted.format == "deepspeed":
+        return _stock(source, root, wanted)
+    raise CheckpointError(
+        f"--to {wanted.format}", "this version does not write that format", "write dsx, deepspeed or hf"
+    )
+
+
+def _layout(source: Catalog, wanted: Wanted) -> Layout:
+    run = wanted.run
+    if run is None:
+        return layout_like(source, wanted.degrees)
+    return Layout(mesh=run.mesh, stages=run.stage_map, params=run.param_specs, zero_stage=run.zero_stage)
+
+
+def _stock(source: Catalog, root: Path, wanted: Wanted) -> tuple[Target, dict[str, Any]]:
+    """A plain engine's checkpoint: data parallelism and ZeRO alone."""
+    degrees, mesh = wanted.degrees, source.facts.get("mesh") or {}
+    if wanted.run is not None:
+        raise CheckpointError(
+            "--config with --to deepspeed",
+            "a stock engine has none of dsx's layouts",
+            "say --data and --zero",
+        )
+    if (degrees.tensor or 1) * (degrees.pipeline or 1) * (degrees.chunks or 1) > 1:
+        raise CheckpointError(
+            "--to deepspeed with tensor, pipeline or chunks above 1",
+            "dsx writes checkpoints of DeepSpeed's plain engine, which has data parallelism alone",
+            "leave them out, or write dsx",
+        )
+    layout = StockLayout(
+        dp=degrees.data or mesh.get("dp", 1),
+        zero_stage=source.facts.get("zero_stage", 0) if degrees.zero is None else degrees.zero,
+        precision=wanted.precision or str(source.facts.get("precision", "fp32")),
+    )
+    facts = {"pp": 1, "dp": layout.dp, "tp": 1, "chunks": 1, "zero_stage": layout.zero_stage}
+    return deepspeed_target.target_of(source, root, layout), facts
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The content of a ``config.json``. Raises CheckpointError if it is missing or no JSON object."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            str(file), f"not readable as JSON ({error})", "name a Hugging Face model folder, which has one"
+        ) from None
+    if not isinstance(content, dict):
+        raise CheckpointError(str(file), "not a JSON object", "name a Hugging Face model's config.json")
+    return content
 
 
 def layout_facts(layout: Layout) -> dict[str, Any]:
@@ -101,17 +229,3 @@ def layout_facts(layout: Layout) -> dict[str, Any]:
         "stage_bounds": list(layout.stages.bounds),
         "zero_stage": layout.zero_stage,
     }
-
-
-def _target(
-    source: Catalog,
-    root: Path,
-    to: TargetFormat,
-    layout: Layout | None,
-    precision: str | None,
-    facts: Mapping[str, Any],
-) -> Target:
-    if to == "dsx":
-        assert layout is not None
-        return dsx_native.target_of(source, root, layout, precision=precision, facts=facts)
-    raise CheckpointError(f"--to {to}", "this version does not write that format", "write dsx")

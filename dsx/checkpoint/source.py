@@ -7,14 +7,14 @@ import threading
 import zlib
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from dsx.checkpoint.catalog import Catalog, Checksum, Entry, check_files, locate
+from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece, check_files, locate
 from dsx.checkpoint.checksums import Crc32Parts, Part, crc32_joined, digest
 from dsx.checkpoint.dtypes import Array, numpy_dtype
 from dsx.checkpoint.file_io import FilePool, blamed, crc32_of_file, digest_of_file, read_box
@@ -64,6 +64,7 @@ class SourceReader:
         self._regions = {
             (one.file, one.start, one.stop): one for one in catalog.checksums if one.algorithm != "crc32"
         }
+        self._right: set[tuple[str, int]] = set()
         self._parts = Crc32Parts()
         self._lock = threading.Lock()
         self.tiles_checked = 0
@@ -103,7 +104,9 @@ class SourceReader:
                     region = self._regions.get((piece.file, start, stop)) if unknown else None
                     if region is not None and digest(data) != region.digest:
                         raise _damaged(path, str(entry), region)
-                    regions += region is not None
+                    if region is not None:
+                        self._right.add((piece.file, start))
+                        regions += 1
                     stretches += 1
         found = digest(out.reshape(-1).view(np.uint8).data)
         if known is not None and (number >= len(known) or known[number] != found):
@@ -118,8 +121,14 @@ class SourceReader:
         with self._lock:
             self.tiles_checked += checked
 
-    def check_crc32(self) -> int:
-        """Compare the CRC32 of every member of a file of which anything was read; reads what was left out.
+    def check_rest(self, entries: Iterable[Entry]) -> int:
+        """Compare the checksums that could not be compared while tiles were read.
+
+        CRC32s of all members of files of which anything was read; and what ranks wrote, where it was not read
+        as it was written, because tensors go by other names and shapes now. Reads what it has to once more.
+
+        Args:
+            entries: What was read.
 
         Returns:
             How many were right.
@@ -128,6 +137,13 @@ class SourceReader:
             DamagedError: One is wrong; with the file and the tensors in it.
         """
         checked = 0
+        for checksum in self._unread(entries):
+            name, path = checksum.file, self._catalog.root / checksum.file
+            with blamed(path, "its checksums", "reading", _USE_ANOTHER), self._files.lend(name) as file:
+                found = digest_of_file(file, checksum.start, checksum.stop)
+            if found != checksum.digest:
+                raise _damaged(path, _tensors_in(self._catalog, checksum), checksum)
+            checked += 1
         for (file, algorithm), checksums in self._sums.items():
             if algorithm != "crc32":
                 continue
@@ -138,6 +154,25 @@ class SourceReader:
                 self._compare(checksum, stretches)
                 checked += 1
         return checked
+
+    def _unread(self, entries: Iterable[Entry]) -> list[Checksum]:
+        """Checksums of stretches that hold a part of an entry and were not compared yet."""
+        found: dict[tuple[str, int], Checksum] = {}
+        for entry in entries:
+            if entry.key in self._digests:
+                continue
+            for piece in entry.pieces:
+                if piece.replica == 0:
+                    sums = self._overlapping(piece, entry.item_bytes)
+                    found |= {(one.file, one.start): one for one in sums}
+        return [one for key, one in sorted(found.items()) if key not in self._right]
+
+    def _overlapping(self, piece: Piece, item_bytes: int) -> list[Checksum]:
+        """Checksums, other than CRC32s, of stretches that reach into a piece."""
+        sums = self._sums.get((piece.file, "xxh3_128"), [])
+        low = bisect_right(sums, piece.offset, key=lambda item: item.stop)
+        high = bisect_left(sums, piece.stop(item_bytes), key=lambda item: item.start)
+        return sums[low:high]
 
     def _compare(self, checksum: Checksum, stretches: list[tuple[int, int, int | None]]) -> None:
         path = self._catalog.root / checksum.file
@@ -154,11 +189,8 @@ class SourceReader:
         pieces = [piece for piece, _ in index.overlaps(tile)]
         for piece in pieces:
             path = self._catalog.root / piece.file
-            sums = self._sums.get((piece.file, "xxh3_128"), [])
-            low = bisect_right(sums, piece.offset, key=lambda item: item.stop)
-            high = bisect_left(sums, piece.stop(entry.item_bytes), key=lambda item: item.start)
             with blamed(path, str(entry), "reading", _USE_ANOTHER), self._files.lend(piece.file) as file:
-                for checksum in sums[low:high]:
+                for checksum in self._overlapping(piece, entry.item_bytes):
                     if digest_of_file(file, checksum.start, checksum.stop) != checksum.digest:
                         return _damaged(path, str(entry), checksum)
         files = ", ".join(sorted({piece.file for piece in pieces}))

@@ -14,10 +14,9 @@ import typer
 from dsx.cli.sizes import parse_bytes, show_bytes
 
 if TYPE_CHECKING:
-    from dsx.checkpoint.catalog import Catalog
     from dsx.checkpoint.execute import Report
     from dsx.checkpoint.layouts import Degrees
-    from dsx.spec.layout import Layout
+    from dsx.config.run import RunConfig
 
 Format = Literal["dsx", "deepspeed", "universal", "hf"]
 _FORMATS: tuple[Format, ...] = ("dsx", "deepspeed", "universal", "hf")
@@ -70,6 +69,17 @@ def reshard(
             exists=True,
         ),
     ] = None,
+    names: Annotated[
+        Literal["dsx", "hf", "source"] | None,
+        typer.Option(
+            help="Whose names tensors shall have. Default: dsx's in dsx, Hugging Face's in hf, else the "
+            "source's."
+        ),
+    ] = None,
+    hf_config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The config.json of a hf TARGET.", exists=True, dir_okay=False),
+    ] = None,
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to take at most.")] = "512MiB",
     workers: Annotated[int, typer.Option(min=1, help="Threads.")] = 4,
     dry_run: Annotated[
@@ -94,16 +104,22 @@ def reshard(
     from dsx.checkpoint.execute import Options
     from dsx.checkpoint.layouts import Degrees
     from dsx.checkpoint.open import open_checkpoint
-    from dsx.checkpoint.reshard import prepare
+    from dsx.checkpoint.reshard import Wanted, prepare, read_config
 
     degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data, chunks=chunks, zero=zero)
     if to in _FORMATS:
         style = to
     elif to is not None:
         degrees = degrees.over(Degrees.parse(to))
-    catalog = open_checkpoint(source, rules=rules)
-    layout, facts = _layout(catalog, degrees, config, gpus) if style != "hf" else (None, {})
-    conversion = prepare(catalog, target, to=style, layout=layout, precision=precision, facts=facts)
+    wanted = Wanted(
+        format=style,
+        degrees=degrees,
+        run=_run(degrees, config, gpus),
+        precision=precision,
+        names=names,
+        hf_config=None if hf_config is None else read_config(hf_config),
+    )
+    conversion = prepare(open_checkpoint(source, rules=rules), target, wanted)
     options = Options(memory_bytes=parse_bytes(memory), workers=workers, restart=restart)
     outline = conversion.outline(options)
     if not as_json:
@@ -127,27 +143,20 @@ def reshard(
     typer.echo(json.dumps(outline | {"report": facts_of_run}, indent=2) if as_json else _report_text(report))
 
 
-def _layout(
-    source: Catalog, degrees: Degrees, config: Path | None, gpus: int | None
-) -> tuple[Layout, dict[str, Any]]:
-    """The layout to make, and what a config says that replaces facts of the source."""
-    from dsx.checkpoint.layouts import Degrees, layout_like
+def _run(degrees: Degrees, config: Path | None, gpus: int | None) -> RunConfig | None:
+    """The resolved config whose layout to make, if one is named."""
+    from dsx.checkpoint.layouts import Degrees
+    from dsx.config.resolve import resolve
 
     if config is None:
         if gpus is not None:
             raise typer.BadParameter("it needs --config; without one use --data", param_hint="--gpus")
-        return layout_like(source, degrees), {}
+        return None
     if gpus is None:
         raise typer.BadParameter("it needs --gpus, the number of ranks", param_hint="--config")
     if degrees != Degrees():
         raise typer.BadParameter("the config says the layout; leave out the degrees", param_hint="--config")
-    from dsx.config.resolve import resolve
-    from dsx.spec.layout import Layout
-
-    run = resolve(config, world_size=gpus)
-    layout = Layout(mesh=run.mesh, stages=run.stage_map, params=run.param_specs, zero_stage=run.zero_stage)
-    model = json.loads(json.dumps(asdict(run.model)))
-    return layout, {"model": model, "schedule": run.schedule_name}
+    return resolve(config, world_size=gpus)
 
 
 @contextmanager
@@ -204,8 +213,8 @@ def _report_text(report: Report) -> str:
     checked = []
     if report.tiles_checked:
         checked.append(f"{report.tiles_checked:,} tiles had the checksum of the source's manifest")
-    if report.crc32_checked:
-        checked.append(f"{report.crc32_checked:,} members of the source's files had their CRC32")
+    if report.sums_checked:
+        checked.append(f"{report.sums_checked:,} other checksums of the source's files were right")
     resumed = f", {show_bytes(report.resumed_bytes)} were there" if report.resumed_bytes else ""
     what = f"{report.states} states of {report.tensors} tensors, {report.elements:,} elements"
     lines = [

@@ -23,7 +23,6 @@ from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import Options, execute
 from dsx.checkpoint.formats import dsx_native
 from dsx.checkpoint.open import open_checkpoint
-from dsx.checkpoint.reshard import prepare
 from dsx.checkpoint.source import DamagedError, verify
 from dsx.checkpoint.target import Crc32Field, Skeleton, Target
 from dsx.errors import CheckpointError
@@ -40,7 +39,7 @@ def saved(tmp_path):
 
 
 def convert(source, target, **options):
-    conversion = prepare(source, target, to="dsx", layout=made.layout("gpt2", **TO))
+    conversion = made.prepared(source, target, made.layout("gpt2", **TO))
     return conversion.run(Options(workers=2, **options))
 
 
@@ -55,7 +54,6 @@ from pathlib import Path
 import made
 from dsx.checkpoint.execute import Options
 from dsx.checkpoint.open import open_checkpoint
-from dsx.checkpoint.reshard import prepare
 source, target, limit = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 done = 0
 def progress(count):
@@ -64,7 +62,7 @@ def progress(count):
     if done >= limit:
         os.kill(os.getpid(), signal.SIGKILL)
 layout = made.layout("gpt2", dp=2, tp=2, zero=3)
-conversion = prepare(open_checkpoint(source), target, to="dsx", layout=layout)
+conversion = made.prepared(open_checkpoint(source), target, layout)
 conversion.run(Options(workers=2, progress=progress))
 """
 
@@ -75,11 +73,10 @@ from pathlib import Path
 import made
 from dsx.checkpoint.execute import Options
 from dsx.checkpoint.open import open_checkpoint
-from dsx.checkpoint.reshard import prepare
 source, folder, times = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 layout = made.layout("gpt2", dp=2, tp=2, zero=3)
 def convert(target):
-    conversion = prepare(open_checkpoint(source), target, to="dsx", layout=layout)
+    conversion = made.prepared(open_checkpoint(source), target, layout)
     return conversion.run(Options(workers=2, point_latest=True))
 began = time.monotonic()
 convert(folder / "reference")
@@ -193,7 +190,7 @@ def test_flips_under_crc32_are_found_also_in_bytes_that_nobody_needs(saved, tmp_
     )
     source = replace(source, checksums=sums)
     to = made.layout("llama", tp=2, pp=2, zero=1)
-    assert made.reshard(source, tmp_path / "good", to).crc32_checked == 2
+    assert made.reshard(source, tmp_path / "good", to).sums_checked == 2
     for at in (0, half - 1, half, len(data) - 3):
         bad = bytearray(data)
         bad[at] ^= 4
@@ -271,7 +268,7 @@ def test_what_another_conversion_left_is_refused_and_restart_discards_it(saved, 
     target = tmp_path / "out"
     interrupted(saved, target)
     catalog = open_checkpoint(saved)
-    other = prepare(catalog, target, to="dsx", layout=made.layout("gpt2", dp=3))
+    other = made.prepared(catalog, target, made.layout("gpt2", dp=3))
     with pytest.raises(CheckpointError, match="left it, and the target has changed"):
         other.run(Options())
     os.utime(saved / "rank_00000.safetensors", ns=(1, 1))

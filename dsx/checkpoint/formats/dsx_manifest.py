@@ -198,7 +198,8 @@ def _catalog(root: Path, stored: _Stored, facts: dict[str, Any]) -> Catalog:
             )
             if entry.dtype not in ITEM_BYTES:
                 raise ValueError(f"{entry} has dtype {entry.dtype}")
-            digests[entry.key] = held.tiles
+            if held.tiles:
+                digests[entry.key] = held.tiles
             entries.append(entry)
     return Catalog(
         root=root,

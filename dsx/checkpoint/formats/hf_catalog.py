@@ -1,0 +1,333 @@
+"""Hugging Face model folders as catalogs, and the names of Hugging Face's models and dsx's for one another.
+
+A parameter of dsx may be several Hugging Face tensors (Q, K and V; gate and up) or the transpose of one
+(GPT-2's Conv1D); its :class:`~dsx.spec.param.ParamSpec` says so. In a catalog that is only another start and
+other strides of the same bytes. So :func:`as_dsx` and :func:`as_hf` rename any catalog, of stock DeepSpeed's
+checkpoints of ``transformers`` models too, optimizer states included.
+
+safetensors: eight bytes with the length of a JSON header, the header, the tensors (its format's description).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry, Piece
+from dsx.checkpoint.pieces import contiguous, intersect
+from dsx.errors import CheckpointError
+from dsx.spec.param import ParamSpec
+
+FORMAT = "hf"
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+DTYPES: Mapping[str, str] = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""Torch's name of every dtype of safetensors that a catalog may have."""
+_LARGEST_HEADER = 100_000_000  # safetensors' own limit
+# As in dsx.checkpoint.formats.hf: buffers that older transformers stored, and prefixes that bare models lack.
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+_PREFIXES = ("transformer.", "model.")
+_DOWNLOAD = "download or export it again"
+
+
+def catalog_of(root: Path) -> Catalog:
+    """What a model folder's safetensors hold, under their own names.
+
+    Raises:
+        CheckpointError: No weights, or a file that is cut short, missing or no safetensors.
+    """
+    index, single = root / INDEX, root / SINGLE
+    told: dict[str, str] = {}
+    if index.is_file():
+        content = _json(index)
+        if not isinstance(content.get("weight_map"), dict):
+            raise CheckpointError(str(index), "it has no weight_map", _DOWNLOAD)
+        told = {str(name): str(file) for name, file in content["weight_map"].items()}
+    elif not single.is_file():
+        raise CheckpointError(
+            str(root), f"it has neither {SINGLE} nor {INDEX}", "name a Hugging Face model folder"
+        )
+    files = list(dict.fromkeys(told.values())) if told else [SINGLE]
+    found = {entry.name: entry for file in files for entry in _tensors(root, file)}
+    lost = next((name for name, file in told.items() if name not in found), None)
+    if lost is not None:
+        raise CheckpointError(f"{root / told[lost]}: tensor {lost}", "the file does not have it", _DOWNLOAD)
+    entries = tuple(found[name] for name in (told or found))
+    config = _json(root / CONFIG) if (root / CONFIG).is_file() else None
+    facts = {"hf_config": config} if config is not None else {}
+    return Catalog(root=root, format=FORMAT, entries=entries, facts=facts, links_allowed=True)
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Header of a safetensors file, and the byte at which its tensors begin.
+
+    Raises:
+        CheckpointError: It is none, or is cut short.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(_LARGEST_HEADER, path.stat().st_size - 8):
+                raise CheckpointError(str(path), "it is no safetensors file, or was cut short", _DOWNLOAD)
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise CheckpointError(
+            str(path), f"it cannot be read ({error.strerror or error})", _DOWNLOAD
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(str(path), f"its header is not JSON ({error})", _DOWNLOAD) from None
+    if not isinstance(header, dict):
+        raise CheckpointError(str(path), "its header is no JSON object", _DOWNLOAD)
+    return header, 8 + length
+
+
+def _tensors(root: Path, file: str) -> Iterator[Entry]:
+    if "/" in file or "\\" in file or file in ("", ".."):
+        raise CheckpointError(
+            f"{root / INDEX}: {file!r}", "it leads out of the model's folder", "do not trust this folder"
+        )
+    header, base = read_header(root / file)
+    size = (root / file).stat().st_size
+    for name, told in header.items():
+        if name == "__metadata__":
+            continue
+        where = f"{root / file}: tensor {name}"
+        try:
+            shape, dtype = tuple(map(int, told["shape"])), DTYPES[told["dtype"]]
+            start, stop = map(int, told["data_offsets"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(where, f"its description is unknown ({error!r})", _DOWNLOAD) from None
+        if min((*shape, start)) < 0 or stop - start != prod(shape) * ITEM_BYTES[dtype] or base + stop > size:
+            raise CheckpointError(
+                where, f"its bytes {start} to {stop} are not those of {dtype} {shape}", _DOWNLOAD
+            )
+        corner = (0,) * len(shape)
+        pieces = (Piece(file, base + start, corner, shape, contiguous(shape)),) if prod(shape) else ()
+        role: Literal["buffer", "trained"] = "buffer" if name.endswith(_BUFFERS) else "trained"
+        yield Entry(name=name, state="weight", shape=shape, dtype=dtype, pieces=pieces, role=role)
+
+
+def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
+    """The same checkpoint under dsx's names; one that has them already stays as it is.
+
+    Raises:
+        CheckpointError: It lacks a tensor of the model, has another, or one of another shape.
+    """
+    if {spec.name for spec in specs} <= {entry.name for entry in source.entries}:
+        return replace(source, specs=tuple(specs))
+    by_name: dict[str, dict[str, Entry]] = defaultdict(dict)
+    for entry in source.entries:
+        by_name[entry.name][entry.state] = entry
+    entries, homes = [], {}
+    for spec in specs:
+        found = [_stored_name(source, spec, name, by_name) for name in spec.hf]
+        homes.update(dict.fromkeys(found, spec.name))
+        for state in dict.fromkeys(state for name in found for state in by_name[name]):
+            lacking = next((name for name in found if state not in by_name[name]), None)
+            if lacking is not None:
+                raise CheckpointError(
+                    f"{source.root}: tensor {lacking}, {state}",
+                    f"it is missing, but the other parts of {spec.name} have it",
+                    "use a checkpoint of a model whose parts were trained together",
+                )
+            entries.append(_fused(source, spec, [by_name[name][state] for name in found]))
+    tied = {HEAD} if any(spec.tie is not None for spec in specs) else set()
+    unknown = sorted(by_name.keys() - homes.keys() - tied)
+    unknown = [name for name in unknown if not name.endswith(_BUFFERS) and _role(by_name[name]) != "buffer"]
+    if unknown:
+        raise CheckpointError(
+            f"{source.root}: tensor {unknown[0]}",
+            f"the model has no place for it (of {len(unknown)} such tensors)",
+            "use the config of the model that the checkpoint is of",
+        )
+    return replace(
+        source,
+        entries=tuple(entries),
+        specs=tuple(specs),
+        facts=_renamed(source.facts, lambda name: (homes[name],) if name in homes else (), str(source.root)),
+    )
+
+
+def as_hf(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
+    """The same checkpoint under Hugging Face's names; what is not the model's keeps its name."""
+    known = {spec.name: spec for spec in specs}
+    entries: list[Entry] = []
+    for entry in source.entries:
+        spec = known.get(entry.name)
+        entries += [entry] if spec is None else _parted(spec, entry)
+    return replace(
+        source,
+        entries=tuple(entries),
+        specs=(),
+        tile_elements=0,
+        tile_digests={},
+        facts=_renamed(
+            source.facts, lambda name: known[name].hf if name in known else (name,), str(source.root)
+        ),
+    )
+
+
+def model_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Hugging Face names in the order of the model's own parameters, which optimizers number them by.
+
+    In a Llama block ``transformers`` registers attention and MLP before the norms (modeling_llama.py,
+    ``LlamaDecoderLayer.__init__``); dsx has them in the order of computation, and fused biases after fused
+    weights, where Hugging Face has one module after another.
+    """
+    late = ("input_layernorm", "post_attention_layernorm")
+    layers: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in names:
+        parts = name.split(".")
+        layer = ".".join(parts[:3]) if parts[:2] == ["model", "layers"] else name.rpartition(".")[0]
+        layers[layer][name.rpartition(".")[0]].append(name)
+    found: list[str] = []
+    for modules in layers.values():
+        first = [module for module in modules if module.rpartition(".")[2] not in late]
+        last = sorted(
+            (module for module in modules if module not in first),
+            key=lambda module: late.index(module.rpartition(".")[2]),
+        )
+        found += [name for module in (*first, *last) for name in modules[module]]
+    return tuple(found)
+
+
+def _role(states: Mapping[str, Entry]) -> str:
+    return next(iter(states.values())).role
+
+
+def _stored_name(
+    source: Catalog, spec: ParamSpec, name: str, by_name: Mapping[str, Mapping[str, Entry]]
+) -> str:
+    bare = [name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)]
+    tied = [HEAD] if spec.tie is not None else []
+    found = next((one for one in (name, *bare, *tied) if one in by_name), None)
+    if found is None:
+        raise CheckpointError(
+            f"{source.root}: tensor {name}",
+            "it is missing",
+            "use the config of the model that the checkpoint is of, or complete the download",
+        )
+    return found
+
+
+def _part_starts(spec: ParamSpec) -> list[int]:
+    return [sum(spec.parts[:part]) for part in range(len(spec.parts))] if len(spec.hf) > 1 else [0]
+
+
+def _part_shape(spec: ParamSpec, part: int) -> tuple[int, ...]:
+    if len(spec.hf) == 1 or spec.split is None:
+        return spec.shape
+    return (*spec.shape[: spec.split], spec.parts[part], *spec.shape[spec.split + 1 :])
+
+
+def _fused(source: Catalog, spec: ParamSpec, parts: Sequence[Entry]) -> Entry:
+    """One parameter's state, of the Hugging Face tensors that it is made of."""
+    pieces: list[Piece] = []
+    for number, (entry, start) in enumerate(zip(parts, _part_starts(spec), strict=True)):
+        wanted = _part_shape(spec, number)
+        wanted = wanted[::-1] if spec.hf_transposed else wanted
+        if entry.shape != wanted or entry.dtype != parts[0].dtype:
+            raise CheckpointError(
+                f"{source.root}: {entry}",
+                f"it is {entry.dtype} {entry.shape}, the model needs {parts[0].dtype} {wanted}",
+                "use the config of the model that the checkpoint is of",
+            )
+        pieces += [_shifted(_turned(piece, spec), spec, start) for piece in entry.pieces]
+    return replace(parts[0], name=spec.name, shape=spec.shape, pieces=tuple(pieces), aliases=())
+
+
+def _parted(spec: ParamSpec, entry: Entry) -> Iterator[Entry]:
+    """The Hugging Face tensors of one parameter's state."""
+    for number, (name, start) in enumerate(zip(spec.hf, _part_starts(spec), strict=True)):
+        shape = _part_shape(spec, number)
+        box = tuple((0, extent) for extent in shape)
+        if len(spec.hf) > 1 and spec.split is not None:
+            dim = spec.split
+            box = (*box[:dim], (start, start + spec.parts[number]), *box[dim + 1 :])
+        inside = [_clipped(piece, box, entry.item_bytes) for piece in entry.pieces]
+        pieces = [_turned(_shifted(piece, spec, -start), spec) for piece in inside if piece is not None]
+        aliases = (HEAD,) if spec.tie is not None and name != HEAD else ()
+        yield replace(
+            entry,
+            name=name,
+            shape=shape[::-1] if spec.hf_transposed else shape,
+            pieces=tuple(pieces),
+            aliases=aliases,
+        )
+
+
+def _turned(piece: Piece, spec: ParamSpec) -> Piece:
+    if not spec.hf_transposed:
+        return piece
+    return replace(piece, start=piece.start[::-1], shape=piece.shape[::-1], strides=piece.strides[::-1])
+
+
+def _shifted(piece: Piece, spec: ParamSpec, by: int) -> Piece:
+    if not by or spec.split is None:
+        return piece
+    dim = spec.split
+    return replace(piece, start=(*piece.start[:dim], piece.start[dim] + by, *piece.start[dim + 1 :]))
+
+
+def _clipped(piece: Piece, box: tuple[tuple[int, int], ...], item_bytes: int) -> Piece | None:
+    """What a piece holds of a box."""
+    shared = intersect(piece.box, box)
+    if shared is None:
+        return None
+    start = tuple(low for low, _ in shared)
+    skipped = sum((low - at) * step for low, at, step in zip(start, piece.start, piece.strides, strict=True))
+    shape = tuple(high - low for low, high in shared)
+    return replace(piece, start=start, shape=shape, offset=piece.offset + skipped * item_bytes)
+
+
+def _renamed(
+    facts: Mapping[str, Any], names_of: Callable[[str], Sequence[str]], where: str
+) -> dict[str, Any]:
+    """Facts with the optimizer's groups under other names."""
+    groups = []
+    seen: dict[str, int] = {}
+    for place, group in enumerate(facts.get("param_groups") or ()):
+        names: dict[str, None] = {}
+        steps: dict[str, Any] = {}
+        for old in group["names"]:
+            for name in names_of(old):
+                names[name] = None
+                if seen.setdefault(name, place) != place:
+                    raise CheckpointError(
+                        f"{where}: tensor {name}",
+                        f"its parts are in optimizer groups {seen[name]} and {place}",
+                        "train the parts of a fused tensor with the same hyperparameters",
+                    )
+                if isinstance(group["step"], Mapping) and old in group["step"]:
+                    steps[name] = group["step"][old]
+        step = steps if isinstance(group["step"], Mapping) else group["step"]
+        groups.append({**group, "names": list(names), "step": step})
+    return {**facts, "param_groups": groups} if groups else dict(facts)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(str(path), f"not readable as JSON ({error})", _DOWNLOAD) from None
+    if not isinstance(content, dict):
+        raise CheckpointError(str(path), "not a JSON object", _DOWNLOAD)
+    return content

@@ -1,0 +1,215 @@
+"""Hugging Face folders as catalogs, and renaming, against transformers, safetensors and stock DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+import ranks
+from checkpoint.stock_checkpoints import read_entry
+from dsx.checkpoint.catalog import Catalog, check_files
+from dsx.checkpoint.copy_plan import plan
+from dsx.checkpoint.execute import Options, execute
+from dsx.checkpoint.formats import deepspeed, deepspeed_target, dsx_native, hf, hf_catalog, hf_target
+from dsx.checkpoint.formats.deepspeed_plan import StockLayout
+from dsx.checkpoint.layouts import Degrees, layout_like
+from dsx.errors import CheckpointError
+from dsx.plan.hf_config import model_spec
+from dsx.plan.params import param_specs
+
+TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
+CONFIGS = {
+    "llama": LlamaConfig(
+        vocab_size=67,
+        hidden_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        attention_bias=True,
+        **TOKENS,
+    ),
+    "llama-tied": LlamaConfig(
+        vocab_size=67,
+        hidden_size=24,
+        num_attention_heads=4,
+        intermediate_size=40,
+        num_hidden_layers=1,
+        tie_word_embeddings=True,
+        **TOKENS,
+    ),
+    "gpt2": GPT2Config(vocab_size=67, n_embd=24, n_head=4, n_layer=2, n_positions=32, **TOKENS),
+}
+NAMES = pytest.mark.parametrize("name", CONFIGS)
+
+
+def model_of(name: str) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    return model.eval()
+
+
+def specs_of(name: str) -> Any:
+    return param_specs(model_spec(json.loads(CONFIGS[name].to_json_string(use_diff=False))), pad_multiple=8)
+
+
+def run(source: Catalog, target: Any) -> Path:
+    return execute(source, target, plan(source, target.catalog), Options(workers=1)).target
+
+
+@NAMES
+@pytest.mark.parametrize("shard", ["5GB", "10KB"])
+def test_folder_of_transformers(name: str, shard: str, tmp_path: Path) -> None:
+    model_of(name).save_pretrained(tmp_path, max_shard_size=shard)
+    files = {path.name: load_file(path) for path in tmp_path.glob("*.safetensors")}
+    assert (len(files) > 1) == (shard == "10KB")
+    catalog = hf_catalog.catalog_of(tmp_path)
+    check_files(catalog)
+    expected = {key: tensor for tensors in files.values() for key, tensor in tensors.items()}
+    assert {entry.name for entry in catalog.entries} == expected.keys()
+    assert all(torch.equal(read_entry(catalog, entry), expected[entry.name]) for entry in catalog.entries)
+
+    specs = specs_of(name)
+    named = hf_catalog.as_dsx(catalog, specs)
+    assert hf_catalog.as_dsx(named, specs) == named
+    with hf.open_weights(tmp_path) as weights:
+        for spec in specs:
+            found = read_entry(named, named.by_key[spec.name, "weight"])
+            assert torch.equal(found, weights.read(spec)[: spec.shape[0]])
+    back = hf_catalog.as_hf(named, specs)
+    assert {entry.name for entry in back.entries} == expected.keys()
+    for entry in back.entries:
+        assert torch.equal(read_entry(back, entry), expected[entry.name])
+
+
+@NAMES
+@pytest.mark.parametrize(("precision", "shard_bytes"), [(None, 5 << 30), ("bf16", 9000)])
+def test_transformers_loads_what_is_written(
+    name: str, precision: str | None, shard_bytes: int, tmp_path: Path
+) -> None:
+    model = model_of(name)
+    model.save_pretrained(tmp_path / "a")
+    specs = specs_of(name)
+    source = hf_catalog.as_dsx(hf_catalog.catalog_of(tmp_path / "a"), specs)
+    layout = layout_like(source, Degrees.parse("dp=2,tp=2,zero=3"))
+    native = run(source, dsx_native.target_of(source, tmp_path / "b", layout))
+    source = hf_catalog.as_hf(dsx_native.catalog_of(native), specs)
+    config = hf.read_config(tmp_path / "a")
+    made = run(
+        source,
+        hf_target.target_of(source, tmp_path / "c", config, precision=precision, shard_bytes=shard_bytes),
+    )
+    assert (len(list(made.glob("*.safetensors"))) > 1) == (precision == "bf16")
+    loaded = AutoModelForCausalLM.from_pretrained(made)
+    wanted = torch.bfloat16 if precision else torch.float32
+    for (key, found), expected in zip(loaded.named_parameters(), model.parameters(), strict=True):
+        assert found.dtype == wanted
+        assert torch.equal(found, expected.to(wanted)), key
+
+
+@NAMES
+def test_order_of_the_models_parameters(name: str) -> None:
+    names = [hf_name for spec in specs_of(name) for hf_name in spec.hf]
+    assert list(hf_catalog.model_order(names)) == [key for key, _ in model_of(name).named_parameters()]
+
+
+def engine_of(name: str, zero: int) -> Any:
+    import deepspeed
+
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": zero},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+    }
+    engine, *_ = deepspeed.initialize(model=model_of(name), config=settings)
+    return engine
+
+
+def train(engine: Any, rank: int, first: int) -> list[float]:
+    losses = []
+    for step in range(first, first + 2):
+        tokens = torch.randint(67, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def begin(rank: int, world_size: int, name: str, zero: int, folder: Path) -> list[float]:
+    engine = engine_of(name, zero)
+    train(engine, rank, 0)
+    engine.save_checkpoint(str(folder))
+    return train(engine, rank, 2)
+
+
+def go_on(rank: int, world_size: int, name: str, zero: int, folder: Path) -> list[float]:
+    engine = engine_of(name, zero)
+    path, _ = engine.load_checkpoint(str(folder), tag="global_step2")
+    assert path is not None
+    return train(engine, rank, 2)
+
+
+@pytest.mark.parametrize(("name", "zero"), [("gpt2", 2), ("llama", 3), ("llama-tied", 1)])
+def test_a_stock_run_through_dsx_and_back(name: str, zero: int, tmp_path: Path) -> None:
+    """transformers under stock DeepSpeed -> dsx, tp 2, other ZeRO stage -> stock: bit-equal losses."""
+    expected = ranks.run(begin, 2, name, zero, tmp_path / "a")
+    specs = specs_of(name)
+    source = hf_catalog.as_dsx(deepspeed.catalog_of(tmp_path / "a" / "global_step2"), specs)
+    layout = layout_like(source, Degrees.parse("dp=1,tp=2,zero=1"))
+    native = run(source, dsx_native.target_of(source, tmp_path / "b", layout))
+    source = hf_catalog.as_hf(dsx_native.catalog_of(native), specs)
+    order = hf_catalog.model_order(name for spec in specs for name in spec.hf)
+    stock = StockLayout(dp=2, zero_stage=zero, groups=(order,), order=order)
+    run(source, deepspeed_target.target_of(source, tmp_path / "c" / "global_step2", stock))
+    assert ranks.run(go_on, 2, name, zero, tmp_path / "c") == expected
+
+
+def test_what_does_not_fit_the_model(tmp_path: Path) -> None:
+    model_of("llama").save_pretrained(tmp_path)
+    catalog, specs = hf_catalog.catalog_of(tmp_path), specs_of("llama")
+
+    def without(name: str) -> Catalog:
+        return replace(catalog, entries=tuple(e for e in catalog.entries if e.name != name))
+
+    with pytest.raises(
+        CheckpointError, match=r"tensor model.layers.1.self_attn.k_proj.weight: it is missing"
+    ):
+        hf_catalog.as_dsx(without("model.layers.1.self_attn.k_proj.weight"), specs)
+    with pytest.raises(CheckpointError, match=r"self_attn.o_proj.bias: the model has no place for it"):
+        hf_catalog.as_dsx(catalog, [spec for spec in specs if "attention.out.bias" not in spec.name])
+    wrong = [replace(s, shape=(25,)) if s.hf == ("model.norm.weight",) else s for s in specs]
+    with pytest.raises(CheckpointError, match=r"norm.weight, weight: it is float32 \(24,\), the model needs"):
+        hf_catalog.as_dsx(catalog, wrong)
+
+
+def test_damaged_folders(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="neither"):
+        hf_catalog.catalog_of(tmp_path)
+    model_of("gpt2").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    for length in (0, 7, 8, 100, len(data) - 1):
+        path.write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            hf_catalog.catalog_of(tmp_path)
+    path.write_bytes(data.replace(b'"dtype":"F32"', b'"dtype":"F33"', 1))
+    with pytest.raises(CheckpointError, match="its description is unknown"):
+        hf_catalog.catalog_of(tmp_path)
+    path.write_bytes(data)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../model.safetensors"}}))
+    with pytest.raises(CheckpointError, match="out of the model's folder"):
+        hf_catalog.catalog_of(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"other": "model.safetensors"}}))
+    with pytest.raises(CheckpointError, match="tensor other: the file does not have it"):
+        hf_catalog.catalog_of(tmp_path)
