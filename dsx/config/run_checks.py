@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dsx.config.batch import ACCUMULATION, Batch
@@ -56,6 +57,17 @@ def check_evaluation(facts: Facts) -> Iterator[ConfigError]:
         )
 
 
+def check_resume(facts: Facts) -> Iterator[ConfigError]:
+    """What is neither of the two words is a folder."""
+    resume = facts.dsx.train.resume
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        yield ConfigError(
+            at("dsx.train.resume", resume),
+            "there is no such folder",
+            'give the output folder of a run or one of its checkpoints, "auto" or "never"',
+        )
+
+
 def check_output(facts: Facts) -> Iterator[ConfigError]:
     """The only name in braces is the layout."""
     output = facts.dsx.train.output
@@ -95,6 +107,7 @@ CHECKS = (
     check_positions,
     check_evaluation,
     check_output,
+    check_resume,
     check_whole_matrix_optimizer,
     check_secondary_partition,
     check_zero,
