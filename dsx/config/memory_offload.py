@@ -50,6 +50,8 @@ def offload_of(
             "dsx has not learned what memory it takes",
             "remove it for the estimate",
         )
+    if zero.get("stage") in (1, 2):
+        _require_usual_reduction(zero)
     chosen = optimizer_of(optimizer, "cpu", declared_bytes)
     kernel = chosen.kind == "lion" and declared_bytes is None
     return Offload(
@@ -62,6 +64,17 @@ def offload_of(
         step_bytes=chosen.rule.step_bytes,
         unified=device == "cpu",
     )
+
+
+def _require_usual_reduction(zero: Mapping[str, Any]) -> None:
+    """At ZeRO-1 and 2 DeepSpeed itself reduces what goes to the host."""
+    for key in ("reduce_scatter", "use_multi_rank_bucket_allreduce"):
+        if zero.get(key, True) is False:
+            raise ConfigError(
+                at(f"zero_optimization.{key}", False),
+                "dsx has not learned what memory it takes with offload",
+                "remove it for the estimate",
+            )
 
 
 def _block(zero: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:

@@ -40,7 +40,6 @@ class Job:
         recompute: What blocks compute again.
         states: Precision, optimizer and ZeRO's sizes.
         device: Kind of device.
-        pad_multiple: Of each rank's vocabulary rows.
     """
 
     model: ModelSpec

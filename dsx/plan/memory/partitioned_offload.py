@@ -159,12 +159,8 @@ class PartitionedOffload(States):
 
     def _average(self) -> None:
         """average_tensor, allreduce_and_scatter: slices in a flat copy, unless there is but one."""
-        if self.separate and not self.sums:
-            source = f"{_FILE} _build_compact_grad_partition_buffer"
-            self.sums = [
-                self.new("gradients", "gradient partition", "4 P/N, padded", source, size, 4)
-                for size in self.sizes
-            ]
+        if any(self._mine(leaf) for leaf, _ in self.in_bucket):
+            self._sum_up()
         waiting: list[_Slice] = []
         for part in self._slices():
             waiting.append(part)
@@ -173,6 +169,15 @@ class PartitionedOffload(States):
                 waiting = []
         if waiting:
             self._reduce(waiting)
+
+    def _sum_up(self) -> None:
+        """The buffer of this rank's sums, made when the first of its gradients comes, or at the end."""
+        if self.separate and not self.sums:
+            source = f"{_FILE} _build_compact_grad_partition_buffer"
+            self.sums = [
+                self.new("gradients", "gradient partition", "4 P/N, padded", source, size, 4)
+                for size in self.sizes
+            ]
 
     def _slices(self) -> list[_Slice]:
         found: list[_Slice] = []
@@ -220,6 +225,7 @@ class PartitionedOffload(States):
     def _end(self) -> None:
         """The epilogue: the bucket goes, and whatever a parameter still has for a gradient."""
         self.flush()
+        self._sum_up()
         self.bucket = None
         self.lingering.clear()
 

@@ -118,14 +118,21 @@ class Stage3Offload(Stage3):
             return
         source, width = f"{_FILE} partition_grads", self.settings.accumulate
         before: Tensor | None = None
-        for leaf, _ in self.in_bucket:
+        # A gradient beside the bucket goes when its part has been added, in the order of the parameters; a
+        # single one that needed no copy holds the reduced part itself.
+        places = {leaf.name: place for place, leaf in enumerate(self.order)}
+        waiting = sorted(self.in_bucket, key=lambda item: places[item[0].name], reverse=True)
+        alone = None if held else waiting[0][1]
+        self.in_bucket.clear()
+        while waiting:
+            leaf, own = waiting.pop()
             if self.part(leaf) * self.dp_rank >= leaf.numel:
                 continue
             kind, formula = ("temporaries", "sum so far"), "P/N of a parameter"
             now = self.new(*kind, formula, source, self.part(leaf), width)
             before = now
-            del now
-        del before
+            del now, own
+        del before, alone
 
     def step(self) -> None:
         """The sums' squares by way of the device, the update on the host."""

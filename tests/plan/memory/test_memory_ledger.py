@@ -72,13 +72,34 @@ warnings.filterwarnings("ignore")
 import torch
 torch.set_num_threads(1)
 from dsx.config.resolve import resolve
-from dsx.runtime.paper.run import trace
+from dsx.runtime.paper import run
+made, initialize = [], run.initialize
+run.initialize = lambda **given: made.append(initialize(**given)) or made[-1]
 config, sets, rank, world = json.loads(sys.argv[1])
-peaks = trace(resolve(config, world_size=world, overrides=sets), rank)
-print(json.dumps({"steady": peaks.steady_bytes, "phases": peaks.phases}))
+peaks = run.trace(resolve(config, world_size=world, overrides=sets), rank)
+optimizer = made[0][0].deepspeed_engine.optimizer
+
+def size(*names):
+    found = [tensor for name in names for tensor in getattr(optimizer, name, ())]
+    return sum(tensor.numel() * tensor.element_size() for tensor in found)
+
+states = [t for state in optimizer.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+print(json.dumps({
+    "steady": peaks.steady_bytes,
+    "phases": peaks.phases,
+    "states": {
+        "parameters": size("bit16_groups_flat", "bf16_groups_flat", "fp16_groups_flat"),
+        "master weights": size("single_partition_of_fp32_groups", "fp32_groups_flat_partition",
+                               "fp32_groups_flat"),
+        "moments": sum(t.numel() * t.element_size() for t in states if t.device.type == "paper"),
+        "fp32 gradients": size("fp32_groups_gradients_flat"),
+    },
+}))
 sys.stdout.flush()
 os._exit(0)  # fake tensors outlive their mode
 """
+
+_STATES = ("parameters", "optimizer", "gradients")
 
 _SCALARS = 20 * 512
 """Losses' sums, norms and the like, 512 bytes each on a GPU, which the ledger leaves out."""
@@ -99,10 +120,16 @@ def test_estimate_is_what_the_engine_holds(name):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     traced = json.loads(done.stdout.splitlines()[-1])
-    found = estimate(job_of(resolve(CONFIG, world_size=world, overrides=sets)), rank)
+    job = job_of(resolve(CONFIG, world_size=world, overrides=sets))
+    found = estimate(job, rank)
     ours = {phase.name: phase.peak_bytes for phase in found.phases}
     assert ours == pytest.approx(traced["phases"], abs=_SCALARS)
     assert found.steady_bytes == pytest.approx(traced["steady"], abs=_SCALARS)
+    # DeepSpeed's tensors, padding included, to the byte.
+    exact = estimate(job, rank, rounding_bytes=1).phases[-1].lines
+    for what, size in traced["states"].items():
+        held = [n for label, n in exact if what in (label.category, label.name) and label.category in _STATES]
+        assert sum(held) == size, what
     # A phase's lines are all of it.
     for phase in found.phases:
         assert sum(size for _, size in phase.lines) == phase.peak_bytes

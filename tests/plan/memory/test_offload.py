@@ -41,6 +41,7 @@ def test_deepspeeds_lion_for_cpus_keeps_two_moments():
         ({"offload_param": {"device": "nvme"}}, "offload_param.device"),
         ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "super_offload"),
         ({"cpu_offload": True}, "cpu_offload"),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_scatter": False}, "reduce_scatter"),
     ],
 )
 def test_what_dsx_does_not_know_is_refused(zero, where):

@@ -44,7 +44,8 @@ def whole(job: Job, program: Program, ranks: int, chunks: int, micro_batches: in
     [
         ("1f1b", 3, 1, 11),
         ("zb_h1", 3, 1, 11),
-        ("interleaved", 2, 3, 19),
+        ("interleaved", 2, 3, 18),
+        ("interleaved", 3, 2, 21),
         ("interleaved", 3, 2, 20),
         ("interleaved_zb", 2, 2, 18),
         ("zbv", 3, 2, 20),
@@ -56,7 +57,7 @@ def test_as_much_as_the_whole_step(name, ranks, chunks, micro_batches, zero):
     run = resolve(config(name, ranks, chunks, micro_batches, zero), world_size=2 * ranks)
     short = job_of(run)
     full = whole(short, run.program, ranks, chunks, micro_batches)
-    assert (short.left_out == 0) == (name == "gpipe")
+    assert (short.left_out == 0) == (name == "gpipe" or (name == "interleaved" and micro_batches == 20))
     for rank in range(0, 2 * ranks, 2):
         for ours, truth in zip(estimate(short, rank).phases, estimate(full, rank).phases, strict=True):
             assert 0 <= ours.peak_bytes - truth.peak_bytes <= _LOSS_BYTES * short.left_out
@@ -65,7 +66,8 @@ def test_as_much_as_the_whole_step(name, ranks, chunks, micro_batches, zero):
 def test_numbers():
     """What is left of a step of 512 micro-batches."""
     assert enough_micro_batches(Program(name="1f1b"), 64, 512) == 66
-    assert enough_micro_batches(Program(name="interleaved"), 8, 515) == 35
+    assert enough_micro_batches(Program(name="interleaved"), 8, 512) == 24
+    assert enough_micro_batches(Program(name="interleaved"), 8, 515) == 515
     assert enough_micro_batches(Program(name="gpipe"), 8, 512) == 512
     assert enough_micro_batches(Program(name="zbv"), 8, 5) == 5
 
