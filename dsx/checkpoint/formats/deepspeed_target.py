@@ -7,7 +7,7 @@ that will load it: by default the order in which the source lists them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,35 +33,36 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
             that cannot be written.
     """
     plan = StockPlan.of(source, layout)
-    files = _Files(root)
+    files = Files(root)
     if layout.zero_stage == 0:
         _write_plain(plan, files)
     else:
         for rank in range(layout.dp):
             _write_optimizer(plan, files, rank)
         for rank in range(layout.dp if layout.zero_stage == 3 else 1):
-            _write_model(plan, files, rank)
+            write_model(plan, files, rank)
     catalog = Catalog(root=root, format=FORMAT, entries=files.entries(), facts=source.facts)
     return Target(
         catalog=catalog,
         skeletons=tuple(files.skeletons),
-        finish=_finish,
-        dropped=_dropped(source),
+        finish=no_manifest,
+        dropped=left_behind(source),
         is_tag=True,
     )
 
 
-def _finish(folder: Path, written: Written) -> None:
+def no_manifest(folder: Path, written: Written) -> None:
     """Nothing: DeepSpeed's folders have no manifest."""
 
 
-def _dropped(source: Catalog) -> tuple[str, ...]:
+def left_behind(source: Catalog) -> tuple[str, ...]:
+    """What these formats have no place for."""
     if source.facts.get("random_files"):
         return ("The ranks' random states stay behind: DeepSpeed's checkpoints have no place for them.",)
     return ()
 
 
-class _Files:
+class Files:
     """The files so far, and what lies where in them."""
 
     def __init__(self, root: Path) -> None:
@@ -70,7 +71,7 @@ class _Files:
         self._pieces: dict[tuple[str, str], list[Piece]] = {}
         self._blanks: dict[tuple[str, str], Entry] = {}
 
-    def add(self, name: str, content: Any, held: Sequence[_Share]) -> None:
+    def add(self, name: str, content: Any, held: Sequence[Share]) -> None:
         """A file, and what the holes in it are for."""
         self.skeletons.append(torch_skeleton(name, content))
         for share in held:
@@ -91,7 +92,7 @@ class _Files:
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class Share:
     """Elements ``start`` to ``stop`` of a flattened tensor at element ``offset`` of a hole."""
 
     entry: Entry
@@ -101,15 +102,16 @@ class _Share:
     offset: int
 
 
-def _whole(entry: Entry) -> _Share:
-    return _Share(entry, Hole(entry.dtype, entry.shape), 0, entry.numel, 0)
+def whole_share(entry: Entry) -> Share:
+    """A tensor that has a hole of its own."""
+    return Share(entry, Hole(entry.dtype, entry.shape), 0, entry.numel, 0)
 
 
-def _write_optimizer(plan: StockPlan, files: _Files, rank: int) -> None:
+def _write_optimizer(plan: StockPlan, files: Files, rank: int) -> None:
     zero = plan.zero()
     buffers = zero.buffers(rank)
     flat = _flat_stage3 if plan.layout.zero_stage == 3 else _flat_stages12
-    shares: list[_Share] = []
+    shares: list[Share] = []
     states: dict[int, dict[str, Any]] = {}
     masters: list[Hole] = []
     for at, buffer in enumerate(buffers):
@@ -118,14 +120,14 @@ def _write_optimizer(plan: StockPlan, files: _Files, rank: int) -> None:
         holes |= {state: Hole("float32", (buffer.numel,)) for state in plan.moments}
         for state, hole in holes.items():
             shares += [
-                _Share(plan.blanks[piece.name, state], hole, piece.start, piece.stop, piece.offset)
+                Share(plan.blanks[piece.name, state], hole, piece.start, piece.stop, piece.offset)
                 for piece in buffer.pieces
             ]
         masters.append(holes.pop("master"))
         step = next((plan.steps[buffer.group][name] for name in plan.groups[buffer.group]), None)
         states[at] = {**_step_state(plan, step), **holes}
     mine = [[at for at, buffer in enumerate(buffers) if buffer.group == g] for g in range(len(plan.groups))]
-    base = {"state": states, "param_groups": _param_groups(plan, mine)}
+    base = {"state": states, "param_groups": group_settings(plan, mine)}
     content = {
         "optimizer_state_dict": flat(plan, zero, rank, base, masters),
         "ds_config": plan.config(),
@@ -151,7 +153,7 @@ def _flat_stages12(
     """``DeepSpeedZeroOptimizer.state_dict``."""
     buffers = zero.buffers(rank)
     return {
-        **_scaler(plan),
+        **scaler(plan),
         "clip_grad": float(plan.config().get("gradient_clipping", 1.0)),
         "base_optimizer_state": base,
         "single_partition_of_fp32_groups": masters,
@@ -184,7 +186,7 @@ def _flat_stage3(
     """``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict``."""
     return {
         "zero_stage": _stage(plan),
-        **_scaler(plan),
+        **scaler(plan),
         "partition_count": zero.dp,
         "optimizer_state_dict": base,
         "fp32_flat_groups": masters,
@@ -198,18 +200,19 @@ def _alignment(zero: ZeroPlan, at: int) -> list[int]:
     return [-numel % zero.alignment for _, numel in order[:-1]] + [0] * bool(order)
 
 
-def _write_model(plan: StockPlan, files: _Files, rank: int) -> None:
+def write_model(plan: StockPlan, files: Files, rank: int, more: Mapping[str, Any] | None = None) -> None:
+    """The model file of a data-parallel rank, with further keys ``more``."""
     stage = plan.layout.zero_stage
     sharded = stage == 3
     frozen = [name for name in plan.modules if plan.blanks[name, "weight"].role == "frozen"]
-    shares: list[_Share] = []
+    shares: list[Share] = []
     module: dict[str, Hole] = {}
     for name in plan.modules:
         entry = plan.blanks[name, "weight"]
         if sharded and entry.role != "buffer":
             module[name] = Hole(entry.dtype, (0,))
         else:
-            share = _whole(entry)
+            share = whole_share(entry)
             module[name] = share.hole
             shares += [share] if rank == 0 else []
         module.update(dict.fromkeys(entry.aliases, module[name]))
@@ -220,7 +223,7 @@ def _write_model(plan: StockPlan, files: _Files, rank: int) -> None:
         start, stop = min(rank * size, entry.numel), min((rank + 1) * size, entry.numel)
         hole = Hole(entry.dtype, (size,) if sharded else entry.shape)
         parts[name] = hole if sharded else module[name]
-        shares += [_Share(entry, hole, start, stop, 0)] if sharded and start < stop else []
+        shares += [Share(entry, hole, start, stop, 0)] if sharded and start < stop else []
     content = _common(plan, Ordered(module)) | {
         "param_shapes": [
             Ordered({name: size_of(plan.shape(name)) for name in group}) for group in plan.flat_order()
@@ -234,25 +237,25 @@ def _write_model(plan: StockPlan, files: _Files, rank: int) -> None:
         "frozen_param_fragments": None if stage < 2 else Ordered(parts),
     }
     prefix = f"zero_pp_rank_{rank}_" if sharded else ""
-    files.add(f"{prefix}mp_rank_00_model_states.pt", content, shares)
+    files.add(f"{prefix}mp_rank_00_model_states.pt", content | dict(more or {}), shares)
 
 
-def _write_plain(plan: StockPlan, files: _Files) -> None:
+def _write_plain(plan: StockPlan, files: Files) -> None:
     """Without ZeRO: one file; in bf16 the form of FP16_UnfusedOptimizer."""
-    module = {name: _whole(plan.blanks[name, "weight"]) for name in plan.modules}
+    module = {name: whole_share(plan.blanks[name, "weight"]) for name in plan.modules}
     shares = list(module.values())
     names = [name for group in plan.groups for name in group]
     states: dict[int, dict[str, Any]] = {}
     for at, name in enumerate(names):
-        held = {state: _whole(plan.blanks[name, state]) for state in plan.moments}
+        held = {state: whole_share(plan.blanks[name, state]) for state in plan.moments}
         shares += held.values()
         step = next(steps[name] for steps in plan.steps if name in steps)
         states[at] = {**_step_state(plan, step), **{state: share.hole for state, share in held.items()}}
     ends = [sum(map(len, plan.groups[:at])) for at in range(len(plan.groups) + 1)]
     numbers = [list(range(ends[at], ends[at + 1])) for at in range(len(plan.groups))]
-    optimizer: dict[str, Any] = {"state": states, "param_groups": _param_groups(plan, numbers)}
+    optimizer: dict[str, Any] = {"state": states, "param_groups": group_settings(plan, numbers)}
     if plan.layout.precision == "bf16":
-        masters = [[_whole(plan.blanks[name, "master"]) for name in group] for group in plan.groups]
+        masters = [[whole_share(plan.blanks[name, "master"]) for name in group] for group in plan.groups]
         shares += [share for group in masters for share in group]
         optimizer = {
             "dynamic_loss_scale": False,
@@ -301,7 +304,8 @@ def _stage(plan: StockPlan) -> Any:
     return Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (plan.layout.zero_stage,))
 
 
-def _scaler(plan: StockPlan) -> dict[str, Any]:
+def scaler(plan: StockPlan) -> dict[str, Any]:
+    """The loss scaler's keys of an optimizer's file."""
     scale = float((plan.facts.get("loss_scale") or {}).get("scale") or 1.0)
     kind = "deepspeed.runtime.fp16.loss_scaler.LossScaler"
     scaler = Record(
@@ -310,7 +314,8 @@ def _scaler(plan: StockPlan) -> dict[str, Any]:
     return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
 
 
-def _param_groups(plan: StockPlan, numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+def group_settings(plan: StockPlan, numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """``param_groups``, each with the numbers of its parameters."""
     groups = []
     for at, settings in enumerate(plan.settings):
         step = next(iter(plan.steps[at].values()), None)
