@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Catalog
-from dsx.checkpoint.formats import deepspeed, dsx_manifest, dsx_native, hf_catalog
+from dsx.checkpoint.formats import deepspeed, dsx_manifest, dsx_native, hf_catalog, universal
 from dsx.checkpoint.formats.deepspeed_cut import Rules
 from dsx.checkpoint.formats.deepspeed_files import looks_stock
 from dsx.checkpoint.manifest import Manifest
@@ -44,6 +44,8 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None) -> Catalog:
     given = None if rules is None else Rules.read(rules)
     if manifest.exists() and dsx_manifest.read_json(manifest).get("format") == 1:
         return _format_1(folder, given)
+    if universal.looks_universal(folder):
+        return universal.catalog_of(folder)
     if not manifest.exists() and looks_stock(folder):
         return deepspeed.catalog_of(folder, given)
     if given is not None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import made
 from checkpoint import stock_checkpoints
 from checkpoint.stock_checkpoints import Stock
+from dsx.checkpoint.compare import compare
 from dsx.checkpoint.execute import Options
 from dsx.checkpoint.formats import dsx_native
 from dsx.checkpoint.layouts import Degrees, layout_like
@@ -104,11 +105,26 @@ def test_a_stock_run_goes_through_dsx_and_stock_deepspeed_goes_on_with_it(dsx, t
     assert all(torch.isfinite(torch.tensor(after[0])))
 
 
+def test_universal_and_back_keeps_every_state_and_fact(dsx, tmp_path):
+    path, _, _ = stock_checkpoints.save(Stock(zero=2, bf16=True), tmp_path / "stock")
+    code, _, err = dsx(path, tmp_path / "universal", "--to", "universal")
+    assert (code, err) == (0, "")
+    assert dsx(tmp_path / "universal", tmp_path / "dsx", "--to", "dp=3,zero=3")[0] == 0
+    assert dsx(tmp_path / "dsx", tmp_path / "back", "--to", "deepspeed")[0] == 0
+    stock, back = open_checkpoint(path), open_checkpoint(tmp_path / "back")
+    found = list(compare(stock, back))
+    assert len(found) > 40
+    assert all(one.equal for one in found)
+    assert back.facts["step"] == stock.facts["step"] == 3
+    assert back.facts["lr_scheduler"] == stock.facts["lr_scheduler"]
+    assert [g["lr"] for g in back.facts["param_groups"]] == [g["lr"] for g in stock.facts["param_groups"]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
         (["--to", "deepspeed", "--tensor", "2"], "data parallelism alone"),
-        (["--to", "universal"], "does not write that format"),
+        (["--to", "universal", "--zero", "0"], "DeepSpeed loads universal checkpoints with ZeRO alone"),
         (["--names", "hf"], "it is not known what model"),
         (["--to", "tp=2"], "does not say how tensor parallelism of degree 2 cuts"),
     ],
