@@ -1,8 +1,8 @@
 """Stock DeepSpeed checkpoints to be written: what ``engine.load_checkpoint`` of deepspeed 0.19.8 reads back.
 
-A plain engine (no pipeline, no tensor parallelism) at ZeRO 0 to 3, fp32 or bf16. DeepSpeed finds optimizer
-state by position alone, so the order of the parameters in each optimizer group must be that of the engine
-that will load it: by default the order in which the source lists them.
+A plain engine at ZeRO 0 to 3 or a PipelineModule at ZeRO 0 or 1, fp32 or bf16, without tensor parallelism.
+DeepSpeed finds optimizer state by position alone, so the order of the parameters in each optimizer group must
+be that of the engine that will load it: by default the order in which the source lists them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dsx.checkpoint.formats.torch_target import Call, Hole, Ordered, number, siz
 from dsx.checkpoint.formats.unpickle import Global, Record
 from dsx.checkpoint.pieces import contiguous, interval_boxes
 from dsx.checkpoint.target import Skeleton, Target, Written
+from dsx.errors import CheckpointError
 from dsx.spec.zero import Buffer, ZeroPlan
 
 VERSION = "0.19.8"
@@ -32,15 +33,20 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
         CheckpointError: The source has no optimizer state, or not the same of all trained tensors; a layout
             that cannot be written.
     """
-    plan = StockPlan.of(source, layout)
+    whole_plan = StockPlan.of(source, layout)
+    _check_pipeline(layout)
     files = Files(root)
-    if layout.zero_stage == 0:
-        _write_plain(plan, files)
-    else:
+    for plan in whole_plan.stages():
+        files.begin_stage(plan.modules)
+        if layout.zero_stage == 0:
+            _write_plain(plan, files)
+            continue
         for rank in range(layout.dp):
             _write_optimizer(plan, files, rank)
         for rank in range(layout.dp if layout.zero_stage == 3 else 1):
             write_model(plan, files, rank)
+    if layout.bounds:
+        _write_layers(whole_plan, files)
     catalog = Catalog(root=root, format=FORMAT, entries=files.entries(), facts=source.facts)
     return Target(
         catalog=catalog,
@@ -49,6 +55,15 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
         dropped=left_behind(source),
         is_tag=True,
     )
+
+
+def _check_pipeline(layout: StockLayout) -> None:
+    if layout.bounds and (layout.zero_stage > 1 or (layout.zero_stage == 0 and layout.precision != "fp32")):
+        raise CheckpointError(
+            f"zero = {layout.zero_stage}, precision = {layout.precision}, in a pipeline",
+            "DeepSpeed's PipelineEngine has no ZeRO 2 and 3, and at stage 0 in bf16 another optimizer",
+            "use ZeRO 1, or stage 0 in fp32",
+        )
 
 
 def no_manifest(folder: Path, written: Written) -> None:
@@ -70,6 +85,12 @@ class Files:
         self.skeletons: list[Skeleton] = []
         self._pieces: dict[tuple[str, str], list[Piece]] = {}
         self._blanks: dict[tuple[str, str], Entry] = {}
+        self._stages: dict[str, int] = {}
+
+    def begin_stage(self, names: Sequence[str]) -> None:
+        """What follows is of another pipeline stage, whose copies of earlier stages' tensors are replicas."""
+        for name in names:
+            self._stages[name] = self._stages.get(name, -1) + 1
 
     def add(self, name: str, content: Any, held: Sequence[Share]) -> None:
         """A file, and what the holes in it are for."""
@@ -84,7 +105,9 @@ class Files:
                 corner = tuple(low for low, _ in box)
                 flat = sum(at * step for at, step in zip(corner, strides, strict=True))
                 shape = tuple(high - low for low, high in box)
-                pieces.append(Piece(name, origin + flat * share.entry.item_bytes, corner, shape, strides))
+                offset = origin + flat * share.entry.item_bytes
+                replica = share.replica if share.replica is not None else self._stages.get(key[0], 0)
+                pieces.append(Piece(name, offset, corner, shape, strides, replica))
 
     def entries(self) -> tuple[Entry, ...]:
         """Every entry with its pieces."""
@@ -93,18 +116,22 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Elements ``start`` to ``stop`` of a flattened tensor at element ``offset`` of a hole."""
+    """Elements ``start`` to ``stop`` of a flattened tensor at element ``offset`` of a hole.
+
+    ``replica`` is the stage's by default.
+    """
 
     entry: Entry
     hole: Hole
     start: int
     stop: int
     offset: int
+    replica: int | None = None
 
 
-def whole_share(entry: Entry) -> Share:
+def whole_share(entry: Entry, replica: int | None = None) -> Share:
     """A tensor that has a hole of its own."""
-    return Share(entry, Hole(entry.dtype, entry.shape), 0, entry.numel, 0)
+    return Share(entry, Hole(entry.dtype, entry.shape), 0, entry.numel, 0, replica)
 
 
 def _write_optimizer(plan: StockPlan, files: Files, rank: int) -> None:
@@ -134,7 +161,7 @@ def _write_optimizer(plan: StockPlan, files: Files, rank: int) -> None:
         "ds_version": VERSION,
     }
     prefix = "bf16_" if plan.layout.precision == "bf16" else ""
-    files.add(f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", content, shares)
+    files.add(f"{prefix}zero_pp_rank_{rank}_mp_rank_{plan.stage:02d}_optim_states.pt", content, shares)
 
 
 def _tail(zero: ZeroPlan, buffer: Buffer, rank: int) -> int:
@@ -207,7 +234,7 @@ def write_model(plan: StockPlan, files: Files, rank: int, more: Mapping[str, Any
     frozen = [name for name in plan.modules if plan.blanks[name, "weight"].role == "frozen"]
     shares: list[Share] = []
     module: dict[str, Hole] = {}
-    for name in plan.modules:
+    for name in () if plan.layout.bounds else plan.modules:
         entry = plan.blanks[name, "weight"]
         if sharded and entry.role != "buffer":
             module[name] = Hole(entry.dtype, (0,))
@@ -232,17 +259,20 @@ def write_model(plan: StockPlan, files: Files, rank: int, more: Mapping[str, Any
         if stage < 2
         else Ordered({name: size_of(plan.shape(name)) for name in frozen}),
         "shared_params": {
-            alias: name for name in plan.modules for alias in plan.blanks[name, "weight"].aliases
+            alias: name
+            for name in (() if plan.layout.bounds else plan.modules)
+            for alias in plan.blanks[name, "weight"].aliases
         },
         "frozen_param_fragments": None if stage < 2 else Ordered(parts),
     }
     prefix = f"zero_pp_rank_{rank}_" if sharded else ""
-    files.add(f"{prefix}mp_rank_00_model_states.pt", content | dict(more or {}), shares)
+    files.add(f"{prefix}mp_rank_{plan.stage:02d}_model_states.pt", content | dict(more or {}), shares)
 
 
 def _write_plain(plan: StockPlan, files: Files) -> None:
     """Without ZeRO: one file; in bf16 the form of FP16_UnfusedOptimizer."""
-    module = {name: whole_share(plan.blanks[name, "weight"]) for name in plan.modules}
+    stored = () if plan.layout.bounds else plan.modules
+    module = {name: whole_share(plan.blanks[name, "weight"]) for name in stored}
     shares = list(module.values())
     names = [name for group in plan.groups for name in group]
     states: dict[int, dict[str, Any]] = {}
@@ -265,11 +295,31 @@ def _write_plain(plan: StockPlan, files: Files) -> None:
             "fp32_groups": [[share.hole for share in group] for group in masters],
         }
     weights = {name: share.hole for name, share in module.items()}
-    for name in plan.modules:
+    for name in stored:
         weights.update(dict.fromkeys(plan.blanks[name, "weight"].aliases, weights[name]))
     files.add(
-        "mp_rank_00_model_states.pt", _common(plan, Ordered(weights)) | {"optimizer": optimizer}, shares
+        f"mp_rank_{plan.stage:02d}_model_states.pt",
+        _common(plan, Ordered(weights)) | {"optimizer": optimizer},
+        shares,
     )
+
+
+def _write_layers(plan: StockPlan, files: Files) -> None:
+    """A PipelineModule's layers; of a tied module, every layer that saves it (module.py, save_state_dict)."""
+    tied = {layer: f"tied_modules.{key}." for key, layers in plan.layout.tied for layer in layers}
+    seen: dict[str, int] = {}
+    for layer in range(plan.layout.bounds[-1]):
+        prefix = tied.get(layer, f"{layer}.")
+        shares: dict[str, Share] = {}
+        for name in plan.modules:
+            entry, path = plan.blanks[name, "weight"], name.removeprefix(prefix)
+            saves = f"{layer}.{path}" in entry.aliases or (not entry.aliases and name not in seen)
+            if name.startswith(prefix) and (layer not in tied or saves):
+                shares[path] = whole_share(entry, seen.get(name, 0))
+                seen[name] = seen.get(name, 0) + 1
+        if shares:
+            content = Ordered({path: share.hole for path, share in shares.items()})
+            files.add(f"layer_{layer:02d}-model_states.pt", content, list(shares.values()))
 
 
 def _common(plan: StockPlan, module: Ordered) -> dict[str, Any]:
@@ -278,7 +328,7 @@ def _common(plan: StockPlan, module: Ordered) -> dict[str, Any]:
     scheduler = plan.facts.get("lr_scheduler")
     client = plain.decode(plan.facts.get("client_state", {}), "client_state")
     return {
-        "module": module,
+        "module": None if plan.layout.bounds else module,
         "buffer_names": [name for name in plan.modules if plan.blanks[name, "weight"].role == "buffer"],
         "optimizer": None,
         "param_shapes": None,
@@ -292,8 +342,8 @@ def _common(plan: StockPlan, module: Ordered) -> dict[str, Any]:
         "global_steps": int(plan.facts.get("step", 0)),
         "global_samples": int(counters.get("global_samples", 0)),
         "dp_world_size": plan.layout.dp,
-        "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "mp_world_size": plan.pp,
+        "checkpoint_parallel_dimensions": {"pp_degree": plan.pp, "tp_degree": 1},
         "ds_config": plan.config(),
         "ds_version": VERSION,
         **client,
