@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,9 @@ import torch
 
 from checkpoint import stock_checkpoints
 from checkpoint.stock_checkpoints import Stock
+from dsx.checkpoint.catalog import Catalog
 from dsx.checkpoint.formats.deepspeed import catalog_of
+from dsx.checkpoint.formats.deepspeed_cut import Rules
 from dsx.checkpoint.formats.deepspeed_order import assign, stage_names
 from dsx.errors import CheckpointError
 
@@ -145,9 +149,33 @@ def test_client_state_that_is_no_plain_data(saved: dict[int, Path], tmp_path: Pa
     for _ in range(40):
         bomb = [bomb, bomb]
     change(path, MODEL, lambda content: content.update(mine=torch.ones(3), bomb=bomb, more={"a": (1, 2)}))
+    change(path, MODEL, lambda content: content["module"].update({"norm._extra_state": None}))
     facts = catalog_of(path).facts
-    assert [line.split(":")[0] for line in facts["left_behind"]] == ["mine", "bomb"]
+    expected = ["module norm._extra_state", "mine", "bomb"]
+    assert [line.split(":")[0] for line in facts["left_behind"]] == expected
     assert facts["client_state"].keys() == {"note", "seen", "more"}
+
+
+def test_other_names(saved: dict[int, Path], tmp_path: Path) -> None:
+    """The names of another model; DeepSpeed's own tools cannot rename a pipeline's tensors."""
+    rules = tmp_path / "rules.json"
+
+    def read(names: dict[str, str]) -> Catalog:
+        rules.write_text(json.dumps({"names": names}))
+        return catalog_of(saved[1], Rules.read(rules))
+
+    plain = catalog_of(saved[1])
+    catalog = read({r"blocks\.(\d+)\.(.*)": r"\1.\2", "embedding.weight": "tied_modules.e.weight"})
+    names = [re.sub(r"^blocks\.", "", entry.name) for entry in plain.entries]
+    assert [entry.name for entry in catalog.entries] == [
+        "tied_modules.e.weight" if name == "embedding.weight" else name for name in names
+    ]
+    assert [entry.pieces for entry in catalog.entries] == [entry.pieces for entry in plain.entries]
+    assert catalog.facts["param_groups"][0]["names"][:2] == ["tied_modules.e.weight", "0.up.weight"]
+    with pytest.raises(CheckpointError, match=r"x: blocks.0.* and blocks.0.* would both be called so"):
+        read({r"blocks\.0.*": "x"})
+    with pytest.raises(CheckpointError, match="invalid group reference"):
+        read({"norm.bias": r"\3"})
 
 
 def test_names_of_numbered_states() -> None:
