@@ -136,8 +136,12 @@ def reshard(
         if as_json:
             typer.echo(json.dumps(outline, indent=2))
         return
-    with _bar(conversion.plan.write_bytes, hidden=as_json) as progress:
-        report = conversion.run(replace(options, progress=progress))
+    try:
+        with _bar(conversion.plan.write_bytes, hidden=as_json) as progress:
+            report = conversion.run(replace(options, progress=progress))
+    except KeyboardInterrupt:
+        typer.echo("dsx: interrupted; the same command goes on from here", err=True)
+        raise typer.Exit(130) from None
     facts_of_run = asdict(report) | {"target": str(report.target)}
     typer.echo(json.dumps(outline | {"report": facts_of_run}, indent=2) if as_json else _report_text(report))
 
