@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -250,11 +250,16 @@ def watched(folder: Path) -> Iterator[dict[str, int]]:
 
 def _taken(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_blocks * 512
-        except FileNotFoundError:  # it was renamed or removed since
+    try:
+        entries = list(os.scandir(folder))
+    except FileNotFoundError:  # it was renamed or removed since
+        return 0
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            total += _taken(Path(entry.path))
             continue
+        with suppress(FileNotFoundError):
+            total += entry.stat(follow_symlinks=False).st_blocks * 512
     return total
 
 

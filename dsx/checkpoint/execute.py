@@ -9,7 +9,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -20,7 +20,7 @@ from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Checksum, check_files, l
 from dsx.checkpoint.checksums import Crc32Parts, Part, crc32_joined, crc32_of_zeros, digest
 from dsx.checkpoint.copy_plan import CopyPlan
 from dsx.checkpoint.dtypes import convert
-from dsx.checkpoint.file_io import FilePool, blamed, write_box, write_from
+from dsx.checkpoint.file_io import FilePool, blamed, start_writeback, write_box, write_from
 from dsx.checkpoint.journal import Record
 from dsx.checkpoint.source import DamagedError, SourceReader, within
 from dsx.checkpoint.staging import RESUMES, Staging
@@ -31,8 +31,15 @@ from dsx.spec.param import Box
 DEFAULT_MEMORY_BYTES = 512 << 20
 _INTERPRETER_BYTES = 80 << 20  # Python, numpy and the plan's own objects
 _BATCHES = 48  # of work between two flushes: what a machine that goes down can cost is two of them
-_LEAST_BATCH_BYTES = 64 << 20
+_LEAST_BATCH_BYTES = 256 << 20
+_WORTH_STARTING_BYTES = 1 << 18
 Unit = tuple[int, int, Box]
+
+
+def default_workers() -> int:
+    """One thread per core that this process may use; at least two, so that one can wait for the disk."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(2, min(8, cores))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +55,7 @@ class Options:
     """
 
     memory_bytes: int = DEFAULT_MEMORY_BYTES
-    workers: int = 4
+    workers: int = field(default_factory=default_workers)
     restart: bool = False
     point_latest: bool = False
     progress: Callable[[int], None] = lambda _: None
@@ -241,6 +248,8 @@ class _Run:
             with blamed(path, str(job.target), "writing", RESUMES), self._writes.lend(piece.file) as file:
                 for start, stop, data in write_box(file, piece, box, values[within(box, tile)]):
                     regions.append((piece.file, start, stop, digest(data)))
+                    if stop - start >= _WORTH_STARTING_BYTES:
+                        start_writeback(file, start, stop)
                     if piece.file in self._crc32_files:
                         parts.append((piece.file, start, stop, zlib.crc32(data)))
         return {
@@ -274,11 +283,11 @@ class _Run:
         """Write the CRC32s that the target's files keep of their own members."""
         for skeleton in self._target.skeletons:
             path = self._staging.path_of(skeleton.file)
-            for field in skeleton.crc32_fields:
+            for place in skeleton.crc32_fields:
                 with blamed(path, "its CRC32", "writing", RESUMES), self._writes.lend(skeleton.file) as file:
-                    crc = self._crc32_of(skeleton.file, field)
-                    for place in field.places:
-                        write_from(file, memoryview(struct.pack("<I", crc)), place)
+                    crc = self._crc32_of(skeleton.file, place)
+                    for at in place.places:
+                        write_from(file, memoryview(struct.pack("<I", crc)), at)
 
     def _crc32_of(self, file: str, field: Crc32Field) -> int:
         """Of a member; what nothing was written to is zero."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -22,6 +24,7 @@ from dsx.errors import CheckpointError
 from dsx.spec.param import Box
 
 _OPEN_FILES = 128
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 
 class FilePool:
@@ -86,6 +89,22 @@ def write_from(descriptor: int, view: memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
         done += os.pwrite(descriptor, view[done:], offset + done)
+
+
+def start_writeback(descriptor: int, start: int, stop: int) -> None:
+    """Have the system begin to bring written bytes to the disk, without waiting for it.
+
+    So the disk works while the next tiles are copied, and the flush at the end has little left to do. Linux
+    alone has a call for it (sync_file_range(2)); elsewhere this does nothing.
+    """
+    call = _sync_file_range()
+    if call is not None:
+        call(descriptor, ctypes.c_int64(start), ctypes.c_int64(stop - start), _SYNC_FILE_RANGE_WRITE)
+
+
+@cache
+def _sync_file_range() -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
 def read_box(descriptor: int, piece: Piece, box: Box, out: Array) -> Iterator[tuple[int, int, memoryview]]:

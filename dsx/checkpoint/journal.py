@@ -45,7 +45,7 @@ class Journal:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._end = 0
         try:
-            self._lock()
+            _lock(self._descriptor, path)
             self.records = self._read({"journal": VERSION, **about})
         except BaseException:
             self.close()
@@ -78,16 +78,6 @@ class Journal:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise CheckpointError(
-                str(self._path.parent),
-                "another process is writing this checkpoint now",
-                "wait for it, or choose another target",
-            ) from None
 
     def _read(self, about: Record) -> tuple[Record, ...]:
         """The records that count; starts an empty file, and cuts off what does not count."""
@@ -126,6 +116,27 @@ class Journal:
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
         write_from(self._descriptor, memoryview(data), self._end)
         self._end += len(data)
+
+
+def require_free(path: Path) -> None:
+    """Raise CheckpointError if a process has the journal at ``path`` open."""
+    if path.is_file():
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _lock(descriptor, path)
+        finally:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise CheckpointError(
+            str(path.parent),
+            "another process is writing this checkpoint now",
+            "wait for it, or choose another target",
+        ) from None
 
 
 def _lines(data: bytes) -> Iterator[tuple[Record, int]]:

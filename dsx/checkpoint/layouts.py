@@ -85,13 +85,15 @@ def layout_like(source: Catalog, wanted: Degrees) -> Layout:
     tp = _or(wanted.tensor, mesh.get("tp", 1))
     pp = _or(wanted.pipeline, mesh.get("pp", 1))
     chunks = _or(wanted.chunks, source.facts.get("chunks", 1))
-    if not source.specs and tp > 1:
+    params = specs_of(source)
+    known = {spec.name for spec in source.specs}
+    unknown = [spec.name for spec in params if spec.name not in known]
+    if unknown and tp > 1:
         raise CheckpointError(
-            str(source.root),
-            f"it does not say how tensor parallelism of degree {tp} cuts its tensors",
+            f"{source.root}: tensor {unknown[0]}",
+            f"the checkpoint does not say how tensor parallelism of degree {tp} cuts it",
             "ask for tensor 1, or name a config of the model with --config",
         )
-    params = specs_of(source)
     return Layout(
         mesh=Mesh.of(pp=pp, dp=_or(wanted.data, mesh.get("dp", 1)), tp=tp),
         stages=_stages(source, params, pp, chunks),
@@ -109,6 +111,11 @@ def specs_of(source: Catalog) -> tuple[ParamSpec, ...]:
     names = {entry.name: entry for entry in reversed(source.entries)}
     rest = [_uncut(names[name]) for name in reversed(names) if name not in known]
     return (*source.specs, *rest)
+
+
+def is_guess(spec: ParamSpec) -> bool:
+    """Whether a spec only says that nothing is known, as :func:`specs_of` makes them."""
+    return spec.split is None and spec.hf == (spec.name,)
 
 
 def _uncut(entry: Entry) -> ParamSpec:

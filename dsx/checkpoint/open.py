@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Catalog
-from dsx.checkpoint.formats import deepspeed, dsx_manifest, dsx_native, hf_catalog
+from dsx.checkpoint.formats import dcp, deepspeed, dsx_manifest, dsx_native, hf_catalog, universal
 from dsx.checkpoint.formats.deepspeed_cut import Rules
 from dsx.checkpoint.formats.deepspeed_files import looks_stock
 from dsx.checkpoint.manifest import Manifest
@@ -17,8 +17,8 @@ from dsx.spec.model import ModelSpec
 from dsx.spec.param import Init, ParamSpec
 
 _KNOWN = (
-    "give the folder of a checkpoint of dsx or of DeepSpeed, a Hugging Face model folder with safetensors, "
-    "or the folder of checkpoints, which has a file latest"
+    "give the folder of a checkpoint of dsx, of DeepSpeed or of torch.distributed.checkpoint, a Hugging Face "
+    "model folder with safetensors, or the folder of checkpoints, which has a file latest"
 )
 
 
@@ -44,6 +44,8 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None) -> Catalog:
     given = None if rules is None else Rules.read(rules)
     if manifest.exists() and dsx_manifest.read_json(manifest).get("format") == 1:
         return _format_1(folder, given)
+    if universal.looks_universal(folder):
+        return universal.catalog_of(folder)
     if not manifest.exists() and looks_stock(folder):
         return deepspeed.catalog_of(folder, given)
     if given is not None:
@@ -52,6 +54,8 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None) -> Catalog:
         )
     if manifest.exists():
         return dsx_native.catalog_of(folder)
+    if dcp.looks_dcp(folder):
+        return dcp.catalog_of(folder)
     if any((folder / name).is_file() for name in (hf_catalog.SINGLE, hf_catalog.INDEX)):
         return hf_catalog.catalog_of(folder)
     raise CheckpointError(str(folder), "no file in it is one that dsx knows", _KNOWN)

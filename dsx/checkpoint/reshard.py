@@ -12,7 +12,7 @@ from typing import Any, Literal
 from dsx.checkpoint.catalog import Catalog, check_files
 from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import Options, Report, execute, worker_bytes
-from dsx.checkpoint.formats import deepspeed_target, dsx_native, hf_catalog, hf_target
+from dsx.checkpoint.formats import deepspeed_target, dsx_native, hf_catalog, hf_target, universal_target
 from dsx.checkpoint.formats.deepspeed_plan import StockLayout
 from dsx.checkpoint.layouts import Degrees, layout_like
 from dsx.checkpoint.staging import check_absent
@@ -169,11 +169,7 @@ def _target(source: Catalog, root: Path, wanted: Wanted) -> tuple[Target, dict[s
                 "give --hf-config FILE, or a config of the model with --config",
             )
         return hf_target.target_of(source, root, config, precision=wanted.precision), None
-    if wanted.format == "deepspeed":
-        return _stock(source, root, wanted)
-    raise CheckpointError(
-        f"--to {wanted.format}", "this version does not write that format", "write dsx, deepspeed or hf"
-    )
+    return _stock(source, root, wanted)
 
 
 def _layout(source: Catalog, wanted: Wanted) -> Layout:
@@ -184,26 +180,30 @@ def _layout(source: Catalog, wanted: Wanted) -> Layout:
 
 
 def _stock(source: Catalog, root: Path, wanted: Wanted) -> tuple[Target, dict[str, Any]]:
-    """A plain engine's checkpoint: data parallelism and ZeRO alone."""
+    """A checkpoint of DeepSpeed's plain engine, in its own format or its universal one."""
     degrees, mesh = wanted.degrees, source.facts.get("mesh") or {}
     if wanted.run is not None:
         raise CheckpointError(
-            "--config with --to deepspeed",
+            f"--config with --to {wanted.format}",
             "a stock engine has none of dsx's layouts",
             "say --data and --zero",
         )
     if (degrees.tensor or 1) * (degrees.pipeline or 1) * (degrees.chunks or 1) > 1:
         raise CheckpointError(
-            "--to deepspeed with tensor, pipeline or chunks above 1",
+            f"--to {wanted.format} with tensor, pipeline or chunks above 1",
             "dsx writes checkpoints of DeepSpeed's plain engine, which has data parallelism alone",
             "leave them out, or write dsx",
         )
+    told = int(source.facts.get("zero_stage", 0))
+    least = 1 if wanted.format == "universal" else 0
     layout = StockLayout(
         dp=degrees.data or mesh.get("dp", 1),
-        zero_stage=source.facts.get("zero_stage", 0) if degrees.zero is None else degrees.zero,
+        zero_stage=max(least, told) if degrees.zero is None else degrees.zero,
         precision=wanted.precision or str(source.facts.get("precision", "fp32")),
     )
     facts = {"pp": 1, "dp": layout.dp, "tp": 1, "chunks": 1, "zero_stage": layout.zero_stage}
+    if wanted.format == "universal":
+        return universal_target.target_of(source, root, layout), facts
     return deepspeed_target.target_of(source, root, layout), facts
 
 

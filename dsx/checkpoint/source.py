@@ -138,9 +138,9 @@ class SourceReader:
         """
         checked = 0
         for checksum in self._unread(entries):
-            name, path = checksum.file, self._catalog.root / checksum.file
-            with blamed(path, "its checksums", "reading", _USE_ANOTHER), self._files.lend(name) as file:
-                found = digest_of_file(file, checksum.start, checksum.stop)
+            where, path = checksum.file, self._catalog.root / checksum.file
+            with blamed(path, "its checksums", "reading", _USE_ANOTHER), self._files.lend(where) as opened:
+                found = digest_of_file(opened, checksum.start, checksum.stop)
             if found != checksum.digest:
                 raise _damaged(path, _tensors_in(self._catalog, checksum), checksum)
             checked += 1

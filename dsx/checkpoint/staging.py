@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from dsx.checkpoint import store
 from dsx.checkpoint.file_io import blamed, write_from
-from dsx.checkpoint.journal import Journal, Record
+from dsx.checkpoint.journal import Journal, Record, require_free
 from dsx.checkpoint.target import Skeleton, Target
 from dsx.errors import CheckpointError
 
@@ -48,6 +48,7 @@ class Staging:
         self.data = self.partial / _DATA
         check_absent(self.final)
         if restart:
+            require_free(self.partial / _JOURNAL)
             self.discard()
         self._check_leftover()
         store.require_space(self.final.absolute().parent, self._missing_bytes())

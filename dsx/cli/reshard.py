@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -81,7 +81,9 @@ def reshard(
         typer.Option(metavar="FILE", help="The config.json of a hf TARGET.", exists=True, dir_okay=False),
     ] = None,
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to take at most.")] = "512MiB",
-    workers: Annotated[int, typer.Option(min=1, help="Threads.")] = 4,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Threads.", show_default="one per core, 2 to 8")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, and check what can be checked.")
     ] = False,
@@ -101,7 +103,7 @@ def reshard(
 
     TARGET appears whole or not at all. After an interruption the same command goes on where it stopped.
     """
-    from dsx.checkpoint.execute import Options
+    from dsx.checkpoint.execute import Options, default_workers
     from dsx.checkpoint.layouts import Degrees
     from dsx.checkpoint.open import open_checkpoint
     from dsx.checkpoint.reshard import Wanted, prepare, read_config
@@ -120,7 +122,13 @@ def reshard(
         hf_config=None if hf_config is None else read_config(hf_config),
     )
     conversion = prepare(open_checkpoint(source, rules=rules), target, wanted)
-    options = Options(memory_bytes=parse_bytes(memory), workers=workers, restart=restart)
+    point = conversion.target.is_tag and not (target.absolute().parent / "latest").exists()
+    options = Options(
+        memory_bytes=parse_bytes(memory),
+        workers=workers or default_workers(),
+        restart=restart,
+        point_latest=point if latest is None else latest and conversion.target.is_tag,
+    )
     outline = conversion.outline(options)
     if not as_json:
         typer.echo(_outline_text(outline))
@@ -128,17 +136,12 @@ def reshard(
         if as_json:
             typer.echo(json.dumps(outline, indent=2))
         return
-    point = conversion.target.is_tag and not (target.absolute().parent / "latest").exists()
-    with _bar(conversion.plan.write_bytes, hidden=as_json) as progress:
-        report = conversion.run(
-            Options(
-                memory_bytes=options.memory_bytes,
-                workers=workers,
-                restart=restart,
-                point_latest=point if latest is None else latest and conversion.target.is_tag,
-                progress=progress,
-            )
-        )
+    try:
+        with _bar(conversion.plan.write_bytes, hidden=as_json) as progress:
+            report = conversion.run(replace(options, progress=progress))
+    except KeyboardInterrupt:
+        typer.echo("dsx: interrupted; the same command goes on from here", err=True)
+        raise typer.Exit(130) from None
     facts_of_run = asdict(report) | {"target": str(report.target)}
     typer.echo(json.dumps(outline | {"report": facts_of_run}, indent=2) if as_json else _report_text(report))
 

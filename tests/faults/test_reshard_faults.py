@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import random
@@ -277,6 +278,19 @@ def test_what_another_conversion_left_is_refused_and_restart_discards_it(saved, 
     assert not target.exists()
     assert other.run(Options(restart=True)).resumed_bytes == 0
     assert not Path(f"{target}.partial").exists()
+
+
+def test_restart_does_not_take_the_folder_from_a_conversion_that_runs(saved, tmp_path):
+    target = tmp_path / "out"
+    interrupted(saved, target)
+    journal = Path(f"{target}.partial") / "journal.jsonl"
+    with journal.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for restart in (False, True):
+            with pytest.raises(CheckpointError, match="another process is writing this checkpoint now"):
+                convert(open_checkpoint(saved), target, restart=restart)
+    assert journal.exists()
+    assert convert(open_checkpoint(saved), target).resumed_bytes > 0
 
 
 def test_a_folder_in_the_way_is_not_touched(saved, tmp_path):

@@ -23,6 +23,7 @@ from dsx.checkpoint.formats.deepspeed_files import StockFiles, open_stock
 from dsx.checkpoint.formats.deepspeed_flat import Fragment, OptimizerState, sharded_state
 from dsx.checkpoint.formats.deepspeed_module import Module, modules_of
 from dsx.checkpoint.formats.deepspeed_plain import plain_states
+from dsx.checkpoint.formats.hf_catalog import with_names
 from dsx.checkpoint.pieces import contiguous
 from dsx.errors import CheckpointError
 
@@ -53,7 +54,7 @@ def catalog_of(root: Path, rules: Rules | None = None, *, tp: int | None = None)
         states = plain_states(files, modules, rules)
     names = _Names.of(files, modules, states)
     entries = tuple(_entries(files, names, rules))
-    return Catalog(
+    catalog = Catalog(
         root=root,
         format=FORMAT,
         entries=entries,
@@ -61,6 +62,7 @@ def catalog_of(root: Path, rules: Rules | None = None, *, tp: int | None = None)
         specs=tuple(spec for spec in rules.specs.values() if spec.name in {entry.name for entry in entries}),
         checksums=tuple(checksum for file in files.all for checksum in file.checksums),
     )
+    return with_names(catalog, rules.names, rules.source) if rules.names else catalog
 
 
 def _merged(rules: Rules | None, files: StockFiles) -> Rules:

@@ -1,4 +1,4 @@
-"""How tensor parallelism cut the tensors of a stock checkpoint: read from what says so, never guessed.
+r"""How tensor parallelism cut the tensors of a stock checkpoint: read from what says so, never guessed.
 
 In this order: the user's rules, dsx's own manifest, DeepSpeed's ``universal_checkpoint_info`` (its geometric
 ``affine_map``, then its categories of names). A tensor that none of them describes is an error. DeepSpeed's
@@ -8,12 +8,15 @@ A rules file is JSON::
 
     {"tensors": {"regex": "replicate", "regex": "average", "regex": {"split": 0},
                  "regex": {"split": 0, "parts": [64, 32, 32]}, "regex": {"split": 0, "extent": 50257}},
-     "groups": [["regex", ...], ...]}
+     "groups": [["regex", ...], ...],
+     "names": {"(\\d+)\\.up\\.weight": "blocks.\\1.up.weight"}}
 
 A regular expression has to match the whole name; the first that does counts. ``parts`` are the fused blocks
 of the whole tensor along the split dim, each cut on its own; ``extent`` is the true extent without padding;
 ``average`` says that the ranks' copies are meant to be equal but may have drifted (dsx takes them only if
 they have not). ``groups`` names each optimizer group's tensors, for checkpoints without ZeRO.
+``names`` gives tensors other names (as :func:`re.sub` does), those of another model: a pipeline's are
+``<layer>.<path>``.
 """
 
 from __future__ import annotations
@@ -87,6 +90,7 @@ class Rules:
         groups: Per optimizer group, regular expressions of its tensors.
         specs: Of dsx's manifest, by name.
         maps: Of DeepSpeed's affine maps: (regular expression, map).
+        names: (regular expression, new name), the first that matches counts.
         source: Where they were read, for messages.
     """
 
@@ -94,6 +98,7 @@ class Rules:
     groups: tuple[tuple[str, ...], ...] = ()
     specs: Mapping[str, ParamSpec] = field(default_factory=dict)
     maps: tuple[tuple[str, Any], ...] = ()
+    names: tuple[tuple[str, str], ...] = ()
     source: str = "the rules"
 
     @classmethod
@@ -103,10 +108,13 @@ class Rules:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(str(path), f"it cannot be read as JSON ({error})", _SEE_DOC) from None
-        if not isinstance(content, dict) or content.keys() - {"tensors", "groups"}:
-            raise CheckpointError(str(path), 'its keys are not "tensors" and "groups"', _SEE_DOC)
+        if not isinstance(content, dict) or content.keys() - {"tensors", "groups", "names"}:
+            raise CheckpointError(str(path), 'its keys are not "tensors", "groups" and "names"', _SEE_DOC)
         tensors, groups = content.get("tensors", {}), content.get("groups", [])
-        patterns = [*tensors, *(pattern for group in groups for pattern in group)]
+        names = content.get("names", {})
+        if not (isinstance(tensors, dict) and _is_texts(names) and _is_lists(groups)):
+            raise CheckpointError(str(path), "a key's value is of the wrong type", _SEE_DOC)
+        patterns = [*tensors, *names, *(pattern for group in groups for pattern in group)]
         for pattern in patterns:
             try:
                 re.compile(pattern)
@@ -117,7 +125,9 @@ class Rules:
         for pattern, rule in tensors.items():
             if not _is_rule(rule):
                 raise CheckpointError(f"{path}: {pattern}", f"no rule: {json.dumps(rule)}", _SEE_DOC)
-        return cls(tuple(tensors.items()), tuple(map(tuple, groups)), source=str(path))
+        return cls(
+            tuple(tensors.items()), tuple(map(tuple, groups)), names=tuple(names.items()), source=str(path)
+        )
 
     def cut(self, name: str, shapes: Sequence[Shape], where: str) -> Cut:
         """The cut of a tensor whose parts have ``shapes`` on the tensor-parallel ranks.
@@ -148,7 +158,10 @@ class Rules:
         )
 
 
-_SEE_DOC = 'write {"tensors": {"regex": "replicate" or "average" or {"split": dim, "parts": [...]}}}'
+_SEE_DOC = (
+    'write {"tensors": {"regex": "replicate" or "average" or {"split": dim, "parts": [...]}}, '
+    '"groups": [["regex"]], "names": {"regex": "new name"}}, any of them'
+)
 
 
 def rules_of(info: Any, where: str) -> Rules:
@@ -185,6 +198,16 @@ def _sub_params(state: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(blocks, int):  # that many equal ones
         return {"split": dim, "equal_parts": blocks}
     return {"split": dim, "parts": [int(extent) for extent in blocks]}
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
+
+
+def _is_lists(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(group, list) and all(isinstance(one, str) for one in group) for group in value
+    )
 
 
 def _is_rule(rule: Any) -> bool:

@@ -46,7 +46,7 @@ def facts_of(
         canonical: Canonical name of every tensor's other names.
     """
     file, first = files.models[0, 0], files.first
-    left: list[str] = []
+    left = _unused(first)
     config = first.get("ds_config") or {}
     client = {
         str(key): value
@@ -69,6 +69,15 @@ def facts_of(
         "left_behind": left,
     }
     return {key: value for key, value in facts.items() if value not in (None, [])}
+
+
+def _unused(first: Mapping[str, Any]) -> list[str]:
+    """What is neither a tensor nor a fact."""
+    module = first.get("module")
+    extra = module.items() if isinstance(module, dict) else ()
+    left = [f"module {name}: it is no tensor" for name, value in extra if not isinstance(value, TensorRef)]
+    samplers = [key for key in ("data_sampler", "random_ltd") if first.get(key) is not None]
+    return [*left, *(f"{key}: of no use to dsx" for key in samplers)]
 
 
 def readable(value: Any, file: TorchFile) -> Any:

@@ -67,12 +67,13 @@ def looks_stock(root: Path) -> bool:
     return root.is_dir() and any(_MODEL.fullmatch(path.name) for path in root.iterdir())
 
 
-def open_stock(root: Path, tp: int | None = None) -> StockFiles:
+def open_stock(root: Path, tp: int | None = None, *, universal: bool = False) -> StockFiles:
     """Read the structure of every file of a stock checkpoint.
 
     Args:
         root: The folder of one tag.
         tp: Tensor-parallel degree, where it is known from elsewhere.
+        universal: It is of the universal format, which has neither optimizers' nor layers' files.
 
     Raises:
         CheckpointError: No such checkpoint, a file missing or unreadable, or one that dsx cannot use: of
@@ -106,7 +107,7 @@ def open_stock(root: Path, tp: int | None = None) -> StockFiles:
         dp=int(first.get("dp_world_size") or max((rank for _, rank in optimizers), default=0) + 1),
         zero_stage=_zero_stage(first, optimizers, models),
     )
-    _check_complete(files)
+    _check_complete(files, universal=universal)
     return files
 
 
@@ -163,11 +164,11 @@ def _zero_stage(first: Mapping[str, Any], optimizers: Mapping[Any, TorchFile], m
     return int(bool(settings))
 
 
-def _check_complete(files: StockFiles) -> None:
+def _check_complete(files: StockFiles, *, universal: bool) -> None:
     copies = files.dp if files.zero_stage == 3 else 1
     ranks = range(files.pp * files.tp)
     _require(files.root, files.models, [(mp, dp) for mp in ranks for dp in range(copies)], "model_states")
-    if files.zero_stage or files.optimizers:
+    if (files.zero_stage or files.optimizers) and not universal:
         every = [(mp, dp) for mp in ranks for dp in range(files.dp)]
         _require(files.root, files.optimizers, every, "optim_states")
     numbers = {layer for layer, _ in files.layers}

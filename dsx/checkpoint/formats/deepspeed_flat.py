@@ -267,6 +267,12 @@ def _per_group(
     if number >= len(first.flats):
         raise CheckpointError(str(first.file.path), f"it lacks optimizer group {number}", _USE_ANOTHER)
     gaps = first.alignment[number] if number < len(first.alignment) else [0] * len(shapes)
+    if len(gaps) != len(shapes):
+        raise CheckpointError(
+            f"{first.file.path}: optimizer group {number}",
+            f"it has {len(gaps)} parameters, {len(shapes)} by param_shapes",
+            "use the files of one save",
+        )
     size = first.flats[number].numel + (first.paddings[number] if first.unpadded else 0)
     spans, end = [], 0
     for (name, shape), gap in zip(shapes.items(), gaps, strict=True):

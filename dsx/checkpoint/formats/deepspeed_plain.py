@@ -41,7 +41,8 @@ def plain_states(files: StockFiles, modules: Mapping[int, Module], rules: Rules)
         groups = [saved[rank].groups for rank in mine]
         named: Sequence[Sequence[Sequence[str]] | None]
         if files.layers:
-            named = stage_names(modules[tensor].order, groups, str(files.root), rules.groups)
+            prints = [_prints(files.models[rank, 0], saved[rank]) for rank in mine]
+            named = stage_names(modules[tensor].order, groups, str(files.root), rules.groups, prints)
         else:
             named = [
                 assign(modules[rank].order, saved[rank].groups, str(files.models[rank, 0].path), rules.groups)
@@ -66,6 +67,20 @@ class _Saved:
     param_groups: Sequence[Mapping[str, Any]]
     masters: Sequence[Sequence[TensorRef]]
     groups: Sequence[Sequence[tuple[int, ...] | None]]
+
+
+def _prints(file: TorchFile, saved: _Saved) -> list[list[Any]]:
+    """For every parameter the CRC32s of its states, where the file has them."""
+    found = []
+    for settings in saved.param_groups:
+        states = [saved.state.get(number, {}) for number in settings["params"]]
+        refs = [
+            [ref for key, ref in state.items() if isinstance(ref, TensorRef) and ref.shape]
+            for state in states
+        ]
+        sums = [[file.storages[ref.storage].crc32 for ref in one] for one in refs]
+        found.append([tuple(one) if one and None not in one else None for one in sums])
+    return found
 
 
 def _state(file: TorchFile, saved: _Saved, names: Sequence[Sequence[str]]) -> OptimizerState:

@@ -29,6 +29,8 @@ class StockLayout:
         alignment: As in :class:`dsx.spec.zero.ZeroPlan`.
         round_robin: As in :class:`dsx.spec.zero.ZeroPlan`.
         fused_step: Step counts as numbers in the groups, as DeepSpeed's FusedAdam keeps them.
+        bounds: Of a PipelineModule: first layer of every stage, then the number of layers; else empty.
+        tied: Of a PipelineModule: (key, layers that use it) of every TiedLayerSpec.
     """
 
     dp: int
@@ -40,6 +42,8 @@ class StockLayout:
     alignment: int = 1
     round_robin: bool = False
     fused_step: bool = False
+    bounds: tuple[int, ...] = ()
+    tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,7 @@ class StockPlan:
         settings: Hyperparameters of each group.
         steps: Step count of each name, by group; None where the optimizer keeps none.
         moments: States of the optimizer beside the master.
+        stage: Pipeline stage that the names are those of.
     """
 
     layout: StockLayout
@@ -65,6 +70,7 @@ class StockPlan:
     settings: Sequence[Mapping[str, Any]]
     steps: Sequence[Mapping[str, float | None]]
     moments: Sequence[str]
+    stage: int = 0
 
     @classmethod
     def of(cls, source: Catalog, layout: StockLayout) -> StockPlan:
@@ -126,6 +132,52 @@ class StockPlan:
         saved = plain.decode(self.facts.get("deepspeed_config", {}), "deepspeed_config")
         zero = {**saved.get("zero_optimization", {}), "stage": self.layout.zero_stage}
         return {**saved, "bf16": {"enabled": self.layout.precision == "bf16"}, "zero_optimization": zero}
+
+    @property
+    def pp(self) -> int:
+        """Pipeline stages."""
+        return max(1, len(self.layout.bounds) - 1)
+
+    def stages(self) -> tuple[StockPlan, ...]:
+        """The same of every pipeline stage: first its tied modules, then its layers, as PipelineModule.
+
+        Raises:
+            CheckpointError: A tensor is of no layer, or a tied module of which the layers are not given; a
+                stage that has nothing of an optimizer group.
+        """
+        if not self.layout.bounds:
+            return (self,)
+        tied = dict(self.layout.tied)
+        for name in self.modules:
+            layer, _, rest = name.partition(".")
+            if not (layer.isdecimal() and int(layer) < self.layout.bounds[-1]) and not (
+                layer == "tied_modules" and rest.partition(".")[0] in tied
+            ):
+                raise CheckpointError(
+                    f"tensor {name}",
+                    f"it is of none of the pipeline's {self.layout.bounds[-1]} layers and of no tied module "
+                    f"of {sorted(tied)}",
+                    "name the layers of the pipeline that will load it, and its tied modules",
+                )
+        return tuple(self._of_stage(stage) for stage in range(self.pp))
+
+    def _of_stage(self, stage: int) -> StockPlan:
+        low, high = self.layout.bounds[stage], self.layout.bounds[stage + 1]
+        shared = sorted(
+            (min(at for at in layers if low <= at < high), key)
+            for key, layers in self.layout.tied
+            if any(low <= at < high for at in layers)
+        )
+        prefixes = [f"tied_modules.{key}." for _, key in shared] + [f"{layer}." for layer in range(low, high)]
+        mine = [name for prefix in prefixes for name in self.modules if name.startswith(prefix)]
+        groups = [[name for name in mine if name in set(group)] for group in self.groups]
+        if not all(groups) and self.layout.zero_stage:
+            raise CheckpointError(
+                f"stage {stage} of the pipeline, layers {low} to {high - 1}",
+                f"it has no tensor of optimizer group {groups.index([])}, with which DeepSpeed's ZeRO fails",
+                "use fewer stages, or ZeRO stage 0",
+            )
+        return replace(self, modules=mine, groups=groups, stage=stage)
 
     def flat_order(self) -> list[list[str]]:
         """``param_shapes``: names in flat order, per group or (stage 3) per sub-group."""

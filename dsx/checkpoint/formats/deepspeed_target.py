@@ -1,13 +1,13 @@
 """Stock DeepSpeed checkpoints to be written: what ``engine.load_checkpoint`` of deepspeed 0.19.8 reads back.
 
-A plain engine (no pipeline, no tensor parallelism) at ZeRO 0 to 3, fp32 or bf16. DeepSpeed finds optimizer
-state by position alone, so the order of the parameters in each optimizer group must be that of the engine
-that will load it: by default the order in which the source lists them.
+A plain engine at ZeRO 0 to 3 or a PipelineModule at ZeRO 0 or 1, fp32 or bf16, without tensor parallelism.
+DeepSpeed finds optimizer state by position alone, so the order of the parameters in each optimizer group must
+be that of the engine that will load it: by default the order in which the source lists them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from dsx.checkpoint.formats.torch_target import Call, Hole, Ordered, number, siz
 from dsx.checkpoint.formats.unpickle import Global, Record
 from dsx.checkpoint.pieces import contiguous, interval_boxes
 from dsx.checkpoint.target import Skeleton, Target, Written
+from dsx.errors import CheckpointError
 from dsx.spec.zero import Buffer, ZeroPlan
 
 VERSION = "0.19.8"
@@ -32,36 +33,51 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
         CheckpointError: The source has no optimizer state, or not the same of all trained tensors; a layout
             that cannot be written.
     """
-    plan = StockPlan.of(source, layout)
-    files = _Files(root)
-    if layout.zero_stage == 0:
-        _write_plain(plan, files)
-    else:
+    whole_plan = StockPlan.of(source, layout)
+    _check_pipeline(layout)
+    files = Files(root)
+    for plan in whole_plan.stages():
+        files.begin_stage(plan.modules)
+        if layout.zero_stage == 0:
+            _write_plain(plan, files)
+            continue
         for rank in range(layout.dp):
             _write_optimizer(plan, files, rank)
         for rank in range(layout.dp if layout.zero_stage == 3 else 1):
-            _write_model(plan, files, rank)
+            write_model(plan, files, rank)
+    if layout.bounds:
+        _write_layers(whole_plan, files)
     catalog = Catalog(root=root, format=FORMAT, entries=files.entries(), facts=source.facts)
     return Target(
         catalog=catalog,
         skeletons=tuple(files.skeletons),
-        finish=_finish,
-        dropped=_dropped(source),
+        finish=no_manifest,
+        dropped=left_behind(source),
         is_tag=True,
     )
 
 
-def _finish(folder: Path, written: Written) -> None:
+def _check_pipeline(layout: StockLayout) -> None:
+    if layout.bounds and (layout.zero_stage > 1 or (layout.zero_stage == 0 and layout.precision != "fp32")):
+        raise CheckpointError(
+            f"zero = {layout.zero_stage}, precision = {layout.precision}, in a pipeline",
+            "DeepSpeed's PipelineEngine has no ZeRO 2 and 3, and at stage 0 in bf16 another optimizer",
+            "use ZeRO 1, or stage 0 in fp32",
+        )
+
+
+def no_manifest(folder: Path, written: Written) -> None:
     """Nothing: DeepSpeed's folders have no manifest."""
 
 
-def _dropped(source: Catalog) -> tuple[str, ...]:
+def left_behind(source: Catalog) -> tuple[str, ...]:
+    """What these formats have no place for."""
     if source.facts.get("random_files"):
         return ("The ranks' random states stay behind: DeepSpeed's checkpoints have no place for them.",)
     return ()
 
 
-class _Files:
+class Files:
     """The files so far, and what lies where in them."""
 
     def __init__(self, root: Path) -> None:
@@ -69,8 +85,14 @@ class _Files:
         self.skeletons: list[Skeleton] = []
         self._pieces: dict[tuple[str, str], list[Piece]] = {}
         self._blanks: dict[tuple[str, str], Entry] = {}
+        self._stages: dict[str, int] = {}
 
-    def add(self, name: str, content: Any, held: Sequence[_Share]) -> None:
+    def begin_stage(self, names: Sequence[str]) -> None:
+        """What follows is of another pipeline stage, whose copies of earlier stages' tensors are replicas."""
+        for name in names:
+            self._stages[name] = self._stages.get(name, -1) + 1
+
+    def add(self, name: str, content: Any, held: Sequence[Share]) -> None:
         """A file, and what the holes in it are for."""
         self.skeletons.append(torch_skeleton(name, content))
         for share in held:
@@ -83,7 +105,9 @@ class _Files:
                 corner = tuple(low for low, _ in box)
                 flat = sum(at * step for at, step in zip(corner, strides, strict=True))
                 shape = tuple(high - low for low, high in box)
-                pieces.append(Piece(name, origin + flat * share.entry.item_bytes, corner, shape, strides))
+                offset = origin + flat * share.entry.item_bytes
+                replica = share.replica if share.replica is not None else self._stages.get(key[0], 0)
+                pieces.append(Piece(name, offset, corner, shape, strides, replica))
 
     def entries(self) -> tuple[Entry, ...]:
         """Every entry with its pieces."""
@@ -91,25 +115,30 @@ class _Files:
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """Elements ``start`` to ``stop`` of a flattened tensor at element ``offset`` of a hole."""
+class Share:
+    """Elements ``start`` to ``stop`` of a flattened tensor at element ``offset`` of a hole.
+
+    ``replica`` is the stage's by default.
+    """
 
     entry: Entry
     hole: Hole
     start: int
     stop: int
     offset: int
+    replica: int | None = None
 
 
-def _whole(entry: Entry) -> _Share:
-    return _Share(entry, Hole(entry.dtype, entry.shape), 0, entry.numel, 0)
+def whole_share(entry: Entry, replica: int | None = None) -> Share:
+    """A tensor that has a hole of its own."""
+    return Share(entry, Hole(entry.dtype, entry.shape), 0, entry.numel, 0, replica)
 
 
-def _write_optimizer(plan: StockPlan, files: _Files, rank: int) -> None:
+def _write_optimizer(plan: StockPlan, files: Files, rank: int) -> None:
     zero = plan.zero()
     buffers = zero.buffers(rank)
     flat = _flat_stage3 if plan.layout.zero_stage == 3 else _flat_stages12
-    shares: list[_Share] = []
+    shares: list[Share] = []
     states: dict[int, dict[str, Any]] = {}
     masters: list[Hole] = []
     for at, buffer in enumerate(buffers):
@@ -118,21 +147,21 @@ def _write_optimizer(plan: StockPlan, files: _Files, rank: int) -> None:
         holes |= {state: Hole("float32", (buffer.numel,)) for state in plan.moments}
         for state, hole in holes.items():
             shares += [
-                _Share(plan.blanks[piece.name, state], hole, piece.start, piece.stop, piece.offset)
+                Share(plan.blanks[piece.name, state], hole, piece.start, piece.stop, piece.offset)
                 for piece in buffer.pieces
             ]
         masters.append(holes.pop("master"))
         step = next((plan.steps[buffer.group][name] for name in plan.groups[buffer.group]), None)
         states[at] = {**_step_state(plan, step), **holes}
     mine = [[at for at, buffer in enumerate(buffers) if buffer.group == g] for g in range(len(plan.groups))]
-    base = {"state": states, "param_groups": _param_groups(plan, mine)}
+    base = {"state": states, "param_groups": group_settings(plan, mine)}
     content = {
         "optimizer_state_dict": flat(plan, zero, rank, base, masters),
         "ds_config": plan.config(),
         "ds_version": VERSION,
     }
     prefix = "bf16_" if plan.layout.precision == "bf16" else ""
-    files.add(f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", content, shares)
+    files.add(f"{prefix}zero_pp_rank_{rank}_mp_rank_{plan.stage:02d}_optim_states.pt", content, shares)
 
 
 def _tail(zero: ZeroPlan, buffer: Buffer, rank: int) -> int:
@@ -151,7 +180,7 @@ def _flat_stages12(
     """``DeepSpeedZeroOptimizer.state_dict``."""
     buffers = zero.buffers(rank)
     return {
-        **_scaler(plan),
+        **scaler(plan),
         "clip_grad": float(plan.config().get("gradient_clipping", 1.0)),
         "base_optimizer_state": base,
         "single_partition_of_fp32_groups": masters,
@@ -184,7 +213,7 @@ def _flat_stage3(
     """``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict``."""
     return {
         "zero_stage": _stage(plan),
-        **_scaler(plan),
+        **scaler(plan),
         "partition_count": zero.dp,
         "optimizer_state_dict": base,
         "fp32_flat_groups": masters,
@@ -198,18 +227,19 @@ def _alignment(zero: ZeroPlan, at: int) -> list[int]:
     return [-numel % zero.alignment for _, numel in order[:-1]] + [0] * bool(order)
 
 
-def _write_model(plan: StockPlan, files: _Files, rank: int) -> None:
+def write_model(plan: StockPlan, files: Files, rank: int, more: Mapping[str, Any] | None = None) -> None:
+    """The model file of a data-parallel rank, with further keys ``more``."""
     stage = plan.layout.zero_stage
     sharded = stage == 3
     frozen = [name for name in plan.modules if plan.blanks[name, "weight"].role == "frozen"]
-    shares: list[_Share] = []
+    shares: list[Share] = []
     module: dict[str, Hole] = {}
-    for name in plan.modules:
+    for name in () if plan.layout.bounds else plan.modules:
         entry = plan.blanks[name, "weight"]
         if sharded and entry.role != "buffer":
             module[name] = Hole(entry.dtype, (0,))
         else:
-            share = _whole(entry)
+            share = whole_share(entry)
             module[name] = share.hole
             shares += [share] if rank == 0 else []
         module.update(dict.fromkeys(entry.aliases, module[name]))
@@ -220,7 +250,7 @@ def _write_model(plan: StockPlan, files: _Files, rank: int) -> None:
         start, stop = min(rank * size, entry.numel), min((rank + 1) * size, entry.numel)
         hole = Hole(entry.dtype, (size,) if sharded else entry.shape)
         parts[name] = hole if sharded else module[name]
-        shares += [_Share(entry, hole, start, stop, 0)] if sharded and start < stop else []
+        shares += [Share(entry, hole, start, stop, 0)] if sharded and start < stop else []
     content = _common(plan, Ordered(module)) | {
         "param_shapes": [
             Ordered({name: size_of(plan.shape(name)) for name in group}) for group in plan.flat_order()
@@ -229,30 +259,33 @@ def _write_model(plan: StockPlan, files: _Files, rank: int) -> None:
         if stage < 2
         else Ordered({name: size_of(plan.shape(name)) for name in frozen}),
         "shared_params": {
-            alias: name for name in plan.modules for alias in plan.blanks[name, "weight"].aliases
+            alias: name
+            for name in (() if plan.layout.bounds else plan.modules)
+            for alias in plan.blanks[name, "weight"].aliases
         },
         "frozen_param_fragments": None if stage < 2 else Ordered(parts),
     }
     prefix = f"zero_pp_rank_{rank}_" if sharded else ""
-    files.add(f"{prefix}mp_rank_00_model_states.pt", content, shares)
+    files.add(f"{prefix}mp_rank_{plan.stage:02d}_model_states.pt", content | dict(more or {}), shares)
 
 
-def _write_plain(plan: StockPlan, files: _Files) -> None:
+def _write_plain(plan: StockPlan, files: Files) -> None:
     """Without ZeRO: one file; in bf16 the form of FP16_UnfusedOptimizer."""
-    module = {name: _whole(plan.blanks[name, "weight"]) for name in plan.modules}
+    stored = () if plan.layout.bounds else plan.modules
+    module = {name: whole_share(plan.blanks[name, "weight"]) for name in stored}
     shares = list(module.values())
     names = [name for group in plan.groups for name in group]
     states: dict[int, dict[str, Any]] = {}
     for at, name in enumerate(names):
-        held = {state: _whole(plan.blanks[name, state]) for state in plan.moments}
+        held = {state: whole_share(plan.blanks[name, state]) for state in plan.moments}
         shares += held.values()
         step = next(steps[name] for steps in plan.steps if name in steps)
         states[at] = {**_step_state(plan, step), **{state: share.hole for state, share in held.items()}}
     ends = [sum(map(len, plan.groups[:at])) for at in range(len(plan.groups) + 1)]
     numbers = [list(range(ends[at], ends[at + 1])) for at in range(len(plan.groups))]
-    optimizer: dict[str, Any] = {"state": states, "param_groups": _param_groups(plan, numbers)}
+    optimizer: dict[str, Any] = {"state": states, "param_groups": group_settings(plan, numbers)}
     if plan.layout.precision == "bf16":
-        masters = [[_whole(plan.blanks[name, "master"]) for name in group] for group in plan.groups]
+        masters = [[whole_share(plan.blanks[name, "master"]) for name in group] for group in plan.groups]
         shares += [share for group in masters for share in group]
         optimizer = {
             "dynamic_loss_scale": False,
@@ -262,11 +295,31 @@ def _write_plain(plan: StockPlan, files: _Files) -> None:
             "fp32_groups": [[share.hole for share in group] for group in masters],
         }
     weights = {name: share.hole for name, share in module.items()}
-    for name in plan.modules:
+    for name in stored:
         weights.update(dict.fromkeys(plan.blanks[name, "weight"].aliases, weights[name]))
     files.add(
-        "mp_rank_00_model_states.pt", _common(plan, Ordered(weights)) | {"optimizer": optimizer}, shares
+        f"mp_rank_{plan.stage:02d}_model_states.pt",
+        _common(plan, Ordered(weights)) | {"optimizer": optimizer},
+        shares,
     )
+
+
+def _write_layers(plan: StockPlan, files: Files) -> None:
+    """A PipelineModule's layers; of a tied module, every layer that saves it (module.py, save_state_dict)."""
+    tied = {layer: f"tied_modules.{key}." for key, layers in plan.layout.tied for layer in layers}
+    seen: dict[str, int] = {}
+    for layer in range(plan.layout.bounds[-1]):
+        prefix = tied.get(layer, f"{layer}.")
+        shares: dict[str, Share] = {}
+        for name in plan.modules:
+            entry, path = plan.blanks[name, "weight"], name.removeprefix(prefix)
+            saves = f"{layer}.{path}" in entry.aliases or (not entry.aliases and name not in seen)
+            if name.startswith(prefix) and (layer not in tied or saves):
+                shares[path] = whole_share(entry, seen.get(name, 0))
+                seen[name] = seen.get(name, 0) + 1
+        if shares:
+            content = Ordered({path: share.hole for path, share in shares.items()})
+            files.add(f"layer_{layer:02d}-model_states.pt", content, list(shares.values()))
 
 
 def _common(plan: StockPlan, module: Ordered) -> dict[str, Any]:
@@ -275,7 +328,7 @@ def _common(plan: StockPlan, module: Ordered) -> dict[str, Any]:
     scheduler = plan.facts.get("lr_scheduler")
     client = plain.decode(plan.facts.get("client_state", {}), "client_state")
     return {
-        "module": module,
+        "module": None if plan.layout.bounds else module,
         "buffer_names": [name for name in plan.modules if plan.blanks[name, "weight"].role == "buffer"],
         "optimizer": None,
         "param_shapes": None,
@@ -289,8 +342,8 @@ def _common(plan: StockPlan, module: Ordered) -> dict[str, Any]:
         "global_steps": int(plan.facts.get("step", 0)),
         "global_samples": int(counters.get("global_samples", 0)),
         "dp_world_size": plan.layout.dp,
-        "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "mp_world_size": plan.pp,
+        "checkpoint_parallel_dimensions": {"pp_degree": plan.pp, "tp_degree": 1},
         "ds_config": plan.config(),
         "ds_version": VERSION,
         **client,
@@ -301,7 +354,8 @@ def _stage(plan: StockPlan) -> Any:
     return Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (plan.layout.zero_stage,))
 
 
-def _scaler(plan: StockPlan) -> dict[str, Any]:
+def scaler(plan: StockPlan) -> dict[str, Any]:
+    """The loss scaler's keys of an optimizer's file."""
     scale = float((plan.facts.get("loss_scale") or {}).get("scale") or 1.0)
     kind = "deepspeed.runtime.fp16.loss_scaler.LossScaler"
     scaler = Record(
@@ -310,7 +364,8 @@ def _scaler(plan: StockPlan) -> dict[str, Any]:
     return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
 
 
-def _param_groups(plan: StockPlan, numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+def group_settings(plan: StockPlan, numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """``param_groups``, each with the numbers of its parameters."""
     groups = []
     for at, settings in enumerate(plan.settings):
         step = next(iter(plan.steps[at].values()), None)

@@ -28,6 +28,7 @@ from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece, locate
 from dsx.checkpoint.checksums import digest
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS
 from dsx.checkpoint.formats.dsx_manifest import FORMAT_NAME, read_manifest, write_manifest
+from dsx.checkpoint.layouts import is_guess
 from dsx.checkpoint.pieces import Part, local_parts
 from dsx.checkpoint.shares import Share, shares
 from dsx.checkpoint.target import Skeleton, Target, Written
@@ -99,7 +100,7 @@ def target_of(
             replace(entry, pieces=tuple(pieces[entry.key])) for states in wanted.values() for entry in states
         ),
         facts=_facts(source, layout, wanted) | dict(facts or {}),
-        specs=layout.params,
+        specs=tuple(spec for spec in layout.params if not is_guess(spec)),
         tile_elements=source.tile_elements or TILE_ELEMENTS,
     )
     headers = tuple(

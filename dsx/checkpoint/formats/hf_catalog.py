@@ -11,6 +11,7 @@ safetensors: eight bytes with the length of a JSON header, the header, the tenso
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -183,6 +184,43 @@ def as_hf(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
             source.facts, lambda name: known[name].hf if name in known else (name,), str(source.root)
         ),
     )
+
+
+def with_names(source: Catalog, patterns: Sequence[tuple[str, str]], where: str) -> Catalog:
+    """The same checkpoint under names that the user gives.
+
+    Args:
+        source: The checkpoint.
+        patterns: (regular expression that matches the whole name, new name), the first that matches counts.
+        where: Who says so, for messages.
+
+    Raises:
+        CheckpointError: Two tensors would have one name, or a new name refers to no group of its expression.
+    """
+
+    def new_name(name: str) -> str:
+        for pattern, new in patterns:
+            match = re.fullmatch(pattern, name)
+            if match is not None:
+                try:
+                    return match.expand(new)
+                except (re.error, IndexError) as error:
+                    raise CheckpointError(f"{where}: {new}", str(error), "correct the new name") from None
+        return name
+
+    homes: dict[str, str] = {}
+    for name in dict.fromkeys(entry.name for entry in source.entries):
+        other = homes.setdefault(new_name(name), name)
+        if other != name:
+            raise CheckpointError(
+                f"{where}: {new_name(name)}", f"{other} and {name} would both be called so", "keep them apart"
+            )
+    entries = tuple(
+        replace(entry, name=new_name(entry.name), aliases=tuple(map(new_name, entry.aliases)))
+        for entry in source.entries
+    )
+    facts = _renamed(source.facts, lambda name: (new_name(name),), str(source.root))
+    return replace(source, entries=entries, facts=facts, specs=(), tile_elements=0, tile_digests={})
 
 
 def model_order(names: Iterable[str]) -> tuple[str, ...]:

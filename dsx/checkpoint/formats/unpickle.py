@@ -308,6 +308,16 @@ _RECORDS = (
     "numpy.core.multiarray.scalar",
     "numpy._core.multiarray.scalar",
     "torch.device",
+    # The index of torch.distributed.checkpoint.
+    "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    *(
+        f"torch.distributed.checkpoint.metadata.{name}"
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+            *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
+        )
+    ),
 )
 _BUILDERS: Mapping[str, _Builder] = {
     "torch._utils._rebuild_tensor": _tensor,
@@ -378,7 +388,7 @@ _STEPS: Mapping[str, Callable[[_Machine, Any], Any]] = {
 def _key(value: Any) -> Any:
     """A key of a dict or element of a set: flat, because Python hashes deep tuples without a guard."""
     parts = value if isinstance(value, tuple) else (value,)
-    if not all(isinstance(part, str | int | float | bytes | Global | None) for part in parts):
+    if not all(isinstance(part, str | int | float | bytes | Global | Record | None) for part in parts):
         raise TypeError(f"a key of type {type(value).__name__}")
     return value
 

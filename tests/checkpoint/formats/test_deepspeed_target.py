@@ -29,13 +29,21 @@ SAME = [
     Stock(zero=2, bf16=True, dp=1),
     Stock(zero=3, zero_keys=SUB_GROUPS, dp=3),
     Stock(zero=3, bf16=True),
+    Stock(zero=1, pp=2),
+    Stock(zero=1, pp=2, bf16=True, dp=1),
 ]
 OTHER = [
     (Stock(zero=1), Stock(zero=3, dp=3, zero_keys=SUB_GROUPS)),
     (Stock(zero=3, dp=3, bf16=True), Stock(zero=1)),
     (Stock(zero=0), Stock(zero=2, bf16=True, dp=3)),
     (Stock(zero=2, optimizer="SGD", dp=1), Stock(zero=0, optimizer="SGD")),
+    (Stock(zero=1, pp=2, dp=1, groups=False), Stock(zero=1, pp=4, dp=1, bf16=True, groups=False)),
+    (Stock(zero=1, pp=2, dp=2), Stock(zero=0, pp=1, dp=2)),
 ]
+
+
+# DeepSpeed's uniform cut of five layers (runtime/utils.py, partition_uniform).
+BOUNDS = {0: (), 1: (0, 5), 2: (0, 3, 5), 4: (0, 2, 3, 4, 5)}
 
 
 def layout_of(stock: Stock) -> StockLayout:
@@ -47,6 +55,8 @@ def layout_of(stock: Stock) -> StockLayout:
         sub_group_size=keys.get("sub_group_size", 1_000_000_000),
         alignment=(16 // (2 if stock.bf16 else 4)) if keys.get("parameter_alignment") else 1,
         round_robin=keys.get("round_robin_gradients", False),
+        bounds=BOUNDS[stock.pp],
+        tied=(("embed", (0, 4)),) if stock.pp else (),
     )
 
 
@@ -66,6 +76,8 @@ def check_states(before: Live, after: Live, *, weights: bool) -> None:
             continue
         wanted = after.states[state]
         for name, tensor in tensors.items():
+            if name not in after.states["weight"]:
+                continue  # on another stage
             if state == "master" and not wanted:  # an fp32 engine without ZeRO
                 wanted = after.states["weight"]
             assert torch.equal(wanted[name].to(tensor.dtype), tensor), (state, name)
@@ -90,7 +102,7 @@ def test_another_layout_holds_the_same_state(old: Stock, new: Stock, tmp_path: P
     after, losses = stock_checkpoints.resume(new, made)
     check_states(before[0], after[0], weights=False)
     assert (after[0].steps, after[0].scheduler) == (before[0].steps, before[0].scheduler)
-    if (old.dp, old.bf16) == (new.dp, new.bf16):
+    if (old.dp, old.bf16, old.pp) == (new.dp, new.bf16, new.pp):
         assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-6)
 
 
@@ -119,3 +131,21 @@ def test_without_optimizer(tmp_path: Path) -> None:
     groups = (("norm.bias", "norm.weigth"),)
     with pytest.raises(CheckpointError, match=r"tensor norm.weigth: the checkpoint does not have it"):
         target_of(source, tmp_path / "b", StockLayout(dp=1, zero_stage=1, groups=groups))
+
+
+def test_pipelines_that_deepspeed_does_not_have(tmp_path: Path) -> None:
+    path, *_ = stock_checkpoints.save(Stock(zero=1, pp=1, dp=1), tmp_path)
+    source = catalog_of(path)
+    good = StockLayout(dp=1, zero_stage=1, bounds=(0, 3, 5), tied=(("embed", (0, 4)),))
+    for change, problem in [
+        ({"zero_stage": 2}, "zero = 2, precision = fp32, in a pipeline"),
+        ({"zero_stage": 0, "precision": "bf16"}, "zero = 0, precision = bf16, in a pipeline"),
+        ({"bounds": (0, 3)}, r"tensor 3.weight: it is of none of the pipeline's 3 layers"),
+        ({"tied": ()}, r"tensor tied_modules.embed.weight: it is of none"),
+        (
+            {"bounds": (0, 3, 4, 5)},
+            "stage 1 of .* layers 3 to 3: it has no tensor of optimizer group 0",
+        ),
+    ]:
+        with pytest.raises(CheckpointError, match=problem):
+            target_of(source, tmp_path / "b", replace(good, **change))

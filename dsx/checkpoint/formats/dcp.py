@@ -1,0 +1,309 @@
+"""torch.distributed.checkpoint (DCP) folders, as a catalog: what FSDP runs and torchtitan save.
+
+``.metadata`` is a pickled index: for every tensor its shape and the boxes of it that lie somewhere, for every
+box a file, an offset and a length; there lies a whole file of ``torch.save`` with that box. The index and the
+files' structure are read as inert data, never executed.
+
+Names, by the path in the saved state dict: ``(..., "state", NAME, STATE)`` is a state of the optimizer, as
+``torch.distributed.checkpoint.state_dict`` lays them out, flattened or not; every other tensor is a weight,
+under its path without a leading ``model``. Checked with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from dsx.checkpoint import plain
+from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Checksum, Entry, Piece, locate
+from dsx.checkpoint.formats.unpickle import TensorRef, unpickle
+from dsx.errors import CheckpointError
+
+FORMAT = "dcp"
+INDEX = ".metadata"
+_MODELS = {"model", "module", "state_dict", "model_state_dict", "app"}
+_OPTIMIZERS = {"optim", "optimizer", "optimizers", "optimizer_state_dict"}
+_USE_ANOTHER = "use another checkpoint"
+_FORMATS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
+
+
+def looks_dcp(root: Path) -> bool:
+    """Whether a folder has DCP's index."""
+    return (root / INDEX).is_file()
+
+
+def catalog_of(root: Path) -> Catalog:
+    """What a DCP checkpoint holds.
+
+    Raises:
+        CheckpointError: The index or a file is missing, damaged, or names something to be imported that
+            checkpoints do not need; tensors that are stored in a way that dsx does not read.
+    """
+    index = _Index.read(root)
+    found = _Found()
+    for name, about in index.tensors.items():
+        _take(root, index, name, about, found)
+    groups: dict[int, dict[str, Any]] = defaultdict(dict)
+    client: dict[str, Any] = {}
+    for name, item in index.objects.items():
+        _take_object(root, index.paths[name], item, groups, client)
+    return Catalog(
+        root=root,
+        format=FORMAT,
+        entries=_with_roles(found.entries),
+        facts=_facts(found, [groups[at] for at in sorted(groups)], client),
+        checksums=tuple(found.checksums),
+    )
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was gathered from the files so far."""
+
+    entries: list[Entry] = field(default_factory=list)
+    checksums: list[Checksum] = field(default_factory=list)
+    steps: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """Bytes of a file that are a file of ``torch.save`` themselves; ``at`` is the box's corner."""
+
+    file: str
+    start: int
+    length: int
+    at: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """DCP's index: by flat name the tensors with their items, the other objects, and every path."""
+
+    tensors: Mapping[str, tuple[tuple[int, ...], Mapping[tuple[int, ...], tuple[int, ...]], list[_Item]]]
+    objects: Mapping[str, _Item]
+    paths: Mapping[str, tuple[str | int, ...]]
+
+    @classmethod
+    def read(cls, root: Path) -> _Index:
+        path = root / INDEX
+        content = unpickle(path.read_bytes(), str(path))
+        try:
+            return cls._of(content.state)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                str(path), f"it is no index of torch.distributed.checkpoint ({error!r})", _USE_ANOTHER
+            ) from None
+
+    @classmethod
+    def _of(cls, state: Mapping[str, Any]) -> _Index:
+        items: dict[str, list[_Item]] = defaultdict(list)
+        for key, record in state["storage_data"].items():
+            info, named = record.state, key.state
+            if info.get("transform_descriptors"):
+                raise ValueError(f"{named['fqn']} is compressed")
+            at = tuple(named.get("offset") or ())
+            items[named["fqn"]].append(_Item(info["relative_path"], info["offset"], info["length"], at))
+        tensors, objects = {}, {}
+        for name, record in state["state_dict_metadata"].items():
+            if record.kind.endswith(".BytesStorageMetadata"):
+                objects[name] = items[name][0]
+                continue
+            chunks = {tuple(c.state["offsets"]): tuple(c.state["sizes"]) for c in record.state["chunks"]}
+            tensors[name] = (tuple(record.state["size"]), chunks, items[name])
+        planned = state.get("planner_data") or {}
+        names = state["state_dict_metadata"]
+        return cls(tensors, objects, {name: tuple(planned.get(name, (name,))) for name in names})
+
+
+def _take(
+    root: Path,
+    index: _Index,
+    flat: str,
+    about: tuple[tuple[int, ...], Mapping[tuple[int, ...], tuple[int, ...]], list[_Item]],
+    found: _Found,
+) -> None:
+    """One tensor: an entry, or a step count."""
+    shape, chunks, items = about
+    name, state = _name_of(index.paths[flat])
+    pieces, dtype = [], "float32"
+    for item in items:
+        ref, checksum = _tensor_in(root, item, f"tensor {name}, {state}")
+        dtype = ref.dtype
+        if ref.shape != chunks.get(item.at):
+            raise CheckpointError(
+                f"{root / item.file}: tensor {name}, {state}",
+                f"it holds a box of shape {ref.shape} where the index has {chunks.get(item.at)}",
+                _USE_ANOTHER,
+            )
+        if state == "step" and not shape:
+            found.steps[name] = _number(root / item.file, ref)
+            return
+        if ref.numel:
+            pieces.append(Piece(item.file, ref.offset, item.at, ref.shape, ref.strides))
+        found.checksums += [checksum] if checksum is not None else []
+    found.entries.append(Entry(name=name, state=state, shape=shape, dtype=dtype, pieces=tuple(pieces)))
+
+
+def _name_of(path: tuple[str | int, ...]) -> tuple[str, str]:
+    """Name and state of a tensor by its path in the saved state dict."""
+    parts = [str(part) for part in path]
+    last = parts[-1]
+    if len(parts) >= 3 and parts[-3] == "state":
+        return parts[-2], last
+    if last.startswith("state.") and last.count(".") > 1 and (len(parts) == 1 or parts[0] in _OPTIMIZERS):
+        name, _, state = last.removeprefix("state.").rpartition(".")
+        return name, state
+    if len(parts) == 1:
+        head, _, rest = last.partition(".")
+        return (rest if head in _MODELS and rest else last), "weight"
+    return ".".join(parts[1:] if parts[0] in _MODELS else parts), "weight"
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        count = left if size is None or size < 0 else min(size, left)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(count)
+        self._at += len(data)
+        return data
+
+
+def _opened(root: Path, item: _Item, what: str) -> tuple[Any, dict[str, tuple[int, int, int]]]:
+    """The structure of an item, and (first byte, last, CRC32) in the file of every storage."""
+    blank = Catalog(root=root, format=FORMAT, entries=())
+    path = locate(blank, item.file, what)
+    with path.open("rb") as file:
+        window = _Window(file, item.start, item.length)
+        try:
+            archive = zipfile.ZipFile(window)
+            members = archive.infolist()
+            (pickled,) = [member for member in members if member.filename.endswith("/data.pkl")]
+            data = archive.read(pickled)
+            places = {member.filename: _place(window, member, item) for member in members}
+        except (
+            zipfile.BadZipFile,
+            ValueError,
+            NotImplementedError,
+            struct.error,
+            zlib.error,
+            OSError,
+        ) as error:
+            raise CheckpointError(
+                f"{path}: {what}",
+                f"{item.length} bytes at {item.start} are no whole file of torch.save ({error})",
+                _USE_ANOTHER,
+            ) from None
+    prefix = pickled.filename.removesuffix("data.pkl") + "data/"
+    storages = {name.removeprefix(prefix): at for name, at in places.items() if name.startswith(prefix)}
+    return unpickle(data, str(path)), storages
+
+
+def _place(window: _Window, member: zipfile.ZipInfo, item: _Item) -> tuple[int, int, int]:
+    window.seek(member.header_offset)
+    header = window.read(30)
+    if member.compress_type != zipfile.ZIP_STORED or len(header) < 30 or header[:4] != b"PK\x03\x04":
+        raise ValueError(f"{member.filename} is not as torch writes it")
+    first = member.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
+    if first + member.file_size > item.length:
+        raise ValueError(f"{member.filename} reaches over its end")
+    start = item.start + first
+    return start, start + member.file_size, member.CRC
+
+
+def _tensor_in(root: Path, item: _Item, what: str) -> tuple[TensorRef, Checksum | None]:
+    """The one tensor that an item is, with its byte in the file, and the CRC32 of its storage."""
+    ref, storages = _opened(root, item, what)
+    where = f"{root / item.file}: {what}"
+    if not isinstance(ref, TensorRef) or ref.storage not in storages or ref.dtype not in ITEM_BYTES:
+        raise CheckpointError(
+            where, "it is stored in a way that dsx does not read", "save it with torch's own writer"
+        )
+    start, stop, crc = storages[ref.storage]
+    size = ITEM_BYTES[ref.dtype]
+    last = sum((extent - 1) * step for extent, step in zip(ref.shape, ref.strides, strict=True))
+    begin = start + ref.start * size
+    if min((ref.start, *ref.strides, *ref.shape)) < 0 or (ref.numel and begin + (last + 1) * size > stop):
+        raise CheckpointError(where, "it does not lie within its storage", "do not trust this file")
+    checksum = Checksum(item.file, start, stop, "crc32", f"{crc:08x}") if crc and start < stop else None
+    return replace(ref, offset=begin), checksum
+
+
+def _number(path: Path, ref: TensorRef) -> float:
+    with path.open("rb") as file:
+        file.seek(ref.offset)
+        data = file.read(ITEM_BYTES[ref.dtype])
+    if ref.dtype not in _FORMATS or ref.numel != 1:
+        raise CheckpointError(str(path), f"a step count of type {ref.dtype}", _USE_ANOTHER)
+    return float(struct.unpack(_FORMATS[ref.dtype], data)[0])
+
+
+def _take_object(
+    root: Path,
+    path: tuple[str | int, ...],
+    item: _Item,
+    groups: dict[int, dict[str, Any]],
+    client: dict[str, Any],
+) -> None:
+    """Something that is no tensor: a hyperparameter of a group, or what the user saved with it."""
+    where = ".".join(map(str, path))
+    value, _ = _opened(root, item, where)
+    try:
+        told = plain.encode(value, where)
+    except CheckpointError:
+        client.setdefault("left_behind", []).append(where)
+        return
+    if len(path) >= 3 and path[-3] == "param_groups" and isinstance(path[-2], int):
+        groups[path[-2]]["names" if path[-1] == "params" else str(path[-1])] = told
+    else:
+        client[where] = told
+
+
+def _facts(found: _Found, groups: list[dict[str, Any]], client: dict[str, Any]) -> dict[str, Any]:
+    left = client.pop("left_behind", [])
+    for group in groups:
+        steps = {name: found.steps[name] for name in group.get("names", ()) if name in found.steps}
+        if steps:
+            group["step"] = next(iter(steps.values())) if len({*steps.values()}) == 1 else steps
+    facts: dict[str, Any] = {"param_groups": groups, "client_state": client, "left_behind": left}
+    if found.steps:
+        facts["step"] = int(max(found.steps.values()))
+    return {key: value for key, value in facts.items() if value not in ({}, [])}
+
+
+def _with_roles(entries: list[Entry]) -> tuple[Entry, ...]:
+    """What the optimizer does not know is frozen, or a buffer if it is no float; if it knows anything."""
+    trained = {entry.name for entry in entries if entry.state != "weight"}
+
+    def role(entry: Entry) -> Literal["trained", "frozen", "buffer"]:
+        if not trained or entry.name in trained:
+            return "trained"
+        return "frozen" if "float" in entry.dtype else "buffer"
+
+    return tuple(replace(entry, role=role(entry)) for entry in entries)

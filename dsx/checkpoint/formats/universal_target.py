@@ -1,0 +1,101 @@
+"""DeepSpeed's universal checkpoints to be written, for stock engines that set ``load_universal``.
+
+One made here loads at ZeRO 1, 2 and (written for it) 3, at any data-parallel degree; what DeepSpeed's loading
+forgets (buffers, frozen parameters: engine.py:4660) lies in the model file, where :mod:`.universal` finds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dsx.checkpoint.catalog import Catalog
+from dsx.checkpoint.formats.deepspeed_plan import StockLayout, StockPlan
+from dsx.checkpoint.formats.deepspeed_target import (
+    VERSION,
+    Files,
+    Share,
+    group_settings,
+    left_behind,
+    no_manifest,
+    scaler,
+    whole_share,
+    write_model,
+)
+from dsx.checkpoint.formats.torch_target import Call, number
+from dsx.checkpoint.formats.universal import COMMON, FOLDER, FORMAT
+from dsx.checkpoint.formats.unpickle import Global
+from dsx.checkpoint.target import Target
+from dsx.errors import CheckpointError
+
+_INFO = {"universal_checkpoint_version": 0.4}  # deepspeed/checkpoint/constants.py
+
+
+def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
+    """A universal checkpoint with everything that ``source`` has.
+
+    Args:
+        source: Under the names of the model that will load it.
+        root: Folder to make.
+        layout: The engine that will load it; its data-parallel degree does not matter.
+
+    Raises:
+        CheckpointError: As :func:`dsx.checkpoint.formats.deepspeed_target.target_of`; no ZeRO; a name that
+            cannot be a folder's.
+    """
+    if layout.zero_stage == 0:
+        raise CheckpointError(
+            "zero = 0", "DeepSpeed loads universal checkpoints with ZeRO alone", "use ZeRO 1, 2 or 3"
+        )
+    plan = StockPlan.of(source, replace(layout, dp=1))
+    files = Files(root)
+    for at, group in enumerate(plan.groups):
+        for name in group:
+            if "/" in name or name in ("", ".", ".."):
+                raise CheckpointError(
+                    f"{source.root}: tensor {name}", "its name cannot be a folder's", "rename it"
+                )
+            _write_parameter(plan, files, name, plan.steps[at][name])
+    files.add(f"{FOLDER}/{COMMON}", _common(plan), [])
+    write_model(plan, files, 0, {"universal_checkpoint_info": _INFO})
+    catalog = Catalog(root=root, format=FORMAT, entries=files.entries(), facts=source.facts)
+    return Target(
+        catalog=catalog,
+        skeletons=tuple(files.skeletons),
+        finish=no_manifest,
+        dropped=left_behind(source),
+        is_tag=True,
+    )
+
+
+def _write_parameter(plan: StockPlan, files: Files, name: str, step: float | None) -> None:
+    for state in ("master", *plan.moments):
+        share: Share = whole_share(plan.blanks[name, state])
+        stem = "fp32" if state == "master" else state
+        files.add(f"{FOLDER}/{name}/{stem}.pt", {"cat_dim": 0, "param": share.hole}, [share])
+    if step is not None:
+        files.add(f"{FOLDER}/{name}/step.pt", number(step), [])
+
+
+def _common(plan: StockPlan) -> dict[str, Any]:
+    """What both forms of DeepSpeed's loading look for (base_optimizer.py:332, stage3.py:3653)."""
+    step = next((step for steps in plan.steps for step in steps.values() if step is not None), None)
+    settings = group_settings(plan, [[at] for at in range(len(plan.groups))])
+    stage = Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (plan.layout.zero_stage,))
+    state = {} if step is None else {0: {"step": number(step)}}
+    more: dict[str, Any] = {}
+    if plan.layout.zero_stage == 3:
+        numbers = [
+            [at for at, buffer in enumerate(plan.zero().buffers(0)) if buffer.group == group]
+            for group in range(len(plan.groups))
+        ]
+        more = {"optimizer_state_dict": {"state": state, "param_groups": group_settings(plan, numbers)}}
+    return {
+        **scaler(plan),
+        "clip_grad": float(plan.config().get("gradient_clipping", 1.0)),
+        "zero_stage": stage,
+        "ds_version": VERSION,
+        "param_groups": settings,
+        **more,
+    }
