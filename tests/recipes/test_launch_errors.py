@@ -82,6 +82,12 @@ def test_output_is_a_file(tmp_path: Path) -> None:
     assert "dsx.train.output" in message
 
 
+def test_folder_to_begin_from_without_a_checkpoint(tmp_path: Path) -> None:
+    message = refused("torchrun", {"dsx.train.output": tmp_path / "out", "dsx.train.resume": tmp_path})
+    assert f"dsx.train.resume = {tmp_path}" in message
+    assert "there is no checkpoint of dsx" in message
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output of one step on two data-parallel ranks."""
@@ -96,10 +102,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("launcher", "settings", "said"),
     [
         ("deepspeed", {"dsx.model.overrides.intermediate_size": 512}, ("another model", "512")),
-        ("torchrun", {"dsx.parallel.tensor": 2}, ("saved with", "tensor = 1", "this run has", "tensor = 2")),
         ("torchrun", {"dsx.data.max_bytes": 500_000}, ("trained on other text", "restore the text")),
     ],
-    ids=["another-model", "another-layout", "another-text"],
+    ids=["another-model", "another-text"],
 )
 def test_checkpoint_in_the_output(
     trained: Path, launcher: str, settings: dict[str, Any], said: tuple[str, ...]
