@@ -12,7 +12,7 @@ from dsx.checkpoint.catalog import Catalog, Entry
 from dsx.errors import CheckpointError
 from dsx.spec.zero import ZeroPlan
 
-_DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16"}
+_DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class StockLayout:
     Attributes:
         dp: Data-parallel degree.
         zero_stage: 0 to 3.
-        precision: fp32 or bf16.
+        precision: fp32, bf16 or fp16.
         groups: Names in each optimizer group, in the optimizer's order; the source's if empty.
         order: Names in the model's state dict, in its order; the source's if empty.
         sub_group_size: ``zero_optimization.sub_group_size`` (stage 3).
@@ -81,7 +81,7 @@ class StockPlan:
         """
         if layout.precision not in _DTYPES:
             raise CheckpointError(
-                f"precision = {layout.precision}", "dsx writes fp32 or bf16 of DeepSpeed", "use one of them"
+                f"precision = {layout.precision}", "DeepSpeed has none such", "use fp32, bf16 or fp16"
             )
         held = source.by_key
         saved = source.facts.get("param_groups") or []
@@ -131,7 +131,12 @@ class StockPlan:
         """``ds_config`` of the engine, the source's if it had one."""
         saved = plain.decode(self.facts.get("deepspeed_config", {}), "deepspeed_config")
         zero = {**saved.get("zero_optimization", {}), "stage": self.layout.zero_stage}
-        return {**saved, "bf16": {"enabled": self.layout.precision == "bf16"}, "zero_optimization": zero}
+        modes = {
+            mode: {**(saved.get(mode) or {}), "enabled": self.layout.precision == mode}
+            for mode in ("bf16", "fp16")
+            if mode in saved or self.layout.precision == mode
+        }
+        return {**saved, **modes, "zero_optimization": zero}
 
     @property
     def pp(self) -> int:
