@@ -20,6 +20,7 @@ from dsx.errors import CheckpointError
 
 SUB_GROUPS = (("sub_group_size", 40),)
 ODD = (("round_robin_gradients", True), ("parameter_alignment", True))
+FP32_SUMS = (("data_types", {"grad_accum_dtype": "fp32"}),)  # makes DeepSpeed use BF16_Optimizer
 SAME = [
     Stock(zero=0),
     Stock(zero=0, bf16=True, groups=False),
@@ -31,6 +32,7 @@ SAME = [
     Stock(zero=3, bf16=True),
     Stock(zero=0, fp16=True, dp=1),
     Stock(zero=2, fp16=True),
+    Stock(zero=1, bf16=True, dp=3, keys=FP32_SUMS),
     Stock(zero=1, pp=2),
     Stock(zero=1, pp=2, bf16=True, dp=1),
 ]
