@@ -156,11 +156,14 @@ def stored_by(layout: Layout, rank: int, wanted: Mapping[str, Sequence[Entry]]) 
     """
     found = []
     for held in shares(layout, rank):
-        for entry in wanted.get(held.spec.name, ()):
-            share = held.weight if _is_weight(entry, wanted[held.spec.name]) else held.state
-            stored = _stored(entry, held.spec, layout.mesh.tp, held.tp_rank, share)
-            if stored is not None:
-                found.append(stored)
+        states = wanted.get(held.spec.name, ())
+        cuts = {
+            share: _cut(held.spec, layout.mesh.tp, held.tp_rank, share) for share in {held.weight, held.state}
+        }
+        for entry in states:
+            cut = cuts[held.weight if _is_weight(entry, states) else held.state]
+            if cut is not None:
+                found.append(Stored(entry, *cut))
     return sorted(found, key=lambda item: (-item.entry.item_bytes, item.entry.state))
 
 
@@ -169,7 +172,13 @@ def _is_weight(entry: Entry, states: Sequence[Entry]) -> bool:
     return entry.state == "weight" and (any(other.state == "master" for other in states) or len(states) == 1)
 
 
-def _stored(entry: Entry, spec: ParamSpec, tp: int, tp_rank: int, share: Share) -> Stored | None:
+def _cut(
+    spec: ParamSpec, tp: int, tp_rank: int, share: Share
+) -> tuple[int, int, tuple[Part, ...], tuple[int, ...]] | None:
+    """A share without the padding at its ends: first element, the one after the last, parts, shape in a file.
+
+    None if there is nothing but padding in it.
+    """
     parts = local_parts(spec, tp, tp_rank, share.start, share.stop)
     if not parts:
         return None
@@ -181,8 +190,7 @@ def _stored(entry: Entry, spec: ParamSpec, tp: int, tp_rank: int, share: Share) 
     local = spec.local_shape(tp)
     row = prod(local[1:])
     rows_only = bool(local) and low % row == high % row == 0
-    shape = ((high - low) // row, *local[1:]) if rows_only else local and (high - low,)
-    return Stored(entry, low, high, parts, shape)
+    return low, high, parts, ((high - low) // row, *local[1:]) if rows_only else local and (high - low,)
 
 
 def _rank_file(
