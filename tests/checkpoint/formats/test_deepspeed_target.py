@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkpoint import stock_checkpoints
-from checkpoint.stock_checkpoints import Live, Stock
+from checkpoint.stock_checkpoints import Live, Stock, read_entry
 from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import Options, execute
 from dsx.checkpoint.formats.deepspeed import catalog_of
@@ -57,7 +57,7 @@ def layout_of(stock: Stock) -> StockLayout:
         zero_stage=stock.zero,
         precision=stock.precision,
         sub_group_size=keys.get("sub_group_size", 1_000_000_000),
-        alignment=(16 // (4 if stock.precision == "fp32" else 2)) if keys.get("parameter_alignment") else 1,
+        alignment=keys.get("parameter_alignment", False),
         round_robin=keys.get("round_robin_gradients", False),
         bounds=BOUNDS[stock.pp],
         tied=(("embed", (0, 4)),) if stock.pp else (),
@@ -72,6 +72,23 @@ def convert(path: Path, target: Path, stock: Stock) -> Path:
     for file in sorted(report.target.glob("*.pt")):
         verify(read_torch_file(report.target, file.name))
     return report.target
+
+
+def test_the_sources_config_decides_where_things_lie(tmp_path: Path) -> None:
+    """Optimizer state in another order than the config says would be loaded, and be wrong."""
+    stock = Stock(zero=2, bf16=True, zero_keys=ODD)
+    path, before, expected = stock_checkpoints.save(stock, tmp_path / "a")
+    source = catalog_of(path)
+    layout = StockLayout(dp=2, zero_stage=2, precision="bf16")
+    target = target_of(source, tmp_path / "b" / path.name, layout)
+    made = execute(source, target, plan(source, target.catalog), Options(workers=1)).target
+    for entry in source.entries:
+        assert torch.equal(
+            read_entry(catalog_of(made), catalog_of(made).by_key[entry.key]), read_entry(source, entry)
+        )
+    after, losses = stock_checkpoints.resume(stock, made)
+    check_states(before[0], after[0], weights=False)
+    assert losses == expected
 
 
 def check_states(before: Live, after: Live, *, weights: bool) -> None:
