@@ -32,6 +32,7 @@ class Stock:
         pp: Stages of DeepSpeed's PipelineModule; 0 for a plain engine.
         zero: Stage.
         bf16: Train in bfloat16.
+        fp16: Train in float16 with a dynamic loss scale.
         groups: Two parameter groups with different hyperparameters.
         frozen: With a frozen parameter.
         optimizer: AdamW or SGD (with momentum).
@@ -43,6 +44,7 @@ class Stock:
     pp: int = 0
     zero: int = 1
     bf16: bool = False
+    fp16: bool = False
     groups: bool = True
     frozen: bool = True
     optimizer: str = "AdamW"
@@ -53,9 +55,13 @@ class Stock:
     def world_size(self) -> int:
         return self.dp * max(1, self.pp)
 
+    @property
+    def precision(self) -> str:
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
     def __str__(self) -> str:
         parts = [f"z{self.zero}", f"dp{self.dp}"] + ([f"pp{self.pp}"] if self.pp else [])
-        parts += ["bf16"] if self.bf16 else []
+        parts += [self.precision] if self.precision != "fp32" else []
         parts += [] if self.groups else ["onegroup"]
         parts += [] if self.frozen else ["nofrozen"]
         parts += [] if self.optimizer == "AdamW" else [self.optimizer]
@@ -132,6 +138,7 @@ def config(stock: Stock) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "bf16": {"enabled": stock.bf16},
+        **({"fp16": {"enabled": True, "initial_scale_power": 8}} if stock.fp16 else {}),
         "zero_optimization": {"stage": stock.zero, **dict(stock.zero_keys)},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -166,6 +173,8 @@ def build(stock: Stock) -> Any:
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
+    if stock.fp16:  # which torch's CPU kernels can do and DeepSpeed refuses
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(3)
     if stock.pp:

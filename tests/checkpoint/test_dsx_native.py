@@ -179,9 +179,28 @@ def test_facts_and_random_states_come_along(tmp_path):
     assert {key: read[key] for key in facts if key != "random_files"} == {
         key: facts[key] for key in facts if key != "random_files"
     }
-    assert read["random_files"]["1"] == "dsx_random_1.safetensors"
+    assert read["random_files"]["1"] == "dsx_random_1.safetensors"  # whatever the mesh was: it is not known
     assert (tmp_path / "out" / "dsx_random_1.safetensors").read_bytes() == b"one"
     assert read["mesh"] == {"pp": 1, "dp": 1, "tp": 2}
+
+
+def test_random_states_go_to_the_ranks_in_the_corresponding_places(tmp_path):
+    layout = made.layout("gpt2", pp=2, dp=2, tp=2)
+    files = {str(rank): f"r{rank}" for rank in range(8)}
+    facts = {"mesh": {"pp": 2, "dp": 2, "tp": 2}, "random_files": files}
+    source = made.plain(tmp_path / "source", layout.params, {"weight": "bfloat16"}, facts=facts)
+    for rank in range(8):
+        (tmp_path / "source" / f"r{rank}").write_bytes(str(layout.mesh.coords(rank)).encode())
+    made.reshard(source, tmp_path / "same", layout)
+    made.reshard(source, tmp_path / "other", made.layout("gpt2", pp=2, dp=3))
+
+    def states(folder):
+        named = dsx_native.catalog_of(folder).facts["random_files"]
+        return [eval((folder / named[str(rank)]).read_text()) for rank in range(len(named))]
+
+    assert states(tmp_path / "same") == [layout.mesh.coords(rank) for rank in range(8)]
+    places = [(pp, dp % 2) for pp in range(2) for dp in range(3)]
+    assert states(tmp_path / "other") == [{"pp": pp, "dp": dp, "tp": 0} for pp, dp in places]
 
 
 def test_the_manifest_refuses_what_was_changed(tmp_path):

@@ -8,11 +8,12 @@ from math import prod
 from typing import Any
 
 from dsx.checkpoint import plain
-from dsx.checkpoint.catalog import Catalog, Entry
+from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry
 from dsx.errors import CheckpointError
 from dsx.spec.zero import ZeroPlan
 
-_DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16"}
+_DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SUB_GROUP_SIZE = 1_000_000_000  # DeepSpeed's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +23,13 @@ class StockLayout:
     Attributes:
         dp: Data-parallel degree.
         zero_stage: 0 to 3.
-        precision: fp32 or bf16.
+        precision: fp32, bf16 or fp16.
         groups: Names in each optimizer group, in the optimizer's order; the source's if empty.
         order: Names in the model's state dict, in its order; the source's if empty.
-        sub_group_size: ``zero_optimization.sub_group_size`` (stage 3).
-        alignment: As in :class:`dsx.spec.zero.ZeroPlan`.
-        round_robin: As in :class:`dsx.spec.zero.ZeroPlan`.
+        sub_group_size: ``zero_optimization.sub_group_size`` (stage 3); this and the next two decide where
+            everything lies, and are those of the source's ``ds_config`` if they are None.
+        alignment: ``zero_optimization.parameter_alignment`` (stages 1 and 2).
+        round_robin: ``zero_optimization.round_robin_gradients`` (stages 1 and 2).
         fused_step: Step counts as numbers in the groups, as DeepSpeed's FusedAdam keeps them.
         bounds: Of a PipelineModule: first layer of every stage, then the number of layers; else empty.
         tied: Of a PipelineModule: (key, layers that use it) of every TiedLayerSpec.
@@ -38,9 +40,9 @@ class StockLayout:
     precision: str = "fp32"
     groups: tuple[tuple[str, ...], ...] = ()
     order: tuple[str, ...] = ()
-    sub_group_size: int = 1_000_000_000
-    alignment: int = 1
-    round_robin: bool = False
+    sub_group_size: int | None = None
+    alignment: bool | None = None
+    round_robin: bool | None = None
     fused_step: bool = False
     bounds: tuple[int, ...] = ()
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -81,7 +83,7 @@ class StockPlan:
         """
         if layout.precision not in _DTYPES:
             raise CheckpointError(
-                f"precision = {layout.precision}", "dsx writes fp32 or bf16 of DeepSpeed", "use one of them"
+                f"precision = {layout.precision}", "DeepSpeed has none such", "use fp32, bf16 or fp16"
             )
         held = source.by_key
         saved = source.facts.get("param_groups") or []
@@ -116,22 +118,44 @@ class StockPlan:
         """Shape of a tensor."""
         return self.blanks[name, "weight"].shape
 
+    def zero_keys(self) -> dict[str, Any]:
+        """``zero_optimization`` of the engine, with what decides where everything lies."""
+        config = plain.decode(self.facts.get("deepspeed_config", {}), "deepspeed_config")
+        saved = config.get("zero_optimization")
+        told = {
+            "sub_group_size": self.layout.sub_group_size,
+            "parameter_alignment": self.layout.alignment,
+            "round_robin_gradients": self.layout.round_robin,
+        }
+        return {
+            **(saved if isinstance(saved, dict) else {}),
+            **{key: value for key, value in told.items() if value is not None},
+            "stage": self.layout.zero_stage,
+        }
+
     def zero(self) -> ZeroPlan:
         """ZeRO's cut of the groups."""
+        keys, dtype = self.zero_keys(), _DTYPES[self.layout.precision]
+        size = keys.get("sub_group_size")
         return ZeroPlan(
             stage=self.layout.zero_stage,
             dp=self.layout.dp,
             groups=tuple(tuple((name, prod(self.shape(name))) for name in group) for group in self.groups),
-            sub_group_size=self.layout.sub_group_size,
-            alignment=self.layout.alignment,
-            round_robin=self.layout.round_robin,
+            sub_group_size=int(size) if isinstance(size, int | float) else _SUB_GROUP_SIZE,
+            # 16 bytes' worth of elements of the model's dtype (stage_1_and_2.py:443)
+            alignment=16 // ITEM_BYTES[dtype] if keys.get("parameter_alignment") else 1,
+            round_robin=bool(keys.get("round_robin_gradients", False)),
         )
 
     def config(self) -> dict[str, Any]:
         """``ds_config`` of the engine, the source's if it had one."""
         saved = plain.decode(self.facts.get("deepspeed_config", {}), "deepspeed_config")
-        zero = {**saved.get("zero_optimization", {}), "stage": self.layout.zero_stage}
-        return {**saved, "bf16": {"enabled": self.layout.precision == "bf16"}, "zero_optimization": zero}
+        modes = {
+            mode: {**(saved.get(mode) or {}), "enabled": self.layout.precision == mode}
+            for mode in ("bf16", "fp16")
+            if mode in saved or self.layout.precision == mode
+        }
+        return {**saved, **modes, "zero_optimization": self.zero_keys()}
 
     @property
     def pp(self) -> int:
@@ -183,7 +207,7 @@ class StockPlan:
         """``param_shapes``: names in flat order, per group or (stage 3) per sub-group."""
         if self.layout.zero_stage == 3:  # the first rank has a part of every parameter
             return [[piece.name for piece in buffer.pieces] for buffer in self.zero().buffers(0)]
-        if not self.layout.round_robin:
+        if not self.zero().round_robin:
             return [list(group) for group in self.groups]
         dp = self.layout.dp
         return [[name for at in range(dp) for name in group[at::dp]] for group in self.groups]

@@ -1,6 +1,6 @@
 """Stock DeepSpeed checkpoints to be written: what ``engine.load_checkpoint`` of deepspeed 0.19.8 reads back.
 
-A plain engine at ZeRO 0 to 3 or a PipelineModule at ZeRO 0 or 1, fp32 or bf16, without tensor parallelism.
+A plain engine at ZeRO 0 to 3 or a PipelineModule at ZeRO 0 or 1, without tensor parallelism.
 DeepSpeed finds optimizer state by position alone, so the order of the parameters in each optimizer group must
 be that of the engine that will load it: by default the order in which the source lists them.
 """
@@ -16,6 +16,7 @@ from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import Catalog, Entry, Piece
 from dsx.checkpoint.formats.deepspeed import FORMAT
 from dsx.checkpoint.formats.deepspeed_plan import StockLayout, StockPlan
+from dsx.checkpoint.formats.deepspeed_scale import scaler, unfused_scale
 from dsx.checkpoint.formats.torch_target import Call, Hole, Ordered, number, size_of, torch_skeleton
 from dsx.checkpoint.formats.unpickle import Global, Record
 from dsx.checkpoint.pieces import contiguous, interval_boxes
@@ -58,11 +59,11 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
 
 
 def _check_pipeline(layout: StockLayout) -> None:
-    if layout.bounds and (layout.zero_stage > 1 or (layout.zero_stage == 0 and layout.precision != "fp32")):
+    if layout.bounds and (layout.zero_stage > 1 or (layout.zero_stage == 0 and layout.precision == "bf16")):
         raise CheckpointError(
             f"zero = {layout.zero_stage}, precision = {layout.precision}, in a pipeline",
-            "DeepSpeed's PipelineEngine has no ZeRO 2 and 3, and at stage 0 in bf16 another optimizer",
-            "use ZeRO 1, or stage 0 in fp32",
+            "DeepSpeed's PipelineEngine has no ZeRO 2 and 3, and does not load what it saves at 0 in bf16",
+            "use ZeRO 1",
         )
 
 
@@ -284,16 +285,11 @@ def _write_plain(plan: StockPlan, files: Files) -> None:
     ends = [sum(map(len, plan.groups[:at])) for at in range(len(plan.groups) + 1)]
     numbers = [list(range(ends[at], ends[at + 1])) for at in range(len(plan.groups))]
     optimizer: dict[str, Any] = {"state": states, "param_groups": group_settings(plan, numbers)}
-    if plan.layout.precision == "bf16":
+    if plan.layout.precision != "fp32":
         masters = [[whole_share(plan.blanks[name, "master"]) for name in group] for group in plan.groups]
         shares += [share for group in masters for share in group]
-        optimizer = {
-            "dynamic_loss_scale": False,
-            "cur_scale": 1.0,
-            "cur_iter": int(plan.facts.get("step", 0)),
-            "optimizer_state_dict": optimizer,
-            "fp32_groups": [[share.hole for share in group] for group in masters],
-        }
+        holes = [[share.hole for share in group] for group in masters]
+        optimizer = {**unfused_scale(plan), "optimizer_state_dict": optimizer, "fp32_groups": holes}
     weights = {name: share.hole for name, share in module.items()}
     for name in stored:
         weights.update(dict.fromkeys(plan.blanks[name, "weight"].aliases, weights[name]))
@@ -352,16 +348,6 @@ def _common(plan: StockPlan, module: Ordered) -> dict[str, Any]:
 
 def _stage(plan: StockPlan) -> Any:
     return Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (plan.layout.zero_stage,))
-
-
-def scaler(plan: StockPlan) -> dict[str, Any]:
-    """The loss scaler's keys of an optimizer's file."""
-    scale = float((plan.facts.get("loss_scale") or {}).get("scale") or 1.0)
-    kind = "deepspeed.runtime.fp16.loss_scaler.LossScaler"
-    scaler = Record(
-        kind, (), {"cur_scale": scale if plan.layout.precision == "fp16" else 1.0, "dynamic": False}
-    )
-    return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
 
 
 def group_settings(plan: StockPlan, numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:

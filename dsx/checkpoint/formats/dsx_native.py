@@ -34,6 +34,7 @@ from dsx.checkpoint.shares import Share, shares
 from dsx.checkpoint.target import Skeleton, Target, Written
 from dsx.errors import CheckpointError
 from dsx.spec.layout import Layout
+from dsx.spec.mesh import Mesh
 from dsx.spec.param import ParamSpec
 
 PRECISIONS: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -85,21 +86,24 @@ def target_of(
         CheckpointError: A random state of the source is unreadable.
     """
     wanted = _entries(source, layout, precision)
-    random = _random_states(source)
+    random = _random_states(source, layout)
     files: list[Skeleton] = []
     pieces: dict[tuple[str, str], list[Piece]] = defaultdict(list)
     for rank in range(layout.mesh.size):
         skeleton = _rank_file(layout, rank, wanted, pieces)
         if skeleton is not None:
             files.append(skeleton)
-    files += [Skeleton(file=name, num_bytes=len(data), parts=((0, data),)) for name, data in random]
+    files += [
+        Skeleton(file=_random_name(rank), num_bytes=len(data), parts=((0, data),))
+        for rank, data in random.items()
+    ]
     catalog = Catalog(
         root=root,
         format=FORMAT_NAME,
         entries=tuple(
             replace(entry, pieces=tuple(pieces[entry.key])) for states in wanted.values() for entry in states
         ),
-        facts=_facts(source, layout, wanted) | dict(facts or {}),
+        facts=_facts(source, layout, wanted, random) | dict(facts or {}),
         specs=tuple(spec for spec in layout.params if not is_guess(spec)),
         tile_elements=source.tile_elements or TILE_ELEMENTS,
     )
@@ -156,11 +160,14 @@ def stored_by(layout: Layout, rank: int, wanted: Mapping[str, Sequence[Entry]]) 
     """
     found = []
     for held in shares(layout, rank):
-        for entry in wanted.get(held.spec.name, ()):
-            share = held.weight if _is_weight(entry, wanted[held.spec.name]) else held.state
-            stored = _stored(entry, held.spec, layout.mesh.tp, held.tp_rank, share)
-            if stored is not None:
-                found.append(stored)
+        states = wanted.get(held.spec.name, ())
+        cuts = {
+            share: _cut(held.spec, layout.mesh.tp, held.tp_rank, share) for share in {held.weight, held.state}
+        }
+        for entry in states:
+            cut = cuts[held.weight if _is_weight(entry, states) else held.state]
+            if cut is not None:
+                found.append(Stored(entry, *cut))
     return sorted(found, key=lambda item: (-item.entry.item_bytes, item.entry.state))
 
 
@@ -169,7 +176,13 @@ def _is_weight(entry: Entry, states: Sequence[Entry]) -> bool:
     return entry.state == "weight" and (any(other.state == "master" for other in states) or len(states) == 1)
 
 
-def _stored(entry: Entry, spec: ParamSpec, tp: int, tp_rank: int, share: Share) -> Stored | None:
+def _cut(
+    spec: ParamSpec, tp: int, tp_rank: int, share: Share
+) -> tuple[int, int, tuple[Part, ...], tuple[int, ...]] | None:
+    """A share without the padding at its ends: first element, the one after the last, parts, shape in a file.
+
+    None if there is nothing but padding in it.
+    """
     parts = local_parts(spec, tp, tp_rank, share.start, share.stop)
     if not parts:
         return None
@@ -181,8 +194,7 @@ def _stored(entry: Entry, spec: ParamSpec, tp: int, tp_rank: int, share: Share) 
     local = spec.local_shape(tp)
     row = prod(local[1:])
     rows_only = bool(local) and low % row == high % row == 0
-    shape = ((high - low) // row, *local[1:]) if rows_only else local and (high - low,)
-    return Stored(entry, low, high, parts, shape)
+    return low, high, parts, ((high - low) // row, *local[1:]) if rows_only else local and (high - low,)
 
 
 def _rank_file(
@@ -256,12 +268,13 @@ def _states(spec: ParamSpec, held: Mapping[str, Entry], default: str, *, forced:
         yield replace(blank, state=entry.state, dtype=entry.dtype)
 
 
-def _facts(source: Catalog, layout: Layout, wanted: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
+def _facts(
+    source: Catalog, layout: Layout, wanted: Mapping[str, Sequence[Entry]], random: Mapping[str, bytes]
+) -> dict[str, Any]:
     stages = layout.stages
     dtypes = [states[0].dtype for states in wanted.values() if states[0].role != "buffer"]
     names = {dtype: precision for precision, dtype in PRECISIONS.items()}
-    random = source.facts.get("random_files", {})
-    told = {key: value for key, value in source.facts.items() if key != "left_behind"}
+    told = {k: v for k, v in source.facts.items() if k not in ("left_behind", "random_files")}
     return {
         **told,
         "versions": {**source.facts.get("versions", {}), "dsx": metadata.version("dsx")},
@@ -271,24 +284,42 @@ def _facts(source: Catalog, layout: Layout, wanted: Mapping[str, Sequence[Entry]
         "stage_bounds": list(stages.bounds),
         "zero_stage": layout.zero_stage,
         "precision": names.get(dtypes[0], dtypes[0]) if dtypes else "fp32",
-        **({"random_files": {rank: _random_name(rank) for rank in sorted(random)}} if random else {}),
+        **({"random_files": {rank: _random_name(rank) for rank in random}} if random else {}),
     }
 
 
-def _random_states(source: Catalog) -> list[tuple[str, bytes]]:
-    """The random states of the source's ranks, as they are."""
-    found = []
-    for rank, file in sorted(source.facts.get("random_files", {}).items()):
+def _random_states(source: Catalog, layout: Layout) -> dict[str, bytes]:
+    """For every rank of the new layout the random states of the source's rank in the corresponding place.
+
+    Tensor-parallel ranks draw alike: in another mesh all take those of their first, as runs do that load a
+    checkpoint of another layout.
+    """
+    files = {str(rank): str(file) for rank, file in source.facts.get("random_files", {}).items()}
+    found = {}
+    for rank in range(layout.mesh.size):
+        file = files.get(str(_corresponding(source.facts.get("mesh"), layout.mesh, rank)))
+        if file is None:
+            continue
         path = locate(source, file, f"random state of rank {rank}")
-        if not str(rank).isdecimal() or path.stat().st_size > _LARGEST_RANDOM_STATE:
+        if path.stat().st_size > _LARGEST_RANDOM_STATE:
             raise CheckpointError(
                 str(path),
-                f"it cannot be the random state of rank {rank!r}: {path.stat().st_size} bytes",
+                f"it cannot be the random state of a rank: {path.stat().st_size} bytes",
                 "use another checkpoint",
             )
-        found.append((_random_name(rank), path.read_bytes()))
+        found[str(rank)] = path.read_bytes()
     return found
 
 
+def _corresponding(saved: Mapping[str, int] | None, mesh: Mesh, rank: int) -> int:
+    """The rank of the saved mesh in the place of ``rank``."""
+    if not saved or dict(saved) == dict(mesh.axes):
+        return rank
+    at = mesh.coords(rank)
+    return Mesh(tuple(saved.items())).rank(
+        **{axis: at.get(axis, 0) % size for axis, size in saved.items() if axis != "tp"}
+    )
+
+
 def _random_name(rank: str) -> str:
-    return f"dsx_random_{int(rank)}.safetensors"
+    return f"dsx_random_{rank}.safetensors"

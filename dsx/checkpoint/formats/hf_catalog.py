@@ -168,21 +168,28 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
 
 
 def as_hf(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
-    """The same checkpoint under Hugging Face's names; what is not the model's keeps its name."""
+    """The same checkpoint under Hugging Face's names, in the order of Hugging Face's model.
+
+    That order is also the optimizer groups', so that a stock engine of the model finds its own by position.
+    What is not the model's keeps its name and comes last.
+    """
     known = {spec.name: spec for spec in specs}
+    order = {name: at for at, name in enumerate(model_order(name for spec in specs for name in spec.hf))}
     entries: list[Entry] = []
     for entry in source.entries:
         spec = known.get(entry.name)
         entries += [entry] if spec is None else _parted(spec, entry)
+    where = str(source.root)
+    facts = _renamed(source.facts, lambda name: known[name].hf if name in known else (name,), where)
+    for group in facts.get("param_groups", ()):
+        group["names"].sort(key=lambda name: order.get(name, len(order)))
     return replace(
         source,
-        entries=tuple(entries),
+        entries=tuple(sorted(entries, key=lambda entry: order.get(entry.name, len(order)))),
         specs=(),
         tile_elements=0,
         tile_digests={},
-        facts=_renamed(
-            source.facts, lambda name: known[name].hf if name in known else (name,), str(source.root)
-        ),
+        facts=facts,
     )
 
 

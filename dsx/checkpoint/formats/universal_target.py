@@ -12,6 +12,7 @@ from typing import Any
 
 from dsx.checkpoint.catalog import Catalog
 from dsx.checkpoint.formats.deepspeed_plan import StockLayout, StockPlan
+from dsx.checkpoint.formats.deepspeed_scale import scaler
 from dsx.checkpoint.formats.deepspeed_target import (
     VERSION,
     Files,
@@ -19,7 +20,6 @@ from dsx.checkpoint.formats.deepspeed_target import (
     group_settings,
     left_behind,
     no_manifest,
-    scaler,
     whole_share,
     write_model,
 )

@@ -28,6 +28,8 @@ CASES = [
     Stock(zero=3, dp=3, zero_keys=(("sub_group_size", 40),)),
     Stock(zero=3, bf16=True, zero_keys=(("stage3_param_persistence_threshold", 20),)),
     Stock(zero=3, groups=False, zero_keys=(("offload_optimizer", CPU), ("offload_param", CPU))),
+    Stock(zero=0, fp16=True, dp=1),
+    Stock(zero=2, fp16=True),
     Stock(zero=0, pp=2, dp=1),
     Stock(zero=0, pp=2, bf16=True),
     Stock(zero=1, pp=2),
@@ -66,7 +68,7 @@ def test_every_state_is_the_engines(stock: Stock, tmp_path: Path) -> None:
     check_files(catalog)
     moments = {"momentum_buffer"} if stock.optimizer == "SGD" else {"exp_avg", "exp_avg_sq"}
     states = {entry.state for entry in catalog.entries}
-    has_master = stock.zero > 0 or stock.bf16
+    has_master = stock.zero > 0 or stock.precision != "fp32"
     assert states == {"weight", *moments} | ({"master"} if has_master else set())
     assert compare(catalog, ranks, stock) >= 12 * (len(moments) + has_master)
 
@@ -88,12 +90,15 @@ def check_facts(catalog: Catalog, ranks: list[Live], stock: Stock) -> None:
     assert facts["versions"] == {"deepspeed": "0.19.8"}
     assert facts["counters"] == {"global_samples": 3 * 4 * stock.dp, "skipped_steps": 0}
     assert facts["mesh"] == {"pp": max(1, stock.pp), "dp": stock.dp, "tp": 1}
-    assert (facts["zero_stage"], facts["precision"]) == (stock.zero, "bf16" if stock.bf16 else "fp32")
+    assert (facts["zero_stage"], facts["precision"]) == (stock.zero, stock.precision)
     assert "left_behind" not in facts
+    if stock.fp16:
+        assert facts["loss_scale"]["scale"] == 256
+        assert facts["loss_scale"]["cur_iter"] == 3
     assert len(facts["param_groups"]) == len(live.groups) == 1 + stock.groups
     for group, settings in zip(facts["param_groups"], live.groups, strict=True):
         # FP16_UnfusedOptimizer makes its states by a step of its own (unfused_optimizer.py).
-        extra = stock.zero == 0 and stock.bf16 and not stock.pp
+        extra = stock.zero == 0 and stock.precision != "fp32" and not stock.pp
         assert group["step"] == (None if stock.optimizer == "SGD" else 3 + extra)
         if ("elastic_checkpoint", True) not in stock.zero_keys:  # those have no hyperparameters
             assert {key: group[key] for key in ("lr", "weight_decay")} == {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkpoint import stock_checkpoints
-from checkpoint.stock_checkpoints import Live, Stock
+from checkpoint.stock_checkpoints import Live, Stock, read_entry
 from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import Options, execute
 from dsx.checkpoint.formats.deepspeed import catalog_of
@@ -20,6 +20,7 @@ from dsx.errors import CheckpointError
 
 SUB_GROUPS = (("sub_group_size", 40),)
 ODD = (("round_robin_gradients", True), ("parameter_alignment", True))
+FP32_SUMS = (("data_types", {"grad_accum_dtype": "fp32"}),)  # makes DeepSpeed use BF16_Optimizer
 SAME = [
     Stock(zero=0),
     Stock(zero=0, bf16=True, groups=False),
@@ -29,12 +30,15 @@ SAME = [
     Stock(zero=2, bf16=True, dp=1),
     Stock(zero=3, zero_keys=SUB_GROUPS, dp=3),
     Stock(zero=3, bf16=True),
+    Stock(zero=0, fp16=True, dp=1),
+    Stock(zero=2, fp16=True),
+    Stock(zero=1, bf16=True, dp=3, keys=FP32_SUMS),
     Stock(zero=1, pp=2),
     Stock(zero=1, pp=2, bf16=True, dp=1),
 ]
 OTHER = [
     (Stock(zero=1), Stock(zero=3, dp=3, zero_keys=SUB_GROUPS)),
-    (Stock(zero=3, dp=3, bf16=True), Stock(zero=1)),
+    (Stock(zero=3, dp=3, bf16=True), Stock(zero=1, fp16=True)),
     (Stock(zero=0), Stock(zero=2, bf16=True, dp=3)),
     (Stock(zero=2, optimizer="SGD", dp=1), Stock(zero=0, optimizer="SGD")),
     (Stock(zero=1, pp=2, dp=1, groups=False), Stock(zero=1, pp=4, dp=1, bf16=True, groups=False)),
@@ -51,9 +55,9 @@ def layout_of(stock: Stock) -> StockLayout:
     return StockLayout(
         dp=stock.dp,
         zero_stage=stock.zero,
-        precision="bf16" if stock.bf16 else "fp32",
+        precision=stock.precision,
         sub_group_size=keys.get("sub_group_size", 1_000_000_000),
-        alignment=(16 // (2 if stock.bf16 else 4)) if keys.get("parameter_alignment") else 1,
+        alignment=keys.get("parameter_alignment", False),
         round_robin=keys.get("round_robin_gradients", False),
         bounds=BOUNDS[stock.pp],
         tied=(("embed", (0, 4)),) if stock.pp else (),
@@ -68,6 +72,23 @@ def convert(path: Path, target: Path, stock: Stock) -> Path:
     for file in sorted(report.target.glob("*.pt")):
         verify(read_torch_file(report.target, file.name))
     return report.target
+
+
+def test_the_sources_config_decides_where_things_lie(tmp_path: Path) -> None:
+    """Optimizer state in another order than the config says would be loaded, and be wrong."""
+    stock = Stock(zero=2, bf16=True, zero_keys=ODD)
+    path, before, expected = stock_checkpoints.save(stock, tmp_path / "a")
+    source = catalog_of(path)
+    layout = StockLayout(dp=2, zero_stage=2, precision="bf16")
+    target = target_of(source, tmp_path / "b" / path.name, layout)
+    made = execute(source, target, plan(source, target.catalog), Options(workers=1)).target
+    for entry in source.entries:
+        assert torch.equal(
+            read_entry(catalog_of(made), catalog_of(made).by_key[entry.key]), read_entry(source, entry)
+        )
+    after, losses = stock_checkpoints.resume(stock, made)
+    check_states(before[0], after[0], weights=False)
+    assert losses == expected
 
 
 def check_states(before: Live, after: Live, *, weights: bool) -> None:
@@ -102,7 +123,7 @@ def test_another_layout_holds_the_same_state(old: Stock, new: Stock, tmp_path: P
     after, losses = stock_checkpoints.resume(new, made)
     check_states(before[0], after[0], weights=False)
     assert (after[0].steps, after[0].scheduler) == (before[0].steps, before[0].scheduler)
-    if (old.dp, old.bf16, old.pp) == (new.dp, new.bf16, new.pp):
+    if (old.dp, old.precision, old.pp) == (new.dp, new.precision, new.pp):
         assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-6)
 
 
@@ -123,8 +144,8 @@ def test_without_optimizer(tmp_path: Path) -> None:
     weights = replace(source, facts={}, entries=tuple(e for e in source.entries if e.state == "weight"))
     with pytest.raises(CheckpointError, match="no optimizer groups"):
         target_of(weights, tmp_path / "b", StockLayout(dp=1, zero_stage=1))
-    with pytest.raises(CheckpointError, match=r"precision = fp16.*fp32 or bf16"):
-        target_of(source, tmp_path / "b", StockLayout(dp=1, zero_stage=1, precision="fp16"))
+    with pytest.raises(CheckpointError, match=r"precision = fp8.*fp32, bf16 or fp16"):
+        target_of(source, tmp_path / "b", StockLayout(dp=1, zero_stage=1, precision="fp8"))
     some = replace(source, entries=tuple(e for e in source.entries if e.key != ("norm.bias", "exp_avg")))
     with pytest.raises(CheckpointError, match=r"tensor norm.bias: it has no exp_avg, which others have"):
         target_of(some, tmp_path / "b", StockLayout(dp=1, zero_stage=1))

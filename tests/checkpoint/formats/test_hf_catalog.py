@@ -168,8 +168,7 @@ def test_a_stock_run_through_dsx_and_back(name: str, zero: int, tmp_path: Path) 
     layout = layout_like(source, Degrees.parse("dp=1,tp=2,zero=1"))
     native = run(source, dsx_native.target_of(source, tmp_path / "b", layout))
     source = hf_catalog.as_hf(dsx_native.catalog_of(native), specs)
-    order = hf_catalog.model_order(name for spec in specs for name in spec.hf)
-    stock = StockLayout(dp=2, zero_stage=zero, groups=(order,), order=order)
+    stock = StockLayout(dp=2, zero_stage=zero)
     run(source, deepspeed_target.target_of(source, tmp_path / "c" / "global_step2", stock))
     assert ranks.run(go_on, 2, name, zero, tmp_path / "c") == expected
 
