@@ -22,6 +22,7 @@ from dsx.errors import CheckpointError, ModelError
 from dsx.plan.hf_config import model_spec
 from dsx.plan.params import param_specs
 from dsx.spec.layout import Layout
+from dsx.spec.model import ModelSpec
 from dsx.spec.param import ParamSpec
 
 TargetFormat = Literal["dsx", "deepspeed", "universal", "hf"]
@@ -152,7 +153,20 @@ def _model(source: Catalog, wanted: Wanted) -> tuple[tuple[ParamSpec, ...], dict
             "hf_config": config,
         }
     homes = all(spec.hf != (spec.name,) for spec in source.specs)
-    return (source.specs if homes else ()), {}
+    return (_in_order(source) if homes else ()), {}
+
+
+def _in_order(source: Catalog) -> tuple[ParamSpec, ...]:
+    """The tensors' specs in the model's own order, where the source says what model it is of."""
+    told = source.facts.get("model")
+    if not isinstance(told, dict):
+        return source.specs
+    try:
+        names = [spec.name for spec in param_specs(ModelSpec(**told))]
+    except (TypeError, AttributeError):  # of another version of dsx
+        return source.specs
+    order = {name: at for at, name in enumerate(names)}
+    return tuple(sorted(source.specs, key=lambda spec: order.get(spec.name, len(order))))
 
 
 def _target(source: Catalog, root: Path, wanted: Wanted) -> tuple[Target, dict[str, Any] | None]:
@@ -200,11 +214,26 @@ def _stock(source: Catalog, root: Path, wanted: Wanted) -> tuple[Target, dict[st
         dp=degrees.data or mesh.get("dp", 1),
         zero_stage=max(least, told) if degrees.zero is None else degrees.zero,
         precision=wanted.precision or str(source.facts.get("precision", "fp32")),
+        groups=_groups(source) if wanted.names == "hf" else (),
     )
     facts = {"pp": 1, "dp": layout.dp, "tp": 1, "chunks": 1, "zero_stage": layout.zero_stage}
     if wanted.format == "universal":
         return universal_target.target_of(source, root, layout), facts
     return deepspeed_target.target_of(source, root, layout), facts
+
+
+def _groups(source: Catalog) -> tuple[tuple[str, ...], ...]:
+    """Optimizer groups in the order of the Hugging Face model, which an engine of it numbers them by.
+
+    Groups with the same hyperparameters become one: dsx's engine puts tied weights apart, and each pipeline
+    rank has groups of its own.
+    """
+    order = {name: at for at, name in enumerate(dict.fromkeys(entry.name for entry in source.entries))}
+    merged: dict[str, list[str]] = {}
+    for group in source.facts.get("param_groups") or ():
+        settings = {key: value for key, value in group.items() if key not in ("names", "step")}
+        merged.setdefault(json.dumps(settings, sort_keys=True), []).extend(group["names"])
+    return tuple(tuple(sorted(dict.fromkeys(names), key=order.__getitem__)) for names in merged.values())
 
 
 def read_config(file: Path) -> dict[str, Any]:

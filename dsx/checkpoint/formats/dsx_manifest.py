@@ -151,7 +151,7 @@ def _tensors(catalog: Catalog, files: Mapping[str, int]) -> list[StoredTensor]:
     by_name: dict[str, list[Entry]] = defaultdict(list)
     for entry in catalog.entries:
         by_name[entry.name].append(entry)
-    return [_tensor(entries, specs.get(name), catalog, files) for name, entries in sorted(by_name.items())]
+    return [_tensor(entries, specs.get(name), catalog, files) for name, entries in by_name.items()]
 
 
 def _tensor(
