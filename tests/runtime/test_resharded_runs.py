@@ -1,13 +1,18 @@
-"""A run goes on from what ``dsx reshard`` made of its checkpoint: tp, pp, chunks, dp and ZeRO change at once."""
+"""Runs go on from what ``dsx reshard`` makes of their checkpoints: dsx in any layout, and stock DeepSpeed."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 import ranks
 from dsx.checkpoint.compare import compare
 from dsx.checkpoint.open import open_checkpoint
-from parity import dsx_run
+from parity import dsx_run, oracle
 from parity.dsx_run import Case
 
 COMMAND = ("reshard",)
@@ -35,6 +40,73 @@ def go_on(rank: int, world_size: int, case: Case, folder: str, again: str) -> li
     assert engine.global_steps == 2
     engine.save_checkpoint(again, tag="again")
     return _train(engine, case, engine.global_steps, STEPS)
+
+
+def stock_engine(family: str, zero: int, world_size: int):
+    """The Hugging Face model under stock DeepSpeed."""
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    config = dsx_run.config(Case(family=family, dp=world_size, zero=zero, accumulation=2), None)
+    del config["dsx"]
+    engine, *_ = deepspeed.initialize(model=oracle.hf_model(family), config=config)
+    return engine
+
+
+def train_stock(engine, family: str, rank: int, world_size: int, first: int, count: int) -> list[float]:
+    case, losses = Case(family=family, dp=world_size, accumulation=2), []
+    for step in range(first, first + count):
+        parts = []
+        for inputs, labels in dsx_run.batches(case, step, rank):
+            loss = F.cross_entropy(engine(input_ids=inputs).logits.flatten(0, 1), labels.flatten())
+            engine.backward(loss)
+            engine.step()
+            parts.append(loss.detach())
+        mean = torch.stack(parts).mean()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / world_size)
+    return losses
+
+
+def begin_stock(rank: int, world_size: int, family: str, zero: int, folder: str) -> list[float]:
+    """Two steps, a save, the rest of the run."""
+    engine = stock_engine(family, zero, world_size)
+    train_stock(engine, family, rank, world_size, 0, 2)
+    engine.save_checkpoint(folder, tag="saved")
+    return train_stock(engine, family, rank, world_size, 2, STEPS)
+
+
+def go_on_stock(rank: int, world_size: int, family: str, zero: int, folder: str) -> list[float]:
+    engine = stock_engine(family, zero, world_size)
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None
+    assert engine.global_steps == 2
+    return train_stock(engine, family, rank, world_size, 2, STEPS)
+
+
+@pytest.mark.parametrize(("family", "zero"), [("llama", 1), ("gpt2", 2), ("llama", 3)])
+def test_a_dsx_run_goes_on_in_stock_deepspeed(dsx, tmp_path, family, zero):
+    before = Case(family=family, tp=2, pp=2, chunks=2, zero=3 if zero == 1 else 1, accumulation=4)
+    expected = ranks.run(begin, before.world_size, before, str(tmp_path / "run"))[0]
+    to = ("--format", "deepspeed", "--names", "hf", "--data", 2, "--zero", zero)
+    code, _, err = dsx(tmp_path / "run", tmp_path / "other" / "saved", *to)
+    assert (code, err) == (0, "")
+    found = ranks.run(go_on_stock, 2, family, zero, str(tmp_path / "other"))[0]
+    assert found == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize(("family", "zero"), [("llama", 1), ("gpt2", 3)])
+def test_a_stock_run_goes_on_in_dsx(dsx, tmp_path, family, zero):
+    """From ZeRO under stock DeepSpeed, by Hugging Face's names, to tensor parallelism and a pipeline."""
+    after = Case(family=family, tp=2, pp=2, zero=2 if zero == 1 else 1, accumulation=4)
+    expected = ranks.run(begin_stock, 2, family, zero, str(tmp_path / "run"))[0]
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(dsx_run.config(after, None)))
+    folder = tmp_path / "other"
+    code, _, err = dsx(tmp_path / "run", folder / "saved", "--config", config, "--gpus", 4)
+    assert (code, err) == (0, "")
+    found = ranks.run(go_on, after.world_size, after, str(folder), str(tmp_path / "again"))[0]
+    assert found == pytest.approx(expected, rel=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,15 @@ def _tail(zero: ZeroPlan, buffer: Buffer, rank: int) -> int:
     return min(buffer.numel, max(0, (rank + 1) * buffer.numel - end))
 
 
+def clipping(plan: StockPlan) -> dict[str, Any]:
+    """The clipping that the source was trained with; where that is not known, the loading engine's own stays.
+
+    DeepSpeed takes it from the checkpoint over its own config (stage_1_and_2.py, ``_load_global_state``).
+    """
+    told = plan.config().get("gradient_clipping")
+    return {} if told is None else {"clip_grad": float(told)}
+
+
 def _flat_stages12(
     plan: StockPlan, zero: ZeroPlan, rank: int, base: dict[str, Any], masters: list[Hole]
 ) -> dict[str, Any]:
@@ -182,7 +191,7 @@ def _flat_stages12(
     buffers = zero.buffers(rank)
     return {
         **scaler(plan),
-        "clip_grad": float(plan.config().get("gradient_clipping", 1.0)),
+        **clipping(plan),
         "base_optimizer_state": base,
         "single_partition_of_fp32_groups": masters,
         "zero_stage": _stage(plan),

@@ -17,6 +17,7 @@ from dsx.checkpoint.formats.deepspeed_target import (
     VERSION,
     Files,
     Share,
+    clipping,
     group_settings,
     left_behind,
     no_manifest,
@@ -93,7 +94,7 @@ def _common(plan: StockPlan) -> dict[str, Any]:
         more = {"optimizer_state_dict": {"state": state, "param_groups": group_settings(plan, numbers)}}
     return {
         **scaler(plan),
-        "clip_grad": float(plan.config().get("gradient_clipping", 1.0)),
+        **clipping(plan),
         "zero_stage": stage,
         "ds_version": VERSION,
         "param_groups": settings,
