@@ -54,6 +54,9 @@ def run_facts(engine: PipelineEngine, client_state: Mapping[str, Any]) -> dict[s
         "data_cursor": int(client_state.get("data_cursor", 0)),
         "seed": None if config is None else config.dsx.train.seed,
         "model": None if config is None else json.loads(json.dumps(asdict(config.model))),
+        "hf_config": None if config is None else config.hf_config,
+        # DeepSpeed's ZeRO-1 and 2 take it from a checkpoint, over their own config's.
+        "deepspeed_config": {"gradient_clipping": float(engine.gradient_clipping())},
         "wandb_run_id": client_state.get("wandb_run_id"),
         "random_files": {str(rank): random_file(rank) for rank in world},
         "client_state": plain.encode(dict(client_state), "client_state"),

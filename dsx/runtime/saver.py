@@ -25,6 +25,7 @@ from dsx.errors import CheckpointError
 from dsx.runtime.launch import agree
 from dsx.runtime.run_facts import group_facts, merged_groups, run_facts, save_random_states
 from dsx.runtime.share_writer import Block, Share, blocks_of, num_bytes, on_host, write_share
+from dsx.runtime.stored import names_here
 from dsx.spec.param import ParamSpec
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class _Note:
 
     share: Share
     groups: list[dict[str, Any]]
+    names: list[str]
     failure: str | None = None
 
 
@@ -84,6 +86,7 @@ class Saver:
             world_size=engine.groups.mesh.size,
             blocks=on_host(blocks) if background else blocks,
             groups=group_facts(engine),
+            names=names_here(engine),
             facts=facts,
             keep=keep,
         )
@@ -125,12 +128,13 @@ class _Work:
         world_size: int,
         blocks: Sequence[Block],
         groups: list[dict[str, Any]],
+        names: list[str],
         facts: Mapping[str, Any],
         keep: int,
     ) -> None:
         self.root, self.tag, self.world_size = root, tag, world_size
         self._staged, self._rank, self._keep = staged, rank, keep
-        self._blocks, self._groups, self._facts = blocks, groups, facts
+        self._blocks, self._groups, self._names, self._facts = blocks, groups, names, facts
         self.failure: str | None = None
 
     def begin(self, action: Any) -> None:
@@ -143,7 +147,7 @@ class _Work:
         if self.failure is None:
             share = self._attempt(lambda: write_share(self._blocks, self._staged, self._rank)) or share
         self._blocks = ()
-        note = _Note(share=share, groups=self._groups, failure=self.failure)
+        note = _Note(share=share, groups=self._groups, names=self._names, failure=self.failure)
         self._attempt(lambda: self._leave(note))
         if self._rank == 0 and self.failure is None:
             self._attempt(self._commit)
@@ -199,11 +203,19 @@ def _catalog(root: Path, notes: Sequence[_Note], facts: Mapping[str, Any]) -> Ca
             pieces[entry.key] += entry.pieces
         specs.update({spec.name: spec for spec in note.share.specs})
         checksums += note.share.checksums
+    places = {name: place for note in notes for place, name in enumerate(note.names)}
+    ordered = sorted(entries.items(), key=lambda item: (_layer(item[0][0]), places.get(item[0][0], 0)))
     return Catalog(
         root=root,
         format=FORMAT_NAME,
-        entries=tuple(replace(entry, pieces=tuple(pieces[key])) for key, entry in entries.items()),
+        entries=tuple(replace(entry, pieces=tuple(pieces[key])) for key, entry in ordered),
         facts={**facts, "param_groups": merged_groups([note.groups for note in notes])},
         specs=tuple(specs.values()),
         checksums=tuple(checksums),
     )
+
+
+def _layer(name: str) -> int:
+    """Index in the layer list, with which a tensor's name begins."""
+    first = name.partition(".")[0]
+    return int(first) if first.isdecimal() else 0

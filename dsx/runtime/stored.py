@@ -97,6 +97,12 @@ class Names:
         )
 
 
+def names_here(engine: PipelineEngine) -> list[str]:
+    """This rank's tensors in the order of the model."""
+    names = Names(engine)
+    return [names.of(parameter).name for parameter in engine.pipeline.chunks.parameters()]
+
+
 def stored_here(engine: PipelineEngine, *, everything: bool = False) -> Iterator[Stored]:
     """This rank's share of the checkpoint: every element of every state is some rank's, once.
 
