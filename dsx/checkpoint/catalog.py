@@ -21,10 +21,17 @@ param_groups       [{"names": [tensors in the optimizer's order], "step": the op
 lr_scheduler       state dict of the learning-rate scheduler
 loss_scale         state of the loss scaler: {"scale": ..., ...}
 counters           {"global_samples", "skipped_steps", "micro_steps", ...}
-mesh, chunks, placement, stage_bounds, zero_stage, precision
-                   the layout, as :class:`dsx.checkpoint.manifest.Manifest` has it
-schedule, global_batch_size, tokens, data_cursor, seed, model, wandb_run_id
-                   as Manifest has them
+mesh               {axis: degree}, outermost first
+chunks, placement  virtual stages per pipeline rank, and how they are dealt: ``loop`` or ``v``
+stage_bounds       layer at which each virtual stage begins, then the number of layers
+zero_stage, precision, schedule, global_batch_size (sequences per step)
+tokens             trained on
+data_cursor        global index of the next training sequence
+seed               of initialisation and data order
+model              fields of :class:`dsx.spec.model.ModelSpec`; None for a layer list of the user's own
+hf_config          the Hugging Face config of that model
+deepspeed_config   of DeepSpeed's JSON, what its loaders look at
+wandb_run_id       the W&B run that a resumed run continues
 random_files       {rank, as a string: file of its generators' states}
 client_state       what the user saved with it, where it is plain data
 =================  ====================================================================================

@@ -39,7 +39,7 @@ class StoredState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A logical tensor: the keys of format 1's, and more.
+    """A logical tensor.
 
     ``layer`` is None for a tensor of which it is not known how layouts cut it.
     """
@@ -250,7 +250,7 @@ def _checksums(checksums: Iterable[Checksum]) -> dict[str, list[tuple[int, int, 
 
 
 def _model_digest(tensors: Iterable[StoredTensor]) -> str:
-    """As :attr:`dsx.checkpoint.manifest.Manifest.model_digest`."""
+    """SHA-256 of the tensors' names and shapes: equal for every layout of one model."""
     shapes = sorted([tensor.name, list(tensor.shape)] for tensor in tensors)
     return hashlib.sha256(json.dumps(shapes, separators=(",", ":")).encode()).hexdigest()
 
