@@ -36,20 +36,18 @@ def check_memory(config: RunConfig) -> None:
     The first rank of each machine looks, as in :func:`dsx.recipe.prepare_data`.
 
     Raises:
-        ConfigError: It does not fit, and ``dsx.memory_check`` is "refuse".
+        ConfigError: It does not fit, or is not known to, and ``dsx.memory_check`` is "refuse".
     """
     how = config.dsx.memory_check
     if local_rank() != 0 or how == "off" or config.dsx.recompute == "auto":
         return
-    try:
-        job = job_of(config, device=device_kind())
-    except ConfigError as unknown:  # something that dsx runs, but whose memory it does not know
+    memory, capacity = estimated(config), capacity_bytes()
+    if isinstance(memory, Exception):
         if how == "refuse":
-            raise
+            raise memory
         if rank() == 0:
-            sys.stderr.write(f"warning: memory is not checked: {unknown}\n")
+            sys.stderr.write(f"warning: memory is not checked: {memory}\n")
         return
-    memory, capacity = estimate_run(job), capacity_bytes()
     if memory.peak_bytes <= capacity:
         return
     fullest = memory.highest
@@ -70,6 +68,14 @@ def check_memory(config: RunConfig) -> None:
         sys.stderr.write(f"warning: {where}: {what}. {fix}.\n")
 
 
+def estimated(config: RunConfig) -> RunMemory | Exception:
+    """The run's memory on this kind of device, or why it is not known: something that dsx has not learned."""
+    try:
+        return estimate_run(job_of(config, device=device_kind()))
+    except Exception as unknown:  # noqa: BLE001 (no run ends because its estimate cannot be made)
+        return unknown
+
+
 def device_kind() -> DeviceKind:
     """``cuda`` or ``cpu``: whose code paths the estimate is to follow."""
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,8 +88,10 @@ def capacity_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size()
 
 
-def describe(memory: RunMemory) -> str:
+def describe(memory: RunMemory | Exception) -> str:
     """The estimate in a line of a run's start."""
+    if isinstance(memory, Exception):
+        return f"not estimated: {memory}"
     where = f"pipeline rank {memory.highest.pp_rank}"
     return f"estimated peak {amount(memory.peak_bytes)} on {where} ({_when(memory)})"
 

@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 
-from dsx.config.memory_job import job_of
 from dsx.config.run import RunConfig
 from dsx.errors import CheckpointError
 from dsx.plan.compare import Comparison, compare
-from dsx.plan.memory.roles import RunMemory, estimate_run
+from dsx.plan.memory.roles import RunMemory
 from dsx.plan.trace import Trace
 from dsx.report.progress import EvaluationReport, Progress, RunRates, StepReport, end_rows, start_rows
 from dsx.report.trace_table import summary
 from dsx.runtime.data.corpus import Corpus
 from dsx.runtime.engine import PipelineEngine
-from dsx.runtime.memory import PeakMemory, beside, describe, device_kind
+from dsx.runtime.memory import PeakMemory, beside, describe, estimated
 from dsx.runtime.trace import write
 from dsx.runtime.tracking import Tracker, environment
 
@@ -50,8 +49,9 @@ class Monitor:
         self._memory = PeakMemory(engine.pipeline.device)
         self._estimate: RunMemory | None = None
         if engine.groups.rank == 0:
-            self._estimate = estimate_run(job_of(config, device=device_kind()))
-            more.append(("memory", describe(self._estimate)))
+            memory = estimated(config)
+            more.append(("memory", describe(memory)))
+            self._estimate = None if isinstance(memory, Exception) else memory
         if self._last_step >= last:
             more.append(("complete", _complete(self._last_step, config)))
         elif self._last_step:

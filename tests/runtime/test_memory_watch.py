@@ -13,7 +13,7 @@ from dsx.config.resolve import resolve
 from dsx.errors import ConfigError
 from dsx.plan.memory.roles import estimate_run
 from dsx.runtime import memory as module
-from dsx.runtime.memory import COUNTED_STEP, PeakMemory, beside, check_memory
+from dsx.runtime.memory import COUNTED_STEP, PeakMemory, beside, check_memory, describe
 
 CONFIG = Path(__file__).parents[2] / "configs" / "zero1.json"
 
@@ -85,3 +85,15 @@ def test_the_peak_stands_beside_its_estimate():
     assert beside({}, memory) is None
     assert beside(peaks, memory).endswith("(-50.0%)")
     assert " reserved; estimated " in beside(peaks, memory)
+
+
+def test_a_run_whose_memory_is_not_known_goes_on(monkeypatch, capsys):
+    def unknown(*_args, **_kwargs):
+        raise ConfigError("zero_optimization.something", "its memory has not been learned", "leave it out")
+
+    monkeypatch.setattr(module, "job_of", unknown)
+    check_memory(resolved())
+    assert capsys.readouterr().err.startswith("warning: memory is not checked: zero_optimization.something")
+    assert describe(module.estimated(resolved())).startswith("not estimated: zero_optimization.something")
+    with pytest.raises(ConfigError):
+        check_memory(resolved("dsx.memory_check=refuse"))
