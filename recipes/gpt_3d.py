@@ -25,7 +25,10 @@ def main() -> None:
 
     # Process groups of the mesh: pipeline x data x tensor. NCCL on GPUs, gloo on CPUs.
     with dsx.distributed(
-        config.mesh, sequence_parallel=parallel.sequence_parallel, seed=train.seed
+        config.mesh,
+        sequence_parallel=parallel.sequence_parallel,
+        seed=train.seed,
+        spare_ranks=config.spare_ranks,
     ) as groups:
         corpus = dsx.recipe.open_data(config, data)
 

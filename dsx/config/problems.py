@@ -116,7 +116,10 @@ def _hint(field: dict[str, Any]) -> str:
 
 
 def _resolve(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    reference = field.get("$ref")
+    """``field`` itself: what it refers to, also where null would do."""
+    reference = next(
+        (option["$ref"] for option in (field, *field.get("anyOf", [])) if "$ref" in option), None
+    )
     return schema["$defs"][reference.rsplit("/", 1)[1]] if reference else field
 
 

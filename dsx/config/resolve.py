@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from dsx.config import measured, programs
+from dsx.config import elastic, measured, programs
 from dsx.config.batch import resolve_batch
 from dsx.config.cuts import cut_layers
 from dsx.config.deepspeed_checks import deepspeed_problems, is_bf16, optimizer_notes, zero_stage
@@ -17,6 +18,7 @@ from dsx.config.model_source import read_model
 from dsx.config.problems import raise_all
 from dsx.config.run import RunConfig
 from dsx.config.run_checks import Facts, run_notes, run_problems
+from dsx.config.schema import DsxConfig
 from dsx.errors import ConfigError
 from dsx.plan.params import layer_kinds, param_specs
 
@@ -46,6 +48,13 @@ def resolve(
     deepspeed, dsx = load(source, overrides)
     name = "config" if isinstance(source, Mapping) else str(source)
     raise_all(name, deepspeed_problems(deepspeed))
+    if dsx.elastic is None:
+        return _resolve(name, deepspeed, dsx, world_size)
+    return elastic.lay_out(deepspeed, dsx, world_size, partial(_resolve, name))
+
+
+def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: int) -> RunConfig:
+    """The run on exactly ``world_size`` ranks."""
     model = read_model(dsx)
     dsx = dsx.model_copy(update={"data": dsx.data.model_copy(update={"tokenizer": model.tokenizer})})
     dsx, written = programs.read_file(dsx)

@@ -41,6 +41,7 @@ class RunConfig:
         precision: Compute dtype.
         gradient_clipping: Largest global gradient norm; 0 means no clipping.
         notes: What "auto" became, and other things that the user did not write but should know.
+        spare_ranks: Ranks that the launcher starts beyond the mesh's: they wait (``dsx.elastic``).
     """
 
     deepspeed: dict[str, Any]
@@ -60,6 +61,7 @@ class RunConfig:
     precision: Literal["fp32", "bf16"]
     gradient_clipping: float
     notes: tuple[str, ...]
+    spare_ranks: int = 0
 
     @property
     def schedule_name(self) -> str:
@@ -101,8 +103,11 @@ class RunConfig:
         )
 
     def resolved(self) -> dict[str, Any]:
-        """The whole config as JSON with every "auto" replaced: loading it gives this run again."""
-        block = self.dsx.model_dump(mode="json", exclude_none=True)
+        """The whole config as JSON with every "auto" replaced: loading it gives this run again.
+
+        What it might become on other numbers of ranks (``dsx.elastic``) is left out.
+        """
+        block = self.dsx.model_dump(mode="json", exclude_none=True, exclude={"elastic"})
         block["parallel"] |= {"tensor": self.mesh.tp, "pipeline": self.mesh.pp, "chunks": self.chunks}
         if self.program.rows is None:
             block["schedule"]["name"] = self.schedule_name
@@ -114,6 +119,7 @@ class RunConfig:
         stages = self.stage_map
         return {
             "world_size": self.mesh.size,
+            "spare_ranks": self.spare_ranks,
             "mesh": dict(self.mesh.axes),
             "chunks": self.chunks,
             "schedule": self.schedule_name,

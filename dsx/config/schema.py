@@ -253,6 +253,31 @@ class WandbConfig(Block):
     tags: list[str] = Field(default_factory=list, description="Tags of the run.")
 
 
+class ElasticConfig(Block):
+    """What a run may become when it starts again on another number of ranks; its global batch stays."""
+
+    tensor: Annotated[list[Positive], Field(min_length=1)] | None = Field(
+        default=None,
+        description="Tensor-parallel degrees it may take, the one you like best first: divisors of a node's "
+        "GPUs. null: parallel.tensor alone.",
+    )
+    pipeline: Annotated[list[Positive], Field(min_length=1)] | None = Field(
+        default=None,
+        description="Pipeline degrees it may take, the one you like best first. null: parallel.pipeline "
+        "alone.",
+    )
+    min_ranks: Positive = Field(
+        default=1, description="Fewest ranks to train on; ranks that no layout can use wait as spares."
+    )
+    cluster: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name or JSON file of a cluster (`dsx plan`): of the layouts that use most ranks, the "
+        "one with the shortest predicted step that fits its memory. null: the first that is legal, in the "
+        "order of tensor, then pipeline.",
+    )
+
+
 class TrackingConfig(Block):
     """Where metrics go, besides the console and metrics.jsonl."""
 
@@ -293,5 +318,10 @@ class DsxConfig(Block):
         ge=0,
         description="Bytes that the optimizer keeps for each parameter, weights and gradients aside: for the "
         "memory estimate of an optimizer that dsx does not know (it knows Adam, AdamW, Lion, SGD).",
+    )
+    elastic: ElasticConfig | None = Field(
+        default=None,
+        description="What layout a run may take when it starts again on another number of ranks; null: the "
+        "one that is written, or an error.",
     )
     tracking: TrackingConfig = Field(default=TrackingConfig(), description="Where metrics go.")

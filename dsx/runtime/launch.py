@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import os
-import socket
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
-from dsx.errors import ConfigError, DsxError
-from dsx.runtime.entry import AGREED, local_rank, rank
+from dsx.errors import DsxError
+from dsx.runtime.entry import AGREED, local_rank
 from dsx.runtime.groups import Groups, make_groups
+from dsx.runtime.meeting import dismiss, meet, stand_by
 from dsx.spec.mesh import Mesh
 
 T = TypeVar("T")
-
-_LOOK_SECONDS = 1.0
 
 
 @contextmanager
@@ -32,6 +28,7 @@ def distributed(
     seed: int = 0,
     start_timeout_seconds: float = 86_400,
     timeout_seconds: float = 1800,
+    spare_ranks: int = 0,
 ) -> Iterator[Groups]:
     """Process groups of ``mesh`` for the duration of a ``with`` block.
 
@@ -40,14 +37,17 @@ def distributed(
     tensor parallelism, as dsx's dropout wants them.
 
     Args:
-        mesh: Axes over all ranks that the launcher started.
+        mesh: Axes over the ranks that the launcher started, the spare ones aside.
         sequence_parallel: Split activations between tensor-parallel blocks along the sequence.
         seed: Base of every generator's seed.
         start_timeout_seconds: How long a rank waits for the others to come here: one of them may be
             tokenising a large corpus meanwhile. Launchers end the others when one fails.
         timeout_seconds: How long a collective may wait for a peer.
+        spare_ranks: The last so many ranks take no part: they wait here, and end when the others have
+            (:attr:`dsx.RunConfig.spare_ranks`).
 
     Raises:
+        SystemExit: On a spare rank, at the end of the run.
         ConfigError: The launcher's port is taken.
         LayoutError: The mesh does not have as many ranks as were started.
     """
@@ -64,8 +64,12 @@ def distributed(
     accelerator.set_device(local_rank())
     backend, timeout = ("gloo" if cpu else "nccl"), timedelta(seconds=timeout_seconds)
     if "WORLD_SIZE" in os.environ:
-        store, place, size = _meet(timedelta(seconds=start_timeout_seconds))
-        dist.init_process_group(backend, store=store, rank=place, world_size=size, timeout=timeout)
+        store, place, size = meet(timedelta(seconds=start_timeout_seconds))
+        if spare_ranks and place >= size - spare_ranks:
+            stand_by(store)
+        dist.init_process_group(
+            backend, store=store, rank=place, world_size=size - spare_ranks, timeout=timeout
+        )
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
@@ -76,36 +80,9 @@ def distributed(
     # Without this, ranks that end early tear down connections that others still use. An exception skips it:
     # the others would not come.
     dist.barrier()
+    if spare_ranks and groups.rank == 0:
+        dismiss(store, spare_ranks)
     dist.destroy_process_group()
-
-
-def _meet(timeout: timedelta) -> tuple[Any, int, int]:
-    """The launcher's key-value store, when every rank is there; this rank; the number of ranks."""
-    _await_listener(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
-    try:
-        store, place, size = next(rendezvous("env://", timeout=timeout))
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise ConfigError(
-            f"port {os.environ['MASTER_PORT']}, where the ranks are to meet",
-            "another program listens there, perhaps another run",
-            "give this run a port of its own: deepspeed --master_port 29501, or torchrun --master_port 29501",
-        ) from None
-    store.set_timeout(timeout)
-    if store.add("dsx/arrived", 1) == size:
-        store.set("dsx/all_arrived", "1")
-    store.wait(["dsx/all_arrived"], timeout)
-    return store, place, size
-
-
-def _await_listener(address: str, port: int, timeout: timedelta) -> None:
-    """Wait until rank 0, or torchrun, listens. torch itself looks once a minute, after a while."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    while rank() != 0 and time.monotonic() < deadline:
-        with suppress(OSError), socket.create_connection((address, port), timeout=_LOOK_SECONDS):
-            return
-        time.sleep(_LOOK_SECONDS)
 
 
 def agree(action: Callable[[], T]) -> T:
