@@ -11,11 +11,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -77,10 +79,11 @@ class Ended:
 class Launch:
     """A launcher at work, with all that it has started."""
 
-    def __init__(self, process: subprocess.Popen[str], mark: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], mark: str, deadline_seconds: float) -> None:
         self._process, self._mark = process, f"{_MARK}={mark}".encode()
         self._read: list[str] = []
-        self._watchdog = threading.Timer(_DEADLINE_SECONDS, self._give_up)
+        self._deadline_seconds = deadline_seconds
+        self._watchdog = threading.Timer(deadline_seconds, self._give_up)
         self._watchdog.start()
         self._late = False
 
@@ -93,6 +96,18 @@ class Launch:
                 return
         raise AssertionError(f"ended without a line {start!r}:\n{''.join(self._read)}")
 
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Until something outside it is so."""
+        while not condition():
+            assert self._process.poll() is None, f"ended before:\n{''.join(self._read)}"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """What a machine's power cut does: SIGKILL to the launcher and all that it has started."""
+        for process in self._processes():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
     def press_ctrl_c(self) -> None:
         """What a terminal does: SIGINT to all in its foreground."""
         os.killpg(self._process.pid, signal.SIGINT)
@@ -103,7 +118,7 @@ class Launch:
         self._read.extend(self._process.stdout)  # to its end: when the last process has let go of it
         code = self._process.wait()
         text = "".join(self._read)
-        assert not self._late, f"no end after {_DEADLINE_SECONDS} s:\n{text}"
+        assert not self._late, f"no end after {self._deadline_seconds} s:\n{text}"
         assert not self._left_over(), f"processes are left after:\n{text}"
         failed = re.search(r"exits with return code = (-?\d+)|failed \(exitcode: (-?\d+)\)", text)
         rank_code = int(failed[1] or failed[2]) if failed else None
@@ -115,18 +130,14 @@ class Launch:
     def close(self) -> None:
         """Kill what still runs."""
         self._watchdog.cancel()
-        for process in self._processes():
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        self.kill()
         self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
 
     def _give_up(self) -> None:
         self._late = True
-        for process in self._processes():
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        self.kill()
 
     def _left_over(self) -> list[int]:
         """Processes of this launch that do not end on their own, W&B's service among them."""
@@ -151,22 +162,40 @@ class Launch:
 
 @contextmanager
 def started(
-    launcher: str, recipe: str, config: Path | str, settings: Mapping[str, Any], *, ranks: int = 2
+    launcher: str,
+    recipe: str,
+    config: Path | str,
+    settings: Mapping[str, Any],
+    *,
+    ranks: int = 2,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+    deadline_seconds: float = _DEADLINE_SECONDS,
 ) -> Iterator[Launch]:
-    """A recipe under ``deepspeed``, ``torchrun`` or ``python``, with --set for each of ``settings``."""
+    """A recipe under ``deepspeed``, ``torchrun`` or ``python``, with --set for each of ``settings``.
+
+    ``options`` are the launcher's, in place of a single machine's.
+    """
     mark = uuid.uuid4().hex
-    command = [*_launcher(launcher, ranks), str(REPOSITORY / "recipes" / recipe), "--config", str(config)]
+    command = [
+        *_launcher(launcher, ranks, options),
+        str(REPOSITORY / "recipes" / recipe),
+        "--config",
+        str(config),
+    ]
     for key, value in settings.items():
         command += ["--set", f"{key}={value if isinstance(value, str | Path) else json.dumps(value)}"]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=os.environ | {_MARK: mark, "PATH": f"{_BIN}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ
+        | dict(environment)
+        | {_MARK: mark, "PATH": f"{_BIN}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""},
         text=True,
         start_new_session=True,
     )
-    running = Launch(process, mark)
+    running = Launch(process, mark, deadline_seconds)
     try:
         yield running
     finally:
@@ -225,9 +254,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _launcher(name: str, ranks: int) -> list[str]:
+def _launcher(name: str, ranks: int, options: Sequence[str]) -> list[str]:
     if name == "python":
         return [sys.executable]
     if name == "torchrun":
-        return [str(_BIN / name), "--standalone", "--nproc_per_node", str(ranks)]
+        return [str(_BIN / name), *(options or ["--standalone"]), "--nproc_per_node", str(ranks)]
     return [str(_BIN / name), "--num_accelerators", str(ranks), "--master_port", str(free_port())]

@@ -1,0 +1,66 @@
+"""A run goes on when a machine is lost and when one joins, under torchrun's agents."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+from launching import SMALL, ZERO3, free_port, launch, rows, series, started
+
+from dsx.checkpoint import store
+
+STEPS = 60
+LIMITS = {"dsx.elastic.tensor": [2, 1], "dsx.elastic.pipeline": [2, 1]}
+
+
+@pytest.mark.timeout(400)
+def test_a_run_outlives_its_machines(tmp_path):
+    """4 ranks on two machines; one is lost, another joins. The losses are one undisturbed process's."""
+    settings = {**SMALL, "dsx.train.steps": STEPS, "dsx.train.save_every": 4, "dsx.train.keep_checkpoints": 2}
+    settings["optimizer.params.lr"] = 3e-4  # at high rates, rounding in another order of sums soon shows
+    undisturbed, output = tmp_path / "undisturbed", tmp_path / "run"
+    launch("python", "gpt_3d.py", ZERO3, {**settings, "dsx.train.output": undisturbed})
+
+    settings |= {**LIMITS, "dsx.train.output": output}
+    # One store for all starts keeps a new first machine from announcing itself (torch 2.13).
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    options = (
+        "--nnodes=1:2",
+        "--max-restarts=2",
+        "--monitor-interval=0.5",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{free_port()}",
+    )
+    with ExitStack() as machines:
+
+        def machine(*, is_host):
+            meeting = f"--rdzv-conf=is_host={is_host},last_call_timeout=2,keep_alive_interval=1"
+            running = started(
+                "torchrun",
+                "gpt_3d.py",
+                ZERO3,
+                settings,
+                options=(*options, meeting),
+                environment=environment,
+                deadline_seconds=300,
+            )
+            return machines.enter_context(running)
+
+        first = machine(is_host=True)
+        lost = machine(is_host=False)
+        first.wait_until((output / "checkpoints" / store.LATEST).exists)
+        lost.kill()
+        first.wait_for("  resumed ")
+        joined = machine(is_host=False)
+        ended = first.end(), joined.end()
+    assert [end.code for end in ended] == [0, 0], "\n".join(end.text for end in ended)
+    lines = [line for end in ended for line in end.lines]
+    layouts = [line.split(": ", 1)[1] for line in lines if "dsx.elastic:" in line]
+    assert {layout.rsplit(" of ", 1)[0] for layout in layouts} == {
+        "tensor 2 x pipeline 2 x data 1, micro-batch 2 x 4, on 4",
+        "tensor 2 x pipeline 1 x data 1, micro-batch 2 x 4, on 2",
+    }
+    assert rows(ended[0].lines if "done" in ended[0].lines else ended[1].lines, "done")
+    expected, got = series(undisturbed, "train/loss"), series(output, "train/loss")
+    assert list(got) == list(expected) == list(range(1, STEPS + 1))
+    assert got == pytest.approx(expected, rel=1e-5)
