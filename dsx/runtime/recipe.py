@@ -215,12 +215,13 @@ def save(config: RunConfig, engine: PipelineEngine, corpus: Corpus, monitor: Mon
         **agree(lambda: monitor.state),
     }
     train = config.dsx.train
-    engine.save_checkpoint(
+    path = engine.save_checkpoint(
         root, client_state=client_state, background=train.save_in_background, keep=train.keep_checkpoints
     )
     if engine.groups.rank == 0:
         text = json.dumps(config.resolved(), indent=2) + "\n"
         store.write_atomically(config.output / CONFIG, text.encode())
+    monitor.saved(path, background=train.save_in_background)
     monitor.wrote("checkpoints", root)
     monitor.wrote("resolved config", config.output / CONFIG)
 
@@ -234,7 +235,7 @@ def export(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
     agree(lambda: shutil.rmtree(folder, ignore_errors=True))
     export_weights(engine.pipeline, folder, config.hf_config)
     agree(lambda: copy_tokenizer(config.dsx.data.tokenizer, folder))
-    monitor.wrote("Hugging Face model", folder)
+    monitor.exported(folder)
 
 
 def _saved_profile(config: RunConfig, own: Path) -> tuple[Path, Profile] | None:
