@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -36,7 +36,7 @@ _MOST_WAITING = 10_000  # records that W&B may be behind
 
 
 class Tracker:
-    """Writes one record per call of :meth:`log` to ``metrics.jsonl`` and, the same one, to W&B.
+    """Writes one record per call of :meth:`log` to ``metrics.jsonl`` and the same to W&B, in one row a step.
 
     W&B works in a thread of its own, so that no call but :meth:`finish` waits for it, whatever its service or
     the network do; :meth:`finish` waits a minute and a half at most. It is quiet and never asks for input. An
@@ -49,7 +49,8 @@ class Tracker:
         run_config: What the run's page shows as its config: any JSON (resolved config, layout, versions).
         first_step: First step that this process will log. Records of this step and later ones, which a run
             that is being resumed wrote after its checkpoint, are dropped from ``metrics.jsonl``. W&B, which
-            can forget nothing, keeps those, and does not get them a second time.
+            can forget nothing, keeps those, and takes none a second time: online by itself, as its step is
+            ours; offline it is not given them.
         run_id: W&B id that a checkpoint stored, to continue its curves; None starts a new run.
         warn: Told once about each of W&B's problems, in calls of the tracker; None logs them.
 
@@ -72,12 +73,18 @@ class Tracker:
         self._file = MetricsFile(Path(output) / "metrics.jsonl", first_step)
         self._file_failed = self._told = False
         self._run_id = run_id
+        self._problems: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._wandb: _WandbThread | None = None
         self._in_wandb: frozenset[tuple[int, str]] = frozenset()
         if wandb.mode != "disabled":
-            self._in_wandb = frozenset() if run_id is None else self._file.dropped
+            if run_id is not None:
+                # W&B writes a row when the next one begins, so that a kill takes the last with it.
+                last = max((step for step, _ in self._file.dropped), default=0)
+                self._in_wandb = frozenset(one for one in self._file.dropped if one[0] < last)
             self._run_id = run_id or secrets.token_hex(4)
-            self._wandb = _WandbThread(wandb, Path(output), self._run_id, jsonable(run_config))
+            self._wandb = _WandbThread(
+                wandb, Path(output), self._run_id, jsonable(run_config), self._problems
+            )
 
     @property
     def metrics_path(self) -> Path:
@@ -108,12 +115,7 @@ class Tracker:
                 self._warn(f"{self.metrics_path} cannot be written from step {step} on: {_said(error)}")
             self._file_failed = True
         if self._wandb is not None:
-            new = {name: value for name, value in metrics.items() if (step, name) not in self._in_wandb}
-            if len(new) < len(metrics):
-                self._say_what_wandb_keeps()
-            if new:
-                record = {STEP: step, **new}
-                self._wandb.put("take metrics", lambda run: run.log(record))
+            self._wandb.put("take metrics", lambda run: self._log_to_wandb(run, step, metrics))
         self._pass_on()
 
     def refer_to(
@@ -157,21 +159,24 @@ class Tracker:
     ) -> None:
         self.finish(failed=error is not None)
 
-    def _say_what_wandb_keeps(self) -> None:
-        """Once."""
-        steps = sorted({step for step, _ in self._in_wandb})
-        if steps and not self._told:
+    def _log_to_wandb(self, run: Any, step: int, metrics: Metrics) -> None:
+        """In W&B's thread. Its own step is ours: by default it would count rows, from 0 in each process."""
+        new = {name: value for name, value in metrics.items() if (step, name) not in self._in_wandb}
+        if len(new) < len(metrics) and not self._told:
             self._told = True
-            self._warn(
-                f"W&B keeps steps {steps[0]} to {steps[-1]} as they were before the run was stopped; "
+            steps = {at for at, _ in self._in_wandb}
+            self._problems.put(
+                f"W&B keeps steps {min(steps)} to {max(steps)} as they were before the run was stopped; "
                 f"{self.metrics_path} has them as they are now"
             )
+        kept = new if run.offline else metrics
+        if kept:
+            run.log({STEP: step, **kept}, step=step)
 
     def _pass_on(self) -> None:
         """Give the thread's warnings, from the caller's own."""
-        if self._wandb is not None:
-            for problem in self._wandb.problems():
-                self._warn(problem)
+        for _ in range(self._problems.qsize()):
+            self._warn(self._problems.get())
 
 
 class _WandbThread:
@@ -182,15 +187,24 @@ class _WandbThread:
     ``_on_finish``). Here the queue is what waits.
     """
 
-    def __init__(self, config: WandbConfig, output: Path, run_id: str, run_config: Any) -> None:
+    def __init__(
+        self,
+        config: WandbConfig,
+        output: Path,
+        run_id: str,
+        run_config: Any,
+        problems: queue.SimpleQueue[str],
+    ) -> None:
         self._config, self._output, self._run_id, self._run_config = config, output, run_id, run_config
         self._queue: queue.Queue[tuple[str, Action] | None] = queue.Queue(_MOST_WAITING)
-        self._problems: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._problems = problems
         self._started = threading.Event()
         self._folder: Path | None = None
         self._run: Any = None
         self._broken = self._over = self._overrun = False
         self._thread = threading.Thread(target=self._work, name="dsx-wandb", daemon=True)
+        # Here, because two threads that import what imports one another may see half of a module.
+        self._attempt("start", lambda: import_module("wandb"))
         self._thread.start()
 
     def put(self, doing: str, action: Action) -> None:
@@ -202,10 +216,6 @@ class _WandbThread:
         except queue.Full:
             self._overrun = True
             self._give_up(f"take metrics for {_MOST_WAITING:,} records", "its service does not answer")
-
-    def problems(self) -> list[str]:
-        """What has gone wrong since the last call."""
-        return [self._problems.get() for _ in range(self._problems.qsize())]
 
     def folder(self) -> Path | None:
         """The run's folder, once it has started; None if it could not."""
@@ -235,10 +245,9 @@ class _WandbThread:
                 wandb.teardown()
 
     def _work(self) -> None:
-        try:
+        if not self._broken:
             self._start()
-        finally:
-            self._started.set()
+        self._started.set()
         while (call := self._queue.get()) is not None:
             if not self._broken:
                 self._attempt(call[0], partial(call[1], self._run))
@@ -294,7 +303,11 @@ def _begin(config: WandbConfig, mode: Mode, output: Path, run_id: str | None, ru
 
     # For the process, not only the run: otherwise a terminal is asked for a key, and training waits.
     wandb.setup(settings=wandb.Settings(silent=True))
-    limits: dict[str, Any] = {"finish_timeout": _FINISH_SECONDS, "finish_timeout_raises": True}
+    limits: dict[str, Any] = {
+        "finish_timeout": _FINISH_SECONDS,
+        "finish_timeout_raises": True,
+        "x_transaction_log_flush_interval": 1.0,  # what a kill of the process takes with it
+    }
     run = wandb.init(
         project=config.project,
         entity=config.entity,
@@ -314,7 +327,6 @@ def _begin(config: WandbConfig, mode: Mode, output: Path, run_id: str | None, ru
             **{name: value for name, value in limits.items() if name in wandb.Settings.model_fields},
         ),
     )
-    # W&B's own step counts calls of log; ours also survives a resume from an older checkpoint.
     run.define_metric(STEP)
     run.define_metric("train/tokens", step_metric=STEP)
     run.define_metric("eval/loss", step_metric=STEP, summary="min")

@@ -11,7 +11,7 @@ import pytest
 from launching import SMALL, ZERO3, Ended, held_out_loss, launch, records, rows, series, started
 from transformers import AutoModelForCausalLM
 
-from wandb_file import history, wandb_records
+from wandb_file import by_step, history, wandb_records
 
 STEP = re.compile(
     r"step (\d+)/6 \| loss +([\d.]+) \| grad norm +([\d.]+)"
@@ -93,7 +93,7 @@ def test_summary_names_what_is_there(whole: Ended, output: Path) -> None:
 def test_wandb_has_the_same_records(whole: Ended, output: Path) -> None:
     """So W&B, metrics.jsonl and, by the test above, the console say the same; and W&B knows the files."""
     folder = Path(rows(whole.lines, "done")["W&B run"])
-    assert history(folder) == records(output)
+    assert history(folder) == by_step(records(output))
     kept = [record for record in wandb_records(folder) if record.WhichOneof("record_type") == "artifact"]
     checkpoint, model = (record.artifact for record in kept)
     for artifact, place in (
@@ -129,7 +129,8 @@ def test_three_steps_and_three_more(whole: Ended, output: Path, tmp_path: Path) 
     assert series(tmp_path, "eval/loss")[6] == series(output, "eval/loss")[6]
     runs = [Path(rows(ended.lines, "done")["W&B run"]) for ended in (first, second)]
     assert len({path.name.rpartition("-")[2] for path in runs}) == 1  # the same run goes on
-    assert history(runs[0]) + history(runs[1]) == records(tmp_path)  # no step twice, none left out
+    # No step twice, none left out.
+    assert history(runs[0]) + history(runs[1]) == by_step(records(tmp_path))
 
 
 @pytest.mark.parametrize("axis", ["pipeline", "tensor"])
