@@ -39,7 +39,7 @@ class Tracker:
     """Writes one record per call of :meth:`log` to ``metrics.jsonl`` and the same to W&B, in one row a step.
 
     W&B works in a thread of its own, so that no call but :meth:`finish` waits for it, whatever its service or
-    the network do; :meth:`finish` waits a minute and a half at most. It is quiet and never asks for input. An
+    the network do; :meth:`finish` waits two minutes or so at most. It is quiet and never asks for input. An
     online run that cannot start continues offline, and whatever else W&B raises is reported once, after which
     it is left alone.
 
@@ -115,7 +115,8 @@ class Tracker:
                 self._warn(f"{self.metrics_path} cannot be written from step {step} on: {_said(error)}")
             self._file_failed = True
         if self._wandb is not None:
-            self._wandb.put("take metrics", lambda run: self._log_to_wandb(run, step, metrics))
+            row = dict(metrics)
+            self._wandb.put("take metrics", lambda run: self._log_to_wandb(run, step, row))
         self._pass_on()
 
     def refer_to(
