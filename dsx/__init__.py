@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dsx.runtime import recipe
     from dsx.runtime.engine import PipelineEngine
     from dsx.runtime.entry import run, world_size
+    from dsx.runtime.generation import generate, load_transformers
     from dsx.runtime.groups import Groups
     from dsx.runtime.initialize import initialize
     from dsx.runtime.launch import distributed
@@ -69,8 +70,10 @@ __all__ = [
     "__version__",
     "choose",
     "distributed",
+    "generate",
     "initialize",
     "load_config",
+    "load_transformers",
     "parse_arguments",
     "profile_layers",
     "recipe",
@@ -104,8 +107,10 @@ _HOMES = {
     "Groups": ("dsx.runtime.groups", "Groups"),
     "choose": ("dsx.plan.choose", "choose"),
     "distributed": ("dsx.runtime.launch", "distributed"),
+    "generate": ("dsx.runtime.generation", "generate"),
     "initialize": ("dsx.runtime.initialize", "initialize"),
     "load_config": ("dsx.config.resolve", "resolve"),
+    "load_transformers": ("dsx.runtime.generation", "load_transformers"),
     "parse_arguments": ("dsx.config.arguments", "parse_arguments"),
     "profile_layers": ("dsx.runtime.profile", "profile_layers"),
     "recipe": ("dsx.runtime.recipe", ""),

@@ -150,8 +150,35 @@ def test_every_dsx_command_is_listed():
     assert sorted(listed) == sorted(command.callback.__name__ for command in build().registered_commands)
 
 
+def is_generation(command: list[str]) -> bool:
+    return "recipes/generate.py" in command
+
+
+@pytest.mark.parametrize("command", list(filter(is_generation, commands("python"))), ids=" ".join)
+def test_generation_commands_run(first_run, command):
+    """On the checkpoint of the first command."""
+    done = subprocess.run(
+        [sys.executable, *command[1:], "--tokens", "3"],
+        cwd=first_run[0],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(command[command.index("--prompt") + 1])
+
+
 @pytest.mark.parametrize(
-    "command", [*commands("deepspeed"), *commands("torchrun"), *commands("python")], ids=" ".join
+    "command",
+    [
+        words
+        for launcher in ("deepspeed", "torchrun", "python")
+        for words in commands(launcher)
+        if not is_generation(words)
+    ],
+    ids=" ".join,
 )
 def test_recipe_commands_name_files_and_keys_that_exist(command, tmp_path):
     """Resolved for the ranks that they start; the recipes themselves run in tests/recipes."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import wandb
 from wandb.proto import wandb_internal_pb2
+
+import wandb
 
 
 def wandb_records(folder: Path) -> Iterator[Any]:
@@ -45,3 +46,11 @@ def history(folder: Path) -> list[dict[str, Any]]:
             }
             rows.append({key: value for key, value in items.items() if not key.startswith("_")})
     return rows
+
+
+def by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records of ``metrics.jsonl`` as W&B has them: one row per step."""
+    rows: dict[int, dict[str, Any]] = {}
+    for record in records:
+        rows.setdefault(record["train/step"], {}).update(record)
+    return list(rows.values())

@@ -132,6 +132,23 @@ def _named(source: Catalog, wanted: Wanted) -> Catalog:
     return named if names == "dsx" else hf_catalog.as_hf(named, specs)
 
 
+def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:
+    """A checkpoint under the names of the Hugging Face model of ``hf_config``.
+
+    One of a model that is none of dsx's families keeps its names.
+
+    Raises:
+        CheckpointError: It lacks a tensor of the model, has another, or one of another shape.
+    """
+    specs, _ = _model(source, Wanted())
+    if not specs:
+        try:
+            specs = param_specs(model_spec(hf_config))
+        except ModelError:
+            return source
+    return hf_catalog.as_hf(hf_catalog.as_dsx(source, specs), specs)
+
+
 def _model(source: Catalog, wanted: Wanted) -> tuple[tuple[ParamSpec, ...], dict[str, Any]]:
     """Every tensor of the model, if it is one of dsx's families, and facts about it; else nothing."""
     if wanted.run is not None:

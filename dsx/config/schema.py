@@ -251,6 +251,11 @@ class WandbConfig(Block):
     name: str | None = Field(default=None, description="Display name of the run.")
     group: str | None = Field(default=None, description="Group of runs.")
     tags: list[str] = Field(default_factory=list, description="Tags of the run.")
+    artifacts: Literal["reference", "off"] = Field(
+        default="reference",
+        description="reference: each checkpoint and exported model becomes a version of an artifact that "
+        "says where it is; none of its bytes are sent. off: none do.",
+    )
 
 
 class ElasticConfig(Block):

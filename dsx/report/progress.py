@@ -66,7 +66,8 @@ class StepReport:
         lr: Learning rate that the step used.
         tokens: Tokens trained on since the run began, resumed parts included.
         step_seconds: Wall time of a step; the mean since the last report if steps lie between.
-        bubble: Share of the step that pipeline ranks wait for each other; None if unknown.
+        bubble: Idle over ideal time of the pipeline ranks, measured; None for a step that is not traced.
+        simulated_bubble: The same of the schedule, simulated with that step's own times.
         peak_allocated_bytes: Largest memory in use on the fullest rank; None on a CPU until it is counted.
         peak_reserved_bytes: Largest memory held by the allocator on the fullest rank; None on a CPU.
         estimated_bytes: What the estimator predicted for the fullest rank.
@@ -80,6 +81,7 @@ class StepReport:
     tokens: int
     step_seconds: float
     bubble: float | None = None
+    simulated_bubble: float | None = None
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     estimated_bytes: int | None = None
@@ -113,6 +115,7 @@ class StepReport:
             "perf/mfu_percent": _scaled(self.mfu, 100),
             "perf/step_seconds": self.step_seconds,
             "perf/bubble_percent": _scaled(self.bubble, 100),
+            "perf/bubble_simulated_percent": _scaled(self.simulated_bubble, 100),
             "memory/peak_allocated_gib": _scaled(self.peak_allocated_bytes, 1 / _GIB),
             "memory/peak_reserved_gib": _scaled(self.peak_reserved_bytes, 1 / _GIB),
             "memory/estimated_gib": _scaled(self.estimated_bytes, 1 / _GIB),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -40,6 +40,7 @@ class Monitor:
         self._config, self._engine, self._corpus = config, engine, corpus
         self._progress = Progress(quiet=engine.groups.rank != 0)
         self._written: dict[str, str | Path] = {}
+        self._saved: tuple[Path, int] | None = None
         self._untrained_loss: float | None = state.get("untrained_loss")
         self._last_evaluation: EvaluationReport | None = None
         self._last_step, last = int(engine.global_steps), config.dsx.train.steps
@@ -90,9 +91,10 @@ class Monitor:
             loss=loss,
             grad_norm=self._engine.get_global_grad_norm(),
             lr=self._used_lr,
-            tokens=step * self._config.tokens_per_step,
+            tokens=self._tokens(step),
             step_seconds=(now - self._last_time) / (step - self._last_step),
             bubble=None if comparison is None else comparison.measured.bubble,
+            simulated_bubble=None if comparison is None else comparison.simulated.bubble,
             estimated_bytes=None if self._estimate is None else self._estimate.peak_bytes,
             **self._peaks,
         )
@@ -137,11 +139,44 @@ class Monitor:
         self._last_evaluation = report
         self._progress.evaluation(report)
         if self._tracker is not None:
-            self._tracker.log(report.step, report.metrics())
+            # With the tokens, so that W&B can draw it over them.
+            self._tracker.log(report.step, {**report.metrics(), "train/tokens": self._tokens(report.step)})
 
     def wrote(self, label: str, path: Path) -> None:
         """Remember something that was written, for the summary."""
         self._written[label] = path
+
+    def saved(self, checkpoint: Path, *, background: bool) -> None:
+        """Tell W&B of the checkpoint of this step.
+
+        Args:
+            checkpoint: Its folder.
+            background: It is still being written: W&B hears of it at the next save, which has waited for it,
+                or at the end.
+        """
+        self._refer_to_saved()
+        self._saved = checkpoint, int(self._engine.global_steps)
+        if not background:
+            self._refer_to_saved()
+
+    def exported(self, folder: Path) -> None:
+        """Tell W&B of the Hugging Face folder of this step, and remember it for the summary."""
+        self.wrote("Hugging Face model", folder)
+        self._refer_to("model", folder, int(self._engine.global_steps))
+
+    def _refer_to_saved(self) -> None:
+        if self._saved is not None:
+            self._refer_to("checkpoint", *self._saved)
+        self._saved = None
+
+    def _refer_to(self, kind: Literal["checkpoint", "model"], folder: Path, step: int) -> None:
+        if self._tracker is not None:
+            about = {"tokens": self._tokens(step), "mesh": dict(self._config.mesh.axes)}
+            self._tracker.refer_to(kind, folder, step=step, about=about)
+
+    def _tokens(self, step: int) -> int:
+        """Trained on after so many steps."""
+        return step * self._config.tokens_per_step
 
     def finish(self) -> None:
         """Wait for a checkpoint in the background, print what came of the run and close its records."""
@@ -150,14 +185,15 @@ class Monitor:
             if self._written:
                 self._progress.rows("done", [(label, str(path)) for label, path in self._written.items()])
             return
+        self._refer_to_saved()
+        self._tracker.finish()
         written = {"metrics": self._tracker.metrics_path, **self._written}
         if self._tracker.wandb_path is not None:
             written["W&B run"] = self._tracker.wandb_path
-        self._tracker.finish()
         steps, evaluation = int(self._engine.global_steps), self._last_evaluation
         rows = end_rows(
             steps=steps,
-            tokens=steps * self._config.tokens_per_step,
+            tokens=self._tokens(steps),
             elapsed_seconds=time.perf_counter() - self._begun,
             evaluation=evaluation,
             unigram_bits_per_byte=self._corpus.unigram_bits_per_byte if evaluation else None,

@@ -34,6 +34,7 @@ from dsx.runtime.memory import check_memory
 from dsx.runtime.monitor import Monitor, device_name, is_due
 from dsx.runtime.pipeline_module import PipelineModule
 from dsx.runtime.profile import measure_model
+from dsx.runtime.run_folder import CHECKPOINTS, CONFIG
 from dsx.runtime.weights import copy_tokenizer, export_weights, load_weights
 from dsx.spec.model import Recompute
 
@@ -53,7 +54,6 @@ __all__ = [
     "training_batches",
 ]
 
-CHECKPOINTS = "checkpoints"
 PROFILE = "profile.json"
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -211,17 +211,19 @@ def save(config: RunConfig, engine: PipelineEngine, corpus: Corpus, monitor: Mon
         "data_cursor": samples,
         "data_digest": corpus.digest,
         "tokens": samples * config.sequence_length,
+        "tokenizer": config.dsx.data.tokenizer,
         **agree(lambda: monitor.state),
     }
     train = config.dsx.train
-    engine.save_checkpoint(
+    path = engine.save_checkpoint(
         root, client_state=client_state, background=train.save_in_background, keep=train.keep_checkpoints
     )
     if engine.groups.rank == 0:
         text = json.dumps(config.resolved(), indent=2) + "\n"
-        store.write_atomically(config.output / "config.json", text.encode())
+        store.write_atomically(config.output / CONFIG, text.encode())
+    monitor.saved(path, background=train.save_in_background)
     monitor.wrote("checkpoints", root)
-    monitor.wrote("resolved config", config.output / "config.json")
+    monitor.wrote("resolved config", config.output / CONFIG)
 
 
 def export(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
@@ -233,7 +235,7 @@ def export(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
     agree(lambda: shutil.rmtree(folder, ignore_errors=True))
     export_weights(engine.pipeline, folder, config.hf_config)
     agree(lambda: copy_tokenizer(config.dsx.data.tokenizer, folder))
-    monitor.wrote("Hugging Face model", folder)
+    monitor.exported(folder)
 
 
 def _saved_profile(config: RunConfig, own: Path) -> tuple[Path, Profile] | None:

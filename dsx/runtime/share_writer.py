@@ -16,7 +16,8 @@ from dsx.checkpoint.file_io import blamed, write_from
 from dsx.checkpoint.formats import dsx_native
 from dsx.checkpoint.pieces import Part
 from dsx.checkpoint.reader import stretches, tiles_of
-from dsx.runtime.stored import MASTER, WEIGHT, Content, Stored, as_numpy, extent, stored_here
+from dsx.runtime.arrays import as_numpy
+from dsx.runtime.stored import MASTER, WEIGHT, Content, Stored, extent, stored_here
 from dsx.spec.param import ParamSpec
 
 if TYPE_CHECKING:

@@ -6,15 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
 from dsx.checkpoint.catalog import Catalog
-from dsx.checkpoint.dtypes import numpy_dtype
 from dsx.checkpoint.pieces import Part, local_parts
 from dsx.checkpoint.reader import Reader
 from dsx.errors import CheckpointError
+from dsx.runtime.arrays import as_numpy
 from dsx.runtime.zero_adapters.held import Span, held, trained_parameters
 from dsx.spec.param import Init, ParamSpec
 
@@ -186,13 +185,6 @@ def extent(parts: Sequence[Part]) -> tuple[int, int]:
         for part in parts
     ]
     return min((part.flat for part in parts), default=0), max(ends, default=0)
-
-
-def as_numpy(tensor: torch.Tensor) -> Any:
-    """A host tensor's memory as an array of the dtype that :mod:`dsx.checkpoint.dtypes` holds it in."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    flat: np.ndarray[Any, Any] = tensor.detach().view(-1).view(torch.uint8).numpy()
-    return flat.view(numpy_dtype(name))
 
 
 def _is_writer(

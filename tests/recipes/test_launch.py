@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from launching import SMALL, ZERO3, Ended, held_out_loss, launch, records, rows, series, started
 from transformers import AutoModelForCausalLM
 
-from wandb_file import history
+from wandb_file import by_step, history, wandb_records
 
 STEP = re.compile(
     r"step (\d+)/6 \| loss +([\d.]+) \| grad norm +([\d.]+)"
@@ -71,7 +73,8 @@ def test_metrics_are_what_the_console_says(whole: Ended, output: Path) -> None:
         assert line[4] == f"{row['train/lr']:.2e}"
         assert row["train/tokens"] == row["train/step"] * 8 * 64
         assert row["perf/tokens_per_second_global"] == pytest.approx(8 * 64 / row["perf/step_seconds"])
-    assert set(evaluation) == {"train/step", "eval/loss", "eval/perplexity", "eval/bits_per_byte"}
+    names = {"train/step", "train/tokens", "eval/loss", "eval/perplexity", "eval/bits_per_byte"}
+    assert set(evaluation) == names
     (found,) = (found for line in whole.lines if (found := EVALUATION.fullmatch(line)))
     assert found[1] == f"{evaluation['eval/loss']:.4f}"
     assert found[3] == f"{evaluation['eval/bits_per_byte']:.3f}"
@@ -88,7 +91,24 @@ def test_summary_names_what_is_there(whole: Ended, output: Path) -> None:
 
 
 def test_wandb_has_the_same_records(whole: Ended, output: Path) -> None:
-    assert history(Path(rows(whole.lines, "done")["W&B run"])) == records(output)
+    """So W&B, metrics.jsonl and, by the test above, the console say the same; and W&B knows the files."""
+    folder = Path(rows(whole.lines, "done")["W&B run"])
+    assert history(folder) == by_step(records(output))
+    kept = [record for record in wandb_records(folder) if record.WhichOneof("record_type") == "artifact"]
+    checkpoint, model = (record.artifact for record in kept)
+    for artifact, place in (
+        (checkpoint, output / "checkpoints" / "global_step6"),
+        (model, output / "hf" / "step6"),
+    ):
+        assert {entry.ref for entry in artifact.manifest.contents} == {
+            path.as_uri() for path in place.iterdir()
+        }
+        assert json.loads(artifact.metadata)["tokens"] == 6 * 8 * 64
+    (run,) = (record.run for record in wandb_records(folder) if record.WhichOneof("record_type") == "run")
+    sent = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert sent["mesh"] == {"pp": 1, "dp": 2, "tp": 1}
+    assert sent["config"]["dsx"]["train"]["steps"] == 6
+    assert sent["environment"]["deepspeed"] == metadata.version("deepspeed")
 
 
 def test_export_is_the_model_that_was_evaluated(whole: Ended, output: Path) -> None:
@@ -107,9 +127,10 @@ def test_three_steps_and_three_more(whole: Ended, output: Path, tmp_path: Path) 
     assert series(tmp_path, "train/loss") == series(output, "train/loss")
     assert series(tmp_path, "train/grad_norm_preclip") == series(output, "train/grad_norm_preclip")
     assert series(tmp_path, "eval/loss")[6] == series(output, "eval/loss")[6]
-    runs = [path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")]
-    assert len(runs) == 2
-    assert len(set(runs)) == 1  # the same run goes on
+    runs = [Path(rows(ended.lines, "done")["W&B run"]) for ended in (first, second)]
+    assert len({path.name.rpartition("-")[2] for path in runs}) == 1  # the same run goes on
+    # No step twice, none left out.
+    assert history(runs[0]) + history(runs[1]) == by_step(records(tmp_path))
 
 
 @pytest.mark.parametrize("axis", ["pipeline", "tensor"])

@@ -192,3 +192,27 @@ def test_a_trace_that_cannot_be_written_ends_no_run(
     run.step(1.0)
     assert run.rows()[-1]["perf/bubble_percent"] == pytest.approx(60.0)
     assert "warning: trace of step 2 is lost" in " ".join(capsys.readouterr().out.split())
+
+
+def test_wandb_hears_of_checkpoints_that_are_complete(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[Any, ...]] = []
+    run = Run(tmp_path, clock)
+    monkeypatch.setattr(
+        run.monitor._tracker,
+        "refer_to",
+        lambda kind, folder, *, step, about: told.append((kind, folder, step)),
+    )
+    run.step(1.0)
+    run.monitor.saved(Path("a"), background=False)
+    assert told == [("checkpoint", Path("a"), 1)]
+    run.step(1.0)
+    run.monitor.saved(Path("b"), background=True)
+    run.step(1.0)
+    assert told[1:] == []
+    run.monitor.saved(Path("c"), background=True)  # the engine has waited for b
+    assert told[1:] == [("checkpoint", Path("b"), 2)]
+    run.monitor.exported(Path("d"))
+    run.monitor.finish()
+    assert told[2:] == [("model", Path("d"), 3), ("checkpoint", Path("c"), 3)]

@@ -9,18 +9,19 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import wandb
 
+import wandb
 from dsx.config.schema import WandbConfig
 from dsx.errors import DataError
 from dsx.runtime import tracking
 from dsx.runtime.tracking import Tracker, environment
-from wandb_file import history, wandb_records
+from wandb_file import by_step, history, wandb_records
 
 DISABLED = WandbConfig(mode="disabled")
 OFFLINE = WandbConfig(mode="offline", project="proj", name="nice name", group="grp", tags=["a", "b"])
@@ -84,7 +85,9 @@ def test_offline_run_holds_everything(tmp_path: Path) -> None:
     assert warnings == []
     assert runs_in(tmp_path) == [folder]
 
-    assert history(folder) == records(tracker.metrics_path)
+    assert history(folder) == by_step(records(tracker.metrics_path))
+    steps = [record.history.step.num for record in wandb_records(folder) if record.HasField("history")]
+    assert steps == [1, 2, 3]
     (run,) = (record.run for record in wandb_records(folder) if record.WhichOneof("record_type") == "run")
     assert (run.run_id, run.project, run.display_name, run.run_group) == (run_id, "proj", "nice name", "grp")
     assert list(run.tags) == ["a", "b"]
@@ -225,21 +228,172 @@ def test_wandb_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_wandb_that_breaks_in_mid_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
+    log = wandb.Run.log
 
-    def broken(*_: object, **__: object) -> None:
-        raise BrokenPipeError("service died\nlong story")
+    def broken(self: wandb.Run, record: dict[str, Any], step: int) -> None:
+        if record["train/step"] > 1:
+            raise BrokenPipeError("service died\nlong story")
+        log(self, record, step)
 
+    monkeypatch.setattr(wandb.Run, "log", broken)
     with Tracker(tmp_path, OFFLINE, run_config={}, warn=warnings.append) as tracker:
-        tracker.log(1, {"train/loss": 1.0})
-        run = tracker._run
-        monkeypatch.setattr(run, "log", broken)
-        for step in (2, 3, 4):
+        for step in (1, 2, 3, 4):
             tracker.log(step, {"train/loss": 1.0})
-    assert warnings == [
-        "W&B could not take metrics, so it is left out from here on: BrokenPipeError: service died"
-    ]
+    (warning,) = warnings
+    said, _, folder = warning.partition("; send what it has with: wandb sync ")
+    assert (
+        said == "W&B could not take metrics, so it is left out from here on (BrokenPipeError: service died)"
+    )
+    assert folder == str(tracker.wandb_path)
     assert [row["train/step"] for row in records(tracker.metrics_path)] == [1, 2, 3, 4]
-    run.finish()
+
+
+HURT_SERVICE = """
+import os, signal, sys
+from pathlib import Path
+from dsx.config.schema import WandbConfig
+from dsx.runtime import tracking
+
+tracking._INIT_SECONDS, tracking._FINISH_SECONDS, tracking._MARGIN_SECONDS = 30.0, 0.5, 0.5
+offline = WandbConfig(mode="offline")
+with tracking.Tracker(sys.argv[1], offline, run_config={}, warn=print) as tracker:
+    tracker.log(1, {"train/loss": 1.0})
+    assert tracker.wandb_path is not None
+    (service,) = tracking._services()
+    tracking._INIT_SECONDS = 0.5
+    os.kill(service, getattr(signal, sys.argv[2]))
+    for step in range(2, 100):
+        tracker.log(step, {"train/loss": 1.0})
+assert tracking._services() == []
+"""
+
+
+@pytest.mark.parametrize("hurt", ["SIGKILL", "SIGSTOP"])
+def test_service_that_dies_or_hangs(tmp_path: Path, hurt: str) -> None:
+    """The process trains on and ends, says so once, and leaves no process and no traceback behind."""
+    done = subprocess.run(
+        [sys.executable, "-c", HURT_SERVICE, tmp_path, hurt],
+        env={name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"},  # one of its own
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    (folder,) = runs_in(tmp_path)
+    (said,) = done.stdout.splitlines()
+    assert said.startswith("W&B could not ")
+    assert said.endswith(f"send what it has with: wandb sync {folder}")
+    assert [row["train/step"] for row in records(tmp_path / "metrics.jsonl")] == list(range(1, 100))
+
+
+def test_training_does_not_wait_for_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while it starts, and not while it takes a record; what waits is not without end."""
+    held = threading.Event()
+    log = wandb.Run.log
+
+    def slow(self: wandb.Run, record: dict[str, Any], step: int) -> None:
+        held.wait()
+        log(self, record, step)
+
+    monkeypatch.setattr(wandb.Run, "log", slow)
+    monkeypatch.setattr(tracking, "_MOST_WAITING", 10)
+    warnings: list[str] = []
+    with Tracker(tmp_path, OFFLINE, run_config={}, warn=warnings.append) as tracker:
+        for step in range(1, 50):
+            tracker.log(step, {"train/loss": 1.0})  # returns, or this test never ends
+        assert len(records(tracker.metrics_path)) == 49
+        (warning,) = warnings
+        assert "could not take metrics for 10 records" in warning
+        held.set()
+
+
+def test_disk_that_is_full(tmp_path: Path) -> None:
+    """Training goes on; one warning for all the time that the disk is full."""
+    warnings: list[str] = []
+    tracker = Tracker(tmp_path, DISABLED, run_config={}, warn=warnings.append)
+    tracker._file._file.close()
+    tracker._file._file = Path("/dev/full").open("a")  # noqa: SIM115
+    tracker.log(1, {"train/loss": 1.0})
+    tracker.log(2, {"train/loss": 1.0})
+    tracker.finish()
+    assert ["from step 1 on: OSError: [Errno 28]" in warning for warning in warnings] == [True, False]
+    assert "lacks its last records" in warnings[1]
+
+
+def artifacts_of(folder: Path) -> list[Any]:
+    kept = list(wandb_records(folder))
+    return [record.artifact for record in kept if record.WhichOneof("record_type") == "artifact"]
+
+
+def test_checkpoints_become_artifacts_by_reference(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "with space" / "global_step3"
+    (checkpoint / "deep").mkdir(parents=True)
+    (checkpoint / "dsx.json").write_text("{}")
+    (checkpoint / "deep" / "rank_0.bin").write_bytes(b"x" * 1000)
+    with Tracker(tmp_path, OFFLINE, run_config={}) as tracker:
+        tracker.refer_to("checkpoint", checkpoint, step=3, about={"tokens": 9})
+        taken = threading.Event()
+        tracker._wandb.put("say so", lambda run: taken.set())
+        assert taken.wait(60)
+        (checkpoint / "dsx.json").write_text("[]")  # another one in its place
+        tracker.refer_to("checkpoint", checkpoint, step=3, about={"tokens": 9})
+        tracker.refer_to("model", tmp_path / "gone", step=3, about={})
+        folder, run_id = tracker.wandb_path, tracker.run_id
+    first, second = artifacts_of(folder)
+    for artifact in (first, second):
+        assert (artifact.name, artifact.type) == (f"checkpoint-{run_id}", "checkpoint")
+        assert set(artifact.aliases) == {"latest", "step3"}
+        assert json.loads(artifact.metadata) == {
+            "step": 3,
+            "path": str(checkpoint),
+            "tokens": 9,
+            "bytes": 1002,
+        }
+        found = {entry.path: (entry.ref, entry.size) for entry in artifact.manifest.contents}
+        assert found == {
+            "dsx.json": ((checkpoint / "dsx.json").as_uri(), 2),
+            "deep/rank_0.bin": ((checkpoint / "deep" / "rank_0.bin").as_uri(), 1000),
+        }
+        assert not any(entry.local_path for entry in artifact.manifest.contents)  # nothing to send
+    assert first.digest != second.digest
+    with Tracker(tmp_path / "off", OFFLINE.model_copy(update={"artifacts": "off"}), run_config={}) as tracker:
+        tracker.refer_to("checkpoint", checkpoint, step=3, about={})
+        folder = tracker.wandb_path
+    assert artifacts_of(folder) == []
+
+
+def test_a_resumed_run_has_no_step_twice(tmp_path: Path) -> None:
+    """Killed after step 7, resumed from a checkpoint of step 4: W&B, which cannot forget, has 5 and 6.
+
+    The last row of a process that is killed does not reach W&B, so it gets 7 again.
+    """
+    warnings: list[str] = []
+    with Tracker(tmp_path, OFFLINE, run_config={}, warn=warnings.append) as tracker:
+        for step in range(1, 8):
+            tracker.log(step, {"train/loss": float(step)})
+        first, run_id = tracker.wandb_path, tracker.run_id
+    with Tracker(
+        tmp_path, OFFLINE, run_config={}, first_step=5, run_id=run_id, warn=warnings.append
+    ) as tracker:
+        for step in range(5, 10):
+            tracker.log(step, {"train/loss": step + 0.5})
+            if step == 6:  # not done before
+                tracker.log(step, {"eval/loss": 1.0})
+        second = tracker.wandb_path
+    assert [row["train/step"] for row in history(first)] == [1, 2, 3, 4, 5, 6, 7]
+    assert history(second) == [
+        {"train/step": 6, "eval/loss": 1.0},
+        {"train/step": 7, "train/loss": 7.5},
+        {"train/step": 8, "train/loss": 8.5},
+        {"train/step": 9, "train/loss": 9.5},
+    ]
+    both = [record for folder in (first, second) for record in wandb_records(folder)]
+    assert {record.run.run_id for record in both if record.WhichOneof("record_type") == "run"} == {run_id}
+    (warning,) = warnings
+    assert "W&B keeps steps 5 to 6" in warning
+    rows = records(tracker.metrics_path)[4:]
+    assert [row.get("train/loss") for row in rows] == [5.5, 6.5, None, 7.5, 8.5, 9.5]
 
 
 def test_warnings_are_logged_by_default(

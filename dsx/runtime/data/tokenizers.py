@@ -38,6 +38,9 @@ class Tokenizer(Protocol):
     def encode(self, documents: Sequence[str]) -> list[TokenIds]:
         """Ids of every document, without the end of document."""
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids; the end of a document, and other special tokens, have none."""
+
 
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255, and 256 for the end of a document.
@@ -57,6 +60,13 @@ class ByteTokenizer:
     def encode(self, documents: Sequence[str]) -> list[TokenIds]:
         """UTF-8 bytes of every document (uint8)."""
         return [np.frombuffer(document.encode(), np.uint8) for document in documents]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Bytes as UTF-8, ``�`` for what is none, as a model in training may write it.
+
+        A model's vocabulary may be padded beyond 257 ids; those have no text.
+        """
+        return bytes(one for one in token_ids if one < self.end_id).decode(errors="replace")
 
 
 class TransformersTokenizer:
@@ -115,6 +125,10 @@ class TransformersTokenizer:
             list(documents), add_special_tokens=False, return_attention_mask=False, verbose=False
         )
         return [np.asarray(ids, np.int64) for ids in encoded["input_ids"]]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text as the tokenizer joins it."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 def load_tokenizer(name: str) -> Tokenizer:
