@@ -1,0 +1,54 @@
+"""What every key of DeepSpeed 0.19.8's JSON is: types, defaults, bounds, effect, history.
+
+Data only, without torch or pydantic; tests/config/doctor/test_reference.py holds it against the installed
+DeepSpeed: its pydantic models, constants and signatures. Versions were read out of DeepSpeed's releases
+0.8.3 to 0.19.8.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dsx.config.doctor.key import Block, Key
+from dsx.config.doctor.reference import (
+    data,
+    former,
+    offload,
+    optimizers,
+    parallel,
+    precision,
+    reports,
+    schedulers,
+    top,
+    training,
+    tuning,
+    zero,
+)
+
+KEYS: Final[tuple[Key, ...]] = (
+    *top.KEYS,
+    *optimizers.KEYS,
+    *schedulers.KEYS,
+    *precision.KEYS,
+    *zero.KEYS,
+    *offload.KEYS,
+    *training.KEYS,
+    *parallel.KEYS,
+    *reports.KEYS,
+    *data.KEYS,
+    *tuning.KEYS,
+    *former.KEYS,
+)
+BLOCKS: Final[tuple[Block, ...]] = (
+    *top.BLOCKS,
+    *optimizers.BLOCKS,
+    *schedulers.BLOCKS,
+    *precision.BLOCKS,
+    *zero.BLOCKS,
+    *offload.BLOCKS,
+    *training.BLOCKS,
+    *parallel.BLOCKS,
+    *reports.BLOCKS,
+    *data.BLOCKS,
+    *tuning.BLOCKS,
+)
