@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-from dsx.config.doctor.key import Key, NoEffect, When
+from dsx.config.doctor.key import NoEffect, When
 from dsx.config.doctor.reference.rows import Rows, unless
 
 _top = Rows(path="", source="runtime/config.py: DeepSpeedConfig", unknown="ignored", types="raw")
-
-
-def _bf16(path: str) -> Rows:
-    return Rows(
-        path=path,
-        source="runtime/precision_config.py: DeepSpeedBF16Config",
-        unknown="refused",
-        types="coerced",
-        no_effect=unless(f"{path}.enabled", f"{path} is off"),
-    )
-
-
-def _bf16_rows(rows: Rows) -> tuple[Key, ...]:
-    return (
-        rows("enabled", "bool", False, "train in bf16", trainer_auto=True),
-        rows(
-            "immediate_grad_update",
-            "bool",
-            False,
-            "add each gradient to the fp32 one as soon as it exists",
-            since="0.13.3",
-        ),
-        rows("check_grad_overflow", "bool", True, "skip a step whose gradients hold inf or NaN", since="0.17.1"),
-        rows(
-            "bf16_master_weights_and_grads",
-            "bool",
-            False,
-            "master weights and gradients in bf16 too, without fp32 copies (ZeRO-1, 2, 3)",
-            since="0.18.3",
-        ),
-        rows(
-            "bf16_optimizer_states",
-            "bool",
-            False,
-            "optimizer states in bf16 too; needs bf16_master_weights_and_grads",
-            since="0.18.3",
-        ),
-    )
-
-
+_bf16 = Rows(
+    path="bf16",
+    source="runtime/precision_config.py: DeepSpeedBF16Config",
+    unknown="refused",
+    types="coerced",
+    no_effect=unless("bf16.enabled", "bf16 is off"),
+)
 _fp16 = Rows(
     path="fp16",
     source="runtime/precision_config.py: DeepSpeedFP16Config",
@@ -79,7 +46,7 @@ _names = (
     "torch.bfloat16",
 )
 
-BLOCKS = (_bf16("bf16").block, _bf16("bfloat16").block, _fp16.block, _autocast.block, _data_types.block)
+BLOCKS = (_bf16.block, _fp16.block, _autocast.block, _data_types.block)
 KEYS = (
     _top("bf16", "object|null", {}, "weights and gradients in bf16, master weights in fp32"),
     _top(
@@ -90,8 +57,29 @@ KEYS = (
         status="deprecated",
         replacement="bf16",
     ),
-    *_bf16_rows(_bf16("bf16")),
-    *_bf16_rows(_bf16("bfloat16")),
+    _bf16("enabled", "bool", False, "train in bf16", trainer_auto=True),
+    _bf16(
+        "immediate_grad_update",
+        "bool",
+        False,
+        "add each gradient to the fp32 one as soon as it exists",
+        since="0.13.3",
+    ),
+    _bf16("check_grad_overflow", "bool", True, "skip a step whose gradients hold inf or NaN", since="0.17.1"),
+    _bf16(
+        "bf16_master_weights_and_grads",
+        "bool",
+        False,
+        "master weights and gradients in bf16 too, without fp32 copies (ZeRO-1, 2, 3)",
+        since="0.18.3",
+    ),
+    _bf16(
+        "bf16_optimizer_states",
+        "bool",
+        False,
+        "optimizer states in bf16 too; needs bf16_master_weights_and_grads",
+        since="0.18.3",
+    ),
     _top("fp16", "object", {}, "weights and gradients in fp16 with loss scaling, master weights in fp32"),
     _fp16("enabled", "bool", False, "train in fp16", trainer_auto=True),
     _fp16("auto_cast", "bool", False, "cast floating-point inputs of the model to fp16"),
