@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from dsx.config.doctor.key import NoEffect, When
 from dsx.config.doctor.reference.rows import Rows
 
@@ -54,6 +56,8 @@ _super = (
     NoEffect((When("zero_optimization.offload_optimizer.super_offload", "falsy"),), "super_offload is off"),
 )
 _below3 = (NoEffect((When("zero_optimization.stage", "<", 3),), "only ZeRO-3 reads it"),)
+# 1 itself is refused.
+_BELOW_1 = math.nextafter(1.0, 0.0)
 _devices = ("none", "cpu", "nvme")
 
 BLOCKS = (_param.block, _optimizer.block, _zenflow.block, _aio.block)
@@ -194,7 +198,7 @@ KEYS = (
         "share of the gradient columns that count as important",
         low=0,
         low_open=True,
-        high=1,
+        high=_BELOW_1,
     ),
     _zenflow(
         "select_strategy",
