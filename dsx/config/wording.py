@@ -1,4 +1,4 @@
-"""Words of error messages: a key with its value, the nearest known word, a list of choices. No pydantic here."""
+"""Words of error messages: a key with its value, the nearest known word, a list of choices."""
 
 from __future__ import annotations
 

@@ -38,10 +38,8 @@ def apply_to_config(config: dict[str, Any], edit: Edit) -> dict[str, Any]:
     out = copy.deepcopy(config)
     node: Any = out
     for part in edit.path[:-1]:
-        if edit.kind == "set" and isinstance(node, dict):
-            node = node.setdefault(part, {})
-        else:
-            node = node[part]
+        makes = edit.kind == "set" and isinstance(node, dict)
+        node = node.setdefault(part, {}) if makes else node[part]
     last = edit.path[-1]
     if edit.kind == "set":
         node[last] = edit.value

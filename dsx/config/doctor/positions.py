@@ -217,18 +217,17 @@ class _Parser:
         start = self.at
         if self.peek() in _PUNCTUATION:
             self.fail("a value is missing")
+        end = start
         for end in _value_ends(self.text, start):
             token = self.text[start:end].strip()
-            at_line_end = end == len(self.text) or self.text[end] in "\r\n"
             self.at = end
             if token in _WORDS:
                 return self.trim(start, _WORDS[token])
             if number := _NUMBER.fullmatch(token):
                 return self.trim(start, _number(number))
-            if at_line_end:
-                self.relaxed.append(("unquoted string", start))
-                return self.trim(start, token)
-        self.fail("a value is missing", start)
+        # Nothing of these up to the end of the line.
+        self.relaxed.append(("unquoted string", start))
+        return self.trim(start, self.text[start:end].strip())
 
     def trim(self, start: int, value: Any) -> Any:
         """Move back over the white space behind a value that starts at ``start``."""
