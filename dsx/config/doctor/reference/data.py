@@ -94,15 +94,12 @@ KEYS = (
         choices=("fixed_discrete", "fixed_root", "fixed_linear", "custom"),
     ),
     _metric("schedule_config", "object", REQUIRED, "the numbers of that"),
-    _metric_schedule(
-        "difficulty", "list", REQUIRED, "fixed_discrete: the difficulties, one more than max_step"
-    ),
-    _metric_schedule("max_step", "list", REQUIRED, "fixed_discrete: the last step of each but the last"),
-    _metric_schedule(
-        "total_curriculum_step", "int", REQUIRED, "steps until max_difficulty", low=1, unit="steps"
-    ),
-    _metric_schedule("difficulty_step", "int", REQUIRED, "difficulties are multiples of this", low=1),
-    _metric_schedule("root_degree", "int|float", REQUIRED, "fixed_root: 2 grows by a square root"),
+    # Which of these are needed depends on schedule_type.
+    _metric_schedule("difficulty", "list", None, "fixed_discrete: the difficulties, one more than max_step"),
+    _metric_schedule("max_step", "list", None, "fixed_discrete: the last step of each but the last"),
+    _metric_schedule("total_curriculum_step", "int", None, "steps until max_difficulty", low=1, unit="steps"),
+    _metric_schedule("difficulty_step", "int", None, "difficulties are multiples of this", low=1),
+    _metric_schedule("root_degree", "int|float", None, "fixed_root: 2 grows by a square root"),
     _sampling("dynamic_batching", "object", {}, "batches of about equal tokens", since="0.16.5"),
     _dynamic("enabled", "bool", False, "switch on dynamic batching"),
     _dynamic("metrics_path", "string", None, "folder of the sample lengths"),

@@ -45,6 +45,7 @@ KEYS = (
         0,
         "0: nothing is divided; 1: optimizer states; 2: and gradients; 3: and parameters",
         choices=(0, 1, 2, 3),
+        trainer_auto=True,
     ),
     _zero(
         "contiguous_gradients",
