@@ -252,14 +252,15 @@ def test_allgather_bucket_does_not_reach_stage_3():
     assert ("no-effect", "zero_optimization.allgather_bucket_size") in ours(config)
 
 
-def test_fp16_ends_at_the_floor_of_the_loss_scale():
+def test_fp16_ends_at_the_floor_of_the_loss_scale(monkeypatch):
     """19, by the scaler that the config describes, since a CPU has no fp16: overflow at 1 is an error."""
     import torch
-    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+    from deepspeed.runtime.fp16 import loss_scaler
 
+    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 1)  # it asks who may print
     config = {**BATCH, "fp16": {"enabled": True, "initial_scale_power": 1, "hysteresis": 1}}
     arguments = theirs(config).float16_config.dynamic_loss_scale_args()
-    scaler = CreateLossScaler(torch.half, 0, dynamic_scaling=True, dynamic_loss_args=arguments)
+    scaler = loss_scaler.CreateLossScaler(torch.half, 0, dynamic_scaling=True, dynamic_loss_args=arguments)
     scaler.update_scale(overflow=True)
     assert scaler.cur_scale == 1
     with pytest.raises(Exception, match="already at minimum"):
