@@ -15,14 +15,22 @@ from dsx.errors import ConfigError
 __all__ = ["at", "either", "explain", "raise_all", "show", "suggest"]
 
 
+class SeveralProblemsError(ConfigError):
+    """More than one problem, told as one error; ``problems`` has them one by one."""
+
+    problems: tuple[ConfigError, ...] = ()
+
+
 def raise_all(source: str, problems: Sequence[ConfigError]) -> None:
-    """Raise ``problems`` as one ConfigError: nothing for none, the error itself for one."""
+    """Raise ``problems`` as one error; nothing for none."""
     if not problems:
         return
     if len(problems) == 1:
         raise problems[0]
     lines = "".join(f"\n  - {problem}" for problem in problems)
-    raise ConfigError(source, f"{len(problems)} problems", f"mend each:{lines}")
+    error = SeveralProblemsError(source, f"{len(problems)} problems", f"mend each:{lines}")
+    error.problems = tuple(problems)
+    raise error
 
 
 def explain(error: ValidationError, data: Mapping[str, Any], model: type[BaseModel]) -> list[ConfigError]:

@@ -125,7 +125,7 @@ class Context:
         """What is written at ``path``; ABSENT for nothing."""
         if not path:
             return ABSENT
-        return reduce(_step, path, self.config)
+        return reduce(step, path, self.config)
 
     def _variant(self, name: str) -> str:
         block = next((b for b in ("optimizer.params", "scheduler.params") if name.startswith(b + ".")), "")
@@ -195,7 +195,8 @@ def _used(slot: Slot, runner: Runner) -> Any:
     return UNKNOWN
 
 
-def _step(node: Any, part: str | int) -> Any:
+def step(node: Any, part: str | int) -> Any:
+    """What ``node`` holds at ``part``; ABSENT for nothing."""
     if isinstance(node, Mapping):
         return node.get(part, ABSENT)
     if isinstance(node, list) and isinstance(part, int) and part < len(node):

@@ -60,7 +60,7 @@ def _apply(text: str, edit: Edit) -> str:
     if edit.kind == "remove" and found is not None:
         return _remove(text, owner, found)
     if found is not None:
-        return text[: found.node.start] + json.dumps(edit.value) + text[found.node.end :]
+        return text[: found.node.start] + _written(edit.value, found.node.value) + text[found.node.end :]
     return _add(text, root, edit)
 
 
@@ -88,6 +88,7 @@ def _remove(text: str, owner: Node, member: Member) -> str:
         # The last one: its predecessor's comma goes too, and what is between them (comments) stays.
         before = owner.members[index - 1].node.end
         kept = re.sub(r"^[ \t]*,", "", text[before:start], count=1)
+        kept = kept if "\n" in kept else kept.strip()
         text, start, end = (
             text[:before] + kept + text[start:],
             before + len(kept),
@@ -123,8 +124,22 @@ def _add(text: str, root: Node, edit: Edit) -> str:
     between = "\n" + indent if not indent.strip() and "\n" in text[: last.key_start] else " "
     written = f"{key}: {json.dumps(value)}"
     comma = re.compile(r"[ \t]*,").match(text, end)
-    if comma:
-        return text[: comma.end()] + between + written + "," + text[comma.end() :]
     # A comma behind an unquoted string would belong to the string.
     unquoted = isinstance(last.node.value, str) and text[last.node.start] not in "'\""
-    return text[:end] + ("" if unquoted else ",") + between + written + text[end:]
+    head = text[: comma.end()] if comma else text[:end] + ("" if unquoted else ",")
+    rest = text[comma.end() if comma else end :]
+    # A comment stays on the line that it is about.
+    remark = re.match(r"[ \t]*(#|//)[^\r\n]*", rest) if "\n" in between else None
+    if remark:
+        head, rest = head + remark[0], rest[remark.end() :]
+    return head + between + written + ("," if comma else "") + rest
+
+
+def _written(value: object, old: object) -> str:
+    """``value`` as JSON; a number that was quoted keeps its notation."""
+    try:
+        if isinstance(old, str) and same(json.loads(old), value):
+            return old
+    except json.JSONDecodeError:
+        pass
+    return json.dumps(value)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.config.doctor import reference
+from dsx.config.doctor.behaviour import changes
 from dsx.config.doctor.context import ACCUMULATION, MICRO, TRAIN, Runner, context
 from dsx.config.doctor.finding import Finding
 from dsx.config.doctor.registry import CHECKS, DSX_CHECKS
@@ -60,6 +61,7 @@ def examine(
     world_size: int | None = None,
     runner: Runner | None = None,
     version: Version | str | None = None,
+    from_version: str | None = None,
     pipeline: int | None = None,
     client_optimizer: bool = False,
 ) -> Report:
@@ -70,6 +72,7 @@ def examine(
         world_size: Ranks; without it, what needs it is not checked.
         runner: Who runs it; without it, guessed from the ``dsx`` block and "auto" values.
         version: DeepSpeed's; the installed one by default.
+        from_version: An older DeepSpeed's, since which changes of behaviour are told too.
         pipeline: Pipeline stages of the model under stock DeepSpeed, 1 for none.
         client_optimizer: Whether the script passes its own optimizer to deepspeed.initialize.
 
@@ -90,6 +93,10 @@ def examine(
     )
     checks = DSX_CHECKS if who == "dsx" else CHECKS
     found = [finding for check in checks for finding in check(looked_at)]
+    if from_version is not None:
+        # Said as a change, it need not be said as a default.
+        found = [finding for finding in found if finding.check != "clipping-default"]
+        found += changes(looked_at, parse_version(from_version))
     return Report(source, who, runner is None, number, ordered(found))
 
 
@@ -107,6 +114,9 @@ def infer(config: Mapping[str, Any]) -> Runner:
     """
     if "dsx" in config:
         return "dsx"
+    precision = [config.get(key) for key in ("fp16", "bf16")]
+    if all(isinstance(block, Mapping) and block.get("enabled") == "auto" for block in precision):
+        return "trainer"
     batch = [config.get(key) for key in (TRAIN, MICRO, ACCUMULATION) if key in config]
     autos = batch.count("auto")
     if not autos or 2 * autos < len(batch):

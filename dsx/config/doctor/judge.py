@@ -116,7 +116,7 @@ def describe(key: Key) -> str:
         "list": "a list [...]",
         "any": "a value",
     }
-    text = " or ".join(nouns[kind] for kind in key.kinds if kind != "null") or "null"
+    text = " or ".join(nouns[kind] for kind in key.kinds if kind != "null") or "anything that JSON can say"
     return text + _bounds(key)
 
 

@@ -56,6 +56,7 @@ class Table:
             key
             for (_, variant), key in self.keys.items()
             if key.path.rpartition(".")[2] == last and variant in ("", "adamw") and key.status == "live"
+            if key.path.partition(".")[0] not in _SAME_BLOCK
         ]
 
     def walk(self, config: Mapping[str, Any]) -> Iterator[Slot]:

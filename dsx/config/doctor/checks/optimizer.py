@@ -99,12 +99,12 @@ def check_offload(context: Context) -> Iterator[Finding]:
         why = "with offload_optimizer torch's Adam steps on the CPU, slower than DeepSpeed's CPU Adam"
         yield context.find(
             "offload-torch-adam",
-            "warning",
+            "note",
             "optimizer.params.torch_adam",
             why,
             "remove it, or offload_optimizer",
         )
-    elif not context.at(("optimizer",)) and forced:
+    elif forced and (context.client_optimizer or context.at(("optimizer",)) is ABSENT):
         why = "offload takes an optimizer of the script only if it is DeepSpeedCPUAdam"
         fix = 'pass DeepSpeedCPUAdam, or write "zero_force_ds_cpu_optimizer": false'
         yield context.find("offload-torch-adam", "note", "zero_optimization.offload_optimizer", why, fix)

@@ -61,8 +61,9 @@ def check_loss_scale(context: Context) -> Iterator[Finding]:
 
 def _dynamic(context: Context) -> Iterator[Finding]:
     for name in ("loss_scale_window", "min_loss_scale"):
-        value = context.number(f"fp16.{name}")
-        if value is not None and value <= 0:
+        # As written: out of its range it is nothing that DeepSpeed would use.
+        value = context.at(context.path(f"fp16.{name}"))
+        if isinstance(value, int | float) and value <= 0:
             why = "dynamic loss scaling needs a whole number above 0"
             yield context.find("out-of-range", "error", f"fp16.{name}", why, "use 1 or more")
     power, floor = context.number("fp16.initial_scale_power"), context.number("fp16.min_loss_scale")
@@ -126,8 +127,8 @@ def check_autocast(context: Context) -> Iterator[Finding]:
         return
     model = dtype(context)
     if model in ("fp16", "bf16"):
-        why = f"{model}.enabled already makes the weights {model}: autocast has nothing to cast down from"
-        yield context.find("data-types", "warning", "torch_autocast.enabled", why, f"keep one, it or {model}")
+        why = f"{model}.enabled already makes the weights {model}: autocast adds fp32 for some operations"
+        yield context.find("data-types", "note", "torch_autocast.enabled", why, f"keep one, it or {model}")
     if context.is_on("zero_optimization.zero_quantized_weights"):
         why = "it does not go with zero_quantized_weights: DeepSpeed stops with an assertion"
         yield context.find("data-types", "error", "torch_autocast.enabled", why, "keep one of the two")

@@ -47,7 +47,8 @@ def check_required(context: Context) -> Iterator[Finding]:
             continue
         for name, key in context.table.siblings(block).items():
             missing = key.default is REQUIRED and not {name, *key.aliases} & set(content)
-            if missing and key.status == "live" and name not in key.aliases:
+            idle = context.no_effect(key.no_effect) is not None
+            if missing and not idle and key.status == "live" and name not in key.aliases:
                 why = f"{content_name(context, block.path)} needs it"
                 yield context.find("missing", "error", (*path, name), why, f"add it ({key.effect})")
 

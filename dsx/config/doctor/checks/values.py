@@ -21,6 +21,9 @@ _EXAMPLES = {
     "zero_optimization.offload_optimizer": '{"device": "cpu"}',
     "zero_optimization.offload_param": '{"device": "cpu"}',
 }
+_RANGES = ("out-of-range", "not-a-choice")
+# Judged by checks of their own: names in some spelling, and bounds that hold for dynamic scaling only.
+_OWN_RANGES = frozenset({"optimizer.type", "fp16.loss_scale_window", "fp16.min_loss_scale"})
 _SWITCHES = (STAGE, "fp16.enabled", "bf16.enabled")
 
 
@@ -38,7 +41,7 @@ def check_values(context: Context) -> Iterator[Finding]:
             yield context.find(
                 "null", "error", slot.path, f"not {verdict.expected}", fix, Edit("remove", slot.path)
             )
-        elif verdict.fault:
+        elif verdict.fault and not (verdict.fault in _RANGES and slot.name in _OWN_RANGES):
             yield from _wrong(context, slot, key, verdict)
 
 
@@ -101,6 +104,9 @@ def _object(slot: Slot, key: Key) -> tuple[Edit, ...]:
 def _auto(context: Context, slot: Slot, key: Key) -> Iterator[Finding]:
     """The word "auto", which is transformers' and Accelerate's."""
     if context.runner == "trainer" and key.trainer_auto:
+        if slot.name == STAGE:
+            why = "Accelerate fills it in from its own config; under transformers' Trainer it is silently 0"
+            yield context.find("auto", "warning", slot.path, why, "write the stage")
         return
     default = "" if key.default is REQUIRED else f" ({show(key.default)})"
     fix = "write the value, or leave the key out for DeepSpeed's default"

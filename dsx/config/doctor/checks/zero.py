@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dsx.config.doctor.context import STAGE, Context
-from dsx.config.doctor.finding import ABSENT, Edit, Finding
+from dsx.config.doctor.finding import ABSENT, Edit, Finding, Path
 from dsx.config.doctor.table import Slot
 from dsx.config.wording import either
 
@@ -70,7 +70,9 @@ def check_offload(context: Context) -> Iterator[Finding]:
         device = context.value(f"{name}.device")
         if device not in ("cpu", "nvme") or stage is None:
             continue
-        shown = f"{name}.device" if context.at((*name.split("."), "device")) is not ABSENT else name
+        old = (_ZERO, "cpu_offload" if what == "optimizer" else "cpu_offload_param")
+        shown: Path = (*name.split("."), "device")
+        shown = shown if context.at(shown) is not ABSENT else old
         if stage < least:
             legal = either(list(range(least, 4)))
             fix = f"set {STAGE} to {legal}, or remove offload_{what}"
