@@ -64,7 +64,7 @@ BLOCKS = (
 KEYS = (
     _block("")("data_efficiency", "object", {}, "choose and shorten samples while training"),
     _data("enabled", "bool", False, "switch on data efficiency"),
-    _data("seed", "int", 1234, "seed of its random choices"),
+    _data("seed", "int", 1234, "seed of its random choices", low=0),
     _data("data_sampling", "object", {}, "which samples come when"),
     _sampling("enabled", "bool", False, "switch on data sampling", no_effect=_off),
     _sampling("num_epochs", "int", 1000, "epochs that the sampler plans for", low=1),
@@ -74,6 +74,7 @@ KEYS = (
     _curriculum("enabled", "bool", False, "switch on curriculum learning", no_effect=_off),
     _curriculum("data_cluster_path", "string", REQUIRED, "folder for the index of samples"),
     _curriculum("curriculum_metrics", "object", REQUIRED, "difficulty measures: name -> how it grows"),
+    _block(f"{_curriculum_root}.curriculum_metrics")("*", "object", None, "one measure, under its name"),
     _metric("index_to_sample_path", "string", REQUIRED, "index from the measure to samples"),
     _metric("index_to_metric_path", "string", REQUIRED, "index from samples to the measure"),
     _metric(
@@ -83,7 +84,13 @@ KEYS = (
         "difficulty as a value or a percentile",
         choices=("value", "percentile"),
     ),
-    _metric("clustering_type", "string", REQUIRED, "single_cluster: no clusters by this measure"),
+    _metric(
+        "clustering_type",
+        "string",
+        REQUIRED,
+        "whether samples are clustered by this measure",
+        choices=("single_cluster", "schedule_based"),
+    ),
     _metric("min_difficulty", "int", REQUIRED, "difficulty at the start"),
     _metric("max_difficulty", "int", REQUIRED, "difficulty at the end"),
     _metric(

@@ -208,10 +208,10 @@ KEYS = (
         choices=("auto", "step", "epoch"),
         auto="meaning",
     ),
-    _zenflow("select_interval", "int|string", "auto", "steps or epochs between two choices", auto="meaning"),
+    _zenflow("select_interval", "int", "auto", "steps or epochs between two choices", low=1, auto="meaning"),
     _zenflow(
         "update_interval",
-        "int|string",
+        "int",
         "auto",
         "steps between two updates of the rest",
         low=1,

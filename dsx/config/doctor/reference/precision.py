@@ -101,7 +101,10 @@ KEYS = (
         unit="steps",
         no_effect=_dynamic,
     ),
-    _fp16("hysteresis", "int", 2, "overflows tolerated before the scale is halved", no_effect=_dynamic),
+    # Below 1 it never comes down to 1, where the scale shrinks (DynamicLossScaler.update_scale).
+    _fp16(
+        "hysteresis", "int", 2, "the scale is halved at every so many overflows", low=1, no_effect=_dynamic
+    ),
     _fp16(
         "consecutive_hysteresis",
         "bool",
@@ -167,9 +170,9 @@ KEYS = (
     ),
     _data_types(
         "keep_in_fp32_modules",
-        "string|list",
+        "list",
         "auto",
-        'buffers that stay in fp32: "auto" for the model\'s own list, or patterns of names',
+        'patterns of the names of buffers that stay in fp32; "auto": those that the model names',
         since="0.19.8",
         auto="meaning",
     ),

@@ -56,7 +56,7 @@ KEYS = (
     _csv("job_name", "string", "DeepSpeedJobName", _job),
     _top("comet", "object", {}, "log loss, learning rate and timers to Comet", since="0.14.3"),
     _comet("enabled", "bool", False, "log to Comet; needs the comet_ml package"),
-    _comet("samples_log_interval", "int", 100, "log once per so many samples", unit="samples"),
+    _comet("samples_log_interval", "int", 100, "log once per so many samples", low=1, unit="samples"),
     _comet("project", "string|null", None, "project of the experiment"),
     _comet("workspace", "string|null", None, "workspace of the experiment"),
     _comet("api_key", "string|null", None, "Comet's key; better in its environment variable than here"),

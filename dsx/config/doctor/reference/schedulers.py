@@ -33,7 +33,11 @@ _EFFECTS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     ),
     "cycle_first_stair_count": ("int", "stairs in the rising half; 0 for none", {}),
     "cycle_second_stair_count": ("int|null", "stairs in the falling half; as the first if absent", {}),
-    "decay_step_size": ("int|float", "steps per decay after the cycle; 0 for none", _STEPS),
+    "decay_step_size": (
+        "int|float",
+        "steps per decay after the cycle; 0 for none",
+        {"unit": "steps", "low": 0},
+    ),
     "cycle_momentum": ("bool", "cycle momentum against the learning rate", {}),
     "cycle_min_mom": ("float|list", "least momentum", {}),
     "cycle_max_mom": ("float|list", "greatest momentum", {}),

@@ -136,7 +136,7 @@ KEYS = (
     _pipeline(
         "use_reentrant", "bool|null", True, "recompute by a reentrant autograd function", since="0.10.3"
     ),
-    _top("checkpoint", "object|null", {}, "how checkpoints are written and read"),
+    _top("checkpoint", "object", {}, "how checkpoints are written and read"),
     _checkpoint(
         "tag_validation",
         "string",
