@@ -47,6 +47,8 @@ def apply_to_config(config: dict[str, Any], edit: Edit) -> dict[str, Any]:
         raise ConfigError(dotted(edit.path), "the key is not there", "check the file again")
     elif edit.kind == "remove":
         del node[last]
+    elif edit.value in node:
+        raise ConfigError(dotted((*edit.path[:-1], edit.value)), "it is there already", "keep one of the two")
     else:
         node[edit.value] = node.pop(last)
     return out

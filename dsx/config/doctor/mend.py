@@ -5,13 +5,23 @@ from __future__ import annotations
 import difflib
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import reduce
+from pathlib import Path as File
+from typing import Any
 
+from dsx.config.doctor.context import step
 from dsx.config.doctor.edit import apply_to_text
-from dsx.config.doctor.finding import Finding
+from dsx.config.doctor.finding import ABSENT, Finding, Path
+from dsx.config.doctor.source import from_text
 from dsx.errors import ConfigError
+
+
+def has(config: Mapping[str, Any], path: Path) -> bool:
+    """Whether ``path`` is written in ``config``."""
+    found: Any = reduce(step, path, config)
+    return found is not ABSENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +51,14 @@ def mend(text: str, findings: Iterable[Finding]) -> Mended:
     A finding whose key an earlier one has moved or removed is left for the next time.
     """
     after, done = text, []
+    first = from_text(text).config
     for finding in findings:
-        if not finding.edits:
+        now = from_text(after).config
+        # What is to be added and has come since is another finding's.
+        came = any(
+            edit.kind == "set" and has(now, edit.path) and not has(first, edit.path) for edit in finding.edits
+        )
+        if came or not finding.edits:
             continue
         try:
             changed = apply_to_text(after, finding.edits)
@@ -54,7 +70,7 @@ def mend(text: str, findings: Iterable[Finding]) -> Mended:
     return Mended(text, after, tuple(done))
 
 
-def write(path: Path, text: str) -> Path:
+def write(path: File, text: str) -> File:
     """Put ``text`` into the file at once; what it held is kept as ``NAME.orig``, unless that exists.
 
     Returns:
@@ -70,7 +86,7 @@ def write(path: Path, text: str) -> Path:
         with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=path.name, delete=False) as new:
             new.write(text.encode())
         shutil.copymode(path, new.name)
-        Path(new.name).replace(path)
+        File(new.name).replace(path)
     except OSError as error:
         raise ConfigError(str(path), f"it cannot be written ({error})", "make the folder writable") from None
     return kept
