@@ -89,6 +89,18 @@ def check_adam(context: Context) -> Iterator[Finding]:
         )
 
 
+def check_amsgrad(context: Context) -> Iterator[Finding]:
+    """AMSGrad, which DeepSpeed's own kernels do not know (ops/adam/fused_adam.py)."""
+    name = "optimizer.params.amsgrad"
+    kind = context.text(_TYPE).lower()
+    if not context.is_on(name) or kind not in ("adam", "adamw", "lamb"):
+        return
+    if context.value("optimizer.params.torch_adam") is not True:
+        why = "DeepSpeed's fused kernel raises RuntimeError on it"
+        fix = "remove it" if kind == "lamb" else 'remove it, or write "torch_adam": true'
+        yield context.find("amsgrad", "error", name, why, fix)
+
+
 def check_offload(context: Context) -> Iterator[Finding]:
     """Offload wants DeepSpeed's CPU optimizers."""
     if not context.offloads("optimizer") or context.stage == 0:

@@ -64,6 +64,10 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
     "tensor_parallel_size": "tensor_parallel.autotp_size",
     "tp_size": "tensor_parallel.autotp_size",
     "print_every": "steps_per_print",
+    "dtype": "bf16",
+    "mixed_precision": "bf16",
+    "precision": "bf16",
+    "torch_dtype": "bf16",
     "logging_steps": "steps_per_print",
 }
 
@@ -84,8 +88,9 @@ def _unknown(context: Context, slot: Slot) -> Finding:
     if same is not None:
         edits = _rename(context, slot, same)
         return _finding(context, slot, "wrong-case", "keys are case-sensitive", f'write "{same}"', edits)
-    if (place := _elsewhere(context, slot)) is not None:
-        return place
+    for look in (_wrapped, _in_params, _elsewhere):
+        if (found := look(context, slot)) is not None:
+            return found
     near = _nearest(word, siblings)
     if near is not None:
         name, ratio = near
@@ -108,8 +113,12 @@ def _elsewhere(context: Context, slot: Slot) -> Finding | None:
     word = str(slot.path[-1])
     names = [key.path for key in context.table.named(word) if not key.path.startswith(slot.name + ".")]
     other = _OTHER_NAMES.get(word.lower().replace("-", "_"))
-    if other is not None and (not names or not slot.block.path):
+    beside = other is not None and other.rpartition(".")[0] == slot.block.path
+    if other is not None and (not names or beside):
         return _renamed(context, slot, other)
+    if slot.block.path == "bf16" and names and names[0].startswith("fp16."):
+        why, gone = "it is fp16's: bf16 needs no loss scale", (Edit("remove", slot.path),)
+        return _finding(context, slot, "misplaced-key", why, "remove it", gone)
     if not names or len(names) > _MAX_PLACES:
         return None
     target = names[0]
@@ -118,6 +127,29 @@ def _elsewhere(context: Context, slot: Slot) -> Finding | None:
         edits = _move(context, slot, context.table.key(target) or context.table.key(target, "adamw"))
     places = " or ".join(names)
     return _finding(context, slot, "misplaced-key", f"it belongs to {places}", f"move it to {places}", edits)
+
+
+def _wrapped(context: Context, slot: Slot) -> Finding | None:
+    """A whole config, or several of its blocks, under a key of another tool's."""
+    if slot.block.path or not isinstance(slot.value, dict):
+        return None
+    inside = [word for word in slot.value if word in context.table.siblings(slot.block)]
+    if not inside:
+        return None
+    why = f"{', '.join(inside[:3])} belong{'s' * (len(inside) == 1)} to the top level"
+    return _finding(context, slot, "misplaced-key", why, f'take them out of "{slot.path[-1]}"')
+
+
+def _in_params(context: Context, slot: Slot) -> Finding | None:
+    """A parameter of the optimizer or schedule that stands beside ``params`` and not in it."""
+    params = context.table.block(context.config, f"{slot.block.path}.params")
+    key = None if params is None else context.table.siblings(params).get(str(slot.path[-1]))
+    if params is None or key is None:
+        return None
+    edits = _move(context, slot, key)
+    return _finding(
+        context, slot, "misplaced-key", f"it belongs to {params.path}", f"move it to {params.path}", edits
+    )
 
 
 def _renamed(context: Context, slot: Slot, other: str) -> Finding:
@@ -136,13 +168,14 @@ def _renamed(context: Context, slot: Slot, other: str) -> Finding:
 
 
 def _move(context: Context, slot: Slot, key: Key | None) -> tuple[Edit, ...]:
-    """Edits that move the key, if nothing is in its way and the value fits."""
+    """Edits that move the key into a block that is there, if the value fits and nothing is in its way."""
     if key is None or judge(slot.value, key).fault not in ("", "auto"):
         return ()
     target: Path = tuple(key.path.split("."))
-    if any(not isinstance(context.at(target[:i]), dict | type(ABSENT)) for i in range(1, len(target))):
+    owner = target[:-1]
+    if owner and not isinstance(context.at(owner), dict) and owner[-1] != "params":
         return ()
-    if context.at(target) is not ABSENT:
+    if context.at(target) is not ABSENT or not isinstance(context.at(owner[:1]), dict | type(ABSENT)):
         return ()
     return (Edit("remove", slot.path), Edit("set", target, slot.value))
 
@@ -159,7 +192,7 @@ def _finding(
     check: str,
     why: str,
     fix: str,
-    edits: tuple[Edit, ...],
+    edits: tuple[Edit, ...] = (),
     is_guess: bool = False,
 ) -> Finding:
     block = f" in {slot.block.path}" if slot.block.path else ""

@@ -57,6 +57,12 @@ def _wrong(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Iterator
         severity: Severity = "warning" if works and context.runner != "dsx" else "error"
         yield context.find("quoted", severity, slot.path, why, f"write {_bare(slot.value, verdict)}", *edits)
     elif verdict.fault == "wrong-type":
+        if works and isinstance(slot.value, str) and context.runner != "dsx":
+            meant = converted(slot.value, key)
+            why = f"not {verdict.expected}; DeepSpeed converts it, other readers of the file may not"
+            edit = Edit("set", slot.path, meant)
+            yield context.find("quoted", "warning", slot.path, why, f"write {show(meant)}", edit)
+            return
         if verdict.has_meant and context.runner != "dsx":
             fix = f"write {show(verdict.meant)}"
             yield context.find("wrong-type", "note", slot.path, "a number for a boolean", fix, *edits)
@@ -143,6 +149,8 @@ def check_no_effect(context: Context) -> Iterator[Finding]:
         key = slot.key
         if key is None or key.status in ("removed", "dead") or _is_idle(slot.value, key):
             continue
+        if judge(slot.value, key).fault in ("wrong-type", "null"):
+            continue
         cause = context.no_effect(key.no_effect)
         if cause is None or _is_switch(cause, slot) or slot.name in _OWN_CHECKS:
             continue
@@ -181,7 +189,9 @@ def check_switched_off(context: Context) -> Iterator[Finding]:
         if slot.key is None or not isinstance(slot.value, dict) or not slot.value:
             continue
         switch = context.table.key(f"{slot.name}.enabled")
-        if switch is None or switch.default is not False or "enabled" in slot.value:
+        if switch is None or switch.default is not False:
+            continue
+        if any(word.lower().startswith("enable") for word in slot.value):
             continue
         if switch.status == "live":
             why = 'the block does nothing without "enabled": true'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dsx.config.doctor.context import STAGE, Context
-from dsx.config.doctor.finding import ABSENT, Edit, Finding, Path
+from dsx.config.doctor.finding import ABSENT, Edit, Finding, Path, Severity
 from dsx.config.doctor.table import Slot
 from dsx.config.wording import either
 
@@ -26,6 +26,17 @@ def check_old_form(context: Context) -> Iterator[Finding]:
         edits = (Edit("set", (_ZERO,), {"stage": int(value)}),)
         why = f"the form of before 2020; DeepSpeed takes it for stage {int(value)}"
         yield context.find("deprecated", "warning", (_ZERO,), why, f'write {{"stage": {int(value)}}}', *edits)
+
+
+def check_stage(context: Context) -> Iterator[Finding]:
+    """A block without a stage, which does nothing."""
+    block = context.at((_ZERO,))
+    if isinstance(block, dict) and "stage" not in block:
+        why = "without a stage it is 0: ZeRO is off, and nothing in the block has an effect"
+        severity: Severity = "error" if any(block.values()) else "warning"
+        yield context.find(
+            "zero-stage", severity, (_ZERO,), why, 'write "stage": 1, 2 or 3, or remove the block'
+        )
 
 
 def check_deprecated(context: Context) -> Iterator[Finding]:
