@@ -18,7 +18,9 @@ from dsx.config.doctor.versions import Version, installed
 from dsx.config.doctor.versions import version as parse_version
 from dsx.errors import ConfigError
 
+# Values that are "auto": with batch keys among them, and anyhow.
 _MIN_AUTO = 2
+_SURELY_AUTO = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +121,9 @@ def infer(config: Mapping[str, Any]) -> Runner:
         return "trainer"
     batch = [config.get(key) for key in (TRAIN, MICRO, ACCUMULATION) if key in config]
     autos = batch.count("auto")
-    if not autos or 2 * autos < len(batch):
-        return "deepspeed"
-    return "trainer" if _count_auto(config) >= _MIN_AUTO else "deepspeed"
+    everywhere = _count_auto(config)
+    left_to_it = autos and 2 * autos >= len(batch) and everywhere >= _MIN_AUTO
+    return "trainer" if left_to_it or everywhere >= _SURELY_AUTO else "deepspeed"
 
 
 def _count_auto(node: object) -> int:

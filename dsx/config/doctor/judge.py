@@ -39,9 +39,11 @@ class Verdict:
 def judge(value: Any, key: Key) -> Verdict:
     """``value`` against ``key``."""
     expected = describe(key)
+    if value == "auto" and key.auto == "meaning":
+        return Verdict("", value, False, expected)
     # Where any string goes, it is a name like others.
     is_name = "any" in key.kinds or ("string" in key.kinds and not key.choices)
-    if value == "auto" and not (is_name or "auto" in key.choices or key.auto == "meaning"):
+    if value == "auto" and not (is_name or "auto" in key.choices):
         return Verdict("auto", value, False, expected)
     if value is None:
         fits = "null" in key.kinds or "any" in key.kinds

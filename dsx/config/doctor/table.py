@@ -71,12 +71,9 @@ class Table:
         siblings = self.siblings(block)
         for word, value in node.items():
             here = (*path, word)
-            key = siblings.get(word)
+            # In a free block the names are the user's own, and a row "*" says what each holds.
+            key = siblings.get(word, siblings.get("*"))
             if key is None and block.unknown == "free":
-                # Names of the user's own, whose objects all look the same.
-                below = self.blocks.get((f"{block.path}.*", ""))
-                if below is not None and isinstance(value, dict):
-                    yield from self._walk(config, value, here, below)
                 continue
             if key is None:
                 yield Slot(here, f"{block.path}.{word}".removeprefix("."), value, None, block)

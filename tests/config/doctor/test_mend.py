@@ -139,6 +139,8 @@ def test_who_runs_it_is_guessed_from_auto():
     assert examine({"train_batch_size": 8, "gradient_clipping": "auto"}).runner == "deepspeed"
     assert examine({"train_batch_size": "auto"}).errors
     assert examine({"dsx": {}}).runner == "dsx"
+    # A comment, as strict JSON has them.
+    assert not examine({"train_batch_size": 8, "_comment": "mine", "gradient_clipping": 1.0}).findings
 
 
 def test_places_of_findings():

@@ -77,8 +77,15 @@ def check_unknown(context: Context) -> Iterator[Finding]:
     for slot in context.slots:
         # Reported by the optimizer's check.
         is_clipping = slot.name == "optimizer.params.max_grad_norm"
-        if slot.key is None and not is_clipping:
+        if slot.key is None and not is_clipping and not _is_comment(slot):
             yield _unknown(context, slot)
+
+
+def _is_comment(slot: Slot) -> bool:
+    """A key by which strict JSON is commented, in a block that ignores it."""
+    word = str(slot.path[-1])
+    says_so = word.startswith(("_", "//", "#", "$")) or word.lower() in ("comment", "comments")
+    return says_so and slot.block.unknown == "ignored"
 
 
 def _unknown(context: Context, slot: Slot) -> Finding:

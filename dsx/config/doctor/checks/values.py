@@ -154,7 +154,8 @@ def check_no_effect(context: Context) -> Iterator[Finding]:
         cause = context.no_effect(key.no_effect)
         if cause is None or _is_switch(cause, slot) or slot.name in _OWN_CHECKS:
             continue
-        yield context.find("no-effect", "warning", slot.path, f"it does nothing: {cause.why}", _fix(cause))
+        severity: Severity = "note" if _without_zero(cause) else "warning"
+        yield context.find("no-effect", severity, slot.path, f"it does nothing: {cause.why}", _fix(cause))
 
 
 # Reported by checks of their own.
@@ -170,6 +171,12 @@ def _is_switch(cause: NoEffect, slot: Slot) -> bool:
     """The block of the key is off: said once for the block, if at all."""
     owner = ".".join(slot.name.split(".")[:-1])
     return any(condition.key == f"{owner}.enabled" for condition in cause.conditions)
+
+
+def _without_zero(cause: NoEffect) -> bool:
+    """ZeRO is off as a whole, as where a script's argument sets its stage."""
+    condition = cause.conditions[0]
+    return condition.key == STAGE and condition.operator == "<" and condition.value == 1
 
 
 def _fix(cause: NoEffect) -> str:

@@ -11,9 +11,6 @@ _tensor = Rows(
     unknown="refused",
     types="coerced",
     since="0.16.4",
-    no_effect=(
-        NoEffect((When("tensor_parallel.autotp_size", "==", 0),), "autotp_size 0 switches AutoTP off"),
-    ),
 )
 _tp = Rows(
     path="tensor_parallel.tp",
@@ -54,7 +51,14 @@ KEYS = (
     Rows(path="", source=_tensor.source, unknown="ignored", types="raw", since="0.16.4")(
         "tensor_parallel", "object", {}, "AutoTP: divide the linear layers of a Hugging Face model over ranks"
     ),
-    _tensor("autotp_size", "int", 0, "tensor-parallel ranks; 0 for none", low=0, unit="ranks", no_effect=()),
+    _tensor(
+        "autotp_size",
+        "int",
+        0,
+        "tensor-parallel ranks; 0 for none, or for those of tp_model_init",
+        low=0,
+        unit="ranks",
+    ),
     # No JSON value is a torch.dtype, so that every one is refused: kinds is empty.
     _tensor("dtype", "", None, "set by tp_model_init only: it takes a torch.dtype, which JSON cannot hold"),
     _tensor("tp_overlap_comm", "bool", False, "overlap all-reduces with backward", since="0.16.6"),

@@ -91,7 +91,7 @@ KEYS = (
         no_effect=(
             *above(2, "ZeRO-3 gathers parameters module by module"),
             NoEffect(
-                (When("zero_optimization.stage", "==", 0), When("bf16.enabled", "falsy")),
+                (When("zero_optimization.stage", "<", 1), When("bf16.enabled", "falsy")),
                 "ZeRO stage 0 gathers nothing",
             ),
         ),
