@@ -23,7 +23,7 @@ def check(
     configs: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="CONFIG...",
+            metavar="CONFIG",
             help="DeepSpeed JSON, with or without a dsx block.",
             exists=True,
             dir_okay=False,
@@ -50,7 +50,7 @@ def check(
     gpu_memory: Annotated[
         float | None,
         typer.Option(
-            metavar="GIB", help="With a dsx block and --world-size: memory that a rank must fit into."
+            metavar="GIB", min=0, help="With a dsx block and --world-size: memory that a rank must fit into."
         ),
     ] = None,
     deepspeed_version: Annotated[

@@ -166,6 +166,10 @@ def test_dsx_configs(dsx):
     code, out, _ = dsx("check", config, QUIET, "--world-size", "8", "--gpu-memory", "0.001")
     assert code == 1
     assert "[memory]" in out
+    bucket = "zero_optimization.reduce_bucket_size=1000000"
+    code, out, _ = dsx("check", config, QUIET, "--world-size", "8", "--set", bucket)
+    assert code == 0
+    assert "the model has 804,224 parameters" in out
 
 
 def test_locks_of_dead_builds(dsx, tmp_path, monkeypatch):

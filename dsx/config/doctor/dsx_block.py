@@ -39,7 +39,19 @@ def resolve_run(
     except DsxError as error:
         problems = error.problems if isinstance(error, SeveralProblemsError) else (error,)
         return None, [as_finding(problem, config) for problem in problems]
-    return run, [] if gpu_memory_gib is None else _memory(run, gpu_memory_gib)
+    return run, [*_buckets(run, config), *([] if gpu_memory_gib is None else _memory(run, gpu_memory_gib))]
+
+
+def _buckets(run: RunConfig, config: Mapping[str, Any]) -> list[Finding]:
+    """A bucket that is written larger than the whole model, which DeepSpeed allocates all the same."""
+    parameters = run.summary()["model"]["parameters"]
+    path: Path = ("zero_optimization", "reduce_bucket_size")
+    size: Any = reduce(step, path, config)
+    if not isinstance(size, int | float) or size <= parameters:
+        return []
+    why = f"the model has {parameters:,} parameters: the bucket never fills, and its memory is taken"
+    fix = f"use {parameters} or less"
+    return [Finding(check="bucket-size", severity="note", path=path, value=size, why=why, fix=fix)]
 
 
 def _memory(run: RunConfig, gpu_memory_gib: float) -> list[Finding]:

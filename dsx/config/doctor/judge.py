@@ -79,6 +79,8 @@ def unquoted(value: Any, key: Key) -> Any | None:
 
 def converted(value: Any, key: Key) -> Any | None:
     """What pydantic makes of a value of another type, for a block that is read by it; None if it refuses."""
+    if key.auto == "meaning":
+        return None  # a string is as good as a number there, and is kept
     if isinstance(value, str):
         return _from_string(value.strip(), key)
     if isinstance(value, bool) and ("int" in key.kinds or "float" in key.kinds):
