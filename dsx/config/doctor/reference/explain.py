@@ -91,11 +91,8 @@ def _unknown(path: str) -> list[list[Key]]:
     """Raise a ConfigError with the nearest keys."""
     names = {name: key.path for key in KEYS for name in (*_spellings(key), key.path.rpartition(".")[2])}
     near = difflib.get_close_matches(path.lower(), names, n=3, cutoff=0.7)
-    fix = (
-        f"is it {' or '.join(dict.fromkeys(names[name] for name in near))}?"
-        if near
-        else "see `dsx check --help`"
-    )
+    likely = " or ".join(dict.fromkeys(names[name] for name in near))
+    fix = f"write {likely}, if that is meant" if near else "see `dsx check --help`"
     raise ConfigError(f"--explain {path}", "DeepSpeed 0.19.8 knows no such key", fix)
 
 
