@@ -8,20 +8,11 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, Final
 
+from dsx.config.doctor.judge import describe
 from dsx.config.doctor.key import REQUIRED, Block, Key, NoEffect, When
 from dsx.config.doctor.reference.table import BLOCKS, KEYS
 from dsx.errors import ConfigError
 
-_WORDS: Final = {
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "string": "a string",
-    "object": "an object {...}",
-    "list": "a list [...]",
-    "null": "null",
-    "any": "anything",
-}
 _OPERATORS: Final = {
     "==": "is",
     "!=": "is not",
@@ -45,7 +36,7 @@ def explain(path: str) -> str:
     >>> print(explain("prefetch_bucket_size"))  # doctest: +ELLIPSIS
     zero_optimization.stage3_prefetch_bucket_size
       parameter elements gathered ahead of their use
-      type      a whole number, 0 or more, in elements
+      type      a whole number of at least 0, in elements
       default   50000000
       also      prefetch_bucket_size
       ignored   if zero_optimization.stage is below 3: only ZeRO-3 partitions parameters
@@ -120,17 +111,10 @@ _UNKNOWN: Final[dict[str, str]] = {
 
 
 def _type(key: Key) -> str:
-    if not key.kinds:
-        return "no value of JSON"
-    if key.choices:
-        text = ", ".join(json.dumps(choice) for choice in key.choices)
-        return f"{text}{', in any case' if key.any_case else ''}{' or null' if 'null' in key.kinds else ''}"
-    text = " or ".join(_WORDS[kind] for kind in key.kinds)
-    if key.low is not None and key.high is not None:
-        text += f", {'above' if key.low_open else 'from'} {key.low:g} to {key.high:g}"
-    elif key.low is not None:
-        text += f", above {key.low:g}" if key.low_open else f", {key.low:g} or more"
-    return f"{text}, in {key.unit}" if key.unit else text
+    null = " or null" if "null" in key.kinds and len(key.kinds) > 1 else ""
+    case = ", in any case" if key.any_case else ""
+    unit = f", in {key.unit}" if key.unit else ""
+    return f"{describe(key)}{null}{case}{unit}" if key.kinds else "no value that JSON can say"
 
 
 def _defaults(rows: Sequence[Key]) -> str:
