@@ -552,6 +552,37 @@ def test_dead_keys_are_read_by_nothing():
         assert not re.search(rf"_config\.pipeline\[.{word}.\]", text)
 
 
+def test_what_a_zero_stage_does_not_read():
+    """By what the engine hands to the optimizers of ZeRO 1 and 2, and of ZeRO 3."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    source = inspect.getsource(DeepSpeedEngine)
+    accessors = dict(
+        re.findall(r"def (\w+)\(self\)[^:]*:\n\s+return self\._config\.zero_config\.(\w+)", source)
+    )
+    made = inspect.getsource(DeepSpeedEngine._configure_zero_optimizer)
+    low, high = made.split("elif zero_stage == ZeroStageEnum.weights:")
+    read = {
+        part: {field for name, field in accessors.items() if f"self.{name}()" in text}
+        for part, text in {"low": low, "high": high}.items()
+    }
+    assert "reduce_bucket_size" in read["low"] & read["high"]
+    checked = set()
+    for word, row in children("zero_optimization").items():
+        field = row.aliases[0] if row.aliases else word
+        for cause in row.no_effect:
+            (condition, *others) = cause.conditions
+            if condition.key != "zero_optimization.stage" or others:
+                continue
+            if (condition.operator, condition.value) == ("<", 3):
+                assert field not in read["low"], row.path
+                checked.add((field, "low"))
+            if condition.operator == ">":
+                assert field not in read["high"], row.path
+                checked.add((field, "high"))
+    assert len(checked) > 20
+
+
 def test_rows_are_whole():
     assert len({(key.path, key.variant) for key in KEYS}) == len(KEYS)
     assert len({(block.path, block.variant) for block in BLOCKS}) == len(BLOCKS)
