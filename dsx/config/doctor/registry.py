@@ -7,6 +7,7 @@ from typing import Final
 
 from dsx.config.doctor.checks import (
     batch,
+    kernels,
     optimizer,
     other,
     pipeline,
@@ -65,6 +66,11 @@ _TOGETHER: Final[tuple[Check, ...]] = (
     optimizer.check_betas,
     optimizer.check_adam,
     optimizer.check_amsgrad,
+    kernels.check_parameters,
+    kernels.check_same_key,
+    kernels.check_zenflow,
+    kernels.check_compile,
+    kernels.check_whole_numbers,
     optimizer.check_offload,
     optimizer.check_client,
     scheduler.check_name,

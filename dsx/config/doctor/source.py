@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import hjson
 
 from dsx.config.doctor.finding import Path
-from dsx.config.doctor.positions import Document, Node, PositionError, parse
+from dsx.config.doctor.positions import Document, Member, Node, PositionError, parse
 from dsx.config.wording import show
 from dsx.errors import ConfigError
+
+# A word without quotes, not true, false or null, with a bracket behind it on its line.
+_SWALLOWS = re.compile(r":[ \t]*(?!true|false|null)[A-Za-z_][^\n\"']*[}\]]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,11 @@ class Source:
     def line_column(self, offset: int) -> tuple[int, int]:
         """Line and column of ``offset``, both from 1."""
         return self.text.count("\n", 0, offset) + 1, offset - (self.text.rfind("\n", 0, offset) + 1) + 1
+
+    def written(self, path: Path) -> str:
+        """The text of the value at ``path``; empty if it is not known."""
+        member = None if self.document is None else _member(self.document.root, path)
+        return "" if member is None else self.text[member.node.start : member.node.end]
 
     def place(self, path: Path) -> tuple[int, int] | None:
         """Line and column of the key at ``path``, or of the nearest object around it; None if not known."""
@@ -103,6 +112,8 @@ def _syntax_error(text: str, name: str, error: Exception) -> ConfigError:
         # hjson stops where it gives up; ours points at what was not closed, when that is earlier.
         offset = min(offset, error.pos) if offset else error.pos
         message = f"{message}; hjson: {error.msg}"
+    if _SWALLOWS.search(text):
+        message += "; an unquoted word takes the rest of its line, brackets and commas too"
     line = text.count("\n", 0, offset) + 1
     column = offset - (text.rfind("\n", 0, offset) + 1) + 1
     lines = text.splitlines()
@@ -112,19 +123,24 @@ def _syntax_error(text: str, name: str, error: Exception) -> ConfigError:
     )
 
 
-def _offset(root: Node, path: Sequence[str | int]) -> int | None:
-    node, offset = root, None
+def _offset(root: Node, path: Path) -> int | None:
+    """Of the key at ``path``, or of the innermost object around it that is there."""
+    members = (_member(root, path[:length]) for length in range(len(path), 0, -1))
+    return next((member.key_start for member in members if member is not None), None)
+
+
+def _member(root: Node, path: Path) -> Member | None:
+    node, found = root, None
     for part in path:
-        found = None
-        if node.kind == "list" and isinstance(part, int) and part < len(node.members):
-            found = node.members[part]
-        elif node.kind == "object":
+        if node.kind == "list":
+            found = node.members[part] if isinstance(part, int) and part < len(node.members) else None
+        else:
             # Of a key written twice, the last counts.
             found = next((m for m in reversed(node.members) if m.key == part), None)
         if found is None:
-            break
-        node, offset = found.node, found.key_start
-    return offset
+            return None
+        node = found.node
+    return found
 
 
 def _twice(node: Node, path: Path) -> Iterator[tuple[Path, list[int]]]:

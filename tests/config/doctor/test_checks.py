@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from dsx.config.doctor import examine, reference
-from dsx.config.doctor.checks import other, values
+from dsx.config.doctor.checks import kernels, other, values
 from dsx.config.doctor.context import context
 from dsx.config.doctor.finding import dotted
 from dsx.config.doctor.registry import CHECKS, DSX_CHECKS
@@ -198,6 +198,22 @@ CASES = [
      {}, {}),
     ("zero-stage", "error", "zero_optimization", {"zero_optimization": {"overlap_comm": True}}, {}, {}),
     ("zero-stage", "warning", "zero_optimization", {"zero_optimization": {}}, {}, {}),
+    ("duplicate-key", "error", "zero_optimization.prefetch_bucket_size",
+     {"zero_optimization.stage3_prefetch_bucket_size": 5, "zero_optimization.prefetch_bucket_size": 5},
+     {"zero_optimization.prefetch_bucket_size": 5}, {}),
+    ("zenflow", "error", "zero_optimization.zenflow.select_interval",
+     {"zero_optimization.zenflow": {"select_interval": 4}},
+     {"zero_optimization.zenflow": {"select_interval": 4, "select_strategy": "step"}}, {}),
+    ("zenflow", "error", "zero_optimization.zenflow.select_interval",
+     {"zero_optimization.zenflow": {"select_strategy": "step"}}, {}, {}),
+    ("zenflow", "error", "zero_optimization.zenflow.select_interval",
+     {"zero_optimization.zenflow": {"select_strategy": "step", "select_interval": 2, "update_interval": 4}},
+     {}, {}),
+    ("zenflow", "warning", "gradient_accumulation_steps",
+     {"zero_optimization.zenflow": {"update_interval": 8}},
+     {"zero_optimization.zenflow": {"update_interval": 4}}, {}),
+    ("compile", "error", "compile.autoep_non_moe", {"compile": {"autoep_non_moe": True, "deepcompile": True}},
+     {"compile": {"deepcompile": True}}, {}),
     # Pipelines.
     ("pipeline-zero", "error", STAGE, {STAGE: 2}, {STAGE: 2}, {"pipeline": 2}),
     ("pipeline-zero", "error", STAGE, {STAGE: 3, "pipeline": {"activation_checkpoint_interval": 1}},
@@ -232,6 +248,16 @@ CASES = [
      "optimizer.params.torch_adam": True},
      {"optimizer.params.torch_adam": True}, {}),
     ("client-optimizer", "error", "optimizer", {}, {"optimizer": GONE}, {"client_optimizer": True}),
+    ("optimizer-parameter", "error", "optimizer.params.fused", {"optimizer.params.fused": True},
+     {"optimizer.params": {"fused": True, "torch_adam": True}}, {}),
+    ("optimizer-parameter", "error", "optimizer.params.bias_correction",
+     {"optimizer.params": {"bias_correction": True, "torch_adam": True}},
+     {"optimizer.params.bias_correction": True}, {}),
+    ("optimizer-parameter", "error", "optimizer.params.set_grad_none",
+     {OFFLOAD: CPU, "optimizer.params.set_grad_none": True}, {"optimizer.params.set_grad_none": True}, {}),
+    ("loss-scale", "error", "fp16.loss_scale",
+     {STAGE: 0, "optimizer": {"type": "Lamb", "params": {}}, "fp16.loss_scale": 128},
+     {STAGE: 0, "optimizer": {"type": "Lamb", "params": {}}}, {}),
     # Schedule.
     ("scheduler", "error", "scheduler.type", {"scheduler": {"params": {}}}, {}, {}),
     ("scheduler", "error", "scheduler.params.warmup_max_lr",
@@ -294,7 +320,13 @@ def test_every_kind_of_finding_has_a_case():
         )
         speaking |= {check for check in CHECKS if any(True for _ in check(looked_at))}
     silent = {check for check in DSX_CHECKS if check not in speaking}
-    assert silent == {other.check_duplicates, other.check_syntax, values.check_trainer, *under_dsx_checks()}
+    assert silent == {
+        other.check_duplicates,
+        other.check_syntax,
+        values.check_trainer,
+        kernels.check_whole_numbers,
+        *under_dsx_checks(),
+    }
 
 
 def under_dsx_checks():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dsx.config.doctor import examine
 from dsx.config.doctor.mend import mend
 from dsx.config.doctor.source import from_text
+from dsx.errors import ConfigError
 
 BASE = {
     "train_micro_batch_size_per_gpu": 2,
@@ -125,6 +126,19 @@ def test_what_is_not_strict_json(text, runner, expected):
     assert expected in found
     strict = '{"train_batch_size": 1}'
     assert not {"syntax", "duplicate-key"} & {f.check for f in examine(strict, runner=runner).findings}
+
+
+def test_whole_numbers_of_the_trainers_reader():
+    text = '{"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": %s}}}'
+    for written, expected in (("1e3", [("scheduler", "params", "warmup_num_steps")]), ("1000", [])):
+        errors = examine(text % written, runner="trainer").errors
+        assert [finding.path for finding in errors] == expected
+        assert not examine(text % written, runner="deepspeed").errors
+
+
+def test_an_unquoted_word_that_takes_its_line():
+    with pytest.raises(ConfigError, match="takes the rest of its line"):
+        examine('{"bf16": {"enabled": True}, "train_batch_size": 8}')
 
 
 def test_who_runs_it_is_guessed_from_auto():

@@ -102,8 +102,8 @@ def check_amsgrad(context: Context) -> Iterator[Finding]:
 
 
 def check_offload(context: Context) -> Iterator[Finding]:
-    """Offload wants DeepSpeed's CPU optimizers."""
-    if not context.offloads("optimizer") or context.stage == 0:
+    """Offload wants DeepSpeed's CPU optimizers; dsx knows what it runs."""
+    if context.runner == "dsx" or not context.offloads("optimizer") or context.stage == 0:
         return
     kind = context.text(_TYPE).lower()
     forced = context.value("zero_force_ds_cpu_optimizer") is not False

@@ -50,11 +50,11 @@ def check_both(context: Context) -> Iterator[Finding]:
 
 def check_loss_scale(context: Context) -> Iterator[Finding]:
     """fp16's loss scaling."""
-    if not context.is_on("fp16.enabled"):
-        return
-    if context.number("fp16.loss_scale") == 0:
+    scale = context.number("fp16.loss_scale")
+    if scale == 0 and context.is_on("fp16.enabled"):
         yield from _dynamic(context)
-    elif context.text("optimizer.type").lower() == "lamb":
+    # Asserted whether fp16 is enabled or not.
+    if scale and context.text("optimizer.type").lower() == "lamb":
         why = "Lamb needs dynamic loss scaling: DeepSpeed stops with an assertion"
         yield context.find("loss-scale", "error", "fp16.loss_scale", why, "use 0")
 
