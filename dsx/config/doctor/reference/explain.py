@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import Any, Final
 
 from dsx.config.doctor.judge import describe
@@ -68,9 +67,10 @@ def _found(path: str) -> list[list[Key]]:
     if len(paths) > 1:
         shown = ", ".join(paths[:_MOST_SHOWN]) + (" ..." if len(paths) > _MOST_SHOWN else "")
         raise ConfigError(f"--explain {path}", f"{len(paths)} keys end so", f"name one in full: {shown}")
-    return [list(group) for _, group in groupby(rows, key=lambda key: (key.effect, key.kinds))] or _unknown(
-        path
-    )
+    alike: dict[tuple[str, tuple[str, ...]], list[Key]] = {}
+    for key in rows:
+        alike.setdefault((key.effect, key.kinds), []).append(key)
+    return list(alike.values()) or _unknown(path)
 
 
 def _spellings(key: Key) -> list[str]:

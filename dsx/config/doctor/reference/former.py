@@ -24,13 +24,8 @@ _compile = Rows(
 
 
 def _removed(rows: Rows, name: str, until: str, effect: str, replacement: str = "", since: str = "") -> Key:
-    kinds = (
-        "bool"
-        if name in ("sparse_gradients", "graph_harvesting", "mics_hierarchical_params_gather")
-        else "any"
-    )
     more = {"since": since} if since else {}
-    return rows(name, kinds, None, effect, status="removed", until=until, replacement=replacement, **more)
+    return rows(name, "any", None, effect, status="removed", until=until, replacement=replacement, **more)
 
 
 KEYS = (
@@ -56,8 +51,7 @@ KEYS = (
         "mics_shard_size",
         "0.19.7",
         "MiCS: divide over so many ranks only",
-        "zero_optimization.zero_hpz_partition_size",
-        "0.9.2",
+        since="0.9.2",
     ),
     _removed(_zero, "mics_hierarchical_params_gather", "0.19.7", "MiCS: gather in two steps", since="0.9.2"),
     _removed(
