@@ -12,11 +12,10 @@ from dsx.config.doctor.behaviour import changes
 from dsx.config.doctor.context import ACCUMULATION, MICRO, TRAIN, Runner, context
 from dsx.config.doctor.finding import Finding
 from dsx.config.doctor.registry import CHECKS, DSX_CHECKS
-from dsx.config.doctor.source import Source, from_mapping, from_text
+from dsx.config.doctor.source import Source, from_mapping, from_text, read_text
 from dsx.config.doctor.table import table
 from dsx.config.doctor.versions import Version, installed
 from dsx.config.doctor.versions import version as parse_version
-from dsx.errors import ConfigError
 
 # Values that are "auto": with batch keys among them, and anyhow.
 _MIN_AUTO = 2
@@ -152,13 +151,4 @@ def _source(config: str | Path | Mapping[str, Any] | Source) -> Source:
 
 def read(path: Path) -> Source:
     """The config in a file. Raises ConfigError."""
-    where = str(path)
-    if path.is_dir():
-        raise ConfigError(where, "it is a folder", "give the JSON file itself")
-    try:
-        text = path.read_bytes().decode()
-    except FileNotFoundError:
-        raise ConfigError(where, "there is no such file", "give the path of a DeepSpeed JSON") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(where, f"it cannot be read ({error})", "give a readable UTF-8 file") from None
-    return from_text(text, where)
+    return from_text(read_text(path), str(path))

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path as File
 from typing import Any
 
 import hjson
@@ -55,6 +56,19 @@ class Source:
         if self.document is not None:
             for path, offsets in _twice(self.document.root, ()):
                 yield path, [self.line_column(offset)[0] for offset in offsets]
+
+
+def read_text(path: File) -> str:
+    """The text of a config file, with its line ends as they are. Raises ConfigError."""
+    where = str(path)
+    if path.is_dir():
+        raise ConfigError(where, "it is a folder", "give the JSON file itself")
+    try:
+        return path.read_bytes().decode()
+    except FileNotFoundError:
+        raise ConfigError(where, "there is no such file", "give the path of a DeepSpeed JSON") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(where, f"it cannot be read ({error})", "give a readable UTF-8 file") from None
 
 
 def from_mapping(config: Mapping[str, Any], name: str = "config") -> Source:

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from dsx.config.doctor.context import Context
+from dsx.config.doctor.context import ACCUMULATION, MICRO, TRAIN, Context
 from dsx.config.doctor.finding import ABSENT, Edit, Finding, Path
 from dsx.config.doctor.table import Slot
 
 _TORCH = frozenset({"foreach", "maximize", "capturable", "differentiable", "fused"})
 _KERNEL = frozenset({"bias_correction", "set_grad_none"})
 _CPU_REFUSES: Final = frozenset({"set_grad_none"})
+# Whole numbers that are not converted: schedules and torch's DataLoader ask for an int.
+_COUNTS: Final[tuple[Path, ...]] = (
+    ("scheduler", "params", "warmup_num_steps"),
+    ("scheduler", "params", "lr_range_test_step_size"),
+    (TRAIN,),
+    (MICRO,),
+    (ACCUMULATION,),
+)
 # (optimizer, made on the CPU) -> parameters of other implementations, which end in a TypeError
 # (runtime/engine.py, _configure_basic_optimizer; ops/*/cpu_*.py; torch/optim/adagrad.py).
 _REFUSED: Final = {
@@ -91,12 +99,11 @@ def check_compile(context: Context) -> Iterator[Finding]:
 
 
 def check_whole_numbers(context: Context) -> Iterator[Finding]:
-    """1e3 for steps: whole to DeepSpeed's own reader, a float to the Trainer's (lr_schedules.py)."""
+    """1e3 for steps: a whole number to DeepSpeed's own reader, a float to the Trainer's (lr_schedules.py)."""
     if context.runner != "trainer":
         return
-    for word in ("warmup_num_steps", "lr_range_test_step_size"):
-        path = ("scheduler", "params", word)
+    for path in _COUNTS:
         value, written = context.at(path), context.source.written(path)
         if value is not ABSENT and any(char in written for char in ".eE") and isinstance(value, int):
-            why = f"the Trainer reads {written} as a float, and DeepSpeed refuses that"
+            why = f"the Trainer reads {written} as a float, where DeepSpeed and torch refuse one"
             yield context.find("wrong-type", "error", path, why, f"write {value}", Edit("set", path, value))
