@@ -2,72 +2,194 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from itertools import groupby
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from dsx.cli import check_report
+
+if TYPE_CHECKING:
+    from dsx.config.doctor.finding import Finding
+    from dsx.config.doctor.source import Source
+
+_Runner = Literal["deepspeed", "trainer", "dsx"]
+
 
 def check(
-    config: Annotated[
-        Path,
+    configs: Annotated[
+        list[Path] | None,
         typer.Argument(
-            metavar="CONFIG", help="DeepSpeed JSON with a dsx block.", exists=True, dir_okay=False
+            metavar="CONFIG",
+            help="DeepSpeed JSON, with or without a dsx block.",
+            exists=True,
+            dir_okay=False,
         ),
-    ],
-    world_size: Annotated[int, typer.Option(help="Number of ranks (processes) to resolve for.", min=1)],
+    ] = None,
+    *,
+    world_size: Annotated[
+        int | None,
+        typer.Option(help="Number of ranks (processes): checks the batch, and resolves a dsx block.", min=1),
+    ] = None,
+    pipeline: Annotated[
+        int | None, typer.Option(help="Stages of the model's PipelineModule without dsx; 1 for none.", min=1)
+    ] = None,
+    client_optimizer: Annotated[
+        bool, typer.Option("--client-optimizer", help="The script passes deepspeed.initialize an optimizer.")
+    ] = False,
+    runner: Annotated[
+        _Runner | None,
+        typer.Option(
+            "--for",
+            help="Who runs it: DeepSpeed alone, transformers' Trainer (or Accelerate), dsx. Default: guess.",
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GIB", min=0, help="With a dsx block and --world-size: memory that a rank must fit into."
+        ),
+    ] = None,
+    deepspeed_version: Annotated[
+        str | None, typer.Option(metavar="X.Y.Z", help="DeepSpeed to check for. Default: the installed one.")
+    ] = None,
+    from_version: Annotated[
+        str | None,
+        typer.Option(metavar="X.Y.Z", help="Also tell what changes for this config since that DeepSpeed."),
+    ] = None,
+    fix: Annotated[
+        bool,
+        typer.Option("--fix", help="Write what is certain into the file; keep the old one as CONFIG.orig."),
+    ] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Show what --fix would write.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings, too.")] = False,
+    machine: Annotated[
+        bool, typer.Option("--machine/--no-machine", help="Look for stale locks in torch's extension cache.")
+    ] = True,
+    explain: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Tell what a key of DeepSpeed's does, and exit.")
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Put a value over a key of the config; repeatable."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Resolve CONFIG for a world size.
+    """Find what is wrong with a DeepSpeed config, before a run.
 
-    Prints mesh, schedule, batch and the layers of every stage; or what is wrong, with exit code 1.
+    An error fails, or silently does something else than written; a warning is a likely mistake. With a dsx
+    block and --world-size, prints how a right config resolves. Exit code 1 if there are errors.
     """
-    from dsx.config.resolve import resolve
+    if explain is not None:
+        _explain(explain, as_json)
+        return
+    _check_arguments(configs, overrides, fix or diff)
+    outcomes = [
+        _one(
+            path,
+            world_size=world_size,
+            pipeline=pipeline,
+            client_optimizer=client_optimizer,
+            runner=runner,
+            gpu_memory=gpu_memory,
+            deepspeed_version=deepspeed_version,
+            from_version=from_version,
+            overrides=overrides or [],
+            mode="fix" if fix else "diff" if diff else "",
+        )
+        for path in configs or []
+    ]
+    around = _machine() if machine else []
+    found = [finding for outcome in outcomes for finding in outcome.findings] + around
+    typer.echo(check_report.as_json(outcomes, around) if as_json else check_report.as_text(outcomes, around))
+    bad = {"error", "warning"} if strict else {"error"}
+    if any(finding.severity in bad for finding in found):
+        raise typer.Exit(1)
 
+
+def _explain(key: str, as_json: bool) -> None:
+    from dsx.config.doctor.reference import explain, explain_json
+
+    typer.echo(json.dumps(explain_json(key), indent=2) if as_json else explain(key))
+
+
+def _check_arguments(configs: list[Path] | None, overrides: list[str] | None, edits: bool) -> None:
+    if not configs:
+        raise typer.BadParameter("name a config, or --explain KEY", param_hint="CONFIG")
     for item in overrides or []:
         if "=" not in item:
             what = f"{item!r} is no KEY=VALUE; write dsx.parallel.tensor=4"
             raise typer.BadParameter(what, param_hint="--set")
-    summary = resolve(config, world_size=world_size, overrides=overrides or []).summary()
-    typer.echo(json.dumps(summary, indent=2) if as_json else _text(summary))
+    if overrides and edits:
+        raise typer.BadParameter("--fix and --diff are about the file itself", param_hint="--set")
 
 
-def _text(summary: dict[str, Any]) -> str:
-    mesh, batch, model = summary["mesh"], summary["batch"], summary["model"]
-    degrees = (
-        f"tensor {mesh['tp']} x pipeline {mesh['pp']} x data {mesh['dp']} = {summary['world_size']} ranks"
-    )
-    factors = (
-        f"micro-batch {batch['micro_batch_size']}",
-        f"{batch['micro_batches_per_step']} micro-batches",
-        f"data {mesh['dp']}",
-    )
-    size = f"{batch['global_batch_size']} sequences of {batch['sequence_length']} tokens per step"
-    lines = [
-        f"model      {model['family']}, {model['parameters']:,} parameters",
-        f"mesh       {degrees}{', sequence parallel' if summary['sequence_parallel'] else ''}",
-        f"schedule   {summary['schedule']}, chunks per pipeline rank: {summary['chunks']}",
-        f"memory     ZeRO-{summary['zero_stage']}, {summary['precision']}, recompute {summary['recompute']}",
-        f"batch      {size} = {' x '.join(factors)}",
-    ]
-    for stage in summary["stages"]:
-        chunks = " | ".join(_layers(layers) for layers in stage["chunks"])
-        size = f"{stage['parameters_per_rank']:,} parameters per rank"
-        lines.append(f"stage {stage['pipeline_rank']:<4} {chunks}  ({size})")
-    lines += [f"note       {note}" for note in summary["notes"]]
-    return "\n".join(lines)
+def _one(
+    path: Path,
+    *,
+    world_size: int | None,
+    pipeline: int | None,
+    client_optimizer: bool,
+    runner: _Runner | None,
+    gpu_memory: float | None,
+    deepspeed_version: str | None,
+    from_version: str | None,
+    overrides: list[str],
+    mode: Literal["", "diff", "fix"],
+) -> check_report.Outcome:
+    """Check one file, and mend it if asked to."""
+    from dsx.config.doctor.examine import Report, examine, read
+    from dsx.config.doctor.mend import mend, write
+    from dsx.errors import ConfigError
+
+    def look(source: Source) -> Report:
+        return examine(
+            source,
+            world_size=world_size,
+            runner=runner,
+            version=deepspeed_version,
+            from_version=from_version,
+            pipeline=pipeline,
+            client_optimizer=client_optimizer,
+        )
+
+    try:
+        source = read(path)
+    except ConfigError as error:
+        return check_report.unreadable(path, error)
+    report = look(_overridden(source, overrides))
+    shown, mended = "", 0
+    if mode:
+        changed = mend(source.text, report.findings)
+        shown = changed.diff(str(path))
+        if mode == "fix" and shown:
+            write(path, changed.after)
+            mended, report = len(changed.findings), look(read(path))
+    run = None
+    more: list[Finding] = []
+    if report.runner == "dsx" and not report.errors:
+        from dsx.config.doctor.dsx_block import resolve_run
+
+        run, more = resolve_run(report.source.config, world_size, gpu_memory)
+    return check_report.Outcome(path, report, (*report.findings, *more), shown, run, mended)
 
 
-def _layers(layers: list[str]) -> str:
-    """``["0 WordEmbedding", "1 Block", "2 Block"]`` as ``0 WordEmbedding, 1-2 Block``."""
-    words = []
-    for kind, group in groupby((layer.split(" ", 1) for layer in layers), key=lambda layer: layer[1]):
-        numbers = [number for number, _ in group]
-        words.append(f"{numbers[0]}{f'-{numbers[-1]}' if len(numbers) > 1 else ''} {kind}")
-    return ", ".join(words)
+def _overridden(source: Source, overrides: list[str]) -> Source:
+    """``source`` with ``--set`` values put over it."""
+    if not overrides:
+        return source
+    from dsx.config.load import override
+
+    config = copy.deepcopy(source.config)
+    for item in overrides:
+        override(config, item)
+    return replace(source, config=config)
+
+
+def _machine() -> list[Finding]:
+    from dsx.config.doctor.machine import check_locks, extensions_folder
+
+    return list(check_locks(extensions_folder()))

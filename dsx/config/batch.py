@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsx.config.problems import at
+from dsx.config.wording import at
 from dsx.errors import ConfigError
 
 TRAIN = "train_batch_size"

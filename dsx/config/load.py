@@ -12,6 +12,7 @@ from typing import Any
 import hjson
 from pydantic import ValidationError
 
+from dsx.config.doctor.source import read_text
 from dsx.config.problems import at, explain, raise_all, show
 from dsx.config.schema import DsxConfig
 from dsx.errors import ConfigError
@@ -54,14 +55,7 @@ def load(
 def read(path: Path) -> dict[str, Any]:
     """The object in the JSON or HJSON file at ``path``. Raises ConfigError."""
     where = str(path)
-    if path.is_dir():
-        raise ConfigError(where, "it is a folder", "give the JSON file itself")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(where, "there is no such file", "give the path of a DeepSpeed JSON") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(where, f"it cannot be read ({error})", "give a readable UTF-8 file") from None
+    text = read_text(path)
     try:
         content = hjson.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, where, text))
     except hjson.HjsonDecodeError as error:

@@ -3,55 +3,34 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from dsx.config.wording import at, either, show, suggest
 from dsx.errors import ConfigError
 
-_MAX_VALUE_CHARACTERS = 80
-_SUM_UP_AFTER = 12
+__all__ = ["at", "either", "explain", "raise_all", "show", "suggest"]
 
 
-def show(value: object) -> str:
-    """``value`` as JSON on one line, shortened."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= _MAX_VALUE_CHARACTERS else text[: _MAX_VALUE_CHARACTERS - 3] + "..."
+class SeveralProblemsError(ConfigError):
+    """More than one problem, told as one error; ``problems`` has them one by one."""
 
-
-def at(key: str, value: object) -> str:
-    """``key = value``, the place of an error."""
-    return f"{key} = {show(value)}"
-
-
-def suggest(word: str, known: Iterable[str]) -> str:
-    """The fix for an unknown ``word``: the nearest known one, or all of them if none is near."""
-    known = sorted(known)
-    near = difflib.get_close_matches(word.lower(), [name.lower() for name in known], n=1, cutoff=0.6)
-    if near:
-        return f'write "{next(name for name in known if name.lower() == near[0])}", if that is meant'
-    if len(known) > _SUM_UP_AFTER:
-        return "remove it"
-    return f"use {either(known)}" if known else "remove it"
-
-
-def either(options: Sequence[object]) -> str:
-    """``1, 2 or 4``."""
-    words = [str(option) for option in options]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    problems: tuple[ConfigError, ...] = ()
 
 
 def raise_all(source: str, problems: Sequence[ConfigError]) -> None:
-    """Raise ``problems`` as one ConfigError: nothing for none, the error itself for one."""
+    """Raise ``problems`` as one error; nothing for none."""
     if not problems:
         return
     if len(problems) == 1:
         raise problems[0]
     lines = "".join(f"\n  - {problem}" for problem in problems)
-    raise ConfigError(source, f"{len(problems)} problems", f"mend each:{lines}")
+    error = SeveralProblemsError(source, f"{len(problems)} problems", f"mend each:{lines}")
+    error.problems = tuple(problems)
+    raise error
 
 
 def explain(error: ValidationError, data: Mapping[str, Any], model: type[BaseModel]) -> list[ConfigError]:

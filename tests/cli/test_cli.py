@@ -92,7 +92,7 @@ def test_check_prints_the_resolution(dsx):
 def test_check_json_and_set(dsx):
     overrides = ("--set", "dsx.parallel.tensor=4", "--set", "zero_optimization.stage=1")
     code, out, _ = dsx("check", ZERO3, "--world-size", 8, "--json", *overrides)
-    found = json.loads(out)
+    found = json.loads(out)["files"][0]["resolved"]
     assert code == 0
     assert found["mesh"] == {"pp": 1, "dp": 2, "tp": 4}
     assert found["zero_stage"] == 1
@@ -101,19 +101,19 @@ def test_check_json_and_set(dsx):
     assert len(held) == 7
 
 
-def test_bad_config_is_one_message_and_exit_code_1(dsx):
+def test_bad_config_is_one_finding_and_exit_code_1(dsx):
     code, out, err = dsx("check", ZERO3, "--world-size", 8, "--set", "dsx.parallel.tensor=3")
-    assert code == 1
-    assert out == ""
-    assert err.startswith("dsx: dsx.parallel.tensor = 3: ")
-    assert "Fix: use 1, 2 or 4" in err
-    assert err.count("\n") == 1
+    assert (code, err) == (1, "")
+    assert re.match(r"error +dsx\.parallel\.tensor = 3 \(line \d+\): ", out)
+    assert "Fix: use 1, 2 or 4" in out
+    assert out.count("[dsx]") == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["check", ZERO3], "world-size"),
+        (["check"], "CONFIG"),
+        (["check", ZERO3, "--fix", "--set", "dsx.train.steps=3"], "--set"),
         (["check", ZERO3, "--world-size", "0"], "world-size"),
         (["check", ZERO3, "--world-size", "two"], "world-size"),
         (["check", "absent.json", "--world-size", "2"], "absent.json"),

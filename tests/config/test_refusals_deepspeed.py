@@ -29,7 +29,7 @@ WRONG = {
     "batch of zero": (
         {"train_micro_batch_size_per_gpu": 0},
         1,
-        ["train_micro_batch_size_per_gpu = 0", "use 1 or more"],
+        ["train_micro_batch_size_per_gpu = 0", "at least 1"],
     ),
     # DeepSpeed's other keys.
     "auto batch": (
@@ -48,9 +48,9 @@ WRONG = {
         1,
         ['optimizer.params.lr = "3e-4"', "write 3e-4"],
     ),
-    "negative learning rate": ({"optimizer.params.lr": -1}, 1, ["optimizer.params.lr = -1", "3e-4"]),
+    "negative learning rate": ({"optimizer.params.lr": -1}, 1, ["optimizer.params.lr = -1", "at least 0"]),
     "quoted clipping": ({"gradient_clipping": "1.0"}, 1, ['gradient_clipping = "1.0"', "write 1.0"]),
-    "negative clipping": ({"gradient_clipping": -1.0}, 1, ["gradient_clipping = -1.0", "0 for none"]),
+    "negative clipping": ({"gradient_clipping": -1.0}, 1, ["gradient_clipping = -1.0", "0 for no clipping"]),
     "unknown deepspeed key": (
         {"gradient_cliping": 1.0},
         1,

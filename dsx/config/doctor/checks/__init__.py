@@ -1,0 +1,1 @@
+"""The doctor's checks, by topic; ``registry.CHECKS`` lists them."""

@@ -1,0 +1,96 @@
+"""The three batch keys against each other and the number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from dsx.config.batch import resolve_batch
+from dsx.config.doctor.context import ACCUMULATION, MICRO, TRAIN, UNKNOWN, Context
+from dsx.config.doctor.finding import Finding
+from dsx.config.wording import at
+from dsx.errors import ConfigError
+
+_SEQUENCE = "sequence_parallel_size"
+
+
+def data_parallel_size(context: Context) -> int | None:
+    """Ranks that DeepSpeed multiplies the micro-batch with (runtime/config.py); None if it cannot be said.
+
+    AutoTP's degree is not divided out: DeepSpeed makes its groups after this.
+    """
+    if context.world_size is None or context.runner == "dsx":
+        return None
+    shared = (context.pipeline or 1) * int(context.number(_SEQUENCE) or 1)
+    return context.world_size // shared if context.world_size % shared == 0 else None
+
+
+def check_world(context: Context) -> Iterator[Finding]:
+    """Parallel degrees divide the number of ranks."""
+    world = context.world_size
+    if world is None or context.runner == "dsx":
+        return
+    names = (_SEQUENCE, "tensor_parallel.autotp_size", "zero_optimization.zero_hpz_partition_size")
+    for name in names:
+        size = context.number(name)
+        if size and context.written(name) and world % min(int(size), world):
+            legal = [n for n in range(1, world + 1) if world % n == 0]
+            fix = f"use one of {', '.join(map(str, legal))}"
+            yield context.find("degree", "error", name, f"it does not divide {world} ranks", fix)
+        elif size and context.written(name) and size > world and name != names[2]:
+            yield context.find(
+                "degree", "error", name, f"there are only {world} ranks", f"use at most {world}"
+            )
+
+
+def check_batch_missing(context: Context) -> Iterator[Finding]:
+    """A batch size is given."""
+    if context.runner == "trainer" or any(context.value(name) is not None for name in (TRAIN, MICRO)):
+        return
+    only = context.value(ACCUMULATION) is not None
+    said = f"only {ACCUMULATION} is given" if only else "no batch size is given"
+    why = f"{said}: DeepSpeed stops with an assertion"
+    yield context.find("batch-missing", "error", MICRO, why, f"write {MICRO}, or {TRAIN}")
+
+
+def check_batch_triple(context: Context) -> Iterator[Finding]:
+    """The product of micro-batch, accumulation and data-parallel ranks is the batch."""
+    given = {name: context.value(name) for name in (TRAIN, MICRO, ACCUMULATION)}
+    if any(value is UNKNOWN or (value is not None and not _is_count(value)) for value in given.values()):
+        return
+    if given[TRAIN] is None and given[MICRO] is None:
+        return
+    dp = data_parallel_size(context)
+    if dp is not None:
+        yield from _with_ranks(context, given, dp)
+        return
+    train = given[TRAIN]
+    per_rank = math.prod(given[name] or 1 for name in (MICRO, ACCUMULATION))
+    if train is None or (given[MICRO] is None and given[ACCUMULATION] is None):
+        return
+    names = [name for name in (MICRO, ACCUMULATION) if given[name]]
+    factors = " x ".join(at(name, given[name]) for name in names)
+    if train % per_rank:
+        low, high = train // per_rank * per_rank, -(-train // per_rank) * per_rank
+        legal = " or ".join(str(n) for n in (low, high) if n)
+        fix = f"write {TRAIN} = {legal}, or leave it out: DeepSpeed computes it"
+        why = f"no multiple of {factors}, so that no number of ranks fits"
+        yield context.find("batch-triple", "error", TRAIN, why, fix)
+    elif len(names) == 2:
+        ranks = train // per_rank
+        why = f"with {factors} it is right for {ranks} data-parallel rank{'s' * (ranks != 1)} only"
+        fix = f"leave {TRAIN} or {ACCUMULATION} out to run on any number; say --world-size to check one"
+        yield context.find("batch-triple", "note", TRAIN, why, fix)
+
+
+def _with_ranks(context: Context, given: dict[str, int | None], dp: int) -> Iterator[Finding]:
+    try:
+        resolve_batch(given, dp)
+    except ConfigError as error:
+        name = next(name for name in (TRAIN, MICRO) if given[name] is not None)
+        why = f"{error.what} ({error.where})" if "," in error.where else error.what
+        yield context.find("batch-triple", "error", name, why, error.fix)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

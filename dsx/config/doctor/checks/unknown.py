@@ -1,0 +1,282 @@
+"""Keys that DeepSpeed does not know: misspelled, in the wrong place, from another tool, or the user's own."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from dsx.config.doctor.context import ACCUMULATION, MICRO, Context
+from dsx.config.doctor.finding import ABSENT, Edit, Finding, Path, Severity, dotted
+from dsx.config.doctor.judge import judge
+from dsx.config.doctor.key import Key
+from dsx.config.doctor.table import Slot
+from dsx.config.doctor.versions import version
+from dsx.config.wording import suggest
+
+# Above it, a similar word is the word that was meant.
+_CERTAIN = 0.84
+# Below it, words have nothing to do with each other.
+_NEAR = 0.7
+_MAX_PLACES = 3
+
+# What other tools, older code and habit call DeepSpeed's keys.
+_OTHER_NAMES: Final[Mapping[str, str]] = {
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "gradient_accumulation": "gradient_accumulation_steps",
+    "batch_size": "train_batch_size",
+    "global_batch_size": "train_batch_size",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "train_micro_batch_size": "train_micro_batch_size_per_gpu",
+    "clip_grad": "gradient_clipping",
+    "clip_grad_norm": "gradient_clipping",
+    "grad_clip": "gradient_clipping",
+    "gradient_clip_val": "gradient_clipping",
+    "gradient_clip": "gradient_clipping",
+    "max_grad_norm": "gradient_clipping",
+    "max_norm": "gradient_clipping",
+    "learning_rate": "optimizer.params.lr",
+    "adam_beta1": "optimizer.params.betas",
+    "adam_beta2": "optimizer.params.betas",
+    "beta1": "optimizer.params.betas",
+    "beta2": "optimizer.params.betas",
+    "adam_epsilon": "optimizer.params.eps",
+    "epsilon": "optimizer.params.eps",
+    "wd": "optimizer.params.weight_decay",
+    "lr_scheduler": "scheduler",
+    "lr_schedule": "scheduler",
+    "warmup_steps": "scheduler.params.warmup_num_steps",
+    "num_warmup_steps": "scheduler.params.warmup_num_steps",
+    "total_steps": "scheduler.params.total_num_steps",
+    "num_training_steps": "scheduler.params.total_num_steps",
+    "max_steps": "scheduler.params.total_num_steps",
+    "zero": "zero_optimization",
+    "zero_stage": "zero_optimization.stage",
+    "zero_optimization_stage": "zero_optimization.stage",
+    "bfloat": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "universal_checkpoint": "checkpoint.load_universal",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "gradient_checkpointing": "activation_checkpointing",
+    "tensor_parallel_size": "tensor_parallel.autotp_size",
+    "tp_size": "tensor_parallel.autotp_size",
+    "print_every": "steps_per_print",
+    "dtype": "bf16",
+    "mixed_precision": "bf16",
+    "precision": "bf16",
+    "torch_dtype": "bf16",
+    "logging_steps": "steps_per_print",
+}
+
+
+def check_unknown(context: Context) -> Iterator[Finding]:
+    """Keys that no row describes."""
+    for slot in context.slots:
+        # Reported by the optimizer's check.
+        is_clipping = slot.name == "optimizer.params.max_grad_norm"
+        if slot.key is None and not is_clipping and not _is_comment(slot):
+            yield _unknown(context, slot)
+
+
+def _is_comment(slot: Slot) -> bool:
+    """A key by which strict JSON is commented, in a block that ignores it."""
+    word = str(slot.path[-1])
+    says_so = word.startswith(("_", "//", "#", "$")) or word.lower() in ("comment", "comments")
+    return says_so and slot.block.unknown == "ignored"
+
+
+def _unknown(context: Context, slot: Slot) -> Finding:
+    word = str(slot.path[-1])
+    siblings = context.table.siblings(slot.block)
+    same = next((name for name in siblings if _plain(name) == _plain(word)), None)
+    if same is not None:
+        edits = _rename(context, slot, same)
+        return _finding(context, slot, "wrong-case", "keys are case-sensitive", f'write "{same}"', edits)
+    for look in (_wrapped, _in_params, _elsewhere):
+        if (found := look(context, slot)) is not None:
+            return found
+    near = _nearest(word, siblings)
+    if near is not None:
+        name, ratio = near
+        fits = judge(slot.value, siblings[name]).fault in ("", "auto", "quoted")
+        edits = _rename(context, slot, name) if ratio >= _CERTAIN and fits else ()
+        fix = f'write "{name}", if that is meant'
+        return _finding(context, slot, "unknown-key", "unknown key", fix, edits)
+    why, fix = "unknown key", suggest(word, [*siblings, *(["dsx"] if not slot.block.path else [])])
+    if slot.block.path == "wandb":
+        # Their own names for what monitor/config.py:WandbConfig calls group, team and project.
+        fix = {
+            "entity": 'write "team"',
+            "name": 'remove it (DeepSpeed takes no run name; "group" groups runs)',
+        }.get(word, fix)
+    return _finding(context, slot, "unknown-key", why, fix, (), is_guess=True)
+
+
+def _elsewhere(context: Context, slot: Slot) -> Finding | None:
+    """The key under its right name, or in its right place."""
+    word = str(slot.path[-1])
+    names = [key.path for key in context.table.named(word) if not key.path.startswith(slot.name + ".")]
+    other = _OTHER_NAMES.get(word.lower().replace("-", "_"))
+    beside = other is not None and other.rpartition(".")[0] == slot.block.path
+    if other is not None and (not names or beside):
+        return _renamed(context, slot, other)
+    if slot.block.path == "bf16" and names and names[0].startswith("fp16."):
+        why, gone = "it is fp16's: bf16 needs no loss scale", (Edit("remove", slot.path),)
+        return _finding(context, slot, "misplaced-key", why, "remove it", gone)
+    if not names or len(names) > _MAX_PLACES:
+        return None
+    target = names[0]
+    edits: tuple[Edit, ...] = ()
+    if len(names) == 1:
+        edits = _move(context, slot, context.table.key(target) or context.table.key(target, "adamw"))
+    places = " or ".join(names)
+    return _finding(context, slot, "misplaced-key", f"it belongs to {places}", f"move it to {places}", edits)
+
+
+def _wrapped(context: Context, slot: Slot) -> Finding | None:
+    """A whole config, or several of its blocks, under a key of another tool's."""
+    if slot.block.path or not isinstance(slot.value, dict):
+        return None
+    inside = [word for word in slot.value if word in context.table.siblings(slot.block)]
+    if not inside:
+        return None
+    why = f"{', '.join(inside[:3])} belong{'s' * (len(inside) == 1)} to the top level"
+    return _finding(context, slot, "misplaced-key", why, f'take them out of "{slot.path[-1]}"')
+
+
+def _in_params(context: Context, slot: Slot) -> Finding | None:
+    """A parameter of the optimizer or schedule that stands beside ``params`` and not in it."""
+    params = context.table.block(context.config, f"{slot.block.path}.params")
+    key = None if params is None else context.table.siblings(params).get(str(slot.path[-1]))
+    if params is None or key is None:
+        return None
+    edits = _move(context, slot, key)
+    return _finding(
+        context, slot, "misplaced-key", f"it belongs to {params.path}", f"move it to {params.path}", edits
+    )
+
+
+def _renamed(context: Context, slot: Slot, other: str) -> Finding:
+    key = (
+        context.table.key(other) or context.table.key(other, "adamw") or context.table.key(other, "warmuplr")
+    )
+    owner = other.rpartition(".")[0]
+    edits: tuple[Edit, ...] = ()
+    if owner == slot.block.path:
+        fits = key is not None and judge(slot.value, key).fault in ("", "auto")
+        edits = _rename(context, slot, other.rpartition(".")[2]) if fits else ()
+    elif key is not None and not owner.endswith("params"):
+        edits = _move(context, slot, key)
+    name = other.rpartition(".")[2] if owner == slot.block.path else other
+    return _finding(context, slot, "unknown-key", f"DeepSpeed calls it {name}", f'write "{name}"', edits)
+
+
+def _move(context: Context, slot: Slot, key: Key | None) -> tuple[Edit, ...]:
+    """Edits that move the key into a block that is there, if the value fits and nothing is in its way."""
+    if key is None or judge(slot.value, key).fault not in ("", "auto"):
+        return ()
+    target: Path = tuple(key.path.split("."))
+    owner = target[:-1]
+    if owner and not isinstance(context.at(owner), dict) and owner[-1] != "params":
+        return ()
+    if context.at(target) is not ABSENT or not isinstance(context.at(owner[:1]), dict | type(ABSENT)):
+        return ()
+    return (Edit("remove", slot.path), Edit("set", target, slot.value))
+
+
+def _rename(context: Context, slot: Slot, name: str) -> tuple[Edit, ...]:
+    """The edit that renames the key, unless the right one is there too."""
+    taken = context.at((*slot.path[:-1], name)) is not ABSENT
+    return () if taken else (Edit("rename", slot.path, name),)
+
+
+def _finding(
+    context: Context,
+    slot: Slot,
+    check: str,
+    why: str,
+    fix: str,
+    edits: tuple[Edit, ...] = (),
+    is_guess: bool = False,
+) -> Finding:
+    block = f" in {slot.block.path}" if slot.block.path else ""
+    does = (
+        "DeepSpeed refuses it" if slot.block.unknown == "refused" else "DeepSpeed would ignore it in silence"
+    )
+    # A word that resembles nothing may be somebody's own, which DeepSpeed leaves alone.
+    own = is_guess and slot.block.unknown == "ignored" and context.runner != "dsx"
+    severity: Severity = "warning" if own else "error"
+    if check == "unknown-key" and why == "unknown key":
+        why = f"unknown key{block}; {does}"
+    else:
+        why = f"{why}; here {does}"
+    return context.find(check, severity, slot.path, why, fix, *edits)
+
+
+def _nearest(word: str, siblings: Mapping[str, Any]) -> tuple[str, float] | None:
+    best = max(
+        ((difflib.SequenceMatcher(None, word.lower(), name.lower()).ratio(), name) for name in siblings),
+        default=(0.0, ""),
+    )
+    return (best[1], best[0]) if best[0] >= _NEAR else None
+
+
+def _plain(word: str) -> str:
+    return "".join(char for char in word.lower() if char.isalnum())
+
+
+def check_removed(context: Context) -> Iterator[Finding]:
+    """Keys that this version does not know any more."""
+    for slot in context.slots:
+        key = slot.key
+        if key is None or not _is_past(context, key):
+            continue
+        if key.status == "removed":
+            since = f"DeepSpeed {key.until} has removed it and refuses the config" if key.until else "removed"
+            fix = _REPLACEMENTS.get(key.path) or (
+                f"use {key.replacement}" if key.replacement else "remove it"
+            )
+            yield context.find("removed", "error", slot.path, since, fix, *_remove_if_idle(slot))
+        elif key.status == "dead":
+            found = _dead(context, slot, key)
+            yield from [found] if found else []
+
+
+# What to do without a removed block, where the reference's replacement is not enough.
+_REPLACEMENTS: Final[Mapping[str, str]] = {
+    "amp": 'remove it and use bf16: "bf16": {"enabled": true}',
+    "elasticity": f"remove it and set the batch keys: {MICRO} and {ACCUMULATION}",
+    "nebula": "remove it; checkpoints go through torch.save, or dsx's own",
+    "sparse_gradients": "remove it; embeddings made with sparse=True are reduced sparsely without it",
+    "curriculum_learning": "use data_efficiency.data_sampling.curriculum_learning",
+}
+# Blocks whose absence asks for a decision, if they were on.
+_NEED_A_PERSON: Final = frozenset({"amp", "elasticity", "curriculum_learning"})
+
+
+def _is_past(context: Context, key: Key) -> bool:
+    return key.status in ("removed", "dead") and (not key.until or context.version >= version(key.until))
+
+
+def _remove_if_idle(slot: Slot) -> tuple[Edit, ...]:
+    """The edit that removes it: certain if it did nothing, or if nothing can take its place."""
+    idle = not slot.value or (isinstance(slot.value, dict) and slot.value.get("enabled") is False)
+    return () if slot.path[0] in _NEED_A_PERSON and not idle else (Edit("remove", slot.path),)
+
+
+def _dead(context: Context, slot: Slot, key: Key) -> Finding | None:
+    """A key that is accepted and read by nothing; one that asks for the default does no harm."""
+    if slot.value in (key.default, "auto", None):
+        return None
+    since = f" since {key.until}" if key.until else ""
+    if not key.replacement:
+        severity: Severity = "error" if slot.path[0] == "pipeline" else "warning"
+        why = f"DeepSpeed does not read it{since} ({key.effect})"
+        return context.find("no-effect", severity, slot.path, why, "remove it", Edit("remove", slot.path))
+    owner, _, last = key.replacement.rpartition(".")
+    edits = _rename(context, slot, last) if owner == dotted(slot.path[:-1]) else ()
+    why = f"DeepSpeed does not read it{since}; it is {key.replacement} now"
+    return context.find("removed", "error", slot.path, why, f'write "{key.replacement}"', *edits)

@@ -1,0 +1,216 @@
+"""What the checks look at: the config, its values as DeepSpeed would use them, and who runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, Literal
+
+from dsx.config.doctor.finding import ABSENT, Edit, Finding, Path, Severity
+from dsx.config.doctor.judge import converted, judge
+from dsx.config.doctor.key import NoEffect, When
+from dsx.config.doctor.source import Source
+from dsx.config.doctor.table import Slot, Table, variant
+from dsx.config.doctor.versions import Version
+
+Runner = Literal["deepspeed", "trainer", "dsx"]
+TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
+STAGE = "zero_optimization.stage"
+
+
+class _Unknown:
+    """A value that cannot be known here: "auto" that a Trainer fills in, or one that is wrong anyway."""
+
+    def __repr__(self) -> str:
+        return "unknown"
+
+
+UNKNOWN = _Unknown()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """A config to check.
+
+    Attributes:
+        source: The file.
+        config: Its content without the ``dsx`` block.
+        table: The reference.
+        runner: Who runs it: DeepSpeed alone, transformers' Trainer (or Accelerate), or dsx.
+        version: DeepSpeed's.
+        world_size: Ranks; None if not said.
+        pipeline: Stages of the model's pipeline under stock DeepSpeed: 1 for none, None if not said.
+        client_optimizer: Whether the script passes an optimizer to deepspeed.initialize.
+        slots: Every key of ``config`` beside its row.
+        values: Dotted name -> value as DeepSpeed uses it, of the keys that are written.
+    """
+
+    source: Source
+    config: Mapping[str, Any]
+    table: Table
+    runner: Runner
+    version: Version
+    world_size: int | None = None
+    pipeline: int | None = None
+    client_optimizer: bool = False
+    slots: Sequence[Slot] = field(default=(), repr=False)
+    values: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def value(self, name: str) -> Any:
+        """What DeepSpeed uses for a key: written, else its default; UNKNOWN where that cannot be said."""
+        if name in self.values:
+            return self.values[name]
+        key = self.table.key(name, self._variant(name))
+        return None if key is None else key.default
+
+    def number(self, name: str) -> int | float | None:
+        """The value, if it is a number."""
+        value = self.value(name)
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    def text(self, name: str) -> str:
+        """The value, if it is a string; else empty."""
+        value = self.value(name)
+        return value if isinstance(value, str) else ""
+
+    def is_on(self, name: str) -> bool:
+        """Whether the value is true."""
+        return self.value(name) is True
+
+    def written(self, name: str) -> bool:
+        """Whether the key is in the config with a value that can be used."""
+        return name in self.values and self.values[name] is not UNKNOWN
+
+    @property
+    def stage(self) -> int | None:
+        """ZeRO's stage; None if it cannot be known."""
+        stage = self.value(STAGE)
+        return stage if isinstance(stage, int) else None
+
+    def offloads(self, what: str) -> bool:
+        """Whether ``param`` or ``optimizer`` go to CPU or NVMe."""
+        return self.value(f"zero_optimization.offload_{what}.device") in ("cpu", "nvme")
+
+    def holds(self, condition: When) -> bool:
+        """Whether a condition holds; what is not known does not."""
+        value = self.value(condition.key)
+        if condition.operator in ("given", "missing"):
+            return (condition.key in self.values) == (condition.operator == "given")
+        if value is UNKNOWN:
+            return False
+        if condition.operator in ("truthy", "falsy"):
+            return bool(value) == (condition.operator == "truthy")
+        return _compare(value, condition)
+
+    def no_effect(self, causes: Sequence[NoEffect]) -> NoEffect | None:
+        """The first of ``causes`` all of whose conditions hold."""
+        return next((cause for cause in causes if all(map(self.holds, cause.conditions))), None)
+
+    def path(self, name: str) -> Path:
+        """Where the key of a dotted name is written (perhaps under another name), or would be."""
+        return next((slot.path for slot in self.slots if slot.name == name), tuple(name.split(".")))
+
+    def find(
+        self, check: str, severity: Severity, name: str | Path, why: str, fix: str, *edits: Edit
+    ) -> Finding:
+        """A finding about the key of a dotted name, or at a path."""
+        path = self.path(name) if isinstance(name, str) else name
+        return Finding(
+            check=check, severity=severity, path=path, value=self.at(path), why=why, fix=fix, edits=edits
+        )
+
+    def at(self, path: Path) -> Any:
+        """What is written at ``path``; ABSENT for nothing."""
+        if not path:
+            return ABSENT
+        return reduce(step, path, self.config)
+
+    def _variant(self, name: str) -> str:
+        block = next((b for b in ("optimizer.params", "scheduler.params") if name.startswith(b + ".")), "")
+        return variant(self.config, block) if block else ""
+
+
+def context(
+    source: Source,
+    table: Table,
+    *,
+    runner: Runner,
+    version: Version,
+    world_size: int | None = None,
+    pipeline: int | None = None,
+    client_optimizer: bool = False,
+) -> Context:
+    """The context of checks of ``source``."""
+    config = {key: value for key, value in source.config.items() if key != "dsx"}
+    slots = list(table.walk(config))
+    return Context(
+        source=source,
+        config=config,
+        table=table,
+        runner=runner,
+        version=version,
+        world_size=world_size,
+        pipeline=pipeline,
+        client_optimizer=client_optimizer,
+        slots=slots,
+        values=_values(config, slots, runner),
+    )
+
+
+def _values(config: Mapping[str, Any], slots: Sequence[Slot], runner: Runner) -> dict[str, Any]:
+    """Dotted name -> value as DeepSpeed would use it."""
+    values: dict[str, Any] = {}
+    for slot in slots:
+        # DeepSpeed reads bfloat16 only without bf16.
+        if slot.key is not None and not (slot.path[0] == "bfloat16" and "bf16" in config):
+            value = _used(slot, runner)
+            if value is not ABSENT:
+                values[slot.name] = value
+    zero = config.get("zero_optimization")
+    if isinstance(zero, bool):
+        # runtime/zero/config.py, read_zero_config_deprecated.
+        values[STAGE] = int(zero)
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if values.get(f"zero_optimization.{old}") is True:
+            values.setdefault(f"zero_optimization.{new}.device", "cpu")
+    return values
+
+
+def _used(slot: Slot, runner: Runner) -> Any:
+    """The value that DeepSpeed uses for a key; ABSENT if it is dropped."""
+    key = slot.key
+    assert key is not None
+    verdict = judge(slot.value, key)
+    if verdict.fault == "auto":
+        if runner == "trainer" and key.trainer_auto:
+            return UNKNOWN
+        return ABSENT if key.auto == "default" else UNKNOWN
+    if not verdict.fault:
+        return slot.value.lower() if key.any_case and isinstance(slot.value, str) else slot.value
+    if slot.block.types == "coerced" and verdict.fault in ("quoted", "wrong-type"):
+        value = converted(slot.value, key)
+        return UNKNOWN if value is None else value
+    return UNKNOWN
+
+
+def step(node: Any, part: str | int) -> Any:
+    """What ``node`` holds at ``part``; ABSENT for nothing."""
+    if isinstance(node, Mapping):
+        return node.get(part, ABSENT)
+    if isinstance(node, list) and isinstance(part, int) and part < len(node):
+        return node[part]
+    return ABSENT
+
+
+def _compare(value: Any, condition: When) -> bool:
+    other = condition.value
+    if condition.operator == "==":
+        return bool(value == other)
+    if condition.operator == "!=":
+        return bool(value != other)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    below = {"<": value < other, "<=": value <= other, ">": value > other, ">=": value >= other}
+    return bool(below[condition.operator])

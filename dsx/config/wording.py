@@ -1,0 +1,38 @@
+"""Words of error messages: a key with its value, the nearest known word, a list of choices."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+
+_MAX_VALUE_CHARACTERS = 80
+_SUM_UP_AFTER = 12
+
+
+def show(value: object) -> str:
+    """``value`` as JSON on one line, shortened."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _MAX_VALUE_CHARACTERS else text[: _MAX_VALUE_CHARACTERS - 3] + "..."
+
+
+def at(key: str, value: object) -> str:
+    """``key = value``, the place of an error."""
+    return f"{key} = {show(value)}"
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """The fix for an unknown ``word``: the nearest known one, or all of them if none is near."""
+    known = sorted(known)
+    near = difflib.get_close_matches(word.lower(), [name.lower() for name in known], n=1, cutoff=0.6)
+    if near:
+        return f'write "{next(name for name in known if name.lower() == near[0])}", if that is meant'
+    if len(known) > _SUM_UP_AFTER:
+        return "remove it"
+    return f"use {either(known)}" if known else "remove it"
+
+
+def either(options: Sequence[object]) -> str:
+    """``1, 2 or 4``."""
+    words = [str(option) for option in options]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

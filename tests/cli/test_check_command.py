@@ -1,0 +1,208 @@
+"""dsx check as a shell sees it: what it prints, mends and returns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WRONG = """{
+  // of a friend
+  "train_batch_size": 32,
+  "zero_optimization": {
+    "stage": 3,
+    "stage3_prefetch_bucket_sise": 5e7,   # elements
+    "cpu_offload": true
+  },
+  "optimizer": {"type": "AdamW", "params": {"lr": "1e-4", "max_grad_norm": 1.0}},
+  "wandb": {"enabled": true, "entity": "me"}
+}
+"""
+MENDED = """{
+  // of a friend
+  "train_batch_size": 32,
+  "zero_optimization": {
+    "stage": 3,
+    "stage3_prefetch_bucket_size": 5e7,   # elements
+    "offload_optimizer": {"device": "cpu"}
+  },
+  "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+  "wandb": {"enabled": true, "entity": "me"},
+  "gradient_clipping": 1
+}
+"""
+RIGHT = '{"train_batch_size": 8, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {}}}'
+QUIET = "--no-machine"
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(WRONG)
+    return path
+
+
+def test_prints_a_paragraph_per_finding_and_counts(dsx, file):
+    code, out, err = dsx("check", file, QUIET)
+    assert (code, err) == (1, "")
+    lines = out.splitlines()
+    assert lines[0] == (
+        "error    zero_optimization.stage3_prefetch_bucket_sise = 50000000 (line 6): unknown key in "
+        'zero_optimization; DeepSpeed refuses it. Fix: write "stage3_prefetch_bucket_size", if that is '
+        "meant. [unknown-key]"
+    )
+    assert [line.split()[0] for line in lines[:-1]] == ["error"] * 4 + ["warning", "note", "note"]
+    assert lines[-1].startswith("4 errors, 1 warning, 2 notes; --fix mends 4 (for DeepSpeed 0.19.8, guessed")
+
+
+def test_diff_shows_and_fix_writes(dsx, file):
+    code, out, _ = dsx("check", file, QUIET, "--diff")
+    assert code == 1
+    assert '-    "cpu_offload": true\n' in out
+    assert '+    "offload_optimizer": {"device": "cpu"}\n' in out
+    assert file.read_text() == WRONG
+    code, out, _ = dsx("check", file, QUIET, "--fix")
+    assert file.read_text() == MENDED
+    assert Path(f"{file}.orig").read_text() == WRONG
+    assert code == 1  # wandb.entity: only a person knows
+    assert "1 error, 1 note; 4 mended" in out
+    # Nothing is left to mend, and the first version stays.
+    _, out, _ = dsx("check", file, QUIET, "--fix")
+    assert "mended" not in out
+    assert Path(f"{file}.orig").read_text() == WRONG
+
+
+def test_json(dsx, file):
+    code, out, _ = dsx("check", file, QUIET, "--json", "--diff")
+    content = json.loads(out)
+    one = content["files"][0]
+    assert code == 1
+    assert content["counts"] == one["counts"] == {"errors": 4, "warnings": 1, "notes": 2}
+    assert (one["file"], one["for"], one["inferred"]) == (str(file), "deepspeed", True)
+    assert one["resolved"] is None
+    assert "+++ " in one["diff"]
+    assert one["findings"][0] == {
+        "check": "unknown-key",
+        "severity": "error",
+        "key": "zero_optimization.stage3_prefetch_bucket_sise",
+        "path": ["zero_optimization", "stage3_prefetch_bucket_sise"],
+        "value": 50000000,
+        "written": True,
+        "line": 6,
+        "column": 5,
+        "why": "unknown key in zero_optimization; DeepSpeed refuses it",
+        "fix": 'write "stage3_prefetch_bucket_size", if that is meant',
+        "edits": [
+            {
+                "kind": "rename",
+                "path": ["zero_optimization", "stage3_prefetch_bucket_sise"],
+                "value": "stage3_prefetch_bucket_size",
+            }
+        ],
+    }
+
+
+def test_several_files_strict_and_a_broken_one(dsx, tmp_path):
+    right, warned, broken = (tmp_path / name for name in ("right.json", "warned.json", "broken.json"))
+    right.write_text(RIGHT)
+    warned.write_text(RIGHT.replace("{", '{"my_note": 1, ', 1))
+    broken.write_text('{"train_batch_size": 8\n "x" 3}')
+    code, out, err = dsx("check", right, QUIET)
+    assert (code, err) == (0, "")
+    assert out.startswith("nothing to mend (for DeepSpeed")
+    code, out, _ = dsx("check", right, warned, QUIET)
+    assert code == 0
+    assert f"{right}:\nnothing to mend" in out
+    assert "warning  my_note = 1 (line 1)" in out
+    assert dsx("check", right, warned, QUIET, "--strict")[0] == 1
+    code, out, _ = dsx("check", broken, right, QUIET)
+    assert code == 1
+    assert "error    line 2, column 2: not JSON (" in out
+    assert "nothing to mend" in out
+
+
+def test_explain(dsx):
+    code, out, _ = dsx("check", "--explain", "zero_optimization.stage")
+    assert code == 0
+    assert "zero_optimization.stage" in out
+    keys = json.loads(dsx("check", "--explain", "gradient_clipping", "--json")[1])["keys"]
+    assert [key["default"] for key in keys] == [1.0]
+
+
+def test_an_old_config_hears_what_has_changed_since(dsx, tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text('{"train_batch_size": 8, "bf16": {"enabled": true}}')
+    code, out, _ = dsx("check", path, QUIET, "--from-version", "0.12.0")
+    assert code == 0
+    said = [line.split()[1].rstrip(":") for line in out.splitlines() if line.endswith("[behaviour]")]
+    assert said == ["steps_per_print", "gradient_clipping", "bf16.check_grad_overflow"]
+    dsx("check", path, QUIET, "--from-version", "0.12.0", "--fix")
+    assert json.loads(path.read_text()) == {
+        "train_batch_size": 8,
+        "bf16": {"enabled": True, "check_grad_overflow": False},
+        "steps_per_print": 10,
+        "gradient_clipping": 0,
+    }
+    _, out, _ = dsx("check", path, QUIET, "--from-version", "0.19.3")
+    assert "[behaviour]" not in out
+
+
+def test_dsx_configs(dsx):
+    config = Path(__file__).parents[2] / "configs" / "zero3.json"
+    code, out, _ = dsx("check", config, QUIET)
+    assert code == 0
+    assert "say --world-size N" in out
+    code, out, _ = dsx("check", config, QUIET, "--set", "dsx.train.stepz=3", "--set", "fp16.enabled=true")
+    assert code == 1
+    assert "fp16.enabled = true" in out
+    code, out, _ = dsx(
+        "check", config, QUIET, "--set", "dsx.train.stepz=3", "--set", "dsx.data.sequence_length=-1"
+    )
+    assert out.count("[dsx]") == 2
+    code, out, _ = dsx("check", config, QUIET, "--world-size", "8", "--gpu-memory", "0.001")
+    assert code == 1
+    assert "[memory]" in out
+    bucket = "zero_optimization.reduce_bucket_size=1000000"
+    code, out, _ = dsx("check", config, QUIET, "--world-size", "8", "--set", bucket)
+    assert code == 0
+    assert "the model has 804,224 parameters" in out
+
+
+def test_locks_of_dead_builds(dsx, tmp_path, monkeypatch):
+    config, lock = tmp_path / "right.json", tmp_path / "cache" / "py311_cpu" / "fused_adam" / "lock"
+    config.write_text(RIGHT)
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (1, 1))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    code, out, _ = dsx("check", config)
+    assert code == 0
+    assert f"warning  {lock} is " in out
+    lock.touch()
+    assert "note     " in dsx("check", config)[1]
+    assert "extensions-lock" not in dsx("check", config, QUIET)[1]
+
+
+def modules_after(program, *arguments):
+    """Modules loaded when ``program`` has run."""
+    program += "\nimport json, sys; print(json.dumps(sorted(sys.modules)))"
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_loads_little(file):
+    """What takes long to import is left out, so that the command answers in a fraction of a second."""
+    command = "from dsx.cli.app import main\ntry: main()\nexcept SystemExit: pass"
+    loaded = modules_after(command, "check", file, QUIET, "--diff", "--world-size", "4")
+    assert not loaded & {"torch", "numpy", "deepspeed", "transformers", "rich", "dsx.config.schema"}
+    # typer itself loads pydantic; the doctor does not.
+    loaded = modules_after(
+        "import sys\nfrom dsx.config.doctor import examine\nexamine(open(sys.argv[1]).read())", file
+    )
+    assert "dsx.config.doctor.registry" in loaded
+    assert not loaded & {"torch", "pydantic", "typer"}

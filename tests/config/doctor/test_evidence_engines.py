@@ -1,0 +1,184 @@
+"""What real DeepSpeed engines do with wrong configs, beside what the doctor says: one launch of two ranks.
+
+The numbers are those of the design's list of checks (section 12). A launch also shows what is silent: there
+``Outcome.error`` is empty.
+"""
+
+from __future__ import annotations
+
+import pytest
+import real_engines
+
+import ranks
+from dsx.config.doctor import examine
+
+# Name -> (number in the list, the doctor's check, its key, severities that are honest, DeepSpeed's error,
+# words of its message). An empty error: DeepSpeed says nothing.
+CASES = {
+    "clipping auto": (3, "auto", "gradient_clipping", {"error"}, "TypeError", "'>' not supported"),
+    "quoted learning rate": (
+        5,
+        "quoted",
+        "optimizer.params.lr",
+        {"error"},
+        "TypeError",
+        "'<=' not supported",
+    ),
+    "pipeline under ZeRO-2": (
+        8,
+        "pipeline-zero",
+        "zero_optimization.stage",
+        {"error"},
+        "AssertionError",
+        "incompatible with pipeline",
+    ),
+    "pipeline block without stages": (9, "pipeline-block", "pipeline", {"error", "warning"}, "", ""),
+    "AutoTP with a pipeline": (10, "autotp", "tensor_parallel.autotp_size", {"error"}, "AssertionError", ""),
+    "AutoTP over 3 of 2 ranks": (
+        10,
+        "degree",
+        "tensor_parallel.autotp_size",
+        {"error"},
+        "AssertionError",
+        "",
+    ),
+    "clipping left out": (11, "clipping-default", "gradient_clipping", {"note"}, "", ""),
+    "pipeline in fp32 without ZeRO": (
+        12,
+        "clipping-fp32-pipeline",
+        "gradient_clipping",
+        {"error", "warning"},
+        "",
+        "",
+    ),
+    "max_grad_norm": (
+        13,
+        "max-grad-norm",
+        "optimizer.params.max_grad_norm",
+        {"error"},
+        "ValueError",
+        "not supported as an optimizer",
+    ),
+    "offload_param below stage 3": (
+        14,
+        "offload-stage",
+        "zero_optimization.offload_param.device",
+        {"error"},
+        "",
+        "",
+    ),
+    "offload_optimizer at stage 0": (
+        14,
+        "offload-stage",
+        "zero_optimization.offload_optimizer.device",
+        {"error"},
+        "",
+        "",
+    ),
+    "client AdamW with offload": (
+        15,
+        "offload-torch-adam",
+        "zero_optimization.offload_optimizer",
+        {"error", "warning", "note"},
+        "ZeRORuntimeException",
+        "client provided optimizer",
+    ),
+    "SGD under ZeRO": (
+        15,
+        "optimizer-untested",
+        "optimizer.type",
+        {"error"},
+        "AssertionError",
+        "untested ZeRO",
+    ),
+    "two optimizers": (22, "client-optimizer", "optimizer", {"error", "warning"}, "", ""),
+    "Adam": (22, "adam-is-adamw", "optimizer.type", {"note", "warning"}, "", ""),
+    "unknown optimizer parameter": (
+        22,
+        "unknown-key",
+        "optimizer.params.weight_decy",
+        {"error"},
+        "TypeError",
+        "weight_decy",
+    ),
+    "unknown scheduler parameter": (
+        23,
+        "unknown-key",
+        "scheduler.params.warmup_steps",
+        {"error"},
+        "TypeError",
+        "warmup_steps",
+    ),
+    "unknown scheduler": (23, "not-a-choice", "scheduler.type", {"error"}, "AssertionError", "WarmupCosine"),
+    "scheduler without params": (
+        23,
+        "scheduler",
+        "scheduler.params",
+        {"error"},
+        "TypeError",
+        "must be a mapping",
+    ),
+    "OneBitAdam": (24, "removed", "optimizer.type", {"error"}, "AssertionError", "not a supported"),
+    "steps_per_print 0": (26, "out-of-range", "steps_per_print", {"error"}, "ZeroDivisionError", "modulo"),
+}
+CLIENT = {"client AdamW with offload", "two optimizers"}
+PIPELINES = {"pipeline under ZeRO-2", "AutoTP with a pipeline", "pipeline in fp32 without ZeRO"}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return ranks.run(real_engines.everything, 2, timeout=240)
+
+
+def test_every_experiment_is_judged():
+    assert set(CASES) == set(real_engines.CONFIGS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_deepspeed_and_the_doctor(outcomes, name):
+    _, check, key, severities, error, message = CASES[name]
+    theirs = outcomes[0][name]
+    assert theirs.error == error
+    assert message in theirs.message
+    report = examine(
+        real_engines.CONFIGS[name],
+        world_size=2,
+        pipeline=2 if name in PIPELINES else 1,
+        client_optimizer=name in CLIENT,
+    )
+    found = {(finding.check, ".".join(map(str, finding.path))): finding for finding in report.findings}
+    assert (check, key) in found, sorted(found)
+    assert found[check, key].severity in severities
+
+
+def test_what_is_silent(outcomes):
+    """Where DeepSpeed says nothing: what it did instead of what is written."""
+    saw = {name: outcome.saw for name, outcome in outcomes[0].items() if not outcome.error}
+    # 9: stages are not made.
+    assert saw["pipeline block without stages"]["engine"] == "DeepSpeedEngine"
+    # 11: a gradient of norm 100 and a learning rate of 1 move the weights by 1.
+    assert saw["clipping left out"]["update norm"] == pytest.approx(1.0, rel=1e-4)
+    # 14
+    assert not saw["offload_param below stage 3"]["offloads parameters"]
+    assert saw["offload_param below stage 3"]["stage"] == 1
+    assert not saw["offload_optimizer at stage 0"]["offloads states"]
+    # 22: the script's SGD, not the JSON's AdamW; and Adam is AdamW.
+    assert saw["two optimizers"]["is client's"]
+    assert saw["two optimizers"]["optimizer"] == "SGD"
+    assert saw["Adam"]["optimizer"] == "AdamW"
+
+
+def test_fp32_pipeline_clips_by_one_stage(outcomes):
+    """12: with SGD of learning rate 1, both stages' updates together must have the norm clipped to."""
+    total = sum(rank["pipeline in fp32 without ZeRO"].saw["update squared"] for rank in outcomes)
+    limit = real_engines.CONFIGS["pipeline in fp32 without ZeRO"]["gradient_clipping"]
+    assert outcomes[0]["pipeline in fp32 without ZeRO"].saw["update squared"] == pytest.approx(
+        limit**2, rel=1e-3
+    )
+    assert total > 2 * limit**2  # 0.87 where 0.25 is meant
+
+
+def test_steps_per_print_0_kills_one_rank_only(outcomes):
+    """26: the others go on, into collectives that will never end."""
+    assert outcomes[0]["steps_per_print 0"].error == "ZeroDivisionError"
+    assert outcomes[1]["steps_per_print 0"].error == ""
