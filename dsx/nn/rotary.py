@@ -70,14 +70,19 @@ class Rotary:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Turn each head by its position, counted from 0: [B, S, ..., D] to the same."""
+        if self.size == x.shape[-1]:
+            return self._turn(x)
+        # One split, whose backward joins the two gradients: two slices' would each fill a whole one.
+        turning, rest = x.split((self.size, x.shape[-1] - self.size), dim=-1)
+        return torch.cat((self._turn(turning), rest), dim=-1)
+
+    def _turn(self, x: Tensor) -> Tensor:
         heads = (1,) * (x.dim() - 3)
-        cos_SR, sin_SR = self.tables(x.shape[1], x.dtype, x.device)
-        cos, sin = cos_SR.unflatten(0, (-1, *heads)), sin_SR.unflatten(0, (-1, *heads))
-        turning = x if self.size == x.shape[-1] else x[..., : self.size]
-        left, right = turning.chunk(2, dim=-1)
+        cos, sin = (t.unflatten(0, (-1, *heads)) for t in self.tables(x.shape[1], x.dtype, x.device))
+        left, right = x.chunk(2, dim=-1)
         half_turned = torch.cat((-right, left), dim=-1)
-        turned = turning * cos + half_turned * sin
-        return turned if turning is x else torch.cat((turned, x[..., self.size :]), dim=-1)
+        y: Tensor = x * cos + half_turned * sin
+        return y
 
     def tables(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosine and sine [S, R] of positions 0 .. length-1, computed in float32; the last ones are kept."""
