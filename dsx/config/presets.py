@@ -166,9 +166,8 @@ _TINY = {"vocab_size": BYTES_VOCABULARY, "max_position_embeddings": 1024, "rope_
 
 def _like_llama(family: Family, name: str, about: str, *sizes: int, **rest: Any) -> Preset:
     """A preset of a family whose config has most keys of Llama's; ``sizes`` as :func:`_llama` takes them."""
-    config = {
-        key: value for key, value in _llama(*sizes).items() if key not in ("mlp_bias", "attention_bias")
-    }
+    others = {"mlp_bias", "attention_bias"} | ({"head_dim"} if family == "qwen2" else set())
+    config = {key: value for key, value in _llama(*sizes).items() if key not in others}
     return Preset(family, name, about, config | {"model_type": family} | rest)
 
 
