@@ -61,11 +61,6 @@ CASES = {
         "dsx.model.family=qwen3",
         'dsx.model.overrides={"hidden_size": 80, "head_dim": 16, "vocab_size": 259}',
     ],
-    "parallel_residual": [
-        *PREFETCHING,
-        "dsx.model.family=gpt_neox",
-        'dsx.model.overrides={"hidden_size": 80, "rotary_pct": 0.4, "vocab_size": 259}',
-    ],
     "offload": [
         "zero_optimization.offload_optimizer.device=cpu",
         "zero_optimization.offload_param.device=cpu",
