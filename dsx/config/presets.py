@@ -74,6 +74,8 @@ def config_keys(family: str) -> frozenset[str]:
     known = {key for preset in presets() if preset.family == family for key in preset.config}
     if family != "gpt2":
         known |= {"rope_scaling", "rope_parameters"}
+    if family in ("qwen2", "qwen3"):
+        known |= {"head_dim", "layer_types"}
     return frozenset(known)
 
 

@@ -291,11 +291,14 @@ def _gpt_neox(config: Mapping[str, object]) -> ModelSpec:
 
 
 def _check_keys(config: Mapping[str, object], family: Family) -> None:
-    """Refuse keys of other families and near misses of a known key: both would silently leave a default."""
+    """Refuse keys of other families and near misses of a known key: both would silently leave a default.
+
+    Another family's key that is null or false asks for nothing.
+    """
     known = _KEYS[family]
     foreign = set().union(*_KEYS.values()) - known
-    for key in config:
-        if key in known:
+    for key, value in config.items():
+        if key in known or (key in foreign and (value is None or value is False)):
             continue
         near = get_close_matches(key, sorted(known), n=1, cutoff=0.88)
         if key in foreign or near:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from dsx.errors import ModelError
 from dsx.nn.rotary import inverse_frequencies
 from dsx.plan.hf_config import model_spec
 from dsx.plan.params import layer_kinds, num_parameters, param_specs
-from dsx.spec.model import Rope
+from dsx.spec.model import Family, Rope
 
 LLAMA_3 = {
     "factor": 8.0,
@@ -403,6 +404,15 @@ def test_configs_written_by_transformers_4_are_accepted():
         "use_cache": True, "use_parallel_residual": True, "vocab_size": 50304,
     }  # fmt: skip
     assert num_parameters(model_spec(pythia)) == 162_322_944
+
+
+def test_keys_of_other_families_that_ask_for_nothing_are_accepted():
+    """Tools write them: ``"sliding_window": null`` in a Llama."""
+    off = {"sliding_window": None, "use_sliding_window": False, "rope_scaling": None, "mlp_bias": False}
+    for family in get_args(Family):
+        assert model_spec({"model_type": family} | off) == model_spec(
+            {"model_type": family} | ({"sliding_window": None} if family == "mistral" else {})
+        )
 
 
 def test_a_saved_config_of_transformers_is_accepted(tmp_path):
