@@ -303,7 +303,7 @@ def _check_keys(config: Mapping[str, object], family: Family) -> None:
         near = get_close_matches(key, sorted(known), n=1, cutoff=0.88)
         if key in foreign or near:
             raise ModelError(
-                f"{key} = {config[key]!r}",
+                f"{key} = {value!r}",
                 f"a {family} config has no such key",
                 f"write {near[0]}" if near else f"remove it; {family} knows {', '.join(sorted(known))}",
             )

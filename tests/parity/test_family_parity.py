@@ -24,14 +24,12 @@ STEPS = 4
 README = Path(__file__).parents[2] / "README.md"
 
 CASES = [
-    Case(family="mistral", tp=2, pp=2, chunks=2, zero=1, schedule="interleaved_zb"),
-    Case(family="mistral", dp=2, zero=3, recompute="selective", accumulation=2),
+    Case(family="mistral", tp=2, pp=2, chunks=2, zero=3, schedule="interleaved_zb", recompute="selective"),
     Case(family="qwen2", tp=2, pp=2, zero=2, schedule="zbv", chunks=2, recompute="full"),
     Case(family="qwen2", tp=2, dp=2, zero=3, sequence_parallel=False, accumulation=2),
     Case(family="qwen3", tp=2, pp=2, zero=0, sequence_parallel=False, schedule="zb_h1", accumulation=4),
     Case(family="qwen3", tp=2, dp=2, zero=3, recompute="selective", accumulation=2),
-    Case(family="gpt_neox", tp=2, pp=2, chunks=2, zero=2, accumulation=4),
-    Case(family="gpt_neox", dp=2, zero=3, recompute="full", accumulation=2),
+    Case(family="gpt_neox", tp=2, pp=2, chunks=2, zero=1, accumulation=4, recompute="full"),
 ]
 
 
