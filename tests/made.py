@@ -40,6 +40,26 @@ CONFIGS = {
         "num_key_value_heads": 2,
         "max_position_embeddings": 8,
     },
+    "qwen3": {
+        "model_type": "qwen3",
+        "vocab_size": 41,
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "max_position_embeddings": 8,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "vocab_size": 41,
+        "hidden_size": 32,
+        "intermediate_size": 20,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 8,
+    },
 }
 BF16 = {"weight": "bfloat16", "master": "float32", "exp_avg": "float32", "exp_avg_sq": "float32"}
 FP32 = {"weight": "float32", "exp_avg": "float32", "exp_avg_sq": "float32"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Catalog
-from dsx.checkpoint.formats import dcp, deepspeed, dsx_native, hf_catalog, universal
+from dsx.checkpoint.formats import dcp, deepspeed, dsx_native, hf_catalog, hf_names, universal
 from dsx.checkpoint.formats.deepspeed_cut import Rules
 from dsx.checkpoint.formats.deepspeed_files import looks_stock
 from dsx.errors import CheckpointError
@@ -49,6 +49,6 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None) -> Catalog:
         return dsx_native.catalog_of(folder)
     if dcp.looks_dcp(folder):
         return dcp.catalog_of(folder)
-    if any((folder / name).is_file() for name in (hf_catalog.SINGLE, hf_catalog.INDEX)):
+    if any((folder / name).is_file() for name in (hf_names.SINGLE, hf_names.INDEX)):
         return hf_catalog.catalog_of(folder)
     raise CheckpointError(str(folder), "no file in it is one that dsx knows", _KNOWN)

@@ -12,7 +12,14 @@ from typing import Any, Literal
 from dsx.checkpoint.catalog import Catalog, check_files
 from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import Options, Report, execute, worker_bytes
-from dsx.checkpoint.formats import deepspeed_target, dsx_native, hf_catalog, hf_target, universal_target
+from dsx.checkpoint.formats import (
+    deepspeed_target,
+    dsx_native,
+    hf_catalog,
+    hf_names,
+    hf_target,
+    universal_target,
+)
 from dsx.checkpoint.formats.deepspeed_plan import StockLayout
 from dsx.checkpoint.layouts import Degrees, layout_like
 from dsx.checkpoint.staging import check_absent
@@ -160,7 +167,7 @@ def _model(source: Catalog, wanted: Wanted) -> tuple[tuple[ParamSpec, ...], dict
             "hf_config": dict(run.hf_config),
         }
     if source.format == hf_catalog.FORMAT:
-        config = read_config(source.root / hf_catalog.CONFIG)
+        config = read_config(source.root / hf_names.CONFIG)
         try:
             spec = model_spec(config)
         except ModelError:

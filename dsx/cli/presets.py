@@ -38,7 +38,7 @@ def presets(
         typer.echo(json.dumps(rows, indent=2))
         return
     sizes = "{layers:>6} {hidden:>6} {heads:>5} {kv_heads:>8}"
-    layout = f"{{family:<6}} {{preset:<12}} {{parameters:>14}} {sizes}  {{about}}"
+    layout = f"{{family:<8}} {{preset:<12}} {{parameters:>14}} {sizes}  {{about}}"
     titles = ("family", "preset", "parameters", "layers", "hidden", "heads", "kv_heads", "about")
     typer.echo(layout.format_map({title: title for title in titles}))
     for row in rows:

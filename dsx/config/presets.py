@@ -1,4 +1,4 @@
-"""Built-in models as Hugging Face configs: two sizes for a laptop per family, and published models.
+"""Built-in models as Hugging Face configs: one or two sizes for a laptop per family, and published models.
 
 The published ones repeat the ``config.json`` of the model on the Hugging Face hub that their name points to.
 """
@@ -35,7 +35,14 @@ class Preset:
 
 def presets() -> tuple[Preset, ...]:
     """Every built-in model, smallest first within a family."""
-    return (*_gpt2_presets(), *_llama_presets())
+    return (
+        *_gpt2_presets(),
+        *_llama_presets(),
+        *_mistral_presets(),
+        *_qwen2_presets(),
+        *_qwen3_presets(),
+        *_gpt_neox_presets(),
+    )
 
 
 def find_preset(family: Family | None, name: str) -> Preset:
@@ -65,8 +72,10 @@ def find_preset(family: Family | None, name: str) -> Preset:
 def config_keys(family: str) -> frozenset[str]:
     """Hugging Face config keys that a preset of ``family`` may be overridden with."""
     known = {key for preset in presets() if preset.family == family for key in preset.config}
-    if family == "llama":
+    if family != "gpt2":
         known |= {"rope_scaling", "rope_parameters"}
+    if family in ("qwen2", "qwen3"):
+        known |= {"head_dim", "layer_types"}
     return frozenset(known)
 
 
@@ -150,5 +159,153 @@ def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dic
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
+_TINY = {"vocab_size": BYTES_VOCABULARY, "max_position_embeddings": 1024, "rope_theta": 10000.0}
+
+
+def _like_llama(family: Family, name: str, about: str, *sizes: int, **rest: Any) -> Preset:
+    """A preset of a family whose config has most keys of Llama's; ``sizes`` as :func:`_llama` takes them."""
+    others = {"mlp_bias", "attention_bias"} | ({"head_dim"} if family == "qwen2" else set())
+    config = {key: value for key, value in _llama(*sizes).items() if key not in others}
+    return Preset(family, name, about, config | {"model_type": family} | rest)
+
+
+def _mistral_presets() -> tuple[Preset, ...]:
+    classes = {"architectures": ["MistralForCausalLM"]}
+    return (
+        _like_llama(
+            "mistral",
+            "tiny",
+            "dsx, for seconds on a CPU; window of 128",
+            *(4, 128, 8, 4, 352),
+            **classes | _TINY | {"sliding_window": 128},
+        ),
+        _like_llama(
+            "mistral",
+            "mistral-7b",
+            "hub: mistralai/Mistral-7B-v0.1",
+            *(32, 4096, 32, 8, 14336),
+            **classes,
+            vocab_size=32000,
+            max_position_embeddings=32768,
+            rope_theta=10000.0,
+            sliding_window=4096,
+        ),
+    )
+
+
+def _qwen2_presets() -> tuple[Preset, ...]:
+    classes = {"architectures": ["Qwen2ForCausalLM"], "rms_norm_eps": 1e-6, "use_sliding_window": False}
+    return (
+        _like_llama(
+            "qwen2",
+            "tiny",
+            "dsx, for seconds on a CPU",
+            *(4, 128, 8, 4, 352),
+            **classes | _TINY | {"tie_word_embeddings": True, "sliding_window": 1024, "max_window_layers": 4},
+        ),
+        _like_llama(
+            "qwen2",
+            "qwen2.5-0.5b",
+            "hub: Qwen/Qwen2.5-0.5B",
+            *(24, 896, 14, 2, 4864),
+            **classes,
+            vocab_size=151936,
+            max_position_embeddings=32768,
+            rope_theta=1000000.0,
+            sliding_window=32768,
+            max_window_layers=24,
+            tie_word_embeddings=True,
+        ),
+        _like_llama(
+            "qwen2",
+            "qwen2.5-7b",
+            "hub: Qwen/Qwen2.5-7B",
+            *(28, 3584, 28, 4, 18944),
+            **classes,
+            vocab_size=152064,
+            max_position_embeddings=131072,
+            rope_theta=1000000.0,
+            sliding_window=131072,
+            max_window_layers=28,
+        ),
+    )
+
+
+def _qwen3_presets() -> tuple[Preset, ...]:
+    classes = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "use_sliding_window": False,
+        "sliding_window": None,
+    }
+    published = {
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+    }
+    return (
+        _like_llama(
+            "qwen3",
+            "tiny",
+            "dsx, for seconds on a CPU",
+            *(4, 128, 8, 4, 336),
+            **classes | _TINY | {"head_dim": 32, "max_window_layers": 4},
+        ),
+        _like_llama(
+            "qwen3",
+            "qwen3-0.6b",
+            "hub: Qwen/Qwen3-0.6B",
+            *(28, 1024, 16, 8, 3072),
+            **classes | published | {"max_window_layers": 28, "tie_word_embeddings": True},
+        ),
+        _like_llama(
+            "qwen3",
+            "qwen3-8b",
+            "hub: Qwen/Qwen3-8B",
+            *(36, 4096, 32, 8, 12288),
+            **classes | published | {"max_window_layers": 36},
+        ),
+    )
+
+
+def _gpt_neox_presets() -> tuple[Preset, ...]:
+    laptop = {"vocab_size": BYTES_VOCABULARY, "max_position_embeddings": 512}
+    return (
+        Preset("gpt_neox", "tiny", "dsx, for seconds on a CPU", _gpt_neox(4, 128, 8) | laptop),
+        Preset("gpt_neox", "pythia-160m", "hub: EleutherAI/pythia-160m", _gpt_neox(12, 768, 12)),
+        Preset(
+            "gpt_neox",
+            "pythia-6.9b",
+            "hub: EleutherAI/pythia-6.9b",
+            _gpt_neox(32, 4096, 32) | {"vocab_size": 50432},
+        ),
+    )
+
+
+def _gpt_neox(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_neox",
+        "architectures": ["GPTNeoXForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+        "vocab_size": 50304,
+        "max_position_embeddings": 2048,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "rotary_pct": 0.25,
+        "rotary_emb_base": 10000,
+        "initializer_range": 0.02,
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "use_parallel_residual": True,
         "tie_word_embeddings": False,
     }

@@ -27,7 +27,7 @@ class ModelConfig(Block):
 
     family: Family | None = Field(
         default=None,
-        description='Architecture of the preset; needed for presets that both families have ("tiny").',
+        description='Architecture of the preset; needed for presets that several families have ("tiny").',
     )
     preset: str | None = Field(
         default=None, description="Name of a built-in model; `dsx presets` lists them."

@@ -252,9 +252,11 @@ def gather_sequence(x_BsH: Tensor, tp: TensorParallel) -> Tensor:
     return x_BsH if tp.size == 1 else _GatherSequence.apply(x_BsH, tp)
 
 
-def copy_parameters(tp: TensorParallel, *parameters: Tensor) -> tuple[Tensor, ...]:
+def copy_parameters(tp: TensorParallel, *parameters: Tensor, cut: bool = False) -> tuple[Tensor, ...]:
     """Replicated parameters that each rank applies to its slice of the sequence: gradients are summed.
 
-    Identity unless ``tp.sequence``: without sequence parallelism each rank's gradient is already whole.
+    Identity unless ``tp.sequence``: without sequence parallelism each rank's gradient is already whole. With
+    ``cut`` each rank applies them to something else in any case, to its heads for example.
     """
-    return _CopyParameters.apply(tp, *parameters) if tp.sequence else parameters
+    parts = tp.sequence or (cut and tp.size > 1)
+    return _CopyParameters.apply(tp, *parameters) if parts else parameters

@@ -45,7 +45,11 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation with weight, over the last dim of ``size``."""
+    """Root-mean-square normalisation with weight, over the last dim of ``size``.
+
+    ``over_heads``: its input are attention heads, which are cut over the tensor-parallel ranks with sequence
+    parallelism or without. So each rank's gradient is a part of the weight's.
+    """
 
     def __init__(
         self,
@@ -56,14 +60,15 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         split: WeightGradients | None = None,
+        over_heads: bool = False,
     ) -> None:
         super().__init__()
-        self.epsilon, self.tp, self.split = epsilon, tp, split
+        self.epsilon, self.tp, self.split, self.over_heads = epsilon, tp, split, over_heads
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to the same."""
-        (weight,) = copy_parameters(self.tp, late(self.weight, self.split))
+        (weight,) = copy_parameters(self.tp, late(self.weight, self.split), cut=self.over_heads)
         return F.rms_norm(x, weight.shape, weight, self.epsilon)
 
 

@@ -1,19 +1,21 @@
 """From a Hugging Face ``config.json`` to a :class:`~dsx.spec.model.ModelSpec`.
 
-Absent keys take the defaults of transformers' ``GPT2Config`` and ``LlamaConfig``. A setting that would make
-the model compute something else than dsx's is refused, never ignored. One difference remains on purpose:
-``pad_token_id`` is not read, so the padding token's embedding row is trained like any other (transformers'
-Llama gives that row no gradient, ``nn.Embedding(padding_idx=...)``).
+Absent keys take the defaults of transformers' config classes. A setting that would make the model compute
+something else than dsx's is refused, never ignored. One difference remains on purpose: ``pad_token_id`` is
+not read, so the padding token's embedding row is trained like any other (transformers' Llama and its likes
+give that row no gradient, ``nn.Embedding(padding_idx=...)``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Literal
+from typing import Any, Literal
 
 from dsx.errors import ModelError
-from dsx.spec.model import ModelSpec, Rope
+from dsx.plan import hf_values as read
+from dsx.plan.hf_rope import read_rope
+from dsx.spec.model import Family, ModelSpec
 
 Activation = Literal["gelu", "gelu_new", "silu", "relu"]
 
@@ -21,6 +23,7 @@ Activation = Literal["gelu", "gelu_new", "silu", "relu"]
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_new",
+    "gelu_fast": "gelu_new",
     "gelu_pytorch_tanh": "gelu_new",
     "silu": "silu",
     "swish": "silu",
@@ -37,24 +40,38 @@ _COMMON_KEYS = {
     "model_type", "architectures", "vocab_size", "initializer_range", "tie_word_embeddings", "hidden_size",
     "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "quantization_config",
 }  # fmt: skip
-_KEYS = {
+_ROPE_KEYS = {"rope_parameters", "rope_scaling", "original_max_position_embeddings"}
+_LLAMA_KEYS = _COMMON_KEYS | _ROPE_KEYS | {
+    "intermediate_size", "num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_theta",
+    "attention_dropout", "partial_rotary_factor",
+}  # fmt: skip
+_QWEN_KEYS = _LLAMA_KEYS | {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
+_KEYS: dict[Family, set[str]] = {
     "gpt2": _COMMON_KEYS | set(_GPT2_NAMES) | {
         "n_inner", "activation_function", "resid_pdrop", "embd_pdrop", "attn_pdrop", "layer_norm_epsilon",
         "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
         "add_cross_attention", "pruned_heads",
     },
-    "llama": _COMMON_KEYS | {
-        "intermediate_size", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
-        "pretraining_tp", "rope_parameters", "rope_scaling", "rope_theta", "attention_bias",
-        "attention_dropout", "mlp_bias", "partial_rotary_factor", "original_max_position_embeddings",
+    "llama": _LLAMA_KEYS | {"head_dim", "pretraining_tp", "attention_bias", "mlp_bias"},
+    "mistral": _LLAMA_KEYS | {"head_dim", "sliding_window"},
+    "qwen2": _QWEN_KEYS | {"head_dim", "use_mrope"},
+    "qwen3": _QWEN_KEYS | {"head_dim", "attention_bias"},
+    "gpt_neox": _COMMON_KEYS | _ROPE_KEYS | {
+        "intermediate_size", "hidden_act", "layer_norm_eps", "attention_dropout", "hidden_dropout",
+        "attention_bias", "use_parallel_residual", "rotary_pct", "rotary_emb_base",
     },
 }  # fmt: skip
-_ARCHITECTURES = {
-    "gpt2": {"GPT2LMHeadModel", "GPT2Model"},
-    "llama": {"LlamaForCausalLM", "LlamaModel"},
+_ARCHITECTURES: dict[Family, str] = {
+    "gpt2": "GPT2",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gpt_neox": "GPTNeoX",
 }
+"""Start of the names of transformers' classes."""
 # Settings that change what the model computes and that dsx does not implement: key -> the accepted value.
-_FIXED: dict[str, dict[str, object]] = {
+_FIXED: dict[Family, dict[str, object]] = {
     "gpt2": {
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
@@ -62,6 +79,31 @@ _FIXED: dict[str, dict[str, object]] = {
         "add_cross_attention": False,
     },
     "llama": {"pretraining_tp": 1, "partial_rotary_factor": 1.0},
+    "mistral": {"partial_rotary_factor": 1.0},
+    "qwen2": {"partial_rotary_factor": 1.0, "use_mrope": False},
+    "qwen3": {"partial_rotary_factor": 1.0},
+    "gpt_neox": {"hidden_dropout": 0.0},
+}
+# Defaults of the config classes where they are not Llama's.
+_LLAMA_DEFAULTS: dict[str, Any] = {
+    "intermediate_size": 11008,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+_QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+}
+_DEFAULTS: dict[Family, dict[str, Any]] = {
+    "llama": _LLAMA_DEFAULTS,
+    "mistral": _LLAMA_DEFAULTS
+    | {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "qwen2": _QWEN_DEFAULTS,
+    "qwen3": _QWEN_DEFAULTS | {"head_dim": 128},
 }
 
 
@@ -70,28 +112,42 @@ def model_spec(config: Mapping[str, object]) -> ModelSpec:
 
     Args:
         config: Content of ``config.json``, as written by transformers 4 (``rope_theta``, ``rope_scaling``) or
-            5 (``rope_parameters``). Needs ``model_type``: ``gpt2`` or ``llama``.
+            5 (``rope_parameters``). Needs ``model_type``: a :data:`~dsx.spec.model.Family`.
 
     Raises:
         ModelError: A key that is missing, of a wrong type or value, misspelt, or not supported.
     """
-    family = config.get("model_type")
-    if family not in _KEYS:
+    family = next((name for name in _KEYS if name == config.get("model_type")), None)
+    if family is None:
         raise ModelError(
-            f"model_type = {family!r}",
-            "dsx builds the gpt2 and llama families",
-            'set model_type to "gpt2" or "llama" if the model is one of them',
+            f"model_type = {config.get('model_type')!r}",
+            f"dsx builds the families {', '.join(_KEYS)}",
+            "set model_type to one of them if the model is one",
         )
-    family = str(family)
     _check_keys(config, family)
     _check_fixed(config, family)
-    return _gpt2(config) if family == "gpt2" else _llama(config)
+    readers: dict[Family, Callable[[Mapping[str, object]], ModelSpec]] = {
+        "gpt2": _gpt2,
+        "gpt_neox": _gpt_neox,
+    }
+    return readers[family](config) if family in readers else _llama(config, family)
+
+
+def architecture(family: str) -> str:
+    """Name of transformers' language model class, as config.json has it: ``GPT2LMHeadModel``."""
+    return _classes(family)[0]
+
+
+def _classes(family: str) -> tuple[str, str]:
+    """The language model and the same without a head."""
+    start = next(start for name, start in _ARCHITECTURES.items() if name == family)
+    return f"{start}LMHeadModel" if family == "gpt2" else f"{start}ForCausalLM", f"{start}Model"
 
 
 def _gpt2(config: Mapping[str, object]) -> ModelSpec:
     hidden_size = _gpt2_size(config, "n_embd", 768)
     num_heads = _gpt2_size(config, "n_head", 12)
-    _check_divides("n_embd", hidden_size, "n_head", num_heads)
+    read.check_divides("n_embd", hidden_size, "n_head", num_heads)
     return ModelSpec(
         family="gpt2",
         num_layers=_gpt2_size(config, "n_layer", 12),
@@ -99,134 +155,161 @@ def _gpt2(config: Mapping[str, object]) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
-        ffn_size=_size_or(config, "n_inner", 4 * hidden_size),
-        vocab_size=_size(config, "vocab_size", 50257),
+        ffn_size=read.size_or(config, "n_inner", 4 * hidden_size),
+        vocab_size=read.size(config, "vocab_size", 50257),
         max_positions=_gpt2_size(config, "n_positions", 1024),
         norm="layernorm",
-        norm_epsilon=_positive(config, "layer_norm_epsilon", 1e-5),
+        norm_epsilon=read.positive(config, "layer_norm_epsilon", 1e-5),
         activation=_activation(config, "activation_function", "gelu_new"),
         gated_mlp=False,
         attention_bias=True,
         attention_out_bias=True,
         mlp_bias=True,
-        tied_embeddings=_flag(config, "tie_word_embeddings", default=True),
+        tied_embeddings=read.flag(config, "tie_word_embeddings", default=True),
         rope=None,
-        embedding_dropout=_probability(config, "embd_pdrop", 0.1),
-        attention_dropout=_probability(config, "attn_pdrop", 0.1),
-        residual_dropout=_probability(config, "resid_pdrop", 0.1),
-        init_std=_positive(config, "initializer_range", 0.02),
+        embedding_dropout=read.probability(config, "embd_pdrop", 0.1),
+        attention_dropout=read.probability(config, "attn_pdrop", 0.1),
+        residual_dropout=read.probability(config, "resid_pdrop", 0.1),
+        init_std=read.positive(config, "initializer_range", 0.02),
         scaled_output_init=True,
     )
 
 
-def _llama(config: Mapping[str, object]) -> ModelSpec:
-    hidden_size = _size(config, "hidden_size", 4096)
-    num_heads = _size(config, "num_attention_heads", 32)
-    num_kv_heads = _size_or(config, "num_key_value_heads", num_heads)
-    # transformers 5 asks this even with an explicit head_dim (LlamaConfig.validate_architecture).
-    _check_divides("hidden_size", hidden_size, "num_attention_heads", num_heads)
-    _check_divides("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
-    head_dim = _size_or(config, "head_dim", hidden_size // num_heads)
-    if head_dim % 2:
-        raise ModelError(
-            f"head_dim = {head_dim}", "rotary embeddings turn pairs of elements", "use an even one"
-        )
-    attention_bias = _flag(config, "attention_bias", default=False)
+def _llama(config: Mapping[str, object], family: Family) -> ModelSpec:
+    """Llama, Mistral, Qwen2 or Qwen3."""
+    default = _DEFAULTS[family]
+    hidden_size = read.size(config, "hidden_size", 4096)
+    num_heads = read.size(config, "num_attention_heads", 32)
+    num_layers = read.size(config, "num_hidden_layers", 32)
+    num_kv_heads = (
+        read.size_or_none(config, "num_key_value_heads", default["num_key_value_heads"]) or num_heads
+    )
+    given_head_dim = config.get("head_dim", default["head_dim"]) is not None
+    # transformers 5 asks this of Llama even with an explicit head_dim (LlamaConfig.validate_architecture).
+    if family == "llama" or not given_head_dim:
+        read.check_divides("hidden_size", hidden_size, "num_attention_heads", num_heads)
+    read.check_divides("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
+    head_dim = read.size_or_none(config, "head_dim", default["head_dim"]) or hidden_size // num_heads
+    read.check_even("head_dim", head_dim)
+    max_positions = read.size(config, "max_position_embeddings", default["max_position_embeddings"])
+    attention_bias = family == "qwen2" or read.flag(config, "attention_bias", default=False)
     return ModelSpec(
-        family="llama",
-        num_layers=_size(config, "num_hidden_layers", 32),
+        family=family,
+        num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        ffn_size=_size(config, "intermediate_size", 11008),
-        vocab_size=_size(config, "vocab_size", 32000),
-        max_positions=_size(config, "max_position_embeddings", 2048),
+        ffn_size=read.size(config, "intermediate_size", default["intermediate_size"]),
+        vocab_size=read.size(config, "vocab_size", default["vocab_size"]),
+        max_positions=max_positions,
         norm="rmsnorm",
-        norm_epsilon=_positive(config, "rms_norm_eps", 1e-6),
+        norm_epsilon=read.positive(config, "rms_norm_eps", 1e-6),
         activation=_activation(config, "hidden_act", "silu"),
         gated_mlp=True,
         attention_bias=attention_bias,
-        # LlamaAttention builds o_proj with the same flag (modeling_llama.py).
+        # Llama and Qwen3 build o_proj with the same flag, Qwen2 without a bias (modeling_qwen2.py).
+        attention_out_bias=attention_bias and family != "qwen2",
+        mlp_bias=read.flag(config, "mlp_bias", default=False),
+        tied_embeddings=read.flag(config, "tie_word_embeddings", default=False),
+        rope=read_rope(config, max_positions),
+        attention_dropout=read.probability(config, "attention_dropout", 0.0),
+        init_std=read.positive(config, "initializer_range", 0.02),
+        windows=_windows(config, family, num_layers),
+        qk_norm=family == "qwen3",
+    )
+
+
+def _windows(config: Mapping[str, object], family: Family, num_layers: int) -> tuple[int, ...]:
+    """Sliding window of each block: MistralConfig, or Qwen2Config.__post_init__ and Qwen3's alike."""
+    if family == "llama":
+        return ()
+    window = 0
+    if family == "mistral" or read.flag(config, "use_sliding_window", default=False):
+        window = read.size_or_none(config, "sliding_window", 4096) or 0
+    sliding = (True,) * num_layers if family == "mistral" else _sliding(config, num_layers, window)
+    windows = tuple(window if slides else 0 for slides in sliding)
+    return windows if any(windows) else ()
+
+
+def _sliding(config: Mapping[str, object], num_layers: int, window: int) -> tuple[bool, ...]:
+    """Whether each layer's attention slides, if there is a window."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers", 28)
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise ModelError(f"max_window_layers = {first!r}", "not a whole number", "use 0 or more")
+        return tuple(block >= first for block in range(num_layers))
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list | tuple) or not set(kinds) <= set(known) or len(kinds) != num_layers:
+        raise ModelError(
+            f"layer_types = {kinds!r}",
+            f"not {' or '.join(known)} for each of {num_layers} layers",
+            "name each layer's attention, or leave it out",
+        )
+    if known[1] in kinds and not window:
+        raise ModelError(
+            f"layer_types = {kinds!r}",
+            "there is no window to slide",
+            "set use_sliding_window and sliding_window",
+        )
+    return tuple(kind == known[1] for kind in kinds)
+
+
+def _gpt_neox(config: Mapping[str, object]) -> ModelSpec:
+    hidden_size = read.size(config, "hidden_size", 6144)
+    num_heads = read.size(config, "num_attention_heads", 64)
+    read.check_divides("hidden_size", hidden_size, "num_attention_heads", num_heads)
+    max_positions = read.size(config, "max_position_embeddings", 2048)
+    attention_bias = read.flag(config, "attention_bias", default=True)
+    spec = ModelSpec(
+        family="gpt_neox",
+        num_layers=read.size(config, "num_hidden_layers", 44),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        ffn_size=read.size(config, "intermediate_size", 24576),
+        vocab_size=read.size(config, "vocab_size", 50432),
+        max_positions=max_positions,
+        norm="layernorm",
+        norm_epsilon=read.positive(config, "layer_norm_eps", 1e-5),
+        activation=_activation(config, "hidden_act", "gelu"),
+        gated_mlp=False,
+        attention_bias=attention_bias,
         attention_out_bias=attention_bias,
-        mlp_bias=_flag(config, "mlp_bias", default=False),
-        tied_embeddings=_flag(config, "tie_word_embeddings", default=False),
-        rope=_rope(config),
-        attention_dropout=_probability(config, "attention_dropout", 0.0),
-        init_std=_positive(config, "initializer_range", 0.02),
+        mlp_bias=True,
+        tied_embeddings=read.flag(config, "tie_word_embeddings", default=False),
+        rope=read_rope(config, max_positions, theta="rotary_emb_base", share="rotary_pct", usual=0.25),
+        attention_dropout=read.probability(config, "attention_dropout", 0.0),
+        init_std=read.positive(config, "initializer_range", 0.02),
+        interleaved_qkv=True,
+        parallel_residual=read.flag(config, "use_parallel_residual", default=True),
     )
+    read.check_even("rotary_pct * hidden_size / num_attention_heads", spec.rotary_size)
+    return spec
 
 
-def _rope(config: Mapping[str, object]) -> Rope:
-    """Rotary embedding of a Llama config, by the rules of transformers' modeling_rope_utils.py."""
-    # rope_scaling (transformers 4) wins over rope_parameters, as in convert_rope_params_to_dict.
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    given = config.get(key) or {}
-    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
-        raise ModelError(
-            f"{key} = {given!r}", "not one flat set of rope parameters", "give one object or null"
-        )
-    values = {"rope_theta": config.get("rope_theta", 10000.0), **given}
-    # The place in messages is the key inside the nested object.
-    rope = {f"{key}.{name}": value for name, value in values.items()}
-    kind = values.get("rope_type", values.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise ModelError(
-            f"{key}.rope_type = {kind!r}", "dsx has default, linear and llama3", "use one of these types"
-        )
-    if values.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(
-            f"{key}.partial_rotary_factor = {values['partial_rotary_factor']!r}",
-            "dsx rotates whole heads",
-            "use 1.0 or leave it out",
-        )
-    theta = _positive(rope, f"{key}.rope_theta", 10000.0)
-    if kind == "default":
-        return Rope(theta=theta)
-    factor = _positive(rope, f"{key}.factor", None)
-    if kind == "linear":
-        return Rope(theta=theta, kind="linear", factor=factor)
-    low = _positive(rope, f"{key}.low_freq_factor", None)
-    high = _positive(rope, f"{key}.high_freq_factor", None)
-    if high <= low:
-        raise ModelError(
-            f"{key}.high_freq_factor = {high}", f"not above low_freq_factor = {low}", "use a larger one"
-        )
-    return Rope(
-        theta=theta,
-        kind="llama3",
-        factor=factor,
-        low_frequency_factor=low,
-        high_frequency_factor=high,
-        original_positions=_original_positions(config, rope, key),
-    )
+def _check_keys(config: Mapping[str, object], family: Family) -> None:
+    """Refuse keys of other families and near misses of a known key: both would silently leave a default.
 
-
-def _original_positions(config: Mapping[str, object], rope: Mapping[str, object], key: str) -> int:
-    """Positions before scaling: the top-level key, else the nested one, else the model's positions."""
-    name = "original_max_position_embeddings"
-    if name in config:
-        return _size(config, name, 0)
-    return _size_or(rope, f"{key}.{name}", _size(config, "max_position_embeddings", 2048))
-
-
-def _check_keys(config: Mapping[str, object], family: str) -> None:
-    """Refuse keys of the other family and near misses of a known key: both would silently leave a default."""
+    Another family's key that is null or false asks for nothing.
+    """
     known = _KEYS[family]
     foreign = set().union(*_KEYS.values()) - known
-    for key in config:
-        if key in known:
+    for key, value in config.items():
+        if key in known or (key in foreign and (value is None or value is False)):
             continue
         near = get_close_matches(key, sorted(known), n=1, cutoff=0.88)
         if key in foreign or near:
             raise ModelError(
-                f"{key} = {config[key]!r}",
+                f"{key} = {value!r}",
                 f"a {family} config has no such key",
                 f"write {near[0]}" if near else f"remove it; {family} knows {', '.join(sorted(known))}",
             )
 
 
-def _check_fixed(config: Mapping[str, object], family: str) -> None:
+def _check_fixed(config: Mapping[str, object], family: Family) -> None:
     for key, accepted in _FIXED[family].items():
         if config.get(key, accepted) != accepted:
             raise ModelError(
@@ -236,7 +319,7 @@ def _check_fixed(config: Mapping[str, object], family: str) -> None:
         if config.get(key):
             raise ModelError(f"{key} = {config[key]!r}", "dsx trains plain dense weights", "use such a model")
     names = config.get("architectures") or []
-    allowed = _ARCHITECTURES[family]
+    allowed = set(_classes(family))
     if not isinstance(names, list | tuple) or not allowed.issuperset(names):
         raise ModelError(
             f"architectures = {names!r}",
@@ -245,65 +328,16 @@ def _check_fixed(config: Mapping[str, object], family: str) -> None:
         )
 
 
-def _check_divides(whole_key: str, whole: int, part_key: str, part: int) -> None:
-    if whole % part:
-        legal = [n for n in range(1, whole + 1) if whole % n == 0]
-        raise ModelError(
-            f"{part_key} = {part}", f"{whole_key} = {whole} does not divide by it", f"use one of {legal}"
-        )
-
-
 def _gpt2_size(config: Mapping[str, object], key: str, default: int) -> int:
     """A GPT-2 size under its own or its general name; both must agree."""
     other = _GPT2_NAMES[key]
     if other not in config:
-        return _size(config, key, default)
-    value = _size(config, other, default)
-    if _size(config, key, value) != value:
+        return read.size(config, key, default)
+    value = read.size(config, other, default)
+    if read.size(config, key, value) != value:
         raise ModelError(
             f"{key} = {config[key]!r}", f"{other} = {value} says otherwise", "keep one of the two"
         )
-    return value
-
-
-def _size(config: Mapping[str, object], key: str, default: int) -> int:
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{key} = {value!r}", "not a whole number of at least 1", "write a number, unquoted")
-    return value
-
-
-def _size_or(config: Mapping[str, object], key: str, default: int) -> int:
-    """A size for which transformers also takes null, meaning the default."""
-    return default if config.get(key) is None else _size(config, key, default)
-
-
-def _number(config: Mapping[str, object], key: str, default: float | None) -> float:
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        what = "is missing" if value is None else "is not a number"
-        raise ModelError(f"{key} = {value!r}", what, "write a number, unquoted")
-    return float(value)
-
-
-def _positive(config: Mapping[str, object], key: str, default: float | None) -> float:
-    value = _number(config, key, default)
-    if not 0.0 < value < float("inf"):
-        raise ModelError(f"{key} = {value!r}", "not a finite number above 0", "use a positive number")
-    return value
-
-
-def _probability(config: Mapping[str, object], key: str, default: float) -> float:
-    value = default if config.get(key) is None else _number(config, key, default)
-    if not 0.0 <= value < 1.0:
-        raise ModelError(f"{key} = {value!r}", "a dropout probability is in 0 <= p < 1", "use such a number")
-    return value
-
-
-def _flag(config: Mapping[str, object], key: str, *, default: bool) -> bool:
-    value = config.get(key, default)
-    if not isinstance(value, bool):
-        raise ModelError(f"{key} = {value!r}", "neither true nor false", "write true or false, unquoted")
     return value
 
 

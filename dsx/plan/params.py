@@ -3,7 +3,7 @@
 The layer list, which is what a pipeline is cut into, for L blocks:
 
 - GPT-2: 0 word embedding, 1 positions, 2 .. L+1 blocks, L+2 final norm, L+3 head.
-- Llama: 0 word embedding, 1 .. L blocks, L+1 final norm, L+2 head.
+- All others: 0 word embedding, 1 .. L blocks, L+1 final norm, L+2 head.
 
 The head of a model with tied embeddings is the word embedding once more and adds no parameter.
 """
@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import sqrt
 
-from dsx.spec.model import ModelSpec
+from dsx.spec.model import Family, ModelSpec
 from dsx.spec.param import Init, ParamSpec
 
 TIE = "word"
 """Key of the tie group, and of the TiedLayerSpec, of tied word embeddings."""
 
 # Hugging Face module names by dsx's; {} is the block's number.
-_HF_GPT2 = {
+_HF_GPT2: dict[str, tuple[str, ...]] = {
     "word": ("transformer.wte",),
     "position": ("transformer.wpe",),
     "norm_1": ("transformer.h.{}.ln_1",),
@@ -30,8 +30,9 @@ _HF_GPT2 = {
     "mlp.up": ("transformer.h.{}.mlp.c_fc",),
     "mlp.down": ("transformer.h.{}.mlp.c_proj",),
     "norm": ("transformer.ln_f",),
+    "head": ("lm_head",),
 }
-_HF_LLAMA = {
+_HF_LLAMA: dict[str, tuple[str, ...]] = {
     "word": ("model.embed_tokens",),
     "norm_1": ("model.layers.{}.input_layernorm",),
     "attention.qkv": (
@@ -40,10 +41,33 @@ _HF_LLAMA = {
         "model.layers.{}.self_attn.v_proj",
     ),
     "attention.out": ("model.layers.{}.self_attn.o_proj",),
+    "attention.q_norm": ("model.layers.{}.self_attn.q_norm",),
+    "attention.k_norm": ("model.layers.{}.self_attn.k_norm",),
     "norm_2": ("model.layers.{}.post_attention_layernorm",),
     "mlp.gate_up": ("model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"),
     "mlp.down": ("model.layers.{}.mlp.down_proj",),
     "norm": ("model.norm",),
+    "head": ("lm_head",),
+}
+_HF_GPT_NEOX: dict[str, tuple[str, ...]] = {
+    "word": ("gpt_neox.embed_in",),
+    "norm_1": ("gpt_neox.layers.{}.input_layernorm",),
+    "attention.qkv": ("gpt_neox.layers.{}.attention.query_key_value",),
+    "attention.out": ("gpt_neox.layers.{}.attention.dense",),
+    "norm_2": ("gpt_neox.layers.{}.post_attention_layernorm",),
+    "mlp.up": ("gpt_neox.layers.{}.mlp.dense_h_to_4h",),
+    "mlp.down": ("gpt_neox.layers.{}.mlp.dense_4h_to_h",),
+    "norm": ("gpt_neox.final_layer_norm",),
+    # Its name in files; transformers 5 calls the parameter lm_head (conversion_mapping.py).
+    "head": ("embed_out",),
+}
+_HF_NAMES: dict[Family, dict[str, tuple[str, ...]]] = {
+    "gpt2": _HF_GPT2,
+    "llama": _HF_LLAMA,
+    "mistral": _HF_LLAMA,
+    "qwen2": _HF_LLAMA,
+    "qwen3": _HF_LLAMA,
+    "gpt_neox": _HF_GPT_NEOX,
 }
 
 
@@ -80,8 +104,7 @@ def num_parameters(model: ModelSpec) -> int:
 
 
 def _hf(model: ModelSpec, block: int, module: str, leaf: str) -> tuple[str, ...]:
-    modules = (_HF_GPT2 if model.family == "gpt2" else _HF_LLAMA)[module]
-    return tuple(f"{name.format(block)}.{leaf}" for name in modules)
+    return tuple(f"{name.format(block)}.{leaf}" for name in _HF_NAMES[model.family][module])
 
 
 def _normal(model: ModelSpec) -> Init:
@@ -95,7 +118,7 @@ def _table(model: ModelSpec, layer: int, role: str, pad_multiple: int) -> Iterat
         layer=layer,
         shape=(model.vocab_size, model.hidden_size),
         init=_normal(model),
-        hf=("lm_head.weight",) if role == "head" else _hf(model, 0, "word", "weight"),
+        hf=_hf(model, 0, role, "weight"),
         split=0,
         pad_multiple=pad_multiple,
         tie=TIE if model.tied_embeddings else None,
@@ -113,24 +136,31 @@ def _positions(model: ModelSpec, layer: int) -> Iterator[ParamSpec]:
 
 
 def _block(model: ModelSpec, layer: int, block: int) -> Iterator[ParamSpec]:
-    qkv = (model.query_size, model.kv_size, model.kv_size)
+    qkv: tuple[int, ...] = (model.query_size, model.kv_size, model.kv_size)
+    if model.interleaved_qkv:  # cut head by head, it is one part
+        qkv = (sum(qkv),)
     up = ("mlp.gate_up", (model.ffn_size,) * 2) if model.gated_mlp else ("mlp.up", (model.ffn_size,))
     yield from _norm(model, layer, block, "norm_1")
     yield from _column(model, layer, block, "attention.qkv", qkv, bias=model.attention_bias)
     yield from _row(model, layer, block, "attention.out", model.query_size, bias=model.attention_out_bias)
+    if model.qk_norm:
+        yield from _norm(model, layer, block, "attention.q_norm", size=model.head_dim)
+        yield from _norm(model, layer, block, "attention.k_norm", size=model.head_dim)
     yield from _norm(model, layer, block, "norm_2")
     yield from _column(model, layer, block, *up, bias=model.mlp_bias)
     yield from _row(model, layer, block, "mlp.down", model.ffn_size, bias=model.mlp_bias)
 
 
-def _norm(model: ModelSpec, layer: int, block: int, module: str) -> Iterator[ParamSpec]:
-    """Weight, and bias of a LayerNorm: replicated over tp."""
+def _norm(
+    model: ModelSpec, layer: int, block: int, module: str, *, size: int | None = None
+) -> Iterator[ParamSpec]:
+    """Weight, and bias of a LayerNorm: replicated over tp. ``size`` is the hidden size unless given."""
     leaves = {"weight": Init(kind="ones"), "bias": Init(kind="zeros")}
     for leaf in ("weight", "bias") if model.norm == "layernorm" else ("weight",):
         yield ParamSpec(
             name=f"{layer}.{module}.{leaf}",
             layer=layer,
-            shape=(model.hidden_size,),
+            shape=(size or model.hidden_size,),
             init=leaves[leaf],
             hf=_hf(model, block, module, leaf),
         )

@@ -67,13 +67,21 @@ def measure_model(config: RunConfig, groups: Groups) -> Profile:
                 pad_multiple=settings.model.vocab_multiple,
                 split=split,
             )
-            # Only blocks compute anything again: the others are measured once.
-            named = [f"{kind}, recompute {mode}" if kind == "Block" else kind for kind in kinds]
+            named = _named(config, kinds, mode)
             keys[mode] = walk(bench, specs, named, ids)
         costs = _agreed(bench.costs)
         link = _link(costs, groups, device, rounds=settings.profile_micro_batches)
     conditions = conditions_of(config, device=device_name(), version=dsx.__version__)
     return _profile(conditions, {mode: [costs[key] for key in keys[mode]] for mode in keys}, link)
+
+
+def _named(config: RunConfig, kinds: Sequence[str], mode: Recompute) -> list[str]:
+    """Kinds of layers that cost the same: only blocks compute anything again or have windows."""
+    named, first = list(kinds), kinds.index("Block")
+    for block in range(config.model.num_layers):
+        window = config.model.window(block, config.sequence_length)
+        named[first + block] = f"Block, recompute {mode}" + (f", window {window}" if window else "")
+    return named
 
 
 def profile_layers(

@@ -5,25 +5,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Family = Literal["gpt2", "llama"]
+Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox"]
 Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotary position embedding.
+    """Rotary position embedding, as transformers' modeling_rope_utils.py has it.
 
-    ``kind`` is ``default``, ``linear`` or ``llama3`` (transformers, modeling_rope_utils.py). The other
-    fields are that function's arguments; ``low_frequency_factor``, ``high_frequency_factor`` and
-    ``original_positions`` matter to ``llama3`` alone.
+    Attributes:
+        theta: Base of the angles.
+        kind: How they are scaled for longer sequences.
+        share: Part of each head that is rotated, its first elements.
+        factor: Scaling of every kind but ``default``.
+        low_frequency_factor: Of ``llama3``.
+        high_frequency_factor: Of ``llama3``.
+        original_positions: Positions before scaling, of ``llama3`` and ``yarn``.
+        beta_fast: Turns over the original positions above which ``yarn`` leaves a pair alone.
+        beta_slow: Turns below which it scales a pair in full.
+        truncate: Whether it rounds the pairs between which it interpolates to whole ones.
+        attention_factor: What it multiplies cosine and sine by.
     """
 
     theta: float = 10000.0
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    share: float = 1.0
     factor: float = 1.0
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +56,12 @@ class ModelSpec:
         rope: Rotary embedding; None means learned absolute positions.
         scaled_output_init: Divide the init std of the two residual output projections by
             sqrt(2 * num_layers), as GPT-2 does (transformers, modeling_gpt2.py, _init_weights).
+        windows: Per block, how many positions a token attends to, its own included; 0 means all before it.
+            Empty means all in every block.
+        qk_norm: RMSNorm of each query and key head before rotation (Qwen3).
+        interleaved_qkv: The fused projection has query, key and value head by head (GPT-NeoX), not all
+            queries, all keys, all values.
+        parallel_residual: Attention and MLP read the same input, ``x + Attention(..) + MLP(..)`` (GPT-NeoX).
     """
 
     family: Family
@@ -67,6 +87,10 @@ class ModelSpec:
     residual_dropout: float = 0.0
     init_std: float = 0.02
     scaled_output_init: bool = False
+    windows: tuple[int, ...] = ()
+    qk_norm: bool = False
+    interleaved_qkv: bool = False
+    parallel_residual: bool = False
 
     @property
     def query_size(self) -> int:
@@ -77,3 +101,13 @@ class ModelSpec:
     def kv_size(self) -> int:
         """Width of all key heads (and of all value heads)."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of each head that are rotated (modeling_gpt_neox.py: rotary_ndims)."""
+        return 0 if self.rope is None else int(self.head_dim * self.rope.share)
+
+    def window(self, block: int, sequence_length: int) -> int:
+        """Window of a block where it is shorter than the sequence, else 0: then nothing is out of it."""
+        window = self.windows[block] if self.windows else 0
+        return window if window < sequence_length else 0

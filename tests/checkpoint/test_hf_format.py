@@ -8,7 +8,15 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2Model,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from dsx.checkpoint.formats import hf
 from dsx.checkpoint.formats.slices import merge
@@ -41,6 +49,34 @@ CONFIGS = {
         **_TOKENS,
     ),
     "gpt2": GPT2Config(vocab_size=131, n_embd=48, n_head=4, n_layer=2, n_positions=32, **_TOKENS),
+    "qwen2-tied": Qwen2Config(
+        vocab_size=131,
+        hidden_size=48,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=56,
+        num_hidden_layers=1,
+        tie_word_embeddings=True,
+        **_TOKENS,
+    ),
+    "qwen3": Qwen3Config(
+        vocab_size=131,
+        hidden_size=48,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=10,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        **_TOKENS,
+    ),
+    "gpt_neox": GPTNeoXConfig(
+        vocab_size=131,
+        hidden_size=64,
+        num_attention_heads=8,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        **_TOKENS,
+    ),
 }
 
 
@@ -191,6 +227,22 @@ def test_hub_names_without_the_prefix_are_found(tmp_path):
     with hf.open_weights(tmp_path / "a") as full, hf.open_weights(tmp_path / "b") as hub:
         hub.check(specs)
         assert "h.0.attn.bias" in hub.names
+        for spec in specs:
+            assert torch.equal(full.read(spec, 2, 1), hub.read(spec, 2, 1))
+
+
+def test_names_and_buffers_of_older_gpt_neox_files_are_known(tmp_path):
+    """EleutherAI/pythia-* store causal masks and frequencies; transformers 5 names the head anew."""
+    save("gpt_neox", tmp_path / "a")
+    state = tensors_in(tmp_path / "a")
+    state["lm_head.weight"] = state.pop("embed_out.weight")
+    for name in ("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"):
+        state[f"gpt_neox.layers.1.{name}"] = torch.ones(4)
+    (tmp_path / "b").mkdir()
+    save_file(state, tmp_path / "b" / "model.safetensors", metadata={"format": "pt"})
+    specs = specs_of(tmp_path / "a")
+    with hf.open_weights(tmp_path / "a") as full, hf.open_weights(tmp_path / "b") as hub:
+        hub.check(specs)
         for spec in specs:
             assert torch.equal(full.read(spec, 2, 1), hub.read(spec, 2, 1))
 

@@ -24,7 +24,7 @@ from dsx.checkpoint.source import DamagedError
 COMMAND = ("reshard",)
 
 
-@pytest.fixture(params=["gpt2", "llama"])
+@pytest.fixture(params=["gpt2", "llama", "qwen3", "gpt_neox"])
 def model(request, tmp_path):
     """A model folder that transformers saved, in several files."""
     torch.manual_seed(5)

@@ -107,7 +107,7 @@ def test_a_trace_stands_beside_the_estimate(dsx):
         (("--model", "gpt3"), 1, "there is no such preset"),
         (("--model", "tiny"), 1, "gpt2/tiny"),
         (("--model", "absent.json"), 1, "there is no such file"),
-        (("--model", "mistral/tiny"), 1, "no such family of presets"),
+        (("--model", "mixtral/tiny"), 1, "no such family of presets"),
         (("--model", "FOLDER"), 1, "the folder has no config.json"),
         (("--model", "gpt2", "--gpus", -4), 2, "greater than or equal to 1"),
         (("--model", "gpt2", "--gpu-memory", -80), 1, "it is the GiB of one GPU"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -9,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dsx.config.presets import presets
 from dsx.plan.hf_config import model_spec
 from dsx.plan.params import num_parameters
+from dsx.spec.model import Family
 
 # Parameter counts of the hub's models (safetensors metadata), tied tables once.
 PUBLISHED = {
@@ -19,6 +22,13 @@ PUBLISHED = {
     "llama-3.2-1b": 1_235_814_400,
     "llama-3-8b": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "pythia-160m": 162_322_944,
+    "pythia-6.9b": 6_857_302_016,
 }
 
 
@@ -39,11 +49,12 @@ def test_published_counts():
 def test_transformers_knows_every_key(preset):
     """A key that the config class does not have would be carried along and do nothing."""
     known = AutoConfig.for_model(preset.config["model_type"])
-    extra = {"rope_theta", "rope_scaling"}  # transformers 5 folds them into rope_parameters
+    # transformers 5 folds these into rope_parameters
+    extra = {"rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base"}
     assert {key for key in preset.config if not hasattr(known, key)} <= extra
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", get_args(Family))
 def test_tiny_suits_3d_on_a_laptop(family):
     tiny = next(preset for preset in presets() if (preset.family, preset.name) == (family, "tiny"))
     model = model_spec(tiny.config)

@@ -10,7 +10,22 @@ from dsx.nn.families import layers
 from dsx.nn.parallel import TensorParallel
 from dsx.plan.params import layer_kinds, num_parameters
 
-NAMES = ["llama", "llama-tied", "llama-linear", "gpt2", "gpt2-untied"]
+NAMES = [
+    "llama",
+    "llama-tied",
+    "llama-linear",
+    "gpt2",
+    "gpt2-untied",
+    "mistral",
+    "mistral-full",
+    "qwen2",
+    "qwen2-window",
+    "qwen3",
+    "qwen3-window",
+    "gpt_neox",
+    "gpt_neox-serial",
+    "gpt_neox-linear",
+]
 
 
 def by_hf_name(model):
@@ -42,14 +57,15 @@ def test_logits_loss_and_gradients_equal_transformers(name, recompute):
     loss.backward()
     hf_loss.backward()
     grads = by_hf_name(model)
-    assert grads.keys() == dict(hf.named_parameters()).keys()
-    for key, p in hf.named_parameters():
+    theirs = tiny_models.in_files(name, dict(hf.named_parameters()))
+    assert grads.keys() == theirs.keys()
+    for key, p in theirs.items():
         torch.testing.assert_close(
             grads[key], p.grad, atol=1e-6, rtol=1e-4, msg=lambda m, key=key: f"{key}: {m}"
         )
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "qwen3", "gpt_neox"])
 def test_bfloat16_is_as_close_to_float32_as_transformers(name):
     hf = tiny_models.reference(name)
     ids, _ = tiny_models.batch(name)

@@ -6,7 +6,15 @@ from functools import partial
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from dsx.checkpoint.formats.slices import cut
 from dsx.nn.families import layers, loss
@@ -21,30 +29,29 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 SINGLE = TensorParallel()
 
 
+_SIZES = {
+    "vocab_size": 1009,
+    "hidden_size": 60,
+    "num_attention_heads": 6,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+_GROUPED = _SIZES | {"num_key_value_heads": 2, "head_dim": 16}
+
+
 def _llama(**changes):
-    return LlamaConfig(
-        **{
-            "vocab_size": 1009,
-            "hidden_size": 60,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "intermediate_size": 88,
-            "num_hidden_layers": 2,
-            "max_position_embeddings": 64,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "rope_parameters": _LLAMA3,
-            "tie_word_embeddings": False,
-            "initializer_range": 0.1,
-            **changes,
-        }
-    )
+    options = {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3}
+    return LlamaConfig(**{**_GROUPED, **options, **changes})
 
 
 def _gpt2(**changes):
@@ -69,6 +76,37 @@ CONFIGS = {
     "gpt2": _gpt2(),
     "gpt2-untied": _gpt2(tie_word_embeddings=False, activation_function="relu"),
     "gpt2-dropout": _gpt2(resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2),
+    "mistral": MistralConfig(**_GROUPED, sliding_window=10),
+    "mistral-full": MistralConfig(**_GROUPED, sliding_window=None),
+    "qwen2": Qwen2Config(**_SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen2-window": Qwen2Config(
+        **_SIZES, num_key_value_heads=3, use_sliding_window=True, sliding_window=7, max_window_layers=1
+    ),
+    "qwen3": Qwen3Config(**_GROUPED, rope_parameters=_YARN),
+    "qwen3-window": Qwen3Config(
+        **_GROUPED | {"tie_word_embeddings": True},
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gpt_neox": GPTNeoXConfig(**_SIZES, rotary_pct=0.4),
+    "gpt_neox-serial": GPTNeoXConfig(
+        **_SIZES | {"tie_word_embeddings": True},
+        rotary_pct=1.0,
+        use_parallel_residual=False,
+        attention_bias=False,
+        hidden_act="gelu_fast",
+    ),
+    "gpt_neox-linear": GPTNeoXConfig(
+        **_SIZES,
+        rope_parameters={
+            "rope_type": "linear",
+            "rope_theta": 1000.0,
+            "factor": 2.0,
+            "partial_rotary_factor": 0.4,
+        },
+    ),
 }
 
 
@@ -80,6 +118,12 @@ def reference(name):
         if p.dim() == 1:
             nn.init.normal_(p, mean=0.5, std=0.3)
     return model.eval()
+
+
+def in_files(name, tensors):
+    """Tensors of a transformers model by the names that its files have."""
+    head = {"lm_head.weight": "embed_out.weight"} if name.startswith("gpt_neox") else {}
+    return {head.get(key, key): tensor for key, tensor in tensors.items()}
 
 
 def batch(name, batch_size=2, length=24):
@@ -116,6 +160,7 @@ class Model(nn.Module):
 
     def load(self, tensors):
         """Take this rank's part of logical tensors by Hugging Face name."""
+        tensors = in_files(self.spec.family, tensors)
         for p in self.parameters():
             spec, tp = p.dsx_spec, self.loss_fn.keywords["tp"]
             p.data.copy_(cut(spec, partial(_box, spec, tensors), tp.size, tp.rank))

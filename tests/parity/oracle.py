@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 SEQUENCE = 12
 MICRO_BATCH = 2
@@ -50,7 +50,48 @@ GPT2 = {
     "initializer_range": 0.2,
     "torch_dtype": "float32",
 }
-CONFIGS = {"llama": LLAMA, "gpt2": GPT2}
+
+# The other families with all that they have beside Llama: windows shorter than SEQUENCE, biases, head norms.
+_OTHERS = {key: value for key, value in LLAMA.items() if key not in ("architectures", "head_dim")}
+_GPT_NEOX = {key: value for key, value in _OTHERS.items() if key != "num_key_value_heads"}
+CONFIGS = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "mistral": _OTHERS
+    | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "head_dim": 8, "sliding_window": 5},
+    "qwen2": _OTHERS
+    | {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 2,
+    },
+    "qwen3": _OTHERS
+    | {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+    },
+    "gpt_neox": _GPT_NEOX
+    | {
+        "model_type": "gpt_neox",
+        "architectures": ["GPTNeoXForCausalLM"],
+        "hidden_size": 32,
+        "hidden_act": "gelu",
+        "rotary_pct": 0.5,
+        "use_parallel_residual": True,
+    },
+}
+IN_FILES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
+"""Families whose parameters have other names in files than in transformers' modules."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +106,8 @@ class Run:
 def hf_model(family: str) -> Any:
     """A model with seeded weights, norms and biases away from their trivial values."""
     torch.manual_seed(17)
-    if family == "gpt2":
-        model = GPT2LMHeadModel(GPT2Config(**{k: v for k, v in GPT2.items() if k != "model_type"}))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"}))
+    config = AutoConfig.for_model(**CONFIGS[family])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -103,5 +142,6 @@ def train(family: str, *, rows: int, steps: int, dtype: torch.dtype = torch.floa
         optimizer.step()
         losses.append(loss.item())
         if step == 0:
-            first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            names = IN_FILES.get(family, {})
+            first = {names.get(name, name): tensor.clone() for name, tensor in model.state_dict().items()}
     return Run(losses, norms, first)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from dsx.plan.flops import flops_per_token, layer_flops
 from dsx.plan.hardware import peak_flops
@@ -25,6 +34,18 @@ MODELS = {
         head_dim=10,
         max_position_embeddings=40,
     ),
+    "qwen3": Qwen3Config(
+        vocab_size=101,
+        hidden_size=48,
+        intermediate_size=100,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=10,
+    ),
+    "gpt_neox": GPTNeoXConfig(
+        vocab_size=101, hidden_size=48, intermediate_size=100, num_hidden_layers=2, num_attention_heads=6
+    ),
 }  # fmt: skip
 
 
@@ -39,6 +60,19 @@ def test_flops_equal_what_torch_counts(name, length):
     with counter:
         model(ids, use_cache=False).logits.sum().backward()
     assert flops_per_token(model_spec(config.to_dict()), length) * batch * length == counter.get_total_flops()
+
+
+def test_a_window_takes_the_place_of_a_longer_sequence():
+    """Attention's part is that of a sequence as long as the window, block by block; the rest stays."""
+    sizes = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
+    whole = model_spec(MistralConfig(**sizes, sliding_window=None).to_dict())
+    model = model_spec(MistralConfig(**sizes, sliding_window=16).to_dict())
+    assert layer_flops(model, 16) == layer_flops(whole, 16)
+    assert layer_flops(model, 64) == layer_flops(whole, 16)
+    mixed = dataclasses.replace(model, windows=(0, 16, 0))
+    longer, short = layer_flops(whole, 64), layer_flops(whole, 16)
+    assert layer_flops(mixed, 64) == (*longer[:2], short[2], *longer[3:])
+    assert longer[2] - short[2] == 12 * 48 * (64 - 16)
 
 
 def test_flops_per_layer():

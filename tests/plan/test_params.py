@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import get_args
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dsx.errors import ModelError
+from dsx.nn.rotary import inverse_frequencies
 from dsx.plan.hf_config import model_spec
 from dsx.plan.params import layer_kinds, num_parameters, param_specs
-from dsx.spec.model import Rope
+from dsx.spec.model import Family, Rope
 
 LLAMA_3 = {
     "factor": 8.0,
@@ -53,12 +64,40 @@ CONFIGS = {
         num_attention_heads=4,
         tie_word_embeddings=True,
     ),
+    "mistral-default": MistralConfig(),
+    "qwen2-default": Qwen2Config(),
+    "qwen3-default": Qwen3Config(),
+    "qwen3-odd": Qwen3Config(
+        vocab_size=97,
+        hidden_size=30,
+        intermediate_size=50,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        attention_bias=True,
+        use_sliding_window=True,
+        max_window_layers=2,
+    ),
+    "gpt_neox-default": GPTNeoXConfig(),
+    "gpt_neox-odd": GPTNeoXConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=50,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        attention_bias=False,
+        tie_word_embeddings=True,
+    ),
 }
 
 
 def _meta_parameters(config) -> dict[str, torch.nn.Parameter]:
+    """Under the names in files."""
+    head = {"lm_head.weight": "embed_out.weight"} if config.model_type == "gpt_neox" else {}
     with torch.device("meta"):
-        return dict(AutoModelForCausalLM.from_config(config).named_parameters())
+        model = AutoModelForCausalLM.from_config(config)
+    return {head.get(name, name): p for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -162,10 +201,72 @@ def test_llama3_rope_without_original_positions_takes_the_model_s():
     assert model_spec(config | {"original_max_position_embeddings": 16}).rope.original_positions == 16
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "family", [GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GPTNeoXConfig]
+)
 def test_an_empty_config_means_the_same_model_as_in_transformers(family):
-    theirs = {"gpt2": GPT2Config, "llama": LlamaConfig}[family]()
-    assert model_spec({"model_type": family}) == model_spec(theirs.to_dict())
+    assert model_spec({"model_type": family.model_type}) == model_spec(family().to_dict())
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"attention_factor": 1.25, "beta_fast": 16.0, "beta_slow": 2.0},
+        {"mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False},
+        {"original_max_position_embeddings": None, "factor": 1.0},
+    ],
+)
+@pytest.mark.parametrize(("family", "share"), [(Qwen3Config, 1.0), (GPTNeoXConfig, 0.25)])
+def test_yarn_is_that_of_transformers(family, share, more):
+    """Frequencies to the last bit but one, and the factor of cosine and sine."""
+    config = family(rope_parameters={k: v for k, v in (YARN | more).items() if v} | {"rope_theta": 1e6})
+    frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](config)
+    model = model_spec(config.to_dict())
+    assert model.rope.share == share
+    assert model.rope.attention_factor == pytest.approx(factor, rel=1e-12)
+    ours = inverse_frequencies(model.rope, model.rotary_size)
+    torch.testing.assert_close(ours, frequencies, rtol=3e-7, atol=0)
+    assert ours.shape == (int(model.head_dim * share) // 2,)
+
+
+@pytest.mark.parametrize(
+    ("keys", "windows"),
+    [
+        ({"model_type": "mistral"}, (4096,) * 4),
+        ({"model_type": "mistral", "sliding_window": None}, ()),
+        ({"model_type": "qwen2", "sliding_window": 8}, ()),
+        ({"model_type": "qwen2", "use_sliding_window": True}, ()),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": None}, ()),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+            (0, 0, 0, 8),
+        ),
+        (
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (8, 0, 8, 0),
+        ),
+    ],
+)
+def test_windows_are_read_as_transformers_reads_them(keys, windows):
+    model = model_spec(keys | {"num_hidden_layers": 4})
+    assert model.windows == windows
+    classes = {"mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+    theirs = classes[keys["model_type"]].from_dict(keys | {"num_hidden_layers": 4})
+    kinds = getattr(theirs, "layer_types", ["sliding_attention"] * 4)
+    windowed = [theirs.sliding_window or 0 if kind == "sliding_attention" else 0 for kind in kinds]
+    assert tuple(windowed) == (windows or (0,) * 4)
+    # Where the whole sequence is in the window, there is none.
+    assert [model.window(block, 8) for block in range(4)] == [w if w < 8 else 0 for w in windowed]
+    assert [model.window(block, 9) for block in range(4)] == [w if w < 9 else 0 for w in windowed]
 
 
 @pytest.mark.parametrize(
@@ -177,6 +278,7 @@ def test_an_empty_config_means_the_same_model_as_in_transformers(family):
         ("swish", "silu"),
         ("silu", "silu"),
         ("relu", "relu"),
+        ("gelu_fast", "gelu_new"),
     ],
 )
 def test_activation_names(name, ours):
@@ -222,7 +324,28 @@ REFUSED = [
     ({"model_type": "llama", "tie_word_embeddings": "no"}, "tie_word_embeddings"),
     ({"model_type": "llama", "rms_norm_eps": 0.0}, "rms_norm_eps"),
     ({"model_type": "llama", "rms_norm_eps": "1e-5"}, "rms_norm_eps"),
-    ({"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+    ({"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ({"model_type": "qwen2", "rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor"),
+    ({"model_type": "qwen2", "rope_scaling": YARN | {"beta_fast": 1}}, "beta_fast"),
+    ({"model_type": "qwen2", "rope_scaling": YARN | {"truncate": 1}}, "truncate"),
+    ({"model_type": "qwen2", "use_mrope": True}, "use_mrope"),
+    ({"model_type": "qwen2", "attention_bias": True}, "attention_bias"),
+    ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "layer_types"),
+    (
+        {"model_type": "qwen3", "layer_types": ["sliding_attention"], "num_hidden_layers": 1},
+        "use_sliding_window",
+    ),
+    ({"model_type": "qwen3", "max_window_layers": -1}, "max_window_layers"),
+    ({"model_type": "qwen3", "head_dim": 7}, "head_dim = 7"),
+    ({"model_type": "qwen3", "sliding_window": 4096.0, "use_sliding_window": True}, "sliding_window"),
+    ({"model_type": "llama", "sliding_window": 4096}, "sliding_window"),
+    ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
+    ({"model_type": "mistral", "mlp_bias": True}, "mlp_bias"),
+    ({"model_type": "gpt_neox", "hidden_dropout": 0.1}, "hidden_dropout"),
+    ({"model_type": "gpt_neox", "rotary_pct": 1.5}, "rotary_pct"),
+    ({"model_type": "gpt_neox", "rotary_pct": 0.01}, "rotary_pct"),
+    ({"model_type": "gpt_neox", "rope_theta": 1e6}, "rope_theta"),
+    ({"model_type": "gpt_neox", "architectures": ["GPTNeoXForQuestionAnswering"]}, "architectures"),
     ({"model_type": "llama", "rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor"),
     ({"model_type": "llama", "rope_scaling": 2.0}, "rope_scaling"),
     ({"model_type": "llama", "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters"),
@@ -241,7 +364,7 @@ def test_what_would_silently_differ_is_refused(config, said):
 
 
 def test_configs_written_by_transformers_4_are_accepted():
-    """The keys of the hub's gpt2 and Llama 3.1 files."""
+    """The keys of the hub's gpt2, Llama 3.1, Qwen2.5-0.5B and pythia-160m files."""
     gpt2 = {
         "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
         "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
@@ -262,6 +385,34 @@ def test_configs_written_by_transformers_4_are_accepted():
         "use_cache": True, "vocab_size": 128256,
     }  # fmt: skip
     assert num_parameters(model_spec(llama)) == 8_030_261_248
+    qwen = {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+        "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24,
+        "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.40.1",
+        "use_cache": True, "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
+    }  # fmt: skip
+    assert num_parameters(model_spec(qwen)) == 494_032_768
+    pythia = {
+        "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu",
+        "hidden_size": 768, "initializer_range": 0.02, "intermediate_size": 3072, "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 12,
+        "num_hidden_layers": 12, "rotary_emb_base": 10000, "rotary_pct": 0.25,
+        "tie_word_embeddings": False, "torch_dtype": "float16", "transformers_version": "4.24.0",
+        "use_cache": True, "use_parallel_residual": True, "vocab_size": 50304,
+    }  # fmt: skip
+    assert num_parameters(model_spec(pythia)) == 162_322_944
+
+
+def test_keys_of_other_families_that_ask_for_nothing_are_accepted():
+    """Tools write them: ``"sliding_window": null`` in a Llama."""
+    off = {"sliding_window": None, "use_sliding_window": False, "rope_scaling": None, "mlp_bias": False}
+    for family in get_args(Family):
+        assert model_spec({"model_type": family} | off) == model_spec(
+            {"model_type": family} | ({"sliding_window": None} if family == "mistral" else {})
+        )
 
 
 def test_a_saved_config_of_transformers_is_accepted(tmp_path):

@@ -172,6 +172,24 @@ def test_block_time_grows_with_everything():
     assert divided > whole.backward_seconds
 
 
+def test_a_window_costs_its_mask_and_only_where_it_ends_before_the_sequence():
+    """With a mask the fused kernel computes the whole square: forward as twice the causal products."""
+    base = replace(shape(LLAMA, 2), sequence_length=8192)
+    plain, first = layer_times(machine(), base, "none"), layer_kinds(LLAMA).index("Block")
+    long = replace(LLAMA, windows=(8192,) * LLAMA.num_layers)
+    assert layer_times(machine(), replace(base, model=long), "none") == plain
+    mixed = replace(LLAMA, windows=(0, 4096) * (LLAMA.num_layers // 2))
+    times = layer_times(machine(), replace(base, model=mixed), "none")
+    assert times[first] == plain[first]
+    assert times[first + 1] == times[first + 3]
+    causal = sum(each.flops for each in kernels.attention(base)) / 2
+    rate = machine().network.cluster.peak("bf16") * Efficiency().matmul * Efficiency().attention
+    more = times[first + 1].forward - plain[first].forward
+    copies = kernels.core_traffic(base, masked=True).num_bytes - kernels.core_traffic(base).num_bytes
+    assert copies == 2 * (4096 + 1024) / 2 * base.tokens * base.width
+    assert more == pytest.approx(causal / rate + machine().traffic(copies))
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets(name):
     """Usual sizes: memory 79 to 191 GiB, a node's links faster than the network, half precision faster."""

@@ -19,22 +19,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dsx.checkpoint.formats.hf_names import CONFIG, INDEX, SINGLE, is_buffer, stored_names, tied_names
 from dsx.checkpoint.formats.slices import cut
 from dsx.errors import CheckpointError
-from dsx.plan.hf_config import model_spec
+from dsx.plan.hf_config import architecture, model_spec
 from dsx.plan.params import param_specs
 from dsx.spec.param import Box, ParamSpec
 
-CONFIG = "config.json"
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
-_ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Buffers that older transformers wrote as tensors: GPT-2's causal masks, Llama's rotary frequencies.
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-# Hub files of the bare model (openai-community/gpt2) lack the language model's prefix.
-_PREFIXES = ("transformer.", "model.")
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -119,13 +111,13 @@ class HfWeights:
             for part, name in enumerate(spec.hf):
                 used.add(self._slice(spec, name, _hf_shape(spec, part))[0])
             if spec.tie is not None:
-                used.add("lm_head.weight")  # some writers store the tied head as well
-        extra = sorted(name for name in self._files if name not in used and not name.endswith(_BUFFERS))
+                used.update(tied_names(spec))
+        extra = sorted(name for name in self._files if name not in used and not is_buffer(name))
         if extra:
             raise CheckpointError(
                 f"{self._files[extra[0]]}: tensor {extra[0]}",
                 f"the model that config.json describes has no place for it (of {len(extra)} such tensors)",
-                "use the config.json that belongs to these weights; dsx has the gpt2 and llama families",
+                "use the config.json that belongs to these weights",
             )
 
     def read(self, spec: ParamSpec, tp: int = 1, tp_rank: int = 0) -> Tensor:
@@ -160,7 +152,7 @@ class HfWeights:
 
     def _slice(self, spec: ParamSpec, name: str, shape: tuple[int, ...]) -> tuple[str, Any]:
         """The stored name of a tensor and its lazy slice, after checking type and shape."""
-        found = next((n for n in _candidates(spec, name) if n in self._files), None)
+        found = next((n for n in stored_names(spec, name) if n in self._files), None)
         if found is None:
             raise CheckpointError(
                 f"{self._source}: tensor {name}",
@@ -286,7 +278,7 @@ def finish(folder: str | Path, config: Mapping[str, Any], files: Mapping[str, st
 
 def _export_config(config: Mapping[str, Any], dtypes: set[str]) -> dict[str, Any]:
     out = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
-    out["architectures"] = [_ARCHITECTURES[str(config["model_type"])]]
+    out["architectures"] = [architecture(str(config["model_type"]))]
     if len(dtypes) == 1:
         out["dtype"] = str(_FLOATS[dtypes.pop()]).removeprefix("torch.")
     return out
@@ -311,15 +303,6 @@ def _hf_shape(spec: ParamSpec, part: int) -> tuple[int, ...]:
         assert spec.split is not None
         shape = (*shape[: spec.split], spec.parts[part], *shape[spec.split + 1 :])
     return shape[::-1] if spec.hf_transposed else shape
-
-
-def _candidates(spec: ParamSpec, name: str) -> Iterator[str]:
-    yield name
-    for prefix in _PREFIXES:
-        if name.startswith(prefix):
-            yield name.removeprefix(prefix)
-    if spec.tie is not None:
-        yield "lm_head.weight"
 
 
 @contextmanager

@@ -20,13 +20,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry, Piece
+from dsx.checkpoint.formats.hf_names import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    head_of,
+    is_buffer,
+    stored_names,
+    tied_names,
+)
 from dsx.checkpoint.pieces import contiguous, intersect
 from dsx.errors import CheckpointError
 from dsx.spec.param import ParamSpec
 
 FORMAT = "hf"
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-HEAD = "lm_head.weight"
 DTYPES: Mapping[str, str] = {
     "F64": "float64",
     "F32": "float32",
@@ -43,9 +50,6 @@ DTYPES: Mapping[str, str] = {
 }
 """Torch's name of every dtype of safetensors that a catalog may have."""
 _LARGEST_HEADER = 100_000_000  # safetensors' own limit
-# As in dsx.checkpoint.formats.hf: buffers that older transformers stored, and prefixes that bare models lack.
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-_PREFIXES = ("transformer.", "model.")
 _DOWNLOAD = "download or export it again"
 
 
@@ -122,7 +126,7 @@ def _tensors(root: Path, file: str) -> Iterator[Entry]:
             )
         corner = (0,) * len(shape)
         pieces = (Piece(file, base + start, corner, shape, contiguous(shape)),) if prod(shape) else ()
-        role: Literal["buffer", "trained"] = "buffer" if name.endswith(_BUFFERS) else "trained"
+        role: Literal["buffer", "trained"] = "buffer" if is_buffer(name) else "trained"
         yield Entry(name=name, state="weight", shape=shape, dtype=dtype, pieces=pieces, role=role)
 
 
@@ -150,9 +154,9 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
                     "use a checkpoint of a model whose parts were trained together",
                 )
             entries.append(_fused(source, spec, [by_name[name][state] for name in found]))
-    tied = {HEAD} if any(spec.tie is not None for spec in specs) else set()
+    tied = {name for spec in specs if spec.tie is not None for name in tied_names(spec)}
     unknown = sorted(by_name.keys() - homes.keys() - tied)
-    unknown = [name for name in unknown if not name.endswith(_BUFFERS) and _role(by_name[name]) != "buffer"]
+    unknown = [name for name in unknown if not is_buffer(name) and _role(by_name[name]) != "buffer"]
     if unknown:
         raise CheckpointError(
             f"{source.root}: tensor {unknown[0]}",
@@ -233,24 +237,23 @@ def with_names(source: Catalog, patterns: Sequence[tuple[str, str]], where: str)
 def model_order(names: Iterable[str]) -> tuple[str, ...]:
     """Hugging Face names in the order of the model's own parameters, which optimizers number them by.
 
-    In a Llama block ``transformers`` registers attention and MLP before the norms (modeling_llama.py,
-    ``LlamaDecoderLayer.__init__``); dsx has them in the order of computation, and fused biases after fused
-    weights, where Hugging Face has one module after another.
+    dsx has them in the order of computation, and fused biases after fused weights, where Hugging Face has one
+    module after another. In blocks of Llama and its likes ``transformers`` registers attention and MLP before
+    the norms (modeling_llama.py, ``LlamaDecoderLayer.__init__``), in those of GPT-NeoX after them.
     """
-    late = ("input_layernorm", "post_attention_layernorm")
+    norms = ("input_layernorm", "post_attention_layernorm")
     layers: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in names:
         parts = name.split(".")
-        layer = ".".join(parts[:3]) if parts[:2] == ["model", "layers"] else name.rpartition(".")[0]
+        is_block = parts[:2] in (["model", "layers"], ["gpt_neox", "layers"])
+        layer = ".".join(parts[:3]) if is_block else name.rpartition(".")[0]
         layers[layer][name.rpartition(".")[0]].append(name)
     found: list[str] = []
-    for modules in layers.values():
-        first = [module for module in modules if module.rpartition(".")[2] not in late]
-        last = sorted(
-            (module for module in modules if module not in first),
-            key=lambda module: late.index(module.rpartition(".")[2]),
-        )
-        found += [name for module in (*first, *last) for name in modules[module]]
+    for layer, modules in layers.items():
+        others = [module for module in modules if module.rpartition(".")[2] not in norms]
+        ends = [module for name in norms for module in modules if module.rpartition(".")[2] == name]
+        order = (*ends, *others) if layer.startswith("gpt_neox.") else (*others, *ends)
+        found += [name for module in order for name in modules[module]]
     return tuple(found)
 
 
@@ -261,9 +264,7 @@ def _role(states: Mapping[str, Entry]) -> str:
 def _stored_name(
     source: Catalog, spec: ParamSpec, name: str, by_name: Mapping[str, Mapping[str, Entry]]
 ) -> str:
-    bare = [name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)]
-    tied = [HEAD] if spec.tie is not None else []
-    found = next((one for one in (name, *bare, *tied) if one in by_name), None)
+    found = next((one for one in stored_names(spec, name) if one in by_name), None)
     if found is None:
         raise CheckpointError(
             f"{source.root}: tensor {name}",
@@ -309,7 +310,7 @@ def _parted(spec: ParamSpec, entry: Entry) -> Iterator[Entry]:
             box = (*box[:dim], (start, start + spec.parts[number]), *box[dim + 1 :])
         inside = [_clipped(piece, box, entry.item_bytes) for piece in entry.pieces]
         pieces = [_turned(_shifted(piece, spec, -start), spec) for piece in inside if piece is not None]
-        aliases = (HEAD,) if spec.tie is not None and name != HEAD else ()
+        aliases = (head_of(name),) if spec.tie is not None else ()
         yield replace(
             entry,
             name=name,

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.catalog import Catalog, Entry, Piece
-from dsx.checkpoint.formats.hf_catalog import CONFIG, DTYPES, FORMAT, INDEX, SINGLE
+from dsx.checkpoint.formats.hf_catalog import DTYPES, FORMAT
+from dsx.checkpoint.formats.hf_names import CONFIG, INDEX, SINGLE
 from dsx.checkpoint.pieces import contiguous
 from dsx.checkpoint.target import Skeleton, Target, Written
 from dsx.errors import CheckpointError

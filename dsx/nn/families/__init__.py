@@ -14,9 +14,19 @@ from dsx.nn.families.llama import llama
 from dsx.nn.loss import cross_entropy
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
-from dsx.spec.model import ModelSpec, Recompute
+from dsx.spec.model import Family, ModelSpec, Recompute
 
 __all__ = ["Layer", "layers", "loss"]
+
+# The others have Llama's list of layers; what differs is in the blocks, by the ModelSpec.
+_LISTS: dict[Family, Callable[[LayerListBuilder], list[Layer]]] = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "mistral": llama,
+    "qwen2": llama,
+    "qwen3": llama,
+    "gpt_neox": llama,
+}
 
 
 def layers(
@@ -57,7 +67,7 @@ def layers(
         pad_multiple=pad_multiple,
         split=split,
     )
-    return gpt2(builder) if model.family == "gpt2" else llama(builder)
+    return _LISTS[model.family](builder)
 
 
 def loss(

@@ -16,6 +16,7 @@ from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights
 from dsx.nn.rotary import Rotary
 from dsx.nn.split import WeightGradients
+from dsx.nn.window import Window
 from dsx.plan.params import TIE, param_specs
 from dsx.spec.model import ModelSpec, Recompute
 from dsx.spec.param import ParamSpec
@@ -40,7 +41,12 @@ class LayerListBuilder:
     @cached_property
     def rotary(self) -> Rotary | None:
         """One for all blocks, so that its tables exist once."""
-        return None if self.model.rope is None else Rotary(self.model.rope, self.model.head_dim)
+        return None if self.model.rope is None else Rotary(self.model.rope, self.model.rotary_size)
+
+    @cached_property
+    def windows(self) -> dict[int, Window]:
+        """One for all blocks with the same window, so that its mask exists once."""
+        return {size: Window(size) for size in set(self.model.windows) if size}
 
     def word_embedding(self) -> Layer:
         """Layer 0; tied with the head if the model's embeddings are."""
@@ -56,9 +62,18 @@ class LayerListBuilder:
 
     def blocks(self, first: int) -> list[Layer]:
         """All blocks, the first one at layer ``first``."""
+        model = self.model
+        sizes = model.windows or (0,) * model.num_layers
         return [
-            LayerSpec(Block, self.model, self._weights(first + block), self.rotary, self.recompute)
-            for block in range(self.model.num_layers)
+            LayerSpec(
+                Block,
+                model,
+                self._weights(first + block),
+                self.rotary,
+                self.recompute,
+                self.windows.get(size),
+            )
+            for block, size in enumerate(sizes)
         ]
 
     def final_norm(self, layer: int) -> Layer:

@@ -1,4 +1,9 @@
-"""Llama (Touvron et al. 2023, arXiv:2302.13971; Llama 3, arXiv:2407.21783): RoPE, RMSNorm, SwiGLU, GQA."""
+"""Llama (Touvron et al. 2023, arXiv:2302.13971; Llama 3, arXiv:2407.21783): RoPE, RMSNorm, SwiGLU, GQA.
+
+Also the layers of Mistral (arXiv:2310.06825: sliding window), Qwen2 (arXiv:2407.10671: biases on Q, K and V),
+Qwen3 (arXiv:2505.09388: norms of query and key heads) and GPT-NeoX (arXiv:2204.06745: LayerNorm, parallel
+residual, a part of each head rotated).
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ Shapes as in :mod:`.ops`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dsx.plan.memory.ops import Ops, label
@@ -12,6 +13,9 @@ from dsx.plan.memory.tape import Tensor
 
 _CORE = "nn/attention.py _core"
 _ROTARY = "nn/rotary.py __call__"
+
+MASK_ALIGNMENT = 8
+"""Elements to whose multiple a mask's rows are stored (nn/window.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,24 +27,43 @@ class Core:
         heads: Query heads.
         kv_heads: Key/value heads.
         head_dim: Size of a head.
-        rotary: Whether queries and keys are rotated.
+        rotary_size: Elements of it that are rotated; 0 without rotation.
+        masked: Whether a window is shorter than the sequence. All blocks share its mask, which is not counted
+            here.
+        norms: Of query and key heads, if any.
     """
 
     ops: Ops
     heads: int
     kv_heads: int
     head_dim: int
-    rotary: bool
+    rotary_size: int
+    masked: bool = False
+    norms: tuple[Callable[[Tensor], Tensor], ...] = ()
 
     def __call__(self, qkv: Tensor) -> Tensor:
         """Fused projection [B, S, P] to context [B, S, N D]."""
-        if self.rotary:
+        if self.norms:
+            return self._normed(qkv)
+        if self.rotary_size:
             turned, value = self._split(qkv)
             qk = self._rotate(turned)
             del turned
             value = self._contiguous(value)
             return self._attend((qk,), value)
         return self._attend((qkv,), None)
+
+    def _normed(self, qkv: Tensor) -> Tensor:
+        """Norms of queries and keys, then rotation; values stay a view of the projection."""
+        counts = (self.heads, self.kv_heads, self.kv_heads)
+        query, key, value = (Tensor(self._part(qkv, n), qkv.width, qkv.storage) for n in counts)
+        what = label("gradient of the projection", "B S P w", _CORE)
+        shape, width, tape = qkv.shape, qkv.width, self.ops.tape
+        tape.record((qkv,), (query, key, value), lambda *_: [tape.new(what, width, *shape)])
+        norm_query, norm_key = self.norms
+        query = self._rotate(norm_query(query))
+        key = self._rotate(norm_key(key))
+        return self._kernel(query, *self._expanded(key, value))
 
     def _part(self, qkv: Tensor, heads: int) -> tuple[int, ...]:
         return (*qkv.shape[:2], heads, self.head_dim)
@@ -61,6 +84,22 @@ class Core:
         return copy
 
     def _rotate(self, x: Tensor) -> Tensor:
+        """nn/rotary.py __call__: all of each head, or its first elements beside the rest."""
+        if self.rotary_size == self.head_dim:
+            return self._turn(x)
+        ops, tape, width = self.ops, self.ops.tape, x.width
+        sizes = (self.rotary_size, self.head_dim - self.rotary_size)
+        turning, rest = (Tensor((*x.shape[:-1], size), width, x.storage) for size in sizes)
+        joined = label("gradient of the parts", "B S (N+K) D w", _ROTARY)
+        shape = x.shape
+        tape.record((x,), (turning, rest), lambda *_: [tape.new(joined, width, *shape)])
+        turned = self._turn(turning)
+        y = ops.like(label("rotated queries and keys", "B S (N+K) D w", _ROTARY), x)
+        shapes = (turned.shape, rest.shape)
+        tape.record((turned, rest), (y,), lambda _, dy: [dy.view(*one).detach() for one in shapes])
+        return y
+
+    def _turn(self, x: Tensor) -> Tensor:
         """``x cos + (-right, left) sin``; tables are shared and counted once."""
         ops, tape = self.ops, self.ops.tape
         half = (*x.shape[:-1], x.shape[-1] // 2)
@@ -86,7 +125,7 @@ class Core:
         return rotated
 
     def _attend(self, projected: tuple[Tensor], value: Tensor | None) -> Tensor:
-        """Flash for half precision, the memory-efficient kernel for float32 (torch sdp_utils.cpp)."""
+        """The kernel, with heads brought to it (torch sdp_utils.cpp)."""
         tape = self.ops.tape
         (source,) = projected
         counts = (
@@ -99,9 +138,18 @@ class Core:
         if value is not None:
             parts.append(value)
         query, key, value = parts
-        if width == 4 and self.heads != self.kv_heads and self.ops.device == "cuda":
-            key, value = self._repeated(key), self._repeated(value)
-        return self._kernel(query, key, value)
+        return self._kernel(query, *self._expanded(key, value))
+
+    @property
+    def _efficient(self) -> bool:
+        """Whether the kernel is the memory-efficient one, not flash."""
+        return self.ops.device == "cuda" and (self.ops.width == 4 or self.masked)
+
+    def _expanded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as the kernel takes them: the memory-efficient one for each query head."""
+        if not self._efficient or self.heads == self.kv_heads:
+            return key, value
+        return self._repeated(key), self._repeated(value)
 
     def _repeated(self, x: Tensor) -> Tensor:
         ops = self.ops
@@ -119,7 +167,7 @@ class Core:
         ops, tape = self.ops, self.ops.tape
         batch, length = query.shape[:2]
         context = tape.new(label("context", "B S N D w", _CORE), query.width, *query.shape)
-        efficient = query.width == 4 and ops.device == "cuda"
+        efficient = self._efficient
         rows = -(-length // 32) * 32 if efficient else length
         what = label("log-sum-exp", "4 B N S", _CORE)
         log_sum = tape.new(what, 4, batch, self.heads, rows)

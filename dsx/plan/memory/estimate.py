@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsx.plan.memory.attention import MASK_ALIGNMENT
 from dsx.plan.memory.layers import Layers
 from dsx.plan.memory.ops import DeviceKind, Later, Ops, label
 from dsx.plan.memory.partitioned import Bf16, Bucketed, Partitioned
@@ -13,6 +14,7 @@ from dsx.plan.memory.stage3_offload import Stage3Offload
 from dsx.plan.memory.states import Flat, States, StateSettings, Unfused
 from dsx.plan.memory.tape import Label, Leaf, Ledger, Storage, Tape, Tensor
 from dsx.plan.memory.walk import Boundary, Walk
+from dsx.plan.params import layer_kinds
 from dsx.plan.receives import ReceivePlan
 from dsx.spec.layout import Layout
 from dsx.spec.model import ModelSpec, Recompute
@@ -120,8 +122,7 @@ def estimate(
         ledger.start()
         action()
         phases.append(_phase(name, ledger, ""))
-    if job.model.rope is not None and any("norm_1" in leaf.name for leaf in states.order):
-        later.append(_tables(job, ledger))
+    later += _tables(job, at["pp"], ledger)
     for step in range(STEPS):
         ledger.start()
         watch = _Watch(ledger)
@@ -154,10 +155,20 @@ def _phase(name: str, ledger: Ledger, where: str) -> Phase:
     return Phase(name=name, peak_bytes=ledger.peak_bytes, lines=tuple(lines), where=where)
 
 
-def _tables(job: Job, ledger: Ledger) -> Tensor:
-    elements = 2 * job.sequence_length * job.model.head_dim
-    what = label("rotary tables", "2 S D w", "nn/rotary.py tables")
-    return Tensor((elements,), job.states.width, Storage(ledger, what, elements * job.states.width))
+def _tables(job: Job, pp_rank: int, ledger: Ledger) -> list[Tensor]:
+    """What the rank's blocks share, made in the first forward: rotary tables, and a mask for each window."""
+    kinds, length, width = layer_kinds(job.model), job.sequence_length, job.states.width
+    first = kinds.index("Block")
+    layers = {spec.layer for spec in job.layout.params_of(pp_rank)}
+    blocks = [layer - first for layer in layers if kinds[layer] == "Block"]
+    found = []
+    if job.model.rope is not None and blocks:
+        what = label("rotary tables", "2 S R w", "nn/rotary.py tables")
+        found.append((what, 2 * length * job.model.rotary_size))
+    windows = {job.model.window(block, length) for block in blocks} - {0}
+    what = label("mask of a window", "S S w", "nn/window.py mask")
+    found += [(what, length * -(-length // MASK_ALIGNMENT) * MASK_ALIGNMENT) for _ in windows]
+    return [Tensor((size,), width, Storage(ledger, what, size * width)) for what, size in found]
 
 
 def _rank(

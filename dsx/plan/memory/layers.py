@@ -64,6 +64,10 @@ class Layers:
         weight, bias = self._weight(layer, f"{name}.weight"), self._optional(layer, f"{name}.bias")
         return self.ops.module((weight, bias), x, lambda x: self.ops.norm(x, weight, bias))
 
+    def _head_norm(self, layer: int, name: str, x: Tensor) -> Tensor:
+        weight = self._weight(layer, f"{name}.weight")
+        return self.ops.module((weight,), x, lambda x: self.ops.norm(x, weight, None, over_heads=True))
+
     def _column(self, layer: int, module: str, x: Tensor, *, name: str) -> Tensor:
         weight, bias = self._weight(layer, f"{module}.weight"), self._optional(layer, f"{module}.bias")
         body = partial(self.ops.linear, weight=weight, bias=bias, column=True, name=name)
@@ -81,13 +85,16 @@ class Layers:
         return self._residuals(layer, x)
 
     def _residuals(self, layer: int, x: Tensor) -> Tensor:
+        """nn/block.py Block._residuals."""
         source = "nn/block.py Block._residuals"
         probability = self.model.residual_dropout
         branch = self.ops.module((), self._norm(layer, "norm_1", x), partial(self._attention, layer))
         branch = self.dropout(branch, probability)
         middle = self.ops.add(x, branch, name="after attention", source=source)
         del branch
-        branch = self.ops.module((), self._norm(layer, "norm_2", middle), partial(self._mlp, layer))
+        if not self.model.parallel_residual:
+            x = middle
+        branch = self.ops.module((), self._norm(layer, "norm_2", x), partial(self._mlp, layer))
         branch = self.dropout(branch, probability)
         return self.ops.add(middle, branch, name="block output", source=source)
 
@@ -99,12 +106,16 @@ class Layers:
         """nn/attention.py Attention.forward."""
         model, ops = self.model, self.ops
         qkv = self._column(layer, "attention.qkv", x, name="queries, keys, values")
+        block, length = layer - layer_kinds(model).index("Block"), qkv.shape[1]
+        names = ("q_norm", "k_norm") if model.qk_norm else ()
         core = Core(
             ops=ops,
             heads=model.num_heads // ops.tp,
             kv_heads=model.num_kv_heads // ops.tp,
             head_dim=model.head_dim,
-            rotary=model.rope is not None,
+            rotary_size=model.rotary_size,
+            masked=bool(model.window(block, length)),
+            norms=tuple(partial(self._head_norm, layer, f"attention.{name}") for name in names),
         )
         context = ops.tape.checkpoint(core, qkv) if self.recompute == "selective" else core(qkv)
         return self._row(layer, "attention.out", context, name="attention output")

@@ -272,28 +272,37 @@ class Ops:
         self.tape.record((x, bias), (y,), backward)
         return y
 
-    def norm(self, x: Tensor, weight: Leaf, bias: Leaf | None) -> Tensor:
-        """LayerNorm with a bias, else RMSNorm: float32 statistics of each token are saved."""
+    def norm(self, x: Tensor, weight: Leaf, bias: Leaf | None, *, over_heads: bool = False) -> Tensor:
+        """LayerNorm with a bias, else RMSNorm: float32 statistics of each token, or head, are saved.
+
+        Heads are a view of their projection, of which the kernel makes a copy each time.
+        """
         source = "nn/norm.py forward"
-        parameters = self._copied([self.late(p) for p in (weight, bias) if p is not None])
+        parameters = self._copied([self.late(p) for p in (weight, bias) if p is not None], cut=over_heads)
         if bias is None and self.device == "cpu":
             return host_kernels.rms_norm(self, x, parameters[0])
+        copied = label("norm's input, in order", "B S N D w", "torch layer_norm_kernel.cu")
+        copy = self.like(copied, x) if over_heads else None
         y = self.like(label("norm", "B s H w", source), x)
         what = label("norm statistics", "4 B s", source)
         statistics = [self.tape.new(what, 4, *x.shape[:-1]) for _ in parameters]
+        del copy
 
         def backward(saved: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
             del dy
+            copy = self.like(copied, saved[0]) if over_heads else None
             dx = self.like(label("gradient of norm's input", "B s H w", source), saved[0])
             what = Label("gradients", "norm gradient", "H w", source)
-            return [dx, *(self.tape.new(what, self.width, *p.shape) for p in parameters)]
+            gradients = [self.tape.new(what, self.width, *p.shape) for p in parameters]
+            del copy
+            return [dx, *gradients]
 
         self.tape.record((x, *parameters), (y,), backward, saved=(x, weight, *statistics))
         return y
 
-    def _copied(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _copied(self, parameters: Sequence[Tensor], *, cut: bool) -> Sequence[Tensor]:
         """nn/collectives.py copy_parameters: gradients are summed over the ranks in float32."""
-        if not self.sequence:
+        if not (self.sequence or (cut and self.tp > 1)):
             return parameters
         views = [parameter.detach() for parameter in parameters]
 

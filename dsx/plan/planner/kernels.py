@@ -133,12 +133,22 @@ def block_traffic(shape: Shape) -> Traffic:
     return Traffic(passes * shape.stream_bytes + wide, kernels + (2 if model.gated_mlp else 1))
 
 
-def core_traffic(shape: Shape) -> Traffic:
-    """Forward of the attention core, fused or not: heads brought together and apart, rotation."""
+def core_traffic(shape: Shape, *, masked: bool = False) -> Traffic:
+    """Forward of the attention core, fused or not: heads brought together and apart, normed, rotated.
+
+    ``masked``: its window is shorter than the sequence, so that keys and values are repeated for the kernel
+    (dsx/nn/attention.py _attend).
+    """
     model, per = shape.model, shape.tokens * shape.width / shape.tensor
     moved = 2 * (model.query_size + 2 * model.kv_size) + 2 * model.query_size
-    rotated = 2 * (model.query_size + model.kv_size) if model.rope else 0
-    return Traffic((moved + rotated) * per, 4 if model.rope else 2)
+    kernels = 2
+    if model.rope is not None:
+        moved, kernels = moved + 2 * (model.query_size + model.kv_size), kernels + 2
+    if model.qk_norm:
+        moved, kernels = moved + 2 * (model.query_size + model.kv_size), kernels + 2
+    if masked and model.num_kv_heads < model.num_heads:
+        moved, kernels = moved + 2 * (model.query_size + model.kv_size), kernels + 2
+    return Traffic(moved * per, kernels)
 
 
 def score_traffic(shape: Shape) -> Traffic:

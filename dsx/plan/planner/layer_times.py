@@ -126,24 +126,25 @@ class Machine:
 
 def layer_times(machine: Machine, shape: Shape, recompute: Recompute) -> tuple[LayerTime, ...]:
     """Times of every layer of the layer list."""
+    model, kinds = shape.model, layer_kinds(shape.model)
     makers: dict[str, Callable[[], LayerTime]] = {
         "WordEmbedding": lambda: _embedding(machine, shape),
         "Positions": lambda: _stream(machine, shape, passes=3),
-        "Block": lambda: _block(machine, shape, recompute),
         "FinalNorm": lambda: _stream(machine, shape, passes=2),
         "Head": lambda: _head(machine, shape),
     }
-    kinds = layer_kinds(shape.model)
-    made = {kind: makers[kind]() for kind in dict.fromkeys(kinds)}
-    return tuple(made[kind] for kind in kinds)
+    masked = [bool(model.window(block, shape.sequence_length)) for block in range(model.num_layers)]
+    blocks = {mask: _block(machine, shape, recompute, masked=mask) for mask in set(masked)}
+    of_blocks = iter(masked)
+    return tuple(blocks[next(of_blocks)] if kind == "Block" else makers[kind]() for kind in kinds)
 
 
-def _block(machine: Machine, shape: Shape, recompute: Recompute) -> LayerTime:
+def _block(machine: Machine, shape: Shape, recompute: Recompute, *, masked: bool) -> LayerTime:
     width, linears = shape.width, kernels.linears(shape)
     matmuls = sum(machine.product(each, width) for each in linears)
     around = kernels.block_traffic(shape)
     moved = machine.traffic(around.num_bytes)
-    core, core_backward, core_kernels = _core(machine, shape)
+    core, core_backward, core_kernels = _core(machine, shape, masked=masked)
     count = around.kernels + len(linears) + core_kernels
     forward = machine.at_least(matmuls + moved + core, count)
     added = sum(3.0 * each.n * each.k for each in linears) * width  # to the gradients so far
@@ -163,14 +164,15 @@ def _block(machine: Machine, shape: Shape, recompute: Recompute) -> LayerTime:
     )
 
 
-def _core(machine: Machine, shape: Shape) -> tuple[float, float, int]:
+def _core(machine: Machine, shape: Shape, *, masked: bool) -> tuple[float, float, int]:
     """Attention core: seconds forward, seconds backward, kernels forward."""
-    products, moved = kernels.attention(shape), kernels.core_traffic(shape)
+    products, moved = kernels.attention(shape), kernels.core_traffic(shape, masked=masked)
     around = machine.traffic(moved.num_bytes)
     if machine.software.attention == "fused":
         rate = machine.network.cluster.peak(machine.precision) * machine.network.efficiency.matmul
-        # Half of the square is masked and skipped.
-        fused = sum(each.flops for each in products) / 2 / (rate * machine.network.efficiency.attention)
+        # Half of the square is masked and skipped, unless the mask is a tensor.
+        share = 1.0 if masked else 0.5
+        fused = share * sum(each.flops for each in products) / (rate * machine.network.efficiency.attention)
         return around + fused, _BACKWARD_TRAFFIC * around + _FUSED_BACKWARD * fused, moved.kernels + 1
     scores = kernels.score_traffic(shape)
     stored = machine.traffic(scores.num_bytes)

@@ -224,16 +224,19 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        copy = x.contiguous()
+        y = torch.empty_like(copy)
         statistics = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         ctx.save_for_backward(x, weight, statistics)
-        return torch.empty_like(x)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         del dy
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        copy = x.contiguous()
+        return torch.empty_like(copy), torch.empty_like(weight)
 
 
 def _rms_norm(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -247,26 +250,30 @@ def _rms_norm(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _attention(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The fused kernels that torch takes on CUDA (sdp_utils.cpp): flash for half precision."""
+    """The fused kernels that torch takes on CUDA (sdp_utils.cpp): flash for half precision without a mask."""
 
     def attend(
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         *,
+        attn_mask: torch.Tensor | None,
         dropout_p: float,
         is_causal: bool,
         enable_gqa: bool,
     ) -> torch.Tensor:
         if query.device.type != "paper":
-            return usual(query, key, value, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
-        if query.dtype != torch.float32:
+            return usual(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
+        if query.dtype != torch.float32 and attn_mask is None:
             flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001 (what torch dispatches to)
             return flash(query, key, value, dropout_p, is_causal)[0]  # type: ignore[no-any-return]
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+        if attn_mask is not None:
+            attn_mask = attn_mask.expand(*query.shape[:2], -1, -1)
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention  # noqa: SLF001
-        return efficient(query, key, value, None, torch.is_grad_enabled(), dropout_p, is_causal)[0]  # type: ignore[no-any-return]
+        grads = torch.is_grad_enabled()
+        return efficient(query, key, value, attn_mask, grads, dropout_p, is_causal)[0]  # type: ignore[no-any-return]
 
     return attend

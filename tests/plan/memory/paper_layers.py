@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import sys
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -29,10 +30,31 @@ from dsx.spec.model import ModelSpec, Rope
 BATCH, LENGTH = 2, 128
 
 
+# What the families beside GPT-2 and Llama have of their own.
+_OWN = {
+    "llama": {},
+    "mistral": {"windows": (48, 0)},
+    "qwen2": {"attention_bias": True, "tied_embeddings": True},
+    "qwen3": {"qk_norm": True},
+    "gpt_neox": {
+        "rope": Rope(share=0.25),
+        "num_kv_heads": 4,
+        "norm": "layernorm",
+        "activation": "gelu",
+        "gated_mlp": False,
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "interleaved_qkv": True,
+        "parallel_residual": True,
+    },
+}
+
+
 def model(family, dropout):
     """Two blocks; a vocabulary that needs padding and several chunks of logits."""
     gpt2 = family == "gpt2"
-    return ModelSpec(
+    spec = ModelSpec(
         family=family,
         num_layers=2,
         hidden_size=128,
@@ -55,6 +77,7 @@ def model(family, dropout):
         attention_dropout=dropout,
         embedding_dropout=dropout,
     )
+    return replace(spec, **_OWN.get(family, {}))
 
 
 def modules(spec, tp, width, recompute, split, layers):
@@ -90,10 +113,15 @@ def by_torch(spec, tp, sequence, width, recompute, divided, layers):
             inputs = torch.zeros(BATCH, length, spec.hidden_size, dtype=dtype, device="paper")
             inputs.requires_grad_()
         for module in chain:
-            if getattr(getattr(module, "attention", None), "rotary", None) is not None:
-                module.attention.rotary.tables(
-                    LENGTH, torch.float32 if width == 4 else torch.bfloat16, ids.device
-                )
+            # What blocks share is made before, as the estimate counts it once.
+            attention, dtype = (
+                getattr(module, "attention", None),
+                {2: torch.bfloat16, 4: torch.float32}[width],
+            )
+            if getattr(attention, "rotary", None) is not None:
+                attention.rotary.tables(LENGTH, dtype, ids.device)
+            if getattr(attention, "window", None) is not None:
+                attention.window.mask(LENGTH, dtype, ids.device)
         before = meter.current_bytes
 
         def forward():

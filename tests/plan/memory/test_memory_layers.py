@@ -27,7 +27,23 @@ def cases():
         for layers in ([0], [1], [last - 1, last], list(range(last + 1))):
             dropout = 0.1 if family == "gpt2" and width == 2 else 0.0
             found.append([family, dropout, tp, sequence, width, recompute, divided, layers])
-    return found[::5]
+    return found[::5] + others()
+
+
+def others():
+    """The same for what the other families' blocks have of their own, some of all that there are."""
+    found = [
+        [family, 0.0, tp, sequence, width, recompute, divided, layers]
+        for family, (tp, sequence), width, recompute, divided, layers in product(
+            ("mistral", "qwen2", "qwen3", "gpt_neox"),
+            ((1, False), (2, False), (2, True)),
+            (2, 4),
+            ("none", "selective", "full"),
+            (False, True),
+            ([1], [0, 1, 2, 3, 4]),
+        )
+    ]
+    return found[::19]
 
 
 def test_layers_hold_what_their_code_holds():

@@ -60,6 +60,17 @@ CASES = {
             'optimizer.params={"lr": 0.001, "momentum": 0.9}',
         ],
     ),
+    "zero1_windows_and_head_norms": (
+        4,
+        [
+            "zero_optimization.stage=1",
+            "bf16.enabled=true",
+            "dsx.model.family=qwen3",
+            'dsx.model.overrides={"use_sliding_window": true, "sliding_window": 20, "max_window_layers": 3}',
+            "dsx.parallel.tensor=2",
+            "dsx.parallel.pipeline=2",
+        ],
+    ),
     "zero2_divided_backward": (
         4,
         ["zero_optimization.stage=2", "dsx.parallel.pipeline=2", "dsx.schedule.name=zb_h1"],

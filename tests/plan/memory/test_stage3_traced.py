@@ -56,6 +56,11 @@ PREFETCHING = [
 CASES = {
     "prefetching": PREFETCHING,
     "keeping": [*PREFETCHING, "dsx.zero.keep_gathered_bytes=400000", "data_types.grad_accum_dtype=fp32"],
+    "head_norms": [
+        *PREFETCHING,
+        "dsx.model.family=qwen3",
+        'dsx.model.overrides={"hidden_size": 80, "head_dim": 16, "vocab_size": 259}',
+    ],
     "offload": [
         "zero_optimization.offload_optimizer.device=cpu",
         "zero_optimization.offload_param.device=cpu",

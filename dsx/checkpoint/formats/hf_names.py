@@ -1,0 +1,58 @@
+"""Files of a Hugging Face model folder, and under which names a model's tensors may be stored in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from dsx.spec.param import ParamSpec
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# Hub files of the bare model (openai-community/gpt2) lack the language model's prefix.
+_PREFIXES = ("transformer.", "model.", "gpt_neox.")
+# transformers 5 calls GPT-NeoX's head as everybody's, and files have the old name (conversion_mapping.py).
+_OTHER_HEADS = {"embed_out.weight": "lm_head.weight", "lm_head.weight": "embed_out.weight"}
+# Buffers that older transformers wrote as tensors: causal masks of GPT-2 and GPT-NeoX, rotary frequencies.
+_BUFFER = re.compile(
+    r".*(\.attn\.bias|\.attn\.masked_bias|\.rotary_emb\.inv_freq|layers\.\d+\.attention\.(masked_)?bias)"
+)
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a stored tensor is no parameter.
+
+    >>> is_buffer("gpt_neox.layers.0.attention.bias"), is_buffer("gpt_neox.layers.0.attention.dense.bias")
+    (True, False)
+    """
+    return _BUFFER.fullmatch(name) is not None
+
+
+def head_of(name: str) -> str:
+    """Name of the head that is tied to the word embedding called ``name``.
+
+    >>> head_of("gpt_neox.embed_in.weight")
+    'embed_out.weight'
+    """
+    return "embed_out.weight" if name.startswith("gpt_neox.") else "lm_head.weight"
+
+
+def stored_names(spec: ParamSpec, name: str) -> Iterator[str]:
+    """Names under which a tensor of ``spec`` may be stored: its own, then what other writers call it."""
+    yield name
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            yield name.removeprefix(prefix)
+    if name in _OTHER_HEADS:
+        yield _OTHER_HEADS[name]
+    if spec.tie is not None:
+        yield from tied_names(spec)
+
+
+def tied_names(spec: ParamSpec) -> Iterator[str]:
+    """Names of the copy of a tied embedding that some writers store as well."""
+    head = head_of(spec.hf[0])
+    yield head
+    yield _OTHER_HEADS[head]

@@ -1,0 +1,96 @@
+"""The README's table of families, made from what the parity tests train. Not a test.
+
+``python -m parity.families_table`` in tests/ prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from dsx.config.presets import presets
+from dsx.plan.hf_config import architecture, model_spec
+from dsx.spec.model import ModelSpec
+from parity.dsx_run import Case
+from parity.oracle import CONFIGS
+
+HEADER = ("`model_type`", "class", "what its blocks have", "published presets", "trained in")
+
+
+def table(cases: Iterable[Case]) -> str:
+    """Markdown, a row for each family that ``cases`` train."""
+    of_family: dict[str, list[Case]] = {}
+    for case in cases:
+        of_family.setdefault(case.family, []).append(case)
+    rows = [HEADER, ("---",) * len(HEADER)]
+    for family, known in of_family.items():
+        named = [p.name for p in presets() if p.family == family and p.about.startswith("hub:")]
+        rows.append(
+            (
+                f"`{family}`",
+                f"`{architecture(family)}`",
+                _blocks(model_spec(CONFIGS[family])),
+                ", ".join(f"`{name}`" for name in named),
+                _layouts(known),
+            )
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _blocks(model: ModelSpec) -> str:
+    biases = [
+        name
+        for name, has in (
+            ("Q, K, V", model.attention_bias),
+            ("attention output", model.attention_out_bias),
+            ("MLP", model.mlp_bias),
+        )
+        if has
+    ]
+    rotated = "learned positions"
+    if model.rope is not None:
+        share = "" if model.rope.share == 1.0 else " of a part of each head"
+        rotated = "rope" + share
+    found = [
+        rotated,
+        "LayerNorm" if model.norm == "layernorm" else "RMSNorm",
+        "grouped queries" if model.num_kv_heads < model.num_heads else "",
+        "norms of query and key heads" if model.qk_norm else "",
+        "sliding windows" + ("" if all(model.windows) else " in some layers") if model.windows else "",
+        f"biases ({', '.join(biases)})" if biases else "",
+        "parallel residual" if model.parallel_residual else "",
+    ]
+    return ", ".join(filter(None, found))
+
+
+def _layouts(cases: Sequence[Case]) -> str:
+    """What the layouts of the cases reach, not each of them."""
+
+    def most(name: str) -> int:
+        return max(getattr(case, name) for case in cases)
+
+    stages = ", ".join(str(zero) for zero in sorted({case.zero for case in cases}))
+    split = {"zb_h1", "zbv", "interleaved_zb"} & {case.schedule for case in cases}
+    found = [
+        f"tp {most('tp')}, pp {most('pp')}",
+        f"{most('chunks')} chunks" if most("chunks") > 1 else "",
+        f"ZeRO {stages}",
+        "split backward" if split else "",
+        "recompute" if any(case.recompute != "none" for case in cases) else "",
+    ]
+    return ", ".join(filter(None, found))
+
+
+def all_cases() -> tuple[Case, ...]:
+    """The cases of the tests that compare training with one process of transformers."""
+    from parity import test_family_parity, test_hugging_face_parity, test_schedule_parity
+
+    return (
+        *test_hugging_face_parity.CASES,
+        *test_hugging_face_parity.VARIANTS,
+        *test_schedule_parity.CASES,
+        *test_family_parity.CASES,
+    )
+
+
+if __name__ == "__main__":
+    print(table(all_cases()))
