@@ -14,8 +14,10 @@ from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import Options, Report, execute, worker_bytes
 from dsx.checkpoint.formats import deepspeed_target, dsx_native, hf_catalog, hf_target, universal_target
 from dsx.checkpoint.formats.deepspeed_plan import StockLayout
+from dsx.checkpoint.formats.layer_names import as_model
 from dsx.checkpoint.layouts import Degrees, layout_like
 from dsx.checkpoint.staging import check_absent
+from dsx.checkpoint.stock_layouts import Pipeline, cut_note, merged_groups, stock_layout
 from dsx.checkpoint.target import Target
 from dsx.config.run import RunConfig
 from dsx.errors import CheckpointError, ModelError
@@ -41,6 +43,7 @@ class Wanted:
         names: Whose names the tensors shall have. By default dsx's for dsx, Hugging Face's for ``hf``, where
             the model is known, and the source's for DeepSpeed.
         hf_config: Content of the ``config.json`` of a ``hf`` target; of the source or the run by default.
+        pipeline: How a stock PipelineModule cuts its layers.
     """
 
     format: TargetFormat = "dsx"
@@ -49,6 +52,7 @@ class Wanted:
     precision: str | None = None
     names: Names | None = None
     hf_config: Mapping[str, Any] | None = None
+    pipeline: Pipeline = field(default_factory=Pipeline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +113,15 @@ def prepare(source: Catalog, root: Path, wanted: Wanted) -> Conversion:
         LayoutError: Degrees that do not fit the model.
     """
     check_absent(root)
+    if wanted.pipeline != Pipeline() and wanted.format not in ("deepspeed", "universal"):
+        raise CheckpointError(
+            f"--partition and --tied with --to {wanted.format}",
+            "they are of DeepSpeed's PipelineModule",
+            "leave them out",
+        )
     check_files(source)
     source = _named(source, wanted)
-    target, layout = _target(source, root, wanted)
+    source, target, layout = _target(source, root, wanted)
     return Conversion(source=source, target=target, layout=layout, plan=plan(source, target.catalog))
 
 
@@ -128,7 +138,7 @@ def _named(source: Catalog, wanted: Wanted) -> Catalog:
                 "name a config of the model with --config",
             )
         return source
-    named = hf_catalog.as_dsx(source, specs)
+    named = as_model(source, specs)
     return named if names == "dsx" else hf_catalog.as_hf(named, specs)
 
 
@@ -169,11 +179,11 @@ def _in_order(source: Catalog) -> tuple[ParamSpec, ...]:
     return tuple(sorted(source.specs, key=lambda spec: order.get(spec.name, len(order))))
 
 
-def _target(source: Catalog, root: Path, wanted: Wanted) -> tuple[Target, dict[str, Any] | None]:
+def _target(source: Catalog, root: Path, wanted: Wanted) -> tuple[Catalog, Target, dict[str, Any] | None]:
     if wanted.format == "dsx":
         layout = _layout(source, wanted)
         target = dsx_native.target_of(source, root, layout, precision=wanted.precision)
-        return target, layout_facts(layout)
+        return source, target, layout_facts(layout)
     if wanted.format == "hf":
         config = wanted.hf_config or source.facts.get("hf_config")
         if config is None:
@@ -182,7 +192,7 @@ def _target(source: Catalog, root: Path, wanted: Wanted) -> tuple[Target, dict[s
                 f"{source.root} does not have the model's config.json",
                 "give --hf-config FILE, or a config of the model with --config",
             )
-        return hf_target.target_of(source, root, config, precision=wanted.precision), None
+        return source, hf_target.target_of(source, root, config, precision=wanted.precision), None
     return _stock(source, root, wanted)
 
 
@@ -193,20 +203,20 @@ def _layout(source: Catalog, wanted: Wanted) -> Layout:
     return Layout(mesh=run.mesh, stages=run.stage_map, params=run.param_specs, zero_stage=run.zero_stage)
 
 
-def _stock(source: Catalog, root: Path, wanted: Wanted) -> tuple[Target, dict[str, Any]]:
-    """A checkpoint of DeepSpeed's plain engine, in its own format or its universal one."""
+def _stock(source: Catalog, root: Path, wanted: Wanted) -> tuple[Catalog, Target, dict[str, Any]]:
+    """A checkpoint of a stock engine, in its own format or the universal one, and the source in its names."""
     degrees, mesh = wanted.degrees, source.facts.get("mesh") or {}
     if wanted.run is not None:
         raise CheckpointError(
             f"--config with --to {wanted.format}",
             "a stock engine has none of dsx's layouts",
-            "say --data and --zero",
+            "say --data and --zero, and --tensor and --pipeline if it has them",
         )
-    if (degrees.tensor or 1) * (degrees.pipeline or 1) * (degrees.chunks or 1) > 1:
+    if wanted.format == "universal" and (degrees.tensor or 1) > 1:
         raise CheckpointError(
-            f"--to {wanted.format} with tensor, pipeline or chunks above 1",
-            "dsx writes checkpoints of DeepSpeed's plain engine, which has data parallelism alone",
-            "leave them out, or write dsx",
+            "--to universal with tensor above 1",
+            "universal files hold whole tensors, and DeepSpeed cuts fused ones by what AutoTP's modules say",
+            "leave --tensor out, or write deepspeed, in the cut of the engine that will load it",
         )
     told = int(source.facts.get("zero_stage", 0))
     least = 1 if wanted.format == "universal" else 0
@@ -214,26 +224,14 @@ def _stock(source: Catalog, root: Path, wanted: Wanted) -> tuple[Target, dict[st
         dp=degrees.data or mesh.get("dp", 1),
         zero_stage=max(least, told) if degrees.zero is None else degrees.zero,
         precision=wanted.precision or str(source.facts.get("precision", "fp32")),
-        groups=_groups(source) if wanted.names == "hf" else (),
+        groups=merged_groups(source) if wanted.names == "hf" else (),
     )
-    facts = {"pp": 1, "dp": layout.dp, "tp": 1, "chunks": 1, "zero_stage": layout.zero_stage}
-    if wanted.format == "universal":
-        return universal_target.target_of(source, root, layout), facts
-    return deepspeed_target.target_of(source, root, layout), facts
-
-
-def _groups(source: Catalog) -> tuple[tuple[str, ...], ...]:
-    """Optimizer groups in the order of the Hugging Face model, which an engine of it numbers them by.
-
-    Groups with the same hyperparameters become one: dsx's engine puts tied weights apart, and each pipeline
-    rank has groups of its own.
-    """
-    order = {name: at for at, name in enumerate(dict.fromkeys(entry.name for entry in source.entries))}
-    merged: dict[str, list[str]] = {}
-    for group in source.facts.get("param_groups") or ():
-        settings = {key: value for key, value in group.items() if key not in ("names", "step")}
-        merged.setdefault(json.dumps(settings, sort_keys=True), []).extend(group["names"])
-    return tuple(tuple(sorted(dict.fromkeys(names), key=order.__getitem__)) for names in merged.values())
+    source, layout = stock_layout(source, degrees, wanted.pipeline, layout)
+    facts = {"pp": max(1, len(layout.bounds) - 1), "dp": layout.dp, "tp": layout.tp, "chunks": 1}
+    facts |= {"zero_stage": layout.zero_stage}
+    writer = universal_target if wanted.format == "universal" else deepspeed_target
+    target = writer.target_of(source, root, layout)
+    return source, replace(target, dropped=(*target.dropped, *cut_note(layout))), facts
 
 
 def read_config(file: Path) -> dict[str, Any]:

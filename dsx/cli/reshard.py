@@ -80,6 +80,21 @@ def reshard(
         Path | None,
         typer.Option(metavar="FILE", help="The config.json of a hf TARGET.", exists=True, dir_okay=False),
     ] = None,
+    partition: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METHOD|COUNTS",
+            help="How the PipelineModule of a deepspeed TARGET cuts its layers: uniform, parameters (its "
+            "default) or layers per stage, 3,2.",
+        ),
+    ] = None,
+    tied: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=LAYERS",
+            help="A TiedLayerSpec's key and the layers that use it, embed=0,4, where SOURCE does not say.",
+        ),
+    ] = None,
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to take at most.")] = "512MiB",
     workers: Annotated[
         int | None, typer.Option(min=1, help="Threads.", show_default="one per core, 2 to 8")
@@ -107,6 +122,7 @@ def reshard(
     from dsx.checkpoint.layouts import Degrees
     from dsx.checkpoint.open import open_checkpoint
     from dsx.checkpoint.reshard import Wanted, prepare, read_config
+    from dsx.checkpoint.stock_layouts import Pipeline, parse_ties
 
     degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data, chunks=chunks, zero=zero)
     if to in _FORMATS:
@@ -120,6 +136,7 @@ def reshard(
         precision=precision,
         names=names,
         hf_config=None if hf_config is None else read_config(hf_config),
+        pipeline=Pipeline(partition=partition, tied=parse_ties(tied or ())),
     )
     conversion = prepare(open_checkpoint(source, rules=rules), target, wanted)
     point = conversion.target.is_tag and not (target.absolute().parent / "latest").exists()
