@@ -12,7 +12,14 @@ from typing import Any, Literal
 from dsx.checkpoint.catalog import Catalog, check_files
 from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import Options, Report, execute, worker_bytes
-from dsx.checkpoint.formats import deepspeed_target, dsx_native, hf_catalog, hf_target, universal_target
+from dsx.checkpoint.formats import (
+    dcp_target,
+    deepspeed_target,
+    dsx_native,
+    hf_catalog,
+    hf_target,
+    universal_target,
+)
 from dsx.checkpoint.formats.deepspeed_plan import StockLayout
 from dsx.checkpoint.formats.layer_names import as_model
 from dsx.checkpoint.layouts import Degrees, layout_like
@@ -27,7 +34,7 @@ from dsx.spec.layout import Layout
 from dsx.spec.model import ModelSpec
 from dsx.spec.param import ParamSpec
 
-TargetFormat = Literal["dsx", "deepspeed", "universal", "hf"]
+TargetFormat = Literal["dsx", "deepspeed", "universal", "hf", "dcp"]
 Names = Literal["dsx", "hf", "source"]
 
 
@@ -41,7 +48,7 @@ class Wanted:
         run: A resolved config whose model and layout to take instead.
         precision: Of the weights, ``fp32``, ``bf16`` or ``fp16``; the source's by default.
         names: Whose names the tensors shall have. By default dsx's for dsx, Hugging Face's for ``hf``, where
-            the model is known, and the source's for DeepSpeed.
+            the model is known, and the source's for DeepSpeed and DCP.
         hf_config: Content of the ``config.json`` of a ``hf`` target; of the source or the run by default.
         pipeline: How a stock PipelineModule cuts its layers.
     """
@@ -193,7 +200,19 @@ def _target(source: Catalog, root: Path, wanted: Wanted) -> tuple[Catalog, Targe
                 "give --hf-config FILE, or a config of the model with --config",
             )
         return source, hf_target.target_of(source, root, config, precision=wanted.precision), None
+    if wanted.format == "dcp":
+        return source, _dcp(source, root, wanted), None
     return _stock(source, root, wanted)
+
+
+def _dcp(source: Catalog, root: Path, wanted: Wanted) -> Target:
+    if wanted.run is not None or wanted.degrees != Degrees(data=wanted.degrees.data):
+        raise CheckpointError(
+            "--to dcp with a layout",
+            "torch.distributed.checkpoint loads whole tensors into any layout",
+            "say --data alone: the number of files",
+        )
+    return dcp_target.target_of(source, root, files=wanted.degrees.data or 1, precision=wanted.precision)
 
 
 def _layout(source: Catalog, wanted: Wanted) -> Layout:

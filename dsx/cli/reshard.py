@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from dsx.checkpoint.layouts import Degrees
     from dsx.config.run import RunConfig
 
-Format = Literal["dsx", "deepspeed", "universal", "hf"]
-_FORMATS: tuple[Format, ...] = ("dsx", "deepspeed", "universal", "hf")
+Format = Literal["dsx", "deepspeed", "universal", "hf", "dcp"]
+_FORMATS: tuple[Format, ...] = ("dsx", "deepspeed", "universal", "hf", "dcp")
 
 
 def reshard(

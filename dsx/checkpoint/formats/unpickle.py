@@ -37,7 +37,7 @@ class Record:
 
     kind: str
     args: tuple[Any, ...] = ()
-    state: dict[str, Any] = field(default_factory=dict)
+    state: Any = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
