@@ -16,7 +16,9 @@ from dsx.cli.sizes import parse_bytes, show_bytes
 if TYPE_CHECKING:
     from dsx.checkpoint.execute import Report
     from dsx.checkpoint.layouts import Degrees
+    from dsx.checkpoint.reshard import Conversion, Wanted
     from dsx.config.run import RunConfig
+    from dsx.runtime.check_loss import LossCheck, Losses
 
 Format = Literal["dsx", "deepspeed", "universal", "hf", "dcp"]
 _FORMATS: tuple[Format, ...] = ("dsx", "deepspeed", "universal", "hf", "dcp")
@@ -112,6 +114,14 @@ def reshard(
             help="Whether the file latest beside TARGET shall name it. Default: if there is none.",
         ),
     ] = None,
+    check_loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="random|FILE",
+            help="Compute a loss with SOURCE's weights and one with TARGET's, of random tokens or a file of "
+            "token ids.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Convert a checkpoint into another layout or format, byte for byte.
@@ -139,6 +149,7 @@ def reshard(
         pipeline=Pipeline(partition=partition, tied=parse_ties(tied or ())),
     )
     conversion = prepare(open_checkpoint(source, rules=rules), target, wanted)
+    check = None if check_loss is None else _loss_check(check_loss, conversion, wanted)
     point = conversion.target.is_tag and not (target.absolute().parent / "latest").exists()
     options = Options(
         memory_bytes=parse_bytes(memory),
@@ -159,8 +170,20 @@ def reshard(
     except KeyboardInterrupt:
         typer.echo("dsx: interrupted; the same command goes on from here", err=True)
         raise typer.Exit(130) from None
-    facts_of_run = asdict(report) | {"target": str(report.target)}
-    typer.echo(json.dumps(outline | {"report": facts_of_run}, indent=2) if as_json else _report_text(report))
+    losses = None if check is None else check.compare(conversion.source, open_checkpoint(target))
+    told = asdict(report) | {"target": str(report.target), "losses": losses and asdict(losses)}
+    typer.echo(json.dumps(outline | {"report": told}, indent=2) if as_json else _report_text(report, losses))
+    if losses is not None and losses.same_dtype and not losses.equal:
+        typer.echo(f"dsx: {target}: its weights give another loss than {source}'s", err=True)
+        raise typer.Exit(1)
+
+
+def _loss_check(tokens: str, conversion: Conversion, wanted: Wanted) -> LossCheck:
+    """The model and tokens of ``--check-loss``, before anything is written."""
+    from dsx.runtime.check_loss import LossCheck
+
+    config = wanted.hf_config or conversion.source.facts.get("hf_config")
+    return LossCheck(config, None if tokens == "random" else Path(tokens))
 
 
 def _run(degrees: Degrees, config: Path | None, gpus: int | None) -> RunConfig | None:
@@ -227,7 +250,7 @@ def _layout_text(layout: dict[str, Any]) -> str:
     return f", {degrees}, chunks {layout['chunks']}, ZeRO-{layout['zero_stage']}"
 
 
-def _report_text(report: Report) -> str:
+def _report_text(report: Report, losses: Losses | None) -> str:
     seconds = max(report.seconds, 1e-9)
     new_bytes = report.written_bytes - report.resumed_bytes
     checked = []
@@ -242,4 +265,8 @@ def _report_text(report: Report) -> str:
         f"time       {seconds:.1f} s, {show_bytes(int(new_bytes / seconds))}/s{resumed}",
         f"checked    {'; '.join(checked) or 'the source has no checksums: nothing'}",
     ]
+    if losses is not None:
+        same = "the same bits" if losses.equal else "not the same bits"
+        what = f"{losses.source:.6f} of the source's weights, {losses.target:.6f} of the target's"
+        lines.append(f"loss       {what}, {losses.tokens} tokens: {same}")
     return "\n".join(lines)
