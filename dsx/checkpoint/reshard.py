@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from dsx.checkpoint.formats import (
     dsx_native,
     hf_catalog,
     hf_target,
+    megatron,
     universal_target,
 )
 from dsx.checkpoint.formats.deepspeed_plan import StockLayout
@@ -136,6 +137,8 @@ def _named(source: Catalog, wanted: Wanted) -> Catalog:
     """The source under the names that the target shall have, with all that is known of its model."""
     specs, facts = _model(source, wanted)
     source = replace(source, facts={**source.facts, **facts})
+    if source.format == megatron.FORMAT:
+        source = _of_megatron(source, specs)
     names = wanted.names or {"dsx": "dsx", "hf": "hf"}.get(wanted.format, "source")
     if names == "source" or not specs:
         if wanted.names in ("dsx", "hf"):
@@ -149,6 +152,17 @@ def _named(source: Catalog, wanted: Wanted) -> Catalog:
     return named if names == "dsx" else hf_catalog.as_hf(named, specs)
 
 
+def _of_megatron(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
+    if not specs:
+        raise CheckpointError(
+            str(source.root),
+            "a Megatron checkpoint does not say how many heads its model has, which decides where queries, "
+            "keys and values lie",
+            "give the model's config.json with --hf-config, or a config of it with --config",
+        )
+    return megatron.as_dsx(source, specs, ModelSpec(**source.facts["model"]))
+
+
 def _model(source: Catalog, wanted: Wanted) -> tuple[tuple[ParamSpec, ...], dict[str, Any]]:
     """Every tensor of the model, if it is one of dsx's families, and facts about it; else nothing."""
     if wanted.run is not None:
@@ -159,8 +173,11 @@ def _model(source: Catalog, wanted: Wanted) -> tuple[tuple[ParamSpec, ...], dict
             "schedule": run.schedule_name,
             "hf_config": dict(run.hf_config),
         }
-    if source.format == hf_catalog.FORMAT:
-        config = read_config(source.root / hf_catalog.CONFIG)
+    if source.format in (hf_catalog.FORMAT, megatron.FORMAT):
+        if source.format == megatron.FORMAT and wanted.hf_config is None:
+            return (), {}
+        given = wanted.hf_config if source.format == megatron.FORMAT else None
+        config = dict(given or read_config(source.root / hf_catalog.CONFIG))
         try:
             spec = model_spec(config)
         except ModelError:

@@ -43,8 +43,12 @@ def looks_dcp(root: Path) -> bool:
     return (root / INDEX).is_file()
 
 
-def catalog_of(root: Path) -> Catalog:
+def catalog_of(root: Path, *, objects: bool = True) -> Catalog:
     """What a DCP checkpoint holds.
+
+    Args:
+        root: Its folder.
+        objects: Read what is no tensor too.
 
     Raises:
         CheckpointError: The index or a file is missing, damaged, or names something to be imported that
@@ -56,7 +60,7 @@ def catalog_of(root: Path) -> Catalog:
         _take(root, index, name, about, found)
     groups: dict[int, dict[str, Any]] = defaultdict(dict)
     client: dict[str, Any] = {}
-    for name, item in index.objects.items():
+    for name, item in index.objects.items() if objects else ():
         _take_object(root, index.paths[name], item, groups, client)
     own = client.pop(OWN, {})
     facts = _facts(found, [groups[at] for at in sorted(groups)], client)

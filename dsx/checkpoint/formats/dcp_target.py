@@ -25,7 +25,7 @@ from dsx.checkpoint.formats.dcp import FORMAT, INDEX, OWN
 from dsx.checkpoint.formats.torch_target import Call, Hole, number, pickled, size_of, torch_skeleton
 from dsx.checkpoint.formats.unpickle import Global, Record
 from dsx.checkpoint.pieces import contiguous
-from dsx.checkpoint.target import Crc32Field, Skeleton, Target, Written
+from dsx.checkpoint.target import Crc32Field, Skeleton, Target, Written, left_behind
 from dsx.errors import CheckpointError
 
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -54,12 +54,11 @@ def target_of(source: Catalog, root: Path, *, files: int, precision: str | None 
     skeletons = [file.skeleton() for file in writer.files]
     skeletons.append(Skeleton(file=INDEX, num_bytes=len(index), parts=((0, index),)))
     random = ("The ranks' random states stay behind.",) if source.facts.get("random_files") else ()
-    left = tuple(f"{what} stays behind: it is no plain data" for what in source.facts.get("left_behind", ()))
     return Target(
         catalog=Catalog(root=root, format=FORMAT, entries=tuple(entries), facts=source.facts),
         skeletons=tuple(skeletons),
         finish=_finish,
-        dropped=(*random, *left),
+        dropped=(*random, *left_behind(source.facts)),
     )
 
 

@@ -23,7 +23,7 @@ from dsx.checkpoint.formats.deepspeed_scale import scaler, unfused_scale
 from dsx.checkpoint.formats.deepspeed_shares import Files, Share, whole_share
 from dsx.checkpoint.formats.torch_target import Call, Hole, Ordered, number, size_of
 from dsx.checkpoint.formats.unpickle import Global, Record
-from dsx.checkpoint.target import Target, Written
+from dsx.checkpoint.target import Target, Written, left_behind
 from dsx.errors import CheckpointError
 from dsx.spec.zero import Buffer, ZeroPlan
 
@@ -56,7 +56,7 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
         catalog=catalog,
         skeletons=tuple(files.skeletons),
         finish=no_manifest,
-        dropped=left_behind(source),
+        dropped=no_place(source),
         is_tag=True,
     )
 
@@ -74,11 +74,10 @@ def no_manifest(folder: Path, written: Written) -> None:
     """Nothing: DeepSpeed's folders have no manifest."""
 
 
-def left_behind(source: Catalog) -> tuple[str, ...]:
+def no_place(source: Catalog) -> tuple[str, ...]:
     """What these formats have no place for."""
-    if source.facts.get("random_files"):
-        return ("The ranks' random states stay behind: DeepSpeed's checkpoints have no place for them.",)
-    return ()
+    random = ("The ranks' random states stay behind: DeepSpeed's checkpoints have no place for them.",)
+    return (*(random if source.facts.get("random_files") else ()), *left_behind(source.facts))
 
 
 def _write_optimizer(plan: StockPlan, files: Files, rank: int) -> None:

@@ -18,8 +18,8 @@ from dsx.checkpoint.formats.deepspeed_target import (
     VERSION,
     clipping,
     group_settings,
-    left_behind,
     no_manifest,
+    no_place,
     write_model,
 )
 from dsx.checkpoint.formats.torch_target import Call, number
@@ -66,7 +66,7 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
         catalog=catalog,
         skeletons=tuple(files.skeletons),
         finish=no_manifest,
-        dropped=left_behind(source),
+        dropped=no_place(source),
         is_tag=True,
     )
 

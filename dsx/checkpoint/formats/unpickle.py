@@ -318,6 +318,13 @@ _RECORDS = (
             *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
         )
     ),
+    # What Megatron keeps in that index of how it was written.
+    *(
+        f"torch.distributed.checkpoint.planner.{name}"
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+    ),
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
 )
 _BUILDERS: Mapping[str, _Builder] = {
     "torch._utils._rebuild_tensor": _tensor,
