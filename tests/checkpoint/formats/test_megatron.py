@@ -1,8 +1,8 @@
 """A checkpoint that megatron-core 0.16.1 wrote, read: the model gives Megatron's logits under transformers.
 
 ``megatron_core_0_16_1/`` was saved by ``megatron.core.dist_checkpointing.save`` of a Llama-like GPTModel
-after a step of Adam (FP32Optimizer) on a CPU; ``megatron_core_0_16_1.safetensors`` has the logits that it then gave,
-and the moments of each of its parameters as Megatron names and lays them out in memory.
+after a step of Adam (FP32Optimizer) on a CPU. ``megatron_core_0_16_1.safetensors`` has the logits it then
+gave, and the moments of each of its parameters as Megatron names and lays them out in memory.
 """
 
 from __future__ import annotations
