@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dsx.checkpoint.catalog import Catalog, check_files
 from dsx.checkpoint.copy_plan import CopyPlan, plan
@@ -27,13 +27,15 @@ from dsx.checkpoint.layouts import Degrees, layout_like
 from dsx.checkpoint.staging import check_absent
 from dsx.checkpoint.stock_layouts import Pipeline, cut_note, merged_groups, stock_layout
 from dsx.checkpoint.target import Target
-from dsx.config.run import RunConfig
 from dsx.errors import CheckpointError, ModelError
 from dsx.plan.hf_config import model_spec
 from dsx.plan.params import param_specs
 from dsx.spec.layout import Layout
 from dsx.spec.model import ModelSpec
 from dsx.spec.param import ParamSpec
+
+if TYPE_CHECKING:
+    from dsx.config.run import RunConfig
 
 TargetFormat = Literal["dsx", "deepspeed", "universal", "hf", "dcp"]
 Names = Literal["dsx", "hf", "source"]

@@ -189,7 +189,6 @@ def _loss_check(tokens: str, conversion: Conversion, wanted: Wanted) -> LossChec
 def _run(degrees: Degrees, config: Path | None, gpus: int | None) -> RunConfig | None:
     """The resolved config whose layout to make, if one is named."""
     from dsx.checkpoint.layouts import Degrees
-    from dsx.config.resolve import resolve
 
     if config is None:
         if gpus is not None:
@@ -199,6 +198,8 @@ def _run(degrees: Degrees, config: Path | None, gpus: int | None) -> RunConfig |
         raise typer.BadParameter("it needs --gpus, the number of ranks", param_hint="--config")
     if degrees != Degrees():
         raise typer.BadParameter("the config says the layout; leave out the degrees", param_hint="--config")
+    from dsx.config.resolve import resolve  # here: without a config a conversion needs none of it
+
     return resolve(config, world_size=gpus)
 
 

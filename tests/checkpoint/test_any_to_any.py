@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import made
@@ -78,6 +78,13 @@ def first(request, tmp_path_factory):
 
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(way=hops, back=dsx_layouts)
+@example(
+    way=[
+        Wanted(format="deepspeed", degrees=Degrees(pipeline=2, zero=1)),
+        Wanted(format="deepspeed", degrees=Degrees(data=2, zero=2)),
+    ],
+    back=Wanted(degrees=Degrees(tensor=2, zero=3)),
+)
 def test_there_and_back_by_any_way(first, way, back):
     start, specs = first
     catalog = start

@@ -15,6 +15,8 @@ from parity.dsx_run import Case
 
 COMMAND = ("reshard",)
 STEPS = 10
+# DeepSpeed counts what is tied into its norm as often as it is there.
+EXTRA = (("gradient_clipping", 0.0),)
 
 
 def begin(rank: int, world_size: int, case: Case, folder: str) -> list[float]:
@@ -54,8 +56,6 @@ def stock_engine(case: Case, method: str, universal: bool):
     )
     config = dsx_run.config(case, None)
     del config["dsx"]
-    # DeepSpeed counts what is tied into its norm as often as it is there.
-    config["gradient_clipping"] = 0.0
     if universal:
         config["checkpoint"] = {"load_universal": True}
     engine, *_ = deepspeed.initialize(model=module, config=config)
@@ -68,10 +68,28 @@ def go_on(rank: int, world_size: int, case: Case, method: str, universal: bool, 
     assert path is not None
     assert engine.global_steps == 2
     dp_rank = engine.grid.get_data_parallel_rank()
-    losses = [float(engine.train_batch(dsx_run.batches(case, step, dp_rank))) for step in range(2, 2 + STEPS)]
-    if not universal:
-        engine.save_checkpoint(folder, tag="again")
-    return losses
+    steps = range(2, 2 + STEPS)
+    return [float(engine.train_batch(dsx_run.batches(case, step, dp_rank))) for step in steps]
+
+
+def case_of(family: str) -> Case:
+    """The run that goes on."""
+    return Case(family=family, tp=2, pp=2, chunks=2, zero=3, accumulation=4, extra=EXTRA)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folder and further losses of a run, by family; each is made once."""
+    made = {}
+
+    def run_of(family):
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            case = case_of(family)
+            made[family] = folder, ranks.run(begin, case.world_size, case, str(folder))[0]
+        return made[family]
+
+    return run_of
 
 
 @pytest.mark.parametrize(
@@ -82,29 +100,23 @@ def go_on(rank: int, world_size: int, case: Case, method: str, universal: bool, 
         ("gpt2", {"pp": 2, "dp": 2, "zero": 1}, "parameters", True),
     ],
 )
-def test_a_run_goes_on_in_a_stock_pipeline(dsx, tmp_path, family, after, partition, universal):
-    extra = (("gradient_clipping", 0.0),)
-    before = Case(family=family, tp=2, pp=2, chunks=2, zero=3, accumulation=4, extra=extra)
-    expected = ranks.run(begin, before.world_size, before, str(tmp_path / "run"))[0]
-    case = Case(
-        family=family, accumulation=4 // after.get("dp", 1), sequence_parallel=False, extra=extra, **after
-    )
+def test_a_run_goes_on_in_a_stock_pipeline(dsx, runs, tmp_path, family, after, partition, universal):
+    run, expected = runs(family)
+    sums = 4 // after.get("dp", 1)
+    case = Case(family=family, accumulation=sums, sequence_parallel=False, extra=EXTRA, **after)
     other = tmp_path / "other" / "saved"
     to = ["--format", "universal" if universal else "deepspeed", "--pipeline", case.pp, "--data", case.dp]
-    code, out, err = dsx(
-        tmp_path / "run", other, *to, "--tensor", case.tp, "--zero", 1, "--partition", partition
-    )
+    code, out, err = dsx(run, other, *to, "--tensor", case.tp, "--zero", 1, "--partition", partition)
     assert (code, err) == (0, "")
     assert "The PipelineModule that loads it has" in out
     arguments = (case, partition, universal, str(tmp_path / "other"))
     found = ranks.run(go_on, case.world_size, *arguments)[0]
     assert found == pytest.approx(expected, rel=2e-5)
     # What stock DeepSpeed was given is what the run had, without loss.
-    again = tmp_path / "back"
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(dsx_run.config(before, None)))
-    code, _, err = dsx(other, again, "--config", config, "--gpus", before.world_size)
+    again, config = tmp_path / "back", tmp_path / "config.json"
+    config.write_text(json.dumps(dsx_run.config(case_of(family), None)))
+    code, _, err = dsx(other, again, "--config", config, "--gpus", 4)
     assert (code, err) == (0, "")
-    same = list(compare(open_checkpoint(tmp_path / "run"), open_checkpoint(again)))
+    same = list(compare(open_checkpoint(run), open_checkpoint(again)))
     assert {one.state for one in same} == {"weight", "exp_avg", "exp_avg_sq"}
     assert all(one.equal for one in same)

@@ -28,9 +28,14 @@ def under_names(source: Catalog, names: Mapping[str, str]) -> Catalog:
     """The same checkpoint with some tensors under other names, and without what is known of their cuts."""
     if not any(entry.name in names for entry in source.entries):
         return source
+    entries = []
+    for entry in source.entries:
+        name = names.get(entry.name, entry.name)
+        aliases = tuple(alias for alias in entry.aliases if alias != name)
+        entries.append(replace(entry, name=name, aliases=aliases))
     return replace(
         source,
-        entries=tuple(replace(entry, name=names.get(entry.name, entry.name)) for entry in source.entries),
+        entries=tuple(entries),
         tile_digests={(names.get(n, n), state): sums for (n, state), sums in source.tile_digests.items()},
         facts=renamed(source.facts, lambda name: (names.get(name, name),), str(source.root)),
         specs=(),
