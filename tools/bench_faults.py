@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=100, metavar="N", help="kills of saves (default 100)")
     parser.add_argument("--flips", type=int, default=1000, metavar="N", help="bits (default 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default 0)")
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="where to work (default: the system's)")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="disk to use (default: the system's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     arguments = parser.parse_args()
     parts: dict[str, Callable[[Path, int, random.Random], Json]] = {
@@ -229,7 +229,7 @@ def killed_conversions(folder: Path, count: int, chance: random.Random) -> Json:
         found["torn" if target.exists() and not whole else "whole" if whole else "absent"] += 1
         if not target.exists():
             forked(work)
-            found["resumed" if contents(target) == expected else "resumed, but other bytes"] += 1
+            found["resumed" if contents(target) == expected else "resumed, other bytes"] += 1
             redone.append(max(0, watcher.written - written) / written)
         shutil.rmtree(target)
         leftover = [path.name for path in folder.iterdir() if path != source]
@@ -319,13 +319,11 @@ def killed_saves(folder: Path, count: int, chance: random.Random) -> Json:
     reference = folder / "reference"
     kinds = [(tag, background) for tag in (None, "same") for background in (False, True)]
     calls: dict[tuple[str | None, bool], int] = {}
-    for kind in kinds:
+    for kind in reversed(kinds):  # the last one is that whose checkpoints are compared with
         watcher.reset()
         shutil.rmtree(reference, ignore_errors=True)
         train_on_ranks(reference, *kind, watcher, victim=0, last=None)
         calls[kind] = watcher.calls
-    shutil.rmtree(reference)
-    train_on_ranks(reference, None, False, watcher, victim=0, last=None)
     for number in range(count):
         kind = kinds[number % len(kinds)]
         watcher.reset()
