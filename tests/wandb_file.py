@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from wandb.proto import wandb_internal_pb2
-
 import wandb
+from wandb.proto import wandb_internal_pb2
 
 
 def wandb_records(folder: Path) -> Iterator[Any]:

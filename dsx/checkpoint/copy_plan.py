@@ -128,7 +128,6 @@ def check_cover(entry: Entry, replica: int, tile_elements: int, where: str) -> N
     pieces = [piece for piece in entry.pieces if piece.replica == replica]
     if len(pieces) == 1 and pieces[0].shape == entry.shape:
         return
-    index = PieceIndex(pieces)
     outside = next((p for p in pieces if intersect(p.box, whole(entry.shape)) != p.box), None)
     if outside is not None:
         raise CheckpointError(
@@ -136,7 +135,10 @@ def check_cover(entry: Entry, replica: int, tile_elements: int, where: str) -> N
             f"{outside.file} has {region(outside.box)} of it, whose shape is {entry.shape}",
             "use another checkpoint",
         )
-    for tile in tiles(entry.shape, tile_elements):
+    if _is_exact(pieces, entry.numel):
+        return
+    index = PieceIndex(pieces)
+    for tile in tiles(entry.shape, tile_elements):  # finds the place, for the message
         found = index.overlaps(tile)
         covered = sum(volume(box) for _, box in found)
         twice = _twice(found) if len(found) > 1 else None
@@ -152,6 +154,26 @@ def check_cover(entry: Entry, replica: int, tile_elements: int, where: str) -> N
                 f"nothing holds {region(_gap(tile, found))}",
                 "complete the checkpoint: the files of some rank are missing or do not belong to it",
             )
+
+
+def _is_exact(pieces: Sequence[Piece], numel: int) -> bool:
+    """Whether pieces that lie within a tensor hold every element of it exactly once.
+
+    They do if none shares an element with another and they have as many elements as the tensor. Only what
+    shares rows is compared.
+    """
+    if sum(prod(piece.shape) for piece in pieces) != numel:
+        return False
+    ordered = sorted(pieces, key=lambda piece: piece.start)
+    for at, piece in enumerate(ordered):
+        for later in range(at + 1, len(ordered)):
+            other = ordered[later]
+            if piece.start and other.start[0] >= piece.start[0] + piece.shape[0]:
+                break
+            sides = zip(piece.start, piece.shape, other.start, other.shape, strict=True)
+            if all(low < start + size and start < low + extent for low, extent, start, size in sides):
+                return False
+    return True
 
 
 def region(box: Box) -> str:

@@ -6,14 +6,15 @@ from pathlib import Path
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Catalog
-from dsx.checkpoint.formats import dcp, deepspeed, dsx_native, hf_catalog, hf_names, universal
+from dsx.checkpoint.formats import dcp, deepspeed, dsx_native, hf_catalog, hf_names, megatron, universal
 from dsx.checkpoint.formats.deepspeed_cut import Rules
 from dsx.checkpoint.formats.deepspeed_files import looks_stock
 from dsx.errors import CheckpointError
 
 _KNOWN = (
-    "give the folder of a checkpoint of dsx, of DeepSpeed or of torch.distributed.checkpoint, a Hugging Face "
-    "model folder with safetensors, or the folder of checkpoints, which has a file latest"
+    "give the folder of a checkpoint of dsx, DeepSpeed, torch.distributed.checkpoint or Megatron-core "
+    "(torch_dist), a Hugging Face model folder with safetensors, or the folder of checkpoints, which has a "
+    "file latest"
 )
 
 
@@ -47,6 +48,8 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None) -> Catalog:
         )
     if manifest.exists():
         return dsx_native.catalog_of(folder)
+    if megatron.looks_megatron(folder):
+        return megatron.catalog_of(folder)
     if dcp.looks_dcp(folder):
         return dcp.catalog_of(folder)
     if any((folder / name).is_file() for name in (hf_names.SINGLE, hf_names.INDEX)):

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dsx.checkpoint.catalog import Catalog, check_files
 from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import Options, Report, execute, worker_bytes
 from dsx.checkpoint.formats import (
+    dcp_target,
     deepspeed_target,
     dsx_native,
     hf_catalog,
     hf_names,
     hf_target,
+    megatron,
     universal_target,
 )
 from dsx.checkpoint.formats.deepspeed_plan import StockLayout
+from dsx.checkpoint.formats.layer_names import as_model
 from dsx.checkpoint.layouts import Degrees, layout_like
 from dsx.checkpoint.staging import check_absent
+from dsx.checkpoint.stock_layouts import Pipeline, cut_note, merged_groups, stock_layout
 from dsx.checkpoint.target import Target
-from dsx.config.run import RunConfig
 from dsx.errors import CheckpointError, ModelError
 from dsx.plan.hf_config import model_spec
 from dsx.plan.params import param_specs
@@ -32,7 +35,10 @@ from dsx.spec.layout import Layout
 from dsx.spec.model import ModelSpec
 from dsx.spec.param import ParamSpec
 
-TargetFormat = Literal["dsx", "deepspeed", "universal", "hf"]
+if TYPE_CHECKING:
+    from dsx.config.run import RunConfig
+
+TargetFormat = Literal["dsx", "deepspeed", "universal", "hf", "dcp"]
 Names = Literal["dsx", "hf", "source"]
 
 
@@ -46,8 +52,9 @@ class Wanted:
         run: A resolved config whose model and layout to take instead.
         precision: Of the weights, ``fp32``, ``bf16`` or ``fp16``; the source's by default.
         names: Whose names the tensors shall have. By default dsx's for dsx, Hugging Face's for ``hf``, where
-            the model is known, and the source's for DeepSpeed.
+            the model is known, and the source's for DeepSpeed and DCP.
         hf_config: Content of the ``config.json`` of a ``hf`` target; of the source or the run by default.
+        pipeline: How a stock PipelineModule cuts its layers.
     """
 
     format: TargetFormat = "dsx"
@@ -56,6 +63,7 @@ class Wanted:
     precision: str | None = None
     names: Names | None = None
     hf_config: Mapping[str, Any] | None = None
+    pipeline: Pipeline = field(default_factory=Pipeline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +124,15 @@ def prepare(source: Catalog, root: Path, wanted: Wanted) -> Conversion:
         LayoutError: Degrees that do not fit the model.
     """
     check_absent(root)
+    if wanted.pipeline != Pipeline() and wanted.format not in ("deepspeed", "universal"):
+        raise CheckpointError(
+            f"--partition and --tied with --to {wanted.format}",
+            "they are of DeepSpeed's PipelineModule",
+            "leave them out",
+        )
     check_files(source)
     source = _named(source, wanted)
-    target, layout = _target(source, root, wanted)
+    source, target, layout = _target(source, root, wanted)
     return Conversion(source=source, target=target, layout=layout, plan=plan(source, target.catalog))
 
 
@@ -126,6 +140,8 @@ def _named(source: Catalog, wanted: Wanted) -> Catalog:
     """The source under the names that the target shall have, with all that is known of its model."""
     specs, facts = _model(source, wanted)
     source = replace(source, facts={**source.facts, **facts})
+    if source.format == megatron.FORMAT:
+        source = _of_megatron(source, specs)
     names = wanted.names or {"dsx": "dsx", "hf": "hf"}.get(wanted.format, "source")
     if names == "source" or not specs:
         if wanted.names in ("dsx", "hf"):
@@ -135,7 +151,7 @@ def _named(source: Catalog, wanted: Wanted) -> Catalog:
                 "name a config of the model with --config",
             )
         return source
-    named = hf_catalog.as_dsx(source, specs)
+    named = as_model(source, specs)
     return named if names == "dsx" else hf_catalog.as_hf(named, specs)
 
 
@@ -156,6 +172,17 @@ def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:
     return hf_catalog.as_hf(hf_catalog.as_dsx(source, specs), specs)
 
 
+def _of_megatron(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
+    if not specs:
+        raise CheckpointError(
+            str(source.root),
+            "a Megatron checkpoint does not say how many heads its model has, which decides where queries, "
+            "keys and values lie",
+            "give the model's config.json with --hf-config, or a config of it with --config",
+        )
+    return megatron.as_dsx(source, specs, ModelSpec(**source.facts["model"]))
+
+
 def _model(source: Catalog, wanted: Wanted) -> tuple[tuple[ParamSpec, ...], dict[str, Any]]:
     """Every tensor of the model, if it is one of dsx's families, and facts about it; else nothing."""
     if wanted.run is not None:
@@ -166,8 +193,11 @@ def _model(source: Catalog, wanted: Wanted) -> tuple[tuple[ParamSpec, ...], dict
             "schedule": run.schedule_name,
             "hf_config": dict(run.hf_config),
         }
-    if source.format == hf_catalog.FORMAT:
-        config = read_config(source.root / hf_names.CONFIG)
+    if source.format in (hf_catalog.FORMAT, megatron.FORMAT):
+        if source.format == megatron.FORMAT and wanted.hf_config is None:
+            return (), {}
+        given = wanted.hf_config if source.format == megatron.FORMAT else None
+        config = dict(given or read_config(source.root / hf_names.CONFIG))
         try:
             spec = model_spec(config)
         except ModelError:
@@ -193,11 +223,11 @@ def _in_order(source: Catalog) -> tuple[ParamSpec, ...]:
     return tuple(sorted(source.specs, key=lambda spec: order.get(spec.name, len(order))))
 
 
-def _target(source: Catalog, root: Path, wanted: Wanted) -> tuple[Target, dict[str, Any] | None]:
+def _target(source: Catalog, root: Path, wanted: Wanted) -> tuple[Catalog, Target, dict[str, Any] | None]:
     if wanted.format == "dsx":
         layout = _layout(source, wanted)
         target = dsx_native.target_of(source, root, layout, precision=wanted.precision)
-        return target, layout_facts(layout)
+        return source, target, layout_facts(layout)
     if wanted.format == "hf":
         config = wanted.hf_config or source.facts.get("hf_config")
         if config is None:
@@ -206,8 +236,20 @@ def _target(source: Catalog, root: Path, wanted: Wanted) -> tuple[Target, dict[s
                 f"{source.root} does not have the model's config.json",
                 "give --hf-config FILE, or a config of the model with --config",
             )
-        return hf_target.target_of(source, root, config, precision=wanted.precision), None
+        return source, hf_target.target_of(source, root, config, precision=wanted.precision), None
+    if wanted.format == "dcp":
+        return source, _dcp(source, root, wanted), None
     return _stock(source, root, wanted)
+
+
+def _dcp(source: Catalog, root: Path, wanted: Wanted) -> Target:
+    if wanted.run is not None or wanted.degrees != Degrees(data=wanted.degrees.data):
+        raise CheckpointError(
+            "--to dcp with a layout",
+            "torch.distributed.checkpoint loads whole tensors into any layout",
+            "say --data alone: the number of files",
+        )
+    return dcp_target.target_of(source, root, files=wanted.degrees.data or 1, precision=wanted.precision)
 
 
 def _layout(source: Catalog, wanted: Wanted) -> Layout:
@@ -217,20 +259,20 @@ def _layout(source: Catalog, wanted: Wanted) -> Layout:
     return Layout(mesh=run.mesh, stages=run.stage_map, params=run.param_specs, zero_stage=run.zero_stage)
 
 
-def _stock(source: Catalog, root: Path, wanted: Wanted) -> tuple[Target, dict[str, Any]]:
-    """A checkpoint of DeepSpeed's plain engine, in its own format or its universal one."""
+def _stock(source: Catalog, root: Path, wanted: Wanted) -> tuple[Catalog, Target, dict[str, Any]]:
+    """A checkpoint of a stock engine, in its own format or the universal one, and the source in its names."""
     degrees, mesh = wanted.degrees, source.facts.get("mesh") or {}
     if wanted.run is not None:
         raise CheckpointError(
             f"--config with --to {wanted.format}",
             "a stock engine has none of dsx's layouts",
-            "say --data and --zero",
+            "say --data and --zero, and --tensor and --pipeline if it has them",
         )
-    if (degrees.tensor or 1) * (degrees.pipeline or 1) * (degrees.chunks or 1) > 1:
+    if wanted.format == "universal" and (degrees.tensor or 1) > 1:
         raise CheckpointError(
-            f"--to {wanted.format} with tensor, pipeline or chunks above 1",
-            "dsx writes checkpoints of DeepSpeed's plain engine, which has data parallelism alone",
-            "leave them out, or write dsx",
+            "--to universal with tensor above 1",
+            "universal files hold whole tensors, and DeepSpeed cuts fused ones by what AutoTP's modules say",
+            "leave --tensor out, or write deepspeed, in the cut of the engine that will load it",
         )
     told = int(source.facts.get("zero_stage", 0))
     least = 1 if wanted.format == "universal" else 0
@@ -238,26 +280,14 @@ def _stock(source: Catalog, root: Path, wanted: Wanted) -> tuple[Target, dict[st
         dp=degrees.data or mesh.get("dp", 1),
         zero_stage=max(least, told) if degrees.zero is None else degrees.zero,
         precision=wanted.precision or str(source.facts.get("precision", "fp32")),
-        groups=_groups(source) if wanted.names == "hf" else (),
+        groups=merged_groups(source) if wanted.names == "hf" else (),
     )
-    facts = {"pp": 1, "dp": layout.dp, "tp": 1, "chunks": 1, "zero_stage": layout.zero_stage}
-    if wanted.format == "universal":
-        return universal_target.target_of(source, root, layout), facts
-    return deepspeed_target.target_of(source, root, layout), facts
-
-
-def _groups(source: Catalog) -> tuple[tuple[str, ...], ...]:
-    """Optimizer groups in the order of the Hugging Face model, which an engine of it numbers them by.
-
-    Groups with the same hyperparameters become one: dsx's engine puts tied weights apart, and each pipeline
-    rank has groups of its own.
-    """
-    order = {name: at for at, name in enumerate(dict.fromkeys(entry.name for entry in source.entries))}
-    merged: dict[str, list[str]] = {}
-    for group in source.facts.get("param_groups") or ():
-        settings = {key: value for key, value in group.items() if key not in ("names", "step")}
-        merged.setdefault(json.dumps(settings, sort_keys=True), []).extend(group["names"])
-    return tuple(tuple(sorted(dict.fromkeys(names), key=order.__getitem__)) for names in merged.values())
+    source, layout = stock_layout(source, degrees, wanted.pipeline, layout)
+    facts = {"pp": max(1, len(layout.bounds) - 1), "dp": layout.dp, "tp": layout.tp, "chunks": 1}
+    facts |= {"zero_stage": layout.zero_stage}
+    writer = universal_target if wanted.format == "universal" else deepspeed_target
+    target = writer.target_of(source, root, layout)
+    return source, replace(target, dropped=(*target.dropped, *cut_note(layout))), facts
 
 
 def read_config(file: Path) -> dict[str, Any]:

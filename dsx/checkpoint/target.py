@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dsx.checkpoint.catalog import Catalog, Checksum
 
@@ -55,6 +56,11 @@ class Written:
     checksums: tuple[Checksum, ...]
     tile_elements: int
     tile_digests: Mapping[tuple[str, str], tuple[str, ...]]
+
+
+def left_behind(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Notes of what the source's reader could not make data of."""
+    return tuple(f"stays behind: {what}" for what in facts.get("left_behind", ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

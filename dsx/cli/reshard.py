@@ -16,10 +16,12 @@ from dsx.cli.sizes import parse_bytes, show_bytes
 if TYPE_CHECKING:
     from dsx.checkpoint.execute import Report
     from dsx.checkpoint.layouts import Degrees
+    from dsx.checkpoint.reshard import Conversion, Wanted
     from dsx.config.run import RunConfig
+    from dsx.runtime.check_loss import LossCheck, Losses
 
-Format = Literal["dsx", "deepspeed", "universal", "hf"]
-_FORMATS: tuple[Format, ...] = ("dsx", "deepspeed", "universal", "hf")
+Format = Literal["dsx", "deepspeed", "universal", "hf", "dcp"]
+_FORMATS: tuple[Format, ...] = ("dsx", "deepspeed", "universal", "hf", "dcp")
 
 
 def reshard(
@@ -80,6 +82,21 @@ def reshard(
         Path | None,
         typer.Option(metavar="FILE", help="The config.json of a hf TARGET.", exists=True, dir_okay=False),
     ] = None,
+    partition: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METHOD|COUNTS",
+            help="How the PipelineModule of a deepspeed TARGET cuts its layers: uniform, parameters (its "
+            "default) or layers per stage, 3,2.",
+        ),
+    ] = None,
+    tied: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=LAYERS",
+            help="A TiedLayerSpec's key and the layers that use it, embed=0,4, where SOURCE does not say.",
+        ),
+    ] = None,
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to take at most.")] = "512MiB",
     workers: Annotated[
         int | None, typer.Option(min=1, help="Threads.", show_default="one per core, 2 to 8")
@@ -97,6 +114,14 @@ def reshard(
             help="Whether the file latest beside TARGET shall name it. Default: if there is none.",
         ),
     ] = None,
+    check_loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="random|FILE",
+            help="Compute a loss with SOURCE's weights and one with TARGET's, of random tokens or a file of "
+            "token ids.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Convert a checkpoint into another layout or format, byte for byte.
@@ -107,6 +132,7 @@ def reshard(
     from dsx.checkpoint.layouts import Degrees
     from dsx.checkpoint.open import open_checkpoint
     from dsx.checkpoint.reshard import Wanted, prepare, read_config
+    from dsx.checkpoint.stock_layouts import Pipeline, parse_ties
 
     degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data, chunks=chunks, zero=zero)
     if to in _FORMATS:
@@ -120,8 +146,10 @@ def reshard(
         precision=precision,
         names=names,
         hf_config=None if hf_config is None else read_config(hf_config),
+        pipeline=Pipeline(partition=partition, tied=parse_ties(tied or ())),
     )
     conversion = prepare(open_checkpoint(source, rules=rules), target, wanted)
+    check = None if check_loss is None else _loss_check(check_loss, conversion, wanted)
     point = conversion.target.is_tag and not (target.absolute().parent / "latest").exists()
     options = Options(
         memory_bytes=parse_bytes(memory),
@@ -142,14 +170,25 @@ def reshard(
     except KeyboardInterrupt:
         typer.echo("dsx: interrupted; the same command goes on from here", err=True)
         raise typer.Exit(130) from None
-    facts_of_run = asdict(report) | {"target": str(report.target)}
-    typer.echo(json.dumps(outline | {"report": facts_of_run}, indent=2) if as_json else _report_text(report))
+    losses = None if check is None else check.compare(conversion.source, open_checkpoint(target))
+    told = asdict(report) | {"target": str(report.target), "losses": losses and asdict(losses)}
+    typer.echo(json.dumps(outline | {"report": told}, indent=2) if as_json else _report_text(report, losses))
+    if losses is not None and losses.same_dtype and not losses.equal:
+        typer.echo(f"dsx: {target}: its weights give another loss than {source}'s", err=True)
+        raise typer.Exit(1)
+
+
+def _loss_check(tokens: str, conversion: Conversion, wanted: Wanted) -> LossCheck:
+    """The model and tokens of ``--check-loss``, before anything is written."""
+    from dsx.runtime.check_loss import LossCheck
+
+    config = wanted.hf_config or conversion.source.facts.get("hf_config")
+    return LossCheck(config, None if tokens == "random" else Path(tokens))
 
 
 def _run(degrees: Degrees, config: Path | None, gpus: int | None) -> RunConfig | None:
     """The resolved config whose layout to make, if one is named."""
     from dsx.checkpoint.layouts import Degrees
-    from dsx.config.resolve import resolve
 
     if config is None:
         if gpus is not None:
@@ -159,6 +198,8 @@ def _run(degrees: Degrees, config: Path | None, gpus: int | None) -> RunConfig |
         raise typer.BadParameter("it needs --gpus, the number of ranks", param_hint="--config")
     if degrees != Degrees():
         raise typer.BadParameter("the config says the layout; leave out the degrees", param_hint="--config")
+    from dsx.config.resolve import resolve  # here: without a config a conversion needs none of it
+
     return resolve(config, world_size=gpus)
 
 
@@ -210,7 +251,7 @@ def _layout_text(layout: dict[str, Any]) -> str:
     return f", {degrees}, chunks {layout['chunks']}, ZeRO-{layout['zero_stage']}"
 
 
-def _report_text(report: Report) -> str:
+def _report_text(report: Report, losses: Losses | None) -> str:
     seconds = max(report.seconds, 1e-9)
     new_bytes = report.written_bytes - report.resumed_bytes
     checked = []
@@ -225,4 +266,8 @@ def _report_text(report: Report) -> str:
         f"time       {seconds:.1f} s, {show_bytes(int(new_bytes / seconds))}/s{resumed}",
         f"checked    {'; '.join(checked) or 'the source has no checksums: nothing'}",
     ]
+    if losses is not None:
+        same = "the same bits" if losses.equal else "not the same bits"
+        what = f"{losses.source:.6f} of the source's weights, {losses.target:.6f} of the target's"
+        lines.append(f"loss       {what}, {losses.tokens} tokens: {same}")
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsx.checkpoint.catalog import Catalog, Entry
-from dsx.checkpoint.formats import hf_catalog
+from dsx.checkpoint.formats import hf_catalog, hf_names
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.pieces import Part, contiguous
 from dsx.checkpoint.reader import Reader
@@ -230,7 +230,7 @@ def _empty(hf_config: Mapping[str, Any], dtype: torch.dtype, where: str) -> PreT
 def _config(source: Catalog, config: str | Path | None) -> Mapping[str, Any]:
     if config is not None:
         path = Path(config).expanduser()
-        return read_config(path / hf_catalog.CONFIG if path.is_dir() else path)
+        return read_config(path / hf_names.CONFIG if path.is_dir() else path)
     known = source.facts.get("hf_config")
     if isinstance(known, Mapping):
         return known

@@ -123,7 +123,13 @@ def test_universal_and_back_keeps_every_state_and_fact(dsx, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (["--to", "deepspeed", "--tensor", "2"], "data parallelism alone"),
+        (["--to", "deepspeed", "--tensor", "2"], "how tensor parallelism of degree 2 cuts it"),
+        (["--to", "deepspeed", "--chunks", "2"], "pipelines have one stage per rank"),
+        (["--to", "deepspeed", "--pipeline", "2"], "the model has 1 layers"),
+        (["--to", "universal", "--tensor", "2"], "universal files hold whole tensors"),
+        (["--to", "dsx", "--partition", "uniform"], "they are of DeepSpeed's PipelineModule"),
+        (["--to", "deepspeed", "--tied", "a=0,1"], "there is no pipeline"),
+        (["--to", "deepspeed", "--pipeline", "2", "--partition", "2,x"], "how many layers each of 2 stages"),
         (["--to", "universal", "--zero", "0"], "DeepSpeed loads universal checkpoints with ZeRO alone"),
         (["--names", "hf"], "it is not known what model"),
         (["--to", "tp=2"], "does not say how tensor parallelism of degree 2 cuts"),

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import wandb
+
 from dsx.config.schema import WandbConfig
 from dsx.errors import DataError
 from dsx.runtime import tracking

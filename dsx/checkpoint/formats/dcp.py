@@ -16,18 +16,22 @@ import struct
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from pydantic import TypeAdapter, ValidationError
+
 from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Checksum, Entry, Piece, locate
 from dsx.checkpoint.formats.unpickle import TensorRef, unpickle
-from dsx.errors import CheckpointError
+from dsx.errors import CheckpointError, LayoutError
+from dsx.spec.param import ParamSpec
 
 FORMAT = "dcp"
 INDEX = ".metadata"
+OWN = "dsx"  # key of the facts that dsx writes
 _MODELS = {"model", "module", "state_dict", "model_state_dict", "app"}
 _OPTIMIZERS = {"optim", "optimizer", "optimizers", "optimizer_state_dict"}
 _USE_ANOTHER = "use another checkpoint"
@@ -39,8 +43,12 @@ def looks_dcp(root: Path) -> bool:
     return (root / INDEX).is_file()
 
 
-def catalog_of(root: Path) -> Catalog:
+def catalog_of(root: Path, *, objects: bool = True) -> Catalog:
     """What a DCP checkpoint holds.
+
+    Args:
+        root: Its folder.
+        objects: Read what is no tensor too.
 
     Raises:
         CheckpointError: The index or a file is missing, damaged, or names something to be imported that
@@ -52,15 +60,27 @@ def catalog_of(root: Path) -> Catalog:
         _take(root, index, name, about, found)
     groups: dict[int, dict[str, Any]] = defaultdict(dict)
     client: dict[str, Any] = {}
-    for name, item in index.objects.items():
+    for name, item in index.objects.items() if objects else ():
         _take_object(root, index.paths[name], item, groups, client)
+    own = client.pop(OWN, {})
+    facts = _facts(found, [groups[at] for at in sorted(groups)], client)
     return Catalog(
         root=root,
         format=FORMAT,
         entries=_with_roles(found.entries),
-        facts=_facts(found, [groups[at] for at in sorted(groups)], client),
+        facts={**facts, **own["facts"]} if own else facts,
+        specs=_specs(root, own.get("specs", ()), {entry.name for entry in found.entries}),
         checksums=tuple(found.checksums),
     )
+
+
+def _specs(root: Path, told: Sequence[Any], names: set[str]) -> tuple[ParamSpec, ...]:
+    """How layouts cut the tensors, where dsx wrote it."""
+    try:
+        specs = TypeAdapter(tuple[ParamSpec, ...]).validate_python(told)
+    except (ValidationError, LayoutError) as error:
+        raise CheckpointError(str(root / INDEX), f"its {OWN} is damaged ({error})", _USE_ANOTHER) from None
+    return tuple(spec for spec in specs if spec.name in names)
 
 
 @dataclass(slots=True)
@@ -274,6 +294,9 @@ def _take_object(
     """Something that is no tensor: a hyperparameter of a group, or what the user saved with it."""
     where = ".".join(map(str, path))
     value, _ = _opened(root, item, where)
+    if path == (OWN,) and isinstance(value, dict) and isinstance(value.get("facts"), dict):
+        client[OWN] = value  # facts are plain data already
+        return
     try:
         told = plain.encode(value, where)
     except CheckpointError:

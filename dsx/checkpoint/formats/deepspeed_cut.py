@@ -34,6 +34,7 @@ from dsx.checkpoint.pieces import Part, contiguous, interval_boxes
 from dsx.errors import CheckpointError
 from dsx.spec.param import ParamSpec
 
+UNIVERSAL_INFO = "universal_checkpoint_info"
 Shape = tuple[int, ...]
 Spans = tuple[tuple[int, int], ...]
 
@@ -135,10 +136,11 @@ class Rules:
         Raises:
             CheckpointError: Nothing says how it is cut, or what does does not fit the shapes.
         """
-        if len(shapes) == 1:
-            return Cut(shapes[0])
         rule: Any = next((rule for pattern, rule in self.tensors if re.fullmatch(pattern, name)), None)
         affine = next((one for pattern, one in self.maps if re.fullmatch(pattern, name)), None)
+        padded = name in self.specs or (isinstance(rule, dict) and "extent" in rule)
+        if len(shapes) == 1 and not padded:
+            return Cut(shapes[0])
         try:
             if name in self.specs:
                 return _of_spec(self.specs[name], shapes)
@@ -189,6 +191,41 @@ def rules_of(info: Any, where: str) -> Rules:
     maps = info.get("affine_map") or {}
     found = tuple((maps.get("params") or {}).items()) if maps.get("version") == 1 else ()
     return Rules(tuple(tensors), maps=found, source=f"universal_checkpoint_info of {where}")
+
+
+def cut_info(specs: Sequence[ParamSpec]) -> dict[str, Any]:
+    """``universal_checkpoint_info`` that says of every tensor how it is cut; empty if there are none.
+
+    A tensor that is cut along its rows, for which DeepSpeed has no category because that is what it does with
+    what is in none, is one of a single fused block, so that nothing is left to a default. The name of a
+    category's tensor is its whole name: DeepSpeed matches beginnings.
+    """
+    tables = [spec for spec in specs if spec.pad_multiple > 1]
+    cut = [spec for spec in specs if spec.split is not None and spec.pad_multiple == 1]
+    rows = [spec for spec in cut if spec.split == 1 and not spec.parts]
+    fused = [spec for spec in cut if spec not in rows]
+    if not specs:
+        return {}
+    return {
+        "universal_checkpoint_version": 0.2,  # of the categories' form: blocks, each cut evenly
+        "tp_replicated_parameter_patterns": [_exactly(spec) for spec in specs if spec.split is None],
+        "parameter_with_row_parallelism_patterns": [_exactly(spec) for spec in rows],
+        "vocabulary_parameter_patterns": [_exactly(spec) for spec in tables],
+        "original_vocab_size": tables[0].shape[0] if tables else None,
+        "parameter_with_sub_params": [
+            {"patterns": [_exactly(spec)], "shape": _blocks(spec), "partition_dim": spec.split}
+            for spec in fused
+        ],
+    }
+
+
+def _exactly(spec: ParamSpec) -> str:
+    return f"{re.escape(spec.name)}$"
+
+
+def _blocks(spec: ParamSpec) -> tuple[Any, ...]:
+    blocks = spec.parts or (spec.shape[spec.split or 0],)
+    return tuple(blocks if dim == spec.split else extent for dim, extent in enumerate(spec.shape))
 
 
 def _sub_params(state: Mapping[str, Any]) -> dict[str, Any]:

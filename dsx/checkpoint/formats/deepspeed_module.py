@@ -80,8 +80,14 @@ def _ties(refs: Mapping[str, TensorRef], shared: Mapping[str, str]) -> tuple[tup
             home.setdefault(name, names[0])
     found: dict[str, list[str]] = defaultdict(list)
     for name, first in home.items():
-        while first in home:
+        seen = {name}
+        while first in home and first not in seen:
+            seen.add(first)
             first = home[first]  # noqa: PLW2901 (to the end of the chain)
+        if first in seen:
+            raise CheckpointError(
+                f"tensor {name}", "shared_params says that it is shared with itself", "use another checkpoint"
+            )
         found[first].append(name)
     return tuple((first, *names) for first, names in found.items())
 

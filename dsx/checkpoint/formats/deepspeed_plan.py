@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry
+from dsx.checkpoint.pieces import Part, contiguous, interval_boxes, local_parts
 from dsx.errors import CheckpointError
+from dsx.spec.param import ParamSpec
 from dsx.spec.zero import ZeroPlan
 
 _DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -33,6 +35,9 @@ class StockLayout:
         fused_step: Step counts as numbers in the groups, as DeepSpeed's FusedAdam keeps them.
         bounds: Of a PipelineModule: first layer of every stage, then the number of layers; else empty.
         tied: Of a PipelineModule: (key, layers that use it) of every TiedLayerSpec.
+        tp: Tensor-parallel degree.
+        specs: How tensor parallelism cuts each tensor and pads vocabularies, where that is known; of all
+            tensors if ``tp`` is above 1.
     """
 
     dp: int
@@ -46,6 +51,8 @@ class StockLayout:
     fused_step: bool = False
     bounds: tuple[int, ...] = ()
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    tp: int = 1
+    specs: tuple[ParamSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +69,8 @@ class StockPlan:
         steps: Step count of each name, by group; None where the optimizer keeps none.
         moments: States of the optimizer beside the master.
         stage: Pipeline stage that the names are those of.
+        tensor: Tensor-parallel rank whose parts of them it is.
+        specs: The layout's, by name.
     """
 
     layout: StockLayout
@@ -73,6 +82,8 @@ class StockPlan:
     steps: Sequence[Mapping[str, float | None]]
     moments: Sequence[str]
     stage: int = 0
+    tensor: int = 0
+    specs: Mapping[str, ParamSpec] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: Catalog, layout: StockLayout) -> StockPlan:
@@ -85,6 +96,7 @@ class StockPlan:
             raise CheckpointError(
                 f"precision = {layout.precision}", "DeepSpeed has none such", "use fp32, bf16 or fp16"
             )
+        _check_cuts(source, layout)
         held = source.by_key
         saved = source.facts.get("param_groups") or []
         groups = layout.groups or tuple(tuple(group["names"]) for group in saved)
@@ -112,11 +124,36 @@ class StockPlan:
             settings=[_settings(homes.get(group[0], {}) if group else {}) for group in groups],
             steps=[{name: _step(homes.get(name, {}), name) for name in group} for group in groups],
             moments=moments,
+            specs={spec.name: spec for spec in layout.specs},
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-        return self.blanks[name, "weight"].shape
+        """Shape of a rank's part of a tensor, padding included."""
+        spec = self.specs.get(name)
+        return self.blanks[name, "weight"].shape if spec is None else spec.local_shape(self.layout.tp)
+
+    def parts(self, name: str, start: int, stop: int) -> Iterator[Part]:
+        """Elements ``start`` to ``stop`` of a rank's flattened part, as boxes of the tensor; no padding."""
+        spec = self.specs.get(name)
+        if spec is not None:
+            yield from local_parts(spec, self.layout.tp, self.tensor, start, stop)
+            return
+        shape = self.shape(name)
+        strides = contiguous(shape)
+        for box in interval_boxes(shape, start, stop):
+            corner = tuple(low for low, _ in box)
+            flat = sum(at * step for at, step in zip(corner, strides, strict=True))
+            yield Part(corner, tuple(high - low for low, high in box), strides, flat)
+
+    def is_cut(self, name: str) -> bool:
+        """Whether each tensor-parallel rank has another part of a tensor."""
+        spec = self.specs.get(name)
+        return spec is not None and spec.split is not None
+
+    @property
+    def mp_rank(self) -> int:
+        """The model-parallel rank: pipeline stage slowest, tensor fastest."""
+        return self.stage * self.layout.tp + self.tensor
 
     def zero_keys(self) -> dict[str, Any]:
         """``zero_optimization`` of the engine, with what decides where everything lies."""
@@ -161,6 +198,12 @@ class StockPlan:
     def pp(self) -> int:
         """Pipeline stages."""
         return max(1, len(self.layout.bounds) - 1)
+
+    def ranks(self) -> tuple[StockPlan, ...]:
+        """The same of every model-parallel rank. Raises CheckpointError as :meth:`stages`."""
+        return tuple(
+            replace(stage, tensor=tensor) for stage in self.stages() for tensor in range(self.layout.tp)
+        )
 
     def stages(self) -> tuple[StockPlan, ...]:
         """The same of every pipeline stage: first its tied modules, then its layers, as PipelineModule.
@@ -211,6 +254,17 @@ class StockPlan:
             return [list(group) for group in self.groups]
         dp = self.layout.dp
         return [[name for at in range(dp) for name in group[at::dp]] for group in self.groups]
+
+
+def _check_cuts(source: Catalog, layout: StockLayout) -> None:
+    known = {spec.name for spec in layout.specs}
+    for entry in source.entries if layout.tp > 1 else ():
+        if entry.name not in known:
+            raise CheckpointError(
+                f"{source.root}: tensor {entry.name}",
+                f"the checkpoint does not say how tensor parallelism of degree {layout.tp} cuts it",
+                "leave --tensor out, or name a config of the model with --config",
+            )
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

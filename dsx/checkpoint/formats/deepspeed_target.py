@@ -1,6 +1,7 @@
 """Stock DeepSpeed checkpoints to be written: what ``engine.load_checkpoint`` of deepspeed 0.19.8 reads back.
 
-A plain engine at ZeRO 0 to 3 or a PipelineModule at ZeRO 0 or 1, without tensor parallelism.
+A plain engine at ZeRO 0 to 3 or a PipelineModule at ZeRO 0 or 1, both with tensor parallelism where it is
+known how that cuts each tensor.
 DeepSpeed finds optimizer state by position alone, so the order of the parameters in each optimizer group must
 be that of the engine that will load it: by default the order in which the source lists them.
 """
@@ -8,19 +9,21 @@ be that of the engine that will load it: by default the order in which the sourc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint import plain
-from dsx.checkpoint.catalog import Catalog, Entry, Piece
+from dsx.checkpoint.catalog import Catalog
 from dsx.checkpoint.formats.deepspeed import FORMAT
+from dsx.checkpoint.formats.deepspeed_cut import UNIVERSAL_INFO, cut_info
 from dsx.checkpoint.formats.deepspeed_plan import StockLayout, StockPlan
 from dsx.checkpoint.formats.deepspeed_scale import scaler, unfused_scale
-from dsx.checkpoint.formats.torch_target import Call, Hole, Ordered, number, size_of, torch_skeleton
+from dsx.checkpoint.formats.deepspeed_shares import Files, Share, whole_share
+from dsx.checkpoint.formats.torch_target import Call, Hole, Ordered, number, size_of
 from dsx.checkpoint.formats.unpickle import Global, Record
-from dsx.checkpoint.pieces import contiguous, interval_boxes
-from dsx.checkpoint.target import Skeleton, Target, Written
+from dsx.checkpoint.target import Target, Written, left_behind
 from dsx.errors import CheckpointError
 from dsx.spec.zero import Buffer, ZeroPlan
 
@@ -37,8 +40,8 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
     whole_plan = StockPlan.of(source, layout)
     _check_pipeline(layout)
     files = Files(root)
-    for plan in whole_plan.stages():
-        files.begin_stage(plan.modules)
+    for plan in whole_plan.ranks():
+        files.begin(plan)
         if layout.zero_stage == 0:
             _write_plain(plan, files)
             continue
@@ -46,14 +49,14 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
             _write_optimizer(plan, files, rank)
         for rank in range(layout.dp if layout.zero_stage == 3 else 1):
             write_model(plan, files, rank)
-    if layout.bounds:
-        _write_layers(whole_plan, files)
+    for tensor in range(layout.tp) if layout.bounds else ():
+        _write_layers(replace(whole_plan, tensor=tensor), files)
     catalog = Catalog(root=root, format=FORMAT, entries=files.entries(), facts=source.facts)
     return Target(
         catalog=catalog,
         skeletons=tuple(files.skeletons),
         finish=no_manifest,
-        dropped=left_behind(source),
+        dropped=no_place(source),
         is_tag=True,
     )
 
@@ -71,68 +74,10 @@ def no_manifest(folder: Path, written: Written) -> None:
     """Nothing: DeepSpeed's folders have no manifest."""
 
 
-def left_behind(source: Catalog) -> tuple[str, ...]:
+def no_place(source: Catalog) -> tuple[str, ...]:
     """What these formats have no place for."""
-    if source.facts.get("random_files"):
-        return ("The ranks' random states stay behind: DeepSpeed's checkpoints have no place for them.",)
-    return ()
-
-
-class Files:
-    """The files so far, and what lies where in them."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.skeletons: list[Skeleton] = []
-        self._pieces: dict[tuple[str, str], list[Piece]] = {}
-        self._blanks: dict[tuple[str, str], Entry] = {}
-        self._stages: dict[str, int] = {}
-
-    def begin_stage(self, names: Sequence[str]) -> None:
-        """What follows is of another pipeline stage, whose copies of earlier stages' tensors are replicas."""
-        for name in names:
-            self._stages[name] = self._stages.get(name, -1) + 1
-
-    def add(self, name: str, content: Any, held: Sequence[Share]) -> None:
-        """A file, and what the holes in it are for."""
-        self.skeletons.append(torch_skeleton(name, content))
-        for share in held:
-            key = share.entry.key
-            self._blanks[key] = share.entry
-            pieces = self._pieces.setdefault(key, [])
-            origin = share.hole.offset + (share.offset - share.start) * share.entry.item_bytes
-            strides = contiguous(share.entry.shape)
-            for box in interval_boxes(share.entry.shape, share.start, share.stop):
-                corner = tuple(low for low, _ in box)
-                flat = sum(at * step for at, step in zip(corner, strides, strict=True))
-                shape = tuple(high - low for low, high in box)
-                offset = origin + flat * share.entry.item_bytes
-                replica = share.replica if share.replica is not None else self._stages.get(key[0], 0)
-                pieces.append(Piece(name, offset, corner, shape, strides, replica))
-
-    def entries(self) -> tuple[Entry, ...]:
-        """Every entry with its pieces."""
-        return tuple(replace(blank, pieces=tuple(self._pieces[key])) for key, blank in self._blanks.items())
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Elements ``start`` to ``stop`` of a flattened tensor at element ``offset`` of a hole.
-
-    ``replica`` is the stage's by default.
-    """
-
-    entry: Entry
-    hole: Hole
-    start: int
-    stop: int
-    offset: int
-    replica: int | None = None
-
-
-def whole_share(entry: Entry, replica: int | None = None) -> Share:
-    """A tensor that has a hole of its own."""
-    return Share(entry, Hole(entry.dtype, entry.shape), 0, entry.numel, 0, replica)
+    random = ("The ranks' random states stay behind: DeepSpeed's checkpoints have no place for them.",)
+    return (*(random if source.facts.get("random_files") else ()), *left_behind(source.facts))
 
 
 def _write_optimizer(plan: StockPlan, files: Files, rank: int) -> None:
@@ -148,7 +93,7 @@ def _write_optimizer(plan: StockPlan, files: Files, rank: int) -> None:
         holes |= {state: Hole("float32", (buffer.numel,)) for state in plan.moments}
         for state, hole in holes.items():
             shares += [
-                Share(plan.blanks[piece.name, state], hole, piece.start, piece.stop, piece.offset)
+                Share(plan, plan.blanks[piece.name, state], hole, piece.start, piece.stop, piece.offset)
                 for piece in buffer.pieces
             ]
         masters.append(holes.pop("master"))
@@ -162,7 +107,7 @@ def _write_optimizer(plan: StockPlan, files: Files, rank: int) -> None:
         "ds_version": VERSION,
     }
     prefix = "bf16_" if plan.layout.precision == "bf16" else ""
-    files.add(f"{prefix}zero_pp_rank_{rank}_mp_rank_{plan.stage:02d}_optim_states.pt", content, shares)
+    files.add(f"{prefix}zero_pp_rank_{rank}_mp_rank_{plan.mp_rank:02d}_optim_states.pt", content, shares)
 
 
 def _tail(zero: ZeroPlan, buffer: Buffer, rank: int) -> int:
@@ -249,18 +194,18 @@ def write_model(plan: StockPlan, files: Files, rank: int, more: Mapping[str, Any
         if sharded and entry.role != "buffer":
             module[name] = Hole(entry.dtype, (0,))
         else:
-            share = whole_share(entry)
+            share = whole_share(plan, entry)
             module[name] = share.hole
             shares += [share] if rank == 0 else []
         module.update(dict.fromkeys(entry.aliases, module[name]))
     parts: dict[str, Hole] = {}
     for name in frozen if stage >= 2 else ():
-        entry, dp = plan.blanks[name, "weight"], plan.layout.dp if sharded else 1
-        size = -(-entry.numel // dp)
-        start, stop = min(rank * size, entry.numel), min((rank + 1) * size, entry.numel)
-        hole = Hole(entry.dtype, (size,) if sharded else entry.shape)
+        entry, numel = plan.blanks[name, "weight"], prod(plan.shape(name))
+        size = -(-numel // (plan.layout.dp if sharded else 1))
+        start, stop = min(rank * size, numel), min((rank + 1) * size, numel)
+        hole = Hole(entry.dtype, (size,) if sharded else plan.shape(name))
         parts[name] = hole if sharded else module[name]
-        shares += [Share(entry, hole, start, stop, 0)] if sharded and start < stop else []
+        shares += [Share(plan, entry, hole, start, stop, 0)] if sharded and start < stop else []
     content = _common(plan, Ordered(module)) | {
         "param_shapes": [
             Ordered({name: size_of(plan.shape(name)) for name in group}) for group in plan.flat_order()
@@ -276,18 +221,18 @@ def write_model(plan: StockPlan, files: Files, rank: int, more: Mapping[str, Any
         "frozen_param_fragments": None if stage < 2 else Ordered(parts),
     }
     prefix = f"zero_pp_rank_{rank}_" if sharded else ""
-    files.add(f"{prefix}mp_rank_{plan.stage:02d}_model_states.pt", content | dict(more or {}), shares)
+    files.add(f"{prefix}mp_rank_{plan.mp_rank:02d}_model_states.pt", content | dict(more or {}), shares)
 
 
 def _write_plain(plan: StockPlan, files: Files) -> None:
     """Without ZeRO: one file; in bf16 the form of FP16_UnfusedOptimizer."""
     stored = () if plan.layout.bounds else plan.modules
-    module = {name: whole_share(plan.blanks[name, "weight"]) for name in stored}
+    module = {name: whole_share(plan, plan.blanks[name, "weight"]) for name in stored}
     shares = list(module.values())
     names = [name for group in plan.groups for name in group]
     states: dict[int, dict[str, Any]] = {}
     for at, name in enumerate(names):
-        held = {state: whole_share(plan.blanks[name, state]) for state in plan.moments}
+        held = {state: whole_share(plan, plan.blanks[name, state]) for state in plan.moments}
         shares += held.values()
         step = next(steps[name] for steps in plan.steps if name in steps)
         states[at] = {**_step_state(plan, step), **{state: share.hole for state, share in held.items()}}
@@ -295,7 +240,9 @@ def _write_plain(plan: StockPlan, files: Files) -> None:
     numbers = [list(range(ends[at], ends[at + 1])) for at in range(len(plan.groups))]
     optimizer: dict[str, Any] = {"state": states, "param_groups": group_settings(plan, numbers)}
     if plan.layout.precision != "fp32":
-        masters = [[whole_share(plan.blanks[name, "master"]) for name in group] for group in plan.groups]
+        masters = [
+            [whole_share(plan, plan.blanks[name, "master"]) for name in group] for group in plan.groups
+        ]
         shares += [share for group in masters for share in group]
         holes = [[share.hole for share in group] for group in masters]
         optimizer = {**unfused_scale(plan), "optimizer_state_dict": optimizer, "fp32_groups": holes}
@@ -303,7 +250,7 @@ def _write_plain(plan: StockPlan, files: Files) -> None:
     for name in stored:
         weights.update(dict.fromkeys(plan.blanks[name, "weight"].aliases, weights[name]))
     files.add(
-        f"mp_rank_{plan.stage:02d}_model_states.pt",
+        f"mp_rank_{plan.mp_rank:02d}_model_states.pt",
         _common(plan, Ordered(weights)) | {"optimizer": optimizer},
         shares,
     )
@@ -312,7 +259,9 @@ def _write_plain(plan: StockPlan, files: Files) -> None:
 def _write_layers(plan: StockPlan, files: Files) -> None:
     """A PipelineModule's layers; of a tied module, every layer that saves it (module.py, save_state_dict)."""
     tied = {layer: f"tied_modules.{key}." for key, layers in plan.layout.tied for layer in layers}
+    files.begin(plan)
     seen: dict[str, int] = {}
+    suffix = f"-model_{plan.tensor:02d}" if plan.layout.tp > 1 else ""
     for layer in range(plan.layout.bounds[-1]):
         prefix = tied.get(layer, f"{layer}.")
         shares: dict[str, Share] = {}
@@ -320,11 +269,11 @@ def _write_layers(plan: StockPlan, files: Files) -> None:
             entry, path = plan.blanks[name, "weight"], name.removeprefix(prefix)
             saves = f"{layer}.{path}" in entry.aliases or (not entry.aliases and name not in seen)
             if name.startswith(prefix) and (layer not in tied or saves):
-                shares[path] = whole_share(entry, seen.get(name, 0))
+                shares[path] = whole_share(plan, entry, seen.get(name, 0))
                 seen[name] = seen.get(name, 0) + 1
         if shares:
             content = Ordered({path: share.hole for path, share in shares.items()})
-            files.add(f"layer_{layer:02d}-model_states.pt", content, list(shares.values()))
+            files.add(f"layer_{layer:02d}{suffix}-model_states.pt", content, list(shares.values()))
 
 
 def _common(plan: StockPlan, module: Ordered) -> dict[str, Any]:
@@ -347,10 +296,11 @@ def _common(plan: StockPlan, module: Ordered) -> dict[str, Any]:
         "global_steps": int(plan.facts.get("step", 0)),
         "global_samples": int(counters.get("global_samples", 0)),
         "dp_world_size": plan.layout.dp,
-        "mp_world_size": plan.pp,
-        "checkpoint_parallel_dimensions": {"pp_degree": plan.pp, "tp_degree": 1},
+        "mp_world_size": plan.pp * plan.layout.tp,
+        "checkpoint_parallel_dimensions": {"pp_degree": plan.pp, "tp_degree": plan.layout.tp},
         "ds_config": plan.config(),
         "ds_version": VERSION,
+        **({UNIVERSAL_INFO: cuts} if (cuts := cut_info(plan.layout.specs)) else {}),
         **client,
     }
 

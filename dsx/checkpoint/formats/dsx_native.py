@@ -31,7 +31,7 @@ from dsx.checkpoint.formats.dsx_manifest import FORMAT_NAME, read_manifest, writ
 from dsx.checkpoint.layouts import is_guess
 from dsx.checkpoint.pieces import Part, local_parts
 from dsx.checkpoint.shares import Share, shares
-from dsx.checkpoint.target import Skeleton, Target, Written
+from dsx.checkpoint.target import Skeleton, Target, Written, left_behind
 from dsx.errors import CheckpointError
 from dsx.spec.layout import Layout
 from dsx.spec.mesh import Mesh
@@ -122,8 +122,13 @@ def target_of(
         )
         store.write_atomically(folder / store.MANIFEST, write_manifest(complete))
 
-    left = tuple(f"{what} stays behind: it is no plain data" for what in source.facts.get("left_behind", ()))
-    return Target(catalog=catalog, skeletons=tuple(files), finish=finish, dropped=left, is_tag=True)
+    return Target(
+        catalog=catalog,
+        skeletons=tuple(files),
+        finish=finish,
+        dropped=left_behind(source.facts),
+        is_tag=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

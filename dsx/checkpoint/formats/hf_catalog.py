@@ -167,7 +167,7 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
         source,
         entries=tuple(entries),
         specs=tuple(specs),
-        facts=_renamed(source.facts, lambda name: (homes[name],) if name in homes else (), str(source.root)),
+        facts=renamed(source.facts, lambda name: (homes[name],) if name in homes else (), str(source.root)),
     )
 
 
@@ -184,7 +184,7 @@ def as_hf(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
         spec = known.get(entry.name)
         entries += [entry] if spec is None else _parted(spec, entry)
     where = str(source.root)
-    facts = _renamed(source.facts, lambda name: known[name].hf if name in known else (name,), where)
+    facts = renamed(source.facts, lambda name: known[name].hf if name in known else (name,), where)
     for group in facts.get("param_groups", ()):
         group["names"].sort(key=lambda name: order.get(name, len(order)))
     return replace(
@@ -230,7 +230,7 @@ def with_names(source: Catalog, patterns: Sequence[tuple[str, str]], where: str)
         replace(entry, name=new_name(entry.name), aliases=tuple(map(new_name, entry.aliases)))
         for entry in source.entries
     )
-    facts = _renamed(source.facts, lambda name: (new_name(name),), str(source.root))
+    facts = renamed(source.facts, lambda name: (new_name(name),), str(source.root))
     return replace(source, entries=entries, facts=facts, specs=(), tile_elements=0, tile_digests={})
 
 
@@ -308,7 +308,7 @@ def _parted(spec: ParamSpec, entry: Entry) -> Iterator[Entry]:
         if len(spec.hf) > 1 and spec.split is not None:
             dim = spec.split
             box = (*box[:dim], (start, start + spec.parts[number]), *box[dim + 1 :])
-        inside = [_clipped(piece, box, entry.item_bytes) for piece in entry.pieces]
+        inside = [clipped(piece, box, entry.item_bytes) for piece in entry.pieces]
         pieces = [_turned(_shifted(piece, spec, -start), spec) for piece in inside if piece is not None]
         aliases = (head_of(name),) if spec.tie is not None else ()
         yield replace(
@@ -333,7 +333,7 @@ def _shifted(piece: Piece, spec: ParamSpec, by: int) -> Piece:
     return replace(piece, start=(*piece.start[:dim], piece.start[dim] + by, *piece.start[dim + 1 :]))
 
 
-def _clipped(piece: Piece, box: tuple[tuple[int, int], ...], item_bytes: int) -> Piece | None:
+def clipped(piece: Piece, box: tuple[tuple[int, int], ...], item_bytes: int) -> Piece | None:
     """What a piece holds of a box."""
     shared = intersect(piece.box, box)
     if shared is None:
@@ -344,10 +344,17 @@ def _clipped(piece: Piece, box: tuple[tuple[int, int], ...], item_bytes: int) ->
     return replace(piece, start=start, shape=shape, offset=piece.offset + skipped * item_bytes)
 
 
-def _renamed(
-    facts: Mapping[str, Any], names_of: Callable[[str], Sequence[str]], where: str
-) -> dict[str, Any]:
-    """Facts with the optimizer's groups under other names."""
+def renamed(facts: Mapping[str, Any], names_of: Callable[[str], Sequence[str]], where: str) -> dict[str, Any]:
+    """Facts with the optimizer's groups under other names.
+
+    Args:
+        facts: As in :class:`~dsx.checkpoint.catalog.Catalog`.
+        names_of: The new names of the parts of an old one.
+        where: The checkpoint, for messages.
+
+    Raises:
+        CheckpointError: Parts of one tensor are in different groups.
+    """
     groups = []
     seen: dict[str, int] = {}
     for place, group in enumerate(facts.get("param_groups") or ()):

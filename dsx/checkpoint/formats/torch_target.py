@@ -82,7 +82,7 @@ def torch_skeleton(file: str, content: Any) -> Skeleton:
             and :class:`~dsx.checkpoint.formats.unpickle.Record`. The holes in it learn their offsets.
     """
     pickler = _Pickler()
-    program = b"\x80\x02" + pickler.of(content) + b"."
+    program = pickler.program(content)
     archive = _Archive(file.rsplit("/", 1)[-1].removesuffix(".pt"))
     archive.add("data.pkl", program)
     for name, data in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
@@ -96,12 +96,21 @@ def torch_skeleton(file: str, content: Any) -> Skeleton:
     )
 
 
+def pickled(content: Any) -> bytes:
+    """A pickle of what :func:`torch_skeleton` takes, but no holes."""
+    return _Pickler().program(content)
+
+
 @dataclass(slots=True)
 class _Pickler:
     """Writes pickles of protocol 2, by the few opcodes that inert values need."""
 
     holes: list[Hole] = field(default_factory=list)
     _keys: dict[int, int] = field(default_factory=dict)
+
+    def program(self, value: Any) -> bytes:
+        """A whole pickle."""
+        return b"\x80\x02" + self.of(value) + b"."
 
     def of(self, value: Any) -> bytes:
         """The program that makes a value."""

@@ -13,15 +13,13 @@ from typing import Any
 from dsx.checkpoint.catalog import Catalog
 from dsx.checkpoint.formats.deepspeed_plan import StockLayout, StockPlan
 from dsx.checkpoint.formats.deepspeed_scale import scaler
+from dsx.checkpoint.formats.deepspeed_shares import Files, whole_share
 from dsx.checkpoint.formats.deepspeed_target import (
     VERSION,
-    Files,
-    Share,
     clipping,
     group_settings,
-    left_behind,
     no_manifest,
-    whole_share,
+    no_place,
     write_model,
 )
 from dsx.checkpoint.formats.torch_target import Call, number
@@ -39,7 +37,8 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
     Args:
         source: Under the names of the model that will load it.
         root: Folder to make.
-        layout: The engine that will load it; its data-parallel degree does not matter.
+        layout: The engine that will load it; of a pipeline only its names matter, and its data-parallel
+            degree not at all.
 
     Raises:
         CheckpointError: As :func:`dsx.checkpoint.formats.deepspeed_target.target_of`; no ZeRO; a name that
@@ -49,15 +48,17 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
         raise CheckpointError(
             "zero = 0", "DeepSpeed loads universal checkpoints with ZeRO alone", "use ZeRO 1, 2 or 3"
         )
-    plan = StockPlan.of(source, replace(layout, dp=1))
+    plan = StockPlan.of(source, replace(layout, dp=1, bounds=(), tied=(), specs=()))
+    padded = {spec.name for spec in layout.specs if spec.pad_multiple > 1}
     files = Files(root)
+    files.begin(plan)
     for at, group in enumerate(plan.groups):
         for name in group:
             if "/" in name or name in ("", ".", ".."):
                 raise CheckpointError(
                     f"{source.root}: tensor {name}", "its name cannot be a folder's", "rename it"
                 )
-            _write_parameter(plan, files, name, plan.steps[at][name])
+            _write_parameter(plan, files, name, plan.steps[at][name], padded=name in padded)
     files.add(f"{FOLDER}/{COMMON}", _common(plan), [])
     write_model(plan, files, 0, {"universal_checkpoint_info": _INFO})
     catalog = Catalog(root=root, format=FORMAT, entries=files.entries(), facts=source.facts)
@@ -65,16 +66,18 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
         catalog=catalog,
         skeletons=tuple(files.skeletons),
         finish=no_manifest,
-        dropped=left_behind(source),
+        dropped=no_place(source),
         is_tag=True,
     )
 
 
-def _write_parameter(plan: StockPlan, files: Files, name: str, step: float | None) -> None:
+def _write_parameter(plan: StockPlan, files: Files, name: str, step: float | None, *, padded: bool) -> None:
+    # DeepSpeed pads a vocabulary to what the loading model has (universal_checkpoint.py, VOCAB_TENSOR).
+    more = {"vocab_tensor": True} if padded else {}
     for state in ("master", *plan.moments):
-        share: Share = whole_share(plan.blanks[name, state])
+        share = whole_share(plan, plan.blanks[name, state])
         stem = "fp32" if state == "master" else state
-        files.add(f"{FOLDER}/{name}/{stem}.pt", {"cat_dim": 0, "param": share.hole}, [share])
+        files.add(f"{FOLDER}/{name}/{stem}.pt", {"cat_dim": 0, "param": share.hole, **more}, [share])
     if step is not None:
         files.add(f"{FOLDER}/{name}/step.pt", number(step), [])
 

@@ -37,7 +37,7 @@ class Record:
 
     kind: str
     args: tuple[Any, ...] = ()
-    state: dict[str, Any] = field(default_factory=dict)
+    state: Any = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +295,12 @@ def _dict(_: Global, args: tuple[Any, ...]) -> dict[Any, Any]:
 
 
 _Builder = Callable[[Global, tuple[Any, ...]], Any]
+_OF_DCP = """
+    filesystem._StorageInfo metadata.Metadata metadata.MetadataIndex metadata.StorageMeta
+    metadata.TensorProperties metadata._MEM_FORMAT_ENCODING metadata.TensorStorageMetadata
+    metadata.ChunkStorageMetadata metadata.BytesStorageMetadata
+    planner.SavePlan planner.WriteItem planner.WriteItemType planner.TensorWriteData
+"""
 _RECORDS = (
     "argparse.Namespace",
     "types.SimpleNamespace",
@@ -308,16 +314,11 @@ _RECORDS = (
     "numpy.core.multiarray.scalar",
     "numpy._core.multiarray.scalar",
     "torch.device",
-    # The index of torch.distributed.checkpoint.
+    # The index of torch.distributed.checkpoint, and what Megatron keeps in it of how it was written.
     "torch.serialization._get_layout",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    *(
-        f"torch.distributed.checkpoint.metadata.{name}"
-        for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-            *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
-        )
-    ),
+    *(f"torch.distributed.checkpoint.{name}" for name in _OF_DCP.split()),
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
 )
 _BUILDERS: Mapping[str, _Builder] = {
     "torch._utils._rebuild_tensor": _tensor,

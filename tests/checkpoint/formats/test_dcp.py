@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+import made
 import ranks
 from checkpoint.stock_checkpoints import read_entry
+from dsx.checkpoint import plain
+from dsx.checkpoint.compare import compare
 from dsx.checkpoint.open import open_checkpoint
 from dsx.errors import CheckpointError
 
@@ -124,3 +127,68 @@ def test_damage_is_named(saved, tmp_path):
     file.write_bytes(file.read_bytes()[:-200])
     with pytest.raises(CheckpointError, match=r"__1_0.distcp: .* no whole file of torch.save"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_torch_loads_what_is_written(dsx, files, tmp_path):
+    """dsx -> DCP -> torch.distributed.checkpoint.load, and -> dsx again, the same bits and facts."""
+    import torch.distributed.checkpoint as dcp
+
+    layout = made.layout("llama", tp=2, dp=2, zero=1)
+    bits = made.random_bits(layout.params, made.BF16, seed=3)
+    names = [spec.name for spec in layout.params]
+    facts = {
+        "step": 7,
+        "precision": "bf16",
+        "param_groups": [
+            {"names": names[:4], "step": 7, "lr": 0.25, "betas": plain.encode((0.9, 0.95), "betas")},
+            {"names": names[4:], "step": {name: 5 + at % 2 for at, name in enumerate(names[4:])}, "lr": 0.5},
+        ],
+        "lr_scheduler": {"last_batch_iteration": 6},
+        "client_state": {"epoch": 2},
+    }
+    source = made.plain(tmp_path / "p", layout.params, made.BF16, bits=bits, facts=facts)
+    made.reshard(source, tmp_path / "run", layout)
+    code, out, err = dsx(tmp_path / "run", tmp_path / "dcp", "--to", "dcp", "--data", files)
+    assert (code, err) == (0, "")
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) == files
+    shapes = {spec.name: spec.shape for spec in layout.params}
+    wanted = {
+        "model": {name: torch.zeros(shapes[name], dtype=torch.bfloat16) for name in names},
+        "optim": {
+            "state": {
+                name: {
+                    "step": torch.zeros(()),
+                    **{state: torch.zeros(shapes[name]) for state in ("master", "exp_avg", "exp_avg_sq")},
+                }
+                for name in names
+            },
+            "param_groups": [{"params": [], "lr": 0.0, "betas": ()}, {"params": [], "lr": 0.0}],
+        },
+    }
+    dcp.load(wanted, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for (name, state), expected in bits.items():
+        found = wanted["model"][name] if state == "weight" else wanted["optim"]["state"][name][state]
+        assert (made.bits_of(found) == expected).all(), (name, state)
+    steps = [int(wanted["optim"]["state"][name]["step"]) for name in names]
+    assert steps == [7] * 4 + [5 + at % 2 for at in range(len(names) - 4)]
+    groups = wanted["optim"]["param_groups"]
+    assert [(group["params"], group["lr"]) for group in groups] == [(names[:4], 0.25), (names[4:], 0.5)]
+    assert groups[0]["betas"] == (0.9, 0.95)
+    code, out, err = dsx(tmp_path / "dcp", tmp_path / "back", "--to", "tp=2,dp=2,zero=3")
+    assert (code, err) == (0, "")
+    assert "other checksums of the source's files were right" in out
+    one, other = open_checkpoint(tmp_path / "run"), open_checkpoint(tmp_path / "back")
+    assert all(same.equal for same in compare(one, other))
+    for key in ("step", "lr_scheduler", "client_state", "param_groups"):
+        assert other.facts[key] == one.facts[key], key
+    assert dsx(tmp_path / "dcp", tmp_path / "wide", "--to", "dcp", "--precision", "fp32")[0] == 0
+    weights = {name: torch.zeros(shapes[name]) for name in names}
+    dcp.load({"model": weights}, checkpoint_id=tmp_path / "wide", no_dist=True)
+    assert (made.bits_of(weights[names[5]]) == bits[names[5], "master"]).all()
+
+
+def test_dcp_has_no_layout(dsx, saved, tmp_path):
+    code, _, err = dsx(saved[0], tmp_path / "out", "--to", "dcp", "--zero", 1)
+    assert code == 1
+    assert "say --data alone" in err
