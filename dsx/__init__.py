@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         DsxError,
         LayoutError,
         ModelError,
+        RunError,
         ScheduleError,
         VersionError,
     )
@@ -60,6 +61,7 @@ __all__ = [
     "Profile",
     "Program",
     "RunConfig",
+    "RunError",
     "Schedule",
     "ScheduleError",
     "Space",
@@ -96,6 +98,7 @@ _HOMES = {
     "Program": ("dsx.plan.program", "Program"),
     "RunConfig": ("dsx.config.run", "RunConfig"),
     "Schedule": ("dsx.spec.schedule", "Schedule"),
+    "RunError": ("dsx.errors", "RunError"),
     "ScheduleError": ("dsx.errors", "ScheduleError"),
     "Space": ("dsx.plan.choose", "Space"),
     "StageMap": ("dsx.spec.stages", "StageMap"),

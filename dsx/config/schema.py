@@ -7,20 +7,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from dsx.config.block import Block, Degree, Positive
+from dsx.config.faults import FaultsConfig
 from dsx.plan.builders import ScheduleName
 from dsx.spec.model import Family, Recompute
-
-Positive = Annotated[int, Field(ge=1)]
-Degree = Positive | Literal["auto"]
-
-
-class Block(BaseModel):
-    """Base of every block: frozen, unknown keys refused, no conversion between types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
 
 class ModelConfig(Block):
     """Which model to train: exactly one of preset, config and path."""
@@ -295,3 +287,6 @@ class DsxConfig(Block):
         "memory estimate of an optimizer that dsx does not know (it knows Adam, AdamW, Lion, SGD).",
     )
     tracking: TrackingConfig = Field(default=TrackingConfig(), description="Where metrics go.")
+    faults: FaultsConfig = Field(
+        default=FaultsConfig(), description="What is watched for, and what happens then."
+    )

@@ -122,6 +122,15 @@ class Monitor:
         to_come = int(self._engine.global_steps) + 1
         self._memory.before_step(counts=to_come not in self._config.dsx.train.trace_steps)
 
+    def warn(self, text: str) -> None:
+        """Say something that the user should know, on rank 0."""
+        self._progress.warning(text)
+
+    def went_back(self) -> None:
+        """The engine has loaded an older checkpoint: the steps since then will come again."""
+        self._last_step, self._last_time = int(self._engine.global_steps), time.perf_counter()
+        self._step_ended = self._last_time
+
     def evaluation(self, loss: float | None) -> None:
         """Report a held-out loss, in nats per token; None (nothing held out) is passed over."""
         if loss is None:

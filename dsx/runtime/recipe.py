@@ -28,6 +28,7 @@ from dsx.runtime.data.corpus import Corpus, prepare
 from dsx.runtime.engine import PipelineEngine
 from dsx.runtime.entry import ALONE, local_rank
 from dsx.runtime.groups import Groups
+from dsx.runtime.guard import CHECKPOINTS, Guard
 from dsx.runtime.initialize import initialize
 from dsx.runtime.launch import agree
 from dsx.runtime.memory import check_memory
@@ -38,6 +39,7 @@ from dsx.runtime.weights import copy_tokenizer, export_weights, load_weights
 from dsx.spec.model import Recompute
 
 __all__ = [
+    "Guard",
     "Monitor",
     "build_engine",
     "build_model",
@@ -53,7 +55,6 @@ __all__ = [
     "training_batches",
 ]
 
-CHECKPOINTS = "checkpoints"
 PROFILE = "profile.json"
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -203,7 +204,9 @@ def resume(config: RunConfig, engine: PipelineEngine, corpus: Corpus) -> dict[st
     return state
 
 
-def save(config: RunConfig, engine: PipelineEngine, corpus: Corpus, monitor: Monitor) -> None:
+def save(
+    config: RunConfig, engine: PipelineEngine, corpus: Corpus, monitor: Monitor, guard: Guard | None = None
+) -> None:
     """Save a checkpoint with what :func:`resume` needs, and the resolved config beside it."""
     root = config.output / CHECKPOINTS
     samples = int(engine.global_samples)
@@ -211,6 +214,7 @@ def save(config: RunConfig, engine: PipelineEngine, corpus: Corpus, monitor: Mon
         "data_cursor": samples,
         "data_digest": corpus.digest,
         "tokens": samples * config.sequence_length,
+        **({} if guard is None else guard.state),
         **agree(lambda: monitor.state),
     }
     train = config.dsx.train
