@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from dsx.config.block import Block, Degree, Positive
+from dsx.config.data import DataConfig
 from dsx.config.faults import FaultsConfig
 from dsx.plan.builders import ScheduleName
 from dsx.spec.model import Family, Recompute
+
 
 class ModelConfig(Block):
     """Which model to train: exactly one of preset, config and path."""
@@ -153,34 +155,6 @@ class PartitionConfig(Block):
         description="What is balanced: layers, parameters, FLOPs, the layers whose class name matches "
         "type:<regex>, or an explicit number of layers per virtual stage. time: the cut with the shortest "
         "simulated step, from the layers' own times (dsx.profile).",
-    )
-
-
-class DataConfig(Block):
-    """Training text."""
-
-    source: str = Field(
-        default="python-stdlib",
-        min_length=1,
-        description='"python-stdlib" (the source of Python\'s standard library, no network), a local file, '
-        "folder or glob (text, jsonl, json, parquet, csv), or the name of a Hugging Face hub data set.",
-    )
-    name: str | None = Field(default=None, description="Configuration of the hub data set.")
-    split: str = Field(default="train", min_length=1, description="Split of the hub data set.")
-    text_column: str = Field(default="text", min_length=1, description="Column that holds the text.")
-    tokenizer: str = Field(
-        default="auto",
-        min_length=1,
-        description='"bytes" (256 bytes, end of document), or a transformers tokenizer: name or path. '
-        '"auto" is the one in the folder dsx.model.path, or bytes if the weights are fresh.',
-    )
-    sequence_length: Positive = Field(description="Tokens per sequence.")
-    held_out: float = Field(
-        default=0.05, ge=0, lt=1, description="Fraction of the documents kept for evaluation."
-    )
-    seed: int = Field(default=0, ge=0, description="Seed of the sample order and of the held-out choice.")
-    max_bytes: Positive | None = Field(
-        default=None, description="Read at most about this much text, in bytes."
     )
 
 

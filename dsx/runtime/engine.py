@@ -18,7 +18,7 @@ from dsx.plan.trace import Trace
 from dsx.runtime.executor import Compute, Mode, StepRun
 from dsx.runtime.groups import Grid
 from dsx.runtime.headers import header_group
-from dsx.runtime.micro_batches import MicroBatches
+from dsx.runtime.micro_batches import DataWait, MicroBatches
 from dsx.runtime.p2p import Tensors, open_channels
 from dsx.runtime.pipeline_module import PipelineModule
 from dsx.runtime.programs import Programs
@@ -42,6 +42,7 @@ class PipelineEngine:
     Attributes:
         whereabouts: Where this rank is, for whoever watches it.
         steering: What others have to say about training steps.
+        data_wait: How long ``train_batch`` has waited for its iterator.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class PipelineEngine:
         self._tracer = Tracer(model.groups, model.device)
         self._batch_fn: Callable[[Any], Batch] | None = None
         self._iterator: Iterator[Any] | None = None
+        self.data_wait = DataWait()
         self._saver = Saver(self)
         self.whereabouts = Whereabouts(model.device)
         self.steering = Steering()
@@ -222,7 +224,7 @@ class PipelineEngine:
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Micro-batches for the next :meth:`train_batch` calls."""
-        self._iterator = None if iterator is None else self._convert(iter(iterator))
+        self._iterator = None if iterator is None else self._convert(self.data_wait.around(iter(iterator)))
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
         """A loader to draw micro-batches from, again and again."""
