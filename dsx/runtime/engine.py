@@ -82,7 +82,7 @@ class PipelineEngine:
         self.data_wait = DataWait()
         self._saver = Saver(self)
         self.whereabouts = Whereabouts(model.device)
-        self.steering = Steering()
+        self.steering = Steering(torch.zeros(2, device=model.device))
         open_channels(model.groups, model.stage_map, model.device)
 
     def __getattr__(self, name: str) -> Any:
@@ -151,15 +151,15 @@ class PipelineEngine:
             run.run()
             here.enter("optimizer step")
             # Under way during the optimizer's step, whose collectives the ranks wait for anyway.
-            self.steering.sums, reduced = self._sum_losses(run.losses, count)
-            self._adapter.before_step(self.steering.refuser(reduced))
+            sums, reduced = self._sum_losses(run.losses, count)
+            self._adapter.before_step(self.steering.refuser(sums, reduced))
             count_samples(engine, count)
             engine.step()
             reduced.wait()
         here.enter("after the step")
-        loss = self.steering.sums[0]
-        self._write("train_loss", loss)
-        return loss
+        self.steering.sums.copy_(sums)
+        self._write("train_loss", sums[0])
+        return sums[0]
 
     def eval_batch(
         self,

@@ -93,7 +93,7 @@ class Guard:
             expected = isinstance(error, DsxError)
             text = str(error) if expected else f"{type(error).__name__}: {error}"
             shared = AGREED in getattr(error, "__notes__", ())
-            self._watch.failed(text, code=2 if expected else 1, shared=shared)
+            self._watch.failed(f"failed: {text}", code=2 if expected else 1, shared=shared)
         self._watch.close()
 
     def follow(self, engine: PipelineEngine, state: Mapping[str, Any]) -> None:
@@ -150,6 +150,8 @@ class Guard:
         """
         assert self._engine is not None, "call follow first"
         engine, step = self._engine, int(self._engine.global_steps)
+        if not self._agreed and self.must_stop:
+            monitor.warn(f"a signal asked the run to stop: it saves step {step} and ends")
         finding, judged = self._finding(engine)
         self._judged = None
         if finding is not None and self._policies[finding.kind] != "off":

@@ -78,15 +78,16 @@ class DataWait:
 
     def around(self, source: Iterator[Any]) -> Iterator[Any]:
         """The same items, the time that each took noted. Ending it early does not end ``source``."""
+        items = []  # emptied before each yield, so that no batch outlives its step here
         while True:
             began = time.perf_counter()
             try:
-                item = next(source)
+                items.append(next(source))
             except StopIteration:
                 return
             finally:
                 self.seconds += time.perf_counter() - began
-            yield item
+            yield items.pop()
 
 
 def _to(value: Any, device: torch.device, *, own: bool) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,15 @@ class Steering:
     """Asked by an engine in every training step, by all ranks.
 
     Attributes:
+        sums: [mean loss, ranks that wanted to stop] of the last step, over all ranks: one place for all.
         stop_wanted: Whether this rank wants no further step; None never does.
         refuses: ``refuses(loss, grad_norm)``, asked alike on every rank before the weights are updated:
             whether this step must not be applied. It then counts as one that DeepSpeed skipped.
-        sums: [mean loss, ranks that wanted to stop] of the last step, over all ranks.
     """
 
+    sums: torch.Tensor
     stop_wanted: Callable[[], bool] | None = None
     refuses: Callable[[float, float], bool] | None = None
-    sums: torch.Tensor = field(default_factory=lambda: torch.zeros(2))
 
     @property
     def stop_agreed(self) -> bool:
@@ -35,11 +35,12 @@ class Steering:
         """This rank's part in the second of the sums."""
         return float(self.stop_wanted is not None and self.stop_wanted())
 
-    def refuser(self, reduced: dist.Work) -> Refuses | None:
+    def refuser(self, sums: torch.Tensor, reduced: dist.Work) -> Refuses | None:
         """:attr:`refuses` as a question about the gradient norm alone.
 
         Args:
-            reduced: The all-reduce of :attr:`sums`, which is under way.
+            sums: Of the step under way.
+            reduced: Their all-reduce, which is under way too.
         """
         if self.refuses is None:
             return None
@@ -47,6 +48,6 @@ class Steering:
 
         def refuses(norm: torch.Tensor) -> bool:
             reduced.wait()
-            return asked(float(self.sums[0]), float(norm))
+            return asked(float(sums[0]), float(norm))
 
         return refuses

@@ -48,7 +48,7 @@ class Notice:
 
     Attributes:
         rank: Which.
-        text: Why.
+        text: What has become of it.
         code: What it exits with.
         shared: Whether every rank fails of this by itself, so that one report is enough.
     """
@@ -245,12 +245,12 @@ class Watch:
         return found or gone
 
     def _idle_seconds(self, now: float) -> float:
-        """How long the main thread has not moved."""
+        """How long the main thread has not moved since it was followed."""
         here = self._whereabouts
         seen = () if here is None else (here.moves, here.at, here.position())
         # A watch that was stopped itself has seen nothing meanwhile.
         was_stopped = now - self._looked > self._poll_seconds + _SETTLE_SECONDS
-        if seen != self._seen or was_stopped:
+        if here is None or seen != self._seen or was_stopped:
             self._seen, self._since = seen, now
         return now - self._since
 
@@ -262,7 +262,7 @@ class Watch:
             return
         if not self._interrupted and not notice.shared:
             lines = notice.text.splitlines()
-            self._say(f"ended because rank {notice.rank} failed: {lines[0] if lines else ''}")
+            self._say(f"ended because rank {notice.rank} {lines[0]}")
         self._leave(INTERRUPTED if self._interrupted else notice.code)
 
     def _end_unsaved(self, idle: float) -> None:

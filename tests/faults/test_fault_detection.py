@@ -59,7 +59,7 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
     first, second = ended(tmp_path, "kill")
     assert first.code == -signal.SIGKILL
     assert second.code == 1
-    assert "[rank 1] ended because rank 0 failed: is gone" in second.said
+    assert "[rank 1] ended because rank 0 is gone" in second.said
     assert "Traceback" not in second.said
 
 
