@@ -448,3 +448,28 @@ def test_streams_do_not_run_backwards() -> None:
     shuffle.take(8)
     with pytest.raises(DataError, match="does not run backwards"):
         shuffle.take(5)
+
+
+def test_shards_of_a_hub_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder stands for the hub; streamed from there, or prepared in the cache of datasets."""
+    import datasets
+
+    from dsx.runtime.data import tables
+
+    for number in range(3):
+        rows = [{"text": f"{number}-{row}" * (row % 3)} for row in range(1100)]
+        datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / f"{number}.parquet"), batch_size=500)
+    want = [f"{number}-{row}" * (row % 3) for number in range(3) for row in range(1100) if row % 3]
+    monkeypatch.setattr(tables, "reachable", lambda: True)
+    hub = tables.HubData(dataset=str(tmp_path), name=None, split="train", text_column="text", stream=True)
+    cached = datasets.Dataset.from_dict({"text": want})
+    for units, count in (
+        (hub.units(4), 9),
+        (tables._shards(cached, "text", "cached", ()), 256),
+    ):
+        assert len(units) == count
+        found = [list(unit.documents(None)) for unit in units]
+        assert [text for part in found for _, text in part] == want
+        assert list(units[1].documents(found[1][4][0])) == found[1][4:]
+        with pytest.raises(DataError, match="rows left"):
+            list(units[1].documents(10_000))
