@@ -62,3 +62,10 @@ class FaultsConfig(Block):
     replicas_differ: Literal["stop", "roll_back"] = Field(
         default="stop", description="When they find a difference."
     )
+
+    @property
+    def rolls_back(self) -> str | None:
+        """The first policy that takes the run back to a checkpoint, of what is looked for."""
+        keys = ("nonfinite", "loss_spike", "grad_norm_spike", "replicas_differ")
+        looked_for = keys if self.check_replicas_every else keys[:-1]
+        return next((key for key in looked_for if getattr(self, key) == "roll_back"), None)

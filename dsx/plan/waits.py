@@ -113,11 +113,11 @@ def diagnose(states: Mapping[int, RankState], world_size: int) -> Diagnosis:
         seen = {rank: fate for state in states.values() for rank, fate in state.saw.items()}
         by_fate: dict[str, list[int]] = {}
         for rank in missing:
-            by_fate.setdefault(seen.get(rank, "gives no sign of life"), []).append(rank)
+            by_fate.setdefault(seen.get(rank, "gave no sign of life"), []).append(rank)
         # What somebody has seen comes before what nobody knows.
         found = [(fate, ranks) for fate, ranks in by_fate.items() if fate in seen.values()]
         found = found or list(by_fate.items())
-        text = "; ".join(f"{named(ranks)} {fate}" for fate, ranks in found)
+        text = "; ".join(f"{named(ranks)} {_of_many(fate, len(ranks))}" for fate, ranks in found)
         return Diagnosis(tuple(rank for _, ranks in found for rank in ranks), text)
     edges = {rank: _awaited(state, states) for rank, state in states.items()}
     waiting_for = _followers(edges)
@@ -172,6 +172,10 @@ def listed(ranks: list[int] | tuple[int, ...]) -> str:
             runs.append([rank])
     parts = ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run] for run in runs)
     return ", ".join(text for part in parts for text in part)
+
+
+def _of_many(fate: str, count: int) -> str:
+    return fate.replace("is ", "are ", 1) if count > 1 else fate
 
 
 def _awaited(state: RankState, states: Mapping[int, RankState]) -> tuple[int, ...]:

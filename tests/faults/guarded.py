@@ -44,7 +44,7 @@ class Run:
 
         keys = dsx_run.config(case, None)
         keys["dsx"]["faults"] = faults
-        keys["dsx"]["train"]["output"] = str(folder)
+        keys["dsx"]["train"] |= {"output": str(folder), "save_every": 1}
         self.case, self.folder = case, folder
         self.config = dsx.load_config(keys, world_size=case.world_size)
         groups = make_groups(self.config.mesh, sequence_parallel=case.sequence_parallel)
