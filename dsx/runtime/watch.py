@@ -269,6 +269,7 @@ class Watch:
         assert self._signalled is not None
         number, since = self._signalled
         name, passed = signal.Signals(number).name, time.monotonic() - since
+        self._put_notice(Notice(self._rank, f"could not save in time after {name}", 128 + number))
         self._say(
             f"{name} came {passed:.0f} s ago, dsx.faults.grace_seconds = {self._config.grace_seconds:g}: "
             f"ended without saving ({self._state(idle)})"
