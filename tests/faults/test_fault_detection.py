@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -95,12 +94,7 @@ def test_a_data_loader_that_hangs_is_found(tmp_path: Path) -> None:
 
 
 def test_a_collective_that_the_others_do_not_enter_is_found(tmp_path: Path) -> None:
-    """Rank 0 waits for both; rank 1 waits for it in the gradients' all-reduce: a circle."""
+    """Rank 0 is in one that rank 1, which waits for the gradients' all-reduce, never makes."""
     first, second = ended(tmp_path, "collective", case=DATA, hang=2.0)
     assert (first.code, second.code) == (1, 1)
     assert "in all_reduce with ranks 0, 1" in first.said
-
-
-@pytest.fixture(autouse=True)
-def _few_processes() -> None:
-    """Nothing outlives a test: see crew.started."""
