@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         DsxError,
         LayoutError,
         ModelError,
+        RunError,
         ScheduleError,
         VersionError,
     )
@@ -61,6 +62,7 @@ __all__ = [
     "Profile",
     "Program",
     "RunConfig",
+    "RunError",
     "Schedule",
     "ScheduleError",
     "Space",
@@ -99,6 +101,7 @@ _HOMES = {
     "Program": ("dsx.plan.program", "Program"),
     "RunConfig": ("dsx.config.run", "RunConfig"),
     "Schedule": ("dsx.spec.schedule", "Schedule"),
+    "RunError": ("dsx.errors", "RunError"),
     "ScheduleError": ("dsx.errors", "ScheduleError"),
     "Space": ("dsx.plan.choose", "Space"),
     "StageMap": ("dsx.spec.stages", "StageMap"),

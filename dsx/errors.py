@@ -47,5 +47,9 @@ class ModelError(DsxError):
     """A model (Hugging Face config, weights or layer list) that dsx cannot build or run."""
 
 
+class RunError(DsxError):
+    """A run that must not go on: its figures or its weights have gone wrong."""
+
+
 class VersionError(DsxError):
     """An installed package whose internals dsx has not been checked against."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dsx
 
 
-def main() -> None:
+def main() -> int:
     """Read the config, build the engine, train, evaluate, save."""
     # Everything that can be wrong with the config, the data or the output folder is found here, by plain
     # arithmetic and file reading, before any rank waits for another.
@@ -24,12 +24,16 @@ def main() -> None:
     parallel, train = config.dsx.parallel, config.dsx.train
 
     # Process groups of the mesh: pipeline x data x tensor. NCCL on GPUs, gloo on CPUs.
-    with dsx.distributed(
-        config.mesh,
-        sequence_parallel=parallel.sequence_parallel,
-        seed=train.seed,
-        spare_ranks=config.spare_ranks,
-    ) as groups:
+    # The guard ends every rank when one fails or hangs, and turns SIGTERM into a save and a clean end.
+    with (
+        dsx.distributed(
+            config.mesh,
+            sequence_parallel=parallel.sequence_parallel,
+            seed=train.seed,
+            spare_ranks=config.spare_ranks,
+        ) as groups,
+        dsx.recipe.Guard(config, groups) as guard,
+    ):
         corpus = dsx.recipe.open_data(config, data)
 
         # With dsx.profile: layers and links are timed, and what the config leaves open (schedule, chunks,
@@ -47,23 +51,34 @@ def main() -> None:
             config, corpus, dp_rank=groups.dp_rank, cursor=state.get("data_cursor", 0)
         )
         monitor = dsx.recipe.Monitor(config, engine, corpus, state)
+        guard.follow(engine, state)
 
-        for step in range(engine.global_steps + 1, train.steps + 1):
+        while engine.global_steps < train.steps and not guard.must_stop:
             # One optimizer step: every micro-batch through the pipeline, forward and backward, in the order
             # of the schedule; the gradient norm over the whole model; clip; update.
             monitor.before_step()
             loss = engine.train_batch(batches)
             monitor.step(loss)
 
-            # Both are also due after the last step.
+            # A step whose figures are wrong (dsx.faults) ends the run, was skipped, or takes it back to its
+            # newest checkpoint; data then goes on behind the bad batch.
+            if guard.rolled_back(monitor):
+                batches = dsx.recipe.training_batches(
+                    config, corpus, dp_rank=groups.dp_rank, cursor=guard.data_cursor
+                )
+                continue
+
+            # Both are also due after the last step, and saving when a signal asks the run to stop.
+            step = engine.global_steps
             if dsx.recipe.is_due(step, every=train.eval_every, last=train.steps):
                 monitor.evaluation(dsx.recipe.evaluate(config, engine, corpus))
-            if dsx.recipe.is_due(step, every=train.save_every, last=train.steps):
-                dsx.recipe.save(config, engine, corpus, monitor)
+            if guard.must_stop or dsx.recipe.is_due(step, every=train.save_every, last=train.steps):
+                dsx.recipe.save(config, engine, corpus, monitor, guard)
 
-        if train.export_hf:
+        if train.export_hf and not guard.must_stop:
             dsx.recipe.export(config, engine, monitor)
         monitor.finish()
+    return guard.exit_code
 
 
 if __name__ == "__main__":

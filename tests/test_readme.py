@@ -357,6 +357,7 @@ def test_metrics_are_those_that_are_reported():
         peak_allocated_bytes=1,
         peak_reserved_bytes=1,
         estimated_bytes=1,
+        data_share=0.0,
     )
     evaluation = EvaluationReport(step=1, steps=1, loss=1.0, bits_per_byte=1.0)
     named = [name for cells in rows("Metrics", "| name") for name in re.findall(r"`([\w/]+)`", cells[0])]
@@ -382,11 +383,11 @@ def of_a_model(folder: Path) -> None:
 def of_little_text(_: Path) -> None:
     import numpy as np
 
-    from dsx.runtime.data.batches import Batches
+    from dsx.runtime.data.batches import Batches, Shuffled
     from dsx.runtime.data.corpus import Sequences
 
     text = Sequences(np.zeros(2 * 256 + 1, dtype=np.uint8), 256)
-    Batches(text, micro_batch_size=3, accumulation=1, dp=1, dp_rank=0, seed=0)
+    Batches(Shuffled(text, seed=0), micro_batch_size=3, accumulation=1, dp=1, dp_rank=0)
 
 
 def of_a_version(_: Path) -> None:

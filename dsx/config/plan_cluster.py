@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from dsx.config.block import Block, Positive
 from dsx.config.load import read
 from dsx.config.problems import explain, raise_all
-from dsx.config.schema import Block, Positive
 from dsx.errors import ConfigError
 from dsx.plan.cluster import PRESETS, Cluster, Link, Precision, preset
 

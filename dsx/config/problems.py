@@ -78,7 +78,9 @@ def _problem(
         siblings = _resolve(_field(schema, path[:-1]), schema).get("properties", {})
         return ConfigError(at(key, value), "unknown key", suggest(str(path[-1]), siblings))
     if kind == "value_error":
-        return ConfigError(at(key, value), message.removeprefix("Value error, "), "give exactly one of them")
+        # A validator may say how to mend what it found; most are about keys that exclude each other.
+        what, _, fix = message.removeprefix("Value error, ").partition(". Fix: ")
+        return ConfigError(at(key, value), what, fix or "give exactly one of them")
     field = _field(schema, path)
     expected = _expected(field, schema)
     if isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d+)?|true|false", value):
@@ -139,6 +141,8 @@ def _expected(field: dict[str, Any], schema: dict[str, Any]) -> str:
 
 def _number(field: dict[str, Any], noun: str) -> str:
     low, below = field.get("minimum"), field.get("exclusiveMaximum")
+    if field.get("exclusiveMinimum") is not None:
+        return f"{noun} greater than {field['exclusiveMinimum']:g}"
     if low is not None and below is not None:
         return f"{noun} from {low:g} up to, not including, {below:g}"
     return noun if low is None else f"{noun} of at least {low:g}"

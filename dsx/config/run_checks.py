@@ -57,6 +57,17 @@ def check_evaluation(facts: Facts) -> Iterator[ConfigError]:
         )
 
 
+def check_roll_back(facts: Facts) -> Iterator[ConfigError]:
+    """There are checkpoints to roll back to."""
+    key = facts.dsx.faults.rolls_back
+    if key is not None and facts.dsx.train.save_every == 0:
+        yield ConfigError(
+            at(f"dsx.faults.{key}", "roll_back"),
+            "dsx.train.save_every = 0 saves nothing before the end",
+            "set dsx.train.save_every, or another policy: stop",
+        )
+
+
 def check_resume(facts: Facts) -> Iterator[ConfigError]:
     """What is neither of the two words is a folder."""
     resume = facts.dsx.train.resume
@@ -107,6 +118,7 @@ CHECKS = (
     check_positions,
     check_evaluation,
     check_output,
+    check_roll_back,
     check_resume,
     check_whole_matrix_optimizer,
     check_secondary_partition,

@@ -7,19 +7,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from dsx.config.block import Block, Degree, Positive
+from dsx.config.data import DataConfig
+from dsx.config.faults import FaultsConfig
 from dsx.plan.builders import ScheduleName
 from dsx.spec.model import Family, Recompute
-
-Positive = Annotated[int, Field(ge=1)]
-Degree = Positive | Literal["auto"]
-
-
-class Block(BaseModel):
-    """Base of every block: frozen, unknown keys refused, no conversion between types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ModelConfig(Block):
@@ -164,34 +158,6 @@ class PartitionConfig(Block):
     )
 
 
-class DataConfig(Block):
-    """Training text."""
-
-    source: str = Field(
-        default="python-stdlib",
-        min_length=1,
-        description='"python-stdlib" (the source of Python\'s standard library, no network), a local file, '
-        "folder or glob (text, jsonl, json, parquet, csv), or the name of a Hugging Face hub data set.",
-    )
-    name: str | None = Field(default=None, description="Configuration of the hub data set.")
-    split: str = Field(default="train", min_length=1, description="Split of the hub data set.")
-    text_column: str = Field(default="text", min_length=1, description="Column that holds the text.")
-    tokenizer: str = Field(
-        default="auto",
-        min_length=1,
-        description='"bytes" (256 bytes, end of document), or a transformers tokenizer: name or path. '
-        '"auto" is the one in the folder dsx.model.path, or bytes if the weights are fresh.',
-    )
-    sequence_length: Positive = Field(description="Tokens per sequence.")
-    held_out: float = Field(
-        default=0.05, ge=0, lt=1, description="Fraction of the documents kept for evaluation."
-    )
-    seed: int = Field(default=0, ge=0, description="Seed of the sample order and of the held-out choice.")
-    max_bytes: Positive | None = Field(
-        default=None, description="Read at most about this much text, in bytes."
-    )
-
-
 class TrainConfig(Block):
     """Length of the run and what it leaves behind."""
 
@@ -330,3 +296,6 @@ class DsxConfig(Block):
         "one that is written, or an error.",
     )
     tracking: TrackingConfig = Field(default=TrackingConfig(), description="Where metrics go.")
+    faults: FaultsConfig = Field(
+        default=FaultsConfig(), description="What is watched for, and what happens then."
+    )

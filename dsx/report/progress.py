@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TextIO
 
@@ -66,6 +66,7 @@ class StepReport:
         lr: Learning rate that the step used.
         tokens: Tokens trained on since the run began, resumed parts included.
         step_seconds: Wall time of a step; the mean since the last report if steps lie between.
+        data_share: Share of that time that the rank which reports waited for data; None if unknown.
         bubble: Idle over ideal time of the pipeline ranks, measured; None for a step that is not traced.
         simulated_bubble: The same of the schedule, simulated with that step's own times.
         peak_allocated_bytes: Largest memory in use on the fullest rank; None on a CPU until it is counted.
@@ -80,6 +81,7 @@ class StepReport:
     lr: float
     tokens: int
     step_seconds: float
+    data_share: float | None = None
     bubble: float | None = None
     simulated_bubble: float | None = None
     peak_allocated_bytes: int | None = None
@@ -114,6 +116,7 @@ class StepReport:
             "perf/tflops_per_gpu": self.flops_per_gpu / 1e12,
             "perf/mfu_percent": _scaled(self.mfu, 100),
             "perf/step_seconds": self.step_seconds,
+            "perf/data_percent": _scaled(self.data_share, 100),
             "perf/bubble_percent": _scaled(self.bubble, 100),
             "perf/bubble_simulated_percent": _scaled(self.simulated_bubble, 100),
             "memory/peak_allocated_gib": _scaled(self.peak_allocated_bytes, 1 / _GIB),
@@ -148,12 +151,14 @@ class EvaluationReport:
         steps: Steps of the whole run.
         loss: Mean cross-entropy per token, in nats.
         bits_per_byte: The same per byte of text; None for data without bytes.
+        by_source: The loss of each source of a mixture, by its name.
     """
 
     step: int
     steps: int
     loss: float
     bits_per_byte: float | None = None
+    by_source: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -169,6 +174,7 @@ class EvaluationReport:
             "eval/loss": self.loss,
             "eval/perplexity": self.perplexity,
             "eval/bits_per_byte": self.bits_per_byte,
+            **{f"eval/loss/{name}": loss for name, loss in self.by_source.items()},
         }
         return {name: value for name, value in values.items() if value is not None}
 
@@ -181,6 +187,7 @@ class EvaluationReport:
         ]
         if self.bits_per_byte is not None:
             parts.append(f"{self.bits_per_byte:.3f} bits/byte")
+        parts += [f"{name} {loss:.4f}" for name, loss in self.by_source.items()]
         return " | ".join(parts)
 
 

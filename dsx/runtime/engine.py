@@ -18,18 +18,16 @@ from dsx.plan.trace import Trace
 from dsx.runtime.executor import Compute, Mode, StepRun
 from dsx.runtime.groups import Grid
 from dsx.runtime.headers import header_group
-from dsx.runtime.micro_batches import MicroBatches
+from dsx.runtime.micro_batches import DataWait, MicroBatches
 from dsx.runtime.p2p import Tensors, open_channels
 from dsx.runtime.pipeline_module import PipelineModule
 from dsx.runtime.programs import Programs
 from dsx.runtime.saver import Saver
 from dsx.runtime.signatures import Signatures
+from dsx.runtime.steering import Steering
 from dsx.runtime.trace import Tracer
-from dsx.runtime.zero_adapters import (
-    adapt,
-    calls,
-    count_samples,
-)
+from dsx.runtime.whereabouts import Whereabouts
+from dsx.runtime.zero_adapters import adapt, calls, count_samples
 
 Batch = tuple[Any, Any]
 
@@ -40,6 +38,11 @@ class PipelineEngine:
     The public methods are those of ``deepspeed.runtime.pipe.engine.PipelineEngine``; whatever is not defined
     here is looked up on the DeepSpeedEngine underneath (``deepspeed_engine``), e.g. ``lr_scheduler``,
     ``global_steps`` or ``train_batch_size()``.
+
+    Attributes:
+        whereabouts: Where this rank is, for whoever watches it.
+        steering: What others have to say about training steps.
+        data_wait: How long ``train_batch`` has waited for its iterator.
     """
 
     def __init__(
@@ -76,7 +79,10 @@ class PipelineEngine:
         self._tracer = Tracer(model.groups, model.device)
         self._batch_fn: Callable[[Any], Batch] | None = None
         self._iterator: Iterator[Any] | None = None
+        self.data_wait = DataWait()
         self._saver = Saver(self)
+        self.whereabouts = Whereabouts(model.device)
+        self.steering = Steering(torch.zeros(2, device=model.device))
         open_channels(model.groups, model.stage_map, model.device)
 
     def __getattr__(self, name: str) -> Any:
@@ -139,17 +145,21 @@ class PipelineEngine:
         engine, count = self.deepspeed_engine, self.micro_batches
         engine.module.train()
         mode = Mode(training=True, release_outputs=self.pipeline.release_outputs)
-        with self._tracer.step(self) as around:
+        here = self.whereabouts
+        with here.timed_step(int(self.global_steps) + 1), self._tracer.step(self) as around:
             run = self._step_run(self._iterator, count, mode, around)
             run.run()
+            here.enter("optimizer step")
             # Under way during the optimizer's step, whose collectives the ranks wait for anyway.
-            loss, reduced = self._sum_losses(run.losses, count)
-            self._adapter.before_step()
+            sums, reduced = self._sum_losses(run.losses, count)
+            self._adapter.before_step(self.steering.refuser(sums, reduced))
             count_samples(engine, count)
             engine.step()
-        reduced.wait()
-        self._write("train_loss", loss)
-        return loss
+            reduced.wait()
+        here.enter("after the step")
+        self.steering.sums.copy_(sums)
+        self._write("train_loss", sums[0])
+        return sums[0]
 
     def eval_batch(
         self,
@@ -203,13 +213,18 @@ class PipelineEngine:
         """Record the actions of training steps to come: see :meth:`dsx.runtime.trace.Tracer.expect`."""
         return self._tracer.expect(steps, done=int(self.global_steps))
 
+    @property
+    def step_applied(self) -> bool:
+        """Whether the last training step changed the weights: it did not if it was skipped."""
+        return bool(self.deepspeed_engine._step_applied)  # noqa: SLF001
+
     def get_global_grad_norm(self) -> float:
         """2-norm of the last step's gradient over the whole model, before clipping."""
         return self._adapter.grad_norm()
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Micro-batches for the next :meth:`train_batch` calls."""
-        self._iterator = None if iterator is None else self._convert(iter(iterator))
+        self._iterator = None if iterator is None else self._convert(self.data_wait.around(iter(iterator)))
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
         """A loader to draw micro-batches from, again and again."""
@@ -274,18 +289,21 @@ class PipelineEngine:
                 failed.
         """
         tag = tag or f"global_step{self.global_steps}"
-        return self._saver.save(Path(save_dir), tag, client_state or {}, background=background, keep=keep)
+        with self.whereabouts.doing(f"saving {tag}"):
+            return self._saver.save(Path(save_dir), tag, client_state or {}, background=background, keep=keep)
 
     def wait_for_checkpoint(self) -> None:
         """Wait for a save in the background. Collective. Raises CheckpointError if it has failed."""
-        self._saver.wait()
+        with self.whereabouts.doing("waiting for a save"):
+            self._saver.wait()
 
     def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[Path, dict[str, Any]]:
         """Continue from a checkpoint of any layout; see :func:`dsx.runtime.checkpointing.load`."""
         from dsx.runtime.checkpointing import load
 
-        self._saver.wait()
-        return load(self, Path(load_dir), tag=tag)
+        self.wait_for_checkpoint()
+        with self.whereabouts.doing("loading a checkpoint"):
+            return load(self, Path(load_dir), tag=tag)
 
     def _refuse(self, name: str) -> None:
         raise ModelError(
@@ -319,6 +337,7 @@ class PipelineEngine:
             mode=mode,
             split=self.pipeline.split,
             around=around,
+            whereabouts=self.whereabouts,
         )
 
     def _backward(
@@ -343,13 +362,14 @@ class PipelineEngine:
         """Mean over micro-batches and replicas, on every rank: one all-reduce of a scalar."""
         total, reduced = self._sum_losses(losses, count)
         reduced.wait()
-        return total
+        return total[0]
 
     def _sum_losses(self, losses: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, dist.Work]:
-        """The mean loss once the all-reduce, which is under way, has been waited for."""
-        total = torch.zeros((), dtype=torch.float32, device=self.pipeline.device)
+        """:attr:`Steering.sums`, once the all-reduce, which is under way, has been waited for."""
+        total = torch.zeros(2, dtype=torch.float32, device=self.pipeline.device)
         if losses and self.groups.tp_rank == 0:
-            total += torch.stack([loss.float() for loss in losses]).sum() / (count * self.groups.mesh.dp)
+            total[0] = torch.stack([loss.float() for loss in losses]).sum() / (count * self.groups.mesh.dp)
+        total[1] = self.steering.wish()
         work = dist.all_reduce(total, async_op=True)
         assert work is not None
         return total, work

@@ -20,8 +20,17 @@ ALONE = "this rank alone raises this error"
 """Note on an error that one rank of a machine finds before there is a process group."""
 
 
-_LAUNCHER_SECONDS = 20.0  # deepspeed and torchrun look after their processes more often than that
-_PEER_GONE = re.compile(r"gloo/transport.*(Connection (closed|reset) by peer|Broken pipe)", re.DOTALL)
+LAUNCHER_SECONDS = 20.0
+"""deepspeed and torchrun look after their processes more often than that."""
+
+_PEER_GONE = re.compile(
+    r"gloo/transport.*(Connection (closed|reset) by peer|Broken pipe)|ncclRemoteError", re.DOTALL
+)
+
+
+def lost_a_peer(error: BaseException | None) -> bool:
+    """Whether an error says no more than that another rank has ended."""
+    return _PEER_GONE.search(str(error)) is not None
 
 
 def rank() -> int:
@@ -44,14 +53,15 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def run(main: Callable[[], None]) -> None:
+def run(main: Callable[[], int | None]) -> None:
     """Run a recipe's ``main`` and end the process with the right exit code.
 
     A :class:`~dsx.DsxError` becomes one message and exit code 2. While no process group exists every rank
     finds the same errors (but those noted as :data:`ALONE`), and rank 0 reports them; afterwards a rank
     reports its own (but those noted as :data:`AGREED`). Whatever else goes wrong is a traceback with the
     rank, and exit code 1. Either way the process ends at once, so that a peer in a collective sees the
-    connection close, and the launcher ends the rest.
+    connection close, and the launcher ends the rest. What ``main`` returns is the exit code of a good end:
+    None or 0, or 128 + the signal that asked it to stop.
     """
     quiet()
     try:
@@ -70,9 +80,9 @@ def _leave(code: int) -> None:
     sys.exit(code)
 
 
-def _outcome(main: Callable[[], None]) -> int:
+def _outcome(main: Callable[[], int | None]) -> int:
     try:
-        main()
+        return main() or 0
     except DsxError as error:
         notes = getattr(error, "__notes__", ())
         together = AGREED in notes or not (_grouped() or ALONE in notes)
@@ -81,12 +91,11 @@ def _outcome(main: Callable[[], None]) -> int:
             sys.stderr.write(f"{prefix}error: {error}\n")
         return 2
     except Exception as error:  # noqa: BLE001 - the last line of defence reports everything
-        if _PEER_GONE.search(str(error)):
+        if lost_a_peer(error):
             # The peer says why it ended. The launcher sees its exit code, not this one's, and ends this rank.
-            time.sleep(_LAUNCHER_SECONDS)
+            time.sleep(LAUNCHER_SECONDS)
         sys.stderr.write(f"[rank {rank()}] {traceback.format_exc()}\n")
         return 1
-    return 0
 
 
 def _grouped() -> bool:

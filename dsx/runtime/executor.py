@@ -18,6 +18,7 @@ from dsx.runtime.headers import Headers
 from dsx.runtime.micro_batches import MicroBatches
 from dsx.runtime.p2p import HEADER_NUMEL, Inbox, Outbox, Signature, Tensors, channel
 from dsx.runtime.signatures import Signatures
+from dsx.runtime.whereabouts import Whereabouts
 from dsx.spec.schedule import Action, Op, Schedule
 
 Key = tuple[int, int]
@@ -96,6 +97,7 @@ class StepRun:
         split: What the layers were built with, for schedules that split the backward. Layers without it do
             their whole backward in its first part.
         around: Entered around every action, to look at it (:mod:`dsx.runtime.trace`); None looks at nothing.
+        whereabouts: Told of every action, for whoever watches the rank.
     """
 
     def __init__(
@@ -110,7 +112,9 @@ class StepRun:
         mode: Mode,
         split: WeightGradients | None = None,
         around: Around | None = None,
+        whereabouts: Whereabouts | None = None,
     ) -> None:
+        self._whereabouts = whereabouts or Whereabouts(batches.device)
         self._schedule, self._receives, self._groups = schedule, receives, groups
         self._compute, self._batches, self._signatures = compute, batches, signatures
         self._mode, self._around = mode, around
@@ -156,10 +160,12 @@ class StepRun:
             Op.SEND_B: self._send_gradient,
         }
         varying = [inbox for inbox in self._inboxes.values() if inbox.headers is not None]
+        self._whereabouts.enter("training step" if self._mode.training else "evaluation", self._schedule)
         self._compute.begin(self._schedule)
         for due in self._inboxes:
             self._post_ahead(due)
         for position, action in enumerate(self._row):
+            self._whereabouts.reach(position)
             for due in self._receives.posts[position]:
                 self._post(due)
             for inbox in varying:
@@ -172,6 +178,7 @@ class StepRun:
             if self._taken and self._is_quiet(position):
                 while self._taken:
                     self._post_ahead(self._taken.pop())
+        self._whereabouts.reach(len(self._row))
         self._outbox.flush()
 
     def _headers(self, count: int, source: int) -> Headers | None:

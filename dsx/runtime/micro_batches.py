@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +64,30 @@ class MicroBatches:
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise DataError(f"batch of type {type(batch).__name__}", "not a pair", "yield (inputs, labels)")
         return batch
+
+
+class DataWait:
+    """How long training has waited for its iterator.
+
+    Attributes:
+        seconds: In all, on this rank.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, source: Iterator[Any]) -> Iterator[Any]:
+        """The same items, the time that each took noted. Ending it early does not end ``source``."""
+        items = []  # emptied before each yield, so that no batch outlives its step here
+        while True:
+            began = time.perf_counter()
+            try:
+                items.append(next(source))
+            except StopIteration:
+                return
+            finally:
+                self.seconds += time.perf_counter() - began
+            yield items.pop()
 
 
 def _to(value: Any, device: torch.device, *, own: bool) -> Any:

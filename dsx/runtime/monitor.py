@@ -16,7 +16,7 @@ from dsx.plan.memory.roles import RunMemory
 from dsx.plan.trace import Trace
 from dsx.report.progress import EvaluationReport, Progress, RunRates, StepReport, end_rows, start_rows
 from dsx.report.trace_table import summary
-from dsx.runtime.data.corpus import Corpus
+from dsx.runtime.data.text import Text
 from dsx.runtime.engine import PipelineEngine
 from dsx.runtime.memory import PeakMemory, beside, describe, estimated
 from dsx.runtime.trace import write
@@ -35,7 +35,7 @@ class Monitor:
     """
 
     def __init__(
-        self, config: RunConfig, engine: PipelineEngine, corpus: Corpus, state: Mapping[str, Any]
+        self, config: RunConfig, engine: PipelineEngine, corpus: Text, state: Mapping[str, Any]
     ) -> None:
         self._config, self._engine, self._corpus = config, engine, corpus
         self._progress = Progress(quiet=engine.groups.rank != 0)
@@ -45,7 +45,7 @@ class Monitor:
         self._last_evaluation: EvaluationReport | None = None
         self._last_step, last = int(engine.global_steps), config.dsx.train.steps
         device = device_name()
-        more = [("data", _describe(corpus))]
+        more = corpus.rows(last * config.global_batch_size, config.micro_batch_size * config.mesh.dp)
         self._peaks: dict[str, int] = {}
         self._memory = PeakMemory(engine.pipeline.device)
         self._estimate: RunMemory | None = None
@@ -65,7 +65,7 @@ class Monitor:
         left = [step for step in config.dsx.train.trace_steps if step > self._last_step]
         self._traces: list[Trace] = engine.trace(left) if left else []
         self._begun = self._last_time = self._step_ended = time.perf_counter()
-        self._used_lr = 0.0
+        self._used_lr = self._waited_seconds = 0.0
 
     @property
     def state(self) -> dict[str, Any]:
@@ -93,6 +93,7 @@ class Monitor:
             lr=self._used_lr,
             tokens=self._tokens(step),
             step_seconds=(now - self._last_time) / (step - self._last_step),
+            data_share=self._data_share(now - self._last_time),
             bubble=None if comparison is None else comparison.measured.bubble,
             simulated_bubble=None if comparison is None else comparison.simulated.bubble,
             estimated_bytes=None if self._estimate is None else self._estimate.peak_bytes,
@@ -102,8 +103,15 @@ class Monitor:
         self._progress.step(report)
         if self._tracker is not None:
             self._tracker.log(step, report.metrics())
+        for text in self._corpus.news():
+            self._progress.note(text)
         if comparison is not None:
             self._write_trace(comparison)
+
+    def _data_share(self, elapsed_seconds: float) -> float:
+        """How much of the time since the last report this rank, which reads inputs, waited for data."""
+        before, self._waited_seconds = self._waited_seconds, self._engine.data_wait.seconds
+        return (self._waited_seconds - before) / elapsed_seconds
 
     def _write_trace(self, comparison: Comparison) -> None:
         """On rank 0. A run does not end because a picture cannot be written."""
@@ -124,15 +132,30 @@ class Monitor:
         to_come = int(self._engine.global_steps) + 1
         self._memory.before_step(counts=to_come not in self._config.dsx.train.trace_steps)
 
-    def evaluation(self, loss: float | None) -> None:
-        """Report a held-out loss, in nats per token; None (nothing held out) is passed over."""
+    def warn(self, text: str) -> None:
+        """Say something that the user should know, on rank 0."""
+        self._progress.warning(text)
+
+    def went_back(self) -> None:
+        """The engine has loaded an older checkpoint: the steps since then will come again."""
+        self._last_step, self._last_time = int(self._engine.global_steps), time.perf_counter()
+        self._step_ended = self._last_time
+
+    def evaluation(self, loss: float | Mapping[str, float] | None) -> None:
+        """Report a held-out loss, in nats per token, or that of each source of a mixture, by name.
+
+        None (nothing held out) is passed over.
+        """
         if loss is None:
             return
+        by_source = loss if isinstance(loss, Mapping) else {}
+        loss = self._corpus.mean_loss(by_source) if isinstance(loss, Mapping) else loss
         report = EvaluationReport(
             step=int(self._engine.global_steps),
             steps=self._config.dsx.train.steps,
             loss=loss,
             bits_per_byte=self._corpus.bits_per_byte(loss),
+            by_source=by_source,
         )
         if report.step == 0:
             self._untrained_loss = loss
@@ -238,12 +261,4 @@ def _complete(step: int, config: RunConfig) -> str:
     return (
         f"step {step} of dsx.train.steps = {config.dsx.train.steps} is done in {config.output}: raise steps "
         "to train on, or choose another dsx.train.output"
-    )
-
-
-def _describe(corpus: Corpus) -> str:
-    info = corpus.info
-    return (
-        f"{info.source}, tokenizer {info.tokenizer}: {info.train.tokens:,} training and "
-        f"{info.held_out.tokens:,} held-out tokens"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,12 @@ from dsx.nn import families
 from dsx.nn.split import WeightGradients
 from dsx.plan.profile import Profile
 from dsx.runtime.data.batches import Batches, EvaluationBatches
-from dsx.runtime.data.corpus import Corpus, prepare
+from dsx.runtime.data.prefetch import Prefetched, pins
+from dsx.runtime.data.text import Part, Text, prepare_text
 from dsx.runtime.engine import PipelineEngine
 from dsx.runtime.entry import ALONE, local_rank
 from dsx.runtime.groups import Groups
+from dsx.runtime.guard import CHECKPOINTS, Guard
 from dsx.runtime.initialize import initialize
 from dsx.runtime.launch import agree
 from dsx.runtime.memory import check_memory
@@ -39,6 +41,7 @@ from dsx.runtime.weights import copy_tokenizer, export_weights, load_weights
 from dsx.spec.model import Recompute
 
 __all__ = [
+    "Guard",
     "Monitor",
     "build_engine",
     "build_model",
@@ -130,11 +133,12 @@ def build_engine(config: RunConfig, groups: Groups) -> PipelineEngine:
     return initialize(model=build_model(config, groups), config=config)[0]
 
 
-def prepare_data(config: RunConfig) -> Path | None:
+def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
     """Tokenise the config's text, once per machine, before any process group exists.
 
-    The first rank of each machine does the work and gives the folder; the others give None at once and wait
-    for it in :func:`dsx.distributed`. Whatever is wrong with the data or the output folder is found here.
+    The first rank of each machine does the work and gives a folder for each source; the others give None at
+    once and wait for it in :func:`dsx.distributed`. Of a streamed text only what is held out is tokenised.
+    Whatever is wrong with the data or the output folder is found here.
 
     Raises:
         CheckpointError: The output folder cannot be written.
@@ -145,47 +149,61 @@ def prepare_data(config: RunConfig) -> Path | None:
     try:
         store.require_writable(config.output)
         _start(config)
-        folder = prepare(config.dsx.data, config.output / "data")
-        corpus = _open(config, folder)
+        tokens = max(config.dsx.train.eval_tokens, config.tokens_per_step) + config.sequence_length + 1
+        folders = prepare_text(config.dsx.data, config.output / "data", held_out_tokens=tokens)
+        corpus = _open(config, folders)
         training_batches(config, corpus, dp_rank=0)
-        if corpus.info.held_out.documents:
-            _evaluation_batches(config, corpus, dp_rank=0)
+        for part in corpus.held_out:
+            _evaluation_batches(config, corpus, part, dp_rank=0)
     except DsxError as error:
         error.add_note(ALONE)
         raise
-    return folder
+    return folders
 
 
-def open_data(config: RunConfig, folder: Path | None) -> Corpus:
-    """The corpus that :func:`prepare_data` made. A collective call over all ranks."""
-    holder = [folder]
+def open_data(config: RunConfig, folders: tuple[Path, ...] | None) -> Text:
+    """The text that :func:`prepare_data` made ready. A collective call over all ranks."""
+    holder = [folders]
     dist.broadcast_object_list(holder, src=0)
     assert holder[0] is not None
     return _open(config, holder[0])
 
 
-def training_batches(config: RunConfig, corpus: Corpus, *, dp_rank: int, cursor: int = 0) -> Batches:
-    """Endless ``(inputs, labels)`` of one data-parallel rank, from global sample ``cursor`` on."""
-    return Batches(
-        corpus.train,
+def training_batches(
+    config: RunConfig, corpus: Text, *, dp_rank: int, cursor: int = 0
+) -> Batches | Prefetched:
+    """Endless ``(inputs, labels)`` of one data-parallel rank, from global sample ``cursor`` on.
+
+    A thread makes ``dsx.data.prefetch`` of them ahead, once the first is asked for. A streamed text goes on
+    from where :func:`resume` has put it, or where the batches before these stand.
+    """
+    ahead, shared = config.dsx.data.prefetch, config.micro_batch_size * config.mesh.dp
+    batches = Batches(
+        corpus.samples(cursor=cursor, in_flight=(ahead + 2) * shared),
         micro_batch_size=config.micro_batch_size,
         accumulation=config.accumulation,
         dp=config.mesh.dp,
         dp_rank=dp_rank,
-        seed=config.dsx.data.seed,
         cursor=cursor,
     )
+    return Prefetched(batches, depth=ahead, pin=pins()) if ahead else batches
 
 
-def evaluate(config: RunConfig, engine: PipelineEngine, corpus: Corpus) -> float | None:
-    """Mean held-out loss in nats per token, the same on every rank; None if nothing is held out."""
-    if not corpus.info.held_out.documents:
-        return None
-    batches = _evaluation_batches(config, corpus, dp_rank=engine.groups.dp_rank)
-    return float(engine.eval_batch(iter(batches), num_micro_batches=len(batches)))
+def evaluate(config: RunConfig, engine: PipelineEngine, corpus: Text) -> float | dict[str, float] | None:
+    """Mean held-out loss in nats per token, the same on every rank; None if nothing is held out.
+
+    Of a mixture the loss of each source by its name; together they read ``dsx.train.eval_tokens``.
+    """
+    losses = {}
+    for part in corpus.held_out:
+        batches = _evaluation_batches(config, corpus, part, dp_rank=engine.groups.dp_rank)
+        losses[part.name] = float(engine.eval_batch(iter(batches), num_micro_batches=len(batches)))
+    if len(corpus.parts) == 1:
+        return next(iter(losses.values()), None)
+    return losses or None
 
 
-def resume(config: RunConfig, engine: PipelineEngine, corpus: Corpus) -> dict[str, Any]:
+def resume(config: RunConfig, engine: PipelineEngine, corpus: Text) -> dict[str, Any]:
     """Continue from the newest checkpoint below the config's output folder, or from what ``resume`` names.
 
     Returns:
@@ -200,18 +218,23 @@ def resume(config: RunConfig, engine: PipelineEngine, corpus: Corpus) -> dict[st
     root, tag = start
     path, state = engine.load_checkpoint(root, tag)
     agree(lambda: _require_same_text(path, state, corpus))
+    corpus.resume(state)
     return state
 
 
-def save(config: RunConfig, engine: PipelineEngine, corpus: Corpus, monitor: Monitor) -> None:
+def save(
+    config: RunConfig, engine: PipelineEngine, corpus: Text, monitor: Monitor, guard: Guard | None = None
+) -> None:
     """Save a checkpoint with what :func:`resume` needs, and the resolved config beside it."""
     root = config.output / CHECKPOINTS
     samples = int(engine.global_samples)
     client_state = {
         "data_cursor": samples,
         "data_digest": corpus.digest,
+        "data_stream": _stream_state(corpus, samples if guard is None else guard.data_cursor),
         "tokens": samples * config.sequence_length,
         "tokenizer": config.dsx.data.tokenizer,
+        **({} if guard is None else guard.state),
         **agree(lambda: monitor.state),
     }
     train = config.dsx.train
@@ -296,24 +319,35 @@ def _recompute(settings: DsxConfig) -> Recompute:
     return settings.recompute
 
 
-def _open(config: RunConfig, folder: Path) -> Corpus:
-    return Corpus.open(folder, sequence_length=config.sequence_length, vocab_size=config.model.vocab_size)
+def _open(config: RunConfig, folders: Sequence[Path]) -> Text:
+    return Text.open(folders, config.dsx.data, vocab_size=config.model.vocab_size)
 
 
-def _require_same_text(path: Path, state: Mapping[str, Any], corpus: Corpus) -> None:
+def _stream_state(corpus: Text, cursor: int) -> dict[str, Any]:
+    """Where every lane of a streamed text stands, as the ranks that read them know. Collective."""
+    if not corpus.is_streamed:
+        return {}
+    states: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(states, corpus.state(cursor))
+    return corpus.together(states)
+
+
+def _require_same_text(path: Path, state: Mapping[str, Any], corpus: Text) -> None:
     if state.get("data_digest", corpus.digest) != corpus.digest:
         raise CheckpointError(
             str(path),
-            f"it was trained on other text than {corpus.info.source}: the data position would mean nothing",
+            f"it was trained on other text than {corpus.name}, or on the same in another mixture or order: "
+            "the data position would mean nothing",
             "restore the text (dsx.data), or start anew in another dsx.train.output",
         )
 
 
-def _evaluation_batches(config: RunConfig, corpus: Corpus, *, dp_rank: int) -> EvaluationBatches:
+def _evaluation_batches(config: RunConfig, corpus: Text, part: Part, *, dp_rank: int) -> EvaluationBatches:
+    share = part.share / sum(other.share for other in corpus.held_out)
     return EvaluationBatches(
-        corpus.held_out,
+        part.corpus.held_out,
         micro_batch_size=config.micro_batch_size,
         dp=config.mesh.dp,
         dp_rank=dp_rank,
-        max_tokens=config.dsx.train.eval_tokens,
+        max_tokens=round(config.dsx.train.eval_tokens * share),
     )

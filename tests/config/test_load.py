@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel
@@ -72,11 +73,12 @@ def test_every_key_has_a_description():
     def blocks(model: type[BaseModel]):
         yield model
         for field in model.model_fields.values():
-            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-                yield from blocks(field.annotation)
+            for kind in (field.annotation, *get_args(field.annotation)):
+                if isinstance(kind, type) and issubclass(kind, BaseModel):
+                    yield from blocks(kind)
 
     seen = list(blocks(DsxConfig))
-    assert len(seen) == 10
+    assert len(seen) == 12
     for block in seen:
         for name, field in block.model_fields.items():
             assert field.description, f"{block.__name__}.{name}"

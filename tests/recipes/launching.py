@@ -87,6 +87,11 @@ class Launch:
         self._watchdog.start()
         self._late = False
 
+    @property
+    def pid(self) -> int:
+        """The launcher's."""
+        return self._process.pid
+
     def wait_for(self, start: str) -> None:
         """Until a line that begins so is printed."""
         assert self._process.stdout is not None

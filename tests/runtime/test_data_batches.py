@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsx.errors import DataError
-from dsx.runtime.data.batches import Batches, EvaluationBatches
+from dsx.runtime.data.batches import Batches, EvaluationBatches, Shuffled
 from dsx.runtime.data.corpus import Sequences
 
 S = 3
@@ -22,15 +22,17 @@ def sequences(count: int) -> Sequences:
     return Sequences(np.arange(count * S + 1, dtype=np.uint32), S)
 
 
-def rank_batches(count: int, layout: tuple[int, int, int], dp_rank: int, **keys: int) -> Batches:
+def rank_batches(
+    count: int, layout: tuple[int, int, int], dp_rank: int, seed: int = 0, **keys: int
+) -> Batches:
     dp, micro, accumulation = layout
     return Batches(
-        sequences(count),
+        Shuffled(sequences(count), seed=seed),
         micro_batch_size=micro,
         accumulation=accumulation,
         dp=dp,
         dp_rank=dp_rank,
-        **{"seed": 0, **keys},
+        **keys,
     )
 
 

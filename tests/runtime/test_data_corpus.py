@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsx.config.schema import DataConfig
+from dsx.config.data import DataConfig
 from dsx.errors import DataError
 from dsx.runtime.data import corpus as corpus_module
 from dsx.runtime.data.corpus import Corpus, prepare
@@ -41,6 +41,7 @@ def names(folder: Path) -> list[str]:
 
 def texts_of(tokens: np.ndarray) -> list[str]:
     """Documents of a packed byte stream."""
+    tokens = np.asarray(tokens)
     pieces = np.split(tokens, np.flatnonzero(tokens == END) + 1)
     assert pieces.pop().size == 0  # every document is ended
     return [bytes(piece[:-1].tolist()).decode() for piece in pieces]
@@ -159,7 +160,7 @@ def test_concurrent_preparation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 KILLED = """
 import os, signal, sys
-from dsx.config.schema import DataConfig
+from dsx.config.data import DataConfig
 from dsx.runtime.data import corpus
 
 class Dying(corpus.SplitWriter):

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
-from dsx.config.schema import DataConfig
+from dsx.config.data import DataConfig
 from dsx.errors import DataError
 from dsx.runtime.data.hub import reachable
 from dsx.runtime.data.sources import documents, open_source

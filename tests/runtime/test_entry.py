@@ -35,6 +35,10 @@ def test_a_good_end():
     assert ended("print('done')") == (0, "done\n", "")
 
 
+def test_what_main_returns_is_the_exit_code():
+    assert ended("return 143") == (143, "", "")
+
+
 def test_an_error_of_all_ranks_is_told_by_one():
     assert ended(ERROR + "raise error") == (2, "", "error: my.jsonl: it is empty. Fix: name another.\n")
     assert ended(ERROR + "raise error", rank=1) == (2, "", "")

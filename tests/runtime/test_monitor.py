@@ -13,7 +13,7 @@ import torch
 from dsx.config.resolve import resolve
 from dsx.plan.trace import Trace
 from dsx.runtime import monitor as module
-from dsx.runtime.data.corpus import Corpus, prepare
+from dsx.runtime.data.text import Text, prepare_text
 from dsx.runtime.monitor import Monitor
 from traced import by_hand
 
@@ -47,7 +47,8 @@ class Run:
                 *settings,
             ],
         )
-        corpus = Corpus.open(prepare(self.config.dsx.data, folder / "data"), sequence_length=32)
+        data = self.config.dsx.data
+        corpus = Text.open(prepare_text(data, folder / "data", held_out_tokens=999), data)
         self.engine = SimpleNamespace(
             groups=SimpleNamespace(rank=0),
             global_steps=done,
@@ -56,6 +57,7 @@ class Run:
             wait_for_checkpoint=lambda: None,
             pipeline=SimpleNamespace(device=torch.device("cpu")),
             trace=self.trace,
+            data_wait=SimpleNamespace(seconds=0.0),
         )
         self.clock = clock
         self.traced: list[int] = []

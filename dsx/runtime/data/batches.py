@@ -2,34 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Self
+from collections.abc import Iterator, Mapping
+from typing import Protocol, Self
 
 import torch
 
 from dsx.errors import DataError
 from dsx.runtime.data.corpus import Sequences
-from dsx.runtime.data.order import keyed_hash, permute
+from dsx.runtime.data.order import Shares, keyed_hash, permute
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and labels, both int64 [B, S]."""
 
 
-class Batches:
-    """Endless training micro-batches of one data-parallel rank.
+class Samples(Protocol):
+    """Training sequences by their number in the whole job."""
+
+    def take(self, sample: int) -> torch.Tensor:
+        """Global sample number ``sample``: int64 [S + 1], inputs ``[:-1]`` and labels ``[1:]``."""
+
+    def check(self, global_batch: int, made_of: str) -> None:
+        """Raise DataError unless optimizer steps of ``global_batch`` sequences can be made of it."""
+
+
+class Shuffled:
+    """One corpus, shuffled anew in every epoch.
 
     Global sample ``g`` is sequence ``permute(g % n)`` of epoch ``g // n``, n sequences an epoch; the
-    permutation follows from the seed and the epoch. The ranks' next micro-batches take the next ``dp * B``
-    samples: rank ``d`` rows ``d * B`` to ``(d + 1) * B`` of them. So step ``t`` covers samples ``t * G`` to
-    ``(t + 1) * G`` with ``G = B * accumulation * dp``, whatever the layout.
+    permutation follows from the seed and the epoch.
 
     Args:
         sequences: Training sequences.
+        seed: Seed of the order.
+    """
+
+    def __init__(self, sequences: Sequences, *, seed: int) -> None:
+        self._sequences, self._seed = sequences, seed
+
+    def take(self, sample: int) -> torch.Tensor:
+        """Of any sample, in any order."""
+        epoch, place = divmod(sample, len(self._sequences))
+        key = keyed_hash("train", self._seed, epoch)
+        return self._sequences.window(permute(place, len(self._sequences), key))
+
+    def check(self, global_batch: int, made_of: str) -> None:
+        """Raise DataError if one step takes more sequences than there are."""
+        if len(self._sequences) < global_batch:
+            raise DataError(
+                "train_batch_size",
+                f"one step takes {global_batch} sequences ({made_of}), the training text has "
+                f"{len(self._sequences)} of {self._sequences.sequence_length} tokens",
+                "use more text, a smaller batch or a smaller dsx.data.sequence_length",
+            )
+
+
+class Mixed:
+    """Several corpora in exact shares, each shuffled anew whenever it begins again.
+
+    Args:
+        parts: Name and training sequences of each.
+        shares: Which sample is whose.
+        seed: Seed of the orders; each corpus has its own, by its name.
+    """
+
+    def __init__(self, parts: Mapping[str, Sequences], shares: Shares, *, seed: int) -> None:
+        self._parts, self._shares, self._seed = list(parts.items()), shares, seed
+
+    def take(self, sample: int) -> torch.Tensor:
+        """Of any sample, in any order."""
+        source, local = self._shares.locate(sample)
+        name, sequences = self._parts[source]
+        epoch, place = divmod(local, len(sequences))
+        key = keyed_hash("train", self._seed, name, epoch)
+        return sequences.window(permute(place, len(sequences), key))
+
+    def check(self, global_batch: int, made_of: str) -> None:
+        """Any step can be made: a source that ends begins again."""
+
+
+class Batches:
+    """Endless training micro-batches of one data-parallel rank.
+
+    The ranks' next micro-batches take the next ``dp * B`` global samples: rank ``d`` rows ``d * B`` to
+    ``(d + 1) * B`` of them. So step ``t`` covers samples ``t * G`` to ``(t + 1) * G`` with
+    ``G = B * accumulation * dp``, whatever the layout.
+
+    Args:
+        samples: Training sequences by global number.
         micro_batch_size: B.
         accumulation: Micro-batches per optimizer step.
         dp: Data-parallel degree.
         dp_rank: This rank's place in it.
-        seed: Seed of the order.
         cursor: First global sample, as a checkpoint stored it.
 
     Raises:
@@ -38,29 +101,27 @@ class Batches:
 
     def __init__(
         self,
-        sequences: Sequences,
+        samples: Samples,
         *,
         micro_batch_size: int,
         accumulation: int,
         dp: int,
         dp_rank: int,
-        seed: int,
         cursor: int = 0,
     ) -> None:
-        global_batch = micro_batch_size * accumulation * dp
-        if len(sequences) < global_batch:
-            raise DataError(
-                "train_batch_size",
-                f"one step takes {global_batch} sequences ({micro_batch_size} per micro-batch x "
-                f"{accumulation} micro-batches x {dp} data-parallel ranks), the training text has "
-                f"{len(sequences)} of {sequences.sequence_length} tokens",
-                "use more text, a smaller batch or a smaller dsx.data.sequence_length",
-            )
-        self._sequences = sequences
+        samples.check(
+            micro_batch_size * accumulation * dp,
+            f"{micro_batch_size} per micro-batch x {accumulation} micro-batches x {dp} data-parallel ranks",
+        )
+        self._samples = samples
         self._rows = micro_batch_size
         self._dp, self._dp_rank = dp, dp_rank
-        self._seed = seed
         self.cursor = cursor
+
+    @property
+    def step(self) -> int:
+        """Global samples that the next micro-batches of all ranks take together."""
+        return self._rows * self._dp
 
     @property
     def cursor(self) -> int:
@@ -69,8 +130,7 @@ class Batches:
 
     @cursor.setter
     def cursor(self, value: int) -> None:
-        step = self._rows * self._dp
-        if value < 0 or value % step:
+        if value < 0 or value % self.step:
             raise DataError(
                 f"data cursor {value}",
                 f"no micro-batch begins there with {self._rows} sequences x {self._dp} data-parallel ranks",
@@ -83,14 +143,9 @@ class Batches:
 
     def __next__(self) -> MicroBatch:
         first = self._cursor + self._dp_rank * self._rows
-        rows = [self._window(sample) for sample in range(first, first + self._rows)]
-        self._cursor += self._rows * self._dp
+        rows = [self._samples.take(sample) for sample in range(first, first + self._rows)]
+        self._cursor += self.step
         return _micro_batch(rows)
-
-    def _window(self, sample: int) -> torch.Tensor:
-        epoch, place = divmod(sample, len(self._sequences))
-        key = keyed_hash("train", self._seed, epoch)
-        return self._sequences.window(permute(place, len(self._sequences), key))
 
 
 class EvaluationBatches:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from dsx.config.schema import DataConfig
+from dsx.config.data import DataConfig
 from dsx.errors import DataError
 from dsx.runtime.data.order import is_held_out
 from dsx.runtime.data.sources import documents, open_source
-from dsx.runtime.data.store import SPLITS, VERSION, CorpusInfo, SplitWriter, written_aside
+from dsx.runtime.data.store import INFO, SPLITS, VERSION, CorpusInfo, SplitWriter, written_aside
+from dsx.runtime.data.token_file import TokenFile, Tokens
 from dsx.runtime.data.tokenizers import Tokenizer, load_tokenizer
 
 _BATCH_CHARACTERS = 8 << 20
@@ -31,11 +31,11 @@ class Sequences:
     Documents follow each other; a sequence may begin and end inside one.
 
     Args:
-        tokens: All token ids, end-of-document tokens included (a memory map).
+        tokens: All token ids, end-of-document tokens included.
         sequence_length: S.
     """
 
-    tokens: npt.NDArray[np.unsignedinteger[Any]]
+    tokens: Tokens
     sequence_length: int
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class Corpus:
                 f"use the model's own tokenizer, or a model with vocab_size >= {info.vocab_size}",
             )
         train, held_out = (
-            Sequences(_tokens(folder / f"{split}.bin", np.dtype(info.dtype)), sequence_length)
+            Sequences(TokenFile(folder / f"{split}.bin", np.dtype(info.dtype)), sequence_length)
             for split in SPLITS
         )
         for name, split, sequences in (
@@ -176,14 +176,21 @@ def prepare(data: DataConfig, cache_dir: str | Path) -> Path:
         "seed": data.seed,
     }
     name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
-    target = Path(cache_dir).expanduser() / name
-    if (target / "corpus.json").is_file():
+    return write_once(
+        Path(cache_dir).expanduser() / name,
+        lambda folder: _checked(write_corpus(folder, _split(data), data.source, tokenizer, settings), data),
+    )
+
+
+def write_once(target: Path, write: Callable[[Path], CorpusInfo]) -> Path:
+    """``target``, written by ``write`` into a folder beside it unless it is there. Raises DataError."""
+    if (target / INFO).is_file():
         CorpusInfo.load(target)
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(target) as aside:
-            _write(aside, data, tokenizer, settings).save(aside)
+            write(aside).save(aside)
     except OSError as error:
         raise DataError(
             str(target), f"cannot be written ({error})", "free space or name another folder"
@@ -191,26 +198,45 @@ def prepare(data: DataConfig, cache_dir: str | Path) -> Path:
     return target
 
 
-def _write(folder: Path, data: DataConfig, tokenizer: Tokenizer, settings: dict[str, Any]) -> CorpusInfo:
+def _split(data: DataConfig) -> Iterator[tuple[str, bool]]:
+    """Documents, and whether each is held out."""
+    for number, document in enumerate(documents(data)):
+        yield document, is_held_out(number, data.held_out, data.seed)
+
+
+def write_corpus(
+    folder: Path,
+    texts: Iterable[tuple[str, bool]],
+    source: str,
+    tokenizer: Tokenizer,
+    settings: dict[str, Any],
+) -> CorpusInfo:
+    """Write the token files of ``texts``, each with whether it is held out.
+
+    Args:
+        folder: Where to.
+        texts: Documents in order.
+        source: What to note as their source.
+        tokenizer: Text -> ids.
+        settings: Everything that decides the tokens.
+    """
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     byte_counts = np.zeros(256, np.int64)
     with (
         SplitWriter(folder / "train.bin", dtype, tokenizer.end_id) as train,
         SplitWriter(folder / "held_out.bin", dtype, tokenizer.end_id) as held_out,
     ):
-        number = 0
-        for batch in _batches(documents(data)):
-            for document, ids in zip(batch, tokenizer.encode(batch), strict=True):
+        for batch in _batches(texts):
+            encoded = tokenizer.encode([document for document, _ in batch])
+            for (document, is_kept), ids in zip(batch, encoded, strict=True):
                 text = document.encode()
-                if is_held_out(number, data.held_out, data.seed):
+                if is_kept:
                     byte_counts += np.bincount(np.frombuffer(text, np.uint8), minlength=256)
                     held_out.append(ids, len(text))
                 else:
                     train.append(ids, len(text))
-                number += 1
-    _check_split(data, train, held_out)
     return CorpusInfo(
-        source=data.source,
+        source=source,
         settings=settings,
         tokenizer=tokenizer.name,
         vocab_size=tokenizer.vocab_size,
@@ -222,37 +248,34 @@ def _write(folder: Path, data: DataConfig, tokenizer: Tokenizer, settings: dict[
     )
 
 
-def _check_split(data: DataConfig, train: SplitWriter, held_out: SplitWriter) -> None:
-    total = train.documents + held_out.documents
+def _checked(info: CorpusInfo, data: DataConfig) -> CorpusInfo:
+    """Raise DataError if none is held out, or none is left to train on, though both were asked for."""
+    train, held_out = info.train.documents, info.held_out.documents
+    total = train + held_out
     if not total:
         raise DataError(
             f'dsx.data.source = "{data.source}"', "it holds no text", "name files with text in them"
         )
-    lacks_held_out = data.held_out > 0 and not held_out.documents
-    if lacks_held_out or not train.documents:
+    lacks_held_out = data.held_out > 0 and not held_out
+    if lacks_held_out or not train:
         raise DataError(
             f"dsx.data.held_out = {data.held_out}",
             f"of {total} documents none is {'held out' if lacks_held_out else 'left to train on'}",
             f"use about {min(0.5, max(0.05, math.ceil(100 / total) / 100))}, 0 to hold out none, or more "
             "documents",
         )
+    return info
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+def _batches(texts: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
     """Documents in lists of about 8 Mi characters: enough for a tokenizer's threads, little for memory."""
-    batch: list[str] = []
+    batch: list[tuple[str, bool]] = []
     length = 0
     for text in texts:
         batch.append(text)
-        length += len(text)
+        length += len(text[0])
         if length >= _BATCH_CHARACTERS:
             yield batch
             batch, length = [], 0
     if batch:
         yield batch
-
-
-def _tokens(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[np.unsignedinteger[Any]]:
-    if not path.stat().st_size:  # an empty file cannot be mapped
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype, mode="r")

@@ -8,9 +8,14 @@ permutation array in every process.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from fractions import Fraction
 from math import isqrt
 
 _ROUNDS = 8
+
+_PHASES = 1 << 64
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples fill the circle evenly, however many
 
 
 def keyed_hash(*key: int | str) -> int:
@@ -63,3 +68,56 @@ def is_held_out(document: int, fraction: float, seed: int) -> bool:
     """
     start = keyed_hash("held-out", seed) / 2**64
     return int((document + 1) * fraction + start) > int(document * fraction + start)
+
+
+class Shares:
+    """Which source each place of a mixture is taken from, so that shares are exact at every length.
+
+    The first source takes the places where ``floor(i * share + phase)`` steps up, the second those of the
+    rest, and so on; so any run of n places holds ``n * share`` of a source give or take less than the number
+    of sources, and a place is found without those before it. Whole numbers throughout: no rounding, at any
+    length.
+
+    Args:
+        weights: One for each source, above 0, in any unit; taken as the decimals they are written as.
+        seed: Decides the phases.
+
+    >>> shares = Shares([3, 1], seed=0)
+    >>> [shares.locate(i)[0] for i in range(8)]
+    [0, 1, 0, 0, 0, 1, 0, 0]
+    """
+
+    def __init__(self, weights: Sequence[float], *, seed: int) -> None:
+        exact = [Fraction(repr(weight)) for weight in weights]
+        self.shares = tuple(weight / sum(exact) for weight in exact)
+        self._of_rest = [weight / sum(exact[level:]) for level, weight in enumerate(exact)]
+        self._keys = [keyed_hash("mixture", seed, level) for level in range(len(exact))]
+
+    def locate(self, place: int, lane: int = 0) -> tuple[int, int]:
+        """Source of a place, and how many places before it are of that source.
+
+        Args:
+            place: From 0.
+            lane: Independent sequences of places, out of step with each other, so that one place of many
+                lanes together has the shares too.
+        """
+        for level in range(len(self.shares)):
+            before = self._count(level, place, lane)
+            if self._count(level, place + 1, lane) > before:
+                return level, before
+            place -= before
+        raise AssertionError("the last source takes all that is left")
+
+    def counts(self, length: int, lane: int = 0) -> tuple[int, ...]:
+        """How many of the first ``length`` places are of each source."""
+        counts = []
+        for level in range(len(self.shares)):
+            counts.append(self._count(level, length, lane))
+            length -= counts[-1]
+        return tuple(counts)
+
+    def _count(self, level: int, length: int, lane: int) -> int:
+        share = self._of_rest[level]
+        phase = (self._keys[level] + lane * (2 * level + 1) * _GOLDEN) % _PHASES
+        scaled = length * share.numerator * _PHASES + phase * share.denominator
+        return scaled // (share.denominator * _PHASES)

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from dsx.config.schema import DataConfig
+from dsx.config.data import DataConfig
 from dsx.errors import DataError
 from dsx.runtime.data.tables import BUILDERS, HubData, TableFiles
 from dsx.runtime.data.text_files import SUFFIXES, TextFiles, standard_library
+from dsx.runtime.data.units import Unit
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _GLOB = re.compile(r"[*?\[]")
@@ -27,6 +28,9 @@ class Source(Protocol):
 
     def documents(self) -> Iterator[str]:
         """Documents in order."""
+
+    def units(self, lanes: int) -> tuple[Unit, ...]:
+        """Parts that can be read on their own, for so many lanes."""
 
 
 def documents(data: DataConfig) -> Iterator[str]:

@@ -11,10 +11,12 @@ from typing import Any
 from dsx.errors import DataError
 from dsx.runtime.data.hub import offline_unless, reachable
 from dsx.runtime.data.text_files import file_identity
+from dsx.runtime.data.units import Stamp, Unit, file_parts
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 _BATCH_ROWS = 1000
+_SHARDS_OF_CACHED = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,25 +53,43 @@ class TableFiles:
         """Documents in order; empty cells are skipped. Raises DataError for an unreadable table or column."""
         return _texts(self._rows(), self.text_column, str(self._place))
 
+    def units(self, lanes: int) -> tuple[Unit, ...]:
+        """Byte ranges of JSON lines; else what ``datasets`` can read on its own: row groups, or files."""
+        if self.builder == "json" and all(path.suffix == ".jsonl" for path in self.paths):
+            return file_parts(self.root, self.paths, lanes=lanes, column=self.text_column)
+        stamps = tuple(Stamp.of(self.root / path) for path in self.paths)
+        return _shards(self._table(), self.text_column, str(self._place), stamps)
+
     @property
     def _place(self) -> Path:
         return self.root / self.paths[0] if len(self.paths) == 1 else self.root
 
     def _rows(self) -> Iterator[Any]:
+        table = self._table()
+        if table is None:
+            return
+        try:
+            yield from table.with_format("arrow").iter(batch_size=_BATCH_ROWS)
+        except _read_errors() as error:
+            raise _unreadable(str(self._place), error) from error
+
+    def _table(self) -> Any:
+        """The data set of ``datasets``; None if all files are empty."""
         import datasets
 
         # An empty file stops the readers of datasets; it holds no document.
         files = [str(self.root / path) for path in self.paths if (self.root / path).stat().st_size]
         if not files:
-            return
-        source, options = str(self.root), {}
+            return None
+        source = str(self.root)
+        options: dict[str, Any] = {}
         if self.builder is not None:
             source, options = self.builder, {"data_files": files}
+        if self.builder == "parquet":  # by default a whole row group at once, for each that is open
+            options["batch_size"] = _BATCH_ROWS
         try:
             with offline_unless(online=False):
-                table = datasets.load_dataset(source, self.name, split=self.split, streaming=True, **options)
-            # Outside: a reader that stops early would leave the setting to the garbage collector.
-            yield from table.with_format("arrow").iter(batch_size=_BATCH_ROWS)
+                return datasets.load_dataset(source, self.name, split=self.split, streaming=True, **options)
         except _read_errors() as error:
             raise _unreadable(str(self._place), error) from error
 
@@ -113,16 +133,26 @@ class HubData:
     def _where(self) -> str:
         return f'dsx.data.source = "{self.dataset}"'
 
+    def units(self, lanes: int) -> tuple[Unit, ...]:
+        """What ``datasets`` can read on its own: row groups of parquet, else files."""
+        del lanes
+        return _shards(self._table(stream=True), self.text_column, self._where, ())
+
     def _rows(self) -> Iterator[Any]:
+        try:
+            yield from self._table(stream=self.stream).with_format("arrow").iter(batch_size=_BATCH_ROWS)
+        except _read_errors() as error:
+            raise _unreadable(self._where, error) from error
+
+    def _table(self, *, stream: bool) -> Any:
         import datasets
 
         online = reachable()
         try:
             with offline_unless(online):
-                table = datasets.load_dataset(
-                    self.dataset, self.name, split=self.split, streaming=self.stream and online
+                return datasets.load_dataset(
+                    self.dataset, self.name, split=self.split, streaming=stream and online
                 )
-            yield from table.with_format("arrow").iter(batch_size=_BATCH_ROWS)
         except _read_errors() as error:
             if not online:
                 raise DataError(
@@ -134,27 +164,96 @@ class HubData:
             raise _unreadable(self._where, error) from error
 
 
-def _texts(batches: Iterator[Any], column: str, where: str) -> Iterator[str]:
-    """Cells of ``column`` of Arrow tables."""
-    for batch in batches:
-        if column not in batch.column_names:
-            raise DataError(
-                f'dsx.data.text_column = "{column}"',
-                f"{where} has no such column; it has {', '.join(batch.column_names)}",
-                "name the column that holds the text",
-            )
-        kind = str(batch.schema.field(column).type)
-        if kind not in {"string", "large_string", "string_view", "null"}:
-            raise DataError(
-                f'dsx.data.text_column = "{column}"',
-                f"that column of {where} holds {kind}, not text",
-                f"name the column that holds the text: {', '.join(batch.column_names)}",
-            )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableShard:
+    """A shard of a data set that ``datasets`` streams; positions are rows.
+
+    Rows before a position are read again and dropped without being decoded: ``datasets``' own ``state_dict``
+    remembers a shard and a row too, and skips alike.
+
+    Args:
+        table: The data set.
+        index: Number of the shard.
+        count: Number of all shards.
+        column: What holds the text.
+        where: For messages.
+        stamps: Local files that it is made of.
+    """
+
+    table: Any
+    index: int
+    count: int
+    column: str
+    where: str
+    stamps: tuple[Stamp, ...]
+
+    @property
+    def name(self) -> str:
+        """See :class:`dsx.runtime.data.units.Unit`."""
+        sizes = "-".join(str(stamp.size_bytes) for stamp in self.stamps)
+        return f"shard {self.index} of {self.count}, {sizes}"
+
+    def documents(self, start: int | None) -> Iterator[tuple[int, str]]:
+        """See :class:`dsx.runtime.data.units.Unit`."""
+        row, skip = 0, start or 0
+        for stamp in self.stamps:
+            stamp.check()
         try:
-            cells = batch.column(column).to_pylist()
-        except UnicodeDecodeError as error:  # jsonl is decoded only here
-            raise _unreadable(where, error) from error
-        yield from (cell for cell in cells if cell)
+            shard = self.table.shard(self.count, self.index).with_format("arrow")
+            for batch in shard.iter(batch_size=_BATCH_ROWS):
+                if row + len(batch) > skip:
+                    for offset, cell in enumerate(_cells(batch, self.column, self.where), row):
+                        if cell and offset >= skip:
+                            yield offset, cell
+                row += len(batch)
+        except _read_errors() as error:
+            for stamp in self.stamps:
+                stamp.check()
+            raise _unreadable(self.where, error) from error
+        if row < skip:
+            raise DataError(self.where, f"has {row} rows left of more than {skip}", "restore the data")
+
+
+def _shards(table: Any, column: str, where: str, stamps: tuple[Stamp, ...]) -> tuple[TableShard, ...]:
+    if table is None:
+        return ()
+    if not hasattr(table, "reshard"):  # prepared in the cache of datasets, as without network
+        table = table.to_iterable_dataset(num_shards=min(len(table), _SHARDS_OF_CACHED) or 1)
+    table = table.reshard()
+    return tuple(
+        TableShard(
+            table=table, index=index, count=table.num_shards, column=column, where=where, stamps=stamps
+        )
+        for index in range(table.num_shards)
+    )
+
+
+def _texts(batches: Iterator[Any], column: str, where: str) -> Iterator[str]:
+    """Cells of ``column`` of Arrow tables that hold text."""
+    for batch in batches:
+        yield from (cell for cell in _cells(batch, column, where) if cell)
+
+
+def _cells(batch: Any, column: str, where: str) -> list[str | None]:
+    """``column`` of one Arrow table."""
+    if column not in batch.column_names:
+        raise DataError(
+            f'dsx.data.text_column = "{column}"',
+            f"{where} has no such column; it has {', '.join(batch.column_names)}",
+            "name the column that holds the text",
+        )
+    kind = str(batch.schema.field(column).type)
+    if kind not in {"string", "large_string", "string_view", "null"}:
+        raise DataError(
+            f'dsx.data.text_column = "{column}"',
+            f"that column of {where} holds {kind}, not text",
+            f"name the column that holds the text: {', '.join(batch.column_names)}",
+        )
+    try:
+        cells: list[str | None] = batch.column(column).to_pylist()
+    except UnicodeDecodeError as error:  # jsonl is decoded only here
+        raise _unreadable(where, error) from error
+    return cells
 
 
 def _read_errors() -> tuple[type[Exception], ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsx.errors import DataError
+from dsx.runtime.data.units import Unit, file_parts
 
 SUFFIXES = frozenset({".txt", ".text", ".md", ".rst", ".py"})
 
@@ -61,6 +62,11 @@ class TextFiles:
                 raise DataError(
                     str(self.root / path), f"cannot be read ({error.strerror})", "check the file"
                 ) from error
+
+    def units(self, lanes: int) -> tuple[Unit, ...]:
+        """Parts for streaming; a corpus of few files is cut into more and smaller documents than here."""
+        whole = len(self.paths) >= _FEW_FILES
+        return file_parts(self.root, self.paths, lanes=lanes, whole_files=whole)
 
 
 def standard_library() -> TextFiles:

@@ -21,7 +21,7 @@ from dsx.errors import ConfigError, ModelError, VersionError
 from dsx.runtime.zero_adapters.bf16 import Bf16Adapter, HighPrecisionGradients
 from dsx.runtime.zero_adapters.calls import calls
 from dsx.runtime.zero_adapters.gathering import StepGathers
-from dsx.runtime.zero_adapters.norm import NormScope
+from dsx.runtime.zero_adapters.norm import NormScope, Refuses
 from dsx.runtime.zero_adapters.partitioned import PartitionedAdapter, PartitionedGradients
 from dsx.runtime.zero_adapters.reduction import ChunkReduction, GradientStore, Scale, reducible
 from dsx.runtime.zero_adapters.replicated import ReplicatedAdapter, WholeGradients
@@ -38,6 +38,7 @@ _ZERO_OPTIMIZERS = ("BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOp
 
 __all__ = [
     "SUPPORTED_DEEPSPEED",
+    "Refuses",
     "ZeroAdapter",
     "adapt",
     "calls",
@@ -66,8 +67,13 @@ class ZeroAdapter(Protocol):
     def chunk_done(self, stage: int) -> None:
         """Called when virtual stage ``stage`` has nothing more to do on this rank in this step."""
 
-    def before_step(self) -> None:
-        """Called once all backwards of a step are done, before DeepSpeed's ``step``."""
+    def before_step(self, refuses: Refuses | None = None) -> None:
+        """Called once all backwards of a step are done, before DeepSpeed's ``step``.
+
+        Args:
+            refuses: Asked, alike on every rank, with the gradient norm before the weights are updated; if it
+                is true the step is not applied, and DeepSpeed counts it as skipped.
+        """
 
     def grad_norm(self) -> float:
         """Norm of the last step's gradient over the whole model, before clipping.
@@ -141,7 +147,7 @@ def adapt(
     reduce = partial(_reduction, engine, groups, uses, zero)
     if optimizer == "BF16_Optimizer":
         high = HighPrecisionGradients(engine.optimizer)
-        return Bf16Adapter(engine, ties, high, reduce(high))
+        return Bf16Adapter(engine, scope, ties, high, reduce(high))
     if stage == 0:
         return ReplicatedAdapter(engine, scope, ties, clipping, reduce(WholeGradients()))
     parts = PartitionedGradients(engine.optimizer)

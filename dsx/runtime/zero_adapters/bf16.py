@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsx.runtime.zero_adapters.norm import NormScope, Refuses
 from dsx.runtime.zero_adapters.reduction import ChunkReduction
 from dsx.spec.schedule import Schedule
 
@@ -70,16 +71,22 @@ class Bf16Adapter:
     def __init__(
         self,
         engine: Any,
+        scope: NormScope,
         ties: Sequence[Tie],
         gradients: HighPrecisionGradients,
         reduction: ChunkReduction | None,
     ) -> None:
-        self._engine, self._ties = engine, ties
+        self._engine, self._scope, self._ties = engine, scope, ties
+        self._norm: float | None = None
+        self._refused = False
         self._gradients, self._reduction = gradients, reduction
         self._optimizer = engine.optimizer
         original = self._optimizer.get_grads_for_norm
 
         def never_empty(*args: Any, for_clipping: bool = False, **kwargs: Any) -> Any:
+            if self._refused and not for_clipping:
+                # A norm that is none makes DeepSpeed skip the step (bf16_optimizer.py, step).
+                return [torch.full((1,), torch.nan, device=engine.device)], {}
             found = original(*args, for_clipping=for_clipping, **kwargs)
             if for_clipping or found[0]:
                 return found
@@ -109,7 +116,7 @@ class Bf16Adapter:
         if self._reduction is not None:
             self._reduction.chunk_done(stage)
 
-    def before_step(self) -> None:
+    def before_step(self, refuses: Refuses | None = None) -> None:
         """Finish the reductions; sum the fp32 gradients, whole on every dp rank, of tied weights."""
         if self._reduction is not None:
             self._reduction.finish()
@@ -118,7 +125,20 @@ class Bf16Adapter:
                 if parameter.requires_grad:
                     dist.all_reduce(self._gradients.of(parameter), group=tie.group)
                     self._gradients.mark(parameter)
+        self._norm = None
+        if refuses is not None:
+            norm = self._scope.norm(self._pieces(), partitioned=False, device=self._engine.device)
+            self._refused, self._norm = refuses(norm), float(norm)
 
     def grad_norm(self) -> float:
         """Norm before clipping."""
+        if self._norm is not None:
+            return self._norm
         return float(self._engine.get_global_grad_norm() or 0.0)
+
+    def _pieces(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """(parameter, its whole gradient), of those that have one."""
+        for parameters in self._optimizer.bf16_groups:
+            for parameter in parameters:
+                if self._gradients.has(parameter):
+                    yield parameter, self._gradients.of(parameter)

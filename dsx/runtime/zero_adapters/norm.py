@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,10 @@ from torch import nn
 
 if TYPE_CHECKING:
     from dsx.runtime.groups import Groups
+
+
+Refuses = Callable[[torch.Tensor], bool]
+"""Whether a step with this gradient norm must not be applied; the same on every rank."""
 
 
 class NormScope:

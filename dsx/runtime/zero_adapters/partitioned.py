@@ -11,7 +11,7 @@ from torch import nn
 
 from dsx.errors import ConfigError
 from dsx.runtime.zero_adapters.hooks import GradientHooks
-from dsx.runtime.zero_adapters.norm import NormScope, all_reduce_sum
+from dsx.runtime.zero_adapters.norm import NormScope, Refuses, all_reduce_sum
 from dsx.runtime.zero_adapters.reduction import ChunkReduction
 from dsx.spec.schedule import Schedule
 
@@ -102,6 +102,7 @@ class PartitionedAdapter:
         self._store, self._reduction = gradients, reduction
         self._optimizer = engine.optimizer
         self._norm = torch.zeros(())
+        self._refuses: Refuses | None = None
         self._fresh = True
         self._require_groups()
         self._tied = [(tie.group, index) for tie in ties for index in self._groups_of(tie)]
@@ -159,8 +160,9 @@ class PartitionedAdapter:
         if self._reduction is not None:
             self._reduction.chunk_done(stage)
 
-    def before_step(self) -> None:
+    def before_step(self, refuses: Refuses | None = None) -> None:
         """Finish the reductions. The next step starts from nothing."""
+        self._refuses = refuses
         if self._reduction is not None:
             self._reduction.finish()
             self._store.complete()
@@ -174,6 +176,8 @@ class PartitionedAdapter:
         """Stands in for ``scaled_global_norm``; bf16 and fp32 have no loss scale."""
         assert norm_type == 2, "only the 2-norm is defined here"
         self._norm = self._scope.norm(self._pieces(), partitioned=True, device=self._engine.device)
+        if self._refuses is not None and self._refuses(self._norm):
+            self._optimizer.overflow = True  # read after this (stage_1_and_2.py, step)
         # Where the gradients are that it scales: torch multiplies none on the host by a number on a GPU.
         return self._norm.to(self._optimizer.device)
 

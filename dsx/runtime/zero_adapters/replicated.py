@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dsx.runtime.zero_adapters.norm import NormScope
+from dsx.runtime.zero_adapters.norm import NormScope, Refuses
 from dsx.runtime.zero_adapters.reduction import ChunkReduction
 from dsx.spec.schedule import Schedule
 
@@ -54,8 +55,12 @@ class ReplicatedAdapter:
         self._engine, self._scope, self._ties, self._clipping = engine, scope, ties, clipping
         self._reduction = reduction
         self._norm = torch.zeros(())
+        self.refused = False
+        """Whether this step must not be applied."""
         self._wrapped = hasattr(engine.optimizer, "unscale_and_clip_grads")
-        if self._wrapped:
+        if not self._wrapped:
+            self._let_refuse(engine.optimizer)
+        else:
             # Its own norm then stays local (and unused) instead of a sum that counts shards wrongly.
             engine.optimizer.mpu = None
             engine.optimizer.overflow_checker = _NormTells(self)
@@ -90,7 +95,7 @@ class ReplicatedAdapter:
         if self._reduction is not None:
             self._reduction.chunk_done(stage)
 
-    def before_step(self) -> None:
+    def before_step(self, refuses: Refuses | None = None) -> None:
         """Finish the reductions, sum ties, then compute the norm and clip."""
         if self._reduction is not None:
             self._reduction.finish()
@@ -103,6 +108,9 @@ class ReplicatedAdapter:
                 dist.all_reduce(parameter.grad, group=tie.group)
         pieces = [(p, p.grad) for p in self._engine.module.parameters() if p.grad is not None]
         self._norm = self._scope.norm(pieces, partitioned=False, device=self._engine.device)
+        self.refused = refuses is not None and refuses(self._norm)
+        if not self._wrapped:
+            self._engine.optimizer.overflow = self.refused  # DeepSpeed asks every optimizer that has it
         if self._clipping > 0 and not self._wrapped:
             # torch.nn.utils.clip_grad_norm_'s rule.
             scale = torch.clamp(self._clipping / (self._norm + 1e-6), max=1.0)
@@ -112,6 +120,16 @@ class ReplicatedAdapter:
     def grad_norm(self) -> float:
         """Norm before clipping."""
         return float(self._norm)
+
+    def _let_refuse(self, optimizer: Any) -> None:
+        """Have a plain torch optimizer know steps that are not applied, as DeepSpeed's own do."""
+        step = optimizer.step
+
+        @functools.wraps(step)  # with the marks that torch's schedulers leave on it
+        def unless_refused(*args: Any, **kwargs: Any) -> Any:
+            return None if self.refused else step(*args, **kwargs)
+
+        optimizer.overflow, optimizer.step = False, unless_refused
 
 
 class _NormTells:
@@ -125,7 +143,7 @@ class _NormTells:
 
     def check(self, *_args: Any, **_kwargs: Any) -> bool:
         """Whether the step must be skipped (FP16_UnfusedOptimizer asks so)."""
-        return not math.isfinite(self._adapter.grad_norm())
+        return self._adapter.refused or not math.isfinite(self._adapter.grad_norm())
 
     has_overflow = check
     """FP16_Optimizer asks so."""

@@ -14,7 +14,7 @@ from torch import nn
 from dsx.runtime.chunks import TiedUse
 from dsx.runtime.zero_adapters.gathering import StepGathers
 from dsx.runtime.zero_adapters.hooks import GradientHooks
-from dsx.runtime.zero_adapters.norm import NormScope, all_reduce_sum
+from dsx.runtime.zero_adapters.norm import NormScope, Refuses, all_reduce_sum
 from dsx.spec.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class Stage3Adapter:
         self._engine, self._scope, self._ties, self.gathers = engine, scope, ties, gathers
         self._optimizer = engine.optimizer
         self._norm = torch.zeros(())
+        self._refuses: Refuses | None = None
         self._fresh = True
         # Called once all gradients are final, on every path that leads to the update.
         self._optimizer._get_norm_groups = self._reduce_ties_and_norm  # noqa: SLF001
@@ -70,8 +71,9 @@ class Stage3Adapter:
         """Gradients have been reduced and scattered as they came."""
         del stage
 
-    def before_step(self) -> None:
+    def before_step(self, refuses: Refuses | None = None) -> None:
         """The next step starts from nothing."""
+        self._refuses = refuses
         self._fresh = True
 
     def grad_norm(self) -> float:
@@ -87,8 +89,11 @@ class Stage3Adapter:
                 if id(parameter) in ids:
                     all_reduce_sum(gradient, tie.group, device)
         self._norm = self._scope.norm(self._pieces(), partitioned=True, device=device)
+        refused = self._refuses is not None and self._refuses(self._norm)
+        # A norm that is none makes DeepSpeed skip the step (stage3.py, step).
+        norm = torch.full_like(self._norm, torch.nan) if refused else self._norm
         # Where the gradients are that it scales: torch multiplies none on the host by a number on a GPU.
-        return [self._norm.to(self._optimizer.device)]
+        return [norm.to(self._optimizer.device)]
 
     def _pieces(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """(parameter, this rank's part of its gradient, padding included as zeros)."""

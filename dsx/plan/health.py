@@ -1,0 +1,120 @@
+"""Whether a step's loss and gradient norm are those of a healthy run."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+_SIGMA = 1.4826  # of a normal distribution, by its median absolute deviation
+_LEAST = 0.01  # of the median: what a window of nearly equal values takes for a deviation
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is wrong with a step.
+
+    Attributes:
+        kind: ``nonfinite``, ``loss_spike`` or ``grad_norm_spike``, as the config names its policies.
+        text: In words, with the figures.
+    """
+
+    kind: str
+    text: str
+
+
+@dataclass(slots=True)
+class Window:
+    """The last healthy values of a series.
+
+    Robust: a few outliers in it move neither its median nor its deviation.
+
+    Args:
+        size: Values that are kept; half of them must be there before any is called a spike.
+        sigmas: How far above the median one is.
+
+    >>> window = Window(8, 6.0)
+    >>> for value in (2.0, 2.1, 1.9, 2.0):
+    ...     window.add(value)
+    >>> window.limit(), window.is_spike(2.4), window.is_spike(2.5)
+    (2.44478, False, True)
+    """
+
+    size: int
+    sigmas: float
+    values: deque[float] = field(default_factory=deque)
+
+    def add(self, value: float) -> None:
+        """Take a healthy value in."""
+        self.values.append(value)
+        while len(self.values) > self.size:
+            self.values.popleft()
+
+    def limit(self) -> float:
+        """Largest healthy value; infinite while too few are known."""
+        if len(self.values) < self.size // 2:
+            return math.inf
+        middle = median(self.values)
+        deviation = _SIGMA * median(abs(value - middle) for value in self.values)
+        return middle + self.sigmas * max(deviation, _LEAST * abs(middle))
+
+    def is_spike(self, value: float) -> bool:
+        """Whether ``value`` lies above :meth:`limit`."""
+        return value > self.limit()
+
+
+class Health:
+    """Judges steps by those before.
+
+    The same figures in the same order give the same findings on every rank, in every layout and after a
+    restart from :attr:`state`.
+
+    Args:
+        window: Steps to judge by.
+        sigmas: See :class:`Window`.
+    """
+
+    def __init__(self, *, window: int, sigmas: float) -> None:
+        self._series = {"loss": Window(window, sigmas), "grad_norm": Window(window, sigmas)}
+
+    def judge(self, loss: float, grad_norm: float | None, *, spikes: frozenset[str]) -> Finding | None:
+        """What is wrong with a step of these figures; None for a healthy one.
+
+        Args:
+            loss: Mean loss of the step.
+            grad_norm: Before clipping; None if unknown.
+            spikes: ``loss`` and ``grad_norm``, as far as their spikes are looked for.
+        """
+        known = {"loss": loss} if grad_norm is None else {"loss": loss, "grad_norm": grad_norm}
+        for name, value in known.items():
+            if not math.isfinite(value):
+                return Finding("nonfinite", f"{name.replace('_', ' ')} is {value}")
+        for name, value in known.items():
+            window = self._series[name]
+            if name in spikes and window.is_spike(value):
+                text = f"{name.replace('_', ' ')} {value:.4g} is over {window.limit():.4g}"
+                count = len(window.values)
+                return Finding(f"{name}_spike", f"{text}, as the {count} healthy steps before have it")
+        return None
+
+    def accept(self, loss: float, grad_norm: float | None) -> None:
+        """Count a healthy step."""
+        self._series["loss"].add(loss)
+        if grad_norm is not None:
+            self._series["grad_norm"].add(grad_norm)
+
+    @property
+    def state(self) -> dict[str, list[float]]:
+        """For the checkpoint."""
+        return {name: list(window.values) for name, window in self._series.items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from :attr:`state`; an empty one forgets everything."""
+        for name, window in self._series.items():
+            values: Sequence[float] = state.get(name, ())
+            window.values.clear()
+            for value in values:
+                window.add(float(value))

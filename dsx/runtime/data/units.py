@@ -1,0 +1,280 @@
+"""Parts of a source that can be read on their own, from any document on: what streaming seeks by."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO, Protocol, Self
+
+from dsx.errors import DataError
+
+_SMALLEST_UNIT_BYTES, _LARGEST_UNIT_BYTES = 64 << 10, 64 << 20
+_UNITS_PER_LANE = 4
+_NEAR_BYTES = 64 << 10
+_LONGEST_BYTES = 4 << 20
+
+
+class Unit(Protocol):
+    """A part of a source."""
+
+    @property
+    def name(self) -> str:
+        """The same on every machine, and of no other unit of the source."""
+
+    def documents(self, start: int | None) -> Iterator[tuple[int, str]]:
+        """Documents and where each begins, in order.
+
+        Args:
+            start: Where to begin, as an earlier call said; None for the unit's first document.
+
+        Raises:
+            DataError: The file is gone, has changed since the run started, or cannot be read.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stamp:
+    """A file as it was when the run started.
+
+    Args:
+        path: The file.
+        size_bytes: Its size.
+        modified_ns: Its modification time.
+    """
+
+    path: Path
+    size_bytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """The file as it is now. Raises DataError if it cannot be looked at."""
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise gone(path, error) from error
+        return cls(path=path, size_bytes=stat.st_size, modified_ns=stat.st_mtime_ns)
+
+    def check(self) -> None:
+        """Raise DataError if the file is gone or has changed."""
+        now = Stamp.of(self.path)
+        if now != self:
+            what = (
+                f"{self.size_bytes:,} bytes then, {now.size_bytes:,} now"
+                if now.size_bytes != self.size_bytes
+                else "it was written to"
+            )
+            raise DataError(
+                str(self.path),
+                f"has changed since the run started ({what}): the data position would mean nothing",
+                "restore the file and start again: the run continues from its last checkpoint",
+            )
+
+
+def gone(path: Path, error: OSError) -> DataError:
+    """A file that cannot be opened or looked at."""
+    missing = isinstance(error, FileNotFoundError)
+    return DataError(
+        str(path),
+        "the file is gone" if missing else f"cannot be read ({error.strerror})",
+        "restore the file and start again: a run continues from its last checkpoint",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePart:
+    """The documents of a file that begin in ``[start, end)``.
+
+    Args:
+        stamp: The file.
+        name: See :class:`Unit`.
+        start: First byte.
+        end: Byte after the last.
+        lines: Whether a document is a line of JSON; else it is running text.
+        column: Of the JSON, what holds the text.
+        cut_bytes: Running text is cut into documents of at least so many bytes, at blank lines where there
+            are any, and at most about twice that.
+    """
+
+    stamp: Stamp
+    name: str
+    start: int
+    end: int
+    lines: bool
+    column: str = ""
+    cut_bytes: int = 0
+
+    def documents(self, start: int | None) -> Iterator[tuple[int, str]]:
+        """See :class:`Unit`; positions are bytes of the file."""
+        self.stamp.check()
+        try:
+            with self.stamp.path.open("rb") as file:
+                at = self._border(file, self.start) if start is None else start
+                end = self._border(file, self.end)
+                file.seek(at)
+                for piece in (
+                    _lines(file, end - at) if self.lines else _pieces(file, end - at, self.cut_bytes)
+                ):
+                    text = self._text(piece, at)
+                    if text:
+                        yield at, text
+                    at += len(piece)
+                if at < end:
+                    self._shrunk(at)
+        except OSError as error:
+            raise gone(self.stamp.path, error) from error
+        self.stamp.check()
+
+    def _border(self, file: BinaryIO, at: int) -> int:
+        """Where the first document at or after byte ``at`` begins; the units that meet there agree."""
+        if at in (0, self.stamp.size_bytes):
+            return at
+        file.seek(at - 1)
+        line = _rest_of_line(file)
+        if self.lines:
+            return line
+        while file.tell() < at + _NEAR_BYTES:
+            text = file.readline(_NEAR_BYTES)
+            if not text or not text.strip():
+                return file.tell()
+        return line
+
+    def _text(self, piece: bytes, at: int) -> str | None:
+        try:
+            return self._json(piece, at) if self.lines else _decoded(piece, self.stamp.path, at)
+        except DataError:
+            self.stamp.check()  # if the file has changed, that is the reason
+            raise
+
+    def _json(self, line: bytes, at: int) -> str | None:
+        if not line.strip():
+            return None
+        where = f"{self.stamp.path}, byte {at}"
+        try:
+            row = json.loads(line)
+        except UnicodeDecodeError:
+            _decoded(line, self.stamp.path, at)
+            raise
+        except ValueError as error:
+            raise DataError(where, f"is no line of JSON ({error})", "mend or remove that line") from error
+        if not isinstance(row, dict):
+            raise DataError(where, f"holds {type(row).__name__}, not an object", "mend or remove that line")
+        if at == 0 and self.column not in row:
+            raise DataError(
+                f'dsx.data.text_column = "{self.column}"',
+                f"{self.stamp.path} has no such column; it has {', '.join(row)}",
+                "name the column that holds the text",
+            )
+        cell = row.get(self.column)
+        if cell is not None and not isinstance(cell, str):
+            raise DataError(
+                f'dsx.data.text_column = "{self.column}"',
+                f"the line at {where} holds {type(cell).__name__} there, not text",
+                "name the column that holds the text",
+            )
+        return cell
+
+    def _shrunk(self, at: int) -> None:
+        self.stamp.check()
+        raise DataError(
+            str(self.stamp.path), f"ends at byte {at}, before its size says", "check the disk it lies on"
+        )
+
+
+def file_parts(
+    root: Path,
+    paths: Sequence[Path],
+    *,
+    lanes: int,
+    column: str | None = None,
+    whole_files: bool = False,
+) -> tuple[FilePart, ...]:
+    """Local files cut into units: some for each lane, 64 Ki to 64 Mi bytes where the files are so large.
+
+    Args:
+        root: Folder that ``paths`` are relative to.
+        paths: Files in order.
+        lanes: Lanes that read them.
+        column: Of JSON lines, what holds the text; None for running text.
+        whole_files: Running text: do not cut files into documents, but for very large ones.
+    """
+    stamps = [(path, Stamp.of(root / path)) for path in paths]
+    total = sum(stamp.size_bytes for _, stamp in stamps)
+    share = total // (lanes * _UNITS_PER_LANE)
+    unit_bytes = min(max(share, _SMALLEST_UNIT_BYTES), _LARGEST_UNIT_BYTES)
+    cut = _LONGEST_BYTES if whole_files else min(max(share // 2, 1 << 10), 64 << 10)
+    units = []
+    for path, stamp in stamps:
+        count = max(1, round(stamp.size_bytes / unit_bytes)) if stamp.size_bytes else 0
+        if whole_files and stamp.size_bytes <= _LONGEST_BYTES:
+            count = min(count, 1)
+        borders = [index * stamp.size_bytes // count for index in range(count)] + [stamp.size_bytes]
+        units += [
+            FilePart(
+                stamp=stamp,
+                name=f"{path.as_posix()}:{start}-{end}",
+                start=start,
+                end=end,
+                lines=column is not None,
+                column=column or "",
+                cut_bytes=cut,
+            )
+            for start, end in pairwise(borders)
+        ]
+    return tuple(units)
+
+
+def _lines(file: BinaryIO, length: int) -> Iterator[bytes]:
+    """The lines of the next ``length`` bytes; fewer if the file ends."""
+    while length > 0 and (line := file.readline()):
+        yield line
+        length -= len(line)
+
+
+def _pieces(file: BinaryIO, left: int, cut_bytes: int) -> Iterator[bytes]:
+    """The next ``left`` bytes: each to the next blank line after ``cut_bytes``, at most about twice that."""
+    lines: list[bytes] = []
+    length = 0
+    while left > 0 and (line := _line(file)):
+        lines.append(line)
+        length += len(line)
+        left -= len(line)
+        if length >= 2 * cut_bytes or (length >= cut_bytes and not line.strip()):
+            yield b"".join(lines)
+            lines, length = [], 0
+    if lines:
+        yield b"".join(lines)
+
+
+def _line(file: BinaryIO) -> bytes:
+    """A line, or 4 MiB of a longer one, not cut within a character."""
+    line = file.readline(_LONGEST_BYTES)
+    while len(line) >= _LONGEST_BYTES and not line.endswith(b"\n"):
+        following = file.read(1)
+        if not following or following[0] & 0xC0 != 0x80:  # the next character begins here
+            file.seek(-len(following), os.SEEK_CUR)
+            break
+        line += following
+    return line
+
+
+def _rest_of_line(file: BinaryIO) -> int:
+    """Read to the end of the line, however long, and give the position behind it."""
+    while (part := file.readline(_LONGEST_BYTES)) and not part.endswith(b"\n"):
+        continue
+    return file.tell()
+
+
+def _decoded(piece: bytes, path: Path, at: int) -> str:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            str(path),
+            f"is not UTF-8 text ({error.reason}: byte 0x{piece[error.start]:02x} at {at + error.start})",
+            "convert it (iconv -f latin1 -t utf-8) or leave it out",
+        ) from error

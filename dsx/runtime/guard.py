@@ -1,0 +1,234 @@
+"""What keeps a run safe around its training loop: failing peers, hangs, signals, figures gone wrong."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from dsx.checkpoint import store
+from dsx.config.faults import Policy
+from dsx.config.run import RunConfig
+from dsx.errors import DsxError, RunError
+from dsx.plan.health import Finding, Health
+from dsx.runtime.engine import PipelineEngine
+from dsx.runtime.entry import AGREED, LAUNCHER_SECONDS, lost_a_peer
+from dsx.runtime.groups import Groups
+from dsx.runtime.monitor import Monitor
+from dsx.runtime.peers import Peer
+from dsx.runtime.replicas import differences, summary
+from dsx.runtime.watch import Board, Watch
+
+CHECKPOINTS = "checkpoints"
+
+_WITHIN_STEP = ("skip", "roll_back")
+"""Policies for which a step must be judged before it is applied."""
+
+_STATE = "guard"
+
+
+class Guard:
+    """Follows ``dsx.faults``. Every rank makes one, enters it, and calls it alike.
+
+    While it is entered, a peer that fails or dies ends this process within seconds, a run that hangs ends
+    with a report, and a signal to any rank becomes a wish to stop that all ranks agree on.
+
+    Args:
+        config: The resolved config.
+        groups: This rank's groups.
+    """
+
+    def __init__(self, config: RunConfig, groups: Groups) -> None:
+        self._config, self._groups, self._faults = config, groups, config.dsx.faults
+        peers: list[tuple[Peer, str]] = [(Peer.here(groups.rank), "")] * groups.mesh.size
+        dist.all_gather_object(peers, (peers[0][0], f"{int(time.time())}-{os.getpid()}"))
+        self._board = Board(config.output / "faults" / peers[0][1])
+        self._watch = Watch(
+            self._faults,
+            self._board,
+            [peer for peer, _ in peers],
+            groups.rank,
+            threading.get_ident(),
+        )
+        self._engine: PipelineEngine | None = None
+        self._health = Health(window=self._faults.spike_window, sigmas=self._faults.spike_sigmas)
+        spikes = {"loss": self._faults.loss_spike, "grad_norm": self._faults.grad_norm_spike}
+        self._spikes = frozenset(name for name, policy in spikes.items() if policy != "off")
+        self._policies: dict[str, Policy] = {
+            "nonfinite": self._faults.nonfinite,
+            "loss_spike": self._faults.loss_spike,
+            "grad_norm_spike": self._faults.grad_norm_spike,
+        }
+        self._judged: tuple[Finding | None] | None = None
+        self._ahead_samples = self._skips = self._roll_backs = 0
+        self._agreed = False
+
+    def __enter__(self) -> Self:
+        self._watch.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            # From here on ranks may end one after the other.
+            self._watch.finishing = True
+            dist.barrier()
+            self._watch.close()
+            if self._groups.rank == 0:
+                for folder in (self._board.folder, self._board.folder.parent):
+                    with suppress(OSError):  # absent, as ever, or with something in it
+                        folder.rmdir()
+            return
+        if lost_a_peer(error):
+            # The watch knows soon who it was, and ends this process.
+            time.sleep(LAUNCHER_SECONDS)
+        if isinstance(error, Exception):
+            expected = isinstance(error, DsxError)
+            text = str(error) if expected else f"{type(error).__name__}: {error}"
+            shared = AGREED in getattr(error, "__notes__", ())
+            self._watch.failed(f"failed: {text}", code=2 if expected else 1, shared=shared)
+        self._watch.close()
+
+    def follow(self, engine: PipelineEngine, state: Mapping[str, Any]) -> None:
+        """Guard the steps of ``engine``.
+
+        Args:
+            engine: The engine, already resumed if it is to be.
+            state: ``client_state`` of the checkpoint that the run continues from; empty for a fresh start.
+        """
+        self._engine = engine
+        groups = self._groups
+        self._watch.follow(engine.whereabouts, groups.pp_rank, groups.pipe_peer)
+        engine.steering.stop_wanted = lambda: self._watch.signal is not None
+        if any(policy in _WITHIN_STEP for policy in self._policies.values()):
+            engine.steering.refuses = self._refuses
+        samples = int(engine.global_samples)
+        self._ahead_samples = int(state.get("data_cursor", samples)) - samples
+        mine = state.get(_STATE, {})
+        self._skips, self._roll_backs = int(mine.get("skips", 0)), int(mine.get("roll_backs", 0))
+        self._health.restore(mine.get("health", {}))
+
+    @property
+    def data_cursor(self) -> int:
+        """Global sample that the next step begins with: more than were trained on, after a roll-back."""
+        assert self._engine is not None, "call follow first"
+        return int(self._engine.global_samples) + self._ahead_samples
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint's ``client_state``: what a resumed run goes on with exactly as this one."""
+        mine = {"skips": self._skips, "roll_backs": self._roll_backs, "health": self._health.state}
+        return {"data_cursor": self.data_cursor, _STATE: mine}
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether a signal to any rank asked the run to stop by the last step's end. Alike on every rank."""
+        assert self._engine is not None, "call follow first"
+        self._agreed = self._agreed or self._engine.steering.stop_agreed
+        return self._agreed
+
+    @property
+    def exit_code(self) -> int:
+        """What the process should end with: 0, or 128 + the signal that stopped the run (143 for SIGTERM)."""
+        return 128 + (self._watch.signal or 15) if self._agreed else 0
+
+    def rolled_back(self, monitor: Monitor) -> bool:
+        """Look at the step that has just ended and do what ``dsx.faults`` says. A collective call.
+
+        Returns:
+            Whether an older checkpoint has been loaded: data goes on at :attr:`data_cursor`.
+
+        Raises:
+            RunError: The step is one that ends the run, or skipping and rolling back have not helped.
+        """
+        assert self._engine is not None, "call follow first"
+        engine, step = self._engine, int(self._engine.global_steps)
+        if not self._agreed and self.must_stop:
+            monitor.warn(f"a signal asked the run to stop: it saves step {step} and ends")
+        finding, judged = self._finding(engine)
+        self._judged = None
+        if finding is not None and self._policies[finding.kind] != "off":
+            return self._act(self._policies[finding.kind], f"step {step}", finding.text, monitor)
+        self._skips = 0
+        if judged is not None and finding is None:
+            self._health.accept(*judged)
+        every = self._faults.check_replicas_every
+        if every and step % every == 0:
+            found = differences(engine)
+            if found:
+                where = f"replicated weights after step {step}"
+                return self._act(self._faults.replicas_differ, where, summary(found), monitor)
+        return False
+
+    def _finding(self, engine: PipelineEngine) -> tuple[Finding | None, tuple[float, float | None] | None]:
+        """What is wrong with the last step, and the figures it was judged by; neither if nobody looks."""
+        if all(policy == "off" for policy in self._policies.values()):
+            return None, None
+        inner = engine.deepspeed_engine.optimizer
+        knows = getattr(inner, "compute_grad_norm", True)
+        figures = float(engine.steering.sums[0]), engine.get_global_grad_norm() if knows else None
+        if self._judged is not None:
+            return self._judged[0], figures
+        return self._health.judge(*figures, spikes=self._spikes), figures
+
+    def _refuses(self, loss: float, grad_norm: float) -> bool:
+        """Within a step, before the weights are updated."""
+        finding = self._health.judge(loss, grad_norm, spikes=self._spikes)
+        self._judged = (finding,)
+        return finding is not None and self._policies[finding.kind] in _WITHIN_STEP
+
+    def _act(self, policy: Policy, where: str, text: str, monitor: Monitor) -> bool:
+        if policy == "skip":
+            self._skip(where, text, monitor)
+            return False
+        if policy == "roll_back":
+            self._roll_back(where, text, monitor)
+            return True
+        raise _ended(
+            where, text, "look at the data and the learning rate; dsx.faults can also skip or roll back"
+        )
+
+    def _skip(self, where: str, text: str, monitor: Monitor) -> None:
+        assert self._engine is not None, "called with an engine"
+        self._skips += 1
+        if self._engine.step_applied:
+            raise _ended(where, f"{text}, and it was applied before that was known", "compute gradient norms")
+        if self._skips > self._faults.most_skips:
+            what = f"{text}; that is the {self._skips}th step in a row to be skipped"
+            raise _ended(where, what, "lower the learning rate, or raise dsx.faults.most_skips")
+        monitor.warn(f"{where} is skipped: {text}")
+
+    def _roll_back(self, where: str, text: str, monitor: Monitor) -> None:
+        """Load the newest checkpoint of this run; its data goes on where it would have without the fault."""
+        assert self._engine is not None, "called with an engine"
+        engine, root, cursor = self._engine, self._config.output / CHECKPOINTS, self.data_cursor
+        self._roll_backs += 1
+        if self._roll_backs > self._faults.most_roll_backs:
+            what = f"{text}; the run has been rolled back {self._roll_backs - 1} times already"
+            raise _ended(where, what, "lower the learning rate, or raise dsx.faults.most_roll_backs")
+        engine.wait_for_checkpoint()
+        if not (root / store.LATEST).exists():
+            what = f"{text}, and there is no checkpoint in {root} to roll back to"
+            raise _ended(where, what, "save more often (dsx.train.save_every)")
+        _, state = engine.load_checkpoint(root)
+        self._ahead_samples = cursor - int(engine.global_samples)
+        self._skips = 0
+        self._health.restore(state.get(_STATE, {}).get("health", {}))
+        monitor.went_back()
+        monitor.warn(
+            f"{where}: {text}; rolled back to step {engine.global_steps} ({self._roll_backs} of at most "
+            f"{self._faults.most_roll_backs} times), and on with the data behind that step"
+        )
+
+
+def _ended(where: str, what: str, fix: str) -> RunError:
+    error = RunError(where, what, fix)
+    error.add_note(AGREED)
+    return error

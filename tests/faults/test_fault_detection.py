@@ -1,0 +1,100 @@
+"""Ranks that die, stop, raise or hang: every rank ends, and the report names who it was and where."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from faults import crew
+from faults.guarded import PIPELINE, Run, forever
+from parity.dsx_run import Case
+
+DATA = Case(family="gpt2", dp=2, accumulation=1)
+
+
+def train_until(
+    rank: int, world_size: int, folder: Path, fault: str, at: int, case: Case, hang: float
+) -> int:
+    """Train; rank ``at`` does ``fault`` in its third step."""
+    run = Run(case, folder, hang_seconds=hang)
+    with run.guard:
+        run.resume()
+        for _ in range(10_000):
+            batches = run.batches()
+            if rank == at and run.engine.global_steps == 2:
+                run.touch("ready")
+                batches = broken(fault, list(batches))
+            run.step(batches)
+    return 0
+
+
+def broken(fault: str, batches: list[Any]) -> Any:
+    """Micro-batches, the last of which does not come."""
+    yield from batches[:-1]
+    if fault == "raise":
+        raise ValueError("the disk is on fire")
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "collective":
+        dist.all_reduce(torch.zeros(1))
+    forever()
+
+
+def ended(
+    folder: Path, fault: str, *, at: int = 0, case: Case = PIPELINE, hang: float = 600.0
+) -> list[crew.Ended]:
+    with crew.started(train_until, case.world_size, folder, fault, at, case, hang) as ranks:
+        return ranks.end()
+
+
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
+    first, second = ended(tmp_path, "kill")
+    assert first.code == -signal.SIGKILL
+    assert second.code == 1
+    assert "[rank 1] ended because rank 0 is gone" in second.said
+    assert "Traceback" not in second.said
+
+
+def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
+    first, second = ended(tmp_path, "raise", at=1)
+    assert (first.code, second.code) == (1, 1)
+    assert "[rank 1] Traceback" in second.said
+    assert "[rank 0] ended because rank 1 failed: ValueError: the disk is on fire" in first.said
+    assert "Traceback" not in first.said
+
+
+def test_a_rank_that_is_stopped_is_found_and_ended(tmp_path: Path) -> None:
+    first, second = ended(tmp_path, "stop", hang=2.0)
+    assert (first.code, second.code) == (-signal.SIGKILL, 1)
+    assert "error: the run does not go on: rank 0 is stopped" in second.said
+    assert "rank 1: step 3, training step, 1F1 waits for 0F1 from rank 0 (p2p.py:" in second.said
+    assert "last steps of rank 1 took" in second.said
+
+
+def test_a_data_loader_that_hangs_is_found(tmp_path: Path) -> None:
+    first, second = ended(tmp_path, "hang", hang=2.0)
+    assert (first.code, second.code) == (1, 1)
+    said = first.said
+    assert (
+        "error: the run does not go on: rank 1 waits for rank 0. rank 0: step 3, training step, 0F1" in said
+    )
+    assert "(reading data, guarded.py:" in said
+    assert "rank 1: step 3, training step, 1F1 waits for 0F1 from rank 0" in said
+    assert "in forever" in said  # its stack
+    assert "ended" not in second.said
+    (folder,) = (tmp_path / "faults").iterdir()
+    assert {"report.txt", "stacks-0.txt", "stacks-1.txt"} <= {path.name for path in folder.iterdir()}
+
+
+def test_a_collective_that_the_others_do_not_enter_is_found(tmp_path: Path) -> None:
+    """Rank 0 is in one that rank 1, which waits for the gradients' all-reduce, never makes."""
+    first, second = ended(tmp_path, "collective", case=DATA, hang=2.0)
+    assert (first.code, second.code) == (1, 1)
+    assert "in all_reduce with ranks 0, 1" in first.said

@@ -1,0 +1,28 @@
+"""SIGTERM to a launcher: its ranks save and end, and the next run goes on where they were."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from launching import SMALL, ZERO3, launch, series, started
+
+
+def test_a_stopped_run_saves_and_goes_on(tmp_path: Path) -> None:
+    settings = SMALL | {"dsx.train.output": tmp_path, "dsx.parallel.pipeline": 2}
+    with started("torchrun", "gpt_3d.py", ZERO3, settings | {"dsx.train.steps": 100_000}) as running:
+        running.wait_for("step ")
+        os.kill(running.pid, signal.SIGTERM)
+        ended = running.end()
+    assert ended.code == 1, ended.text  # torchrun's, whatever its ranks end with
+    (told,) = [line for line in ended.lines if line.startswith("warning: a signal asked the run to stop")]
+    (tag,) = [path.name for path in (tmp_path / "checkpoints").glob("global_step*")]
+    step = int(tag.removeprefix("global_step"))
+    assert f"saves step {step} and ends" in told
+    assert [*series(tmp_path, "train/loss")] == [*range(1, step + 1)]
+    again = launch("torchrun", "gpt_3d.py", ZERO3, settings | {"dsx.train.steps": step + 2})
+    assert again.code == 0, again.text
+    assert f"after step {step}" in again.text
+    assert [*series(tmp_path, "train/loss")] == [*range(1, step + 3)]
+    assert not (tmp_path / "faults").exists()
