@@ -8,12 +8,13 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
+from dsx.config.block import Degree
 from dsx.config.memory_job import job_of
 from dsx.config.plan_cluster import read_cluster
 from dsx.config.predicted import predicted_step
 from dsx.config.problems import at, raise_all
 from dsx.config.run import RunConfig
-from dsx.config.schema import Degree, DsxConfig, ElasticConfig
+from dsx.config.schema import DsxConfig, ElasticConfig
 from dsx.errors import ConfigError, DsxError
 from dsx.plan.cluster import Cluster
 from dsx.plan.memory.roles import estimate_run

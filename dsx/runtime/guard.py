@@ -23,9 +23,8 @@ from dsx.runtime.groups import Groups
 from dsx.runtime.monitor import Monitor
 from dsx.runtime.peers import Peer
 from dsx.runtime.replicas import differences, summary
+from dsx.runtime.run_folder import CHECKPOINTS
 from dsx.runtime.watch import Board, Watch
-
-CHECKPOINTS = "checkpoints"
 
 _WITHIN_STEP = ("skip", "roll_back")
 """Policies for which a step must be judged before it is applied."""

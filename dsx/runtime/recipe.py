@@ -29,7 +29,7 @@ from dsx.runtime.data.text import Part, Text, prepare_text
 from dsx.runtime.engine import PipelineEngine
 from dsx.runtime.entry import ALONE, local_rank
 from dsx.runtime.groups import Groups
-from dsx.runtime.guard import CHECKPOINTS, Guard
+from dsx.runtime.guard import Guard
 from dsx.runtime.initialize import initialize
 from dsx.runtime.launch import agree
 from dsx.runtime.memory import check_memory
