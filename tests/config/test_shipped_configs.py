@@ -27,6 +27,7 @@ def test_what_is_shipped():
         "finetune.json",
         "gpt2_124m.json",
         "llama3_8b_8gpu.json",
+        "llama3_8b_elastic.json",
         "llama3_70b_64gpu.json",
     }
 
