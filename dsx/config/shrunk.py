@@ -19,6 +19,7 @@ from dsx.plan.params import layer_kinds
 _HEAD_DIM = 8
 _TOKENS_PER_RANK = 8
 _FEW_MICRO_BATCHES = 3
+_FEW_HEADS = 4
 _INIT = 0.1
 _BUCKET_ELEMENTS = 20_000
 _PERSISTENT_ELEMENTS = 100
@@ -72,9 +73,6 @@ def trial(
     if block["recompute"] == "auto":
         block["recompute"] = "none"
         changes.append("dsx.recompute: auto -> none (there is no profile)")
-    if block["partition"]["method"] == "time":
-        block["partition"]["method"] = "flops"
-        changes.append("dsx.partition.method: time -> flops (there is no profile)")
     hf_config = dict(config.hf_config)
     if not full:
         sizes = _sizes(config)
@@ -86,6 +84,10 @@ def trial(
         hf_config |= sizes
         block["data"] |= {"sequence_length": _sequence_length(config), "tokenizer": "bytes"}
         changes.append(f"sequence_length: {config.sequence_length} -> {block['data']['sequence_length']}")
+        block["partition"] = {"method": _layers_of_stages(config)}
+    elif block["partition"]["method"] == "time":
+        stages = config.stage_map
+        block["partition"] = {"method": [len(stages.layers(s)) for s in range(stages.num_stages)]}
     without = dict.fromkeys(_GPT2_DROPOUTS if config.model.family == "gpt2" else _DROPOUTS, 0.0)
     dropout = None
     if _has_dropout(config):
@@ -176,8 +178,9 @@ def _sequence_length(config: RunConfig) -> int:
 def _sizes(config: RunConfig) -> dict[str, Any]:
     """Hugging Face keys with their small values."""
     model, tp = config.model, config.mesh.tp
-    kv_heads = min(model.num_kv_heads, tp)
-    heads = kv_heads * (model.num_heads // model.num_kv_heads)
+    per_kv_head = model.num_heads // model.num_kv_heads
+    kv_heads = min(model.num_kv_heads, tp * (2 if per_kv_head <= _FEW_HEADS else 1))
+    heads = kv_heads * per_kv_head
     head_dim = min(model.head_dim, _HEAD_DIM)
     # Where heads x head_dim is not the hidden size, it is not here either.
     square = model.num_heads * model.head_dim == model.hidden_size
@@ -186,7 +189,7 @@ def _sizes(config: RunConfig) -> dict[str, Any]:
     length = _sequence_length(config)
     sizes: dict[str, Any] = {
         "hidden_size": hidden,
-        "num_hidden_layers": _num_blocks(config),
+        "num_hidden_layers": model.num_layers - config.stage_map.num_layers + sum(_layers_of_stages(config)),
         "num_attention_heads": heads,
         "intermediate_size": ffn,
         "vocab_size": _vocabulary(config),
@@ -206,16 +209,18 @@ def _sizes(config: RunConfig) -> dict[str, Any]:
     return sizes
 
 
-def _num_blocks(config: RunConfig) -> int:
-    """The fewest blocks that fill every stage, one more where the user's do not divide over the stages."""
-    have = config.model.num_layers
-    if isinstance(config.dsx.partition.method, list):
-        return have
-    stages = config.mesh.pp * config.chunks
-    others = len(layer_kinds(config.model)) - have
-    if have < stages:
-        return max(1, stages - others)
-    return min(have, max(2, stages + (1 if have % stages else 0)))
+def _layers_of_stages(config: RunConfig) -> list[int]:
+    """Layers of every virtual stage: its blocks cut to one, but two where the user's stages are uneven.
+
+    A stage without blocks stays without, so that what is special about a cut stays in it.
+    """
+    kinds, stages = layer_kinds(config.model), config.stage_map
+    names = [[kinds[layer] for layer in stages.layers(stage)] for stage in range(stages.num_stages)]
+    blocks = [own.count("Block") for own in names]
+    most = blocks.index(max(blocks))
+    uneven = len(blocks) == 1 or min(blocks) < max(blocks)
+    kept = [min(n, 2 if stage == most and uneven else 1) for stage, n in enumerate(blocks)]
+    return [len(own) - n + k for own, n, k in zip(names, blocks, kept, strict=True)]
 
 
 def _vocabulary(config: RunConfig) -> int:

@@ -32,13 +32,15 @@ def diagnose_gradients(
         loss_equal: Whether the step's loss agrees, so that forward and data are right.
     """
     first = wrong[0]
+    # A tensor with few elements cannot tell the micro-batches apart.
+    telling = next((facts for facts in wrong if facts.shares is not None), first)
     everywhere = not right
     rules: tuple[Callable[[], Said | None], ...] = (
         lambda: _padding(first),
         lambda: _ties(wrong),
         lambda: _tensor(wrong, degrees),
         lambda: _scaled(first, degrees, everywhere=everywhere),
-        lambda: _shares(first, degrees, loss_equal=loss_equal),
+        lambda: _shares(telling, degrees, loss_equal=loss_equal),
         lambda: _stale(first),
     )
     cause, why = next((said for rule in rules if (said := rule()) is not None), _unknown(wrong))
