@@ -1,8 +1,8 @@
 """A config made small without a change of structure, for a trial that takes seconds.
 
-What decides how ranks cooperate stays: degrees, chunks, schedule, ZeRO stage, recompute, tied weights, biases,
-heads per key/value head, whether layers divide over stages, whether the vocabulary is padded or odd, how
-micro-batches relate to the pipeline. Widths, depth, sequence, vocabulary and batch become small.
+What decides how ranks cooperate stays: degrees, chunks, schedule, ZeRO stage, recompute, tied weights,
+biases, heads per key/value head, whether layers divide over stages, whether the vocabulary is padded or
+odd, how micro-batches relate to the pipeline. Widths, depth, sequence, vocabulary and batch become small.
 """
 
 from __future__ import annotations

@@ -4,46 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from textwrap import wrap
-from typing import Protocol
 
-from dsx.plan.parity.facts import Finding
+from dsx.plan.parity.facts import Finding, StepRow
 
 _WIDTH = 100
 _LABEL = 11
 
 
-class Row(Protocol):
-    """One step beside the reference (:class:`dsx.runtime.verify.compare.Row`)."""
-
-    clipping: float
-    step: int
-    loss: float
-    expected_loss: float
-    norm: float | None
-    expected_norm: float
-    gradient: float
-    gradient_of: str
-    update: float | None
-    update_of: str
-
-
-def parity_table(rows: Iterable[Row]) -> list[str]:
+def parity_table(rows: Iterable[StepRow]) -> list[str]:
     """Lines: a heading and a line per step, with how far each number is from the reference's, relative."""
-    cells = [("clipping", "step", "loss", "off", "norm", "off", "gradients off", "at most in", "updates off")]
-    for row in rows:
-        cells.append(
-            (
-                f"{row.clipping:.4g}" if row.clipping else "none",
-                str(row.step),
-                f"{row.loss:.6f}",
-                _off(row.loss, row.expected_loss),
-                "not told" if row.norm is None else f"{row.norm:.6f}",
-                "" if row.norm is None else _off(row.norm, row.expected_norm),
-                f"{row.gradient:.1e}",
-                row.gradient_of,
-                "-" if row.update is None else f"{row.update:.1e}",
-            )
-        )
+    heading = ("clipping", "step", "loss", "off", "norm", "off", "gradients off", "at most in", "updates off")
+    cells = [heading, *map(_cells, rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     return ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
 
@@ -69,3 +40,17 @@ def labelled(label: str, text: str) -> list[str]:
 
 def _off(seen: float, expected: float) -> str:
     return f"{abs(seen - expected) / max(abs(expected), 1e-30):.1e}"
+
+
+def _cells(row: StepRow) -> tuple[str, ...]:
+    return (
+        f"{row.clipping:.4g}" if row.clipping else "none",
+        str(row.step),
+        f"{row.loss:.6f}",
+        _off(row.loss, row.expected_loss),
+        "not told" if row.norm is None else f"{row.norm:.6f}",
+        "" if row.norm is None else _off(row.norm, row.expected_norm),
+        f"{row.gradient:.1e}",
+        row.gradient_of,
+        "-" if row.update is None else f"{row.update:.1e}",
+    )

@@ -50,7 +50,6 @@ class GradientFacts:
         tensor_sum: The sum of those copies against the reference.
         holder_spread: The same between the pipeline ranks that hold it.
         holder_sum: The sum of those copies against the reference.
-        data_spread: The same between data-parallel ranks.
         previous: Difference to the reference against the previous step's gradient; None in the first step.
         padding: Largest element in the rows that pad the vocabulary.
     """
@@ -68,7 +67,6 @@ class GradientFacts:
     tensor_sum: Fit | None = None
     holder_spread: float = 0.0
     holder_sum: Fit | None = None
-    data_spread: float = 0.0
     previous: Fit | None = None
     padding: float = 0.0
 
@@ -154,3 +152,32 @@ class Finding:
     why: str
     step: int
     tensor: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """How near one step of one pass is to the reference.
+
+    Attributes:
+        clipping: Largest norm of the pass; 0 for none.
+        step: From 1.
+        loss: The layout's.
+        expected_loss: The reference's, at the same weights.
+        norm: As the engine reports it.
+        expected_norm: The reference's.
+        gradient: Largest relative difference of a gradient.
+        gradient_of: Whose.
+        update: Largest relative difference of an update; None if updates are not compared.
+        update_of: Whose.
+    """
+
+    clipping: float
+    step: int
+    loss: float
+    expected_loss: float
+    norm: float | None
+    expected_norm: float
+    gradient: float
+    gradient_of: str
+    update: float | None
+    update_of: str

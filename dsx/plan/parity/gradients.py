@@ -61,8 +61,8 @@ def _padding(first: GradientFacts) -> Said | None:
     if first.padding <= 0.0:
         return None
     return causes.PADDING, (
-        f"rows that only pad the vocabulary have a gradient (up to {first.padding:.3g}): they take part in the "
-        "softmax or in the embedding"
+        f"rows that only pad the vocabulary have a gradient ({first.padding:.3g} of the largest): they take "
+        "part in the softmax or in the embedding"
     )
 
 
@@ -78,7 +78,8 @@ def _ties(wrong: Sequence[GradientFacts]) -> Said | None:
         )
     if tied.fit.residual < _CLOSE and any(near(tied.fit.factor, n) for n in {2, tied.holders}):
         return causes.TIE_SUMMED_TWICE, (
-            "only the tied weight is too large, by a whole factor: its gradient is summed over its copies twice"
+            "only the tied weight is too large, by a whole factor: its gradient is summed over its copies "
+            "twice"
         )
     return None
 
@@ -90,13 +91,13 @@ def _tensor(wrong: Sequence[GradientFacts], degrees: Degrees) -> Said | None:
         return None
     if first.tensor_spread > _CLOSE and _is_whole(first.tensor_sum):
         return causes.TENSOR_NOT_SUMMED, (
-            f"the {degrees.tp} tensor-parallel ranks have each a part of it (of their slice of the sequence); "
+            f"the {degrees.tp} tensor-parallel ranks have each a part of it (their slice of the sequence's), "
             "together they are right: it is not all-reduced over tensor parallelism"
         )
     if first.fit.residual < _CLOSE and near(first.fit.factor, degrees.tp):
         return causes.TENSOR_SUMMED_TWICE, (
-            f"only tensors that every tensor-parallel rank holds whole are {degrees.tp} times too large: each "
-            "rank's gradient is whole already, and is summed over tensor parallelism once more"
+            f"only tensors that every tensor-parallel rank holds whole are {degrees.tp} times too large: "
+            "each rank's gradient is whole already, and is summed over tensor parallelism once more"
         )
     return None
 
@@ -148,8 +149,8 @@ def _one_replica(replica: int, degrees: Degrees, *, loss_equal: bool) -> Said:
             f"{degrees.dp} ranks, which so drift apart"
         )
     return causes.SAME_DATA, (
-        f"all {degrees.dp} data-parallel ranks have computed on rank {replica}'s micro-batches: they read the "
-        "same data"
+        f"all {degrees.dp} data-parallel ranks have computed on rank {replica}'s micro-batches: they read "
+        "the same data"
     )
 
 
@@ -169,7 +170,7 @@ def _one_micro_batch(weights: Sequence[float]) -> Said | None:
         )
     if gone == odd:
         return causes.MICRO_BATCH_MISSING, (
-            f"the contribution of micro-batch {numbers} (of 0 to {count - 1}) is missing: overwritten, or dropped"
+            f"the contribution of micro-batch {numbers} (of 0 to {count - 1}) is missing: lost or overwritten"
         )
     if all(near(weights[j], 2.0) for j in odd):
         return (
@@ -178,7 +179,8 @@ def _one_micro_batch(weights: Sequence[float]) -> Said | None:
         )
     if odd == [count - 1]:
         return causes.LAST_MICRO_BATCH, (
-            f"the last micro-batch weighs {weights[-1]:.4g} times what the others do: its loss is scaled otherwise"
+            f"the last micro-batch weighs {weights[-1]:.4g} times what the others do: its loss is scaled "
+            "otherwise"
         )
     shown = ", ".join(f"{weight:.3g}" for weight in weights)
     return causes.MICRO_BATCH_TWICE, f"the micro-batches weigh {shown} instead of 1 each"

@@ -164,8 +164,8 @@ def diagnose_updates(wrong: Sequence[UpdateFacts], right: Sequence[str], *, step
     """The finding for weights that move otherwise than torch's optimizer moves them by the same gradients."""
     first = wrong[0]
     what = (
-        f"gradients agree; update of {first.name} off by {first.max_abs:.3g} ({first.error:.2g} of the largest); "
-        f"{len(wrong)} of {len(wrong) + len(right)} updates differ"
+        f"gradients agree; update of {first.name} off by {first.max_abs:.3g} ({first.error:.2g} of the "
+        f"largest); {len(wrong)} of {len(wrong) + len(right)} updates differ"
     )
     cause, why = _why_update(first, len(right))
     return Finding(cause=cause, what=what, why=why, step=step, tensor=first.name)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from dsx.plan.parity import causes
-from dsx.plan.parity.facts import Degrees, Finding, GradientFacts, LossFacts, NormFacts, UpdateFacts
+from dsx.plan.parity.facts import Degrees, Finding, LossFacts, StepRow
 from dsx.plan.parity.gradients import diagnose_gradients
 from dsx.plan.parity.values import diagnose_clipping, diagnose_loss, diagnose_norm, diagnose_updates
 from dsx.runtime.verify import assemble
-from dsx.runtime.verify.assemble import Whole, WholeStep
-from dsx.runtime.verify.measure import fit, relative, scale_of, shares_of
+from dsx.runtime.verify.assemble import WholeStep
+from dsx.runtime.verify.evidence import (
+    Places,
+    gradient_facts,
+    norm_facts,
+    not_gathered,
+    outputs_of,
+    update_facts,
+)
+from dsx.runtime.verify.measure import relative, scale_of
 from dsx.runtime.verify.optimizer import Updates
 from dsx.runtime.verify.reference import Batch, Evaluation, Reference
 from dsx.runtime.verify.seen import Seen
@@ -37,35 +44,6 @@ class Tolerances:
     gradient: float
     update: float
     weight: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """How near one step of one pass is to the reference.
-
-    Attributes:
-        clipping: Largest norm of the pass; 0 for none.
-        step: From 1.
-        loss: The layout's.
-        expected_loss: The reference's, at the same weights.
-        norm: As the engine reports it.
-        expected_norm: The reference's.
-        gradient: Largest relative difference of a gradient.
-        gradient_of: Whose.
-        update: Largest relative difference of an update; None if updates are not compared.
-        update_of: Whose.
-    """
-
-    clipping: float
-    step: int
-    loss: float
-    expected_loss: float
-    norm: float | None
-    expected_norm: float
-    gradient: float
-    gradient_of: str
-    update: float | None
-    update_of: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +81,12 @@ class Comparison:
         self._seen, self._bench = seen, bench
         mesh = seen.mesh
         self._degrees = Degrees(tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, micro_batches=seen.micro_batches)
-        self._known = assemble.known(seen)
-        self._holders = assemble.holders(seen)
+        self._places = Places(
+            known=assemble.known(seen), holders=assemble.holders(seen), degrees=self._degrees
+        )
         self._updates = bench.updates()
         self._previous: dict[str, Tensor] = {}
-        self.rows: list[Row] = []
+        self.rows: list[StepRow] = []
 
     def findings(self) -> list[Finding]:
         """What differs; of several things that differ in one step, what comes first in it."""
@@ -132,8 +111,8 @@ class Comparison:
                     return Finding(
                         cause=causes.INITIAL_WEIGHTS,
                         what=f"weight {name} as built is off by {off:.2g} of its largest element",
-                        why="the layout starts from other weights than one process: its init, or what it loads, "
-                        "depends on the layout",
+                        why="the layout starts from other weights than one process: its init, or what it "
+                        "loads, depends on the layout",
                         step=0,
                         tensor=name,
                     )
@@ -154,7 +133,7 @@ class Comparison:
         """Ranks that should hold the same weight hold the same."""
         for name in self._bench.reference.order:
             whole = step.weights[name]
-            same = [*whole.copies] + ([*whole.shards[1:]] if self._replicated(name) else [])
+            same = self._places.copies(name, whole)
             axes = {
                 "pipeline or tensor-parallel ranks": max(
                     (relative(t, whole.values) for t in same), default=0.0
@@ -195,7 +174,7 @@ class Comparison:
         seen = step.norms[0]
         if seen is not None and not abs(seen - norm) <= tolerances.value * norm * 10:
             return diagnose_norm(
-                self._norm_facts(seen, norm, squares, expected), self._degrees, step=index + 1
+                norm_facts(self._places, seen, norm, squares, expected), self._degrees, step=index + 1
             )
         return self._update_finding(index, step)
 
@@ -210,7 +189,7 @@ class Comparison:
         if whole is None:
             return 0.0 if not float(wanted.abs().max()) else 1.0
         floor = self._floor(expected) * scale
-        same = [whole.values, *whole.copies] + ([*whole.shards[1:]] if self._replicated(name) else [])
+        same = [whole.values, *self._places.copies(name, whole)]
         size = max(scale_of(wanted), floor)
         error = max(float((values - wanted).abs().max()) for values in same)
         # A data-parallel rank's own copy strays as the first one's does.
@@ -220,15 +199,11 @@ class Comparison:
         """What counts as large for a gradient that is nothing but rounding: a thousandth of the largest."""
         return 1e-3 * max(scale_of(gradient) for gradient in expected.gradients.values())
 
-    def _replicated(self, name: str) -> bool:
-        spec = self._known[name].spec
-        return self._degrees.tp > 1 and (spec is None or spec.split is None)
-
     def _row(
         self, index: int, step: WholeStep, expected: Evaluation, norm: float, worst: tuple[float, str]
     ) -> None:
         self.rows.append(
-            Row(
+            StepRow(
                 clipping=self._seen.clipping,
                 step=index + 1,
                 loss=step.losses[0],
@@ -297,63 +272,12 @@ class Comparison:
         loss_equal: bool,
     ) -> Finding:
         each = [self._bench.reference.evaluate(weights, [batch]).gradients for batch in batches]
-        facts = [self._gradient_facts(name, step, each, errors[name]) for name in wrong]
+        facts = [
+            gradient_facts(self._places, name, step, each, errors[name], self._previous.get(name))
+            for name in wrong
+        ]
         names = [name for name in step.gradients if name not in wrong]
         return diagnose_gradients(facts, names, self._degrees, step=index + 1, loss_equal=loss_equal)
-
-    def _gradient_facts(
-        self, name: str, step: WholeStep, each: Sequence[Mapping[str, Tensor]], error: float
-    ) -> GradientFacts:
-        parts = torch.stack([gradients[name] for gradients in each]) / len(each)
-        wanted = parts.sum(0)
-        whole = step.gradients.get(name) or Whole(
-            values=torch.zeros_like(wanted), shards=(), copies=(), padding=0.0
-        )
-        shards = whole.shards if self._replicated(name) else whole.shards[:1]
-        shares, left = shares_of(whole.values, parts, self._degrees.dp)
-        previous = self._previous.get(name)
-        return GradientFacts(
-            name=name,
-            error=error,
-            max_abs=float((whole.values - wanted).abs().max()),
-            stage=self._holders[name][0],
-            replicated=self._replicated(name),
-            holders=len(self._holders[name]),
-            fit=fit(whole.values, wanted),
-            shares=shares,
-            shares_residual=left,
-            tensor_spread=max((relative(shard, whole.values) for shard in shards[1:]), default=0.0),
-            tensor_sum=fit(sum_of(shards), wanted) if len(shards) > 1 else None,
-            holder_spread=max((relative(t, whole.values) for t in whole.copies), default=0.0),
-            holder_sum=fit(sum_of([whole.values, *whole.copies]), wanted) if whole.copies else None,
-            data_spread=step.data_spread.get(name, 0.0),
-            previous=None if previous is None else fit(whole.values - wanted, previous),
-            padding=whole.padding / max(scale_of(wanted), 1e-30),
-        )
-
-    def _norm_facts(
-        self, seen: float | None, norm: float, squares: Mapping[str, float], expected: Evaluation
-    ) -> NormFacts:
-        replicated = frozenset(name for name in squares if self._replicated(name))
-        return NormFacts(
-            seen=seen,
-            expected=norm,
-            squares=squares,
-            stages={name: self._holders[name][0] for name in squares},
-            holders={name: len(self._holders[name]) for name in squares},
-            replicated=replicated,
-            first_shard={name: self._first_shard(name, expected.gradients[name]) for name in squares},
-        )
-
-    def _first_shard(self, name: str, gradient: Tensor) -> float:
-        """Sum of squares of tensor-parallel rank 0's part."""
-        spec = self._known[name].spec
-        if spec is None or spec.split is None:
-            return float(gradient.double().square().sum())
-        boxes = spec.boxes(self._degrees.tp, 0)
-        return sum(
-            float(gradient[tuple(slice(*span) for span in box)].double().square().sum()) for box in boxes
-        )
 
     def _clipping_finding(
         self, index: int, step: WholeStep, expected: Evaluation, norm: float, squares: Mapping[str, float]
@@ -364,12 +288,12 @@ class Comparison:
             whole = step.gradients.get(name)
             if whole is not None:
                 product = float((whole.values.double() * gradient.double()).sum())
-                scales.setdefault(self._holders[name][0], []).append((product, squares[name]))
+                scales.setdefault(self._places.holders[name][0], []).append((product, squares[name]))
         by_stage = {
             stage: sum(p for p, _ in pairs) / max(sum(s for _, s in pairs), 1e-30)
             for stage, pairs in scales.items()
         }
-        facts = self._norm_facts(None, norm, squares, expected)
+        facts = norm_facts(self._places, None, norm, squares, expected)
         return diagnose_clipping(facts, by_stage, self._seen.clipping, self._degrees, step=index + 1)
 
     def _update_finding(self, index: int, step: WholeStep) -> Finding | None:
@@ -381,7 +305,7 @@ class Comparison:
             held = step.after.get(name)
             # Not both in bf16: compare as the model holds it.
             if held is not None and relative(weight.values, held.values) > self._bench.tolerances.weight:
-                return _not_gathered(step, name, index + 1)
+                return not_gathered(step, name, index + 1)
         return None
 
     def _moved(self, index: int, step: WholeStep) -> Finding | None:
@@ -397,82 +321,7 @@ class Comparison:
                     name, before[name], step.after[name].values, expected[name], rate=rate, decay=decay
                 )
         worst = max(facts.values(), key=lambda item: item.error)
-        row = self.rows[-1]
-        self.rows[-1] = Row(
-            **{key: getattr(row, key) for key in Row.__slots__ if not key.startswith("update")},  # type: ignore[attr-defined]
-            update=worst.error,
-            update_of=worst.name,
-        )
-        wrong = [item for item in facts.values() if item.error > self._bench.tolerances.update]
+        self.rows[-1] = replace(self.rows[-1], update=worst.error, update_of=worst.name)
+        wrong = [item for item in facts.values() if not item.error <= self._bench.tolerances.update]
         right = [name for name, item in facts.items() if item not in wrong]
         return diagnose_updates(wrong, right, step=index + 1) if wrong else None
-
-
-def update_facts(
-    name: str, before: Tensor, after: Tensor, expected: Tensor, *, rate: float, decay: float
-) -> UpdateFacts:
-    """One update against torch's; differences below two roundings of the weight itself are none."""
-    moved, wanted = after - before, expected - before
-    rounding = 2 * torch.finfo(torch.float32).eps * before.abs()
-    off = ((moved - wanted).abs() - rounding).clamp_min(0.0)
-    size = max(scale_of(wanted), scale_of(moved) * 1e-3, 1e-30)
-    return UpdateFacts(
-        name=name,
-        error=float(off.max()) / size,
-        max_abs=float((moved - wanted).abs().max()),
-        fit=fit(moved, wanted),
-        decay=fit(moved - wanted, before),
-        learning_rate=rate,
-        weight_decay=decay,
-    )
-
-
-def _not_gathered(step: WholeStep, name: str, number: int) -> Finding:
-    def flat(wholes: Mapping[str, Whole]) -> Tensor:
-        return torch.cat([wholes[key].values.flatten() for key in sorted(step.after)])
-
-    now, held, old = flat(step.next_weights), flat(step.after), flat(step.weights)
-    what = f"weight {name} in the model is not what its optimizer holds after the step"
-    if torch.equal(now, old):
-        cause, why = (
-            causes.NOT_GATHERED,
-            "the model has the weights from before the step: the new ones never came",
-        )
-    elif torch.equal(now.sort().values, held.sort().values):
-        cause, why = (
-            causes.PARTITION_ORDER,
-            "the model has the right numbers in the wrong places: ZeRO's parts are put together in another order",
-        )
-    else:
-        cause, why = (
-            causes.NOT_GATHERED,
-            "parts of the new weights have not come, or others have come in their place",
-        )
-    return Finding(cause=cause, what=what, why=why, step=number, tensor=name)
-
-
-def sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Their sum."""
-    return torch.stack(list(tensors)).sum(0)
-
-
-def outputs_of(parts: Sequence[Tensor], wanted: Tensor) -> Iterator[Tensor]:
-    """A layer's output on each tensor-parallel rank, or put together where it is cut, in the wanted shape.
-
-    Args:
-        parts: One per tensor-parallel rank, in order.
-        wanted: What one process gives.
-    """
-    if not parts:
-        return
-    if all(part.shape == wanted.shape for part in parts):
-        yield from parts
-        return
-    for dim in range(wanted.dim()):
-        whole = list(wanted.shape)
-        rest = [size for at, size in enumerate(whole) if at != dim]
-        if all([s for at, s in enumerate(p.shape) if at != dim] == rest for p in parts):
-            joined = torch.cat(list(parts), dim)
-            # Columns that pad the vocabulary are no part of what is compared.
-            yield joined.narrow(dim, 0, min(joined.shape[dim], whole[dim]))
-            return

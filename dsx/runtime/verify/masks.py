@@ -79,7 +79,7 @@ def _over_tensor(name: str, masks: Sequence[dict[str, Mask]], places: Sequence[P
             yield name, what, "activations are cut here, so each rank must draw a mask of its own"
         if not group[0].sharded and different > 1:
             what = f"dropout {name}: tensor-parallel ranks drop different elements of the same activations"
-            why = "activations are the same on every rank here: their generators are not seeded alike, or one drew more"
+            why = "activations are the same on every rank here: their seeds differ, or one drew more"
             yield name, what, why
 
 

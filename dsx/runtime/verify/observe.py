@@ -47,7 +47,8 @@ class Subject:
 def observe(subject: Subject, built: dict[str, Tensor], batches: Batches, steps: int) -> RankSeen:
     """Train ``steps`` steps and note everything. A collective call over all ranks."""
     watch = _Watch(subject)
-    weights, seen, outputs = [watch.weights()], [], {}
+    weights, seen = [watch.weights()], []
+    outputs: dict[str, Tensor] = {}
     for step in range(steps):
         with watch.outputs(outputs) if step == 0 and subject.dp_rank == 0 else nullcontext():
             seen.append(watch.step(batches(step)))

@@ -190,7 +190,8 @@ class Layers:
         self._load(weights)
         for parameter in self._parameters.values():
             parameter.grad = None
-        total, outputs = 0.0, {}
+        total = 0.0
+        outputs: dict[str, Tensor] = {}
         for inputs, labels in batches:
             value = copy.deepcopy(inputs)
             for index, call in enumerate(self._calls):
@@ -235,7 +236,7 @@ def fresh_weights(config: RunConfig) -> dict[str, Tensor]:
 
 
 def put(parameter: Tensor, values: Tensor, *, tp: int, tp_rank: int) -> None:
-    """Write one rank's part of a logical tensor into a parameter; rows that pad the vocabulary become zero."""
+    """Write one rank's part of a logical tensor into a parameter; padding becomes zero."""
     spec = getattr(parameter, "dsx_spec", None)
     if isinstance(spec, ParamSpec):
         values = slices.cut(spec, lambda box: values[tuple(slice(*span) for span in box)], tp, tp_rank)

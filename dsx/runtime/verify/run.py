@@ -17,11 +17,11 @@ from dsx.config.resolve import RunConfig, resolve
 from dsx.config.shrunk import trial
 from dsx.errors import ConfigError, LayoutError
 from dsx.plan.parity import causes
-from dsx.plan.parity.facts import Finding
+from dsx.plan.parity.facts import Finding, StepRow
 from dsx.runtime import entry
 from dsx.runtime.groups import make_groups
 from dsx.runtime.launch import agree, distributed, seed_generators
-from dsx.runtime.verify.compare import Bench, Comparison, Row, Tolerances, Weights
+from dsx.runtime.verify.compare import Bench, Comparison, Tolerances, Weights
 from dsx.runtime.verify.entry_point import UserModel, user_model
 from dsx.runtime.verify.masks import judge_masks
 from dsx.runtime.verify.optimizer import Updates
@@ -90,7 +90,7 @@ class Verdict:
     reference: str
     optimizer: str
     changes: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[StepRow, ...]
     findings: tuple[Finding, ...]
     masks: int = 0
     ranks_seconds: float = 0.0
@@ -195,7 +195,7 @@ def prepare(request: Request, *, on_cpu: bool = True) -> Plan:
 
 def judge(plan: Plan, found: Witness) -> Verdict:
     """Compare what the ranks brought home with the bench's reference."""
-    rows: list[Row] = []
+    rows: list[StepRow] = []
     findings: list[Finding] = []
     for seen in found.passes:
         comparison = Comparison(seen, plan.bench)
@@ -360,7 +360,8 @@ def _clipping(bench: Bench, clipping: float) -> tuple[float, tuple[str, ...]]:
 
 def _layout(config: RunConfig) -> str:
     mesh = config.mesh
-    tp = f"tensor {mesh.tp}{' (sequence parallel)' if config.dsx.parallel.sequence_parallel and mesh.tp > 1 else ''}"
+    sequence = config.dsx.parallel.sequence_parallel and mesh.tp > 1
+    tp = f"tensor {mesh.tp}{' (sequence parallel)' if sequence else ''}"
     return (
         f"dsx, {tp} x pipeline {mesh.pp} x data {mesh.dp} = {mesh.size} ranks, chunks {config.chunks}, "
         f"{config.schedule_name}, ZeRO-{config.zero_stage}, {config.precision}, recompute "

@@ -68,7 +68,7 @@ class RankStep:
         loss: As the engine gives it.
         norm: As the engine reports it; None if it does not.
         pieces: The optimizer's.
-        spread: Tensor -> largest difference of its gradient between data-parallel ranks that each hold it all.
+        spread: Tensor -> largest difference of its gradient between data-parallel ranks that hold it all.
     """
 
     loss: float

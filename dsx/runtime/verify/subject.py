@@ -40,7 +40,7 @@ class Job:
         world_size: Number of ranks.
         steps: Steps to train.
         clipping: Largest norm in the pass with clipping; 0 leaves that pass out.
-        entry: A user's function (:func:`~dsx.runtime.verify.entry_point.user_model`); None for dsx's families.
+        entry: A user's function (:mod:`dsx.runtime.verify.entry_point`); None for dsx's families.
         stock: Run ``entry``'s model under stock DeepSpeed.
         dropout: The JSON with dropout on, to look at its masks; None if the model has none.
     """

@@ -65,7 +65,9 @@ def in_backward(change: Callable[[Any, dict[str, Any]], Any]) -> Fault:
     """``change(engine, call)`` around each backward; it may put other outputs into ``call``."""
 
     def make(original: Any) -> Any:
-        def backward(self: Any, outputs: Any, gradients: Any, stage: int, boundary: bool, is_loss: bool) -> None:
+        def backward(
+            self: Any, outputs: Any, gradients: Any, stage: int, boundary: bool, is_loss: bool
+        ) -> None:
             call = {"outputs": outputs, "boundary": boundary, "is_loss": is_loss}
             after = change(self, call)
             original(self, call["outputs"], gradients, stage, boundary, is_loss)
@@ -264,21 +266,22 @@ FAULTS: dict[str, Fault] = {
     ),
     "padding rows have gradients": replaced("dsx.nn.parameters.Weights.initialise", _leak),
     "ties twice": adapter_with(ties=lambda ties: [*ties, *ties]),
-    "ties never": adapter_with(ties=lambda ties: []),
+    "ties never": adapter_with(ties=lambda ties: ties[:0]),
     "init by rank": _unseeded_init,
     "dropout by rank": _seeds(lambda groups: 10 + groups.rank),
     "dropout alike on slices": replaced(
         "dsx.nn.dropout.draw_seed", lambda original: lambda tp, *, sharded: original(tp, sharded=False)
     ),
     # Norm and clipping.
-    "norm counts replicas": counting(
-        lambda scope, p: not getattr(p, "ds_pipe_replicated", False)
-    ),
+    "norm counts replicas": counting(lambda scope, p: not getattr(p, "ds_pipe_replicated", False)),
     "norm counts ties": counting(
         lambda scope, p: bool(getattr(p, "tensor_model_parallel", False)) or scope._groups.tp_rank == 0
     ),
-    "norm of stage 0": counting(lambda scope, p: scope._groups.pp_rank == 0 and scope._groups.tp_rank == 0
-                                or scope._groups.pp_rank == 0 and bool(p.tensor_model_parallel)),
+    "norm of stage 0": counting(
+        lambda scope, p: (
+            scope._groups.pp_rank == 0 and (scope._groups.tp_rank == 0 or bool(p.tensor_model_parallel))
+        )
+    ),
     "norm of tensor rank 0": counting(
         lambda scope, p: scope._groups.tp_rank == 0 and not getattr(p, "ds_pipe_replicated", False)
     ),
@@ -295,7 +298,9 @@ FAULTS: dict[str, Fault] = {
     # Data parallelism.
     "sum over data": _scale(1.0, 1.0),
     "divided twice": _scale(0.5, 0.5),
-    "not reduced over data": replaced("dsx.runtime.zero_adapters.reduction.ChunkReduction._send", _not_reduced),
+    "not reduced over data": replaced(
+        "dsx.runtime.zero_adapters.reduction.ChunkReduction._send", _not_reduced
+    ),
     "same data": replaced("dsx.runtime.verify.subject.random_tokens", _same_data),
     "a micro-batch read twice": replaced("dsx.runtime.verify.subject.random_tokens", _one_batch_repeated),
     "parts swapped": after_step(_swap_parts),

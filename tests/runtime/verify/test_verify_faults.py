@@ -123,7 +123,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     }
 
 
-@pytest.mark.parametrize(("layout", "fault", "cause", "tensor", "steps"), CASES, ids=lambda v: str(v))
+@pytest.mark.parametrize(("layout", "fault", "cause", "tensor", "steps"), CASES, ids=str)
 def test_each_mistake_is_named(
     verdicts: Any, layout: str, fault: str, cause: str | None, tensor: str, steps: int
 ) -> None:
