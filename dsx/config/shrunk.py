@@ -19,7 +19,7 @@ from dsx.plan.params import layer_kinds
 _HEAD_DIM = 8
 _TOKENS_PER_RANK = 8
 _FEW_MICRO_BATCHES = 3
-_FEW_HEADS = 4
+_FEW_HEADS, _MANY_HEADS = 4, 32
 _INIT = 0.1
 _BUCKET_ELEMENTS = 20_000
 _PERSISTENT_ELEMENTS = 100
@@ -181,11 +181,11 @@ def _sizes(config: RunConfig) -> dict[str, Any]:
     per_kv_head = model.num_heads // model.num_kv_heads
     kv_heads = min(model.num_kv_heads, tp * (2 if per_kv_head <= _FEW_HEADS else 1))
     heads = kv_heads * per_kv_head
-    head_dim = min(model.head_dim, _HEAD_DIM)
+    head_dim = min(model.head_dim, _HEAD_DIM if heads <= _MANY_HEADS else _HEAD_DIM // 2)
     # Where heads x head_dim is not the hidden size, it is not here either.
     square = model.num_heads * model.head_dim == model.hidden_size
     hidden = heads * head_dim if square else (heads + 1) * head_dim
-    ffn = max(1, min(model.ffn_size, 3 * hidden) // tp) * tp
+    ffn = max(1, min(model.ffn_size, 2 * hidden) // tp) * tp
     length = _sequence_length(config)
     sizes: dict[str, Any] = {
         "hidden_size": hidden,

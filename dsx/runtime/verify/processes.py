@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -53,23 +54,16 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="dsx-verify-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
+        start_server(world_size, use_gpus=use_gpus)
         environment = _environment(world_size, use_gpus=use_gpus)
-        # The server that ranks fork from reads some of it when it imports.
-        multiprocessing.set_forkserver_preload(_PRELOAD)
-        before = dict(os.environ)
-        os.environ.update(environment)
-        try:
-            context = start_processes(
-                _rank,
-                (world_size, folder, timeout_seconds, environment, function, args),
-                nprocs=world_size,
-                join=False,
-                daemon=True,
-                start_method="forkserver",
-            )
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        context = start_processes(
+            _rank,
+            (world_size, folder, timeout_seconds, environment, function, args),
+            nprocs=world_size,
+            join=False,
+            daemon=True,
+            start_method="forkserver",
+        )
         assert context is not None
         try:
             while not context.join(timeout=1.0, grace_period=_GRACE_SECONDS):
@@ -80,6 +74,18 @@ def run_ranks(
             _end(context)
         with (folder / "result").open("rb") as file:
             return pickle.load(file)  # noqa: S301 (rank 0 of ours wrote it, into a folder of ours)
+
+
+def start_server(world_size: int, *, use_gpus: bool) -> None:
+    """Start the process that ranks fork from, which imports what they need; returns at once."""
+    multiprocessing.set_forkserver_preload(_PRELOAD)
+    before = dict(os.environ)
+    os.environ.update(_environment(world_size, use_gpus=use_gpus))  # some of it is read at import
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _environment(world_size: int, *, use_gpus: bool) -> dict[str, str]:
@@ -182,17 +188,17 @@ def _failure(
             return found
         fix = "mend what it names; the other ranks were ended"
         return DsxError(f"rank {rank} of {world_size}", f"it failed\n{trace.rstrip()}\n", fix)
-    for rank in range(world_size):
-        text = _log(folder, rank)
-        if _LATE in text:
-            stack = text[text.index(_LATE) :]
-            return DsxError(
-                f"rank {rank} of {world_size}",
-                f"it had not ended after {timeout_seconds:g} s: here it waited\n{stack.rstrip()}\n",
-                "ranks may wait for each other in different orders; or give more time: --timeout",
-            )
+    logs = {rank: _log(folder, rank) for rank in range(world_size)}
+    late = {rank: text[text.index(_LATE) :].rstrip() for rank, text in logs.items() if _LATE in text}
+    if late:
+        stacks = "\n".join(f"--- rank {rank}\n{stack}" for rank, stack in late.items())
+        return DsxError(
+            f"ranks {', '.join(map(str, late))} of {world_size}",
+            f"they had not ended after {timeout_seconds:g} s; where each was\n{stacks}\n",
+            "ranks may wait for each other in different orders; or give more time: --timeout",
+        )
     rank = int(ended.error_index)
-    last = "\n".join(_log(folder, rank).splitlines()[-_SHOWN_LINES:])
+    last = "\n".join(logs[rank].splitlines()[-_SHOWN_LINES:])
     return DsxError(
         f"rank {rank} of {world_size}",
         f"it ended without a word ({ended})\n{last}\n",

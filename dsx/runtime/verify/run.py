@@ -25,7 +25,7 @@ from dsx.runtime.verify.compare import Bench, Comparison, Tolerances, Weights
 from dsx.runtime.verify.entry_point import UserModel, user_model
 from dsx.runtime.verify.masks import judge_masks
 from dsx.runtime.verify.optimizer import Updates
-from dsx.runtime.verify.processes import run_ranks
+from dsx.runtime.verify.processes import run_ranks, start_server
 from dsx.runtime.verify.reference import Batch, Layers, Transformers, family_layers, fresh_weights
 from dsx.runtime.verify.seen import Witness
 from dsx.runtime.verify.subject import Job, micro_batch, witness
@@ -140,9 +140,12 @@ def verify(request: Request) -> Verdict | None:
             f"the launcher started {entry.world_size()} ranks",
             "give both the same number",
         )
+    if not request.full:
+        torch.set_num_threads(1)  # threads cost more than they give on operations of microseconds
     use_gpus = torch.cuda.is_available() and (launched or torch.cuda.device_count() >= request.world_size)
     if launched:
         return _launched(request, use_gpus=use_gpus)
+    start_server(request.world_size, use_gpus=use_gpus)  # imports while this process prepares
     plan = prepare(request, on_cpu=not use_gpus)
     prepared = time.perf_counter()
     found: Witness = run_ranks(

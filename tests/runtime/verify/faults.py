@@ -262,7 +262,7 @@ FAULTS: dict[str, Fault] = {
     "bias on each rank": replaced("dsx.nn.linear.RowParallelLinear.forward", _bias_on_each),
     "padding in the softmax": replaced(
         "dsx.nn.embedding.column_linear",
-        lambda original: lambda *args, num_valid=None, **kwargs: original(*args, **kwargs),
+        lambda original: lambda *args, num_valid, **kwargs: original(*args, num_valid=None, **kwargs),
     ),
     "padding rows have gradients": replaced("dsx.nn.parameters.Weights.initialise", _leak),
     "ties twice": adapter_with(ties=lambda ties: [*ties, *ties]),
