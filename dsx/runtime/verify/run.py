@@ -171,15 +171,23 @@ def spawned(_rank: int, job: Job) -> Witness | None:
 def _launched(request: Request, *, use_gpus: bool) -> Verdict | None:
     job = _job(request, on_cpu=not use_gpus)[0]
     with distributed(job.mesh(), sequence_parallel=job.sequence_parallel, seed=job.seed) as groups:
-        # Only rank 0 needs the reference; the others need what it finds for the clipping.
         plans: list[Plan] = []
-        if groups.rank == 0:
+
+        def prepared() -> Job:
+            """On rank 0 alone, which has the reference; the others need the clipping that it chooses."""
             plans.append(prepare(request, on_cpu=not use_gpus))
-        job = agree(lambda: plans[0].job)
+            return plans[0].job
+
         began = time.perf_counter()
+        job = agree(prepared)
+        prepared_at = time.perf_counter()
         found = witness(job, groups)
-        ran = time.perf_counter() - began
-        return None if found is None else replace(judge(plans[0], found), ranks_seconds=ran)
+        ran = time.perf_counter()
+        if found is None:
+            return None
+        verdict = judge(plans[0], found)
+        compared = time.perf_counter() - ran + prepared_at - began
+        return replace(verdict, ranks_seconds=ran - prepared_at, reference_seconds=compared)
 
 
 def prepare(request: Request, *, on_cpu: bool = True) -> Plan:
