@@ -67,7 +67,9 @@ class Transformers:
     def __init__(self, config: RunConfig) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        settings = {**config.hf_config, "pad_token_id": None}
+        # A padding token would get no gradient; the others are for generation, and may be cut off.
+        tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+        settings = {**config.hf_config, **tokens}
         settings.pop("torch_dtype", None)
         kind = str(settings.pop("model_type"))
         hf_config = AutoConfig.for_model(kind, **settings)

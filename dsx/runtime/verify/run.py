@@ -23,15 +23,15 @@ from dsx.runtime.groups import make_groups
 from dsx.runtime.launch import agree, distributed, seed_generators
 from dsx.runtime.verify.compare import Bench, Comparison, Tolerances, Weights
 from dsx.runtime.verify.entry_point import UserModel, user_model
-from dsx.runtime.verify.masks import judge_masks
+from dsx.runtime.verify.masks import judge_masks, random_tokens
 from dsx.runtime.verify.optimizer import Updates
 from dsx.runtime.verify.processes import run_ranks, start_server
 from dsx.runtime.verify.reference import Batch, Layers, Transformers, family_layers, fresh_weights
 from dsx.runtime.verify.seen import Witness
-from dsx.runtime.verify.subject import Job, micro_batch, witness
+from dsx.runtime.verify.subject import Job, witness
 from dsx.spec.mesh import Mesh
 
-EXACT = Tolerances(value=1e-5, gradient=1e-4, update=2e-3, weight=1e-6)
+EXACT = Tolerances(value=1e-5, gradient=1e-4, update=5e-4, weight=1e-6)
 """For float32: several times the rounding seen over many layouts, and a hundredth of the least mistake."""
 
 ROUGH = Tolerances(value=5e-3, gradient=0.1, update=0.05, weight=1e-6)
@@ -282,7 +282,7 @@ def _family_plan(job: Job, config: RunConfig, changes: tuple[str, ...]) -> Plan:
     padded = -(-config.model.vocab_size // width) * width - config.model.vocab_size
 
     def batches(step: int) -> list[Batch]:
-        return [micro_batch(job, config, None, step, index) for index in range(m * mesh.dp)]
+        return [random_tokens(config, step, index) for index in range(m * mesh.dp)]
 
     def suppose(weights: Weights, given: Sequence[Batch]) -> Mapping[str, float]:
         found = {}
@@ -332,7 +332,7 @@ def _user_plan(job: Job, model: UserModel | None, changes: tuple[str, ...]) -> P
         updates=lambda: Updates(job.content),
         tolerances=EXACT,
         suppose=suppose,
-        built=reference.weights() if arguments.get("seed_layers") else None,
+        built=reference.weights() if _is_seeded(arguments) else None,
     )
     zero = job.content.get("zero_optimization", {}).get("stage", 0)
     engine = "stock DeepSpeed" if job.stock else "dsx"
@@ -342,6 +342,12 @@ def _user_plan(job: Job, model: UserModel | None, changes: tuple[str, ...]) -> P
     )
     title = Updates(job.content).title
     return Plan(job=job, bench=bench, changes=changes, layout=layout, mesh=mesh, optimizer=title)
+
+
+def _is_seeded(arguments: Mapping[str, Any]) -> bool:
+    """Whether the layers' first weights do not depend on who builds them: modules are there already."""
+    modules = any(isinstance(layer, torch.nn.Module) for layer in arguments["layers"])
+    return bool(arguments.get("seed_layers")) and not modules
 
 
 def _in_one_process(name: str, arguments: Mapping[str, Any]) -> Layers:

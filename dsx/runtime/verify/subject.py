@@ -66,7 +66,7 @@ class Job:
 
     def batch(self) -> Batch:
         """Sizes of a step."""
-        return resolve_batch(self.content, self.mesh().size // self.mesh().tp // self.mesh().pp)
+        return resolve_batch(self.content, dict(self.mesh().axes)["dp"])
 
     @property
     def sequence_parallel(self) -> bool:
@@ -77,14 +77,6 @@ class Job:
     def seed(self) -> int:
         """Of the generators that dropout draws from."""
         return 0 if self.entry is not None else self.config().dsx.train.seed
-
-
-def micro_batch(job: Job, config: RunConfig | None, model: UserModel | None, step: int, index: int) -> Any:
-    """Micro-batch ``index`` of a step over all replicas: the same on every rank and in the reference."""
-    if model is not None:
-        return model.batch(step, index, job.batch().micro)
-    assert config is not None
-    return random_tokens(config, step, index)
 
 
 def witness(job: Job, groups: Groups) -> Witness | None:
@@ -108,7 +100,11 @@ def _passed(job: Job, groups: Groups, clipping: float) -> Seen | None:
     def batches(step: int) -> Iterator[Any]:
         for index in range(batch.accumulation):
             at = index * groups.mesh.dp + groups.dp_rank
-            yield micro_batch(job, config, model, step, at)
+            if model is not None:
+                yield model.batch(step, at, batch.micro)
+            else:
+                assert config is not None
+                yield random_tokens(config, step, at)
 
     if model is None:
         assert config is not None
