@@ -37,13 +37,15 @@ class Tolerances:
         value: Of losses and norms.
         gradient: Of a gradient's elements to its largest.
         update: Of an update's elements to the largest update.
-        weight: Of weights that should be the same, absolute over their largest element.
+        weight: Of weights that should be the same to their largest element.
+        held: Of a weight in the model to what its optimizer holds.
     """
 
     value: float
     gradient: float
     update: float
     weight: float
+    held: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,8 +305,7 @@ class Comparison:
                 return finding
         for name, weight in step.next_weights.items():
             held = step.after.get(name)
-            # Not both in bf16: compare as the model holds it.
-            if held is not None and relative(weight.values, held.values) > self._bench.tolerances.weight:
+            if held is not None and relative(weight.values, held.values) > self._bench.tolerances.held:
                 return not_gathered(step, name, index + 1)
         return None
 

@@ -143,7 +143,7 @@ def not_gathered(step: WholeStep, name: str, number: int) -> Finding:
             causes.NOT_GATHERED,
             "the model has the weights from before the step: the new ones never came",
         )
-    elif torch.equal(now.sort().values, held.sort().values):
+    elif any(torch.equal(now.sort().values, kept.sort().values) for kept in (held, held.bfloat16().float())):
         cause = causes.PARTITION_ORDER
         why = "the model has the right numbers in the wrong places: ZeRO's parts are joined in another order"
     else:

@@ -31,11 +31,11 @@ from dsx.runtime.verify.seen import Witness
 from dsx.runtime.verify.subject import Job, witness
 from dsx.spec.mesh import Mesh
 
-EXACT = Tolerances(value=1e-5, gradient=1e-4, update=5e-4, weight=1e-6)
+EXACT = Tolerances(value=1e-5, gradient=1e-4, update=5e-4, weight=1e-6, held=1e-6)
 """For float32: several times the rounding seen over many layouts, and a hundredth of the least mistake."""
 
-ROUGH = Tolerances(value=5e-3, gradient=0.1, update=0.05, weight=1e-6)
-"""For bf16, whose numbers have 8 bits."""
+ROUGH = Tolerances(value=5e-3, gradient=0.1, update=5e-4, weight=1e-6, held=2**-8)
+"""For bf16, whose numbers have 8 bits; the optimizer works in fp32 there, too."""
 
 _CLIP_AT = 0.5
 """Clipping is tried at this part of the first step's norm, where the config's own would never clip."""

@@ -39,6 +39,7 @@ def config(model: dict[str, Any], zero: int, **parallel: Any) -> dict[str, Any]:
 LAYOUTS = {
     "tensor x data": config(GPT2, 3, tensor=2, pipeline=1, sequence_parallel=False),
     "tensor x pipeline": config(GPT2, 0, tensor=2, pipeline=2),
+    "bf16": {**config(GPT2, 1, tensor=1, pipeline=2), "bf16": {"enabled": True}},
     "data x pipeline": config(GPT2, 1, tensor=1, pipeline=2),
     "data x pipeline, ZeRO-0": config(LLAMA, 0, tensor=1, pipeline=2),
 }
@@ -75,6 +76,9 @@ CASES = [
     ("data x pipeline", "weights not gathered", causes.NOT_GATHERED, "", 1),
     ("data x pipeline", "dropout alike", causes.DROPOUT_DATA, "", 1),
     ("tensor x data", "none", None, "", 1),
+    ("bf16", "none", None, "", 2),
+    ("bf16", "parts swapped", causes.PARTITION_ORDER, "", 1),
+    ("bf16", "sum over data", causes.DATA_SUMMED, "4.norm.bias", 1),
     ("tensor x data", "dropout by rank", causes.DROPOUT_TENSOR, "", 1),
     ("data x pipeline, ZeRO-0", "not reduced over data", causes.DATA_NOT_AVERAGED, "4.word.weight", 1),
     ("data x pipeline, ZeRO-0", "gradients not cleared", causes.STALE, "4.word.weight", 2),
@@ -107,7 +111,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     for number, (name, content) in enumerate(LAYOUTS.items()):
         file = Path(folder / f"{number}.json")
         file.write_text(json.dumps(content))
-        plans[name] = prepare(Request(source=file, world_size=4))
+        plans[name] = prepare(Request(source=file, world_size=4, keep_precision=True))
     jobs = []
     for layout, fault, _, _, steps in CASES:
         job = replace(plans[layout].job, steps=steps)
