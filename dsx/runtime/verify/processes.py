@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -114,6 +115,9 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    # Python 3.11 fails with a KeyError when a collection amid an import runs a finalizer that imports.
+    gc.freeze()
+    gc.disable()
     log = (folder / f"rank{rank}.log").open("w")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
