@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -121,6 +122,7 @@ def _rank(
     log = (folder / f"rank{rank}.log").open("w")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     faulthandler.dump_traceback_later(timeout_seconds, exit=True, file=log)
     os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     try:
@@ -135,6 +137,14 @@ def _rank(
             pickle.dump(result, file, protocol=pickle.HIGHEST_PROTOCOL)
         partial.rename(folder / "result")
     faulthandler.cancel_dump_traceback_later()
+
+
+def _end_with_parent() -> None:
+    """A command that is killed leaves no rank behind."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work(
