@@ -22,6 +22,7 @@ from dsx.cli.reshard import reshard
 from dsx.cli.schedule import schedule
 from dsx.cli.schema import schema
 from dsx.cli.trace import trace
+from dsx.cli.verify import verify
 from dsx.errors import DsxError
 
 
@@ -50,7 +51,20 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(_root)
-    for command in (check, estimate, plan, schedule, trace, plot, reshard, inspect, diff, presets, schema):
+    for command in (
+        check,
+        estimate,
+        plan,
+        schedule,
+        trace,
+        plot,
+        reshard,
+        inspect,
+        diff,
+        verify,
+        presets,
+        schema,
+    ):
         app.command()(command)
     return app
 

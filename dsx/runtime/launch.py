@@ -75,7 +75,7 @@ def distributed(
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     groups = make_groups(mesh, sequence_parallel=sequence_parallel)
-    torch.manual_seed(seed + 1 + groups.pp_rank * mesh.dp + groups.dp_rank)
+    seed_generators(groups, seed)
     yield groups
     # Without this, ranks that end early tear down connections that others still use. An exception skips it:
     # the others would not come.
@@ -83,6 +83,11 @@ def distributed(
     if spare_ranks and groups.rank == 0:
         dismiss(store, spare_ranks)
     dist.destroy_process_group()
+
+
+def seed_generators(groups: Groups, seed: int) -> None:
+    """Seed every generator by pipeline and data-parallel place: alike over tensor parallelism."""
+    torch.manual_seed(seed + 1 + groups.pp_rank * groups.mesh.dp + groups.dp_rank)
 
 
 def agree(action: Callable[[], T]) -> T:

@@ -1,0 +1,132 @@
+"""``dsx verify``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsx.errors import DsxError
+
+if TYPE_CHECKING:
+    from dsx.runtime.verify.run import Verdict
+
+
+class Precision(StrEnum):
+    """In which precision to compare."""
+
+    FP32 = "fp32"
+    CONFIG = "config"
+
+
+def verify(
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG",
+            help="DeepSpeed JSON with a dsx block (without one for --model and --stock).",
+            exists=True,
+            dir_okay=False,
+        ),
+    ],
+    world_size: Annotated[int, typer.Option(help="Number of ranks.", min=1)],
+    steps: Annotated[int, typer.Option(help="Training steps to compare.", min=1)] = 3,
+    full: Annotated[
+        bool, typer.Option("--full", help="The model at its own size: takes its memory in one process, too.")
+    ] = False,
+    precision: Annotated[
+        Precision, typer.Option(help="fp32, or the config's, with a tolerance for bf16's rounding.")
+    ] = Precision.FP32,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Largest difference of a gradient, relative to its largest element.", min=0.0),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="A pipeline model of your own, under dsx: the function returns a dict of PipelineModule's "
+            "arguments and batch(step, index, size).",
+        ),
+    ] = None,
+    stock: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="The same, under stock DeepSpeed's pipeline engine."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds until every rank must have ended.", min=1.0)
+    ] = 600.0,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Put a value over a key of the config; repeatable."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Train CONFIG's layout a few steps beside one process and compare.
+
+    Losses, the gradient norm before clipping, every gradient, every update. Names the first tensor that
+    differs, and the likely mistake. The model is made small first, without a change of structure (or --full).
+    Starts its own ranks; under deepspeed or torchrun it uses theirs.
+
+    Exit codes: 0 all is as in one process, 1 something differs, 2 it could not be compared.
+    """
+    if model is not None and stock is not None:
+        raise typer.BadParameter("give one of --model and --stock", param_hint="--stock")
+    for item in overrides or []:
+        if "=" not in item:
+            what = f"{item!r} is no KEY=VALUE; write dsx.parallel.tensor=4"
+            raise typer.BadParameter(what, param_hint="--set")
+    from dsx.runtime import entry
+
+    entry.quiet()
+    from dsx.runtime.verify.run import Request
+    from dsx.runtime.verify.run import verify as run
+
+    request = Request(
+        source=config,
+        world_size=world_size,
+        overrides=overrides or [],
+        steps=steps,
+        full=full,
+        keep_precision=precision is Precision.CONFIG,
+        tolerance=tolerance,
+        entry=model or stock,
+        stock=stock is not None,
+        timeout_seconds=timeout,
+    )
+    found: list[Verdict | None] = []
+    if entry.world_size() > 1:
+        entry.run(lambda: found.append(run(request)))  # one message of many ranks, and no rank left waiting
+    else:
+        try:
+            found.append(run(request))
+        except DsxError as error:
+            typer.echo(f"dsx: {error}", err=True)
+            raise typer.Exit(2) from None
+    verdict = found[0]
+    if verdict is None:
+        return
+    content = {**asdict(verdict), "equal": verdict.equal}
+    typer.echo(json.dumps(content, indent=2) if as_json else "\n".join(_lines(verdict)))
+    if not verdict.equal:
+        raise typer.Exit(1)
+
+
+def _lines(verdict: Verdict) -> list[str]:
+    from dsx.report.parity_table import findings_text, labelled, parity_table
+
+    lines = labelled("layout", verdict.layout)
+    lines += labelled("reference", f"{verdict.reference}; updates: {verdict.optimizer}")
+    for number, change in enumerate(verdict.changes):
+        lines += labelled("" if number else "changed", change)
+    lines += ["", *parity_table(verdict.rows), ""]
+    if verdict.equal:
+        masks = f"; {verdict.masks} dropout masks are where they should be" if verdict.masks else ""
+        lines += labelled("equal", f"losses, norms, gradients and updates are those of one process{masks}")
+    lines += findings_text(verdict.findings)
+    seconds = f"ranks {verdict.ranks_seconds:.1f} s, reference {verdict.reference_seconds:.1f} s"
+    return [*lines, *labelled("took", seconds)]

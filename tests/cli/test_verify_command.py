@@ -1,0 +1,138 @@
+"""``dsx verify`` as a user meets it: what it prints, its exit codes, and ranks that fail or hang."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ranks
+
+COMMAND = ("verify",)
+USER = Path(__file__).parents[1] / "runtime" / "verify" / "user_pipeline.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> None:
+    """The harness's fork server, which other tests' ranks need: the first to start one has it his way."""
+    ranks.run(max, 1)
+
+
+def deepspeed(tmp_path: Path, **more: Any) -> Path:
+    content = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-5, "torch_adam": True}},
+        **more,
+    }
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def children() -> set[int]:
+    """Processes below this one that train: the fork server and its tracker stay, waiting."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                text = (folder / "environ").read_bytes()
+                if b"DSX_VERIFY_TEST" in text and b"forkserver" not in (folder / "cmdline").read_bytes():
+                    found.add(int(folder.name))
+            except OSError:
+                continue
+    return found - {os.getpid()}
+
+
+def test_stock_deepspeed_clips_by_one_stages_norm_in_fp32(dsx, tmp_path: Path) -> None:
+    """deepspeed/runtime/utils.py, clip_grad_norm_: only model-parallel rank 0 counts what is not sharded."""
+    code, out, err = dsx(
+        deepspeed(tmp_path), "--world-size", 2, "--steps", 1, "--stock", f"{USER}:make_model"
+    )
+    assert (code, err) == (1, "")
+    assert "differs    step 1: norm of one stage" in out
+    assert "likely     it is the norm of pipeline stage 0's gradients alone" in out
+
+
+def test_the_same_model_under_dsx_is_equal(dsx, tmp_path: Path) -> None:
+    code, out, err = dsx(
+        deepspeed(tmp_path), "--world-size", 2, "--steps", 2, "--model", f"{USER}:make_model", "--json"
+    )
+    assert (code, err) == (0, "")
+    verdict = json.loads(out)
+    assert verdict["equal"] is True
+    assert verdict["findings"] == []
+    assert [row["step"] for row in verdict["rows"]] == [1, 2, 1, 2]
+    assert all(row["gradient"] < 1e-5 and row["update"] < 1e-5 for row in verdict["rows"])
+
+
+def test_a_config_of_dsx(dsx, tmp_path: Path) -> None:
+    block = {
+        "model": {"family": "llama", "preset": "tiny"},
+        "data": {"sequence_length": 64},
+        "train": {"steps": 1, "output": str(tmp_path / "out")},
+    }
+    file = deepspeed(tmp_path, zero_optimization={"stage": 1}, dsx=block)
+    code, out, _ = dsx(file, "--world-size", 2, "--steps", 1, "--set", "dsx.parallel.tensor=2")
+    assert code == 0, out
+    assert "layout     dsx, tensor 2 (sequence parallel) x pipeline 1 x data 1 = 2 ranks" in out
+    assert "reference  transformers LlamaForCausalLM, one process, fp32; updates: torch.optim.AdamW" in out
+    assert "hidden_size: 128 -> 64" in out
+    assert "equal      losses, norms, gradients and updates are those of one process" in out
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ("nowhere:make_model", "cannot import it (No module named 'nowhere')"),
+        ("nowhere.py:make_model", "there is no file nowhere.py"),
+        (f"{USER}:other", "has no function other. Fix: name one that it has."),
+        (
+            "user_pipeline",
+            "it names no function. Fix: write my_module:make_model or path/to/file.py:make_model.",
+        ),
+        (f"{USER}:empty", "what it returns lacks layers, num_stages, batch"),
+        (f"{USER}:nothing", "it returns NoneType, not a dict"),
+    ],
+)
+def test_entry_points_that_are_none(dsx, tmp_path: Path, entry: str, says: str) -> None:
+    code, out, err = dsx(deepspeed(tmp_path), "--world-size", 2, "--model", entry)
+    assert (code, out) == (2, "")
+    assert says in err
+
+
+def test_usage(dsx, tmp_path: Path) -> None:
+    file = deepspeed(tmp_path)
+    model = f"{USER}:make_model"
+    code, _, err = dsx(file, "--world-size", 3, "--model", model)
+    assert code == 2
+    assert "num_stages = 2, which does not divide it. Fix: use a multiple of 2." in err
+    code, _, err = dsx(file, "--world-size", 2, "--model", model, "--stock", model)
+    assert (code, "give one of --model and --stock" in err) == (2, True)
+    code, _, err = dsx(file, "--world-size", 2)
+    assert (code, "the config has no dsx block" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("function", "timeout", "says"),
+    [
+        ("fails", 100, ["rank 1 of 2: it failed", "ValueError: no such luck", "in forward"]),
+        ("hangs", 10, ["they had not ended after 10 s; where each was", '  File "', "--timeout"]),
+    ],
+)
+def test_ranks_that_fail_or_hang(
+    dsx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, timeout: int, says: list[str]
+) -> None:
+    monkeypatch.setenv("DSX_VERIFY_TEST", "1")
+    code, out, err = dsx(
+        deepspeed(tmp_path), "--world-size", 2, "--timeout", timeout, "--model", f"{USER}:{function}"
+    )
+    assert (code, out) == (2, "")
+    for text in says:
+        assert text in err
+    assert not children(), "a rank is left"
