@@ -210,7 +210,7 @@ def test_the_annotated_json_is_a_config(tmp_path):
     assert config.mesh == shipped.mesh
     assert config.global_batch_size == shipped.global_batch_size
     more = {"partition", "recompute", "zero", "profile", "profile_micro_batches"}
-    more |= {"memory_check", "optimizer_bytes"}
+    more |= {"memory_check", "optimizer_bytes", "faults", "elastic"}
     blocks_shown = set(json.loads(ZERO3.read_text())["dsx"]) | more
     assert config.dsx.model_fields_set == blocks_shown == set(type(config.dsx).model_fields)
 
@@ -358,6 +358,8 @@ def test_metrics_are_those_that_are_reported():
         peak_reserved_bytes=1,
         estimated_bytes=1,
         data_share=0.0,
+        bubble=0.1,
+        simulated_bubble=0.1,
     )
     evaluation = EvaluationReport(step=1, steps=1, loss=1.0, bits_per_byte=1.0)
     named = [name for cells in rows("Metrics", "| name") for name in re.findall(r"`([\w/]+)`", cells[0])]
