@@ -413,7 +413,35 @@ def of_a_port(_: Path) -> None:
             pass
 
 
-PROVOKED = (of_a_batch, of_a_degree, of_a_model, of_little_text, of_a_version, of_a_port)
+def of_elastic_limits(_: Path) -> None:
+    given = ["dsx.elastic.tensor=[4]", "dsx.train.output=runs/elastic"]
+    dsx.load_config(ZERO3, world_size=3, overrides=given)
+
+
+def of_a_loss(_: Path) -> None:
+    from dsx.plan.health import Health
+
+    found = Health(window=8, sigmas=8.0).judge(float("nan"), 1.0, spikes=frozenset())
+    raise dsx.RunError("step 3", found.text, "")
+
+
+def of_a_folder(folder: Path) -> None:
+    from dsx.checkpoint.open import open_checkpoint
+
+    open_checkpoint(folder)
+
+
+PROVOKED = (
+    of_a_batch,
+    of_a_degree,
+    of_a_model,
+    of_little_text,
+    of_a_version,
+    of_a_port,
+    of_elastic_limits,
+    of_a_loss,
+    of_a_folder,
+)
 
 
 @pytest.mark.parametrize(
