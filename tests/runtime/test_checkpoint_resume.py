@@ -27,7 +27,10 @@ CASES = [
         extra=(("zero_force_ds_cpu_optimizer", False),),
     ),
 ]
-SCHEDULER = ("scheduler", {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 8}})
+SCHEDULER = (
+    "scheduler",
+    {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 3, "total_num_steps": 8}},
+)
 
 
 def steps(engine, case: Case, first: int, count: int) -> list[float]:
