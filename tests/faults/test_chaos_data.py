@@ -51,7 +51,7 @@ def keys(folder: Path, *, sources: int, streaming: bool) -> dict[str, Any]:
 
 
 def train(rank: int, world_size: int, wanted: dict[str, Any], last: int, hurt: str) -> list[float]:
-    """The loop of the recipes to step ``last``; ``hurt`` befalls it behind SAVED. All losses of this start."""
+    """The loop of the recipes to step ``last``; ``hurt`` befalls it behind SAVED. Losses of this start."""
     import dsx
     from dsx.runtime.data.text import prepare_text
     from dsx.runtime.groups import make_groups
