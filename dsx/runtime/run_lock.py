@@ -1,8 +1,8 @@
 """One run at a time in an output folder: a lock that the kernel lets go of when its process ends.
 
 Two runs there would delete each other's half-written checkpoints and mix their metrics. The lock is that of
-flock(2), so that nothing is left to be cleaned up after SIGKILL. On NFS it holds between machines that mount it
-with locks, which Linux does by default; where a file system has none there is no protection.
+flock(2), so that nothing is left to be cleaned up after SIGKILL. On NFS it holds between machines that mount
+it with locks, as Linux does by default; where a file system has none there is no protection.
 """
 
 from __future__ import annotations

@@ -27,22 +27,22 @@ from parity.dsx_run import Case
 
 # ------------------------------------------------------------------------------- SIGKILL at random actions
 
-SAVE_EVERY, EVALUATE_EVERY, STEPS = 2, 3, 18
+SAVE_EVERY, EVALUATE_EVERY, STEPS = 2, 3, 40
 KILLS = {
-    "forward": (StepRun, "_forward", 6),
-    "transfer": (StepRun, "_send_output", 3),
-    "backward": (StepRun, "_backward", 6),
-    "optimizer step": (torch.optim.AdamW, "step", 3),
-    "evaluation": (Run, "evaluate", 1),
-    "load": (checkpointing, "load_stored", 1),
+    "forward": (StepRun, "_forward", 5, 9),
+    "transfer": (StepRun, "_send_output", 5, 9),
+    "backward": (StepRun, "_backward", 5, 8),
+    "optimizer step": (torch.optim.AdamW, "step", 3, 4),
+    "evaluation": (Run, "evaluate", 1, 2),
+    "load": (checkpointing, "load_stored", 1, 1),
 }
-"""What a rank dies in, and by which call of this start at the latest. Saves are in test_kill_during_save."""
+"""What a rank dies in, and between which calls of this start. Saves are in test_kill_during_save."""
 
 
 def train_on(rank: int, world_size: int, folder: Path, name: str, victim: int, nth: int) -> int:
     """Continue the run in ``folder``; rank ``victim`` dies in the ``nth`` call of something."""
     if rank == victim:
-        owner, call, _ = KILLS[name]
+        owner, call, *_ = KILLS[name]
         setattr(owner, call, dying(getattr(owner, call), nth))
     run = Run(PIPELINE, folder)
     with run.guard:
@@ -100,9 +100,9 @@ def undisturbed(case: Case, steps: int) -> list[float]:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One run, killed in one thing after the other and started again each time."""
     folder, chance, found = tmp_path_factory.mktemp("killed"), random.Random(7), {}
-    for name, (_, call, most) in KILLS.items():
+    for name, (_, call, low, high) in KILLS.items():
         victim = 0 if call == "_send_output" else chance.randrange(2)  # the last stage sends none
-        nth = chance.randint(1, most)
+        nth = chance.randint(low, high)
         with crew.started(train_on, 2, folder, name, victim, nth) as team:
             ended = team.end()
         seen = [json.loads(line) for line in (folder / f"losses-{1 - victim}").read_text().splitlines()]
