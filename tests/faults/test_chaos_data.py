@@ -18,20 +18,21 @@ import ranks
 from faults import crew
 
 SAVED, STEPS, ATTEMPTS = 3, 6, 80
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 DAY_SECONDS = 86_400.0
 
 
 def written(path: Path, documents: int) -> str:
-    """A file of JSON lines."""
+    """A file of documents with blank lines between."""
     draw = random.Random(path.stem)
     texts = (f"{path.stem} {i} {' '.join(draw.choices('abcdefgh', k=40))}" for i in range(documents))
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path.write_text("\n\n".join(texts))
     return str(path)
 
 
 def keys(folder: Path, *, sources: int, streaming: bool) -> dict[str, Any]:
     """A run on so many files below ``folder``."""
-    names = [folder / f"{name}.jsonl" for name in ("wiki", "code")[:sources]]
+    names = [folder / f"{name}.txt" for name in ("wiki", "code")[:sources]]
     texts = [{"source": written(path, 1500)} for path in names]
     data = {"sources": texts} if sources > 1 else texts[0]
     stream = {"streaming": True, "lanes": 2, "shuffle_buffer": 4} if streaming else {}
@@ -41,8 +42,15 @@ def keys(folder: Path, *, sources: int, streaming: bool) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "zero_optimization": {"stage": 1},
         "dsx": {
-            "model": {"family": "llama", "preset": "tiny"},
-            "data": {**data, **stream, "tokenizer": "bytes", "sequence_length": 256, "prefetch": 2},
+            "model": {"family": "llama", "preset": "tiny", "overrides": SMALL},
+            "data": {
+                **data,
+                **stream,
+                "tokenizer": "bytes",
+                "held_out": 0.3,
+                "sequence_length": 256,
+                "prefetch": 2,
+            },
             "train": {"steps": ATTEMPTS, "output": str(folder / "run")},
             "tracking": {"wandb": {"mode": "disabled"}},
             "memory_check": "off",
@@ -120,7 +128,7 @@ def test_text_that_shrinks_ends_the_run_and_the_next_goes_on(
     tmp_path: Path, hurt: str, sources: int, said: str
 ) -> None:
     wanted = keys(tmp_path, sources=sources, streaming="streamed" in hurt)
-    source = tmp_path / "wiki.jsonl"
+    source = tmp_path / "wiki.txt"
     text, times = source.read_bytes(), source.stat()
     with crew.started(hurt_run, 2, wanted, hurt) as team:
         ended = team.end()

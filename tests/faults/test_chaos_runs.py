@@ -29,14 +29,16 @@ from parity.dsx_run import Case
 
 SAVE_EVERY, EVALUATE_EVERY, STEPS = 2, 3, 40
 KILLS = {
-    "forward": (StepRun, "_forward", 5, 9),
     "transfer": (StepRun, "_send_output", 5, 9),
     "backward": (StepRun, "_backward", 5, 8),
     "optimizer step": (torch.optim.AdamW, "step", 3, 4),
     "evaluation": (Run, "evaluate", 1, 2),
     "load": (checkpointing, "load_stored", 1, 1),
 }
-"""What a rank dies in, and between which calls of this start. Saves are in test_kill_during_save."""
+"""What a rank dies in, at which of its calls of this start, from and to.
+
+Saves are in test_kill_during_save, forwards in test_fault_detection.
+"""
 
 
 def train_on(rank: int, world_size: int, folder: Path, name: str, victim: int, nth: int) -> int:
@@ -219,7 +221,7 @@ def test_sigterm_at_a_bad_moment(
 # ------------------------------------------------------------------------------------- slow, frozen, early
 
 SLOW = Case(family="gpt2", pp=2, accumulation=16)
-HANG_SECONDS, ACTION_SECONDS = 5.0, 0.4  # a step takes longer than a rank may stand still
+HANG_SECONDS, ACTION_SECONDS = 4.0, 0.28  # a step takes longer than a rank may stand still
 
 
 def endure(rank: int, world_size: int, folder: Path) -> int:
@@ -254,7 +256,7 @@ def test_slow_and_frozen_ranks_do_no_harm(tmp_path: Path) -> None:
     with crew.started(endure, 2, tmp_path) as team:
         team.wait_for(tmp_path / "ready-1")
         team.signal(1, signal.SIGSTOP)
-        time.sleep(1.0)
+        time.sleep(0.6)
         team.signal(1, signal.SIGCONT)
         (tmp_path / "thawed").touch()
         ended = team.end()
