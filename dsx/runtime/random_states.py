@@ -82,5 +82,8 @@ def _read(path: Path, what: str) -> dict[str, torch.Tensor]:
 
 
 def _digest_of(states: Mapping[str, torch.Tensor]) -> str:
-    parts = [f"{name}:".encode() + as_numpy(state).tobytes() for name, state in sorted(states.items())]
+    parts = [
+        f"{name} {state.dtype} ".encode() + as_numpy(state).tobytes()
+        for name, state in sorted(states.items())
+    ]
     return digest(b"".join(parts))

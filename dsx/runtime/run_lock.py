@@ -37,12 +37,20 @@ class RunLock:
     def __init__(self, output: Path) -> None:
         self._path = output / NAME
         self._descriptor = self._take()
+        # Else a worker that outlives this process would keep the lock.
+        os.register_at_fork(after_in_child=self._forget)
 
     def release(self) -> None:
         """Let another run have the folder. Safe to call twice."""
         if self._descriptor is not None:
             with suppress(OSError):
                 self._path.unlink()
+            os.close(self._descriptor)
+        self._descriptor = None
+
+    def _forget(self) -> None:
+        """In a forked child: the lock is its parent's alone."""
+        if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None
 

@@ -42,15 +42,21 @@ def test_a_holder_that_is_killed_lets_go(tmp_path: Path) -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        RunLock(tmp_path)
-        os.write(write, b"held")
+        lock = RunLock(tmp_path)
+        worker = os.fork()  # which outlives it
+        if worker:
+            assert lock._descriptor is not None
+            os.write(write, b"%-12d" % worker)
         signal.pause()
-    assert os.read(read, 4) == b"held"
+    worker = int(os.read(read, 12))
     with pytest.raises(RunError, match=f"process {child} on "):
         RunLock(tmp_path)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    RunLock(tmp_path).release()
+    try:
+        RunLock(tmp_path).release()
+    finally:
+        os.kill(worker, signal.SIGKILL)
     assert list(tmp_path.iterdir()) == []
 
 
