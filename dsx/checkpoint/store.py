@@ -64,6 +64,19 @@ def stage(root: Path, tag: str) -> Path:
     return staged
 
 
+def give_up(root: Path, tag: str) -> None:
+    """Take the staged folder away from those who write into it. Needs no room on the disk; never raises."""
+    with suppress(OSError):
+        _partial(root, tag).rename(_removed(root, tag))
+
+
+def abandon(root: Path, tag: str) -> None:
+    """Delete what was staged, given up or not, once nobody writes there any more. Never raises."""
+    for path in (_partial(root, tag), _removed(root, tag)):
+        with suppress(OSError):
+            _remove(path)
+
+
 def commit(root: Path, tag: str) -> Path:
     """Make the staged folder the checkpoint ``tag``, on the disk and in place of any of that name.
 
@@ -139,7 +152,7 @@ def prune(root: Path, *, keep: int) -> tuple[str, ...]:
         by_age = sorted(others, key=lambda tag: (root / tag).stat().st_mtime_ns)
         old = by_age[: max(0, len(by_age) - (keep - 1))]
         for tag in old:
-            removed = root / f".{tag}.removed"
+            removed = _removed(root, tag)
             (root / tag).rename(removed)
             _remove(removed)
     return tuple(old)
@@ -200,6 +213,10 @@ def _replaced(root: Path, tag: str) -> Path:
     return root / f".{tag}.replaced"
 
 
+def _removed(root: Path, tag: str) -> Path:
+    return root / f".{tag}.removed"
+
+
 def _restore(root: Path, tag: str) -> None:
     """Undo a commit that was killed between its two renames. Another rank may be doing the same."""
     replaced, final = _replaced(root, tag), root / tag
@@ -211,7 +228,7 @@ def _restore(root: Path, tag: str) -> None:
 
 def _discard(root: Path, tag: str) -> None:
     """Delete the replaced checkpoint, under a third name: a half deleted one must never be restored."""
-    replaced, removed = _replaced(root, tag), root / f".{tag}.removed"
+    replaced, removed = _replaced(root, tag), _removed(root, tag)
     if _exists(replaced):
         replaced.rename(removed)
         _remove(removed)

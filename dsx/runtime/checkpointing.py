@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -14,7 +14,8 @@ from dsx.checkpoint.open import open_checkpoint
 from dsx.errors import CheckpointError, DsxError
 from dsx.runtime.entry import AGREED
 from dsx.runtime.launch import agree
-from dsx.runtime.run_facts import require_same_optimizer, restore_facts, restore_random_states
+from dsx.runtime.random_states import restore_random_states
+from dsx.runtime.run_facts import require_same_optimizer, restore_facts
 from dsx.runtime.stored import Names, load_stored
 from dsx.runtime.zero_adapters.held import refresh_weights
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from dsx.runtime.engine import PipelineEngine
 
 _SHOWN = 3
+
+T = TypeVar("T")
 
 
 def load(engine: PipelineEngine, root: Path, *, tag: str | None) -> tuple[Path, dict[str, Any]]:
@@ -42,18 +45,17 @@ def load(engine: PipelineEngine, root: Path, *, tag: str | None) -> tuple[Path, 
 
     def check() -> Path:
         found = store.find(root, tag)
-        catalog = open_checkpoint(found)
+        catalog = _or_earlier(root, tag, lambda: open_checkpoint(found))
         require_same_model(catalog, names)
         require_same_optimizer(engine, catalog.facts, str(found))
         return found
 
     path = agree(check)
-    catalog = open_checkpoint(path)
-    _together(lambda: load_stored(engine, catalog))
+    catalog = _together(lambda: _or_earlier(root, tag, lambda: open_checkpoint(path)))
+    _together(lambda: _or_earlier(root, tag, lambda: load_stored(engine, catalog)))
     refresh_weights(engine.deepspeed_engine)
     client = restore_facts(engine, catalog.facts, str(path))
-    restore_random_states(engine, path, catalog.facts)
-    dist.barrier()
+    _together(lambda: _or_earlier(root, tag, lambda: restore_random_states(engine, path, catalog.facts)))
     return path, client
 
 
@@ -87,11 +89,24 @@ def require_same_model(catalog: Catalog, here: Mapping[str, tuple[int, ...]]) ->
         )
 
 
-def _together(action: Callable[[], object]) -> None:
-    """Run ``action`` on every rank; if it fails on any, every rank raises the first error."""
-    error: DsxError | None = None
+def _or_earlier(root: Path, tag: str | None, action: Callable[[], T]) -> T:
+    """Run ``action``. What is wrong with the checkpoint that ``latest`` names is said with an earlier one."""
     try:
-        action()
+        return action()
+    except CheckpointError as error:
+        newest = "" if tag is not None else store.find(root).name
+        others = [other for other in store.tags(root) if other != newest]
+        if tag is not None or not others:
+            raise
+        fix = f"{error.fix}; to go on from {others[-1]}, write that name into {root / store.LATEST}"
+        raise CheckpointError(error.where, error.what, fix) from error
+
+
+def _together(action: Callable[[], T]) -> T:
+    """Run ``action`` on every rank; if it fails on any, every rank raises the first error."""
+    result, error = None, None
+    try:
+        result = action()
     except DsxError as found:
         error = found
     errors: list[DsxError | None] = [None] * dist.get_world_size()
@@ -100,3 +115,4 @@ def _together(action: Callable[[], object]) -> None:
     if first is not None:
         first.add_note(AGREED)
         raise first
+    return result  # type: ignore[return-value]

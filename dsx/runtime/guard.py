@@ -20,10 +20,12 @@ from dsx.plan.health import Finding, Health
 from dsx.runtime.engine import PipelineEngine
 from dsx.runtime.entry import AGREED, LAUNCHER_SECONDS, lost_a_peer
 from dsx.runtime.groups import Groups
+from dsx.runtime.launch import agree
 from dsx.runtime.monitor import Monitor
 from dsx.runtime.peers import Peer
 from dsx.runtime.replicas import differences, summary
 from dsx.runtime.run_folder import CHECKPOINTS
+from dsx.runtime.run_lock import RunLock
 from dsx.runtime.watch import Board, Watch
 
 _WITHIN_STEP = ("skip", "roll_back")
@@ -36,7 +38,8 @@ class Guard:
     """Follows ``dsx.faults``. Every rank makes one, enters it, and calls it alike.
 
     While it is entered, a peer that fails or dies ends this process within seconds, a run that hangs ends
-    with a report, and a signal to any rank becomes a wish to stop that all ranks agree on.
+    with a report, a signal to any rank becomes a wish to stop that all ranks agree on, and no other run can
+    work in the same output folder.
 
     Args:
         config: The resolved config.
@@ -67,10 +70,21 @@ class Guard:
         self._judged: tuple[Finding | None] | None = None
         self._ahead_samples = self._skips = self._roll_backs = 0
         self._agreed = False
+        self._lock: RunLock | None = None
 
     def __enter__(self) -> Self:
+        """Collective. Raises RunError if another run is at work in the output folder."""
+        agree(self._lock_output)
         self._watch.start()
         return self
+
+    def _lock_output(self) -> None:
+        """On rank 0."""
+        self._lock = RunLock(self._config.output)
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -80,6 +94,7 @@ class Guard:
             self._watch.finishing = True
             dist.barrier()
             self._watch.close()
+            self._unlock()
             if self._groups.rank == 0:
                 for folder in (self._board.folder, self._board.folder.parent):
                     with suppress(OSError):  # absent, as ever, or with something in it
@@ -94,6 +109,7 @@ class Guard:
             shared = AGREED in getattr(error, "__notes__", ())
             self._watch.failed(f"failed: {text}", code=2 if expected else 1, shared=shared)
         self._watch.close()
+        self._unlock()
 
     def follow(self, engine: PipelineEngine, state: Mapping[str, Any]) -> None:
         """Guard the steps of ``engine``.

@@ -1,21 +1,19 @@
-"""The state of a run that is not in tensors: counters, hyperparameters, scheduler, random states."""
+"""The state of a run that is not in tensors: counters, hyperparameters, scheduler."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
-from safetensors.torch import load_file, save_file
 
 import dsx
 from dsx.checkpoint import plain
 from dsx.errors import CheckpointError
+from dsx.runtime.random_states import random_file
 from dsx.runtime.stored import Names
 from dsx.runtime.zero_adapters.held import held
 
@@ -137,43 +135,6 @@ def require_same_optimizer(engine: PipelineEngine, facts: Mapping[str, Any], whe
             f"this run has {here}, whose states are others",
             f"use {saved}, or start from the weights alone: export the checkpoint to Hugging Face",
         )
-
-
-def save_random_states(folder: Path, rank: int) -> None:
-    """The states of the generators that layers draw from, in a file of this rank."""
-    states = {"cpu": torch.get_rng_state()}
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
-        states["accelerator"] = accelerator.get_rng_state()
-    save_file(states, folder / random_file(rank))
-
-
-def restore_random_states(engine: PipelineEngine, folder: Path, facts: Mapping[str, Any]) -> None:
-    """This rank's generators, or in another layout those of the saved rank in the corresponding place.
-
-    Tensor-parallel ranks draw alike: all take those of their first.
-    """
-    mesh, saved = engine.groups.mesh, {axis: int(size) for axis, size in facts.get("mesh", {}).items()}
-    rank = engine.groups.rank
-    if saved != dict(mesh.axes) and saved:
-        from dsx.spec.mesh import Mesh
-
-        at = mesh.coords(rank)
-        place = Mesh(tuple(saved.items()))
-        wanted = {axis: at.get(axis, 0) % size for axis, size in saved.items()} | {"tp": 0}
-        rank = next(r for r in range(place.size) if place.coords(r) == {axis: wanted[axis] for axis in saved})
-    name = facts.get("random_files", {}).get(str(rank))
-    if name is None:
-        return
-    states = load_file(folder / Path(name).name)
-    torch.set_rng_state(states["cpu"])
-    if "accelerator" in states and get_accelerator().device_name() != "cpu":
-        get_accelerator().set_rng_state(states["accelerator"])
-
-
-def random_file(rank: int) -> str:
-    """The file with a rank's random states."""
-    return f"dsx_random_{rank}.safetensors"
 
 
 def _optimizer(engine: PipelineEngine) -> Any:

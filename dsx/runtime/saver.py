@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,10 @@ from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece
 from dsx.checkpoint.formats.dsx_manifest import FORMAT_NAME, write_manifest
 from dsx.errors import CheckpointError
+from dsx.runtime.entry import AGREED
 from dsx.runtime.launch import agree
-from dsx.runtime.run_facts import group_facts, merged_groups, run_facts, save_random_states
+from dsx.runtime.random_states import save_random_states
+from dsx.runtime.run_facts import group_facts, merged_groups, run_facts
 from dsx.runtime.share_writer import Block, Share, blocks_of, num_bytes, on_host, write_share
 from dsx.runtime.stored import names_here
 from dsx.spec.param import ParamSpec
@@ -31,8 +33,11 @@ from dsx.spec.param import ParamSpec
 if TYPE_CHECKING:
     from dsx.runtime.engine import PipelineEngine
 
+T = TypeVar("T")
+
 _LOOK_SECONDS = 0.05
 _PATIENCE_SECONDS = 1800.0
+_FIX = "mend that and save again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +47,7 @@ class _Note:
     share: Share
     groups: list[dict[str, Any]]
     names: list[str]
-    failure: str | None = None
+    failed: bool = False
 
 
 class Saver:
@@ -101,18 +106,28 @@ class Saver:
         return root / tag
 
     def wait(self) -> None:
-        """Until the save under way is done. Raises CheckpointError if it has failed on any rank."""
+        """Until the save under way is done. Raises CheckpointError if it has failed on any rank.
+
+        What a failed save has written is deleted, as its disk may be full.
+        """
         work, thread = self._work, self._thread
         self._work = self._thread = None
         if work is None:
             return
         if thread is not None:
             thread.join()
-        failures: list[str | None] = [None] * work.world_size
+        failures: list[tuple[bool, CheckpointError] | None] = [None] * work.world_size
         dist.all_gather_object(failures, work.failure)
         failed = [failure for failure in failures if failure is not None]
         if failed:
-            raise CheckpointError(f"checkpoint {work.tag} in {work.root}", failed[0], "see the message")
+            if self._engine.groups.rank == 0:
+                store.abandon(work.root, work.tag)
+            _, first = min(failed, key=lambda failure: failure[0])
+            error = CheckpointError(
+                f"checkpoint {work.tag} in {work.root}", f"{first.where}: {first.what}", first.fix
+            )
+            error.add_note(AGREED)
+            raise error
 
 
 class _Work:
@@ -135,9 +150,10 @@ class _Work:
         self.root, self.tag, self.world_size = root, tag, world_size
         self._staged, self._rank, self._keep = staged, rank, keep
         self._blocks, self._groups, self._names, self._facts = blocks, groups, names, facts
-        self.failure: str | None = None
+        self.failure: tuple[bool, CheckpointError] | None = None
+        """What went wrong first, and whether another rank had given the save up before."""
 
-    def begin(self, action: Any) -> None:
+    def begin(self, action: Callable[[], object]) -> None:
         """What has to be done before the run goes on."""
         self._attempt(action)
 
@@ -147,29 +163,39 @@ class _Work:
         if self.failure is None:
             share = self._attempt(lambda: write_share(self._blocks, self._staged, self._rank)) or share
         self._blocks = ()
-        note = _Note(share=share, groups=self._groups, names=self._names, failure=self.failure)
-        self._attempt(lambda: self._leave(note))
-        if self._rank == 0 and self.failure is None:
+        note = _Note(share=share, groups=self._groups, names=self._names, failed=self.failure is not None)
+        if self._attempt(lambda: self._leave(note)) is None:
+            # The disk is too full even for a note: by this rank 0 sees that it need not wait for one.
+            store.give_up(self.root, self.tag)
+        elif self._rank == 0 and self.failure is None:
             self._attempt(self._commit)
 
-    def _attempt(self, action: Any) -> Any:
+    def _attempt(self, action: Callable[[], T]) -> T | None:
         try:
             return action()
-        except (CheckpointError, OSError) as error:
-            self.failure = str(error)
-            return None
+        except CheckpointError as error:
+            self._note_failure(error)
+        except Exception as error:  # noqa: BLE001 - in a thread nobody else would hear of it
+            what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            self._note_failure(CheckpointError(f"the part of rank {self._rank}", what, _FIX))
+        return None
 
-    def _leave(self, note: _Note) -> None:
-        store.write_atomically(self._note(self._rank), TypeAdapter(_Note).dump_json(note))
+    def _note_failure(self, error: CheckpointError) -> None:
+        if self.failure is None:
+            self.failure = not self._staged.is_dir(), error
+
+    def _leave(self, note: _Note) -> Path:
+        path = self._note(self._rank)
+        store.write_atomically(path, TypeAdapter(_Note).dump_json(note))
+        return path
 
     def _note(self, rank: int) -> Path:
         return self._staged / f"note_{rank:05d}.json"
 
     def _commit(self) -> None:
         notes = [self._await(rank) for rank in range(self.world_size)]
-        failed = next((note.failure for note in notes if note.failure is not None), None)
-        if failed is not None:
-            raise CheckpointError(f"checkpoint {self.tag}", failed, "see the message")
+        if any(note.failed for note in notes):
+            return  # that rank tells all of why: see wait
         manifest = write_manifest(_catalog(self.root / self.tag, notes, self._facts))
         for rank in range(self.world_size):
             self._note(rank).unlink()

@@ -71,6 +71,10 @@ class Run:
     def step(self, batches: Iterator[Any] | None = None) -> float:
         return float(self.engine.train_batch(self.batches() if batches is None else batches))
 
+    def evaluate(self) -> float:
+        """On the batches of the step that comes next."""
+        return float(self.engine.eval_batch(self.batches()))
+
     def rolled_back(self) -> bool:
         return self.guard.rolled_back(self.messages)
 
