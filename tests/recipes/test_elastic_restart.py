@@ -15,11 +15,17 @@ LIMITS = {"dsx.elastic.tensor": [2, 1], "dsx.elastic.pipeline": [2, 1]}
 
 @pytest.mark.timeout(400)
 def test_a_run_outlives_its_machines(tmp_path):
-    """4 ranks on two machines; one is lost, another joins. The losses are one undisturbed process's."""
+    """4 ranks on two machines; one is lost, another joins. The losses are those of an undisturbed run.
+
+    That one runs under the deepspeed launcher, whose rank 0 holds the store that its spare rank waits at.
+    """
     settings = {**SMALL, "dsx.train.steps": STEPS, "dsx.train.save_every": 4, "dsx.train.keep_checkpoints": 2}
     settings["optimizer.params.lr"] = 3e-4  # at high rates, rounding in another order of sums soon shows
     undisturbed, output = tmp_path / "undisturbed", tmp_path / "run"
-    launch("python", "gpt_3d.py", ZERO3, {**settings, "dsx.train.output": undisturbed})
+    alone = {**settings, "dsx.elastic.tensor": [2], "dsx.train.output": undisturbed}
+    ended = launch("deepspeed", "gpt_3d.py", ZERO3, alone | {"dsx.parallel.pipeline": 1}, ranks=3)
+    assert ended.code == 0, ended.text
+    assert any(line.endswith("on 2 of 3 ranks; 1 more wait as spares") for line in ended.lines)
 
     settings |= {**LIMITS, "dsx.train.output": output}
     # One store for all starts keeps a new first machine from announcing itself (torch 2.13).
@@ -52,15 +58,15 @@ def test_a_run_outlives_its_machines(tmp_path):
         lost.kill()
         first.wait_for("  resumed ")
         joined = machine(is_host=False)
-        ended = first.end(), joined.end()
-    assert [end.code for end in ended] == [0, 0], "\n".join(end.text for end in ended)
-    lines = [line for end in ended for line in end.lines]
+        ends = first.end(), joined.end()
+    assert [end.code for end in ends] == [0, 0], "\n".join(end.text for end in ends)
+    lines = [line for end in ends for line in end.lines]
     layouts = [line.split(": ", 1)[1] for line in lines if "dsx.elastic:" in line]
     assert {layout.rsplit(" of ", 1)[0] for layout in layouts} == {
         "tensor 2 x pipeline 2 x data 1, micro-batch 2 x 4, on 4",
         "tensor 2 x pipeline 1 x data 1, micro-batch 2 x 4, on 2",
     }
-    assert rows(ended[0].lines if "done" in ended[0].lines else ended[1].lines, "done")
+    assert rows(next(end.lines for end in ends if "done" in end.lines), "done")
     expected, got = series(undisturbed, "train/loss"), series(output, "train/loss")
     assert list(got) == list(expected) == list(range(1, STEPS + 1))
     assert got == pytest.approx(expected, rel=1e-5)

@@ -14,7 +14,7 @@ from dsx.plan.parity import causes
 from dsx.runtime.verify.run import Plan, Request, judge, prepare
 from dsx.runtime.verify.seen import Witness
 from dsx.runtime.verify.subject import Job
-from runtime.verify.faults import FAULTS
+from runtime.verify.mistakes import FAULTS
 
 GPT2 = {"family": "gpt2", "preset": "tiny", "overrides": {"resid_pdrop": 0.1, "embd_pdrop": 0.1}}
 LLAMA = {"family": "llama", "preset": "tiny"}
