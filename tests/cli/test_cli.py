@@ -44,8 +44,9 @@ def test_version_is_the_packages():
 
 
 def target(schema: dict, part: dict) -> dict:
-    """What a part of a JSON Schema refers to."""
-    return schema["$defs"][part["$ref"].rsplit("/", 1)[1]] if "$ref" in part else part
+    """What a part of a JSON Schema refers to, also where null would do."""
+    reference = next((option["$ref"] for option in (part, *part.get("anyOf", ())) if "$ref" in option), None)
+    return schema["$defs"][reference.rsplit("/", 1)[1]] if reference else part
 
 
 def test_schema_describes_every_key_that_the_shipped_configs_use(dsx):
