@@ -28,6 +28,7 @@ TRAIN = {
     "perf/tokens_per_second_per_gpu",
     "perf/tflops_per_gpu",
     "perf/step_seconds",
+    "perf/data_percent",
     "memory/estimated_gib",
 }
 
