@@ -108,6 +108,7 @@ def test_commands_that_only_compute_run(words, tmp_path):
     assert code == ("--gpus 1" in shlex.join(words)), text
 
 
+@pytest.mark.slow
 def test_the_8b_layout_trains_right(tmp_path):
     (words,) = [words for words in commands("scaling.md") if words[:2] == ["dsx", "verify"]]
     code, text = run(words, tmp_path)
@@ -142,6 +143,7 @@ def tiny(words: list[str], output: Path) -> list[str]:
     return words + [word for item in items for word in ("--set", item)]
 
 
+@pytest.mark.slow
 def test_two_machines_without_ssh(tmp_path):
     """Both commands, at once, each for its machine; 127.0.0.1 and localhost take their places."""
     words = [words for words in launches() if "--no_ssh" in words]
@@ -178,6 +180,7 @@ def test_two_machines_without_ssh(tmp_path):
     assert "layout    2 x CPU: pipeline 1 x data 2 x tensor 1" in said[0]
 
 
+@pytest.mark.slow
 def test_the_slurm_script_starts_torchrun(tmp_path):
     """With stand-ins for Slurm's commands on one machine."""
     (script,) = [block for block in blocks("launching.md", "bash") if block.startswith("#!")]

@@ -23,6 +23,8 @@ ALONE = "this rank alone raises this error"
 LAUNCHER_SECONDS = 20.0
 """deepspeed and torchrun look after their processes more often than that."""
 
+_SPEAKER_SECONDS = 5.0
+
 _PEER_GONE = re.compile(
     r"gloo/transport.*(Connection (closed|reset) by peer|Broken pipe)|ncclRemoteError", re.DOTALL
 )
@@ -89,6 +91,9 @@ def _outcome(main: Callable[[], int | None]) -> int:
         if rank() == 0 or not together:
             prefix = "" if rank() == 0 else f"[rank {rank()}] "
             sys.stderr.write(f"{prefix}error: {error}\n")
+        else:
+            # A launcher ends all ranks at the first one's end: rank 0 gets to speak before.
+            time.sleep(_SPEAKER_SECONDS)
         return 2
     except Exception as error:  # noqa: BLE001 - the last line of defence reports everything
         if lost_a_peer(error):

@@ -1,4 +1,4 @@
-"""A run goes on when a machine is lost and when one joins, under torchrun's agents."""
+"""A run goes on when a machine is lost, under torchrun's agents."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from launching import SMALL, ZERO3, free_port, launch, rows, series, started
 
 from dsx.checkpoint import store
 
-STEPS = 60
+STEPS = 24
 LIMITS = {"dsx.elastic.tensor": [2, 1], "dsx.elastic.pipeline": [2, 1]}
 
 
 @pytest.mark.timeout(400)
 def test_a_run_outlives_its_machines(tmp_path):
-    """4 ranks on two machines; one is lost, another joins. The losses are those of an undisturbed run.
+    """4 ranks on two machines, one of which is lost. The losses are those of an undisturbed run.
 
     That one runs under the deepspeed launcher, whose rank 0 holds the store that its spare rank waits at.
     """
@@ -57,16 +57,15 @@ def test_a_run_outlives_its_machines(tmp_path):
         first.wait_until((output / "checkpoints" / store.LATEST).exists)
         lost.kill()
         first.wait_for("  resumed ")
-        joined = machine(is_host=False)
-        ends = first.end(), joined.end()
-    assert [end.code for end in ends] == [0, 0], "\n".join(end.text for end in ends)
-    lines = [line for end in ends for line in end.lines]
+        gone, ended = lost.end(), first.end()
+    assert ended.code == 0, ended.text
+    lines = gone.lines + ended.lines  # rank 0, which speaks, is on either machine
     layouts = [line.split(": ", 1)[1] for line in lines if "dsx.elastic:" in line]
     assert {layout.rsplit(" of ", 1)[0] for layout in layouts} == {
         "tensor 2 x pipeline 2 x data 1, micro-batch 2 x 4, on 4",
         "tensor 2 x pipeline 1 x data 1, micro-batch 2 x 4, on 2",
     }
-    assert rows(next(end.lines for end in ends if "done" in end.lines), "done")
+    assert rows(ended.lines, "done")
     expected, got = series(undisturbed, "train/loss"), series(output, "train/loss")
     assert list(got) == list(expected) == list(range(1, STEPS + 1))
     assert got == pytest.approx(expected, rel=1e-5)

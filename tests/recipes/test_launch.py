@@ -152,7 +152,8 @@ def test_ctrl_c_and_the_same_command_again(whole: Ended, output: Path, tmp_path:
         running.press_ctrl_c()
         stopped = running.end()
     assert stopped.code != 0
-    assert stopped.lines[-1].startswith("step "), stopped.text  # the ranks end without a word
+    # The launcher passes it on as SIGTERM: the ranks save and end, or are killed before they have.
+    assert not any("error" in line or "Traceback" in line for line in stopped.lines), stopped.text
     last = int((tmp_path / "checkpoints" / "latest").read_text().removeprefix("global_step"))
     steps = last + 2
     again = launch("deepspeed", "gpt_3d.py", ZERO3, settings | {"dsx.train.steps": steps})

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TOOL = Path(__file__).parents[2] / "tools" / "bench_engine.py"
 SIZES = {"hidden": 16, "blocks": 4, "sequence-length": 8, "micro-batches": 3, "rounds": 2, "steps": 1}
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TOOL = Path(__file__).parents[2] / "tools" / "bench_schedules.py"
 FORWARD_MS = 1.0
 OURS = {f"dsx {name}" for name in ("gpipe", "1f1b", "looped_bfs", "interleaved", "interleaved_zb")} | {
