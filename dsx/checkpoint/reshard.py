@@ -197,7 +197,7 @@ def _model(source: Catalog, wanted: Wanted) -> tuple[tuple[ParamSpec, ...], dict
         if source.format == megatron.FORMAT and wanted.hf_config is None:
             return (), {}
         given = wanted.hf_config if source.format == megatron.FORMAT else None
-        config = dict(given or read_config(source.root / hf_names.CONFIG))
+        config = dict(given or hf_names.read_config(source.root / hf_names.CONFIG))
         try:
             spec = model_spec(config)
         except ModelError:
@@ -288,19 +288,6 @@ def _stock(source: Catalog, root: Path, wanted: Wanted) -> tuple[Catalog, Target
     writer = universal_target if wanted.format == "universal" else deepspeed_target
     target = writer.target_of(source, root, layout)
     return source, replace(target, dropped=(*target.dropped, *cut_note(layout))), facts
-
-
-def read_config(file: Path) -> dict[str, Any]:
-    """The content of a ``config.json``. Raises CheckpointError if it is missing or no JSON object."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            str(file), f"not readable as JSON ({error})", "name a Hugging Face model folder, which has one"
-        ) from None
-    if not isinstance(content, dict):
-        raise CheckpointError(str(file), "not a JSON object", "name a Hugging Face model's config.json")
-    return content
 
 
 def layout_facts(layout: Layout) -> dict[str, Any]:

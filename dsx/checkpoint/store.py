@@ -46,7 +46,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             with suppress(OSError):
                 aside.unlink()
             raise
-        _sync(path.parent)
+        sync_file(path.parent)
 
 
 def stage(root: Path, tag: str) -> Path:
@@ -92,8 +92,8 @@ def commit(root: Path, tag: str) -> Path:
         if _exists(final):
             final.rename(_replaced(root, tag))
         staged.rename(final)
-        _sync(root)
-        _sync(root.absolute().parent)
+        sync_file(root)
+        sync_file(root.absolute().parent)
         _discard(root, tag)
     return final
 
@@ -167,14 +167,14 @@ def sync(folder: Path) -> None:
     with _explained(folder):
         for at, _, names in os.walk(folder, topdown=False, onerror=refuse):
             for name in names:
-                _sync(Path(at, name))
-            _sync(Path(at))
+                sync_file(Path(at, name))
+            sync_file(Path(at))
 
 
 def sync_folder(folder: Path) -> None:
     """Flush the names in ``folder``, not what they stand for. Raises CheckpointError."""
     with _explained(folder):
-        _sync(folder)
+        sync_file(folder)
 
 
 def require_space(root: Path, needed_bytes: int) -> None:
@@ -223,7 +223,7 @@ def _restore(root: Path, tag: str) -> None:
     if _exists(replaced) and not _exists(final):
         with suppress(FileNotFoundError):
             replaced.rename(final)
-        _sync(root)
+        sync_file(root)
 
 
 def _discard(root: Path, tag: str) -> None:
@@ -255,7 +255,8 @@ def _exists(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def _sync(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Flush one file, or the names in one folder, to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -129,9 +129,10 @@ def reshard(
     TARGET appears whole or not at all. After an interruption the same command goes on where it stopped.
     """
     from dsx.checkpoint.execute import Options, default_workers
+    from dsx.checkpoint.formats.hf_names import read_config
     from dsx.checkpoint.layouts import Degrees
     from dsx.checkpoint.open import open_checkpoint
-    from dsx.checkpoint.reshard import Wanted, prepare, read_config
+    from dsx.checkpoint.reshard import Wanted, prepare
     from dsx.checkpoint.stock_layouts import Pipeline, parse_ties
 
     degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data, chunks=chunks, zero=zero)

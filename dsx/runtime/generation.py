@@ -18,7 +18,7 @@ from dsx.checkpoint.formats import hf_catalog, hf_names
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.pieces import Part, contiguous
 from dsx.checkpoint.reader import Reader
-from dsx.checkpoint.reshard import read_config, under_hf_names
+from dsx.checkpoint.reshard import under_hf_names
 from dsx.errors import CheckpointError, ConfigError, DataError
 from dsx.runtime.arrays import as_numpy
 from dsx.runtime.data.tokenizers import Tokenizer, load_tokenizer
@@ -230,7 +230,7 @@ def _empty(hf_config: Mapping[str, Any], dtype: torch.dtype, where: str) -> PreT
 def _config(source: Catalog, config: str | Path | None) -> Mapping[str, Any]:
     if config is not None:
         path = Path(config).expanduser()
-        return read_config(path / hf_names.CONFIG if path.is_dir() else path)
+        return hf_names.read_config(path)
     known = source.facts.get("hf_config")
     if isinstance(known, Mapping):
         return known

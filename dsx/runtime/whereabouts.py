@@ -38,7 +38,12 @@ class Whereabouts:
     at: int = 0
     moves: int = 0
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
+    _event: Any = field(init=False, default=None)
     _marks: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.device.type != "cpu":
+            self._event = get_accelerator().Event  # None on a device of paper
 
     @contextmanager
     def doing(self, phase: str) -> Iterator[None]:
@@ -55,7 +60,7 @@ class Whereabouts:
 
     def reach(self, position: int) -> None:
         """The host comes to the action at ``position``."""
-        if self.device.type != "cpu" and get_accelerator().Event is not None:  # paper devices have none
+        if self._event is not None:
             self._mark(position)
         self.at = position
 
@@ -77,5 +82,5 @@ class Whereabouts:
     def _mark(self, position: int) -> None:
         """An event before the action at ``position``, reached once the device has ended those before it."""
         while len(self._marks) <= position:
-            self._marks.append(get_accelerator().Event())
+            self._marks.append(self._event())
         self._marks[position].record()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import made
 import ranks
 from dsx.errors import LayoutError
 from dsx.plan.hf_config import model_spec
@@ -16,26 +17,7 @@ from dsx.plan.partition import partition
 from dsx.spec.layout import Layout
 from dsx.spec.mesh import Mesh
 
-CONFIGS = {
-    "gpt2": {
-        "model_type": "gpt2",
-        "vocab_size": 37,
-        "n_positions": 8,
-        "n_embd": 12,
-        "n_layer": 3,
-        "n_head": 2,
-    },
-    "llama": {
-        "model_type": "llama",
-        "vocab_size": 41,
-        "hidden_size": 16,
-        "intermediate_size": 20,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 8,
-    },
-}
+CONFIGS = {family: made.CONFIGS[family] for family in ("gpt2", "llama")}
 
 
 def _layout(family: str, mesh: Mesh, chunks: int, zero_stage: int) -> Layout:

@@ -51,9 +51,13 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
             write_model(plan, files, rank)
     for tensor in range(layout.tp) if layout.bounds else ():
         _write_layers(replace(whole_plan, tensor=tensor), files)
-    catalog = Catalog(root=root, format=FORMAT, entries=files.entries(), facts=source.facts)
+    return tag_of(source, files, root, FORMAT)
+
+
+def tag_of(source: Catalog, files: Files, root: Path, form: str) -> Target:
+    """The checkpoint that ``files`` make, of one of DeepSpeed's two forms."""
     return Target(
-        catalog=catalog,
+        catalog=Catalog(root=root, format=form, entries=files.entries(), facts=source.facts),
         skeletons=tuple(files.skeletons),
         finish=no_manifest,
         dropped=no_place(source),

@@ -7,7 +7,6 @@ Which Hugging Face tensor holds which part of a parameter, and whether transpose
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from math import prod
@@ -19,7 +18,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsx.checkpoint.formats.hf_names import CONFIG, INDEX, SINGLE, is_buffer, stored_names, tied_names
+from dsx.checkpoint import store
+from dsx.checkpoint.formats.hf_names import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    is_buffer,
+    read_json,
+    stored_names,
+    tied_names,
+)
 from dsx.checkpoint.formats.slices import cut
 from dsx.errors import CheckpointError
 from dsx.plan.hf_config import architecture, model_spec
@@ -27,12 +35,6 @@ from dsx.plan.params import param_specs
 from dsx.spec.param import Box, ParamSpec
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """Content of a model folder's ``config.json``. Raises CheckpointError if missing or not a JSON object."""
-    file = Path(folder) / CONFIG
-    return _read_json(file, "name a Hugging Face model folder, which has one")
 
 
 def open_weights(folder: str | Path) -> HfWeights:
@@ -44,7 +46,7 @@ def open_weights(folder: str | Path) -> HfWeights:
     folder = Path(folder)
     index, single = folder / INDEX, folder / SINGLE
     if index.exists():
-        names = _read_json(index, "download the model again").get("weight_map")
+        names = read_json(index, "download the model again").get("weight_map")
         if not isinstance(names, dict):
             raise CheckpointError(str(index), "it has no weight_map", "download the model again")
         return HfWeights({str(name): folder / str(file) for name, file in names.items()}, index)
@@ -231,7 +233,7 @@ def write_shard(
         file.parent.mkdir(parents=True, exist_ok=True)
         # transformers refuses files without the format entry.
         save_file(state, file, metadata={**(metadata or {}), "format": "pt"})
-        _sync(file)
+        store.sync_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             str(file), f"cannot be written ({error})", "free space or choose another folder"
@@ -269,11 +271,11 @@ def finish(folder: str | Path, config: Mapping[str, Any], files: Mapping[str, st
         leftover.unlink()
     if names != [SINGLE]:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
-        _write_json(partial / INDEX, index)
-    _write_json(partial / CONFIG, _export_config(config, dtypes))
-    _sync(partial)
+        store.write_atomically(partial / INDEX, _as_json(index))
+    store.write_atomically(partial / CONFIG, _as_json(_export_config(config, dtypes)))
+    store.sync_folder(partial)
     partial.rename(folder)
-    _sync(folder.absolute().parent)
+    store.sync_folder(folder.absolute().parent)
 
 
 def _export_config(config: Mapping[str, Any], dtypes: set[str]) -> dict[str, Any]:
@@ -317,28 +319,8 @@ def _open(file: Path) -> Iterator[Any]:
         yield opened
 
 
-def _read_json(file: Path, fix: str) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(str(file), f"not readable as JSON ({error})", fix) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(str(file), "not a JSON object", fix)
-    return content
-
-
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    _sync(file)
-
-
-def _sync(path: Path) -> None:
-    """Bring a file's bytes, or a folder's entries, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _as_json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _partial(folder: Path) -> Path:

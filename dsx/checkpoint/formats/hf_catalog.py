@@ -26,6 +26,7 @@ from dsx.checkpoint.formats.hf_names import (
     SINGLE,
     head_of,
     is_buffer,
+    read_json,
     stored_names,
     tied_names,
 )
@@ -62,7 +63,7 @@ def catalog_of(root: Path) -> Catalog:
     index, single = root / INDEX, root / SINGLE
     told: dict[str, str] = {}
     if index.is_file():
-        content = _json(index)
+        content = read_json(index, _DOWNLOAD)
         if not isinstance(content.get("weight_map"), dict):
             raise CheckpointError(str(index), "it has no weight_map", _DOWNLOAD)
         told = {str(name): str(file) for name, file in content["weight_map"].items()}
@@ -76,7 +77,7 @@ def catalog_of(root: Path) -> Catalog:
     if lost is not None:
         raise CheckpointError(f"{root / told[lost]}: tensor {lost}", "the file does not have it", _DOWNLOAD)
     entries = tuple(found[name] for name in (told or found))
-    config = _json(root / CONFIG) if (root / CONFIG).is_file() else None
+    config = read_json(root / CONFIG, _DOWNLOAD) if (root / CONFIG).is_file() else None
     facts = {"hf_config": config} if config is not None else {}
     return Catalog(root=root, format=FORMAT, entries=entries, facts=facts, links_allowed=True)
 
@@ -374,13 +375,3 @@ def renamed(facts: Mapping[str, Any], names_of: Callable[[str], Sequence[str]], 
         step = steps if isinstance(group["step"], Mapping) else group["step"]
         groups.append({**group, "names": list(names), "step": step})
     return {**facts, "param_groups": groups} if groups else dict(facts)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(str(path), f"not readable as JSON ({error})", _DOWNLOAD) from None
-    if not isinstance(content, dict):
-        raise CheckpointError(str(path), "not a JSON object", _DOWNLOAD)
-    return content

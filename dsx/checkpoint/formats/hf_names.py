@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+from dsx.errors import CheckpointError
 from dsx.spec.param import ParamSpec
 
 CONFIG = "config.json"
@@ -19,6 +23,24 @@ _OTHER_HEADS = {"embed_out.weight": "lm_head.weight", "lm_head.weight": "embed_o
 _BUFFER = re.compile(
     r".*(\.attn\.bias|\.attn\.masked_bias|\.rotary_emb\.inv_freq|layers\.\d+\.attention\.(masked_)?bias)"
 )
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Content of a ``config.json``, or of a model folder's. Raises CheckpointError as :func:`read_json`."""
+    path = Path(path)
+    file = path / CONFIG if path.is_dir() else path
+    return read_json(file, "name a Hugging Face model folder, which has one")
+
+
+def read_json(file: Path, fix: str) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError, with ``fix``, if it is missing or holds none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(str(file), f"not readable as JSON ({error})", fix) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(str(file), "not a JSON object", fix)
+    return content
 
 
 def is_buffer(name: str) -> bool:

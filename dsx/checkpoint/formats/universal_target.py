@@ -18,8 +18,7 @@ from dsx.checkpoint.formats.deepspeed_target import (
     VERSION,
     clipping,
     group_settings,
-    no_manifest,
-    no_place,
+    tag_of,
     write_model,
 )
 from dsx.checkpoint.formats.torch_target import Call, number
@@ -61,14 +60,7 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
             _write_parameter(plan, files, name, plan.steps[at][name], padded=name in padded)
     files.add(f"{FOLDER}/{COMMON}", _common(plan), [])
     write_model(plan, files, 0, {"universal_checkpoint_info": _INFO})
-    catalog = Catalog(root=root, format=FORMAT, entries=files.entries(), facts=source.facts)
-    return Target(
-        catalog=catalog,
-        skeletons=tuple(files.skeletons),
-        finish=no_manifest,
-        dropped=no_place(source),
-        is_tag=True,
-    )
+    return tag_of(source, files, root, FORMAT)
 
 
 def _write_parameter(plan: StockPlan, files: Files, name: str, step: float | None, *, padded: bool) -> None:

@@ -12,7 +12,6 @@ from dsx.plan.memory.tape import Leaf, Ledger, Tensor
 from dsx.spec.zero import ZeroPlan
 
 _FILE = "zero/stage_1_and_2.py"
-_ADAPTER = "dsx zero_adapters/partitioned.py"
 
 
 class Partitioned(States):

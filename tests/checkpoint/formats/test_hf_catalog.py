@@ -17,7 +17,15 @@ from checkpoint.stock_checkpoints import read_entry
 from dsx.checkpoint.catalog import Catalog, check_files
 from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import Options, execute
-from dsx.checkpoint.formats import deepspeed, deepspeed_target, dsx_native, hf, hf_catalog, hf_target
+from dsx.checkpoint.formats import (
+    deepspeed,
+    deepspeed_target,
+    dsx_native,
+    hf,
+    hf_catalog,
+    hf_names,
+    hf_target,
+)
 from dsx.checkpoint.formats.deepspeed_plan import StockLayout
 from dsx.checkpoint.layouts import Degrees, layout_like
 from dsx.errors import CheckpointError
@@ -131,7 +139,7 @@ def test_transformers_loads_what_is_written(
     layout = layout_like(source, Degrees.parse("dp=2,tp=2,zero=3"))
     native = run(source, dsx_native.target_of(source, tmp_path / "b", layout))
     source = hf_catalog.as_hf(dsx_native.catalog_of(native), specs)
-    config = hf.read_config(tmp_path / "a")
+    config = hf_names.read_config(tmp_path / "a")
     made = run(
         source,
         hf_target.target_of(source, tmp_path / "c", config, precision=precision, shard_bytes=shard_bytes),
