@@ -11,7 +11,7 @@
   `latest` name a checkpoint, whole by its checksums, with the states of the step that it says?
 - Flips of one bit of a tensor in a small checkpoint of each format: does a conversion of it, or does
   `dsx inspect --verify`, notice and name the tensor? A conversion does not read what it has no use for, as
-  the master of a weight that is fp32 itself; Hugging Face's folders have no checksums.
+  the master of a weight that is fp32 itself.
 """
 
 from __future__ import annotations
@@ -265,8 +265,11 @@ def flips(folder: Path, count: int, chance: random.Random) -> Json:
     from dsx.checkpoint.reshard import Wanted, prepare
     from dsx.checkpoint.source import verify
     from dsx.errors import CheckpointError
+    from dsx.plan.hf_config import model_spec
+    from dsx.plan.params import param_specs
 
     source = made(folder, SMALL, chance)
+    homes = {name: spec.name for spec in param_specs(model_spec(SMALL)) for name in spec.hf}
     report: Json = {}
     for name, wanted in TARGETS.items():
         convert(source, folder / name, wanted)
@@ -293,8 +296,8 @@ def flips(folder: Path, count: int, chance: random.Random) -> Json:
                     said = "; ".join(error.where for error in verify(catalog))
             except CheckpointError as error:
                 said = error.where
-            named = entry.name in said
-            # Of Hugging Face's folders all is read, under other names.
+            # Of Hugging Face's folders all is read, by a conversion under dsx's names.
+            named = entry.name in said or (name == "hf" and f" {homes[entry.name]}" in said)
             missed = "not noticed" if entry.key in used or name == "hf" else "not read"
             found["named" if named else "noticed, among others" if said else missed] += 1
             restore()

@@ -286,8 +286,9 @@ class _Run:
             for place in skeleton.crc32_fields:
                 with blamed(path, "its CRC32", "writing", RESUMES), self._writes.lend(skeleton.file) as file:
                     crc = self._crc32_of(skeleton.file, place)
+                    data = f"{crc:08x}".encode() if place.as_text else struct.pack("<I", crc)
                     for at in place.places:
-                        write_from(file, memoryview(struct.pack("<I", crc)), at)
+                        write_from(file, memoryview(data), at)
 
     def _crc32_of(self, file: str, field: Crc32Field) -> int:
         """Of a member; what nothing was written to is zero."""

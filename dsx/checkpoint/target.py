@@ -12,18 +12,20 @@ from dsx.checkpoint.catalog import Catalog, Checksum
 
 @dataclass(frozen=True, slots=True)
 class Crc32Field:
-    """Where a file keeps the CRC32 of its own bytes ``start`` to ``stop``: torch's zip files do.
+    """Where a file keeps the CRC32 of its own bytes ``start`` to ``stop``, as torch's zip files do.
 
     Attributes:
         start: First byte of the member.
         stop: Byte after the last.
         places: Offsets of the fields, four bytes each, little-endian (local header or data descriptor, and
             central directory).
+        as_text: The fields are eight hexadecimal digits instead: safetensors' header is JSON.
     """
 
     start: int
     stop: int
     places: tuple[int, ...]
+    as_text: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ def test_the_loss_is_transformers_and_the_same_bits_in_every_format(dsx, folder)
 
 
 def test_another_model_has_another_loss(dsx, folder):
-    """The check is of what lies on the disk: one flipped sign in a file without checksums shows."""
+    """The check is of what lies on the disk, and of nothing else: one flipped sign shows."""
     path, _ = folder
     assert dsx(path / "model", path / "a", "--to", "hf")[0] == 0
     source, target = open_checkpoint(path / "model"), open_checkpoint(path / "a")

@@ -28,6 +28,7 @@ from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece, locate
 from dsx.checkpoint.checksums import digest
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS
 from dsx.checkpoint.formats.dsx_manifest import FORMAT_NAME, read_manifest, write_manifest
+from dsx.checkpoint.formats.safetensors_file import NAMES
 from dsx.checkpoint.layouts import is_guess
 from dsx.checkpoint.pieces import Part, local_parts
 from dsx.checkpoint.shares import Share, shares
@@ -38,20 +39,6 @@ from dsx.spec.mesh import Mesh
 from dsx.spec.param import ParamSpec
 
 PRECISIONS: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_SAFETENSORS = {
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 _ALIGNMENT_BYTES = 64
 _LARGEST_RANDOM_STATE = 1 << 20
 
@@ -228,7 +215,7 @@ def header_of(stored: Sequence[Stored]) -> bytes:
     at = 0
     for item in stored:
         header[f"{item.entry.state}/{item.entry.name}"] = {
-            "dtype": _SAFETENSORS[item.entry.dtype],
+            "dtype": NAMES[item.entry.dtype],
             "shape": item.shape,
             "data_offsets": [at, at + item.num_bytes],
         }

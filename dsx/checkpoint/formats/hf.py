@@ -7,6 +7,7 @@ Which Hugging Face tensor holds which part of a parameter, and whether transpose
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from math import prod
@@ -28,6 +29,7 @@ from dsx.checkpoint.formats.hf_names import (
     stored_names,
     tied_names,
 )
+from dsx.checkpoint.formats.safetensors_file import CRC32
 from dsx.checkpoint.formats.slices import cut
 from dsx.errors import CheckpointError
 from dsx.plan.hf_config import architecture, model_spec
@@ -232,13 +234,18 @@ def write_shard(
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # transformers refuses files without the format entry.
-        save_file(state, file, metadata={**(metadata or {}), "format": "pt"})
+        save_file(state, file, metadata={**(metadata or {}), "format": "pt", **_checksums(state)})
         store.sync_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             str(file), f"cannot be written ({error})", "free space or choose another folder"
         ) from error
     return dict.fromkeys(state, file.name)
+
+
+def _checksums(state: Mapping[str, Tensor]) -> dict[str, str]:
+    flat = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in state.items() if tensor.numel()}
+    return {CRC32 + name: f"{zlib.crc32(data.numpy().data):08x}" for name, data in flat.items()}
 
 
 def finish(folder: str | Path, config: Mapping[str, Any], files: Mapping[str, str]) -> None:

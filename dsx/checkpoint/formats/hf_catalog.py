@@ -4,22 +4,18 @@ A parameter of dsx may be several Hugging Face tensors (Q, K and V; gate and up)
 (GPT-2's Conv1D); its :class:`~dsx.spec.param.ParamSpec` says so. In a catalog that is only another start and
 other strides of the same bytes. So :func:`as_dsx` and :func:`as_hf` rename any catalog, of stock DeepSpeed's
 checkpoints of ``transformers`` models too, optimizer states included.
-
-safetensors: eight bytes with the length of a JSON header, the header, the tensors (its format's description).
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry, Piece
+from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece
 from dsx.checkpoint.formats.hf_names import (
     CONFIG,
     INDEX,
@@ -30,27 +26,12 @@ from dsx.checkpoint.formats.hf_names import (
     stored_names,
     tied_names,
 )
-from dsx.checkpoint.pieces import contiguous, intersect
+from dsx.checkpoint.formats.safetensors_file import contents
+from dsx.checkpoint.pieces import intersect
 from dsx.errors import CheckpointError
 from dsx.spec.param import ParamSpec
 
 FORMAT = "hf"
-DTYPES: Mapping[str, str] = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-"""Torch's name of every dtype of safetensors that a catalog may have."""
-_LARGEST_HEADER = 100_000_000  # safetensors' own limit
 _DOWNLOAD = "download or export it again"
 
 
@@ -72,63 +53,30 @@ def catalog_of(root: Path) -> Catalog:
             str(root), f"it has neither {SINGLE} nor {INDEX}", "name a Hugging Face model folder"
         )
     files = list(dict.fromkeys(told.values())) if told else [SINGLE]
-    found = {entry.name: entry for file in files for entry in _tensors(root, file)}
+    found: dict[str, Entry] = {}
+    checksums: list[Checksum] = []
+    for file in files:
+        if "/" in file or "\\" in file or file in ("", ".."):
+            raise CheckpointError(
+                f"{root / INDEX}: {file!r}", "it leads out of the model's folder", "do not trust this folder"
+            )
+        held, sums = contents(root, file)
+        found |= {entry.name: entry for entry in held}
+        checksums += sums
     lost = next((name for name, file in told.items() if name not in found), None)
     if lost is not None:
         raise CheckpointError(f"{root / told[lost]}: tensor {lost}", "the file does not have it", _DOWNLOAD)
     entries = tuple(found[name] for name in (told or found))
     config = read_json(root / CONFIG, _DOWNLOAD) if (root / CONFIG).is_file() else None
     facts = {"hf_config": config} if config is not None else {}
-    return Catalog(root=root, format=FORMAT, entries=entries, facts=facts, links_allowed=True)
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Header of a safetensors file, and the byte at which its tensors begin.
-
-    Raises:
-        CheckpointError: It is none, or is cut short.
-    """
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_LARGEST_HEADER, path.stat().st_size - 8):
-                raise CheckpointError(str(path), "it is no safetensors file, or was cut short", _DOWNLOAD)
-            header = json.loads(file.read(length))
-    except OSError as error:
-        raise CheckpointError(
-            str(path), f"it cannot be read ({error.strerror or error})", _DOWNLOAD
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(str(path), f"its header is not JSON ({error})", _DOWNLOAD) from None
-    if not isinstance(header, dict):
-        raise CheckpointError(str(path), "its header is no JSON object", _DOWNLOAD)
-    return header, 8 + length
-
-
-def _tensors(root: Path, file: str) -> Iterator[Entry]:
-    if "/" in file or "\\" in file or file in ("", ".."):
-        raise CheckpointError(
-            f"{root / INDEX}: {file!r}", "it leads out of the model's folder", "do not trust this folder"
-        )
-    header, base = read_header(root / file)
-    size = (root / file).stat().st_size
-    for name, told in header.items():
-        if name == "__metadata__":
-            continue
-        where = f"{root / file}: tensor {name}"
-        try:
-            shape, dtype = tuple(map(int, told["shape"])), DTYPES[told["dtype"]]
-            start, stop = map(int, told["data_offsets"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(where, f"its description is unknown ({error!r})", _DOWNLOAD) from None
-        if min((*shape, start)) < 0 or stop - start != prod(shape) * ITEM_BYTES[dtype] or base + stop > size:
-            raise CheckpointError(
-                where, f"its bytes {start} to {stop} are not those of {dtype} {shape}", _DOWNLOAD
-            )
-        corner = (0,) * len(shape)
-        pieces = (Piece(file, base + start, corner, shape, contiguous(shape)),) if prod(shape) else ()
-        role: Literal["buffer", "trained"] = "buffer" if is_buffer(name) else "trained"
-        yield Entry(name=name, state="weight", shape=shape, dtype=dtype, pieces=pieces, role=role)
+    return Catalog(
+        root=root,
+        format=FORMAT,
+        entries=entries,
+        facts=facts,
+        checksums=tuple(checksums),
+        links_allowed=True,
+    )
 
 
 def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.catalog import Catalog, Entry, Piece
-from dsx.checkpoint.formats.hf_catalog import DTYPES, FORMAT
+from dsx.checkpoint.formats.hf_catalog import FORMAT
 from dsx.checkpoint.formats.hf_names import CONFIG, INDEX, SINGLE
+from dsx.checkpoint.formats.safetensors_file import CRC32, NAMES
 from dsx.checkpoint.pieces import contiguous
-from dsx.checkpoint.target import Skeleton, Target, Written
+from dsx.checkpoint.target import Crc32Field, Skeleton, Target, Written
 from dsx.errors import CheckpointError
 
 SHARD_BYTES = 5 << 30
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PRECISIONS: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -107,11 +107,12 @@ def _file_name(at: int, count: int) -> str:
 
 def _file(name: str, shard: list[Entry]) -> tuple[Skeleton, list[Entry]]:
     # transformers refuses files without the format entry.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    sums = {CRC32 + entry.name: "0" * 8 for entry in shard if entry.numel}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **sums}}
     offset = 0
     for entry in shard:
         header[entry.name] = {
-            "dtype": _NAMES[entry.dtype],
+            "dtype": NAMES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [offset, offset + entry.num_bytes],
         }
@@ -119,14 +120,19 @@ def _file(name: str, shard: list[Entry]) -> tuple[Skeleton, list[Entry]]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 64 + 56)  # tensors begin at a multiple of 64
     base = 8 + len(text)
-    entries = []
-    for entry in shard:
-        place = base + header[entry.name]["data_offsets"][0]
-        corner = (0,) * len(entry.shape)
-        piece = Piece(name, place, corner, entry.shape, contiguous(entry.shape))
-        entries.append(replace(entry, pieces=(piece,) if entry.numel else ()))
     head = len(text).to_bytes(8, "little") + text
-    return Skeleton(file=name, num_bytes=base + offset, parts=((0, head),)), entries
+    entries, fields, at = [], [], 0
+    for entry in shard:
+        start, stop = (base + place for place in header[entry.name]["data_offsets"])
+        corner = (0,) * len(entry.shape)
+        piece = Piece(name, start, corner, entry.shape, contiguous(entry.shape))
+        entries.append(replace(entry, pieces=(piece,) if entry.numel else ()))
+        if entry.numel:
+            key = f'{json.dumps(CRC32 + entry.name)}:"'.encode()
+            at = head.index(key, at) + len(key)
+            fields.append(Crc32Field(start, stop, (at,), as_text=True))
+    skeleton = Skeleton(file=name, num_bytes=base + offset, parts=((0, head),), crc32_fields=tuple(fields))
+    return skeleton, entries
 
 
 def _text(name: str, content: Mapping[str, Any]) -> Skeleton:

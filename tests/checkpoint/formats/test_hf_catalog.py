@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, Qwen3Config
 
 import ranks
@@ -28,6 +30,7 @@ from dsx.checkpoint.formats import (
 )
 from dsx.checkpoint.formats.deepspeed_plan import StockLayout
 from dsx.checkpoint.layouts import Degrees, layout_like
+from dsx.checkpoint.source import DamagedError, verify
 from dsx.errors import CheckpointError
 from dsx.plan.hf_config import model_spec
 from dsx.plan.params import param_specs
@@ -228,6 +231,40 @@ def test_what_does_not_fit_the_model(tmp_path: Path) -> None:
         hf_catalog.as_dsx(catalog, wrong)
 
 
+@pytest.mark.parametrize("writer", ["reshard", "ranks"])
+def test_every_flipped_bit_of_what_dsx_writes_is_found_and_named(writer: str, tmp_path: Path) -> None:
+    """Safetensors has no checksums: dsx adds a CRC32 for each tensor. transformers drops it when it saves."""
+    model_of("llama").save_pretrained(tmp_path / "a")
+    source = hf_catalog.catalog_of(tmp_path / "a")
+    config, out = hf_names.read_config(tmp_path / "a"), tmp_path / "b"
+    if writer == "reshard":
+        run(source, hf_target.target_of(source, out, config, shard_bytes=9000))
+    else:
+        tensors = load_file(tmp_path / "a" / "model.safetensors")
+        hf.finish(out, config, hf.write_shard(out, 0, 1, tensors))
+    catalog = hf_catalog.catalog_of(out)
+    sums = {(one.file, one.start): one.digest for one in catalog.checksums}
+    expected = load_file(tmp_path / "a" / "model.safetensors")
+    assert not list(verify(catalog))
+    for number, entry in enumerate(catalog.entries):
+        (piece,) = entry.pieces
+        assert sums[piece.file, piece.offset] == f"{zlib.crc32(expected[entry.name].numpy().tobytes()):08x}"
+        path = out / piece.file
+        data = bytearray(path.read_bytes())
+        at = piece.offset + number * 7919 % entry.num_bytes
+        data[at] ^= 1 << number % 8
+        path.write_bytes(data)
+        (error,) = verify(catalog)
+        assert (str(path) in error.where, entry.name in error.where) == (True, True)
+        with pytest.raises(DamagedError, match=re.escape(entry.name)):
+            run(catalog, hf_target.target_of(catalog, tmp_path / "c", config))
+        assert not (tmp_path / "c").exists()
+        data[at] ^= 1 << number % 8
+        path.write_bytes(data)
+    AutoModelForCausalLM.from_pretrained(out).save_pretrained(tmp_path / "again")
+    assert hf_catalog.catalog_of(tmp_path / "again").checksums == ()
+
+
 def test_damaged_folders(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="neither"):
         hf_catalog.catalog_of(tmp_path)
@@ -240,6 +277,10 @@ def test_damaged_folders(tmp_path: Path) -> None:
             hf_catalog.catalog_of(tmp_path)
     path.write_bytes(data.replace(b'"dtype":"F32"', b'"dtype":"F33"', 1))
     with pytest.raises(CheckpointError, match="its description is unknown"):
+        hf_catalog.catalog_of(tmp_path)
+    path.write_bytes(data)
+    save_file(load_file(path, backend="pread"), path, metadata={"crc32/transformer.ln_f.bias": "xyz"})
+    with pytest.raises(CheckpointError, match=r"tensor transformer.ln_f.bias: its CRC32 cannot be 'xyz'"):
         hf_catalog.catalog_of(tmp_path)
     path.write_bytes(data)
     index = tmp_path / "model.safetensors.index.json"

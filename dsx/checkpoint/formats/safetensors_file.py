@@ -1,0 +1,109 @@
+"""safetensors files as data: where each tensor's bytes lie, and the checksums that dsx puts beside them.
+
+The format (its own description): eight bytes with the length of a JSON header, the header, the tensors. It
+has no checksums. dsx puts each tensor's into ``__metadata__``; who else writes the file anew leaves them out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from dsx.checkpoint.catalog import ITEM_BYTES, Checksum, Entry, Piece
+from dsx.checkpoint.formats.hf_names import is_buffer
+from dsx.checkpoint.pieces import contiguous
+from dsx.errors import CheckpointError
+
+CRC32 = "crc32/"
+"""With a tensor's name after it: the key in ``__metadata__`` of its bytes' CRC32, 8 hexadecimal digits."""
+
+DTYPES: Mapping[str, str] = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""Torch's name of every dtype of safetensors that a catalog may have."""
+NAMES: Mapping[str, str] = {dtype: name for name, dtype in DTYPES.items()}
+"""The other way round."""
+_LARGEST_HEADER = 100_000_000  # safetensors' own limit
+_DOWNLOAD = "download or export it again"
+
+
+def contents(root: Path, file: str) -> tuple[list[Entry], list[Checksum]]:
+    """The tensors of a file under their own names, and the checksums of those that have one.
+
+    Args:
+        root: Folder of the checkpoint.
+        file: In it.
+
+    Raises:
+        CheckpointError: It is no such file, is cut short, or describes a tensor that it cannot have.
+    """
+    header, base = _header(root / file)
+    entries = list(_tensors(root, file, header, base))
+    told = header.get("__metadata__")
+    return entries, list(_checksums(root, told, entries)) if isinstance(told, dict) else []
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Header of a file, and the byte at which its tensors begin."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(_LARGEST_HEADER, path.stat().st_size - 8):
+                raise CheckpointError(str(path), "it is no safetensors file, or was cut short", _DOWNLOAD)
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise CheckpointError(
+            str(path), f"it cannot be read ({error.strerror or error})", _DOWNLOAD
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(str(path), f"its header is not JSON ({error})", _DOWNLOAD) from None
+    if not isinstance(header, dict):
+        raise CheckpointError(str(path), "its header is no JSON object", _DOWNLOAD)
+    return header, 8 + length
+
+
+def _checksums(root: Path, told: Mapping[str, Any], entries: Iterable[Entry]) -> Iterator[Checksum]:
+    for entry in entries:
+        crc = told.get(CRC32 + entry.name)
+        for piece in entry.pieces if crc is not None else ():
+            if not re.fullmatch("[0-9a-f]{8}", str(crc)):
+                raise CheckpointError(
+                    f"{root / piece.file}: tensor {entry.name}", f"its CRC32 cannot be {crc!r}", _DOWNLOAD
+                )
+            yield Checksum(piece.file, piece.offset, piece.stop(entry.item_bytes), "crc32", str(crc))
+
+
+def _tensors(root: Path, file: str, header: Mapping[str, Any], base: int) -> Iterator[Entry]:
+    size = (root / file).stat().st_size
+    for name, told in header.items():
+        if name == "__metadata__":
+            continue
+        where = f"{root / file}: tensor {name}"
+        try:
+            shape, dtype = tuple(map(int, told["shape"])), DTYPES[told["dtype"]]
+            start, stop = map(int, told["data_offsets"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(where, f"its description is unknown ({error!r})", _DOWNLOAD) from None
+        if min((*shape, start)) < 0 or stop - start != prod(shape) * ITEM_BYTES[dtype] or base + stop > size:
+            raise CheckpointError(
+                where, f"its bytes {start} to {stop} are not those of {dtype} {shape}", _DOWNLOAD
+            )
+        corner = (0,) * len(shape)
+        pieces = (Piece(file, base + start, corner, shape, contiguous(shape)),) if prod(shape) else ()
+        role: Literal["buffer", "trained"] = "buffer" if is_buffer(name) else "trained"
+        yield Entry(name=name, state="weight", shape=shape, dtype=dtype, pieces=pieces, role=role)
