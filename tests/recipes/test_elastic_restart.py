@@ -1,4 +1,4 @@
-"""A run goes on when a machine is lost, under torchrun's agents."""
+"""A run goes on when a machine is lost and when one joins, under torchrun's agents."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from launching import SMALL, ZERO3, free_port, launch, rows, series, started
 
 from dsx.checkpoint import store
 
-STEPS = 24
 LIMITS = {"dsx.elastic.tensor": [2, 1], "dsx.elastic.pipeline": [2, 1]}
 
 
 @pytest.mark.timeout(400)
-def test_a_run_outlives_its_machines(tmp_path):
-    """4 ranks on two machines, one of which is lost. The losses are those of an undisturbed run.
+@pytest.mark.parametrize(("steps", "rejoins"), [(24, False), pytest.param(60, True, marks=pytest.mark.slow)])
+def test_a_run_outlives_its_machines(tmp_path, steps, rejoins):
+    """4 ranks on two machines; one is lost, another may join. The losses are those of an undisturbed run.
 
     That one runs under the deepspeed launcher, whose rank 0 holds the store that its spare rank waits at.
     """
-    settings = {**SMALL, "dsx.train.steps": STEPS, "dsx.train.save_every": 4, "dsx.train.keep_checkpoints": 2}
+    settings = {**SMALL, "dsx.train.steps": steps, "dsx.train.save_every": 4, "dsx.train.keep_checkpoints": 2}
     settings["optimizer.params.lr"] = 3e-4  # at high rates, rounding in another order of sums soon shows
     undisturbed, output = tmp_path / "undisturbed", tmp_path / "run"
     alone = {**settings, "dsx.elastic.tensor": [2], "dsx.train.output": undisturbed}
@@ -57,15 +57,18 @@ def test_a_run_outlives_its_machines(tmp_path):
         first.wait_until((output / "checkpoints" / store.LATEST).exists)
         lost.kill()
         first.wait_for("  resumed ")
-        gone, ended = lost.end(), first.end()
-    assert ended.code == 0, ended.text
-    lines = gone.lines + ended.lines  # rank 0, which speaks, is on either machine
-    layouts = [line.split(": ", 1)[1] for line in lines if "dsx.elastic:" in line]
-    assert {layout.rsplit(" of ", 1)[0] for layout in layouts} == {
-        "tensor 2 x pipeline 2 x data 1, micro-batch 2 x 4, on 4",
-        "tensor 2 x pipeline 1 x data 1, micro-batch 2 x 4, on 2",
-    }
-    assert rows(ended.lines, "done")
+        others = [machine(is_host=False)] if rejoins else []
+        gone, ends = lost.end(), [one.end() for one in (first, *others)]
+    assert {end.code for end in ends} == {0}, "\n".join(end.text for end in ends)
+    lines = [line for end in (gone, *ends) for line in end.lines]  # rank 0, which speaks, is on any machine
+    layouts = [line.split(": ", 1)[1].rsplit(" of ", 1)[0] for line in lines if "dsx.elastic:" in line]
+    four, two = (
+        f"tensor 2 x pipeline {pipeline} x data 1, micro-batch 2 x 4, on {ranks}"
+        for pipeline, ranks in ((2, 4), (1, 2))
+    )
+    assert set(layouts) == {four, two}
+    assert layouts.count(four) > rejoins
+    assert any(rows(end.lines, "done") for end in ends)
     expected, got = series(undisturbed, "train/loss"), series(output, "train/loss")
-    assert list(got) == list(expected) == list(range(1, STEPS + 1))
+    assert list(got) == list(expected) == list(range(1, steps + 1))
     assert got == pytest.approx(expected, rel=1e-5)
