@@ -9,6 +9,8 @@ import re
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -45,7 +47,7 @@ def commands(guide: str) -> list[list[str]]:
 def run(words: list[str], folder: Path, *, seconds: float = 200, **environment: str) -> tuple[int, str]:
     """Exit code and output of a command as a reader would type it, in a folder with the project's."""
     for name in ("recipes", "configs"):
-        if not (folder / name).exists():
+        with suppress(FileExistsError):
             (folder / name).symlink_to(ROOT / name)
     command = words
     if words[0] == "dsx":
@@ -143,40 +145,60 @@ def tiny(words: list[str], output: Path) -> list[str]:
     return words + [word for item in items for word in ("--set", item)]
 
 
+# What these programs do, for machines that are all this one.
+STAND_INS = {
+    "ssh": """while [[ $1 == -* ]]; do shift 2; done
+shift
+exec "$@"
+""",
+    "pdsh": """while [[ $1 == -* ]]; do
+  case $1 in -S) shift ;; -w) hosts=$2; shift 2 ;; *) shift 2 ;; esac
+done
+n=0 code=0
+for host in ${hosts//,/ }; do bash -c "${*//%n/$n}" & n=$((n + 1)); done
+for job in $(jobs -p); do wait "$job" || code=$?; done
+exit $code
+""",
+    "scontrol": "echo localhost\n",
+    "srun": 'exec "$@"\n',
+}
+
+
+def path_with_stand_ins(folder: Path) -> str:
+    """A PATH on which the stand-ins come first."""
+    folder.mkdir()
+    for name, body in STAND_INS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}")
+        (folder / name).chmod(0o755)
+    return os.pathsep.join([str(folder), str(BIN), os.environ["PATH"]])
+
+
 @pytest.mark.slow
-def test_two_machines_without_ssh(tmp_path):
-    """Both commands, at once, each for its machine; 127.0.0.1 and localhost take their places."""
-    words = [words for words in launches() if "--no_ssh" in words]
-    assert [command[command.index("--node_rank") + 1] for command in words] == ["0", "1"]
+@pytest.mark.parametrize("how", ["--no_ssh", "ssh"])
+def test_two_machines_of_a_hostfile(tmp_path, how):
+    """127.0.0.1 and localhost take their places; without ssh both commands are given, at once."""
+    commands = [
+        words for words in launches() if "--hostfile" in words and ("--no_ssh" in words) == (how != "ssh")
+    ]
+    ranks = [command[command.index("--node_rank") + 1] for command in commands if "--node_rank" in command]
+    assert ranks == ([] if how == "ssh" else ["0", "1"])
     (hostfile,) = blocks("launching.md", "text")
-    hosts = hostfile.replace("node1", "127.0.0.1").replace("node2", "localhost").replace("slots=8", "slots=1")
-    (tmp_path / "hostfile").write_text(hosts)
+    for name, here in {"node1": "127.0.0.1", "node2": "localhost", "slots=8": "slots=1"}.items():
+        hostfile = hostfile.replace(name, here)
     from recipes.launching import free_port
 
     port = ["--master_port", str(free_port())]
     folder = tmp_path / "project"
     folder.mkdir()
-    (folder / "hostfile").write_text(hosts)
-    for name in ("recipes", "configs"):
-        (folder / name).symlink_to(ROOT / name)
-    environ = os.environ | {
-        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    started = [
-        subprocess.Popen(
-            [command[0], *port, *tiny(command[1:], tmp_path / "out")],
-            cwd=folder,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for command in words
-    ]
-    said = [process.communicate(timeout=200)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], "\n".join(said)
+    (folder / "hostfile").write_text(hostfile)
+    path = path_with_stand_ins(tmp_path / "bin")
+    with ThreadPoolExecutor() as pool:
+        ends = [
+            pool.submit(run, [command[0], *port, *tiny(command[1:], tmp_path / "out")], folder, PATH=path)
+            for command in commands
+        ]
+        codes, said = zip(*(end.result() for end in ends), strict=True)
+    assert set(codes) == {0}, "\n".join(said)
     assert "layout    2 x CPU: pipeline 1 x data 2 x tensor 1" in said[0]
 
 
@@ -184,11 +206,6 @@ def test_two_machines_without_ssh(tmp_path):
 def test_the_slurm_script_starts_torchrun(tmp_path):
     """With stand-ins for Slurm's commands on one machine."""
     (script,) = [block for block in blocks("launching.md", "bash") if block.startswith("#!")]
-    stand_ins = tmp_path / "bin"
-    stand_ins.mkdir()
-    for name, body in {"scontrol": "echo localhost", "srun": 'exec "$@"'}.items():
-        (stand_ins / name).write_text(f"#!/bin/bash\n{body}\n")
-        (stand_ins / name).chmod(0o755)
     from recipes.launching import free_port
 
     script = script.replace("--nproc_per_node 8", "--nproc_per_node 1").replace(":29500", f":{free_port()}")
@@ -198,7 +215,7 @@ def test_the_slurm_script_starts_torchrun(tmp_path):
     code, text = run(
         ["bash", str(tmp_path / "job.sh")],
         tmp_path,
-        PATH=f"{stand_ins}{os.pathsep}{BIN}{os.pathsep}{os.environ['PATH']}",
+        PATH=path_with_stand_ins(tmp_path / "bin"),
         SLURM_JOB_NODELIST="node1",
         SLURM_NNODES="1",
         SLURM_JOB_ID="7",
