@@ -253,10 +253,15 @@ def held_out_loss(model: Any, output: Path) -> float:
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing listens on, outside the range of which the kernel gives ports to connections.
+
+    From there another program's connection could take it before the ranks are up.
+    """
+    for port in range(20000 + os.getpid() % 10000, 32000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port of 20000 to 32000 is free")
 
 
 def _launcher(name: str, ranks: int, options: Sequence[str]) -> list[str]:
