@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dsx.config.batch import resolve_batch
 from dsx.config.doctor.context import ACCUMULATION, MICRO, TRAIN, UNKNOWN, Context
 from dsx.config.doctor.finding import Finding
-from dsx.config.wording import at
+from dsx.config.wording import at, either
 from dsx.errors import ConfigError
 
 _SEQUENCE = "sequence_parallel_size"
@@ -30,17 +30,38 @@ def check_world(context: Context) -> Iterator[Finding]:
     world = context.world_size
     if world is None or context.runner == "dsx":
         return
+    yield from _grid(context, world)
     names = (_SEQUENCE, "tensor_parallel.autotp_size", "zero_optimization.zero_hpz_partition_size")
     for name in names:
         size = context.number(name)
         if size and context.written(name) and world % min(int(size), world):
-            legal = [n for n in range(1, world + 1) if world % n == 0]
-            fix = f"use one of {', '.join(map(str, legal))}"
+            fix = f"use {_divisors(world)}"
             yield context.find("degree", "error", name, f"it does not divide {world} ranks", fix)
         elif size and context.written(name) and size > world and name != names[2]:
             yield context.find(
                 "degree", "error", name, f"there are only {world} ranks", f"use at most {world}"
             )
+
+
+def _grid(context: Context, world: int) -> Iterator[Finding]:
+    """Pipeline stages, and the mesh of data and sequence parallelism (pipe/module.py; initialize)."""
+    stages = context.pipeline or 1
+    if world % stages:
+        why = f"PipelineModule refuses {stages} stages on {world} ranks: they do not divide them"
+        yield context.find("degree", "error", ("pipeline",), why, f"use {_divisors(world)} stages")
+    data, sequence = context.number("data_parallel_size"), context.number(_SEQUENCE)
+    if data and sequence and context.written(_SEQUENCE) and data * sequence != world:
+        why = f"times {_SEQUENCE} = {sequence} it is not {world} ranks: no mesh can be made"
+        fix = (
+            f"use {world // int(sequence)}"
+            if world % sequence == 0
+            else f"use a {_SEQUENCE} that divides {world}"
+        )
+        yield context.find("degree", "error", "data_parallel_size", why, fix)
+
+
+def _divisors(world: int) -> str:
+    return either([n for n in range(1, world + 1) if world % n == 0])
 
 
 def check_batch_missing(context: Context) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from dsx.config.doctor.finding import Edit, Finding, Severity, dotted
 from dsx.config.doctor.judge import Verdict, converted, judge, python_word
 from dsx.config.doctor.key import REQUIRED, Key, NoEffect
 from dsx.config.doctor.table import Slot
-from dsx.config.wording import show, suggest
+from dsx.config.wording import plain, show, suggest
 
 # Examples for blocks that are written as something else than an object.
 _EXAMPLES = {
@@ -23,7 +23,7 @@ _EXAMPLES = {
 }
 _RANGES = ("out-of-range", "not-a-choice")
 # Judged by checks of their own: names in some spelling, and bounds that hold for dynamic scaling only.
-_OWN_RANGES = frozenset({"optimizer.type", "fp16.loss_scale_window", "fp16.min_loss_scale"})
+_OWN_RANGES = frozenset({"optimizer.type", "scheduler.type", "fp16.loss_scale_window", "fp16.min_loss_scale"})
 _SWITCHES = (STAGE, "fp16.enabled", "bf16.enabled")
 
 
@@ -70,17 +70,27 @@ def _wrong(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Iterator
         if key.path == "zero_optimization" and isinstance(slot.value, bool) and context.runner != "dsx":
             return  # checks of ZeRO say what this old form does.
         yield context.find(
-            "wrong-type", "error", slot.path, *_type_words(slot, key, verdict), *_object(slot, key)
+            "wrong-type", "error", slot.path, *_type_words(slot, key, verdict), *_object(context, slot, key)
         )
     elif verdict.fault == "not-a-choice":
-        fix = suggest(str(slot.value), map(str, key.choices)) if isinstance(slot.value, str) else ""
-        why = f"not one of {verdict.expected}"
-        yield context.find("not-a-choice", "error", slot.path, why, fix or f"use {verdict.expected}")
+        yield _not_a_choice(context, slot, key, verdict)
     else:
         fix = f"use {verdict.expected} ({key.effect})"
         if key.default is not REQUIRED:
             fix += ", or leave it out"
         yield context.find("out-of-range", "error", slot.path, f"not {verdict.expected}", fix)
+
+
+def _not_a_choice(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Finding:
+    why, fix = f"not one of {verdict.expected}", f"use {verdict.expected}"
+    if isinstance(slot.value, str):
+        words = [choice for choice in key.choices if isinstance(choice, str)]
+        spelt = [word for word in words if plain(word) == plain(slot.value)]
+        if len(spelt) == 1:
+            edit = Edit("set", slot.path, spelt[0])
+            return context.find("not-a-choice", "error", slot.path, why, f'write "{spelt[0]}"', edit)
+        fix = suggest(slot.value, map(str, key.choices), otherwise=fix)
+    return context.find("not-a-choice", "error", slot.path, why, fix)
 
 
 def _bare(value: str, verdict: Verdict) -> str:
@@ -96,15 +106,34 @@ def _type_words(slot: Slot, key: Key, verdict: Verdict) -> tuple[str, str]:
         example = _EXAMPLES.get(key.path, '{"enabled": true}' if isinstance(slot.value, bool) else "{...}")
         return "it must be an object", f'write "{slot.path[-1]}": {example}'
     why = f"not {verdict.expected}"
+    if isinstance(slot.value, str) and slot.value.lower() == "auto" and key.trainer_auto:
+        return why, 'write "auto", in lower case, for transformers\' Trainer or Accelerate; else a value'
     if python_word(slot.value):
         why += "; JSON writes null" if "None" in str(slot.value) else "; JSON writes true and false"
     return why, f"use {verdict.expected}"
 
 
-def _object(slot: Slot, key: Key) -> tuple[Edit, ...]:
-    """``"bf16": true`` as ``{"enabled": true}``."""
-    can = key.path in ("bf16", "fp16", "bfloat16") and isinstance(slot.value, bool)
-    return (Edit("set", slot.path, {"enabled": slot.value}),) if can else ()
+# Blocks that are often written as the one value that matters: key -> where it goes.
+_INSIDE = {
+    "bf16": "enabled",
+    "fp16": "enabled",
+    "bfloat16": "enabled",
+    "zero_optimization": "stage",
+    "tensor_parallel": "autotp_size",
+    "zero_optimization.offload_optimizer": "device",
+    "zero_optimization.offload_param": "device",
+}
+
+
+def _object(context: Context, slot: Slot, key: Key) -> tuple[Edit, ...]:
+    """``"bf16": true`` as ``{"enabled": true}``, ``"offload_param": "cpu"`` as ``{"device": "cpu"}``."""
+    last = _INSIDE.get(key.path)
+    inner = context.table.key(f"{key.path}.{last}")
+    if last is None or inner is None:
+        return ()
+    verdict = judge(slot.value, inner)
+    fits = not verdict.fault or verdict.has_meant
+    return (Edit("set", slot.path, {last: verdict.meant}),) if fits else ()
 
 
 def _auto(context: Context, slot: Slot, key: Key) -> Iterator[Finding]:
