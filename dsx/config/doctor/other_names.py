@@ -118,7 +118,7 @@ OUTSIDE: Final[Mapping[str, tuple[Severity, str]]] = {
         "warning", _SCRIPT, "seed random_seed output_dir save_dir checkpoint_dir save_steps eval_steps"
     ),
     **_outside("warning", _SCRIPT, "num_train_epochs epochs num_epochs save_interval tf32 allow_tf32"),
-    **_outside("warning", _SCRIPT, "dataloader_num_workers max_seq_length max_length"),
+    **_outside("warning", _SCRIPT, "dataloader_num_workers max_seq_length max_length eval_batch_size"),
     **_outside("warning", _LAUNCHER, "num_gpus num_nodes world_size master_addr master_port hostfile"),
     **_outside(
         "warning",
@@ -128,6 +128,54 @@ OUTSIDE: Final[Mapping[str, tuple[Severity, str]]] = {
     ),
     **_outside("warning", _INFERENCE, "replace_with_kernel_inject kernel_inject injection_policy"),
 }
+
+# (block, their word) -> DeepSpeed's word in that block; empty: there is none.
+INSIDE: Final[Mapping[tuple[str, str], str]] = {
+    **{(block, word): "type" for block in ("optimizer", "scheduler") for word in ("name", "class", "kind")},
+    **{
+        (block, word): "params"
+        for block in ("optimizer", "scheduler")
+        for word in ("param", "kwargs", "args", "arguments", "config", "options")
+    },
+    # monitor/config.py
+    ("wandb", "entity"): "team",
+    ("wandb", "name"): "",
+    ("wandb", "run_name"): "",
+    **{
+        (block, word): "output_path"
+        for block in ("tensorboard", "csv_monitor")
+        for word in ("log_dir", "logging_dir", "output_dir", "output", "path")
+    },
+    ("comet", "project_name"): "project",
+    ("aio", "num_threads"): "intra_op_parallelism",
+    ("aio", "threads"): "intra_op_parallelism",
+    ("fp16", "opt_level"): "",
+    ("tensor_parallel", "enabled"): "",
+    ("activation_checkpointing", "enabled"): "",
+}
+# What a word of INSIDE that has no counterpart should be replaced by.
+NOTHING: Final[Mapping[tuple[str, str], str]] = {
+    ("wandb", "name"): 'remove it (DeepSpeed takes no run name; "group" groups runs)',
+    ("wandb", "run_name"): 'remove it (DeepSpeed takes no run name; "group" groups runs)',
+    ("fp16", "opt_level"): "remove it; it was Apex's",
+    ("tensor_parallel", "enabled"): "remove it; autotp_size above 1 switches AutoTP on",
+    (
+        "activation_checkpointing",
+        "enabled",
+    ): "remove it; the model's calls of deepspeed.checkpointing are the switch",
+}
+# Words of many blocks: that another block has one says nothing.
+COMMON: Final = frozenset(
+    _names(
+        "",
+        "mode seed profile type debug verbose project team group device dtype enabled params online fast "
+        "metric names classes pin_memory",
+    )
+)
+# Blocks of dsx's own, which stand inside "dsx".
+DSX: Final = frozenset(
+    {"model", "data", "train", "parallel", "schedule", "partition", "recompute", "elastic", "tracking"}
+)
 
 # Schedules of transformers and of papers -> DeepSpeed's.
 SCHEDULES: Final[Mapping[str, str]] = {

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from dsx.config.doctor import examine, reference
+from dsx.config.doctor import examine, other_names, reference
 from dsx.config.doctor.checks import kernels, other, values
 from dsx.config.doctor.context import context
 from dsx.config.doctor.finding import dotted
@@ -318,6 +318,21 @@ CASES = [
      {"zero_optimization.stage3_gather_16bit_weights_on_model_save": True},
      {"zero_optimization.stage3_gather_16bit_weights_on_model_save": True,
      "tensor_parallel": {"autotp_size": 2}}, {}),
+    ("unknown-key", "error", "optimizer.name", {"optimizer": {"name": "AdamW"}}, {}, {}),
+    ("unknown-key", "error", "optimizer.params.eps", {"optimizer": {"type": "Lion", "params": {"eps": 1e-8}}},
+     {"optimizer": {"type": "Adam", "params": {"eps": 1e-8}}}, {}),
+    ("unknown-key", "error", "scheduler.params.total_num_steps",
+     {"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 100}}}, {}, {}),
+    ("unknown-key", "error", "compile.mode", {"compile": {"mode": "max-autotune"}}, {}, {}),
+    ("unknown-key", "error", "data_types.grad_accum", {"data_types": {"grad_accum": "fp32"}}, {}, {}),
+    ("misplaced-key", "error", "parallel", {"parallel": {"tensor": 2}}, {}, {"runner": "dsx"}),
+    ("wrong-type", "error", "tensor_parallel.dtype", {"tensor_parallel": {"dtype": "bf16"}}, {}, {}),
+    ("batch-missing", "warning", "train_micro_batch_size_per_gpu",
+     {"train_micro_batch_size_per_gpu": GONE}, {"train_micro_batch_size_per_gpu": "auto"},
+     {"runner": "trainer"}),
+    ("degree", "error", "expert_parallel.autoep_size",
+     {"expert_parallel": {"enabled": True, "autoep_size": 3}},
+     {"expert_parallel": {"enabled": True, "autoep_size": 2}}, {"world_size": 4}),
     # Other tools.
     ("unknown-key", "error", "fsdp_config", {"fsdp_config": {}}, {}, {}),
     ("unknown-key", "warning", "seed", {"seed": 1}, {}, {}),
@@ -345,6 +360,26 @@ def test_found_and_not_found(case):
         assert (check, severity, key) not in found(right, dict(arguments))
     else:
         assert (check, severity, key) not in found(right, {})
+
+
+def test_a_path_as_a_key():
+    (finding,) = examine(BASE | {"zero_optimization.overlap_comm": True}, version="0.19.8").errors
+    assert (finding.check, finding.path) == ("misplaced-key", ("zero_optimization.overlap_comm",))
+    assert finding.edits[-1].path == ("zero_optimization", "overlap_comm")
+
+
+def test_other_names_lead_to_keys():
+    """What the doctor proposes exists; what it calls dsx's own is dsx's."""
+    from dsx.config.schema import DsxConfig
+
+    rows = table(reference.KEYS, reference.BLOCKS)
+    paths = {key.path for key in reference.KEYS if key.status == "live"}
+    assert set(other_names.KEYS.values()) <= paths
+    assert not set(other_names.KEYS) & {path for path in paths if "." not in path}
+    assert set(other_names.SCHEDULES.values()) <= set(rows.key("scheduler.type").choices)
+    for (block, word), name in other_names.INSIDE.items():
+        assert f"{block}.{name}" in paths if name else (block, word) in other_names.NOTHING
+    assert set(DsxConfig.model_fields) >= other_names.DSX
 
 
 def test_the_base_is_right():

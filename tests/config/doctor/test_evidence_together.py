@@ -1,4 +1,4 @@
-"""Keys that do not go together: what DeepSpeed's own validation says of each combination, beside the doctor."""
+"""Keys that do not go together: what DeepSpeed's own validation says of them, beside the doctor."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_experts():
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
 
     refused = {True: 0, False: 0}
-    for i, experts in enumerate(combinations()):
+    for i, values in enumerate(combinations()):
         tensor, sequence = DEGREES[i % len(DEGREES)]
-        experts = {key: value for key, value in experts.items() if value is not None}
+        experts = {key: value for key, value in values.items() if value is not None}
         try:
             validate_autoep_config(
                 parse_autoep_config({"enabled": True, **experts}), WORLD, 1, tensor, sequence
@@ -87,7 +87,7 @@ def test_deepcompile_at_zero3(compile_block, offload):
     from deepspeed.compile.init_z3 import init_z3
 
     engine = SimpleNamespace(zero_use_cpu_optimizer=lambda: offload != "none")
-    with pytest.raises(ValueError, match="compile.offload"):
+    with pytest.raises(ValueError, match=r"compile\.offload"):
         init_z3(engine, "inductor", CompileConfig(deepcompile=True, **compile_block), {})
     zero = {"stage": 3, "offload_optimizer": {"device": offload}}
     right = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "compile": {"deepcompile": True}}

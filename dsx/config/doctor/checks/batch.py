@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 from dsx.config.batch import resolve_batch
 from dsx.config.doctor.context import ACCUMULATION, MICRO, TRAIN, UNKNOWN, Context
-from dsx.config.doctor.finding import Finding
+from dsx.config.doctor.finding import Edit, Finding
 from dsx.config.wording import at, either
 from dsx.errors import ConfigError
 
 _SEQUENCE = "sequence_parallel_size"
+_ASSERTS = "DeepSpeed stops with an assertion"
 
 
 def data_parallel_size(context: Context) -> int | None:
@@ -32,7 +33,8 @@ def check_world(context: Context) -> Iterator[Finding]:
         return
     yield from _grid(context, world)
     names = (_SEQUENCE, "tensor_parallel.autotp_size", "zero_optimization.zero_hpz_partition_size")
-    for name in names:
+    experts = ("expert_parallel.autoep_size",) if context.is_on("expert_parallel.enabled") else ()
+    for name in (*names, *experts):
         size = context.number(name)
         if size and context.written(name) and world % min(int(size), world):
             fix = f"use {_divisors(world)}"
@@ -66,11 +68,16 @@ def _divisors(world: int) -> str:
 
 def check_batch_missing(context: Context) -> Iterator[Finding]:
     """A batch size is given."""
-    if context.runner == "trainer" or any(context.value(name) is not None for name in (TRAIN, MICRO)):
+    if any(context.value(name) is not None for name in (TRAIN, MICRO)):
+        return
+    if context.runner == "trainer":
+        why = f'no batch size is given: the Trainer fills in what is "auto", and adds no keys; {_ASSERTS}'
+        edit = Edit("set", (MICRO,), "auto")
+        yield context.find("batch-missing", "warning", MICRO, why, f'write "{MICRO}": "auto"', edit)
         return
     only = context.value(ACCUMULATION) is not None
     said = f"only {ACCUMULATION} is given" if only else "no batch size is given"
-    why = f"{said}: DeepSpeed stops with an assertion"
+    why = f"{said}: {_ASSERTS}"
     yield context.find("batch-missing", "error", MICRO, why, f"write {MICRO}, or {TRAIN}")
 
 

@@ -10,7 +10,7 @@ from dsx.config.doctor.context import ACCUMULATION, MICRO, Context
 from dsx.config.doctor.finding import ABSENT, Edit, Finding, Path, Severity, dotted
 from dsx.config.doctor.judge import judge
 from dsx.config.doctor.key import Key
-from dsx.config.doctor.other_names import KEYS, OUTSIDE
+from dsx.config.doctor.other_names import COMMON, DSX, INSIDE, KEYS, NOTHING, OUTSIDE
 from dsx.config.doctor.source import same
 from dsx.config.doctor.table import Slot
 from dsx.config.doctor.versions import version
@@ -47,7 +47,7 @@ def _unknown(context: Context, slot: Slot) -> Finding:
         edits = _rename(context, slot, right)
         why = "keys count as they are spelt"
         return _finding(context, slot, "wrong-case", why, f'write "{right}"', edits)
-    for look in (_dotted, _outside, _wrapped, _in_params, _elsewhere):
+    for look in (_dotted, _inside, _outside, _wrapped, _in_params, _of_another_type, _elsewhere):
         if (found := look(context, slot)) is not None:
             return found
     near = _nearest(word, siblings)
@@ -58,12 +58,6 @@ def _unknown(context: Context, slot: Slot) -> Finding:
         fix = f'write "{name}", if that is meant'
         return _finding(context, slot, "unknown-key", "unknown key", fix, edits)
     why, fix = "unknown key", suggest(word, [*siblings, *(["dsx"] if not slot.block.path else [])])
-    if slot.block.path == "wandb":
-        # Their own names for what monitor/config.py:WandbConfig calls group, team and project.
-        fix = {
-            "entity": 'write "team"',
-            "name": 'remove it (DeepSpeed takes no run name; "group" groups runs)',
-        }.get(word, fix)
     return _finding(context, slot, "unknown-key", why, fix, (), is_guess=True)
 
 
@@ -87,8 +81,38 @@ def _dotted(context: Context, slot: Slot) -> Finding | None:
     return _finding(context, slot, "misplaced-key", why, f'move it into "{owner}"', edits)
 
 
+def _inside(context: Context, slot: Slot) -> Finding | None:
+    """Another tool's name for a key of this very block."""
+    here = (slot.block.path, _word(slot))
+    name = INSIDE.get(here)
+    if name is None:
+        return None
+    if not name:
+        gone = Edit("remove", slot.path)
+        return _finding(context, slot, "unknown-key", "unknown key", NOTHING[here], (gone,))
+    key = context.table.siblings(slot.block)[name]
+    fits = judge(slot.value, key).fault in ("", "auto")
+    edits = _rename(context, slot, name) if fits else ()
+    return _finding(context, slot, "unknown-key", f"DeepSpeed calls it {name}", f'write "{name}"', edits)
+
+
+def _of_another_type(context: Context, slot: Slot) -> Finding | None:
+    """A parameter that other optimizers or schedules have."""
+    kind = slot.block.variant
+    others = [variant for path, variant in context.table.keys if path == slot.name] if kind else []
+    if not others:
+        return None
+    name = context.at((*slot.path[:-2], "type"))
+    why = f"{name} has no such parameter (others have, such as {', '.join(others[:3])})"
+    gone = Edit("remove", slot.path)
+    return _finding(context, slot, "unknown-key", why, "remove it, or choose another type", (gone,))
+
+
 def _outside(context: Context, slot: Slot) -> Finding | None:
     """An option of another tool's that DeepSpeed has no key for."""
+    if context.runner == "dsx" and not slot.block.path and str(slot.path[-1]) in DSX:
+        why, fix = "a block of dsx's own", 'move it into "dsx"'
+        return _finding(context, slot, "misplaced-key", why, fix)
     known = OUTSIDE.get(_word(slot))
     if known is None or slot.block.path:
         return None
@@ -106,8 +130,12 @@ def _elsewhere(context: Context, slot: Slot) -> Finding | None:
     word = str(slot.path[-1])
     names = [key.path for key in context.table.named(word) if not key.path.startswith(slot.name + ".")]
     # A block's own inner blocks come before everything else's.
-    names = [name for name in names if slot.block.path and name.startswith(f"{slot.block.path}.")] or names
+    inner = [name for name in names if slot.block.path and name.startswith(f"{slot.block.path}.")]
+    names = inner or ([] if slot.block.path and word in COMMON else names)
     other = KEYS.get(_word(slot))
+    if other is not None and slot.block.path and not other.startswith(f"{slot.block.path}."):
+        # A word much like one of the block's own is that one, misspelt.
+        other = None if _nearest(word, context.table.siblings(slot.block)) else other
     beside = other is not None and other.rpartition(".")[0] == slot.block.path
     if other is not None and (not names or beside):
         return _renamed(context, slot, other)

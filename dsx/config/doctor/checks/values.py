@@ -81,11 +81,16 @@ def _wrong(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Iterator
         yield context.find("out-of-range", "error", slot.path, f"not {verdict.expected}", fix)
 
 
+# Names of dtypes -> the only ones that some keys take.
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+
+
 def _not_a_choice(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Finding:
     why, fix = f"not one of {verdict.expected}", f"use {verdict.expected}"
     if isinstance(slot.value, str):
         words = [choice for choice in key.choices if isinstance(choice, str)]
-        spelt = [word for word in words if plain(word) == plain(slot.value)]
+        meant = {plain(slot.value), _DTYPES.get(slot.value.lower())}
+        spelt = [word for word in words if plain(word) in meant]
         if len(spelt) == 1:
             edit = Edit("set", slot.path, spelt[0])
             return context.find("not-a-choice", "error", slot.path, why, f'write "{spelt[0]}"', edit)
@@ -96,14 +101,18 @@ def _not_a_choice(context: Context, slot: Slot, key: Key, verdict: Verdict) -> F
 def _bare(value: str, verdict: Verdict) -> str:
     """What to write, in the notation of the quoted ``value`` (3e-4, not 0.0003) where it is JSON."""
     try:
-        return value if json.loads(value) == verdict.meant else show(verdict.meant)
+        return value.strip() if json.loads(value) == verdict.meant else show(verdict.meant)
     except json.JSONDecodeError:
         return show(verdict.meant)
 
 
 def _type_words(slot: Slot, key: Key, verdict: Verdict) -> tuple[str, str]:
+    if not key.kinds:
+        return f"JSON has no value for it ({key.effect})", "remove it"
     if "object" in key.kinds:
-        example = _EXAMPLES.get(key.path, '{"enabled": true}' if isinstance(slot.value, bool) else "{...}")
+        last = _INSIDE.get(key.path)
+        example = f'{{"{last}": {show(slot.value)}}}' if last and isinstance(slot.value, bool) else "{...}"
+        example = _EXAMPLES.get(key.path, example)
         return "it must be an object", f'write "{slot.path[-1]}": {example}'
     why = f"not {verdict.expected}"
     if isinstance(slot.value, str) and slot.value.lower() == "auto" and key.trainer_auto:
@@ -120,6 +129,9 @@ _INSIDE = {
     "bfloat16": "enabled",
     "zero_optimization": "stage",
     "tensor_parallel": "autotp_size",
+    "compile": "deepcompile",
+    "checkpoint.parallel_write": "pipeline_stage",
+    **dict.fromkeys(("wandb", "tensorboard", "csv_monitor", "comms_logger", "flops_profiler"), "enabled"),
     "zero_optimization.offload_optimizer": "device",
     "zero_optimization.offload_param": "device",
 }
