@@ -333,6 +333,15 @@ CASES = [
     ("degree", "error", "expert_parallel.autoep_size",
      {"expert_parallel": {"enabled": True, "autoep_size": 3}},
      {"expert_parallel": {"enabled": True, "autoep_size": 2}}, {"world_size": 4}),
+    # Who runs it is not said, and one "auto" is all there is to tell it by.
+    ("auto", "warning", "train_micro_batch_size_per_gpu",
+     {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": GONE},
+     {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": GONE,
+     "autotuning": {"enabled": True}}, {}),
+    ("auto", "error", "train_batch_size", {"train_batch_size": "auto"}, {}, {}),
+    ("wrong-type", "error", STAGE, {STAGE: [1, 2]}, {STAGE: [1, 2], "autotuning": {"enabled": True}}, {}),
+    ("batch-missing", "error", "train_micro_batch_size_per_gpu", {"train_micro_batch_size_per_gpu": GONE},
+     {"train_micro_batch_size_per_gpu": GONE, "autotuning": {"enabled": True}}, {}),
     # Other tools.
     ("unknown-key", "error", "fsdp_config", {"fsdp_config": {}}, {}, {}),
     ("unknown-key", "warning", "seed", {"seed": 1}, {}, {}),

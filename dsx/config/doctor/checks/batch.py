@@ -70,6 +70,10 @@ def check_batch_missing(context: Context) -> Iterator[Finding]:
     """A batch size is given."""
     if any(context.value(name) is not None for name in (TRAIN, MICRO)):
         return
+    if context.tunes:
+        why = "left out, `deepspeed --autotuning` tries several; without that flag DeepSpeed stops"
+        yield context.find("batch-missing", "note", MICRO, why, f"write {MICRO} once the best is known")
+        return
     if context.runner == "trainer":
         why = f'no batch size is given: the Trainer fills in what is "auto", and adds no keys; {_ASSERTS}'
         edit = Edit("set", (MICRO,), "auto")

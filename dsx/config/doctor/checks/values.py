@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from dsx.config.doctor.context import STAGE, Context
+from dsx.config.doctor.context import ACCUMULATION, MICRO, STAGE, TRAIN, Context
 from dsx.config.doctor.finding import Edit, Finding, Severity, dotted
 from dsx.config.doctor.judge import Verdict, converted, judge, python_word
 from dsx.config.doctor.key import REQUIRED, Key, NoEffect
@@ -34,6 +34,8 @@ def check_values(context: Context) -> Iterator[Finding]:
         if key is None or key.status in ("removed", "dead"):
             continue
         verdict = judge(slot.value, key)
+        if verdict.fault and _is_tuned(context, slot):
+            continue
         if verdict.fault == "auto":
             yield from _auto(context, slot, key)
         elif verdict.fault == "null":
@@ -43,6 +45,13 @@ def check_values(context: Context) -> Iterator[Finding]:
             )
         elif verdict.fault and not (verdict.fault in _RANGES and slot.name in _OWN_RANGES):
             yield from _wrong(context, slot, key, verdict)
+
+
+def _is_tuned(context: Context, slot: Slot) -> bool:
+    """A list of values to try, or "auto" or "all", that the autotuner reads (autotuning/README.md)."""
+    tunable = slot.name in (TRAIN, MICRO, ACCUMULATION) or slot.name.startswith("zero_optimization.")
+    space = isinstance(slot.value, list) or slot.value in ("auto", "all")
+    return context.tunes and tunable and space
 
 
 def _wrong(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Iterator[Finding]:
@@ -177,7 +186,11 @@ def check_trainer(context: Context) -> Iterator[Finding]:
     if context.runner != "trainer":
         return
     filled = [slot for slot in context.slots if slot.key and slot.value == "auto" and slot.key.trainer_auto]
-    if filled:
+    if len(filled) == 1 and context.guessed and not context.tunes:
+        why = "right under transformers' Trainer or Accelerate, and refused by DeepSpeed alone"
+        fix = "say --for trainer or --for deepspeed"
+        yield context.find("auto", "warning", filled[0].path, why, fix)
+    elif filled:
         words = ", ".join(dotted(slot.path) for slot in filled[:3]) + (", ..." if len(filled) > 3 else "")
         why = f'{len(filled)} values are "auto" ({words}): right under transformers\' Trainer or Accelerate'
         fix = "nothing to do there; DeepSpeed alone would fail, or use defaults (dsx check --for deepspeed)"
