@@ -26,16 +26,10 @@ _some_stage = below(1, "ZeRO stage 0 partitions nothing")
 _one_or_two = (*_some_stage, *above(2, "ZeRO-3 does not read it"))
 
 
-def _stage3(
-    name: str,
-    kinds: str,
-    default: object,
-    effect: str,
-    no_effect: tuple[NoEffect, ...] = _partitioned,
-    **more: object,
-) -> Key:
+def _stage3(name: str, kinds: str, default: object, effect: str, **more: object) -> Key:
     """A row of a key that DeepSpeed also takes without its ``stage3_`` prefix (populate_by_name)."""
-    return _zero(f"stage3_{name}", kinds, default, effect, aliases=(name,), no_effect=no_effect, **more)
+    more = {"no_effect": _partitioned, **more}
+    return _zero(f"stage3_{name}", kinds, default, effect, aliases=(name,), **more)
 
 
 BLOCKS = (_zero.block, _leaf.block)
@@ -227,7 +221,7 @@ KEYS = (
         False,
         "let save_16bit_model() gather whole weights (slow, needs the memory of one whole model)",
         # Accelerate asks for it before it gathers the weights that AutoTP has divided (get_state_dict).
-        (
+        no_effect=(
             NoEffect(
                 (When("zero_optimization.stage", "<", 3), When("tensor_parallel.autotp_size", "<", 2)),
                 "neither ZeRO-3 nor AutoTP divides parameters",
