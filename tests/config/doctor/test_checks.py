@@ -297,6 +297,11 @@ CASES = [
     ("degree", "error", "pipeline", {}, {}, {"world_size": 8, "pipeline": 3}),
     ("degree", "error", "data_parallel_size", {"sequence_parallel_size": 2, "data_parallel_size": 2},
      {"sequence_parallel_size": 2, "data_parallel_size": 4}, {"world_size": 8}),
+    ("degree", "error", "hybrid_engine.inference_tp_size",
+     {"hybrid_engine": {"enabled": True, "inference_tp_size": 3}},
+     {"hybrid_engine": {"enabled": True, "inference_tp_size": 2}}, {"world_size": 8}),
+    ("data-types", "warning", "communication_data_type", {"communication_data_type": "fp16"},
+     {"communication_data_type": "fp32"}, {}),
     # Items of lists, and values in another case.
     ("not-a-choice", "error", "compile.passes", {"compile": {"deepcompile": True, "passes": ["zero3"]}},
      {"compile": {"deepcompile": True, "passes": ["z1"]}}, {}),

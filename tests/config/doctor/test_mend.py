@@ -111,6 +111,19 @@ def test_comments_and_order_stay():
     assert mend(after, examine(after).findings).after == after
 
 
+def test_line_ends_stay():
+    lines = [
+        "{",
+        '  "train_batch_size": 8,',
+        '  "optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}',
+        "}",
+    ]
+    text = "\r\n".join(lines)
+    after = mend(text, examine(text).findings).after
+    assert '"gradient_clipping": 1' in after
+    assert after.count("\n") == after.count("\r\n") == len(lines)
+
+
 @pytest.mark.parametrize(
     ("text", "runner", "expected"),
     [

@@ -33,8 +33,9 @@ def check_world(context: Context) -> Iterator[Finding]:
         return
     yield from _grid(context, world)
     names = (_SEQUENCE, "tensor_parallel.autotp_size", "zero_optimization.zero_hpz_partition_size")
-    experts = ("expert_parallel.autoep_size",) if context.is_on("expert_parallel.enabled") else ()
-    for name in (*names, *experts):
+    switched = ("expert_parallel.autoep_size", "hybrid_engine.inference_tp_size")
+    on = [name for name in switched if context.is_on(f"{name.partition('.')[0]}.enabled")]
+    for name in (*names, *on):
         size = context.number(name)
         if size and context.written(name) and world % min(int(size), world):
             fix = f"use {_divisors(world)}"

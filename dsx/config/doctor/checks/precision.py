@@ -122,6 +122,10 @@ def check_data_types(context: Context) -> Iterator[Finding]:
     model = dtype(context)
     if model is None:
         return
+    if model == "bf16" and context.text("communication_data_type").lower() == "fp16":
+        why = "gradients are in bf16, and what is above 65504 becomes inf on its way in fp16"
+        fix = 'write "bf16" or "fp32", or leave it out'
+        yield context.find("data-types", "warning", "communication_data_type", why, fix)
     wanted = context.text("data_types.param_dtype")
     if wanted and not _same(wanted, model):
         why = f"the precision blocks make the model {model}: DeepSpeed stops with an assertion"
