@@ -52,6 +52,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "optimizer": ADAM,
     },
+    "torch's Adam for 16-bit master weights": {
+        **BATCH,
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+        "optimizer": ADAM,
+    },
     "no norm for ZenFlow": {
         **BATCH,
         "gradient_clipping": 0,

@@ -143,6 +143,12 @@ CASES = {
                 "should be used with overlap_comm",
             ),
             (
+                "torch's Adam for 16-bit master weights",
+                "bf16.bf16_master_weights_and_grads",
+                "AssertionError",
+                "Offload with DeepSpeedCPUAdam",
+            ),
+            (
                 "no norm for ZenFlow",
                 "zero_optimization.compute_grad_norm",
                 "ValueError",

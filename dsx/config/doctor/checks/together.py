@@ -41,7 +41,7 @@ _ZERO = "zero_optimization"
 _SCATTER, _OVERLAP = f"{_ZERO}.reduce_scatter", f"{_ZERO}.overlap_comm"
 _OPTIMIZER, _PARAM = f"{_ZERO}.offload_optimizer.device", f"{_ZERO}.offload_param.device"
 _QUANTIZED, _ZENFLOW = f"{_ZERO}.zero_quantized_gradients", f"{_ZERO}.zenflow"
-_GRAD_NORM = f"{_ZERO}.compute_grad_norm"
+_GRAD_NORM, _RATIO = f"{_ZERO}.compute_grad_norm", f"{_ZERO}.offload_optimizer.ratio"
 _STAGE3 = When(STAGE, "==", 3)
 _BELOW3 = (When(STAGE, ">", 0), When(STAGE, "<", 3))
 _MUON = When("optimizer.type", "==", "muon")
@@ -130,6 +130,24 @@ _ZERO_CONFLICTS: Final = (
         f"{_MASTER[0]} is on too: DeepSpeed stops with an assertion",
         "keep that of the precision that is enabled",
         "runtime/base_optimizer.py",
+    ),
+    *(
+        Conflict(
+            name,
+            (*when, When(STAGE, ">", 0), When(_OPTIMIZER, "!=", "none"), other),
+            "it is for DeepSpeed's CPU Adam, and the optimizer is another: DeepSpeed stops with an assertion",
+            'use type "AdamW" without torch_adam',
+            where,
+        )
+        for name, when, where in (
+            (_MASTER[0], _on(_MASTER[0]), "runtime/zero/stage_1_and_2.py"),
+            (_MASTER[1], _on(_MASTER[1]), "runtime/zero/stage_1_and_2.py"),
+            (_RATIO, (_STAGE3, When(_RATIO, "<", 1)), "runtime/zero/stage3.py"),
+        )
+        for other in (
+            *_on("optimizer.params.torch_adam"),
+            *(When("optimizer.type", "==", kind) for kind in ("lion", "adagrad", "muon")),
+        )
     ),
 )
 
