@@ -310,6 +310,8 @@ CASES = [
      {STAGE: 3, "zero_optimization.leaf_module": {"names": ["mlp"]}}, {}),
     ("betas", "error", "optimizer.params.betas", {"optimizer.params.betas": ["auto", "auto"]},
      {"optimizer.params.betas": "auto"}, {"runner": "trainer"}),
+    ("wrong-type", "error", "expert_parallel.async_split_plan", {"expert_parallel": {"async_split_plan": 1}},
+     {"expert_parallel": {"async_split_plan": True}}, {}),
     # What does not go together; test_evidence_engines.py and test_evidence_together.py show more.
     ("conflict", "error", "expert_parallel.preset_model",
      {"expert_parallel": {"preset_model": "mixtral"}, "tensor_parallel": {"preset_model": "llama"}},

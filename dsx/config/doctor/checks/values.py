@@ -24,6 +24,16 @@ _EXAMPLES = {
 _RANGES = ("out-of-range", "not-a-choice")
 # Judged by checks of their own: names in some spelling, and bounds that hold for dynamic scaling only.
 _OWN_RANGES = frozenset({"optimizer.type", "scheduler.type", "fp16.loss_scale_window", "fp16.min_loss_scale"})
+# Where DeepSpeed asks for a bool by name (runtime/pipe/engine.py, module_inject/auto_ep_config.py).
+_BOOLEANS = frozenset(
+    {
+        "pipeline.pipe_partitioned",
+        "pipeline.grad_partitioned",
+        "expert_parallel.validate_folding_routing",
+        "expert_parallel.async_split_plan",
+        "expert_parallel.has_shared_experts",
+    }
+)
 _SWITCHES = (STAGE, "fp16.enabled", "bf16.enabled")
 
 
@@ -74,7 +84,8 @@ def _wrong(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Iterator
             return
         if verdict.has_meant and context.runner != "dsx":
             fix = f"write {show(verdict.meant)}"
-            yield context.find("wrong-type", "note", slot.path, "a number for a boolean", fix, *edits)
+            level: Severity = "error" if slot.name in _BOOLEANS else "note"
+            yield context.find("wrong-type", level, slot.path, "a number for a boolean", fix, *edits)
             return
         if key.path == "zero_optimization" and isinstance(slot.value, bool) and context.runner != "dsx":
             return  # checks of ZeRO say what this old form does.
