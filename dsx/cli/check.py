@@ -142,7 +142,8 @@ def _one(
 ) -> check_report.Outcome:
     """Check one file, and mend it if asked to."""
     from dsx.config.doctor.examine import Report, examine, read
-    from dsx.config.doctor.mend import mend, write
+    from dsx.config.doctor.mend import settle, write
+    from dsx.config.doctor.source import from_text
     from dsx.errors import ConfigError
 
     def look(source: Source) -> Report:
@@ -163,7 +164,7 @@ def _one(
     report = look(_overridden(source, overrides))
     shown, mended = "", 0
     if mode:
-        changed = mend(source.text, report.findings)
+        changed = settle(source.text, lambda text: look(from_text(text, str(path))).findings)
         shown = changed.diff(str(path))
         if mode == "fix" and shown:
             write(path, changed.after)

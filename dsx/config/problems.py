@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from dsx.config.doctor.reference import KEYS
 from dsx.config.wording import at, either, show, suggest
 from dsx.errors import ConfigError
 
@@ -76,6 +77,9 @@ def _problem(
         value = value[part]
     if kind == "extra_forbidden":
         siblings = _resolve(_field(schema, path[:-1]), schema).get("properties", {})
+        if any(known.path == path[-1] for known in KEYS):
+            fix = "move it to the top level, beside dsx"
+            return ConfigError(at(key, value), "a key of DeepSpeed's, not of dsx's", fix)
         return ConfigError(at(key, value), "unknown key", suggest(str(path[-1]), siblings))
     if kind == "value_error":
         # A validator may say how to mend what it found; most are about keys that exclude each other.

@@ -19,7 +19,7 @@ WRONG = """{
     "cpu_offload": true
   },
   "optimizer": {"type": "AdamW", "params": {"lr": "1e-4", "max_grad_norm": 1.0}},
-  "wandb": {"enabled": true, "entity": "me"}
+  "wandb": {"enabled": true, "tags": "me"}
 }
 """
 MENDED = """{
@@ -31,7 +31,7 @@ MENDED = """{
     "offload_optimizer": {"device": "cpu"}
   },
   "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-  "wandb": {"enabled": true, "entity": "me"},
+  "wandb": {"enabled": true, "tags": "me"},
   "gradient_clipping": 1
 }
 """
@@ -68,7 +68,7 @@ def test_diff_shows_and_fix_writes(dsx, file):
     code, out, _ = dsx("check", file, QUIET, "--fix")
     assert file.read_text() == MENDED
     assert Path(f"{file}.orig").read_text() == WRONG
-    assert code == 1  # wandb.entity: only a person knows
+    assert code == 1  # wandb.tags: only a person knows
     assert "1 error, 1 note; 4 mended" in out
     # Nothing is left to mend, and the first version stays.
     _, out, _ = dsx("check", file, QUIET, "--fix")

@@ -14,6 +14,11 @@ WRONG = {
     # The dsx block itself.
     "unknown key": ({"dsx.train.step": 5}, 1, ["dsx.train.step = 5", "unknown key", 'write "steps"']),
     "unknown block": ({"dsx.modle": {}}, 1, ["dsx.modle = {}", "unknown key", '"model"']),
+    "key of DeepSpeed's": (
+        {"dsx.train.gradient_clipping": 1.0},
+        1,
+        ["dsx.train.gradient_clipping", "top level"],
+    ),
     "unknown far key": (
         {"dsx.schedule.zzz": 1},
         1,

@@ -43,6 +43,7 @@ class Context:
         world_size: Ranks; None if not said.
         pipeline: Stages of the model's pipeline under stock DeepSpeed: 1 for none, None if not said.
         client_optimizer: Whether the script passes an optimizer to deepspeed.initialize.
+        guessed: Whether ``runner`` was guessed from the config.
         slots: Every key of ``config`` beside its row.
         values: Dotted name -> value as DeepSpeed uses it, of the keys that are written.
     """
@@ -55,6 +56,7 @@ class Context:
     world_size: int | None = None
     pipeline: int | None = None
     client_optimizer: bool = False
+    guessed: bool = False
     slots: Sequence[Slot] = field(default=(), repr=False)
     values: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
@@ -82,6 +84,11 @@ class Context:
     def written(self, name: str) -> bool:
         """Whether the key is in the config with a value that can be used."""
         return name in self.values and self.values[name] is not UNKNOWN
+
+    @property
+    def tunes(self) -> bool:
+        """Whether DeepSpeed's autotuner is on, which puts numbers where the config has "auto" or a list."""
+        return self.is_on("autotuning.enabled")
 
     @property
     def stage(self) -> int | None:
@@ -141,6 +148,7 @@ def context(
     world_size: int | None = None,
     pipeline: int | None = None,
     client_optimizer: bool = False,
+    guessed: bool = False,
 ) -> Context:
     """The context of checks of ``source``."""
     config = {key: value for key, value in source.config.items() if key != "dsx"}
@@ -154,6 +162,7 @@ def context(
         world_size=world_size,
         pipeline=pipeline,
         client_optimizer=client_optimizer,
+        guessed=guessed,
         slots=slots,
         values=_values(config, slots, runner),
     )

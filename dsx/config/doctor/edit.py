@@ -123,7 +123,8 @@ def _add(text: str, root: Node, edit: Edit) -> str:
     end = last.node.end
     line = text.rfind("\n", 0, last.key_start) + 1
     indent = text[line : last.key_start]
-    between = "\n" + indent if not indent.strip() and "\n" in text[: last.key_start] else " "
+    line_end = "\r\n" if "\r\n" in text else "\n"
+    between = line_end + indent if not indent.strip() and "\n" in text[: last.key_start] else " "
     written = f"{key}: {json.dumps(value)}"
     comma = re.compile(r"[ \t]*,").match(text, end)
     # A comma behind an unquoted string would belong to the string.

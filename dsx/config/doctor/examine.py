@@ -91,6 +91,7 @@ def examine(
         world_size=world_size,
         pipeline=pipeline,
         client_optimizer=client_optimizer,
+        guessed=runner is None,
     )
     checks = DSX_CHECKS if who == "dsx" else CHECKS
     found = [finding for check in checks for finding in check(looked_at)]
@@ -118,7 +119,10 @@ def infer(config: Mapping[str, Any]) -> Runner:
     precision = [config.get(key) for key in ("fp16", "bf16")]
     if all(isinstance(block, Mapping) and block.get("enabled") == "auto" for block in precision):
         return "trainer"
-    batch = [config.get(key) for key in (TRAIN, MICRO, ACCUMULATION) if key in config]
+    given = [key for key in (TRAIN, MICRO, ACCUMULATION) if key in config]
+    batch = [config[key] for key in given]
+    if given == [MICRO] and batch == ["auto"]:
+        return "trainer"  # DeepSpeedExamples/training/autotuning: nothing else says how large a batch is.
     autos = batch.count("auto")
     everywhere = _count_auto(config)
     left_to_it = autos and 2 * autos >= len(batch) and everywhere >= _MIN_AUTO

@@ -16,6 +16,8 @@ _FALSE = {"0", "f", "false", "n", "no", "off"}
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 _PYTHON = {"True": True, "False": False, "None": None}
 
+_PLURALS = {"string": "strings", "int": "whole numbers", "float": "numbers"}
+
 Fault = Literal["", "auto", "null", "quoted", "wrong-type", "out-of-range", "not-a-choice"]
 
 
@@ -55,6 +57,8 @@ def judge(value: Any, key: Key) -> Verdict:
             return Verdict(inner or "quoted", meant, not inner, expected)
         if _is_switch(value, key):
             return Verdict("wrong-type", bool(value), True, expected)
+        return Verdict("wrong-type", value, False, expected)
+    if isinstance(value, list) and key.items and not all(_is(item, key.items) for item in value):
         return Verdict("wrong-type", value, False, expected)
     return Verdict(_limits(value, key), value, False, expected)
 
@@ -110,14 +114,15 @@ def _from_string(word: str, key: Key) -> Any | None:
 def describe(key: Key) -> str:
     """What ``key`` takes, in words."""
     if key.choices:
-        return either([f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in key.choices])
+        words = either([f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in key.choices])
+        return f"a list of {words}" if "list" in key.kinds else words
     nouns = {
         "bool": "true or false",
         "int": "a whole number",
         "float": "a number",
         "string": "a string",
         "object": "an object {...}",
-        "list": "a list [...]",
+        "list": f"a list of {_PLURALS[key.items]}" if key.items in _PLURALS else "a list [...]",
         "any": "a value",
     }
     text = " or ".join(nouns[kind] for kind in key.kinds if kind != "null") or "anything that JSON can say"
@@ -152,7 +157,9 @@ def _is(value: Any, kind: Kind) -> bool:
 
 
 def _limits(value: Any, key: Key) -> Literal["", "out-of-range", "not-a-choice"]:
-    if key.choices and not isinstance(value, bool | dict | list):
+    if key.choices and isinstance(value, list):
+        return "" if all(item in key.choices for item in value) else "not-a-choice"
+    if key.choices and not isinstance(value, bool | dict):
         if value in key.choices:
             return ""
         lower = [choice.lower() for choice in key.choices if isinstance(choice, str)]

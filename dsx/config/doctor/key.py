@@ -50,7 +50,9 @@ class Key:
         effect: What it does, one line in our words.
         variant: Of a block whose keys depend on a name: the optimizer's or scheduler's type in DeepSpeed's
             spelling in lower case (``adamw``, ``warmuplr``); empty elsewhere.
-        choices: The only values allowed; strings are compared in lower case if ``any_case``.
+        choices: The only values allowed, of a list the only items; strings are compared in lower case if
+            ``any_case``.
+        items: JSON type of a list's items; empty if they are of several, or judged elsewhere.
         low, high: Inclusive bounds; with ``low_open`` the lower one is exclusive.
         unit: "elements", "bytes", "steps", "seconds", "ranks" ... or empty.
         no_effect: When it does nothing.
@@ -72,6 +74,7 @@ class Key:
     source: str
     variant: str = ""
     choices: tuple[Any, ...] = ()
+    items: Kind | Literal[""] = ""
     any_case: bool = False
     low: float | None = None
     high: float | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path as File
@@ -43,6 +43,22 @@ class Mended:
         lines = (self.before.splitlines(keepends=True), self.after.splitlines(keepends=True))
         marked = difflib.unified_diff(*lines, fromfile=name, tofile=f"{name} (mended)")
         return "".join(line if line.endswith("\n") else f"{line}\n" for line in marked)
+
+
+# What shows behind a mended key, and behind that.
+_MOST_ROUNDS = 5
+
+
+def settle(text: str, look: Callable[[str], Iterable[Finding]]) -> Mended:
+    """``text`` mended until ``look`` finds nothing more to mend in it."""
+    after = text
+    done: list[Finding] = []
+    for _ in range(_MOST_ROUNDS):
+        mended = mend(after, look(after))
+        if not mended.findings:
+            break
+        after, done = mended.after, [*done, *mended.findings]
+    return Mended(text, after, tuple(done))
 
 
 def mend(text: str, findings: Iterable[Finding]) -> Mended:

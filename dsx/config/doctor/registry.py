@@ -13,7 +13,9 @@ from dsx.config.doctor.checks import (
     pipeline,
     precision,
     scheduler,
+    together,
     under_dsx,
+    units,
     unknown,
     values,
     zero,
@@ -70,6 +72,12 @@ _TOGETHER: Final[tuple[Check, ...]] = (
     kernels.check_same_key,
     kernels.check_zenflow,
     kernels.check_compile,
+    together.check_conflicts,
+    together.check_pairs,
+    together.check_nvme_buffers,
+    units.check_learning_rate,
+    units.check_betas_order,
+    units.check_counts,
     kernels.check_whole_numbers,
     optimizer.check_offload,
     optimizer.check_client,
@@ -85,6 +93,7 @@ _DSX: Final[tuple[Check, ...]] = (
     under_dsx.check_precision,
     under_dsx.check_zenflow,
     under_dsx.check_optimizer,
+    under_dsx.check_schedule_length,
 )
 
 CHECKS: Final[tuple[Check, ...]] = (*_KEYS, *_TOGETHER)

@@ -28,6 +28,56 @@ class Outcome:
 CONFIGS: dict[str, dict[str, Any]] = {
     # First: later, process groups of other degrees exist already, and hide it.
     "AutoTP over 3 of 2 ranks": {**BATCH, "tensor_parallel": {"autotp_size": 3}, "optimizer": ADAM},
+    "Muon at ZeRO-3": {
+        **BATCH,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "Muon", "params": {"lr": 0.1, "torch_adam": True}},
+    },
+    "two sizes of AutoTP": {
+        **BATCH,
+        "tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}},
+        "optimizer": ADAM,
+    },
+    "ZenFlow without offload": {
+        **BATCH,
+        "zero_optimization": {"stage": 2, "zenflow": {"select_strategy": "auto"}},
+        "optimizer": ADAM,
+    },
+    "ZenFlow offload without overlap": {
+        **BATCH,
+        "zero_optimization": {
+            "stage": 2,
+            "zenflow": {"select_strategy": "auto", "offload": True},
+            "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        },
+        "optimizer": ADAM,
+    },
+    "torch's Adam for 16-bit master weights": {
+        **BATCH,
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+        "optimizer": ADAM,
+    },
+    "no norm for ZenFlow": {
+        **BATCH,
+        "gradient_clipping": 0,
+        "zero_optimization": {"stage": 2, "compute_grad_norm": False, "zenflow": {}},
+        "optimizer": ADAM,
+    },
+    "no norm in bf16 with fp32 sums": {
+        **BATCH,
+        "gradient_clipping": 0,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": 1, "compute_grad_norm": False},
+        "optimizer": ADAM,
+    },
+    "own accumulation under DeepCompile": {
+        **BATCH,
+        "managed_gradient_accumulation": False,
+        "compile": {"deepcompile": True},
+        "optimizer": ADAM,
+    },
     "clipping auto": {**BATCH, "gradient_clipping": "auto", "optimizer": ADAM},
     "quoted learning rate": {
         **BATCH,
@@ -101,6 +151,7 @@ def _experiment(name: str) -> Callable[[str], dict[str, Any]]:
         "pipeline in fp32 without ZeRO": _pipeline,
         "AutoTP with a pipeline": _pipeline,
         "AutoTP over 3 of 2 ranks": _llama,
+        "two sizes of AutoTP": _llama,
     }
     return special.get(name, _plain)
 

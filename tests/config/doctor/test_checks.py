@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from dsx.config.doctor import examine, reference
+from dsx.config.doctor import examine, other_names, reference
 from dsx.config.doctor.checks import kernels, other, values
 from dsx.config.doctor.context import context
 from dsx.config.doctor.finding import dotted
@@ -275,6 +275,90 @@ CASES = [
     ("scheduler", "warning", "scheduler.params.cycle_min_lr",
      {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1, "cycle_max_lr": 0.1}}},
      {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1}}}, {}),
+    ("not-a-choice", "error", "scheduler.type", {"scheduler": {"type": "cosine", "params": {}}}, {}, {}),
+    ("schedule-length", "warning", "scheduler.params.total_num_steps",
+     WARMUP | {"scheduler.params": {"total_num_steps": 2000}, "dsx": {"train": {"steps": 3000}}},
+     WARMUP | {"scheduler.params": {"total_num_steps": 2000}, "dsx": {"train": {"steps": 2000}}}, {}),
+    # Units, and places that were swapped.
+    ("unit", "warning", "optimizer.params.lr", {"optimizer.params.lr": 1e4},
+     {STAGE: 0, "optimizer": {"type": "SGD", "params": {"lr": 10}}}, {}),
+    ("unit", "warning", "optimizer.params.betas", {"optimizer.params.betas": [0.999, 0.9]},
+     {"optimizer.params.betas": [0.9, 0.999]}, {}),
+    ("unit", "warning", "zero_optimization.reduce_bucket_size",
+     {"zero_optimization.reduce_bucket_size": 500}, {"zero_optimization.reduce_bucket_size": 500_000}, {}),
+    ("scheduler", "warning", "scheduler.params.warmup_max_lr",
+     {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}},
+     {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}}, {}),
+    ("loss-scale", "error", "fp16.initial_scale_power", FP16 | {"fp16.initial_scale_power": 65536},
+     FP16 | {"fp16.initial_scale_power": 32}, {}),
+    ("out-of-range", "warning", "fp16.min_loss_scale",
+     {"bf16.enabled": "auto", "fp16": {"enabled": "auto", "min_loss_scale": 0}},
+     {"bf16.enabled": "auto", "fp16": {"enabled": "auto", "min_loss_scale": 1}}, {}),
+    ("degree", "error", "pipeline", {}, {}, {"world_size": 8, "pipeline": 3}),
+    ("degree", "error", "data_parallel_size", {"sequence_parallel_size": 2, "data_parallel_size": 2},
+     {"sequence_parallel_size": 2, "data_parallel_size": 4}, {"world_size": 8}),
+    ("degree", "error", "hybrid_engine.inference_tp_size",
+     {"hybrid_engine": {"enabled": True, "inference_tp_size": 3}},
+     {"hybrid_engine": {"enabled": True, "inference_tp_size": 2}}, {"world_size": 8}),
+    ("data-types", "warning", "communication_data_type", {"communication_data_type": "fp16"},
+     {"communication_data_type": "fp32"}, {}),
+    # Items of lists, and values in another case.
+    ("not-a-choice", "error", "compile.passes", {"compile": {"deepcompile": True, "passes": ["zero3"]}},
+     {"compile": {"deepcompile": True, "passes": ["z1"]}}, {}),
+    ("wrong-type", "error", "zero_optimization.leaf_module.names",
+     {STAGE: 3, "zero_optimization.leaf_module": {"names": [1]}},
+     {STAGE: 3, "zero_optimization.leaf_module": {"names": ["mlp"]}}, {}),
+    ("betas", "error", "optimizer.params.betas", {"optimizer.params.betas": ["auto", "auto"]},
+     {"optimizer.params.betas": "auto"}, {"runner": "trainer"}),
+    ("wrong-type", "error", "expert_parallel.async_split_plan", {"expert_parallel": {"async_split_plan": 1}},
+     {"expert_parallel": {"async_split_plan": True}}, {}),
+    # What does not go together; test_evidence_engines.py and test_evidence_together.py show more.
+    ("conflict", "error", "expert_parallel.preset_model",
+     {"expert_parallel": {"preset_model": "mixtral"}, "tensor_parallel": {"preset_model": "llama"}},
+     {"expert_parallel": {"preset_model": "mixtral"}, "tensor_parallel": {"preset_model": "mixtral"}}, {}),
+    ("conflict", "error", f"{OFFLOAD}.buffer_count",
+     {STAGE: 3, OFFLOAD: {"device": "nvme", "nvme_path": "/n", "buffer_count": 3}},
+     {STAGE: 3, OFFLOAD: {"device": "nvme", "nvme_path": "/n", "buffer_count": 4}}, {}),
+    ("conflict", "error", f"{OFFLOAD}.ratio",
+     {STAGE: 3, OFFLOAD: {"device": "cpu", "ratio": 0.5}, "optimizer.params.torch_adam": True},
+     {STAGE: 3, OFFLOAD: {"device": "cpu", "ratio": 0.5}}, {}),
+    ("offload-stage", "warning", f"{OFFLOAD}.ratio",
+     {STAGE: 3, OFFLOAD: {"device": "nvme", "nvme_path": "/n", "ratio": 0.5}},
+     {STAGE: 3, OFFLOAD: {"device": "cpu", "ratio": 0.5}}, {}),
+    ("no-effect", "warning", "compile.deepcompile", {STAGE: 0, "compile": {"deepcompile": True}},
+     {"compile": {"deepcompile": True}}, {}),
+    ("no-effect", "warning", "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+     {"zero_optimization.stage3_gather_16bit_weights_on_model_save": True},
+     {"zero_optimization.stage3_gather_16bit_weights_on_model_save": True,
+     "tensor_parallel": {"autotp_size": 2}}, {}),
+    ("unknown-key", "error", "optimizer.name", {"optimizer": {"name": "AdamW"}}, {}, {}),
+    ("unknown-key", "error", "optimizer.params.eps", {"optimizer": {"type": "Lion", "params": {"eps": 1e-8}}},
+     {"optimizer": {"type": "Adam", "params": {"eps": 1e-8}}}, {}),
+    ("unknown-key", "error", "scheduler.params.total_num_steps",
+     {"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 100}}}, {}, {}),
+    ("unknown-key", "error", "compile.mode", {"compile": {"mode": "max-autotune"}}, {}, {}),
+    ("unknown-key", "error", "data_types.grad_accum", {"data_types": {"grad_accum": "fp32"}}, {}, {}),
+    ("misplaced-key", "error", "parallel", {"parallel": {"tensor": 2}}, {}, {"runner": "dsx"}),
+    ("wrong-type", "error", "tensor_parallel.dtype", {"tensor_parallel": {"dtype": "bf16"}}, {}, {}),
+    ("batch-missing", "warning", "train_micro_batch_size_per_gpu",
+     {"train_micro_batch_size_per_gpu": GONE}, {"train_micro_batch_size_per_gpu": "auto"},
+     {"runner": "trainer"}),
+    ("degree", "error", "expert_parallel.autoep_size",
+     {"expert_parallel": {"enabled": True, "autoep_size": 3}},
+     {"expert_parallel": {"enabled": True, "autoep_size": 2}}, {"world_size": 4}),
+    # Who runs it is not said, and one "auto" is all there is to tell it by.
+    ("auto", "warning", "train_micro_batch_size_per_gpu",
+     {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": GONE},
+     {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": GONE,
+     "autotuning": {"enabled": True}}, {}),
+    ("auto", "error", "train_batch_size", {"train_batch_size": "auto"}, {}, {}),
+    ("wrong-type", "error", STAGE, {STAGE: [1, 2]}, {STAGE: [1, 2], "autotuning": {"enabled": True}}, {}),
+    ("batch-missing", "error", "train_micro_batch_size_per_gpu", {"train_micro_batch_size_per_gpu": GONE},
+     {"train_micro_batch_size_per_gpu": GONE, "autotuning": {"enabled": True}}, {}),
+    # Other tools.
+    ("unknown-key", "error", "fsdp_config", {"fsdp_config": {}}, {}, {}),
+    ("unknown-key", "warning", "seed", {"seed": 1}, {}, {}),
+    ("unknown-key", "error", "tensor_model_parallel_size", {"tensor_model_parallel_size": 2}, {}, {}),
     # Others.
     ("clipping-default", "note", "gradient_clipping", {"gradient_clipping": GONE}, {}, {}),
     ("clipping-default", "note", "gradient_clipping", {"gradient_clipping": GONE}, {}, {"version": "0.19.3"}),
@@ -298,6 +382,26 @@ def test_found_and_not_found(case):
         assert (check, severity, key) not in found(right, dict(arguments))
     else:
         assert (check, severity, key) not in found(right, {})
+
+
+def test_a_path_as_a_key():
+    (finding,) = examine(BASE | {"zero_optimization.overlap_comm": True}, version="0.19.8").errors
+    assert (finding.check, finding.path) == ("misplaced-key", ("zero_optimization.overlap_comm",))
+    assert finding.edits[-1].path == ("zero_optimization", "overlap_comm")
+
+
+def test_other_names_lead_to_keys():
+    """What the doctor proposes exists; what it calls dsx's own is dsx's."""
+    from dsx.config.schema import DsxConfig
+
+    rows = table(reference.KEYS, reference.BLOCKS)
+    paths = {key.path for key in reference.KEYS if key.status == "live"}
+    assert set(other_names.KEYS.values()) <= paths
+    assert not set(other_names.KEYS) & {path for path in paths if "." not in path}
+    assert set(other_names.SCHEDULES.values()) <= set(rows.key("scheduler.type").choices)
+    for (block, word), name in other_names.INSIDE.items():
+        assert f"{block}.{name}" in paths if name else (block, word) in other_names.NOTHING
+    assert set(DsxConfig.model_fields) >= other_names.DSX
 
 
 def test_the_base_is_right():

@@ -120,6 +120,55 @@ CASES = {
     ),
     "OneBitAdam": (24, "removed", "optimizer.type", {"error"}, "AssertionError", "not a supported"),
     "steps_per_print 0": (26, "out-of-range", "steps_per_print", {"error"}, "ZeroDivisionError", "modulo"),
+    # Not in the list: what does not go together (checks/together.py).
+    **{
+        name: (0, "conflict", key, {"error"}, error, message)
+        for name, key, error, message in (
+            (
+                "Muon at ZeRO-3",
+                "zero_optimization.reduce_scatter",
+                "ValueError",
+                "Muon and reduce scatter",
+            ),
+            (
+                "ZenFlow without offload",
+                "zero_optimization.zenflow",
+                "ValueError",
+                "must be used with cpu offload",
+            ),
+            (
+                "ZenFlow offload without overlap",
+                "zero_optimization.zenflow.offload",
+                "AssertionError",
+                "should be used with overlap_comm",
+            ),
+            (
+                "torch's Adam for 16-bit master weights",
+                "bf16.bf16_master_weights_and_grads",
+                "AssertionError",
+                "Offload with DeepSpeedCPUAdam",
+            ),
+            (
+                "no norm for ZenFlow",
+                "zero_optimization.compute_grad_norm",
+                "ValueError",
+                "does not support ZenFlow",
+            ),
+            (
+                "no norm in bf16 with fp32 sums",
+                "zero_optimization.compute_grad_norm",
+                "ValueError",
+                "FP32 gradient accumulation",
+            ),
+            (
+                "own accumulation under DeepCompile",
+                "managed_gradient_accumulation",
+                "AssertionError",
+                "not supported with DeepCompile",
+            ),
+            ("two sizes of AutoTP", "tensor_parallel.tp.tp_size", "ValueError", "does not match"),
+        )
+    },
 }
 CLIENT = {"client AdamW with offload", "two optimizers"}
 PIPELINES = {"pipeline under ZeRO-2", "AutoTP with a pipeline", "pipeline in fp32 without ZeRO"}

@@ -300,6 +300,22 @@ VALID = {
         "zero_optimization": {"stage": 1},
         "steps_per_print": 1e5,
     },
+    # github.com/deepspeedai/DeepSpeedExamples: training/autotuning
+    "examples, autotuning": {
+        "train_micro_batch_size_per_gpu": "auto",
+        "autotuning": {
+            "enabled": True,
+            "max_train_batch_size": 4096,
+            "arg_mappings": {"train_micro_batch_size_per_gpu": "--per_device_train_batch_size"},
+        },
+    },
+    # github.com/deepspeedai/DeepSpeedExamples: training/tensor_parallel/hf_integration
+    "examples, AutoTP under the Trainer": {
+        **_TRAINER,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1, "gather_16bit_weights_on_model_save": True},
+        "tensor_parallel": {"autotp_size": 4},
+    },
     # github.com/huggingface/accelerate: tests/deepspeed, a model without an optimizer
     "accelerate, evaluation": {
         "train_micro_batch_size_per_gpu": 1,

@@ -59,6 +59,7 @@ CHOSEN_LATER = {
     "zero_optimization.legacy_stage1",
     "zero_optimization.zenflow.select_strategy",
     "tensor_parallel.preset_model",
+    "comet.mode",  # comet_ml.start
 }
 
 
@@ -124,6 +125,7 @@ def kinds(annotation):
 
 def choices(annotation):
     parts = [annotation, *get_args(annotation)]
+    parts += [inner for part in parts for outer in get_args(part) for inner in get_args(outer)]
     if any(isinstance(part, str) for part in parts):
         return {part for part in parts if isinstance(part, str)}
     enums = [part for part in parts if isinstance(part, type) and issubclass(part, Enum)]

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 from dsx.config.batch import resolve_batch
 from dsx.config.doctor.context import ACCUMULATION, MICRO, TRAIN, UNKNOWN, Context
-from dsx.config.doctor.finding import Finding
-from dsx.config.wording import at
+from dsx.config.doctor.finding import Edit, Finding
+from dsx.config.wording import at, either
 from dsx.errors import ConfigError
 
 _SEQUENCE = "sequence_parallel_size"
+_ASSERTS = "DeepSpeed stops with an assertion"
 
 
 def data_parallel_size(context: Context) -> int | None:
@@ -30,12 +31,14 @@ def check_world(context: Context) -> Iterator[Finding]:
     world = context.world_size
     if world is None or context.runner == "dsx":
         return
+    yield from _grid(context, world)
     names = (_SEQUENCE, "tensor_parallel.autotp_size", "zero_optimization.zero_hpz_partition_size")
-    for name in names:
+    switched = ("expert_parallel.autoep_size", "hybrid_engine.inference_tp_size")
+    on = [name for name in switched if context.is_on(f"{name.partition('.')[0]}.enabled")]
+    for name in (*names, *on):
         size = context.number(name)
         if size and context.written(name) and world % min(int(size), world):
-            legal = [n for n in range(1, world + 1) if world % n == 0]
-            fix = f"use one of {', '.join(map(str, legal))}"
+            fix = f"use {_divisors(world)}"
             yield context.find("degree", "error", name, f"it does not divide {world} ranks", fix)
         elif size and context.written(name) and size > world and name != names[2]:
             yield context.find(
@@ -43,13 +46,43 @@ def check_world(context: Context) -> Iterator[Finding]:
             )
 
 
+def _grid(context: Context, world: int) -> Iterator[Finding]:
+    """Pipeline stages, and the mesh of data and sequence parallelism (pipe/module.py; initialize)."""
+    stages = context.pipeline or 1
+    if world % stages:
+        why = f"PipelineModule refuses {stages} stages on {world} ranks: they do not divide them"
+        yield context.find("degree", "error", ("pipeline",), why, f"use {_divisors(world)} stages")
+    data, sequence = context.number("data_parallel_size"), context.number(_SEQUENCE)
+    if data and sequence and context.written(_SEQUENCE) and data * sequence != world:
+        why = f"times {_SEQUENCE} = {sequence} it is not {world} ranks: no mesh can be made"
+        fix = (
+            f"use {world // int(sequence)}"
+            if world % sequence == 0
+            else f"use a {_SEQUENCE} that divides {world}"
+        )
+        yield context.find("degree", "error", "data_parallel_size", why, fix)
+
+
+def _divisors(world: int) -> str:
+    return either([n for n in range(1, world + 1) if world % n == 0])
+
+
 def check_batch_missing(context: Context) -> Iterator[Finding]:
     """A batch size is given."""
-    if context.runner == "trainer" or any(context.value(name) is not None for name in (TRAIN, MICRO)):
+    if any(context.value(name) is not None for name in (TRAIN, MICRO)):
+        return
+    if context.tunes:
+        why = "left out, `deepspeed --autotuning` tries several; without that flag DeepSpeed stops"
+        yield context.find("batch-missing", "note", MICRO, why, f"write {MICRO} once the best is known")
+        return
+    if context.runner == "trainer":
+        why = f'no batch size is given: the Trainer fills in what is "auto", and adds no keys; {_ASSERTS}'
+        edit = Edit("set", (MICRO,), "auto")
+        yield context.find("batch-missing", "warning", MICRO, why, f'write "{MICRO}": "auto"', edit)
         return
     only = context.value(ACCUMULATION) is not None
     said = f"only {ACCUMULATION} is given" if only else "no batch size is given"
-    why = f"{said}: DeepSpeed stops with an assertion"
+    why = f"{said}: {_ASSERTS}"
     yield context.find("batch-missing", "error", MICRO, why, f"write {MICRO}, or {TRAIN}")
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 from dsx.config import deepspeed_keys as keys
 from dsx.config.doctor.context import Context
 from dsx.config.doctor.finding import ABSENT, Edit, Finding
-from dsx.config.wording import at, suggest
+from dsx.config.doctor.other_names import OPTIMIZER_PARTS
+from dsx.config.wording import at, plain, suggest
 
 _TYPE = "optimizer.type"
 _DEEPSPEED = {name.lower() for name in keys.OPTIMIZERS}
 _TORCH = {name.lower(): name for name in keys.TORCH_OPTIMIZERS}
+_NAMES = {name.lower(): name for name in sorted(keys.OPTIMIZERS | keys.TORCH_OPTIMIZERS)}
 
 
 def check_name(context: Context) -> Iterator[Finding]:
@@ -29,10 +32,12 @@ def check_name(context: Context) -> Iterator[Finding]:
         why = "DeepSpeed 0.19.8 has removed it (since 0.19.7)"
         yield context.find("removed", "error", _TYPE, why, 'use "AdamW"')
     elif kind.lower() not in _DEEPSPEED and kind not in keys.TORCH_OPTIMIZERS:
-        right = _TORCH.get(kind.lower())
+        # adam_w and sgd are surely AdamW and SGD; DeepSpeedCPUAdam and adamw_8bit not quite.
+        right = _NAMES.get(plain(kind))
         edits = (Edit("set", ("optimizer", "type"), right),) if right else ()
-        known = keys.OPTIMIZERS | keys.TORCH_OPTIMIZERS
-        fix = f'write "{right}"' if right else suggest(kind, known)
+        bare = _NAMES.get(reduce(lambda name, part: name.replace(part, ""), OPTIMIZER_PARTS, plain(kind)))
+        fix = f'write "{right}"' if right else f'write "{bare}", if that is meant' if bare else ""
+        fix = fix or suggest(kind, _NAMES.values(), otherwise='use "AdamW"')
         yield context.find("optimizer-name", "error", _TYPE, "no such optimizer", fix, *edits)
 
 
@@ -68,7 +73,9 @@ def check_betas(context: Context) -> Iterator[Finding]:
     if not context.written(name) or not isinstance(betas, list):
         return
     if len(betas) != 2 or not all(_is_number(beta) for beta in betas):
-        if not any(beta == "auto" for beta in betas) or context.runner == "dsx":
+        if "auto" in betas and context.runner == "trainer":
+            yield context.find("betas", "error", name, '"auto" stands for the whole list', 'write "auto"')
+        else:
             yield context.find("betas", "error", name, "not two numbers", "write [0.9, 0.999]")
     elif not all(0 <= beta < 1 for beta in betas):
         why = "each must be at least 0 and below 1"

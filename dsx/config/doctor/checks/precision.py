@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dsx.config.doctor.context import Context
+from dsx.config.doctor.context import UNKNOWN, Context
 from dsx.config.doctor.finding import ABSENT, Edit, Finding, Severity
 
 _FP32 = {"fp32", "float32", "float", "torch.float32"}
@@ -12,6 +12,8 @@ _BF16 = {"bf16", "bfloat16", "torch.bfloat16"}
 _FP16 = {"fp16", "float16", "half", "torch.float16"}
 # 2^24 leaves 2^-7 to 65504 / 2^24: the first steps of most runs overflow and are skipped.
 _HIGH_SCALE_POWER = 24
+# torch multiplies a tensor by no whole number that 64 bits cannot hold.
+_MOST_SCALE_POWER = 63
 
 
 def dtype(context: Context) -> str | None:
@@ -50,26 +52,36 @@ def check_both(context: Context) -> Iterator[Finding]:
 
 def check_loss_scale(context: Context) -> Iterator[Finding]:
     """fp16's loss scaling."""
-    scale = context.number("fp16.loss_scale")
-    if scale == 0 and context.is_on("fp16.enabled"):
+    scale, enabled = context.number("fp16.loss_scale"), context.value("fp16.enabled")
+    if scale == 0 and enabled is True:
         yield from _dynamic(context)
+    elif scale == 0 and enabled is UNKNOWN:
+        # The Trainer decides.
+        yield from _positive(context, "warning", ", which fails if fp16 is chosen")
     # Asserted whether fp16 is enabled or not.
     if scale and context.text("optimizer.type").lower() == "lamb":
         why = "Lamb needs dynamic loss scaling: DeepSpeed stops with an assertion"
         yield context.find("loss-scale", "error", "fp16.loss_scale", why, "use 0")
 
 
-def _dynamic(context: Context) -> Iterator[Finding]:
+def _positive(context: Context, severity: Severity, when: str = "") -> Iterator[Finding]:
     for name in ("loss_scale_window", "min_loss_scale"):
         # As written: out of its range it is nothing that DeepSpeed would use.
         value = context.at(context.path(f"fp16.{name}"))
         if isinstance(value, int | float) and value <= 0:
-            why = "dynamic loss scaling needs a whole number above 0"
-            yield context.find("out-of-range", "error", f"fp16.{name}", why, "use 1 or more")
+            why = f"dynamic loss scaling needs a whole number above 0{when}"
+            yield context.find("out-of-range", severity, f"fp16.{name}", why, "use 1 or more")
+
+
+def _dynamic(context: Context) -> Iterator[Finding]:
+    yield from _positive(context, "error")
     power, floor = context.number("fp16.initial_scale_power"), context.number("fp16.min_loss_scale")
     if power is None or floor is None:
         return
-    if power > _HIGH_SCALE_POWER:
+    if power > _MOST_SCALE_POWER:
+        why = f"a power of two, not the scale itself: 2^{power:g} is no number that torch can multiply with"
+        yield context.find("loss-scale", "error", "fp16.initial_scale_power", why, "use 16")
+    elif power > _HIGH_SCALE_POWER:
         why = f"the first steps overflow and are skipped until the scale has halved down from 2^{power:g}"
         yield context.find("loss-scale", "note", "fp16.initial_scale_power", why, "use 16")
     if power < 1024 and floor > 2**power:
@@ -110,6 +122,10 @@ def check_data_types(context: Context) -> Iterator[Finding]:
     model = dtype(context)
     if model is None:
         return
+    if model == "bf16" and context.text("communication_data_type").lower() == "fp16":
+        why = "gradients are in bf16, and what is above 65504 becomes inf on its way in fp16"
+        fix = 'write "bf16" or "fp32", or leave it out'
+        yield context.find("data-types", "warning", "communication_data_type", why, fix)
     wanted = context.text("data_types.param_dtype")
     if wanted and not _same(wanted, model):
         why = f"the precision blocks make the model {model}: DeepSpeed stops with an assertion"

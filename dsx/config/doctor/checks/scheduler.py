@@ -8,8 +8,9 @@ from typing import Any
 from dsx.config.doctor.context import Context
 from dsx.config.doctor.finding import ABSENT, Edit, Finding, Path
 from dsx.config.doctor.key import REQUIRED, Block
+from dsx.config.doctor.other_names import SCHEDULES
 from dsx.config.doctor.versions import Version
-from dsx.config.wording import at
+from dsx.config.wording import at, either, plain, suggest
 
 _PARAMS = "scheduler.params"
 # From here on WarmupLR ends at the optimizer's learning rate when warmup_max_lr is left out.
@@ -24,12 +25,28 @@ def check_name(context: Context) -> Iterator[Finding]:
     if "type" not in block:
         why = "without it DeepSpeed makes no schedule of this block, in silence"
         yield context.find("scheduler", "error", "scheduler.type", why, 'write "type": "WarmupLR"')
-    elif block["type"] is not None and not isinstance(block.get("params", {}), dict):
         return
-    elif "params" not in block and isinstance(block["type"], str):
+    yield from _known(context, block["type"])
+    if block["type"] is not None and not isinstance(block.get("params", {}), dict):
+        return
+    if "params" not in block and isinstance(block["type"], str):
         why = "DeepSpeed passes params on, and fails on a schedule without (TypeError)"
         path = ("scheduler", "params")
         yield context.find("scheduler", "error", path, why, 'add "params": {}', Edit("set", path, {}))
+
+
+def _known(context: Context, kind: object) -> Iterator[Finding]:
+    """A name that DeepSpeed or torch knows, spelt as there."""
+    key = context.table.key("scheduler.type")
+    if key is None or not isinstance(kind, str) or kind in (*key.choices, "auto"):
+        return
+    right = next((name for name in key.choices if plain(name) == plain(kind)), None)
+    edits = (Edit("set", ("scheduler", "type"), right),) if right else ()
+    other = SCHEDULES.get(plain(kind))
+    fix = f'write "{right}"' if right else f'write "{other}", if that is meant' if other else ""
+    why = "DeepSpeed and torch know no such schedule (names are case-sensitive)"
+    fix = fix or suggest(kind, key.choices, otherwise=f"use {either(key.choices[:5])}")
+    yield context.find("not-a-choice", "error", "scheduler.type", why, fix, *edits)
 
 
 def check_required(context: Context) -> Iterator[Finding]:
@@ -92,7 +109,7 @@ def _learning_rate(context: Context, kind: str) -> Iterator[Finding]:
             yield context.find("scheduler", "error", name, why, f'write "warmup_max_lr": {rate:g}', *edits)
     elif high is not None and high != rate:
         why = f"the schedule goes to it, whatever optimizer.params.lr = {rate:g} says"
-        yield context.find("scheduler", "note", name, why, "write the same in both")
+        yield context.find("scheduler", "warning", name, why, "write the same in both")
 
 
 def check_cycle(context: Context) -> Iterator[Finding]:

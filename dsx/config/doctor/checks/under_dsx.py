@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
+from typing import Any
 
-from dsx.config.doctor.context import Context
+from dsx.config.doctor.context import Context, step
 from dsx.config.doctor.finding import ABSENT, Edit, Finding
 
 # Blocks of DeepSpeed that would do dsx's work a second time, or not at all: key -> why and what instead.
@@ -62,6 +64,16 @@ def check_zenflow(context: Context) -> Iterator[Finding]:
     if context.at(path) not in (ABSENT, None):
         why = "it steps the optimizer outside dsx's schedule"
         yield context.find("under-dsx", "error", path, why, "remove it", Edit("remove", path))
+
+
+def check_schedule_length(context: Context) -> Iterator[Finding]:
+    """A learning-rate schedule that has come to its end before the run has."""
+    steps: Any = reduce(step, ("dsx", "train", "steps"), context.source.config)
+    name = "scheduler.params.total_num_steps"
+    total = context.number(name)
+    if isinstance(steps, int) and total is not None and context.written(name) and steps > total:
+        why = f"dsx.train.steps is {steps}: the last {steps - total:g} run at the least learning rate"
+        yield context.find("schedule-length", "warning", name, why, f"write {steps}, if that is not meant")
 
 
 def check_optimizer(context: Context) -> Iterator[Finding]:

@@ -10,66 +10,17 @@ from dsx.config.doctor.context import ACCUMULATION, MICRO, Context
 from dsx.config.doctor.finding import ABSENT, Edit, Finding, Path, Severity, dotted
 from dsx.config.doctor.judge import judge
 from dsx.config.doctor.key import Key
+from dsx.config.doctor.other_names import COMMON, DSX, INSIDE, KEYS, NOTHING, OUTSIDE
+from dsx.config.doctor.source import same
 from dsx.config.doctor.table import Slot
 from dsx.config.doctor.versions import version
-from dsx.config.wording import suggest
+from dsx.config.wording import plain, suggest
 
 # Above it, a similar word is the word that was meant.
 _CERTAIN = 0.84
 # Below it, words have nothing to do with each other.
 _NEAR = 0.7
 _MAX_PLACES = 3
-
-# What other tools, older code and habit call DeepSpeed's keys.
-_OTHER_NAMES: Final[Mapping[str, str]] = {
-    "accumulate_grad_batches": "gradient_accumulation_steps",
-    "gradient_accumulation": "gradient_accumulation_steps",
-    "batch_size": "train_batch_size",
-    "global_batch_size": "train_batch_size",
-    "micro_batch_size": "train_micro_batch_size_per_gpu",
-    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
-    "train_micro_batch_size": "train_micro_batch_size_per_gpu",
-    "clip_grad": "gradient_clipping",
-    "clip_grad_norm": "gradient_clipping",
-    "grad_clip": "gradient_clipping",
-    "gradient_clip_val": "gradient_clipping",
-    "gradient_clip": "gradient_clipping",
-    "max_grad_norm": "gradient_clipping",
-    "max_norm": "gradient_clipping",
-    "learning_rate": "optimizer.params.lr",
-    "adam_beta1": "optimizer.params.betas",
-    "adam_beta2": "optimizer.params.betas",
-    "beta1": "optimizer.params.betas",
-    "beta2": "optimizer.params.betas",
-    "adam_epsilon": "optimizer.params.eps",
-    "epsilon": "optimizer.params.eps",
-    "wd": "optimizer.params.weight_decay",
-    "lr_scheduler": "scheduler",
-    "lr_schedule": "scheduler",
-    "warmup_steps": "scheduler.params.warmup_num_steps",
-    "num_warmup_steps": "scheduler.params.warmup_num_steps",
-    "total_steps": "scheduler.params.total_num_steps",
-    "num_training_steps": "scheduler.params.total_num_steps",
-    "max_steps": "scheduler.params.total_num_steps",
-    "zero": "zero_optimization",
-    "zero_stage": "zero_optimization.stage",
-    "zero_optimization_stage": "zero_optimization.stage",
-    "bfloat": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "load_universal_checkpoint": "checkpoint.load_universal",
-    "universal_checkpoint": "checkpoint.load_universal",
-    "use_node_local_storage": "checkpoint.use_node_local_storage",
-    "gradient_checkpointing": "activation_checkpointing",
-    "tensor_parallel_size": "tensor_parallel.autotp_size",
-    "tp_size": "tensor_parallel.autotp_size",
-    "print_every": "steps_per_print",
-    "dtype": "bf16",
-    "mixed_precision": "bf16",
-    "precision": "bf16",
-    "torch_dtype": "bf16",
-    "logging_steps": "steps_per_print",
-}
 
 
 def check_unknown(context: Context) -> Iterator[Finding]:
@@ -91,11 +42,12 @@ def _is_comment(slot: Slot) -> bool:
 def _unknown(context: Context, slot: Slot) -> Finding:
     word = str(slot.path[-1])
     siblings = context.table.siblings(slot.block)
-    same = next((name for name in siblings if _plain(name) == _plain(word)), None)
-    if same is not None:
-        edits = _rename(context, slot, same)
-        return _finding(context, slot, "wrong-case", "keys are case-sensitive", f'write "{same}"', edits)
-    for look in (_wrapped, _in_params, _elsewhere):
+    right = next((name for name in siblings if plain(name) == plain(word)), None)
+    if right is not None:
+        edits = _rename(context, slot, right)
+        why = "keys count as they are spelt"
+        return _finding(context, slot, "wrong-case", why, f'write "{right}"', edits)
+    for look in (_dotted, _inside, _outside, _wrapped, _in_params, _of_another_type, _elsewhere):
         if (found := look(context, slot)) is not None:
             return found
     near = _nearest(word, siblings)
@@ -106,20 +58,84 @@ def _unknown(context: Context, slot: Slot) -> Finding:
         fix = f'write "{name}", if that is meant'
         return _finding(context, slot, "unknown-key", "unknown key", fix, edits)
     why, fix = "unknown key", suggest(word, [*siblings, *(["dsx"] if not slot.block.path else [])])
-    if slot.block.path == "wandb":
-        # Their own names for what monitor/config.py:WandbConfig calls group, team and project.
-        fix = {
-            "entity": 'write "team"',
-            "name": 'remove it (DeepSpeed takes no run name; "group" groups runs)',
-        }.get(word, fix)
     return _finding(context, slot, "unknown-key", why, fix, (), is_guess=True)
+
+
+def _dotted(context: Context, slot: Slot) -> Finding | None:
+    """``"zero_optimization.stage": 2``: a path where DeepSpeed wants objects in objects."""
+    word = str(slot.path[-1])
+    name = f"{slot.block.path}.{word}".removeprefix(".")
+    key = None
+    if "." in word:
+        key = (
+            context.table.key(name) or context.table.key(name, "adamw") or context.table.key(name, "warmuplr")
+        )
+    if key is None:
+        return None
+    target = (*slot.path[:-1], *word.split("."))
+    edits: tuple[Edit, ...] = ()
+    if judge(slot.value, key).fault in ("", "auto") and context.at(target) is ABSENT:
+        edits = (Edit("remove", slot.path), Edit("set", target, slot.value))
+    owner, _, last = word.rpartition(".")
+    why = f'a path, where objects stand inside objects: "{last}" inside {owner}'
+    return _finding(context, slot, "misplaced-key", why, f'move it into "{owner}"', edits)
+
+
+def _inside(context: Context, slot: Slot) -> Finding | None:
+    """Another tool's name for a key of this very block."""
+    here = (slot.block.path, _word(slot))
+    name = INSIDE.get(here)
+    if name is None:
+        return None
+    if not name:
+        gone = Edit("remove", slot.path)
+        return _finding(context, slot, "unknown-key", "unknown key", NOTHING[here], (gone,))
+    key = context.table.siblings(slot.block)[name]
+    fits = judge(slot.value, key).fault in ("", "auto")
+    edits = _rename(context, slot, name) if fits else ()
+    return _finding(context, slot, "unknown-key", f"DeepSpeed calls it {name}", f'write "{name}"', edits)
+
+
+def _of_another_type(context: Context, slot: Slot) -> Finding | None:
+    """A parameter that other optimizers or schedules have."""
+    kind = slot.block.variant
+    others = [variant for path, variant in context.table.keys if path == slot.name] if kind else []
+    if not others:
+        return None
+    name = context.at((*slot.path[:-2], "type"))
+    why = f"{name} has no such parameter (others have, such as {', '.join(others[:3])})"
+    gone = Edit("remove", slot.path)
+    return _finding(context, slot, "unknown-key", why, "remove it, or choose another type", (gone,))
+
+
+def _outside(context: Context, slot: Slot) -> Finding | None:
+    """An option of another tool's that DeepSpeed has no key for."""
+    if context.runner == "dsx" and not slot.block.path and str(slot.path[-1]) in DSX:
+        why, fix = "a block of dsx's own", 'move it into "dsx"'
+        return _finding(context, slot, "misplaced-key", why, fix)
+    known = OUTSIDE.get(_word(slot))
+    if known is None or slot.block.path:
+        return None
+    severity, fix = known
+    why = "no key of DeepSpeed's, which would ignore it in silence"
+    return context.find("unknown-key", severity, slot.path, why, fix)
+
+
+def _word(slot: Slot) -> str:
+    return str(slot.path[-1]).lower().replace("-", "_")
 
 
 def _elsewhere(context: Context, slot: Slot) -> Finding | None:
     """The key under its right name, or in its right place."""
     word = str(slot.path[-1])
     names = [key.path for key in context.table.named(word) if not key.path.startswith(slot.name + ".")]
-    other = _OTHER_NAMES.get(word.lower().replace("-", "_"))
+    # A block's own inner blocks come before everything else's.
+    inner = [name for name in names if slot.block.path and name.startswith(f"{slot.block.path}.")]
+    names = inner or ([] if slot.block.path and word in COMMON else names)
+    other = KEYS.get(_word(slot))
+    if other is not None and slot.block.path and not other.startswith(f"{slot.block.path}."):
+        # A word much like one of the block's own is that one, misspelt.
+        other = None if _nearest(word, context.table.siblings(slot.block)) else other
     beside = other is not None and other.rpartition(".")[0] == slot.block.path
     if other is not None and (not names or beside):
         return _renamed(context, slot, other)
@@ -138,7 +154,7 @@ def _elsewhere(context: Context, slot: Slot) -> Finding | None:
 
 def _wrapped(context: Context, slot: Slot) -> Finding | None:
     """A whole config, or several of its blocks, under a key of another tool's."""
-    if slot.block.path or not isinstance(slot.value, dict):
+    if slot.block.path or not isinstance(slot.value, dict) or context.table.named(str(slot.path[-1])):
         return None
     inside = [word for word in slot.value if word in context.table.siblings(slot.block)]
     if not inside:
@@ -180,6 +196,8 @@ def _move(context: Context, slot: Slot, key: Key | None) -> tuple[Edit, ...]:
         return ()
     target: Path = tuple(key.path.split("."))
     owner = target[:-1]
+    if same(context.at(target), slot.value):
+        return (Edit("remove", slot.path),)
     if owner and not isinstance(context.at(owner), dict) and owner[-1] != "params":
         return ()
     if context.at(target) is not ABSENT or not isinstance(context.at(owner[:1]), dict | type(ABSENT)):
@@ -188,9 +206,11 @@ def _move(context: Context, slot: Slot, key: Key | None) -> tuple[Edit, ...]:
 
 
 def _rename(context: Context, slot: Slot, name: str) -> tuple[Edit, ...]:
-    """The edit that renames the key, unless the right one is there too."""
-    taken = context.at((*slot.path[:-1], name)) is not ABSENT
-    return () if taken else (Edit("rename", slot.path, name),)
+    """The edit that renames the key; if the right one is there too, removes it if both say the same."""
+    there = context.at((*slot.path[:-1], name))
+    if there is ABSENT:
+        return (Edit("rename", slot.path, name),)
+    return (Edit("remove", slot.path),) if same(there, slot.value) else ()
 
 
 def _finding(
@@ -222,10 +242,6 @@ def _nearest(word: str, siblings: Mapping[str, Any]) -> tuple[str, float] | None
         default=(0.0, ""),
     )
     return (best[1], best[0]) if best[0] >= _NEAR else None
-
-
-def _plain(word: str) -> str:
-    return "".join(char for char in word.lower() if char.isalnum())
 
 
 def check_removed(context: Context) -> Iterator[Finding]:

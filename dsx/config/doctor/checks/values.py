@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from dsx.config.doctor.context import STAGE, Context
+from dsx.config.doctor.context import ACCUMULATION, MICRO, STAGE, TRAIN, Context
 from dsx.config.doctor.finding import Edit, Finding, Severity, dotted
 from dsx.config.doctor.judge import Verdict, converted, judge, python_word
 from dsx.config.doctor.key import REQUIRED, Key, NoEffect
 from dsx.config.doctor.table import Slot
-from dsx.config.wording import show, suggest
+from dsx.config.wording import plain, show, suggest
 
 # Examples for blocks that are written as something else than an object.
 _EXAMPLES = {
@@ -23,7 +23,17 @@ _EXAMPLES = {
 }
 _RANGES = ("out-of-range", "not-a-choice")
 # Judged by checks of their own: names in some spelling, and bounds that hold for dynamic scaling only.
-_OWN_RANGES = frozenset({"optimizer.type", "fp16.loss_scale_window", "fp16.min_loss_scale"})
+_OWN_RANGES = frozenset({"optimizer.type", "scheduler.type", "fp16.loss_scale_window", "fp16.min_loss_scale"})
+# Where DeepSpeed asks for a bool by name (runtime/pipe/engine.py, module_inject/auto_ep_config.py).
+_BOOLEANS = frozenset(
+    {
+        "pipeline.pipe_partitioned",
+        "pipeline.grad_partitioned",
+        "expert_parallel.validate_folding_routing",
+        "expert_parallel.async_split_plan",
+        "expert_parallel.has_shared_experts",
+    }
+)
 _SWITCHES = (STAGE, "fp16.enabled", "bf16.enabled")
 
 
@@ -34,6 +44,8 @@ def check_values(context: Context) -> Iterator[Finding]:
         if key is None or key.status in ("removed", "dead"):
             continue
         verdict = judge(slot.value, key)
+        if verdict.fault and _is_tuned(context, slot):
+            continue
         if verdict.fault == "auto":
             yield from _auto(context, slot, key)
         elif verdict.fault == "null":
@@ -43,6 +55,13 @@ def check_values(context: Context) -> Iterator[Finding]:
             )
         elif verdict.fault and not (verdict.fault in _RANGES and slot.name in _OWN_RANGES):
             yield from _wrong(context, slot, key, verdict)
+
+
+def _is_tuned(context: Context, slot: Slot) -> bool:
+    """A list of values to try, or "auto" or "all", that the autotuner reads (autotuning/README.md)."""
+    tunable = slot.name in (TRAIN, MICRO, ACCUMULATION) or slot.name.startswith("zero_optimization.")
+    space = isinstance(slot.value, list) or slot.value in ("auto", "all")
+    return context.tunes and tunable and space
 
 
 def _wrong(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Iterator[Finding]:
@@ -65,17 +84,16 @@ def _wrong(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Iterator
             return
         if verdict.has_meant and context.runner != "dsx":
             fix = f"write {show(verdict.meant)}"
-            yield context.find("wrong-type", "note", slot.path, "a number for a boolean", fix, *edits)
+            level: Severity = "error" if slot.name in _BOOLEANS else "note"
+            yield context.find("wrong-type", level, slot.path, "a number for a boolean", fix, *edits)
             return
         if key.path == "zero_optimization" and isinstance(slot.value, bool) and context.runner != "dsx":
             return  # checks of ZeRO say what this old form does.
         yield context.find(
-            "wrong-type", "error", slot.path, *_type_words(slot, key, verdict), *_object(slot, key)
+            "wrong-type", "error", slot.path, *_type_words(slot, key, verdict), *_object(context, slot, key)
         )
     elif verdict.fault == "not-a-choice":
-        fix = suggest(str(slot.value), map(str, key.choices)) if isinstance(slot.value, str) else ""
-        why = f"not one of {verdict.expected}"
-        yield context.find("not-a-choice", "error", slot.path, why, fix or f"use {verdict.expected}")
+        yield _not_a_choice(context, slot, key, verdict)
     else:
         fix = f"use {verdict.expected} ({key.effect})"
         if key.default is not REQUIRED:
@@ -83,28 +101,71 @@ def _wrong(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Iterator
         yield context.find("out-of-range", "error", slot.path, f"not {verdict.expected}", fix)
 
 
+# Names of dtypes -> the only ones that some keys take.
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+
+
+def _not_a_choice(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Finding:
+    why, fix = f"not one of {verdict.expected}", f"use {verdict.expected}"
+    if isinstance(slot.value, str):
+        words = [choice for choice in key.choices if isinstance(choice, str)]
+        meant = {plain(slot.value), _DTYPES.get(slot.value.lower())}
+        spelt = [word for word in words if plain(word) in meant]
+        if len(spelt) == 1:
+            edit = Edit("set", slot.path, spelt[0])
+            return context.find("not-a-choice", "error", slot.path, why, f'write "{spelt[0]}"', edit)
+        fix = suggest(slot.value, map(str, key.choices), otherwise=fix)
+    return context.find("not-a-choice", "error", slot.path, why, fix)
+
+
 def _bare(value: str, verdict: Verdict) -> str:
     """What to write, in the notation of the quoted ``value`` (3e-4, not 0.0003) where it is JSON."""
     try:
-        return value if json.loads(value) == verdict.meant else show(verdict.meant)
+        return value.strip() if json.loads(value) == verdict.meant else show(verdict.meant)
     except json.JSONDecodeError:
         return show(verdict.meant)
 
 
 def _type_words(slot: Slot, key: Key, verdict: Verdict) -> tuple[str, str]:
+    if not key.kinds:
+        return f"JSON has no value for it ({key.effect})", "remove it"
     if "object" in key.kinds:
-        example = _EXAMPLES.get(key.path, '{"enabled": true}' if isinstance(slot.value, bool) else "{...}")
+        last = _INSIDE.get(key.path)
+        example = f'{{"{last}": {show(slot.value)}}}' if last and isinstance(slot.value, bool) else "{...}"
+        example = _EXAMPLES.get(key.path, example)
         return "it must be an object", f'write "{slot.path[-1]}": {example}'
     why = f"not {verdict.expected}"
+    if isinstance(slot.value, str) and slot.value.lower() == "auto" and key.trainer_auto:
+        return why, 'write "auto", in lower case, for transformers\' Trainer or Accelerate; else a value'
     if python_word(slot.value):
         why += "; JSON writes null" if "None" in str(slot.value) else "; JSON writes true and false"
     return why, f"use {verdict.expected}"
 
 
-def _object(slot: Slot, key: Key) -> tuple[Edit, ...]:
-    """``"bf16": true`` as ``{"enabled": true}``."""
-    can = key.path in ("bf16", "fp16", "bfloat16") and isinstance(slot.value, bool)
-    return (Edit("set", slot.path, {"enabled": slot.value}),) if can else ()
+# Blocks that are often written as the one value that matters: key -> where it goes.
+_INSIDE = {
+    "bf16": "enabled",
+    "fp16": "enabled",
+    "bfloat16": "enabled",
+    "zero_optimization": "stage",
+    "tensor_parallel": "autotp_size",
+    "compile": "deepcompile",
+    "checkpoint.parallel_write": "pipeline_stage",
+    **dict.fromkeys(("wandb", "tensorboard", "csv_monitor", "comms_logger", "flops_profiler"), "enabled"),
+    "zero_optimization.offload_optimizer": "device",
+    "zero_optimization.offload_param": "device",
+}
+
+
+def _object(context: Context, slot: Slot, key: Key) -> tuple[Edit, ...]:
+    """``"bf16": true`` as ``{"enabled": true}``, ``"offload_param": "cpu"`` as ``{"device": "cpu"}``."""
+    last = _INSIDE.get(key.path)
+    inner = context.table.key(f"{key.path}.{last}")
+    if last is None or inner is None:
+        return ()
+    verdict = judge(slot.value, inner)
+    fits = not verdict.fault or verdict.has_meant
+    return (Edit("set", slot.path, {last: verdict.meant}),) if fits else ()
 
 
 def _auto(context: Context, slot: Slot, key: Key) -> Iterator[Finding]:
@@ -136,7 +197,11 @@ def check_trainer(context: Context) -> Iterator[Finding]:
     if context.runner != "trainer":
         return
     filled = [slot for slot in context.slots if slot.key and slot.value == "auto" and slot.key.trainer_auto]
-    if filled:
+    if len(filled) == 1 and context.guessed and not context.tunes:
+        why = "right under transformers' Trainer or Accelerate, and refused by DeepSpeed alone"
+        fix = "say --for trainer or --for deepspeed"
+        yield context.find("auto", "warning", filled[0].path, why, fix)
+    elif filled:
         words = ", ".join(dotted(slot.path) for slot in filled[:3]) + (", ..." if len(filled) > 3 else "")
         why = f'{len(filled)} values are "auto" ({words}): right under transformers\' Trainer or Accelerate'
         fix = "nothing to do there; DeepSpeed alone would fail, or use defaults (dsx check --for deepspeed)"

@@ -104,6 +104,10 @@ def check_partial_offload(context: Context) -> Iterator[Finding]:
         fix = f"set {STAGE} to 3, or ratio to 1.0"
         why = f"partial offload is for ZeRO-3 only, and {STAGE} = {context.stage}: DeepSpeed refuses it"
         yield context.find("offload-stage", "error", f"{_ZERO}.offload_optimizer.ratio", why, fix)
+    elif ratio is not None and ratio < 1 and context.value(f"{_ZERO}.offload_optimizer.device") == "nvme":
+        why = "partial offload keeps a part on the GPU and the rest in CPU memory, not on NVMe"
+        fix = 'use device "cpu", or ratio 1.0'
+        yield context.find("offload-stage", "warning", f"{_ZERO}.offload_optimizer.ratio", why, fix)
 
 
 def check_grad_norm(context: Context) -> Iterator[Finding]:

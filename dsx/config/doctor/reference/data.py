@@ -102,8 +102,12 @@ KEYS = (
     ),
     _metric("schedule_config", "object", REQUIRED, "the numbers of that"),
     # Which of these are needed depends on schedule_type.
-    _metric_schedule("difficulty", "list", None, "fixed_discrete: the difficulties, one more than max_step"),
-    _metric_schedule("max_step", "list", None, "fixed_discrete: the last step of each but the last"),
+    _metric_schedule(
+        "difficulty", "list", None, "fixed_discrete: the difficulties, one more than max_step", items="int"
+    ),
+    _metric_schedule(
+        "max_step", "list", None, "fixed_discrete: the last step of each but the last", items="int"
+    ),
     _metric_schedule("total_curriculum_step", "int", None, "steps until max_difficulty", low=1, unit="steps"),
     _metric_schedule("difficulty_step", "int", None, "difficulties are multiples of this", low=1),
     _metric_schedule("root_degree", "int|float", None, "fixed_root: 2 grows by a square root"),
@@ -134,7 +138,7 @@ KEYS = (
     _ltd("enabled", "bool", False, "switch on random-LTD", no_effect=_off),
     _ltd("total_layer_num", "int", REQUIRED, "layers of the model", low=1, unit="layers"),
     _ltd("random_ltd_layer_num", "int", REQUIRED, "layers that drop tokens", low=1, unit="layers"),
-    _ltd("random_ltd_layer_id", "list", REQUIRED, "their numbers"),
+    _ltd("random_ltd_layer_id", "list", REQUIRED, "their numbers", items="int"),
     _ltd("model_mask_name", "string|null", REQUIRED, "name of the attention mask's argument"),
     _ltd("model_type", "string", REQUIRED, "encoder or decoder", choices=("encoder", "decoder")),
     _ltd(

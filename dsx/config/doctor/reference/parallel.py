@@ -90,7 +90,7 @@ KEYS = (
     _partition("lm_head_patterns", "list", ["lm_head", "embed_out"], "names of the output layer"),
     _partition("use_default_specs", "bool", True, "put the rules of preset_model after these"),
     _partition("strict_mode", "bool", False, "fail when a linear layer matches no rule"),
-    _layer("patterns", "list", [], "regular expressions over parameter names"),
+    _layer("patterns", "list", [], "regular expressions over parameter names", items="string"),
     _layer(
         "partition_type",
         "string",

@@ -143,6 +143,7 @@ KEYS = (
         "list",
         None,
         "full class names of modules whose gradients are reduced in that dtype",
+        items="string",
     ),
     _top("data_types", "object", {}, "dtypes apart from fp16 and bf16"),
     _data_types(
@@ -175,5 +176,6 @@ KEYS = (
         'patterns of the names of buffers that stay in fp32; "auto": those that the model names',
         since="0.19.8",
         auto="meaning",
+        items="string",
     ),
 )

@@ -71,7 +71,7 @@ _EFFECTS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "max_momentum": ("float|list", "greatest momentum", {}),
     "start_factor": ("float", "factor on the learning rate at the start", {}),
     "end_factor": ("float", "factor on it at the end", {}),
-    "milestones": ("list", "steps at which it decays", {}),
+    "milestones": ("list", "steps at which it decays", {"items": "int"}),
     "total_steps": ("int|null", "steps of the whole run", _COUNT),
     "epochs": ("int|null", "epochs, with steps_per_epoch instead of total_steps", {"low": 1}),
     "steps_per_epoch": ("int|null", "steps per epoch", {"low": 1}),

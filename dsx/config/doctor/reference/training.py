@@ -180,7 +180,18 @@ KEYS = (
         "DeepCompile: torch.compile with ZeRO's communication in the graph",
         since="0.13.2",
     ),
-    _compile("deepcompile", "bool", False, "let engine.compile() schedule ZeRO's communication"),
+    _compile(
+        "deepcompile",
+        "bool",
+        False,
+        "let engine.compile() schedule ZeRO's communication",
+        no_effect=(
+            NoEffect(
+                (When("compile.passes", "falsy"), When("zero_optimization.stage", "<", 1)),
+                "without ZeRO and without passes DeepSpeed falls back to torch.compile",
+            ),
+        ),
+    ),
     _compile(
         "autoep_non_moe",
         "bool",
@@ -231,8 +242,14 @@ KEYS = (
         "keep the values of all inputs while profiling",
         since="0.17.2",
     ),
-    # The values are z1, z3, autosp and autotp (PassName).
-    _compile("passes", "list|null", None, "graph passes to compose: z1, z3, autosp, autotp", since="0.18.9"),
+    _compile(
+        "passes",
+        "list|null",
+        None,
+        "graph passes to compose",
+        choices=("z1", "z3", "autosp", "autotp"),
+        since="0.18.9",
+    ),
     _top("hybrid_engine", "object", {}, "generate fast with the weights being trained (RLHF)", since="0.9.0"),
     _hybrid("enabled", "bool", False, "switch on the hybrid engine"),
     _hybrid(

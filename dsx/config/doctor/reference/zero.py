@@ -28,7 +28,8 @@ _one_or_two = (*_some_stage, *above(2, "ZeRO-3 does not read it"))
 
 def _stage3(name: str, kinds: str, default: object, effect: str, **more: object) -> Key:
     """A row of a key that DeepSpeed also takes without its ``stage3_`` prefix (populate_by_name)."""
-    return _zero(f"stage3_{name}", kinds, default, effect, aliases=(name,), no_effect=_partitioned, **more)
+    more = {"no_effect": _partitioned, **more}
+    return _zero(f"stage3_{name}", kinds, default, effect, aliases=(name,), **more)
 
 
 BLOCKS = (_zero.block, _leaf.block)
@@ -219,6 +220,13 @@ KEYS = (
         "bool",
         False,
         "let save_16bit_model() gather whole weights (slow, needs the memory of one whole model)",
+        # Accelerate asks for it before it gathers the weights that AutoTP has divided (get_state_dict).
+        no_effect=(
+            NoEffect(
+                (When("zero_optimization.stage", "<", 3), When("tensor_parallel.autotp_size", "<", 2)),
+                "neither ZeRO-3 nor AutoTP divides parameters",
+            ),
+        ),
         trainer_auto=True,
     ),
     _stage3(
@@ -379,7 +387,8 @@ KEYS = (
             "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
         ],
         "class names of such modules, full or last part",
+        items="string",
     ),
-    _leaf("names", "list|string", [], "full names of such modules in the model"),
-    _leaf("name_suffixes", "list|string", [], "ends of such names"),
+    _leaf("names", "list|string", [], "full names of such modules in the model", items="string"),
+    _leaf("name_suffixes", "list|string", [], "ends of such names", items="string"),
 )
