@@ -170,7 +170,6 @@ def test_nothing_stays_within():
             lambda run: run.program.options.warmup_per_rank == 1,
         ),
     ],
-    ids=str,
 )
 def test_what_the_user_fixed_stays(edits, check):
     run = run_of(MEASURE | edits)
