@@ -8,6 +8,7 @@ group, whose parameters have neither names nor shapes and which is refused.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -15,8 +16,9 @@ from typing import Any
 
 from dsx.checkpoint.formats.deepspeed_cut import Rules
 from dsx.checkpoint.formats.deepspeed_files import StockFiles
-from dsx.checkpoint.formats.deepspeed_flat import Fragment, Group, OptimizerState, number_of, whole
+from dsx.checkpoint.formats.deepspeed_flat import Fragment, Group, OptimizerState, whole
 from dsx.checkpoint.formats.deepspeed_module import Module
+from dsx.checkpoint.formats.deepspeed_numbers import numbers_of
 from dsx.checkpoint.formats.deepspeed_order import assign, stage_names
 from dsx.checkpoint.formats.torch_file import TorchFile
 from dsx.checkpoint.formats.unpickle import TensorRef
@@ -87,18 +89,25 @@ def _state(file: TorchFile, saved: _Saved, names: Sequence[Sequence[str]]) -> Op
     fragments: list[Fragment] = []
     found = []
     for place, (settings, mine) in enumerate(zip(saved.param_groups, names, strict=True)):
-        steps = {}
+        numbers: dict[str, dict[str, float]] = defaultdict(dict)
         for at, name in enumerate(mine):
             held = saved.state.get(settings["params"][at], {})
-            step = number_of(held.get("step", settings.get("step")), file)
-            steps.update({} if step is None else {name: step})
+            tensors = _tensors(held, saved.groups[place][at])
+            rest = {key: value for key, value in held.items() if key not in tensors}
+            for state, number in numbers_of(rest, settings, file).items():
+                numbers[state][name] = number
             if saved.masters:
                 fragments.append(whole(saved.masters[place][at], file, name, "master"))
-            tensors = {key: ref for key, ref in held.items() if isinstance(ref, TensorRef) and key != "step"}
             fragments += [whole(ref, file, name, str(key)) for key, ref in tensors.items()]
         kept = {key: value for key, value in settings.items() if key != "params"}
-        found.append(Group(names=tuple(mine), settings=kept, steps=steps))
+        found.append(Group(names=tuple(mine), settings=kept, file=file, numbers=numbers))
     return OptimizerState(tuple(fragments), tuple(found))
+
+
+def _tensors(state: Mapping[str, Any], shape: tuple[int, ...] | None) -> dict[str, TensorRef]:
+    """The states of a parameter that are as large as it is; others are one number, such as ``step``."""
+    refs = {key: ref for key, ref in state.items() if isinstance(ref, TensorRef) and key != "step"}
+    return {key: ref for key, ref in refs.items() if ref.shape or not shape}
 
 
 def _parts(file: TorchFile) -> _Saved:
@@ -125,4 +134,4 @@ def _parts(file: TorchFile) -> _Saved:
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Shape of a parameter, by its state; None where it has none."""
     shapes = [ref.shape for key, ref in state.items() if isinstance(ref, TensorRef) and key != "step"]
-    return max(shapes, key=prod) if shapes else None
+    return max(shapes, key=lambda shape: (prod(shape), len(shape))) if shapes else None

@@ -293,6 +293,13 @@ def clipped(piece: Piece, box: tuple[tuple[int, int], ...], item_bytes: int) -> 
     return replace(piece, start=start, shape=shape, offset=piece.offset + skipped * item_bytes)
 
 
+def _renamed_number(value: Any, names_of: Callable[[str], Sequence[str]]) -> Any:
+    """A number of all tensors of a group, or one per tensor, under other names."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: one for old, one in value.items() for name in names_of(old)}
+
+
 def renamed(facts: Mapping[str, Any], names_of: Callable[[str], Sequence[str]], where: str) -> dict[str, Any]:
     """Facts with the optimizer's groups under other names.
 
@@ -308,7 +315,6 @@ def renamed(facts: Mapping[str, Any], names_of: Callable[[str], Sequence[str]], 
     seen: dict[str, int] = {}
     for place, group in enumerate(facts.get("param_groups") or ()):
         names: dict[str, None] = {}
-        steps: dict[str, Any] = {}
         for old in group["names"]:
             for name in names_of(old):
                 names[name] = None
@@ -318,8 +324,8 @@ def renamed(facts: Mapping[str, Any], names_of: Callable[[str], Sequence[str]], 
                         f"its parts are in optimizer groups {seen[name]} and {place}",
                         "train the parts of a fused tensor with the same hyperparameters",
                     )
-                if isinstance(group["step"], Mapping) and old in group["step"]:
-                    steps[name] = group["step"][old]
-        step = steps if isinstance(group["step"], Mapping) else group["step"]
-        groups.append({**group, "names": list(names), "step": step})
+        groups.append({**group, "names": list(names), "step": _renamed_number(group["step"], names_of)})
+        if "numbers" in group:
+            numbers = {state: _renamed_number(one, names_of) for state, one in group["numbers"].items()}
+            groups[-1]["numbers"] = numbers
     return {**facts, "param_groups": groups} if groups else dict(facts)
