@@ -38,14 +38,15 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None) -> Catalog:
         folder = store.find(folder)
         manifest = folder / store.MANIFEST
     given = None if rules is None else Rules.read(rules)
-    if universal.looks_universal(folder):
-        return universal.catalog_of(folder)
-    if not manifest.exists() and looks_stock(folder):
+    is_universal = universal.looks_universal(folder)
+    if not manifest.exists() and not is_universal and looks_stock(folder):
         return deepspeed.catalog_of(folder, given)
     if given is not None:
         raise CheckpointError(
             f"--rules {rules}", f"{folder} is no stock DeepSpeed checkpoint", "leave the rules out"
         )
+    if is_universal:
+        return universal.catalog_of(folder)
     if manifest.exists():
         return dsx_native.catalog_of(folder)
     if megatron.looks_megatron(folder):

@@ -16,7 +16,7 @@ import struct
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -55,7 +55,8 @@ def catalog_of(root: Path, *, objects: bool = True) -> Catalog:
             checkpoints do not need; tensors that are stored in a way that dsx does not read.
     """
     index = _Index.read(root)
-    found = _Found()
+    shapes = {_name_of(index.paths[flat]): about[0] for flat, about in index.tensors.items()}
+    found = _Found({name: shape for (name, state), shape in shapes.items() if state == "weight"})
     for name, about in index.tensors.items():
         _take(root, index, name, about, found)
     groups: dict[int, dict[str, Any]] = defaultdict(dict)
@@ -67,7 +68,7 @@ def catalog_of(root: Path, *, objects: bool = True) -> Catalog:
     return Catalog(
         root=root,
         format=FORMAT,
-        entries=_with_roles(found.entries),
+        entries=_with_roles(found, groups.values(), own.get("roles")),
         facts={**facts, **own["facts"]} if own else facts,
         specs=_specs(root, own.get("specs", ()), {entry.name for entry in found.entries}),
         checksums=tuple(found.checksums),
@@ -85,11 +86,12 @@ def _specs(root: Path, told: Sequence[Any], names: set[str]) -> tuple[ParamSpec,
 
 @dataclass(slots=True)
 class _Found:
-    """What was gathered from the files so far."""
+    """What was gathered from the files so far; ``shapes`` are the weights'."""
 
+    shapes: Mapping[str, tuple[int, ...]]
     entries: list[Entry] = field(default_factory=list)
     checksums: list[Checksum] = field(default_factory=list)
-    steps: dict[str, float] = field(default_factory=dict)
+    numbers: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +164,8 @@ def _take(
                 f"it holds a box of shape {ref.shape} where the index has {chunks.get(item.at)}",
                 _USE_ANOTHER,
             )
-        if state == "step" and not shape:
-            found.steps[name] = _number(root / item.file, ref)
+        if state != "weight" and not shape and (state == "step" or found.shapes.get(name) != ()):
+            found.numbers[state][name] = _number(root / item.file, ref)
             return
         if ref.numel:
             pieces.append(Piece(item.file, ref.offset, item.at, ref.shape, ref.strides))
@@ -311,22 +313,41 @@ def _take_object(
 def _facts(found: _Found, groups: list[dict[str, Any]], client: dict[str, Any]) -> dict[str, Any]:
     left = client.pop("left_behind", [])
     for group in groups:
-        steps = {name: found.steps[name] for name in group.get("names", ()) if name in found.steps}
-        if steps:
-            group["step"] = next(iter(steps.values())) if len({*steps.values()}) == 1 else steps
+        kept = {
+            state: one
+            for state, values in found.numbers.items()
+            if (one := _of_group(group, values)) is not None
+        }
+        group.update({"step": kept.pop("step")} if "step" in kept else {})
+        group.update({"numbers": kept} if kept else {})
     facts: dict[str, Any] = {"param_groups": groups, "client_state": client, "left_behind": left}
-    if found.steps:
-        facts["step"] = int(max(found.steps.values()))
+    if "step" in found.numbers:
+        facts["step"] = int(max(found.numbers["step"].values()))
     return {key: value for key, value in facts.items() if value not in ({}, [])}
 
 
-def _with_roles(entries: list[Entry]) -> tuple[Entry, ...]:
-    """What the optimizer does not know is frozen, or a buffer if it is no float; if it knows anything."""
-    trained = {entry.name for entry in entries if entry.state != "weight"}
+def _of_group(group: Mapping[str, Any], values: Mapping[str, float]) -> dict[str, float] | float | None:
+    """A number of a group's tensors: one for all of them, or by name."""
+    mine = {name: values[name] for name in group.get("names", ()) if name in values}
+    return mine if len({*mine.values()}) > 1 else next(iter(mine.values()), None)
+
+
+def _with_roles(found: _Found, groups: Iterable[Mapping[str, Any]], told: Any) -> tuple[Entry, ...]:
+    """Dsx wrote which tensors are not trained. In others' checkpoints the optimizer knows those that are.
+
+    What it does not know is frozen if it is a float, and what is no float is a buffer.
+    """
+    trained = {entry.name for entry in found.entries if entry.state != "weight"}
+    trained |= {str(name) for group in groups for name in group.get("names", ())}
 
     def role(entry: Entry) -> Literal["trained", "frozen", "buffer"]:
-        if not trained or entry.name in trained:
+        if isinstance(told, dict):
+            known = told.get(entry.name)
+            return known if known in ("frozen", "buffer") else "trained"
+        if entry.name in trained:
             return "trained"
-        return "frozen" if "float" in entry.dtype else "buffer"
+        if "float" not in entry.dtype:
+            return "buffer"
+        return "frozen" if trained else "trained"
 
-    return tuple(replace(entry, role=role(entry)) for entry in entries)
+    return tuple(replace(entry, role=role(entry)) for entry in found.entries)

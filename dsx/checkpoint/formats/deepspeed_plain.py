@@ -41,8 +41,14 @@ def plain_states(files: StockFiles, modules: Mapping[int, Module], rules: Rules)
     for tensor in range(files.tp):
         mine = [stage * files.tp + tensor for stage in range(files.pp)]
         groups = [saved[rank].groups for rank in mine]
+        told = [
+            _told(files.models[rank, 0], saved[rank], modules[tensor if files.layers else rank])
+            for rank in mine
+        ]
         named: Sequence[Sequence[Sequence[str]] | None]
-        if files.layers:
+        if None not in told:
+            named = told
+        elif files.layers:
             prints = [_prints(files.models[rank, 0], saved[rank]) for rank in mine]
             named = stage_names(modules[tensor].order, groups, str(files.root), rules.groups, prints)
         else:
@@ -54,8 +60,9 @@ def plain_states(files: StockFiles, modules: Mapping[int, Module], rules: Rules)
             if names is None:
                 raise CheckpointError(
                     f"{files.models[rank, 0].path}: optimizer",
-                    "its states have shapes that no order of the model's parameters has",
-                    "use the files of one save",
+                    "its states have no names, and shapes that no order of the model's parameters has",
+                    "use the files of one save; if an optimizer group lists its parameters in another order, "
+                    'train it on for one step with "zero_optimization": {"stage": 1}, which writes names',
                 )
             found[rank] = _state(files.models[rank, 0], saved[rank], names)
     return found
@@ -102,6 +109,21 @@ def _state(file: TorchFile, saved: _Saved, names: Sequence[Sequence[str]]) -> Op
         kept = {key: value for key, value in settings.items() if key != "params"}
         found.append(Group(names=tuple(mine), settings=kept, file=file, numbers=numbers))
     return OptimizerState(tuple(fragments), tuple(found))
+
+
+def _told(file: TorchFile, saved: _Saved, module: Module) -> list[list[str]] | None:
+    """Names that the file itself gives: dsx's in ``param_shapes``, torch's of optimizers made with names."""
+    shapes = file.content.get("param_shapes")
+    groups = shapes if isinstance(shapes, list) else [one.get("param_names") for one in saved.param_groups]
+    found = [[str(name) for name in group] for group in groups if isinstance(group, dict | list)]
+    if [len(group) for group in found] != [len(group) for group in saved.groups]:
+        return None
+    fit = (
+        name in module.order and shape in (None, module.order[name])
+        for group, held in zip(found, saved.groups, strict=True)
+        for name, shape in zip(group, held, strict=True)
+    )
+    return found if all(fit) else None
 
 
 def _tensors(state: Mapping[str, Any], shape: tuple[int, ...] | None) -> dict[str, TensorRef]:

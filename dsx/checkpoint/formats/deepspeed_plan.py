@@ -103,6 +103,7 @@ class StockPlan:
         order = layout.order or tuple(dict.fromkeys(entry.name for entry in source.entries))
         trained = [name for group in groups for name in group]
         _check_names(source, trained, order)
+        _check_settings(source, saved)
         moments = [_moments(source, group) for group in groups]
         blanks: dict[tuple[str, str], Entry] = {}
         weight = _DTYPES[layout.precision]
@@ -297,6 +298,18 @@ def _moments(source: Catalog, trained: Sequence[str]) -> list[str]:
             )
     order = ("exp_avg", "exp_avg_sq")
     return [*(state for state in order if state in every), *sorted(every.difference(order))]
+
+
+def _check_settings(source: Catalog, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Optimizers take their hyperparameters from the checkpoint, and fail at their next step without."""
+    for at, group in enumerate(groups):
+        if group["names"] and not group.keys() - {*NO_SETTINGS, "param_names"}:
+            raise CheckpointError(
+                f"{source.root}: optimizer group {at} with {group['names'][0]}",
+                "it has no learning rate and no other hyperparameter, as DeepSpeed's elastic checkpoints",
+                'say them, group by group, in a rules file: {"settings": [{"lr": 0.001, "betas": [...]}]}; '
+                "or convert to dsx, whose runs take their config's",
+            )
 
 
 def _check_names(source: Catalog, trained: Sequence[str], order: Sequence[str]) -> None:

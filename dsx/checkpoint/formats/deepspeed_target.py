@@ -226,9 +226,7 @@ def write_model(plan: StockPlan, files: Files, rank: int, more: Mapping[str, Any
         parts[name] = hole if sharded else module[name]
         shares += [Share(plan, entry, hole, start, stop, 0)] if sharded and start < stop else []
     content = _common(plan, Ordered(module)) | {
-        "param_shapes": [
-            Ordered({name: size_of(plan.shape(name)) for name in group}) for group in plan.flat_order()
-        ],
+        "param_shapes": _shapes(plan, plan.flat_order()),
         "frozen_param_shapes": None
         if stage < 2
         else Ordered({name: size_of(plan.shape(name)) for name in frozen}),
@@ -241,6 +239,11 @@ def write_model(plan: StockPlan, files: Files, rank: int, more: Mapping[str, Any
     }
     prefix = f"zero_pp_rank_{rank}_" if sharded else ""
     files.add(f"{prefix}mp_rank_{plan.mp_rank:02d}_model_states.pt", content | dict(more or {}), shares)
+
+
+def _shapes(plan: StockPlan, groups: Sequence[Sequence[str]]) -> list[Ordered]:
+    """``param_shapes``. DeepSpeed writes none without ZeRO, and minds none: there it is for dsx's reader."""
+    return [Ordered({name: size_of(plan.shape(name)) for name in group}) for group in groups]
 
 
 def _write_plain(plan: StockPlan, files: Files) -> None:
@@ -270,7 +273,8 @@ def _write_plain(plan: StockPlan, files: Files) -> None:
         weights.update(dict.fromkeys(plan.blanks[name, "weight"].aliases, weights[name]))
     files.add(
         f"mp_rank_{plan.mp_rank:02d}_model_states.pt",
-        _common(plan, Ordered(weights)) | {"optimizer": optimizer},
+        _common(plan, Ordered(weights))
+        | {"optimizer": optimizer, "param_shapes": _shapes(plan, plan.groups)},
         shares,
     )
 
