@@ -12,6 +12,7 @@ under its path without a leading ``model``. Checked with torch 2.13.
 from __future__ import annotations
 
 import io
+import json
 import struct
 import zipfile
 import zlib
@@ -59,16 +60,17 @@ def catalog_of(root: Path, *, objects: bool = True) -> Catalog:
     found = _Found({name: shape for (name, state), shape in shapes.items() if state == "weight"})
     for name, about in index.tensors.items():
         _take(root, index, name, about, found)
-    groups: dict[int, dict[str, Any]] = defaultdict(dict)
+    kept: dict[int | str, dict[str, Any]] = defaultdict(dict)
     client: dict[str, Any] = {}
     for name, item in index.objects.items() if objects else ():
-        _take_object(root, index.paths[name], item, groups, client)
+        _take_object(root, index.paths[name], item, kept, client)
+    groups = _groups(kept, list(dict.fromkeys(entry.name for entry in found.entries)))
     own = client.pop(OWN, {})
-    facts = _facts(found, [groups[at] for at in sorted(groups)], client)
+    facts = _facts(found, groups, client)
     return Catalog(
         root=root,
         format=FORMAT,
-        entries=_with_roles(found, groups.values(), own.get("roles")),
+        entries=_with_roles(found, groups, own.get("roles")),
         facts={**facts, **own["facts"]} if own else facts,
         specs=_specs(root, own.get("specs", ()), {entry.name for entry in found.entries}),
         checksums=tuple(found.checksums),
@@ -290,7 +292,7 @@ def _take_object(
     root: Path,
     path: tuple[str | int, ...],
     item: _Item,
-    groups: dict[int, dict[str, Any]],
+    groups: dict[int | str, dict[str, Any]],
     client: dict[str, Any],
 ) -> None:
     """Something that is no tensor: a hyperparameter of a group, or what the user saved with it."""
@@ -304,14 +306,27 @@ def _take_object(
     except CheckpointError:
         client.setdefault("left_behind", []).append(where)
         return
+    name, _, key = str(path[-1]).removeprefix("param_groups.").rpartition(".")
     if len(path) >= 3 and path[-3] == "param_groups" and isinstance(path[-2], int):
         groups[path[-2]]["names" if path[-1] == "params" else str(path[-1])] = told
+    elif name and str(path[-1]).startswith("param_groups.") and (len(path) == 1 or path[0] in _OPTIMIZERS):
+        groups[name][key] = told  # flatten_optimizer_state_dict: every tensor has them for itself
     else:
         client[where] = told
 
 
+def _groups(found: Mapping[int | str, dict[str, Any]], order: Sequence[str]) -> list[dict[str, Any]]:
+    """The optimizer's groups; of tensors that have hyperparameters of their own, those with the same ones."""
+    groups = [found[at] for at in sorted(at for at in found if isinstance(at, int))]
+    merged: dict[str, dict[str, Any]] = {}
+    for name in (name for name in order if name in found):
+        alike = json.dumps(found[name], sort_keys=True)
+        merged.setdefault(alike, {**found[name], "names": []})["names"].append(name)
+    return [*groups, *merged.values()]
+
+
 def _facts(found: _Found, groups: list[dict[str, Any]], client: dict[str, Any]) -> dict[str, Any]:
-    left = client.pop("left_behind", [])
+    left, scheduler = client.pop("left_behind", []), _scheduler(client)
     for group in groups:
         kept = {
             state: one
@@ -320,10 +335,26 @@ def _facts(found: _Found, groups: list[dict[str, Any]], client: dict[str, Any]) 
         }
         group.update({"step": kept.pop("step")} if "step" in kept else {})
         group.update({"numbers": kept} if kept else {})
-    facts: dict[str, Any] = {"param_groups": groups, "client_state": client, "left_behind": left}
+    facts: dict[str, Any] = {
+        "param_groups": groups,
+        "client_state": client,
+        "left_behind": left,
+        "lr_scheduler": scheduler,
+    }
     if "step" in found.numbers:
         facts["step"] = int(max(found.numbers["step"].values()))
     return {key: value for key, value in facts.items() if value not in ({}, [])}
+
+
+def _scheduler(client: dict[str, Any]) -> dict[str, Any]:
+    """The state dict of the one learning-rate scheduler, taken out of what else was saved; empty if none."""
+    for head in ("lr_scheduler.", "scheduler."):
+        found = {key: key.removeprefix(head) for key in client if key.startswith(head)}
+        if found and not any(
+            "." in key for key in found.values()
+        ):  # of several, one in the other, no dict is left
+            return {key: client.pop(path) for path, key in found.items()}
+    return {}
 
 
 def _of_group(group: Mapping[str, Any], values: Mapping[str, float]) -> dict[str, float] | float | None:

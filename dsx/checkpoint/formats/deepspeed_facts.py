@@ -13,11 +13,12 @@ from dsx.checkpoint.formats.unpickle import Record, TensorRef
 from dsx.errors import CheckpointError
 
 _COUNTERS = ("global_samples", "skipped_steps")
-_MOMENTS: Mapping[str, str] = {
-    "exp_avg_sq": "AdamW",
-    "momentum_buffer": "SGD",
-    "exp_avg": "Lion",
-    "sum": "Adagrad",
+_MOMENTS: Mapping[frozenset[str], str] = {
+    frozenset({"exp_avg", "exp_avg_sq"}): "AdamW",
+    frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): "AdamW",
+    frozenset({"momentum_buffer"}): "SGD",
+    frozenset({"exp_avg"}): "Lion",
+    frozenset({"sum"}): "Adagrad",
 }
 _STOCK_KEYS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
@@ -171,8 +172,11 @@ def _optimizer(config: Mapping[str, Any], states: Mapping[int, OptimizerState]) 
     told = (config.get("optimizer") or {}).get("type")
     if told:
         return str(told)
-    kept = {fragment.state for state in states.values() for fragment in state.fragments}
-    return next((name for moment, name in _MOMENTS.items() if moment in kept), None)
+    kept = {fragment.state for state in states.values() for fragment in state.fragments} - {"master"}
+    numbers = {number for state in states.values() for group in state.groups for number in group.numbers}
+    return (
+        None if numbers - {"step"} else _MOMENTS.get(frozenset(kept))
+    )  # NAdam's mu_product is none of Adam's
 
 
 def _loss_scale(files: StockFiles, common: TorchFile | None) -> dict[str, Any] | None:

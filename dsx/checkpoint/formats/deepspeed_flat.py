@@ -22,12 +22,12 @@ from typing import Any
 from dsx.checkpoint.catalog import ITEM_BYTES
 from dsx.checkpoint.formats.deepspeed_files import StockFiles
 from dsx.checkpoint.formats.deepspeed_numbers import numbers_of
+from dsx.checkpoint.formats.deepspeed_spans import Places, held, in_turns_undone, spans
 from dsx.checkpoint.formats.torch_file import TorchFile
 from dsx.checkpoint.formats.unpickle import TensorRef
 from dsx.errors import CheckpointError
 
 _USE_ANOTHER = "use another checkpoint"
-_Places = Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,15 +106,8 @@ def sharded_state(files: StockFiles, rank: int, weights: Mapping[str, tuple[int,
         elif group:
             fragments += _per_group(states, number, group, turns)
     if not states[0].per_parameter and turns > 1:
-        shapes = [_in_turns_undone(group, turns) for group in shapes]
+        shapes = [in_turns_undone(group, turns) for group in shapes]
     return OptimizerState(tuple(fragments), tuple(_groups(states[0], shapes)))
-
-
-def _in_turns_undone(group: Mapping[str, tuple[int, ...]], turns: int) -> Mapping[str, tuple[int, ...]]:
-    """The optimizer's order of a group whose flat order takes every ``turns``-th parameter first."""
-    numbers = [number for first in range(turns) for number in range(first, len(group), turns)]
-    placed = sorted(zip(numbers, group.items(), strict=True))
-    return dict(item for _, item in placed)
 
 
 def whole(ref: TensorRef, file: TorchFile, name: str, state: str) -> Fragment:
@@ -270,33 +263,18 @@ def _per_group(
             "use the files of one save",
         )
     size = first.flats[number].numel + (first.paddings[number] if first.unpadded else 0)
-    spans = _spans(shapes, gaps)
-    _check_size(states, number, size, max(stop for _, stop in spans.values()) + gaps[-1])
+    found = spans(shapes, gaps)
+    _check_size(states, number, size, max(stop for _, stop in found.values()) + gaps[-1])
     # deepspeed 0.19.8 writes the mapping of round-robin groups in the order that they do not have, unless it
     # aligns parameters (stage_1_and_2.py, _link_all_hp_params); where the elements lie, param_shapes says.
-    others = {} if turns == 1 or any(gaps) else _spans(_in_turns_undone(shapes, turns), gaps)
+    others = {} if turns == 1 or any(gaps) else spans(in_turns_undone(shapes, turns), gaps)
     for rank, saved in enumerate(states):
         low, high = rank * size, (rank + 1) * size
-        held = _held(spans, low, high)
-        _check_mapping(saved, number, held, _held(others, low, high) if others else held)
-        for name, (at, numel) in held.items():
-            start = low + at - spans[name][0]
+        mine = held(found, low, high)
+        _check_mapping(saved, number, mine, held(others, low, high) if others else mine)
+        for name, (at, numel) in mine.items():
+            start = low + at - found[name][0]
             yield from _fragments(saved, number, name, tuple(shapes[name]), (start, start + numel), at)
-
-
-def _spans(shapes: Mapping[str, tuple[int, ...]], gaps: Sequence[int]) -> dict[str, tuple[int, int]]:
-    """(first element, the one after the last) of every parameter of a group."""
-    found, end = {}, 0
-    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-        found[name] = (end, end + prod(shape))
-        end += prod(shape) + gap
-    return found
-
-
-def _held(spans: Mapping[str, tuple[int, int]], low: int, high: int) -> dict[str, tuple[int, int]]:
-    """(start, elements) in a rank's part, from ``low`` to ``high``, of every parameter that is in it."""
-    inside = {name: (max(low, start), min(high, stop)) for name, (start, stop) in spans.items()}
-    return {name: (start - low, stop - start) for name, (start, stop) in inside.items() if start < stop}
 
 
 def _per_parameter(
@@ -331,12 +309,21 @@ def _fragments(
 ) -> Iterator[Fragment]:
     """One parameter's part of every state of a flat buffer; ``at`` is its first element there."""
     start, stop = interval
+    flat = saved.flats[number].numel
+    sizes = (flat, flat + (saved.paddings[number] if number < len(saved.paddings) else 0))
+    is_muon = bool(saved.param_groups[saved.group_of(number)].get("use_muon"))
     for state, ref in saved.tensors(number):
-        if len(ref.shape) != 1 or at + stop - start > ref.numel or not ref.contiguous:
+        if (
+            len(ref.shape) != 1
+            or at + stop - start > ref.numel
+            or not ref.contiguous
+            or ref.numel not in sizes
+        ):
             raise CheckpointError(
                 f"{saved.file.path}: tensor {name}, {state}",
-                f"its elements {at} to {at + stop - start} do not lie in a flat buffer {ref.shape}",
-                _USE_ANOTHER,
+                f"its elements {at} to {at + stop - start} do not lie in a flat buffer {ref.shape} as the "
+                f"master's do in one of {flat}" + (": Muon keeps whole tensors" if is_muon else ""),
+                "save it with one data-parallel rank" if is_muon else _USE_ANOTHER,
             )
         yield Fragment(
             name=name,
@@ -363,7 +350,7 @@ def _check_size(states: Sequence[_Saved], number: int, size: int, needed: int) -
             )
 
 
-def _check_mapping(saved: _Saved, number: int, expected: _Places, other: _Places) -> None:
+def _check_mapping(saved: _Saved, number: int, expected: Places, other: Places) -> None:
     """Compare with ``param_slice_mappings``, (start, numel) in the rank's flat buffer, where it is there."""
     if number >= len(saved.mappings):
         return

@@ -103,7 +103,7 @@ class StockPlan:
         order = layout.order or tuple(dict.fromkeys(entry.name for entry in source.entries))
         trained = [name for group in groups for name in group]
         _check_names(source, trained, order)
-        _check_settings(source, saved)
+        _check_settings(source, saved, layout)
         moments = [_moments(source, group) for group in groups]
         blanks: dict[tuple[str, str], Entry] = {}
         weight = _DTYPES[layout.precision]
@@ -300,9 +300,16 @@ def _moments(source: Catalog, trained: Sequence[str]) -> list[str]:
     return [*(state for state in order if state in every), *sorted(every.difference(order))]
 
 
-def _check_settings(source: Catalog, groups: Sequence[Mapping[str, Any]]) -> None:
+def _check_settings(source: Catalog, groups: Sequence[Mapping[str, Any]], layout: StockLayout) -> None:
     """Optimizers take their hyperparameters from the checkpoint, and fail at their next step without."""
     for at, group in enumerate(groups):
+        if group.get("use_muon") and layout.zero_stage and (layout.dp > 1 or layout.zero_stage == 3):
+            raise CheckpointError(
+                f"{source.root}: optimizer group {at} with {group['names'][0]}",
+                f"at ZeRO {layout.zero_stage} on {layout.dp} data-parallel ranks DeepSpeed's Muon has its "
+                "momentum by whole tensors, which dsx does not write",
+                "ask for --data 1 and --zero 1 or 2, or for dsx",
+            )
         if group["names"] and not group.keys() - {*NO_SETTINGS, "param_names"}:
             raise CheckpointError(
                 f"{source.root}: optimizer group {at} with {group['names'][0]}",

@@ -44,7 +44,11 @@ def catalog_of(root: Path) -> Catalog:
     """
     for left in (root / "tmp", root / FOLDER / "tmp"):
         if left.is_dir():
-            raise CheckpointError(str(left), "its conversion was interrupted", _AGAIN)
+            raise CheckpointError(
+                str(left),
+                "its conversion was interrupted, or told to keep this folder (--keep_temp_folder)",
+                f"if you know that it came to its end, remove the folder tmp; else {_AGAIN}",
+            )
     files = open_stock(root, universal=True)
     module = modules_of(files)[0] if files.pp * files.tp == 1 else None
     shapes = _shapes(files)
@@ -62,6 +66,8 @@ def catalog_of(root: Path) -> Catalog:
     numbers = {name: _numbers(name, parts, common) for name, parts in held}
     states = {0: OptimizerState((), tuple(_groups(files, common, numbers)))}
     facts = facts_of(files, states, {}, common)
+    lost = [*facts.get("left_behind", ()), *_lost(files, {entry.name for entry in entries})]
+    facts |= {"left_behind": lost} if lost else {}
     optimizer = "AdamW" if any(entry.state == "exp_avg_sq" for entry in entries) else None
     checksums = [one for _, parts in held for file in parts.values() for one in file.checksums]
     return Catalog(
@@ -70,6 +76,19 @@ def catalog_of(root: Path) -> Catalog:
         entries=tuple(entries),
         facts={**({"optimizer": optimizer} if optimizer else {}), **facts, **_mesh(files)},
         checksums=(*checksums, *(one for file in files.all for one in file.checksums)),
+    )
+
+
+def _lost(files: StockFiles, known: set[str]) -> Iterator[str]:
+    """Frozen tensors and buffers that DeepSpeed's conversion keeps nowhere whole; of pipelines nowhere."""
+    told: dict[str, str] = {}
+    for model in files.models.values():
+        told |= dict.fromkeys(map(str, model.content.get("frozen_param_shapes") or ()), "frozen tensor")
+        told |= dict.fromkeys(map(str, model.content.get("buffer_names") or ()), "buffer")
+    yield from (
+        f"{kind} {name}: the conversion to universal lost it"
+        for name, kind in told.items()
+        if name not in known
     )
 
 

@@ -61,7 +61,10 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
             _write_parameter(plan, files, name, plan.moments[at], padded=name in padded)
     files.add(f"{FOLDER}/{COMMON}", _common(plan), [])
     write_model(plan, files, 0, {"universal_checkpoint_info": _INFO})
-    return tag_of(source, files, root, FORMAT)
+    target = tag_of(source, files, root, FORMAT)
+    others = sorted({state for held in _other_numbers(plan).values() for state in held})
+    note = f"DeepSpeed's universal loader does not take {', '.join(others)} of the optimizer; dsx does."
+    return replace(target, dropped=(*target.dropped, *((note,) if others else ())))
 
 
 def _write_parameter(
