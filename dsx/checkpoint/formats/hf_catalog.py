@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece
+from dsx.checkpoint.formats import hf_bin
 from dsx.checkpoint.formats.hf_names import (
     CONFIG,
     INDEX,
@@ -36,11 +37,31 @@ _DOWNLOAD = "download or export it again"
 
 
 def catalog_of(root: Path) -> Catalog:
-    """What a model folder's safetensors hold, under their own names.
+    """What a model folder's safetensors hold, or its ``pytorch_model.bin``, under their own names.
 
     Raises:
-        CheckpointError: No weights, or a file that is cut short, missing or no safetensors.
+        CheckpointError: No weights, or a file that is cut short, missing or of another kind.
     """
+    safe = (root / INDEX).is_file() or (root / SINGLE).is_file()
+    entries, checksums = hf_bin.contents(root) if not safe and hf_bin.looks_bin(root) else _safetensors(root)
+    facts: dict[str, Any] = {}
+    if (root / CONFIG).is_file():
+        facts["hf_config"] = read_json(root / CONFIG, _DOWNLOAD)
+    read = {piece.file for entry in entries for piece in entry.pieces}
+    others = sorted(path.name for path in root.glob("adapter_*") if path.name not in read)
+    if others:
+        facts["left_behind"] = [f"{name}: an adapter beside the model, not merged into it" for name in others]
+    return Catalog(
+        root=root,
+        format=FORMAT,
+        entries=tuple(e if "float" in e.dtype else replace(e, role="buffer") for e in entries),
+        facts=facts,
+        checksums=tuple(checksums),
+        links_allowed=True,
+    )
+
+
+def _safetensors(root: Path) -> tuple[tuple[Entry, ...], list[Checksum]]:
     index, single = root / INDEX, root / SINGLE
     told: dict[str, str] = {}
     if index.is_file():
@@ -66,17 +87,7 @@ def catalog_of(root: Path) -> Catalog:
     lost = next((name for name, file in told.items() if name not in found), None)
     if lost is not None:
         raise CheckpointError(f"{root / told[lost]}: tensor {lost}", "the file does not have it", _DOWNLOAD)
-    entries = tuple(found[name] for name in (told or found))
-    config = read_json(root / CONFIG, _DOWNLOAD) if (root / CONFIG).is_file() else None
-    facts = {"hf_config": config} if config is not None else {}
-    return Catalog(
-        root=root,
-        format=FORMAT,
-        entries=entries,
-        facts=facts,
-        checksums=tuple(checksums),
-        links_allowed=True,
-    )
+    return tuple(found[name] for name in (told or found)), checksums
 
 
 def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:

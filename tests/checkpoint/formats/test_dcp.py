@@ -66,7 +66,7 @@ def saved(request, tmp_path_factory) -> tuple[Path, dict[str, Any], bool]:
 
 
 def test_every_state_is_what_the_ranks_held(saved):
-    folder, held, flat = saved
+    folder, held, _ = saved
     catalog = open_checkpoint(folder)
     entries = catalog.by_key
     for name, tensor in held["weights"].items():
