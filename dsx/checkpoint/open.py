@@ -65,4 +65,10 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None) -> Catalog:
     safetensors = any((folder / name).is_file() for name in (hf_names.SINGLE, hf_names.INDEX))
     if safetensors or hf_bin.looks_bin(folder):
         return hf_catalog.catalog_of(folder)
-    raise CheckpointError(str(folder), "no file in it is one that dsx knows", _KNOWN)
+    raise _unknown(folder)
+
+
+def _unknown(folder: Path) -> CheckpointError:
+    found = store.tags(folder)
+    what = "it holds checkpoints, and no file latest" if found else "no file in it is one that dsx knows"
+    return CheckpointError(str(folder), what, f"name one of {', '.join(found)} in it" if found else _KNOWN)

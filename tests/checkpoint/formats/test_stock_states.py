@@ -180,6 +180,13 @@ def test_muon_keeps_whole_tensors(stock: Path, changed: Any, tmp_path: Path) -> 
         catalog_of(changed(muon))
 
 
+def test_a_folder_of_checkpoints_without_latest(stock: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    shutil.copytree(stock, tmp_path / "run" / "my tag-1")
+    with pytest.raises(CheckpointError, match=r"no file latest.* Fix: name one of my tag-1 in it"):
+        open_checkpoint(tmp_path / "run")
+
+
 def test_what_a_universal_conversion_lost_is_told(stock: Path, tmp_path: Path) -> None:
     made = convert(catalog_of(stock), tmp_path / "universal", WAYS["universal"])
     content = torch.load(made.root / MODEL, weights_only=False)
