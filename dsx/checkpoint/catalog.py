@@ -17,7 +17,9 @@ versions           {package: version} that wrote it
 step               optimizer steps done (DeepSpeed's global_steps)
 optimizer          class name of the optimizer
 param_groups       [{"names": [tensors in the optimizer's order], "step": the optimizer's step count (one
-                   number, or {name: number} where they differ), and every hyperparameter: "lr", ...}]
+                   number, or {name: number} where they differ), "numbers": {state: the same of another
+                   state that is one number per tensor: NAdam's mu_product}, and every hyperparameter:
+                   "lr", ...}]
 lr_scheduler       state dict of the learning-rate scheduler
 loss_scale         state of the loss scaler: {"scale": ..., ...}
 counters           {"global_samples", "skipped_steps", "micro_steps", ...}
@@ -47,6 +49,9 @@ from typing import Any, Literal
 
 from dsx.errors import CheckpointError
 from dsx.spec.param import Box, ParamSpec
+
+NO_SETTINGS = ("names", "step", "numbers")
+"""Keys of ``param_groups`` that are no hyperparameters."""
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8,

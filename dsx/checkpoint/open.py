@@ -6,15 +6,24 @@ from pathlib import Path
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Catalog
-from dsx.checkpoint.formats import dcp, deepspeed, dsx_native, hf_catalog, hf_names, megatron, universal
+from dsx.checkpoint.formats import (
+    dcp,
+    deepspeed,
+    dsx_native,
+    hf_bin,
+    hf_catalog,
+    hf_names,
+    megatron,
+    universal,
+)
 from dsx.checkpoint.formats.deepspeed_cut import Rules
 from dsx.checkpoint.formats.deepspeed_files import looks_stock
 from dsx.errors import CheckpointError
 
 _KNOWN = (
     "give the folder of a checkpoint of dsx, DeepSpeed, torch.distributed.checkpoint or Megatron-core "
-    "(torch_dist), a Hugging Face model folder with safetensors, or the folder of checkpoints, which has a "
-    "file latest"
+    "(torch_dist), a Hugging Face model folder with safetensors or pytorch_model.bin, or the folder of "
+    "checkpoints, which has a file latest"
 )
 
 
@@ -38,20 +47,28 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None) -> Catalog:
         folder = store.find(folder)
         manifest = folder / store.MANIFEST
     given = None if rules is None else Rules.read(rules)
-    if universal.looks_universal(folder):
-        return universal.catalog_of(folder)
-    if not manifest.exists() and looks_stock(folder):
+    is_universal = universal.looks_universal(folder)
+    if not manifest.exists() and not is_universal and looks_stock(folder):
         return deepspeed.catalog_of(folder, given)
     if given is not None:
         raise CheckpointError(
             f"--rules {rules}", f"{folder} is no stock DeepSpeed checkpoint", "leave the rules out"
         )
+    if is_universal:
+        return universal.catalog_of(folder)
     if manifest.exists():
         return dsx_native.catalog_of(folder)
     if megatron.looks_megatron(folder):
         return megatron.catalog_of(folder)
     if dcp.looks_dcp(folder):
         return dcp.catalog_of(folder)
-    if any((folder / name).is_file() for name in (hf_names.SINGLE, hf_names.INDEX)):
+    safetensors = any((folder / name).is_file() for name in (hf_names.SINGLE, hf_names.INDEX))
+    if safetensors or hf_bin.looks_bin(folder):
         return hf_catalog.catalog_of(folder)
-    raise CheckpointError(str(folder), "no file in it is one that dsx knows", _KNOWN)
+    raise _unknown(folder)
+
+
+def _unknown(folder: Path) -> CheckpointError:
+    found = store.tags(folder)
+    what = "it holds checkpoints, and no file latest" if found else "no file in it is one that dsx knows"
+    return CheckpointError(str(folder), what, f"name one of {', '.join(found)} in it" if found else _KNOWN)

@@ -17,7 +17,6 @@ from dsx.checkpoint.formats import (
     deepspeed_target,
     dsx_native,
     hf_catalog,
-    hf_names,
     hf_target,
     megatron,
     universal_target,
@@ -194,10 +193,10 @@ def _model(source: Catalog, wanted: Wanted) -> tuple[tuple[ParamSpec, ...], dict
             "hf_config": dict(run.hf_config),
         }
     if source.format in (hf_catalog.FORMAT, megatron.FORMAT):
-        if source.format == megatron.FORMAT and wanted.hf_config is None:
+        told = source.facts.get("hf_config") or wanted.hf_config
+        if told is None:
             return (), {}
-        given = wanted.hf_config if source.format == megatron.FORMAT else None
-        config = dict(given or hf_names.read_config(source.root / hf_names.CONFIG))
+        config = dict(told)
         try:
             spec = model_spec(config)
         except ModelError:

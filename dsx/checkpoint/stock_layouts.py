@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
 
-from dsx.checkpoint.catalog import Catalog
+from dsx.checkpoint.catalog import NO_SETTINGS, Catalog
 from dsx.checkpoint.formats.deepspeed_plan import StockLayout
 from dsx.checkpoint.formats.layer_names import tied_names, under_names
 from dsx.checkpoint.layouts import Degrees, is_guess
@@ -78,7 +78,7 @@ def merged_groups(source: Catalog) -> tuple[tuple[str, ...], ...]:
     order = {name: at for at, name in enumerate(dict.fromkeys(entry.name for entry in source.entries))}
     merged: dict[str, list[str]] = {}
     for group in source.facts.get("param_groups") or ():
-        settings = {key: value for key, value in group.items() if key not in ("names", "step")}
+        settings = {key: value for key, value in group.items() if key not in NO_SETTINGS}
         merged.setdefault(json.dumps(settings, sort_keys=True), []).extend(group["names"])
     return tuple(tuple(sorted(dict.fromkeys(names), key=order.__getitem__)) for names in merged.values())
 

@@ -12,11 +12,12 @@ under its path without a leading ``model``. Checked with torch 2.13.
 from __future__ import annotations
 
 import io
+import json
 import struct
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -55,19 +56,21 @@ def catalog_of(root: Path, *, objects: bool = True) -> Catalog:
             checkpoints do not need; tensors that are stored in a way that dsx does not read.
     """
     index = _Index.read(root)
-    found = _Found()
+    shapes = {_name_of(index.paths[flat]): about[0] for flat, about in index.tensors.items()}
+    found = _Found({name: shape for (name, state), shape in shapes.items() if state == "weight"})
     for name, about in index.tensors.items():
         _take(root, index, name, about, found)
-    groups: dict[int, dict[str, Any]] = defaultdict(dict)
+    kept: dict[int | str, dict[str, Any]] = defaultdict(dict)
     client: dict[str, Any] = {}
     for name, item in index.objects.items() if objects else ():
-        _take_object(root, index.paths[name], item, groups, client)
+        _take_object(root, index.paths[name], item, kept, client)
+    groups = _groups(kept, list(dict.fromkeys(entry.name for entry in found.entries)))
     own = client.pop(OWN, {})
-    facts = _facts(found, [groups[at] for at in sorted(groups)], client)
+    facts = _facts(found, groups, client)
     return Catalog(
         root=root,
         format=FORMAT,
-        entries=_with_roles(found.entries),
+        entries=_with_roles(found, groups, own.get("roles")),
         facts={**facts, **own["facts"]} if own else facts,
         specs=_specs(root, own.get("specs", ()), {entry.name for entry in found.entries}),
         checksums=tuple(found.checksums),
@@ -85,11 +88,12 @@ def _specs(root: Path, told: Sequence[Any], names: set[str]) -> tuple[ParamSpec,
 
 @dataclass(slots=True)
 class _Found:
-    """What was gathered from the files so far."""
+    """What was gathered from the files so far; ``shapes`` are the weights'."""
 
+    shapes: Mapping[str, tuple[int, ...]]
     entries: list[Entry] = field(default_factory=list)
     checksums: list[Checksum] = field(default_factory=list)
-    steps: dict[str, float] = field(default_factory=dict)
+    numbers: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +166,8 @@ def _take(
                 f"it holds a box of shape {ref.shape} where the index has {chunks.get(item.at)}",
                 _USE_ANOTHER,
             )
-        if state == "step" and not shape:
-            found.steps[name] = _number(root / item.file, ref)
+        if state != "weight" and not shape and (state == "step" or found.shapes.get(name) != ()):
+            found.numbers[state][name] = _number(root / item.file, ref)
             return
         if ref.numel:
             pieces.append(Piece(item.file, ref.offset, item.at, ref.shape, ref.strides))
@@ -288,7 +292,7 @@ def _take_object(
     root: Path,
     path: tuple[str | int, ...],
     item: _Item,
-    groups: dict[int, dict[str, Any]],
+    groups: dict[int | str, dict[str, Any]],
     client: dict[str, Any],
 ) -> None:
     """Something that is no tensor: a hyperparameter of a group, or what the user saved with it."""
@@ -302,31 +306,79 @@ def _take_object(
     except CheckpointError:
         client.setdefault("left_behind", []).append(where)
         return
+    name, _, key = str(path[-1]).removeprefix("param_groups.").rpartition(".")
     if len(path) >= 3 and path[-3] == "param_groups" and isinstance(path[-2], int):
         groups[path[-2]]["names" if path[-1] == "params" else str(path[-1])] = told
+    elif name and str(path[-1]).startswith("param_groups.") and (len(path) == 1 or path[0] in _OPTIMIZERS):
+        groups[name][key] = told  # flatten_optimizer_state_dict: every tensor has them for itself
     else:
         client[where] = told
 
 
+def _groups(found: Mapping[int | str, dict[str, Any]], order: Sequence[str]) -> list[dict[str, Any]]:
+    """The optimizer's groups; of tensors that have hyperparameters of their own, those with the same ones."""
+    groups = [found[at] for at in sorted(at for at in found if isinstance(at, int))]
+    merged: dict[str, dict[str, Any]] = {}
+    for name in (name for name in order if name in found):
+        alike = json.dumps(found[name], sort_keys=True)
+        merged.setdefault(alike, {**found[name], "names": []})["names"].append(name)
+    return [*groups, *merged.values()]
+
+
 def _facts(found: _Found, groups: list[dict[str, Any]], client: dict[str, Any]) -> dict[str, Any]:
-    left = client.pop("left_behind", [])
+    left, scheduler = client.pop("left_behind", []), _scheduler(client)
     for group in groups:
-        steps = {name: found.steps[name] for name in group.get("names", ()) if name in found.steps}
-        if steps:
-            group["step"] = next(iter(steps.values())) if len({*steps.values()}) == 1 else steps
-    facts: dict[str, Any] = {"param_groups": groups, "client_state": client, "left_behind": left}
-    if found.steps:
-        facts["step"] = int(max(found.steps.values()))
+        kept = {
+            state: one
+            for state, values in found.numbers.items()
+            if (one := _of_group(group, values)) is not None
+        }
+        group.update({"step": kept.pop("step")} if "step" in kept else {})
+        group.update({"numbers": kept} if kept else {})
+    facts: dict[str, Any] = {
+        "param_groups": groups,
+        "client_state": client,
+        "left_behind": left,
+        "lr_scheduler": scheduler,
+    }
+    if "step" in found.numbers:
+        facts["step"] = int(max(found.numbers["step"].values()))
     return {key: value for key, value in facts.items() if value not in ({}, [])}
 
 
-def _with_roles(entries: list[Entry]) -> tuple[Entry, ...]:
-    """What the optimizer does not know is frozen, or a buffer if it is no float; if it knows anything."""
-    trained = {entry.name for entry in entries if entry.state != "weight"}
+def _scheduler(client: dict[str, Any]) -> dict[str, Any]:
+    """The state dict of the one learning-rate scheduler, taken out of what else was saved; empty if none."""
+    for head in ("lr_scheduler.", "scheduler."):
+        found = {key: key.removeprefix(head) for key in client if key.startswith(head)}
+        if found and not any(
+            "." in key for key in found.values()
+        ):  # of several, one in the other, no dict is left
+            return {key: client.pop(path) for path, key in found.items()}
+    return {}
+
+
+def _of_group(group: Mapping[str, Any], values: Mapping[str, float]) -> dict[str, float] | float | None:
+    """A number of a group's tensors: one for all of them, or by name."""
+    mine = {name: values[name] for name in group.get("names", ()) if name in values}
+    return mine if len({*mine.values()}) > 1 else next(iter(mine.values()), None)
+
+
+def _with_roles(found: _Found, groups: Iterable[Mapping[str, Any]], told: Any) -> tuple[Entry, ...]:
+    """Dsx wrote which tensors are not trained. In others' checkpoints the optimizer knows those that are.
+
+    What it does not know is frozen if it is a float, and what is no float is a buffer.
+    """
+    trained = {entry.name for entry in found.entries if entry.state != "weight"}
+    trained |= {str(name) for group in groups for name in group.get("names", ())}
 
     def role(entry: Entry) -> Literal["trained", "frozen", "buffer"]:
-        if not trained or entry.name in trained:
+        if isinstance(told, dict):
+            known = told.get(entry.name)
+            return known if known in ("frozen", "buffer") else "trained"
+        if entry.name in trained:
             return "trained"
-        return "frozen" if "float" in entry.dtype else "buffer"
+        if "float" not in entry.dtype:
+            return "buffer"
+        return "frozen" if trained else "trained"
 
-    return tuple(replace(entry, role=role(entry)) for entry in entries)
+    return tuple(replace(entry, role=role(entry)) for entry in found.entries)

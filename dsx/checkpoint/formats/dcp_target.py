@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint import plain
-from dsx.checkpoint.catalog import Catalog, Entry, Piece
+from dsx.checkpoint.catalog import NO_SETTINGS, Catalog, Entry, Piece
 from dsx.checkpoint.formats.dcp import FORMAT, INDEX, OWN
 from dsx.checkpoint.formats.torch_target import Call, Hole, number, pickled, size_of, torch_skeleton
 from dsx.checkpoint.formats.unpickle import Global, Record
@@ -91,11 +91,12 @@ def _objects(source: Catalog) -> Iterator[tuple[Key, Any]]:
         for key, value in group.items():
             if key == "names":
                 yield ("optim", "param_groups", at, "params"), list(value)
-            elif key == "step":
-                steps = value if isinstance(value, Mapping) else dict.fromkeys(group["names"], value)
-                for name, step in steps.items():
-                    if step is not None:
-                        yield ("optim", "state", name, "step"), number(float(step))
+            elif key in NO_SETTINGS:
+                for state, told in value.items() if key == "numbers" else [(key, value)]:
+                    values = told if isinstance(told, Mapping) else dict.fromkeys(group["names"], told)
+                    for name, one in values.items():
+                        if one is not None:
+                            yield ("optim", "state", name, state), number(float(one))
             else:
                 yield ("optim", "param_groups", at, key), plain.decode(value, f"{key} of group {at}")
     facts = {
@@ -103,7 +104,8 @@ def _objects(source: Catalog) -> Iterator[tuple[Key, Any]]:
         for key, value in source.facts.items()
         if key not in ("param_groups", "random_files", "left_behind")
     }
-    yield (OWN,), {"facts": facts, "specs": [asdict(spec) for spec in source.specs]}
+    roles = {entry.name: entry.role for entry in source.entries if entry.role != "trained"}
+    yield (OWN,), {"facts": facts, "specs": [asdict(spec) for spec in source.specs], "roles": roles}
 
 
 @dataclass(slots=True)

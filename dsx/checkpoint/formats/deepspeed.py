@@ -14,8 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry, Piece
 from dsx.checkpoint.formats.deepspeed_cut import Cut, Rules, rules_of
 from dsx.checkpoint.formats.deepspeed_facts import facts_of
@@ -58,11 +59,25 @@ def catalog_of(root: Path, rules: Rules | None = None, *, tp: int | None = None)
         root=root,
         format=FORMAT,
         entries=entries,
-        facts=facts_of(files, states, names.canonical),
+        facts=_with_settings(facts_of(files, states, names.canonical), rules),
         specs=tuple(spec for spec in rules.specs.values() if spec.name in {entry.name for entry in entries}),
         checksums=tuple(checksum for file in files.all for checksum in file.checksums),
     )
     return with_names(catalog, rules.names, rules.source) if rules.names else catalog
+
+
+def _with_settings(facts: dict[str, Any], rules: Rules) -> dict[str, Any]:
+    """The facts with hyperparameters of the user's where a group has none of that name."""
+    groups = facts.get("param_groups") or []
+    if rules.settings and len(rules.settings) != len(groups):
+        raise CheckpointError(
+            f"{rules.source}: settings",
+            f"they are of {len(rules.settings)} optimizer groups, the checkpoint has {len(groups)}",
+            "give one object of hyperparameters per group",
+        )
+    pairs = zip(rules.settings, groups, strict=True) if rules.settings else ()
+    told = [{**plain.encode(dict(mine), f"{rules.source}: settings"), **group} for mine, group in pairs]
+    return {**facts, "param_groups": told} if told else facts
 
 
 def _merged(rules: Rules | None, files: StockFiles) -> Rules:

@@ -9,12 +9,14 @@ A rules file is JSON::
     {"tensors": {"regex": "replicate", "regex": "average", "regex": {"split": 0},
                  "regex": {"split": 0, "parts": [64, 32, 32]}, "regex": {"split": 0, "extent": 50257}},
      "groups": [["regex", ...], ...],
+     "settings": [{"lr": 0.001, "betas": [0.9, 0.999], ...}, ...],
      "names": {"(\\d+)\\.up\\.weight": "blocks.\\1.up.weight"}}
 
 A regular expression has to match the whole name; the first that does counts. ``parts`` are the fused blocks
 of the whole tensor along the split dim, each cut on its own; ``extent`` is the true extent without padding;
 ``average`` says that the ranks' copies are meant to be equal but may have drifted (dsx takes them only if
 they have not). ``groups`` names each optimizer group's tensors, for checkpoints without ZeRO.
+``settings`` are each group's hyperparameters, for elastic checkpoints, which have none.
 ``names`` gives tensors other names (as :func:`re.sub` does), those of another model: a pipeline's are
 ``<layer>.<path>``.
 """
@@ -29,6 +31,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Self
 
+from dsx.checkpoint.catalog import NO_SETTINGS
 from dsx.checkpoint.formats.unpickle import Record
 from dsx.checkpoint.pieces import Part, contiguous, interval_boxes
 from dsx.errors import CheckpointError
@@ -89,6 +92,7 @@ class Rules:
     Attributes:
         tensors: (regular expression, rule), the first that matches counts.
         groups: Per optimizer group, regular expressions of its tensors.
+        settings: Per optimizer group, hyperparameters that the checkpoint does not have.
         specs: Of dsx's manifest, by name.
         maps: Of DeepSpeed's affine maps: (regular expression, map).
         names: (regular expression, new name), the first that matches counts.
@@ -97,6 +101,7 @@ class Rules:
 
     tensors: tuple[tuple[str, Any], ...] = ()
     groups: tuple[tuple[str, ...], ...] = ()
+    settings: tuple[Mapping[str, Any], ...] = ()
     specs: Mapping[str, ParamSpec] = field(default_factory=dict)
     maps: tuple[tuple[str, Any], ...] = ()
     names: tuple[tuple[str, str], ...] = ()
@@ -109,11 +114,11 @@ class Rules:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(str(path), f"it cannot be read as JSON ({error})", _SEE_DOC) from None
-        if not isinstance(content, dict) or content.keys() - {"tensors", "groups", "names"}:
-            raise CheckpointError(str(path), 'its keys are not "tensors", "groups" and "names"', _SEE_DOC)
+        if not isinstance(content, dict) or content.keys() - _KEYS:
+            raise CheckpointError(str(path), f"its keys are not of {sorted(_KEYS)}", _SEE_DOC)
         tensors, groups = content.get("tensors", {}), content.get("groups", [])
-        names = content.get("names", {})
-        if not (isinstance(tensors, dict) and _is_texts(names) and _is_lists(groups)):
+        names, settings = content.get("names", {}), content.get("settings", [])
+        if not (isinstance(tensors, dict) and _is_texts(names) and _is_lists(groups) and _is_dicts(settings)):
             raise CheckpointError(str(path), "a key's value is of the wrong type", _SEE_DOC)
         patterns = [*tensors, *names, *(pattern for group in groups for pattern in group)]
         for pattern in patterns:
@@ -127,7 +132,11 @@ class Rules:
             if not _is_rule(rule):
                 raise CheckpointError(f"{path}: {pattern}", f"no rule: {json.dumps(rule)}", _SEE_DOC)
         return cls(
-            tuple(tensors.items()), tuple(map(tuple, groups)), names=tuple(names.items()), source=str(path)
+            tensors=tuple(tensors.items()),
+            groups=tuple(map(tuple, groups)),
+            settings=tuple(settings),
+            names=tuple(names.items()),
+            source=str(path),
         )
 
     def cut(self, name: str, shapes: Sequence[Shape], where: str) -> Cut:
@@ -162,8 +171,9 @@ class Rules:
 
 _SEE_DOC = (
     'write {"tensors": {"regex": "replicate" or "average" or {"split": dim, "parts": [...]}}, '
-    '"groups": [["regex"]], "names": {"regex": "new name"}}, any of them'
+    '"groups": [["regex"]], "settings": [{"lr": 0.001}], "names": {"regex": "new name"}}, any of them'
 )
+_KEYS = {"tensors", "groups", "settings", "names"}
 
 
 def rules_of(info: Any, where: str) -> Rules:
@@ -244,6 +254,12 @@ def _is_texts(value: Any) -> bool:
 def _is_lists(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(group, list) and all(isinstance(one, str) for one in group) for group in value
+    )
+
+
+def _is_dicts(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and not set(one) & {*NO_SETTINGS} for one in value
     )
 
 

@@ -13,11 +13,12 @@ from dsx.checkpoint.formats.unpickle import Record, TensorRef
 from dsx.errors import CheckpointError
 
 _COUNTERS = ("global_samples", "skipped_steps")
-_MOMENTS: Mapping[str, str] = {
-    "exp_avg_sq": "AdamW",
-    "momentum_buffer": "SGD",
-    "exp_avg": "Lion",
-    "sum": "Adagrad",
+_MOMENTS: Mapping[frozenset[str], str] = {
+    frozenset({"exp_avg", "exp_avg_sq"}): "AdamW",
+    frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): "AdamW",
+    frozenset({"momentum_buffer"}): "SGD",
+    frozenset({"exp_avg"}): "Lion",
+    frozenset({"sum"}): "Adagrad",
 }
 _STOCK_KEYS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
@@ -36,7 +37,10 @@ _LARGEST = 100_000  # values; more is data, not facts
 
 
 def facts_of(
-    files: StockFiles, states: Mapping[int, OptimizerState], canonical: Mapping[str, str]
+    files: StockFiles,
+    states: Mapping[int, OptimizerState],
+    canonical: Mapping[str, str],
+    common: TorchFile | None = None,
 ) -> dict[str, Any]:
     """The facts of a checkpoint; what is no plain data is named under ``left_behind``.
 
@@ -44,6 +48,7 @@ def facts_of(
         files: The checkpoint.
         states: Optimizer state by model-parallel rank.
         canonical: Canonical name of every tensor's other names.
+        common: The universal format's file of what all parameters have in common.
     """
     file, first = files.models[0, 0], files.first
     left = _unused(first)
@@ -57,9 +62,9 @@ def facts_of(
         "versions": {"deepspeed": str(first.get("ds_version", "unknown"))},
         "step": int(first.get("global_steps") or 0),
         "optimizer": _optimizer(config, states),
-        "param_groups": _groups(states, canonical, file, left),
+        "param_groups": _groups(states, canonical, left),
         "lr_scheduler": _encoded(first.get("lr_scheduler"), file, "lr_scheduler", left),
-        "loss_scale": _loss_scale(files),
+        "loss_scale": _loss_scale(files, common),
         "counters": {key: int(first[key]) for key in _COUNTERS if first.get(key) is not None},
         "mesh": {"pp": files.pp, "dp": files.dp, "tp": files.tp},
         "zero_stage": files.zero_stage,
@@ -125,7 +130,7 @@ def _encoded(value: Any, file: TorchFile, where: str, left: list[str]) -> Any:
 
 
 def _groups(
-    states: Mapping[int, OptimizerState], canonical: Mapping[str, str], file: TorchFile, left: list[str]
+    states: Mapping[int, OptimizerState], canonical: Mapping[str, str], left: list[str]
 ) -> list[dict[str, Any]]:
     """The optimizer's groups, those of one place on all ranks as one."""
     merged: list[dict[str, Any]] = []
@@ -133,17 +138,23 @@ def _groups(
         for place, group in enumerate(groups):
             if place == len(merged):
                 settings = {
-                    str(key): _encoded(value, file, f"{key} of optimizer group {place}", left)
+                    str(key): _encoded(value, group.file, f"{key} of optimizer group {place}", left)
                     for key, value in group.settings.items()
                     if key != "step"
                 }
-                merged.append({"names": [], "step": {}, **settings})
+                merged.append({"names": [], "numbers": {"step": {}}, **settings})
             _add(merged[place], group, canonical)
     for one in merged:
-        steps = set(one["step"].values())
-        if len(steps) <= 1:
-            one["step"] = steps.pop() if steps else None
+        numbers = {state: _one(values) for state, values in one.pop("numbers").items()}
+        one["step"] = numbers.pop("step")
+        one.update({"numbers": numbers} if numbers else {})
     return merged
+
+
+def _one(values: dict[str, float]) -> dict[str, float] | float | None:
+    """The value that all tensors have; by tensor where they differ; None if there is none."""
+    every = set(values.values())
+    return values if len(every) > 1 else every.pop() if every else None
 
 
 def _add(merged: dict[str, Any], group: Group, canonical: Mapping[str, str]) -> None:
@@ -151,8 +162,9 @@ def _add(merged: dict[str, Any], group: Group, canonical: Mapping[str, str]) -> 
         home = canonical.get(name, name)
         if home not in merged["names"]:
             merged["names"].append(home)
-        if name in group.steps:
-            merged["step"].setdefault(home, group.steps[name])
+        for state, values in group.numbers.items():
+            if name in values:
+                merged["numbers"].setdefault(state, {}).setdefault(home, values[name])
 
 
 def _optimizer(config: Mapping[str, Any], states: Mapping[int, OptimizerState]) -> str | None:
@@ -160,13 +172,18 @@ def _optimizer(config: Mapping[str, Any], states: Mapping[int, OptimizerState]) 
     told = (config.get("optimizer") or {}).get("type")
     if told:
         return str(told)
-    kept = {fragment.state for state in states.values() for fragment in state.fragments}
-    return next((name for moment, name in _MOMENTS.items() if moment in kept), None)
+    kept = {fragment.state for state in states.values() for fragment in state.fragments} - {"master"}
+    numbers = {number for state in states.values() for group in state.groups for number in group.numbers}
+    return (
+        None if numbers - {"step"} else _MOMENTS.get(frozenset(kept))
+    )  # NAdam's mu_product is none of Adam's
 
 
-def _loss_scale(files: StockFiles) -> dict[str, Any] | None:
-    for file in files.optimizers.values():
-        scaler = file.content["optimizer_state_dict"].get("loss_scaler")
+def _loss_scale(files: StockFiles, common: TorchFile | None) -> dict[str, Any] | None:
+    held = [file.content["optimizer_state_dict"] for file in files.optimizers.values()]
+    held += [common.content] if common is not None and isinstance(common.content, dict) else []
+    for one in held:
+        scaler = one.get("loss_scaler")
         if isinstance(scaler, Record):
             return {"scale": scaler.state.get("cur_scale"), **_plain_numbers(scaler.state)}
     saved = files.first.get("optimizer")

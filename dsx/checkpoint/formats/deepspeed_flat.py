@@ -13,6 +13,7 @@ Stage 0: the optimizer's own state dict, by the number of the parameter (:mod:`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,6 +21,8 @@ from typing import Any
 
 from dsx.checkpoint.catalog import ITEM_BYTES
 from dsx.checkpoint.formats.deepspeed_files import StockFiles
+from dsx.checkpoint.formats.deepspeed_numbers import numbers_of
+from dsx.checkpoint.formats.deepspeed_spans import Places, held, in_turns_undone, spans
 from dsx.checkpoint.formats.torch_file import TorchFile
 from dsx.checkpoint.formats.unpickle import TensorRef
 from dsx.errors import CheckpointError
@@ -61,12 +64,14 @@ class Group:
     Attributes:
         names: DeepSpeed's names, in the optimizer's order.
         settings: Hyperparameters as the file has them.
-        steps: Step count by name, where there is one.
+        file: That file.
+        numbers: States that are one number for all of a parameter, by state and name; ``step`` is one.
     """
 
     names: tuple[str, ...]
     settings: Mapping[str, Any]
-    steps: Mapping[str, float]
+    file: TorchFile
+    numbers: Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,23 +97,17 @@ def sharded_state(files: StockFiles, rank: int, weights: Mapping[str, tuple[int,
     parts = [files.optimizers[rank, dp] for dp in range(files.dp)]
     states = [_Saved.of(file) for file in parts]
     shapes = _shapes(model) if model.content.get("param_shapes") else _mapped_shapes(states, weights)
-    fragments: list[Fragment] = []
-    for number, group in enumerate(shapes):
-        if group:
-            cut = _per_parameter if states[0].per_parameter else _per_group
-            fragments += cut(states, number, group)
     settings = (model.content.get("ds_config") or {}).get("zero_optimization") or {}
     turns = files.dp if isinstance(settings, dict) and settings.get("round_robin_gradients") else 1
+    fragments: list[Fragment] = []
+    for number, group in enumerate(shapes):
+        if group and states[0].per_parameter:
+            fragments += _per_parameter(states, number, group)
+        elif group:
+            fragments += _per_group(states, number, group, turns)
     if not states[0].per_parameter and turns > 1:
-        shapes = [_in_turns_undone(group, turns) for group in shapes]
+        shapes = [in_turns_undone(group, turns) for group in shapes]
     return OptimizerState(tuple(fragments), tuple(_groups(states[0], shapes)))
-
-
-def _in_turns_undone(group: Mapping[str, tuple[int, ...]], turns: int) -> Mapping[str, tuple[int, ...]]:
-    """The optimizer's order of a group whose flat order takes every ``turns``-th parameter first."""
-    numbers = [number for first in range(turns) for number in range(first, len(group), turns)]
-    placed = sorted(zip(numbers, group.items(), strict=True))
-    return dict(item for _, item in placed)
 
 
 def whole(ref: TensorRef, file: TorchFile, name: str, state: str) -> Fragment:
@@ -187,26 +186,16 @@ class _Saved:
         params = self.param_groups[number].get("params", [number])
         return int(params[0]) if params else number
 
-    def step(self, number: int) -> float | None:
-        """The optimizer's step count of a flat buffer; None if it keeps none."""
-        value = self.states.get(self.key(number), {}).get("step")
-        if value is None:
-            group = self.param_groups[self.group_of(number)]
-            value = group.get("step")
-        return number_of(value, self.file)
+    def numbers(self, number: int) -> dict[str, float]:
+        """The optimizer's states of a flat buffer that are one number."""
+        held = self.states.get(self.key(number), {})
+        return numbers_of(held, self.param_groups[self.group_of(number)], self.file)
 
     def group_of(self, number: int) -> int:
         """Group of a flat buffer."""
         if not self.per_parameter:
             return number
         return next(at for at, group in enumerate(self.param_groups) if number in group["params"])
-
-
-def number_of(value: Any, file: TorchFile) -> float | None:
-    """A number that a file has as such or as a tensor; None if there is none."""
-    if isinstance(value, TensorRef):
-        return file.value(value)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _shapes(model: TorchFile) -> list[Mapping[str, tuple[int, ...]]]:
@@ -261,7 +250,7 @@ def mapped(file: TorchFile) -> Iterator[tuple[str, int]]:
 
 
 def _per_group(
-    states: Sequence[_Saved], number: int, shapes: Mapping[str, tuple[int, ...]]
+    states: Sequence[_Saved], number: int, shapes: Mapping[str, tuple[int, ...]], turns: int
 ) -> Iterator[Fragment]:
     first = states[0]
     if number >= len(first.flats):
@@ -274,19 +263,18 @@ def _per_group(
             "use the files of one save",
         )
     size = first.flats[number].numel + (first.paddings[number] if first.unpadded else 0)
-    spans, end = [], 0
-    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-        spans.append((name, tuple(shape), end, end + prod(shape)))
-        end += prod(shape) + gap
-    _check_size(states, number, size, end)
+    found = spans(shapes, gaps)
+    _check_size(states, number, size, max(stop for _, stop in found.values()) + gaps[-1])
+    # deepspeed 0.19.8 writes the mapping of round-robin groups in the order that they do not have, unless it
+    # aligns parameters (stage_1_and_2.py, _link_all_hp_params); where the elements lie, param_shapes says.
+    others = {} if turns == 1 or any(gaps) else spans(in_turns_undone(shapes, turns), gaps)
     for rank, saved in enumerate(states):
         low, high = rank * size, (rank + 1) * size
-        held = {name: (max(low, a), min(high, b)) for name, _, a, b in spans if max(low, a) < min(high, b)}
-        _check_mapping(saved, number, {name: (a - low, b - a) for name, (a, b) in held.items()})
-        for name, shape, start, _ in spans:
-            if name in held:
-                a, b = held[name]
-                yield from _fragments(saved, number, name, shape, (a - start, b - start), a - low)
+        mine = held(found, low, high)
+        _check_mapping(saved, number, mine, held(others, low, high) if others else mine)
+        for name, (at, numel) in mine.items():
+            start = low + at - found[name][0]
+            yield from _fragments(saved, number, name, tuple(shapes[name]), (start, start + numel), at)
 
 
 def _per_parameter(
@@ -321,12 +309,21 @@ def _fragments(
 ) -> Iterator[Fragment]:
     """One parameter's part of every state of a flat buffer; ``at`` is its first element there."""
     start, stop = interval
+    flat = saved.flats[number].numel
+    sizes = (flat, flat + (saved.paddings[number] if number < len(saved.paddings) else 0))
+    is_muon = bool(saved.param_groups[saved.group_of(number)].get("use_muon"))
     for state, ref in saved.tensors(number):
-        if len(ref.shape) != 1 or at + stop - start > ref.numel or not ref.contiguous:
+        if (
+            len(ref.shape) != 1
+            or at + stop - start > ref.numel
+            or not ref.contiguous
+            or ref.numel not in sizes
+        ):
             raise CheckpointError(
                 f"{saved.file.path}: tensor {name}, {state}",
-                f"its elements {at} to {at + stop - start} do not lie in a flat buffer {ref.shape}",
-                _USE_ANOTHER,
+                f"its elements {at} to {at + stop - start} do not lie in a flat buffer {ref.shape} as the "
+                f"master's do in one of {flat}" + (": Muon keeps whole tensors" if is_muon else ""),
+                "save it with one data-parallel rank" if is_muon else _USE_ANOTHER,
             )
         yield Fragment(
             name=name,
@@ -353,7 +350,7 @@ def _check_size(states: Sequence[_Saved], number: int, size: int, needed: int) -
             )
 
 
-def _check_mapping(saved: _Saved, number: int, expected: Mapping[str, tuple[int, int]]) -> None:
+def _check_mapping(saved: _Saved, number: int, expected: Places, other: Places) -> None:
     """Compare with ``param_slice_mappings``, (start, numel) in the rank's flat buffer, where it is there."""
     if number >= len(saved.mappings):
         return
@@ -361,6 +358,8 @@ def _check_mapping(saved: _Saved, number: int, expected: Mapping[str, tuple[int,
         name: (int(one.state["start"]), int(one.state["numel"]))
         for name, one in saved.mappings[number].items()
     }
+    if told == other:
+        return
     for name in sorted(told.keys() | expected.keys()):
         if told.get(name) != expected.get(name):
             raise CheckpointError(
@@ -374,9 +373,13 @@ def _check_mapping(saved: _Saved, number: int, expected: Mapping[str, tuple[int,
 def _groups(saved: _Saved, shapes: Sequence[Mapping[str, Any]]) -> Iterator[Group]:
     for place, settings in enumerate(saved.param_groups):
         numbers = [n for n in range(len(shapes)) if n < len(saved.flats) and saved.group_of(n) == place]
-        steps = {name: step for n in numbers if (step := saved.step(n)) is not None for name in shapes[n]}
+        kept: dict[str, dict[str, float]] = defaultdict(dict)
+        for n in numbers:
+            for state, value in saved.numbers(n).items():
+                kept[state].update(dict.fromkeys(shapes[n], value))
         yield Group(
             names=tuple(name for n in numbers for name in shapes[n]),
             settings={key: value for key, value in settings.items() if key != "params"},
-            steps=steps,
+            file=saved.file,
+            numbers=kept,
         )

@@ -8,6 +8,7 @@ group, whose parameters have neither names nor shapes and which is refused.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -15,8 +16,9 @@ from typing import Any
 
 from dsx.checkpoint.formats.deepspeed_cut import Rules
 from dsx.checkpoint.formats.deepspeed_files import StockFiles
-from dsx.checkpoint.formats.deepspeed_flat import Fragment, Group, OptimizerState, number_of, whole
+from dsx.checkpoint.formats.deepspeed_flat import Fragment, Group, OptimizerState, whole
 from dsx.checkpoint.formats.deepspeed_module import Module
+from dsx.checkpoint.formats.deepspeed_numbers import numbers_of
 from dsx.checkpoint.formats.deepspeed_order import assign, stage_names
 from dsx.checkpoint.formats.torch_file import TorchFile
 from dsx.checkpoint.formats.unpickle import TensorRef
@@ -39,8 +41,14 @@ def plain_states(files: StockFiles, modules: Mapping[int, Module], rules: Rules)
     for tensor in range(files.tp):
         mine = [stage * files.tp + tensor for stage in range(files.pp)]
         groups = [saved[rank].groups for rank in mine]
+        told = [
+            _told(files.models[rank, 0], saved[rank], modules[tensor if files.layers else rank])
+            for rank in mine
+        ]
         named: Sequence[Sequence[Sequence[str]] | None]
-        if files.layers:
+        if None not in told:
+            named = told
+        elif files.layers:
             prints = [_prints(files.models[rank, 0], saved[rank]) for rank in mine]
             named = stage_names(modules[tensor].order, groups, str(files.root), rules.groups, prints)
         else:
@@ -52,8 +60,9 @@ def plain_states(files: StockFiles, modules: Mapping[int, Module], rules: Rules)
             if names is None:
                 raise CheckpointError(
                     f"{files.models[rank, 0].path}: optimizer",
-                    "its states have shapes that no order of the model's parameters has",
-                    "use the files of one save",
+                    "its states have no names, and shapes that no order of the model's parameters has",
+                    "use the files of one save; if an optimizer group lists its parameters in another order, "
+                    'train it on for one step with "zero_optimization": {"stage": 1}, which writes names',
                 )
             found[rank] = _state(files.models[rank, 0], saved[rank], names)
     return found
@@ -87,18 +96,40 @@ def _state(file: TorchFile, saved: _Saved, names: Sequence[Sequence[str]]) -> Op
     fragments: list[Fragment] = []
     found = []
     for place, (settings, mine) in enumerate(zip(saved.param_groups, names, strict=True)):
-        steps = {}
+        numbers: dict[str, dict[str, float]] = defaultdict(dict)
         for at, name in enumerate(mine):
             held = saved.state.get(settings["params"][at], {})
-            step = number_of(held.get("step", settings.get("step")), file)
-            steps.update({} if step is None else {name: step})
+            tensors = _tensors(held, saved.groups[place][at])
+            rest = {key: value for key, value in held.items() if key not in tensors}
+            for state, number in numbers_of(rest, settings, file).items():
+                numbers[state][name] = number
             if saved.masters:
                 fragments.append(whole(saved.masters[place][at], file, name, "master"))
-            tensors = {key: ref for key, ref in held.items() if isinstance(ref, TensorRef) and key != "step"}
             fragments += [whole(ref, file, name, str(key)) for key, ref in tensors.items()]
         kept = {key: value for key, value in settings.items() if key != "params"}
-        found.append(Group(names=tuple(mine), settings=kept, steps=steps))
+        found.append(Group(names=tuple(mine), settings=kept, file=file, numbers=numbers))
     return OptimizerState(tuple(fragments), tuple(found))
+
+
+def _told(file: TorchFile, saved: _Saved, module: Module) -> list[list[str]] | None:
+    """Names that the file itself gives: dsx's in ``param_shapes``, torch's of optimizers made with names."""
+    shapes = file.content.get("param_shapes")
+    groups = shapes if isinstance(shapes, list) else [one.get("param_names") for one in saved.param_groups]
+    found = [[str(name) for name in group] for group in groups if isinstance(group, dict | list)]
+    if [len(group) for group in found] != [len(group) for group in saved.groups]:
+        return None
+    fit = (
+        name in module.order and shape in (None, module.order[name])
+        for group, held in zip(found, saved.groups, strict=True)
+        for name, shape in zip(group, held, strict=True)
+    )
+    return found if all(fit) else None
+
+
+def _tensors(state: Mapping[str, Any], shape: tuple[int, ...] | None) -> dict[str, TensorRef]:
+    """The states of a parameter that are as large as it is; others are one number, such as ``step``."""
+    refs = {key: ref for key, ref in state.items() if isinstance(ref, TensorRef) and key != "step"}
+    return {key: ref for key, ref in refs.items() if ref.shape or not shape}
 
 
 def _parts(file: TorchFile) -> _Saved:
@@ -125,4 +156,4 @@ def _parts(file: TorchFile) -> _Saved:
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Shape of a parameter, by its state; None where it has none."""
     shapes = [ref.shape for key, ref in state.items() if isinstance(ref, TensorRef) and key != "step"]
-    return max(shapes, key=prod) if shapes else None
+    return max(shapes, key=lambda shape: (prod(shape), len(shape))) if shapes else None

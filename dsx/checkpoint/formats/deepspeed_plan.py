@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from dsx.checkpoint import plain
-from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry
+from dsx.checkpoint.catalog import ITEM_BYTES, NO_SETTINGS, Catalog, Entry
 from dsx.checkpoint.pieces import Part, contiguous, interval_boxes, local_parts
 from dsx.errors import CheckpointError
 from dsx.spec.param import ParamSpec
@@ -66,8 +66,8 @@ class StockPlan:
         modules: Names in the model's order.
         groups: Names in each optimizer group.
         settings: Hyperparameters of each group.
-        steps: Step count of each name, by group; None where the optimizer keeps none.
-        moments: States of the optimizer beside the master.
+        numbers: The optimizer's states that are one number, ``step`` among them, by name.
+        moments: States of the optimizer beside the master, by group.
         stage: Pipeline stage that the names are those of.
         tensor: Tensor-parallel rank whose parts of them it is.
         specs: The layout's, by name.
@@ -79,8 +79,8 @@ class StockPlan:
     modules: Sequence[str]
     groups: Sequence[Sequence[str]]
     settings: Sequence[Mapping[str, Any]]
-    steps: Sequence[Mapping[str, float | None]]
-    moments: Sequence[str]
+    numbers: Mapping[str, Mapping[str, float]]
+    moments: Sequence[Sequence[str]]
     stage: int = 0
     tensor: int = 0
     specs: Mapping[str, ParamSpec] = field(default_factory=dict)
@@ -103,17 +103,18 @@ class StockPlan:
         order = layout.order or tuple(dict.fromkeys(entry.name for entry in source.entries))
         trained = [name for group in groups for name in group]
         _check_names(source, trained, order)
-        moments = _moments(source, trained)
+        _check_settings(source, saved, layout)
+        moments = [_moments(source, group) for group in groups]
         blanks: dict[tuple[str, str], Entry] = {}
         weight = _DTYPES[layout.precision]
         for name in order:
             found = held.get((name, "weight")) or held[name, "master"]
             dtype = found.dtype if found.role == "buffer" else weight
             blanks[name, "weight"] = replace(found, state="weight", dtype=dtype, pieces=())
-        for name in trained:
-            blank = replace(blanks[name, "weight"], dtype="float32")
-            for state in ("master", *moments):
-                blanks[name, state] = replace(blank, state=state)
+        for group, kept in zip(groups, moments, strict=True):
+            for name in group:
+                blank = replace(blanks[name, "weight"], dtype="float32")
+                blanks |= {(name, state): replace(blank, state=state) for state in ("master", *kept)}
         homes = {name: group for group in saved for name in group["names"]}
         return cls(
             layout=layout,
@@ -122,7 +123,7 @@ class StockPlan:
             modules=order,
             groups=groups,
             settings=[_settings(homes.get(group[0], {}) if group else {}) for group in groups],
-            steps=[{name: _step(homes.get(name, {}), name) for name in group} for group in groups],
+            numbers={name: _numbers(homes.get(name, {}), name) for name in trained},
             moments=moments,
             specs={spec.name: spec for spec in layout.specs},
         )
@@ -271,18 +272,18 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: plain.decode(value, f"{key} of an optimizer group")
         for key, value in group.items()
-        if key not in ("names", "step")
+        if key not in NO_SETTINGS
     }
 
 
-def _step(group: Mapping[str, Any], name: str) -> float | None:
-    step = group.get("step")
-    found = step.get(name) if isinstance(step, Mapping) else step
-    return None if found is None else float(found)
+def _numbers(group: Mapping[str, Any], name: str) -> dict[str, float]:
+    told = {"step": group.get("step"), **group.get("numbers", {})}
+    found = {state: one.get(name) if isinstance(one, Mapping) else one for state, one in told.items()}
+    return {state: float(one) for state, one in found.items() if one is not None}
 
 
 def _moments(source: Catalog, trained: Sequence[str]) -> list[str]:
-    """States of the optimizer, which all trained tensors must have."""
+    """States of the optimizer, which all tensors of a group must have."""
     by_name: dict[str, set[str]] = {name: set() for name in trained}
     for entry in source.entries:
         if entry.name in by_name and entry.state not in ("weight", "master"):
@@ -292,11 +293,30 @@ def _moments(source: Catalog, trained: Sequence[str]) -> list[str]:
         if states != every:
             raise CheckpointError(
                 f"{source.root}: tensor {name}",
-                f"it has no {', '.join(sorted(every - states))}, which others have",
+                f"it has no {', '.join(sorted(every - states))}, which others of its optimizer group have",
                 "train it on until every parameter has had a gradient",
             )
     order = ("exp_avg", "exp_avg_sq")
     return [*(state for state in order if state in every), *sorted(every.difference(order))]
+
+
+def _check_settings(source: Catalog, groups: Sequence[Mapping[str, Any]], layout: StockLayout) -> None:
+    """Optimizers take their hyperparameters from the checkpoint, and fail at their next step without."""
+    for at, group in enumerate(groups):
+        if group.get("use_muon") and layout.zero_stage and (layout.dp > 1 or layout.zero_stage == 3):
+            raise CheckpointError(
+                f"{source.root}: optimizer group {at} with {group['names'][0]}",
+                f"at ZeRO {layout.zero_stage} on {layout.dp} data-parallel ranks DeepSpeed's Muon has its "
+                "momentum by whole tensors, which dsx does not write",
+                "ask for --data 1 and --zero 1 or 2, or for dsx",
+            )
+        if group["names"] and not group.keys() - {*NO_SETTINGS, "param_names"}:
+            raise CheckpointError(
+                f"{source.root}: optimizer group {at} with {group['names'][0]}",
+                "it has no learning rate and no other hyperparameter, as DeepSpeed's elastic checkpoints",
+                'say them, group by group, in a rules file: {"settings": [{"lr": 0.001, "betas": [...]}]}; '
+                "or convert to dsx, whose runs take their config's",
+            )
 
 
 def _check_names(source: Catalog, trained: Sequence[str], order: Sequence[str]) -> None:

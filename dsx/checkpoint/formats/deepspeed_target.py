@@ -94,15 +94,14 @@ def _write_optimizer(plan: StockPlan, files: Files, rank: int) -> None:
     for at, buffer in enumerate(buffers):
         padding = 0 if plan.layout.zero_stage == 3 else _tail(zero, buffer, rank)
         holes = {"master": Hole("float32", (buffer.numel - padding,))}
-        holes |= {state: Hole("float32", (buffer.numel,)) for state in plan.moments}
+        holes |= {state: Hole("float32", (buffer.numel,)) for state in plan.moments[buffer.group]}
         for state, hole in holes.items():
             shares += [
                 Share(plan, plan.blanks[piece.name, state], hole, piece.start, piece.stop, piece.offset)
                 for piece in buffer.pieces
             ]
         masters.append(holes.pop("master"))
-        step = next((plan.steps[buffer.group][name] for name in plan.groups[buffer.group]), None)
-        states[at] = {**_step_state(plan, step), **holes}
+        states[at] = {**_numbers(plan, _one_of(plan, buffer)), **holes}
     mine = [[at for at, buffer in enumerate(buffers) if buffer.group == g] for g in range(len(plan.groups))]
     base = {"state": states, "param_groups": group_settings(plan, mine)}
     content = {
@@ -112,6 +111,22 @@ def _write_optimizer(plan: StockPlan, files: Files, rank: int) -> None:
     }
     prefix = "bf16_" if plan.layout.precision == "bf16" else ""
     files.add(f"{prefix}zero_pp_rank_{rank}_mp_rank_{plan.mp_rank:02d}_optim_states.pt", content, shares)
+
+
+def _one_of(plan: StockPlan, buffer: Buffer) -> str | None:
+    """A parameter whose numbers are those of a flat buffer, which is one parameter to the optimizer."""
+    group = plan.groups[buffer.group]
+    names = [piece.name for piece in buffer.pieces] if plan.layout.zero_stage == 3 else group
+    first = next(iter(names or group), None)
+    other = next((name for name in names if plan.numbers[name] != plan.numbers[str(first)]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"tensors {first} and {other}",
+            f"the optimizer has {plan.numbers[str(first)]} for one and {plan.numbers[other]} for the other; "
+            f"at ZeRO {plan.layout.zero_stage} there is one for all tensors in a flat buffer",
+            "ask for ZeRO 0, or put them into optimizer groups of their own",
+        )
+    return first
 
 
 def _tail(zero: ZeroPlan, buffer: Buffer, rank: int) -> int:
@@ -211,9 +226,7 @@ def write_model(plan: StockPlan, files: Files, rank: int, more: Mapping[str, Any
         parts[name] = hole if sharded else module[name]
         shares += [Share(plan, entry, hole, start, stop, 0)] if sharded and start < stop else []
     content = _common(plan, Ordered(module)) | {
-        "param_shapes": [
-            Ordered({name: size_of(plan.shape(name)) for name in group}) for group in plan.flat_order()
-        ],
+        "param_shapes": _shapes(plan, plan.flat_order()),
         "frozen_param_shapes": None
         if stage < 2
         else Ordered({name: size_of(plan.shape(name)) for name in frozen}),
@@ -228,6 +241,11 @@ def write_model(plan: StockPlan, files: Files, rank: int, more: Mapping[str, Any
     files.add(f"{prefix}mp_rank_{plan.mp_rank:02d}_model_states.pt", content | dict(more or {}), shares)
 
 
+def _shapes(plan: StockPlan, groups: Sequence[Sequence[str]]) -> list[Ordered]:
+    """``param_shapes``. DeepSpeed writes none without ZeRO, and minds none: there it is for dsx's reader."""
+    return [Ordered({name: size_of(plan.shape(name)) for name in group}) for group in groups]
+
+
 def _write_plain(plan: StockPlan, files: Files) -> None:
     """Without ZeRO: one file; in bf16 the form of FP16_UnfusedOptimizer."""
     stored = () if plan.layout.bounds else plan.modules
@@ -235,11 +253,11 @@ def _write_plain(plan: StockPlan, files: Files) -> None:
     shares = list(module.values())
     names = [name for group in plan.groups for name in group]
     states: dict[int, dict[str, Any]] = {}
+    moments = [kept for group, kept in zip(plan.groups, plan.moments, strict=True) for _ in group]
     for at, name in enumerate(names):
-        held = {state: whole_share(plan, plan.blanks[name, state]) for state in plan.moments}
+        held = {state: whole_share(plan, plan.blanks[name, state]) for state in moments[at]}
         shares += held.values()
-        step = next(steps[name] for steps in plan.steps if name in steps)
-        states[at] = {**_step_state(plan, step), **{state: share.hole for state, share in held.items()}}
+        states[at] = {**_numbers(plan, name), **{state: share.hole for state, share in held.items()}}
     ends = [sum(map(len, plan.groups[:at])) for at in range(len(plan.groups) + 1)]
     numbers = [list(range(ends[at], ends[at + 1])) for at in range(len(plan.groups))]
     optimizer: dict[str, Any] = {"state": states, "param_groups": group_settings(plan, numbers)}
@@ -255,7 +273,8 @@ def _write_plain(plan: StockPlan, files: Files) -> None:
         weights.update(dict.fromkeys(plan.blanks[name, "weight"].aliases, weights[name]))
     files.add(
         f"mp_rank_{plan.mp_rank:02d}_model_states.pt",
-        _common(plan, Ordered(weights)) | {"optimizer": optimizer},
+        _common(plan, Ordered(weights))
+        | {"optimizer": optimizer, "param_shapes": _shapes(plan, plan.groups)},
         shares,
     )
 
@@ -317,12 +336,14 @@ def group_settings(plan: StockPlan, numbers: Sequence[Sequence[int]]) -> list[di
     """``param_groups``, each with the numbers of its parameters."""
     groups = []
     for at, settings in enumerate(plan.settings):
-        step = next(iter(plan.steps[at].values()), None)
+        step = next((plan.numbers[name].get("step") for name in plan.groups[at]), None)
         told = {"step": int(step)} if plan.layout.fused_step and step is not None else {}
         groups.append({**settings, **told, "params": list(numbers[at])})
     return groups
 
 
-def _step_state(plan: StockPlan, step: float | None) -> dict[str, Any]:
-    """The step count, in a tensor per parameter as torch's optimizers have it."""
-    return {} if step is None or plan.layout.fused_step or not plan.moments else {"step": number(step)}
+def _numbers(plan: StockPlan, name: str | None) -> dict[str, Any]:
+    """The step count and its like, in a tensor per parameter as torch's optimizers have them."""
+    held = plan.numbers.get(name, {}) if name is not None and any(plan.moments) else {}
+    skipped = ("step",) if plan.layout.fused_step else ()
+    return {state: number(one) for state, one in held.items() if state not in skipped}

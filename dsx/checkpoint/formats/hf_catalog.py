@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece
+from dsx.checkpoint.formats import hf_bin
 from dsx.checkpoint.formats.hf_names import (
     CONFIG,
     INDEX,
@@ -36,11 +37,31 @@ _DOWNLOAD = "download or export it again"
 
 
 def catalog_of(root: Path) -> Catalog:
-    """What a model folder's safetensors hold, under their own names.
+    """What a model folder's safetensors hold, or its ``pytorch_model.bin``, under their own names.
 
     Raises:
-        CheckpointError: No weights, or a file that is cut short, missing or no safetensors.
+        CheckpointError: No weights, or a file that is cut short, missing or of another kind.
     """
+    safe = (root / INDEX).is_file() or (root / SINGLE).is_file()
+    entries, checksums = hf_bin.contents(root) if not safe and hf_bin.looks_bin(root) else _safetensors(root)
+    facts: dict[str, Any] = {}
+    if (root / CONFIG).is_file():
+        facts["hf_config"] = read_json(root / CONFIG, _DOWNLOAD)
+    read = {piece.file for entry in entries for piece in entry.pieces}
+    others = sorted(path.name for path in root.glob("adapter_*") if path.name not in read)
+    if others:
+        facts["left_behind"] = [f"{name}: an adapter beside the model, not merged into it" for name in others]
+    return Catalog(
+        root=root,
+        format=FORMAT,
+        entries=tuple(e if "float" in e.dtype else replace(e, role="buffer") for e in entries),
+        facts=facts,
+        checksums=tuple(checksums),
+        links_allowed=True,
+    )
+
+
+def _safetensors(root: Path) -> tuple[tuple[Entry, ...], list[Checksum]]:
     index, single = root / INDEX, root / SINGLE
     told: dict[str, str] = {}
     if index.is_file():
@@ -66,17 +87,7 @@ def catalog_of(root: Path) -> Catalog:
     lost = next((name for name, file in told.items() if name not in found), None)
     if lost is not None:
         raise CheckpointError(f"{root / told[lost]}: tensor {lost}", "the file does not have it", _DOWNLOAD)
-    entries = tuple(found[name] for name in (told or found))
-    config = read_json(root / CONFIG, _DOWNLOAD) if (root / CONFIG).is_file() else None
-    facts = {"hf_config": config} if config is not None else {}
-    return Catalog(
-        root=root,
-        format=FORMAT,
-        entries=entries,
-        facts=facts,
-        checksums=tuple(checksums),
-        links_allowed=True,
-    )
+    return tuple(found[name] for name in (told or found)), checksums
 
 
 def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
@@ -293,6 +304,13 @@ def clipped(piece: Piece, box: tuple[tuple[int, int], ...], item_bytes: int) -> 
     return replace(piece, start=start, shape=shape, offset=piece.offset + skipped * item_bytes)
 
 
+def _renamed_number(value: Any, names_of: Callable[[str], Sequence[str]]) -> Any:
+    """A number of all tensors of a group, or one per tensor, under other names."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: one for old, one in value.items() for name in names_of(old)}
+
+
 def renamed(facts: Mapping[str, Any], names_of: Callable[[str], Sequence[str]], where: str) -> dict[str, Any]:
     """Facts with the optimizer's groups under other names.
 
@@ -308,7 +326,6 @@ def renamed(facts: Mapping[str, Any], names_of: Callable[[str], Sequence[str]], 
     seen: dict[str, int] = {}
     for place, group in enumerate(facts.get("param_groups") or ()):
         names: dict[str, None] = {}
-        steps: dict[str, Any] = {}
         for old in group["names"]:
             for name in names_of(old):
                 names[name] = None
@@ -318,8 +335,8 @@ def renamed(facts: Mapping[str, Any], names_of: Callable[[str], Sequence[str]], 
                         f"its parts are in optimizer groups {seen[name]} and {place}",
                         "train the parts of a fused tensor with the same hyperparameters",
                     )
-                if isinstance(group["step"], Mapping) and old in group["step"]:
-                    steps[name] = group["step"][old]
-        step = steps if isinstance(group["step"], Mapping) else group["step"]
-        groups.append({**group, "names": list(names), "step": step})
+        groups.append({**group, "names": list(names), "step": _renamed_number(group["step"], names_of)})
+        if "numbers" in group:
+            numbers = {state: _renamed_number(one, names_of) for state, one in group["numbers"].items()}
+            groups[-1]["numbers"] = numbers
     return {**facts, "param_groups": groups} if groups else dict(facts)

@@ -13,7 +13,7 @@ from dsx.checkpoint.formats.hf_catalog import FORMAT
 from dsx.checkpoint.formats.hf_names import CONFIG, INDEX, SINGLE
 from dsx.checkpoint.formats.safetensors_file import CRC32, NAMES
 from dsx.checkpoint.pieces import contiguous
-from dsx.checkpoint.target import Crc32Field, Skeleton, Target, Written
+from dsx.checkpoint.target import Crc32Field, Skeleton, Target, Written, left_behind
 from dsx.errors import CheckpointError
 
 SHARD_BYTES = 5 << 30
@@ -77,9 +77,13 @@ def _finish(folder: Path, written: Written) -> None:
 
 def _dropped(source: Catalog) -> tuple[str, ...]:
     states = sorted({entry.state for entry in source.entries} - {"weight", "master"})
+    left = left_behind(source.facts)
     if not states:
-        return ()
-    return (f"A Hugging Face folder holds weights alone: {', '.join(states)} and counters stay behind.",)
+        return left
+    return (
+        *left,
+        f"A Hugging Face folder holds weights alone: {', '.join(states)} and counters stay behind.",
+    )
 
 
 def _weights(source: Catalog, precision: str | None) -> list[Entry]:

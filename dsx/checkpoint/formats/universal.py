@@ -16,8 +16,9 @@ from typing import Any
 from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry, Piece
 from dsx.checkpoint.formats.deepspeed_facts import facts_of
 from dsx.checkpoint.formats.deepspeed_files import StockFiles, open_stock
-from dsx.checkpoint.formats.deepspeed_flat import Fragment, Group, OptimizerState, number_of
+from dsx.checkpoint.formats.deepspeed_flat import Fragment, Group, OptimizerState
 from dsx.checkpoint.formats.deepspeed_module import Module, modules_of
+from dsx.checkpoint.formats.deepspeed_numbers import number_of, numbers_of
 from dsx.checkpoint.formats.torch_file import TorchFile, read_torch_file
 from dsx.checkpoint.formats.unpickle import TensorRef
 from dsx.checkpoint.pieces import Part, contiguous, interval_boxes
@@ -25,6 +26,7 @@ from dsx.errors import CheckpointError
 
 FORMAT = "universal"
 FOLDER, COMMON = "zero", "optimizer_state.pt"
+NUMBERS = "dsx_numbers"  # the optimizer's numbers beside step, by tensor, where dsx wrote the checkpoint
 _AGAIN = "convert it again, into a new folder"
 
 
@@ -42,7 +44,11 @@ def catalog_of(root: Path) -> Catalog:
     """
     for left in (root / "tmp", root / FOLDER / "tmp"):
         if left.is_dir():
-            raise CheckpointError(str(left), "its conversion was interrupted", _AGAIN)
+            raise CheckpointError(
+                str(left),
+                "its conversion was interrupted, or told to keep this folder (--keep_temp_folder)",
+                f"if you know that it came to its end, remove the folder tmp; else {_AGAIN}",
+            )
     files = open_stock(root, universal=True)
     module = modules_of(files)[0] if files.pp * files.tp == 1 else None
     shapes = _shapes(files)
@@ -57,9 +63,11 @@ def catalog_of(root: Path) -> Catalog:
         )
     if module is not None:
         entries += _kept(module, trained)
-    steps = {name: step for name, parts in held if (step := _step(parts)) is not None}
-    states = {0: OptimizerState((), tuple(_groups(files, common, steps)))}
-    facts = facts_of(files, states, {})
+    numbers = {name: _numbers(name, parts, common) for name, parts in held}
+    states = {0: OptimizerState((), tuple(_groups(files, common, numbers)))}
+    facts = facts_of(files, states, {}, common)
+    lost = [*facts.get("left_behind", ()), *_lost(files, {entry.name for entry in entries})]
+    facts |= {"left_behind": lost} if lost else {}
     optimizer = "AdamW" if any(entry.state == "exp_avg_sq" for entry in entries) else None
     checksums = [one for _, parts in held for file in parts.values() for one in file.checksums]
     return Catalog(
@@ -68,6 +76,19 @@ def catalog_of(root: Path) -> Catalog:
         entries=tuple(entries),
         facts={**({"optimizer": optimizer} if optimizer else {}), **facts, **_mesh(files)},
         checksums=(*checksums, *(one for file in files.all for one in file.checksums)),
+    )
+
+
+def _lost(files: StockFiles, known: set[str]) -> Iterator[str]:
+    """Frozen tensors and buffers that DeepSpeed's conversion keeps nowhere whole; of pipelines nowhere."""
+    told: dict[str, str] = {}
+    for model in files.models.values():
+        told |= dict.fromkeys(map(str, model.content.get("frozen_param_shapes") or ()), "frozen tensor")
+        told |= dict.fromkeys(map(str, model.content.get("buffer_names") or ()), "buffer")
+    yield from (
+        f"{kind} {name}: the conversion to universal lost it"
+        for name, kind in told.items()
+        if name not in known
     )
 
 
@@ -139,9 +160,15 @@ def _tensor(file: TorchFile) -> TensorRef:
     return content
 
 
-def _step(parts: Mapping[str, TorchFile]) -> float | None:
+def _numbers(name: str, parts: Mapping[str, TorchFile], common: TorchFile) -> dict[str, float]:
+    """A tensor's states that are one number."""
+    content = common.content if isinstance(common.content, dict) else {}
+    told = content.get(NUMBERS)
+    mine = told.get(name) if isinstance(told, dict) else None
+    found = numbers_of(mine if isinstance(mine, dict) else {}, {}, common)
     file = parts.get("step")
-    return None if file is None else number_of(file.content, file)
+    step = None if file is None else number_of(file.content, file)
+    return found if step is None else {**found, "step": step}
 
 
 def _kept(module: Module, trained: set[str]) -> Iterator[Entry]:
@@ -171,7 +198,9 @@ def _pieces(fragment: Fragment) -> Iterator[Piece]:
         yield part.at(fragment.file, fragment.offset, ITEM_BYTES[fragment.dtype])
 
 
-def _groups(files: StockFiles, common: TorchFile, steps: Mapping[str, float]) -> Iterator[Group]:
+def _groups(
+    files: StockFiles, common: TorchFile, numbers: Mapping[str, Mapping[str, float]]
+) -> Iterator[Group]:
     """The optimizer's groups, with names by ``param_shapes``."""
     content = common.content if isinstance(common.content, dict) else {}
     inner = content.get("optimizer_state_dict")
@@ -182,13 +211,17 @@ def _groups(files: StockFiles, common: TorchFile, steps: Mapping[str, float]) ->
         state = (inner.get("state") or {}).get(0) or {}
         fallback = number_of(state.get("step"), common)
     for place, settings in enumerate(saved or ()):
-        numbers = settings["params"] if isinstance(inner, dict) and files.zero_stage == 3 else [place]
+        places = settings["params"] if isinstance(inner, dict) and files.zero_stage == 3 else [place]
         names = dict.fromkeys(
-            str(name) for one in shapes for number in numbers if number < len(one) for name in one[number]
+            str(name) for one in shapes for number in places if number < len(one) for name in one[number]
         )
-        known = {name: step for name in names if (step := steps.get(name, fallback)) is not None}
+        known: dict[str, dict[str, float]] = {}
+        for name in names:
+            for state, one in {"step": fallback, **numbers.get(name, {})}.items():
+                known.setdefault(state, {}).update({} if one is None else {name: one})
         yield Group(
             names=tuple(names),
             settings={key: value for key, value in settings.items() if key != "params"},
-            steps=known,
+            file=common,
+            numbers=known,
         )

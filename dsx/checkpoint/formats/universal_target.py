@@ -6,6 +6,7 @@ forgets (buffers, frozen parameters: engine.py:4660) lies in the model file, whe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from dsx.checkpoint.formats.deepspeed_target import (
     write_model,
 )
 from dsx.checkpoint.formats.torch_target import Call, number
-from dsx.checkpoint.formats.universal import COMMON, FOLDER, FORMAT
+from dsx.checkpoint.formats.universal import COMMON, FOLDER, FORMAT, NUMBERS
 from dsx.checkpoint.formats.unpickle import Global
 from dsx.checkpoint.target import Target
 from dsx.errors import CheckpointError
@@ -57,26 +58,31 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
                 raise CheckpointError(
                     f"{source.root}: tensor {name}", "its name cannot be a folder's", "rename it"
                 )
-            _write_parameter(plan, files, name, plan.steps[at][name], padded=name in padded)
+            _write_parameter(plan, files, name, plan.moments[at], padded=name in padded)
     files.add(f"{FOLDER}/{COMMON}", _common(plan), [])
     write_model(plan, files, 0, {"universal_checkpoint_info": _INFO})
-    return tag_of(source, files, root, FORMAT)
+    target = tag_of(source, files, root, FORMAT)
+    others = sorted({state for held in _other_numbers(plan).values() for state in held})
+    note = f"DeepSpeed's universal loader does not take {', '.join(others)} of the optimizer; dsx does."
+    return replace(target, dropped=(*target.dropped, *((note,) if others else ())))
 
 
-def _write_parameter(plan: StockPlan, files: Files, name: str, step: float | None, *, padded: bool) -> None:
+def _write_parameter(
+    plan: StockPlan, files: Files, name: str, moments: Sequence[str], *, padded: bool
+) -> None:
     # DeepSpeed pads a vocabulary to what the loading model has (universal_checkpoint.py, VOCAB_TENSOR).
     more = {"vocab_tensor": True} if padded else {}
-    for state in ("master", *plan.moments):
+    for state in ("master", *moments):
         share = whole_share(plan, plan.blanks[name, state])
         stem = "fp32" if state == "master" else state
         files.add(f"{FOLDER}/{name}/{stem}.pt", {"cat_dim": 0, "param": share.hole, **more}, [share])
-    if step is not None:
-        files.add(f"{FOLDER}/{name}/step.pt", number(step), [])
+    if "step" in plan.numbers[name]:
+        files.add(f"{FOLDER}/{name}/step.pt", number(plan.numbers[name]["step"]), [])
 
 
 def _common(plan: StockPlan) -> dict[str, Any]:
     """What both forms of DeepSpeed's loading look for (base_optimizer.py:332, stage3.py:3653)."""
-    step = next((step for steps in plan.steps for step in steps.values() if step is not None), None)
+    step = next((held["step"] for held in plan.numbers.values() if "step" in held), None)
     settings = group_settings(plan, [[at] for at in range(len(plan.groups))])
     stage = Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (plan.layout.zero_stage,))
     state = {} if step is None else {0: {"step": number(step)}}
@@ -94,4 +100,11 @@ def _common(plan: StockPlan) -> dict[str, Any]:
         "ds_version": VERSION,
         "param_groups": settings,
         **more,
+        **({NUMBERS: others} if (others := _other_numbers(plan)) else {}),
     }
+
+
+def _other_numbers(plan: StockPlan) -> dict[str, dict[str, float]]:
+    """What the universal format has no place for: DeepSpeed's loader ignores this key, dsx reads it."""
+    every = {name: {s: one for s, one in held.items() if s != "step"} for name, held in plan.numbers.items()}
+    return {name: held for name, held in every.items() if held}
