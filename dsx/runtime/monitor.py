@@ -140,6 +140,8 @@ class Monitor:
         """The engine has loaded an older checkpoint: the steps since then will come again."""
         self._last_step, self._last_time = int(self._engine.global_steps), time.perf_counter()
         self._step_ended = self._last_time
+        if self._tracker is not None:
+            self._tracker.went_back(self._last_step)
 
     def evaluation(self, loss: float | Mapping[str, float] | None) -> None:
         """Report a held-out loss, in nats per token, or that of each source of a mixture, by name.

@@ -147,7 +147,7 @@ def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
     if local_rank() != 0:
         return None
     try:
-        store.require_writable(config.output)
+        store.require_writable(config.output / CHECKPOINTS)
         _start(config)
         tokens = max(config.dsx.train.eval_tokens, config.tokens_per_step) + config.sequence_length + 1
         folders = prepare_text(config.dsx.data, config.output / "data", held_out_tokens=tokens)
@@ -266,7 +266,11 @@ def _saved_profile(config: RunConfig, own: Path) -> tuple[Path, Profile] | None:
     wanted = measured.conditions_of(config, device=device_name(), version=dsx.__version__)
     source = measured.source(config.dsx)
     named = None if source in (None, measured.MEASURE) else Path(str(source))
-    if _continues(config) and own.exists() and (named is None or named.resolve() == own.resolve()):
+    if (
+        _own_checkpoint(config) is not None
+        and own.exists()
+        and (named is None or named.resolve() == own.resolve())
+    ):
         profile = measured.read_saved(own)
         try:
             # Another device or version would choose another layout, which the checkpoint does not have.
@@ -285,15 +289,26 @@ def _saved_profile(config: RunConfig, own: Path) -> tuple[Path, Profile] | None:
     return named, profile
 
 
-def _continues(config: RunConfig) -> bool:
-    return config.dsx.train.resume != "never" and (config.output / CHECKPOINTS / store.LATEST).exists()
+def _own_checkpoint(config: RunConfig) -> tuple[Path, str | None] | None:
+    """Folder and tag of what this run itself has saved and goes on from; None if there is nothing."""
+    root = config.output / CHECKPOINTS
+    if config.dsx.train.resume == "never":
+        return None
+    if (root / store.LATEST).exists():
+        return root, None
+    found = store.tags(root)
+    if len(found) > 1:
+        store.find(root)  # says that latest is missing, and what there is
+    # A kill between the first checkpoint's last rename and its name in latest leaves one alone.
+    return (root, found[0]) if found else None
 
 
 def _start(config: RunConfig) -> tuple[Path, str | None] | None:
     """Folder and tag to continue from; None for a fresh start."""
     named = config.dsx.train.resume
-    if _continues(config):
-        return config.output / CHECKPOINTS, None
+    own = _own_checkpoint(config)
+    if own is not None:
+        return own
     if named in ("auto", "never"):
         return None
     folder = Path(named)

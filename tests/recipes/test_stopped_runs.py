@@ -21,6 +21,7 @@ def test_a_stopped_run_saves_and_goes_on(tmp_path: Path) -> None:
     step = int(tag.removeprefix("global_step"))
     assert f"saves step {step} and ends" in told
     assert [*series(tmp_path, "train/loss")] == [*range(1, step + 1)]
+    (tmp_path / "checkpoints" / "latest").unlink()  # as a kill before the very first one is named leaves it
     again = launch("torchrun", "gpt_3d.py", ZERO3, settings | {"dsx.train.steps": step + 2})
     assert again.code == 0, again.text
     assert f"after step {step}" in again.text
