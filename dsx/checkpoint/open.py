@@ -13,8 +13,8 @@ from dsx.errors import CheckpointError
 
 _KNOWN = (
     "give the folder of a checkpoint of dsx, DeepSpeed, torch.distributed.checkpoint or Megatron-core "
-    "(torch_dist), a Hugging Face model folder with safetensors, or the folder of checkpoints, which has a "
-    "file latest"
+    "(torch_dist), a Hugging Face model folder with safetensors, the folder of checkpoints, which has a file "
+    "latest, or the folder of a run"
 )
 
 
@@ -22,7 +22,7 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None) -> Catalog:
     """What the checkpoint in ``folder`` holds, recognised by its files.
 
     Args:
-        folder: The checkpoint's own folder, or the one that has a file ``latest``.
+        folder: The checkpoint's own folder, the one that has a file ``latest``, or that of a run.
         rules: A file that says how tensor parallelism cut the tensors, for stock DeepSpeed checkpoints that
             do not (:mod:`dsx.checkpoint.formats.deepspeed_cut`).
 
@@ -33,10 +33,8 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None) -> Catalog:
     if not folder.is_dir():
         what = "it is not a folder" if folder.exists() else "there is no such folder"
         raise CheckpointError(str(folder), what, _KNOWN)
+    folder = _newest(folder)
     manifest = folder / store.MANIFEST
-    if not manifest.exists() and not looks_stock(folder) and (folder / store.LATEST).is_file():
-        folder = store.find(folder)
-        manifest = folder / store.MANIFEST
     given = None if rules is None else Rules.read(rules)
     if universal.looks_universal(folder):
         return universal.catalog_of(folder)
@@ -55,3 +53,12 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None) -> Catalog:
     if any((folder / name).is_file() for name in (hf_names.SINGLE, hf_names.INDEX)):
         return hf_catalog.catalog_of(folder)
     raise CheckpointError(str(folder), "no file in it is one that dsx knows", _KNOWN)
+
+
+def _newest(folder: Path) -> Path:
+    """Itself, or the checkpoint that the file ``latest`` names in it, or in a run's folder of checkpoints."""
+    if (folder / store.MANIFEST).exists() or looks_stock(folder):
+        return folder
+    roots = (folder, folder / store.CHECKPOINTS)
+    found = next((root for root in roots if (root / store.LATEST).is_file()), None)
+    return folder if found is None else store.find(found)

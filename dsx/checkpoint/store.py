@@ -23,6 +23,7 @@ from pathlib import Path
 
 from dsx.errors import CheckpointError
 
+CHECKPOINTS = "checkpoints"  # below the folder of a run of dsx
 LATEST = "latest"
 MANIFEST = "dsx.json"
 _DEEPSPEED_FILES = "*_states.pt"  # in every checkpoint that DeepSpeed writes, with or without a manifest

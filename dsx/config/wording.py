@@ -21,15 +21,18 @@ def at(key: str, value: object) -> str:
     return f"{key} = {show(value)}"
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
-    """The fix for an unknown ``word``: the nearest known one, or all of them if none is near."""
+def suggest(word: str, known: Iterable[str], *, otherwise: str = "remove it") -> str:
+    """The fix for an unknown ``word``: the nearest known one, or all of them if none is near.
+
+    ``otherwise`` is the fix where there are too many of them, or none.
+    """
     known = sorted(known)
     near = difflib.get_close_matches(word.lower(), [name.lower() for name in known], n=1, cutoff=0.6)
     if near:
         return f'write "{next(name for name in known if name.lower() == near[0])}", if that is meant'
     if len(known) > _SUM_UP_AFTER:
-        return "remove it"
-    return f"use {either(known)}" if known else "remove it"
+        return otherwise
+    return f"use {either(known)}" if known else otherwise
 
 
 def either(options: Sequence[object]) -> str:

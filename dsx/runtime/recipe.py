@@ -36,7 +36,7 @@ from dsx.runtime.memory import check_memory
 from dsx.runtime.monitor import Monitor, device_name, is_due
 from dsx.runtime.pipeline_module import PipelineModule
 from dsx.runtime.profile import measure_model
-from dsx.runtime.run_folder import CHECKPOINTS, CONFIG
+from dsx.runtime.run_folder import CONFIG
 from dsx.runtime.weights import copy_tokenizer, export_weights, load_weights
 from dsx.spec.model import Recompute
 
@@ -147,7 +147,7 @@ def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
     if local_rank() != 0:
         return None
     try:
-        store.require_writable(config.output / CHECKPOINTS)
+        store.require_writable(config.output / store.CHECKPOINTS)
         _start(config)
         tokens = max(config.dsx.train.eval_tokens, config.tokens_per_step) + config.sequence_length + 1
         folders = prepare_text(config.dsx.data, config.output / "data", held_out_tokens=tokens)
@@ -226,7 +226,7 @@ def save(
     config: RunConfig, engine: PipelineEngine, corpus: Text, monitor: Monitor, guard: Guard | None = None
 ) -> None:
     """Save a checkpoint with what :func:`resume` needs, and the resolved config beside it."""
-    root = config.output / CHECKPOINTS
+    root = config.output / store.CHECKPOINTS
     samples = int(engine.global_samples)
     client_state = {
         "data_cursor": samples,
@@ -291,7 +291,7 @@ def _saved_profile(config: RunConfig, own: Path) -> tuple[Path, Profile] | None:
 
 def _own_checkpoint(config: RunConfig) -> tuple[Path, str | None] | None:
     """Folder and tag of what this run itself has saved and goes on from; None if there is nothing."""
-    root = config.output / CHECKPOINTS
+    root = config.output / store.CHECKPOINTS
     if config.dsx.train.resume == "never":
         return None
     if (root / store.LATEST).exists():
@@ -312,7 +312,7 @@ def _start(config: RunConfig) -> tuple[Path, str | None] | None:
     if named in ("auto", "never"):
         return None
     folder = Path(named)
-    for root in (folder, folder / CHECKPOINTS):
+    for root in (folder, folder / store.CHECKPOINTS):
         if (root / store.LATEST).is_file():
             return root, None
     if (folder / store.MANIFEST).is_file():

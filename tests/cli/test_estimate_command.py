@@ -104,7 +104,9 @@ def test_a_trace_stands_beside_the_estimate(dsx):
     [
         ((), 2, "give either CONFIG or --model"),
         ((CONFIGS / "zero1.json", "--model", "gpt2"), 2, "give either CONFIG or --model"),
-        (("--model", "gpt3"), 1, "there is no such preset"),
+        (("--model", "gpt3"), 1, "there is no such preset, file or folder"),
+        (("--model", "gpt3"), 1, 'write "gpt2", if that is meant'),
+        (("--model", "nonsense"), 1, "name one, or the path of a config.json"),
         (("--model", "tiny"), 1, "gpt2/tiny"),
         (("--model", "absent.json"), 1, "there is no such file"),
         (("--model", "mixtral/tiny"), 1, "no such family of presets"),
