@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from dsx.config.resolve import resolve
+from dsx.runtime.memory import estimated
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 COMMAND = ("estimate",)
 
@@ -43,6 +46,13 @@ def test_json_has_every_line_of_every_peak(dsx):
         for phase in role["phases"]:
             assert sum(line["bytes"] for line in phase["lines"]) == phase["peak_bytes"]
             assert all(line["formula"] and line["source"] for line in phase["lines"])
+
+
+def test_on_cpus_it_is_what_a_run_there_says(dsx):
+    run = resolve(CONFIGS / "zero3.json", world_size=4)
+    code, out, _ = dsx(CONFIGS / "zero3.json", "--gpus", 4, "--cluster", "CPU", "--format", "json")
+    assert code == 0
+    assert json.loads(out)["peak_bytes"] == estimated(run).peak_bytes
 
 
 def test_a_model_can_be_a_preset_a_file_or_a_folder(dsx, tmp_path):
