@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from dsx.checkpoint import store
 from dsx.config import measured
 from dsx.config.run import RunConfig
 from dsx.config.schema import DsxConfig
+from dsx.config.wording import at
 from dsx.errors import CheckpointError, ConfigError, DsxError
 from dsx.nn import families
 from dsx.nn.split import WeightGradients
@@ -36,6 +38,7 @@ from dsx.runtime.memory import check_memory
 from dsx.runtime.monitor import Monitor, device_name, is_due
 from dsx.runtime.pipeline_module import PipelineModule
 from dsx.runtime.profile import measure_model
+from dsx.runtime.run_facts import kept_settings
 from dsx.runtime.run_folder import CONFIG
 from dsx.runtime.weights import copy_tokenizer, export_weights, load_weights
 from dsx.spec.model import Recompute
@@ -219,6 +222,11 @@ def resume(config: RunConfig, engine: PipelineEngine, corpus: Text) -> dict[str,
     path, state = engine.load_checkpoint(root, tag)
     agree(lambda: _require_same_text(path, state, corpus))
     corpus.resume(state)
+    if engine.groups.rank == 0:
+        wanted = config.deepspeed["optimizer"].get("params", {})
+        for key, value in kept_settings(engine, wanted).items():
+            what = f"{at(f'optimizer.params.{key}', wanted[key])} is not taken"
+            sys.stderr.write(f"warning: {what}: the optimizer goes on with the checkpoint's {value}\n")
     return state
 
 
