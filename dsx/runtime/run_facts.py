@@ -126,7 +126,7 @@ def restore_facts(engine: PipelineEngine, facts: Mapping[str, Any], where: str) 
 
 
 def kept_settings(engine: PipelineEngine, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the optimizer that a checkpoint has made others than ``wanted``; not what schedules move."""
+    """What a checkpoint has set in the optimizer otherwise than ``wanted``, but for what schedules move."""
     moved = () if engine.lr_scheduler is None else ("lr", "betas", "momentum")
     here = _optimizer(engine).param_groups[0]
     return {
