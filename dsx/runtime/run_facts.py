@@ -129,13 +129,12 @@ def kept_settings(engine: PipelineEngine, wanted: Mapping[str, Any]) -> dict[str
     """What a checkpoint has set in the optimizer otherwise than ``wanted``, but for what schedules move."""
     moved = () if engine.lr_scheduler is None else ("lr", "betas", "momentum")
     here = _optimizer(engine).param_groups[0]
-    return {
-        key: here[key]
-        for key, value in wanted.items()
-        if key in here
-        and key not in moved
-        and here[key] != (tuple(value) if isinstance(value, list) else value)
-    }
+    shared = [key for key in wanted if key in here and key not in moved]
+    return {key: here[key] for key in shared if _listed(here[key]) != _listed(wanted[key])}
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def require_same_optimizer(engine: PipelineEngine, facts: Mapping[str, Any], where: str) -> None:
