@@ -22,8 +22,8 @@ from dsx.errors import CheckpointError
 
 _KNOWN = (
     "give the folder of a checkpoint of dsx, DeepSpeed, torch.distributed.checkpoint or Megatron-core "
-    "(torch_dist), a Hugging Face model folder with safetensors or pytorch_model.bin, or the folder of "
-    "checkpoints, which has a file latest"
+    "(torch_dist), a Hugging Face model folder with safetensors or pytorch_model.bin, the folder of "
+    "checkpoints, which has a file latest, or the folder of a run"
 )
 
 
@@ -31,7 +31,7 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None) -> Catalog:
     """What the checkpoint in ``folder`` holds, recognised by its files.
 
     Args:
-        folder: The checkpoint's own folder, or the one that has a file ``latest``.
+        folder: The checkpoint's own folder, the one that has a file ``latest``, or that of a run.
         rules: A file that says how tensor parallelism cut the tensors, for stock DeepSpeed checkpoints that
             do not (:mod:`dsx.checkpoint.formats.deepspeed_cut`).
 
@@ -42,10 +42,8 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None) -> Catalog:
     if not folder.is_dir():
         what = "it is not a folder" if folder.exists() else "there is no such folder"
         raise CheckpointError(str(folder), what, _KNOWN)
+    folder = _newest(folder)
     manifest = folder / store.MANIFEST
-    if not manifest.exists() and not looks_stock(folder) and (folder / store.LATEST).is_file():
-        folder = store.find(folder)
-        manifest = folder / store.MANIFEST
     given = None if rules is None else Rules.read(rules)
     is_universal = universal.looks_universal(folder)
     if not manifest.exists() and not is_universal and looks_stock(folder):
@@ -68,7 +66,20 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None) -> Catalog:
     raise _unknown(folder)
 
 
+def _newest(folder: Path) -> Path:
+    """Itself, or the checkpoint that the file ``latest`` names in it, or in a run's folder of checkpoints."""
+    if (folder / store.MANIFEST).exists() or looks_stock(folder):
+        return folder
+    found = next((root for root in _roots(folder) if (root / store.LATEST).is_file()), None)
+    return folder if found is None else store.find(found)
+
+
 def _unknown(folder: Path) -> CheckpointError:
-    found = store.tags(folder)
+    root, found = next(((root, tags) for root in _roots(folder) if (tags := store.tags(root))), (folder, ()))
     what = "it holds checkpoints, and no file latest" if found else "no file in it is one that dsx knows"
-    return CheckpointError(str(folder), what, f"name one of {', '.join(found)} in it" if found else _KNOWN)
+    return CheckpointError(str(root), what, f"name one of {', '.join(found)} in it" if found else _KNOWN)
+
+
+def _roots(folder: Path) -> tuple[Path, Path]:
+    """Where checkpoints may lie: a folder of them, or of a run."""
+    return folder, folder / store.CHECKPOINTS

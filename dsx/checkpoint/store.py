@@ -23,6 +23,7 @@ from pathlib import Path
 
 from dsx.errors import CheckpointError
 
+CHECKPOINTS = "checkpoints"  # below the folder of a run of dsx
 LATEST = "latest"
 MANIFEST = "dsx.json"
 _DEEPSPEED_FILES = "*_states.pt"  # in every checkpoint that DeepSpeed writes, with or without a manifest
@@ -58,7 +59,7 @@ def stage(root: Path, tag: str) -> Path:
     _check_tag(f"checkpoint tag {tag!r}", root, tag)
     staged = _partial(root, tag)
     with _explained(root):
-        root.mkdir(parents=True, exist_ok=True)
+        _make(root)
         _tidy(root)
         staged.mkdir()
     return staged
@@ -116,7 +117,7 @@ def find(root: Path, tag: str | None = None) -> Path:
     if not root.is_dir():
         what = "it is not a folder" if _exists(root) else "there is no such folder"
         raise CheckpointError(str(root), what, "give the folder that the checkpoints were saved in")
-    where = f"checkpoint {tag!r}"
+    where, named = f"checkpoint {tag!r}", tag
     if tag is None:
         where, tag = str(root / LATEST), _latest(root)
     _check_tag(where, root, tag)
@@ -124,7 +125,8 @@ def find(root: Path, tag: str | None = None) -> Path:
         _restore(root, tag)
         if (root / tag).is_dir():
             return root / tag
-    raise CheckpointError(where, f"there is no folder {root / tag}", _available(root))
+    fix = _to_point(root) if named is None else _available(root)
+    raise CheckpointError(where, f"there is no folder {root / tag}", fix)
 
 
 def tags(root: Path) -> tuple[str, ...]:
@@ -197,12 +199,18 @@ def require_writable(folder: Path) -> None:
     """Make ``folder``, parents included, and raise CheckpointError unless a file can be written in it."""
     probe = folder / f".dsx-probe.{os.getpid()}"
     with _explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
         try:
             probe.write_bytes(b"dsx")
         finally:
             with suppress(OSError):
                 probe.unlink()
+
+
+def _make(folder: Path) -> None:
+    if _exists(folder) and not folder.is_dir():
+        raise CheckpointError(str(folder), "it is no folder, or a link to a place that is not there", _CHOOSE)
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def _partial(root: Path, tag: str) -> Path:
@@ -273,19 +281,23 @@ def _latest(root: Path) -> str:
     try:
         tag = path.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        raise CheckpointError(str(path), "there is no such file", _available(root)) from None
+        raise CheckpointError(str(path), "there is no such file", _to_point(root)) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(str(path), f"cannot be read ({error})", _available(root)) from None
+        raise CheckpointError(str(path), f"cannot be read ({error})", _to_point(root)) from None
     if not tag:
-        raise CheckpointError(str(path), "the file is empty", _available(root))
+        raise CheckpointError(str(path), "the file is empty", _to_point(root))
     return tag
 
 
-def _available(root: Path) -> str:
+def _to_point(root: Path) -> str:
+    return _available(root, "write into it the name of one")
+
+
+def _available(root: Path, to_do: str = "name one") -> str:
     found = tags(root)
     if not found:
         return f"give another folder: {root} holds no checkpoint"
-    return f"name one of the checkpoints in {root}: {', '.join(found)}"
+    return f"{to_do} of the checkpoints in {root}: {', '.join(found)}"
 
 
 def _check_tag(where: str, root: Path, tag: str) -> None:

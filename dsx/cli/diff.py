@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint's folder.", show_default=False)],
+    a: Annotated[
+        Path,
+        typer.Argument(metavar="A", help="A checkpoint, a folder of them, or a run's.", show_default=False),
+    ],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
     common: Annotated[
         bool, typer.Option("--common", help="Compare what both have, whatever else one has.")

@@ -98,8 +98,8 @@ def estimate(
     items = [f"{key}={value}" for key, value in short.items() if value is not None]
     items += overrides or []
     run = resolve(source, world_size=gpus, overrides=items)
-    memory = _memory(run)
-    traced = _traced(run, memory) if trace else None
+    memory = _memory(run, gpu)
+    traced = _traced(run, memory, gpu) if trace else None
     deliver_as(style, run, memory, traced, gpu_memory, output)
     if gpu_memory is not None and memory.peak_bytes > gpu_memory * _GIB:
         typer.echo(_advice(source, items, run, gpu_memory, gpu), err=True)
@@ -135,18 +135,24 @@ def _check_output(style: str, output: Path | None) -> None:
             raise typer.BadParameter(f"the file of --format {style} ends in .{style}", param_hint="--output")
 
 
-def _memory(run: RunConfig) -> RunMemory:
+def _memory(run: RunConfig, cluster: Cluster | None) -> RunMemory:
+    """On CPUs the run takes other paths than on GPUs."""
     from dsx.config.memory_job import job_of
     from dsx.plan.memory.roles import estimate_run
 
-    return estimate_run(job_of(run))
+    return estimate_run(job_of(run, device="cpu" if _on_host(cluster) else "cuda"))
 
 
-def _traced(run: RunConfig, memory: RunMemory) -> dict[int, int]:
+def _on_host(cluster: Cluster | None) -> bool:
+    return cluster is not None and cluster.is_host
+
+
+def _traced(run: RunConfig, memory: RunMemory, cluster: Cluster | None) -> dict[int, int]:
     """Pipeline rank -> traced peak."""
     from dsx.runtime.paper.processes import trace_ranks
 
-    peaks = trace_ranks(run, [role.estimate.rank for role in memory.roles])
+    ranks = [role.estimate.rank for role in memory.roles]
+    peaks = trace_ranks(run, ranks, device="cpu" if _on_host(cluster) else "paper")
     return {role.pp_rank: peaks[role.estimate.rank].peak_bytes for role in memory.roles}
 
 
@@ -259,7 +265,7 @@ def _advice(
         items,
         run,
         capacity_bytes=int(gpu_memory * _GIB),
-        peak_bytes=lambda changed: _memory(changed).peak_bytes,
+        peak_bytes=lambda changed: _memory(changed, cluster).peak_bytes,
         seconds=lambda changed: predicted_step(changed, where).seconds,
     )
     if not found:

@@ -20,7 +20,7 @@ def inspect(
         Path,
         typer.Argument(
             metavar="PATH",
-            help="A checkpoint's folder, or the folder of checkpoints that has a file latest.",
+            help="A checkpoint's folder, the folder of checkpoints that has a file latest, or a run's.",
             show_default=False,
         ),
     ],

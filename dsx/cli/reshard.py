@@ -29,7 +29,7 @@ def reshard(
         Path,
         typer.Argument(
             metavar="SOURCE",
-            help="A checkpoint's folder, or the folder of checkpoints that has a file latest.",
+            help="A checkpoint's folder, the folder of checkpoints that has a file latest, or a run's.",
             show_default=False,
         ),
     ],

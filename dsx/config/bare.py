@@ -8,7 +8,7 @@ from typing import Any
 
 from dsx.config.load import read
 from dsx.config.presets import find_preset, presets
-from dsx.config.problems import either
+from dsx.config.wording import either, suggest
 from dsx.errors import ConfigError
 
 _SEQUENCE_LENGTH_KEYS = ("max_position_embeddings", "n_positions")
@@ -72,6 +72,12 @@ def _source(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
     if not family and len(families) > 1:
         fix = f"write {either([f'{each}/{name}' for each in families])}"
         raise ConfigError(where, "several families have a preset of this name", fix)
+    names = [preset.name for preset in presets() if family in ("", preset.family)]
+    if name not in names:
+        what = f"there is no such preset, file or folder; presets are {', '.join(dict.fromkeys(names))}"
+        raise ConfigError(
+            where, what, suggest(name, names, otherwise="name one, or the path of a config.json")
+        )
     preset = find_preset(family or None, name)
     config = json.loads(json.dumps(preset.config))
     block = {"preset": name, "family": preset.family, "overrides": {"vocab_size": config["vocab_size"]}}

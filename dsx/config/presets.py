@@ -65,7 +65,7 @@ def find_preset(family: Family | None, name: str) -> Preset:
     raise ConfigError(
         at("dsx.model.preset", name),
         f"there is no such preset; there are {', '.join(dict.fromkeys(names))}",
-        suggest(name, names),
+        suggest(name, names, otherwise="name one of these"),
     )
 
 

@@ -21,7 +21,7 @@ def at(key: str, value: object) -> str:
     return f"{key} = {show(value)}"
 
 
-def suggest(word: str, known: Iterable[str], otherwise: str = "remove it") -> str:
+def suggest(word: str, known: Iterable[str], *, otherwise: str = "remove it") -> str:
     """The fix for an unknown ``word``: the nearest known one, or all of them if none is near.
 
     Args:

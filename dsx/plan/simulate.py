@@ -86,11 +86,6 @@ class Timeline:
         return tuple(sum(end - start for _, start, end in row) for row in self.spans)
 
     @property
-    def idle_share(self) -> float:
-        """Part of all ranks' time spent idle, 0 to 1."""
-        return 1.0 - sum(self.busy_seconds) / (self.seconds * len(self.spans))
-
-    @property
     def bubble(self) -> float:
         """Idle time over ideal time, where ideal is the computation spread evenly over the ranks.
 

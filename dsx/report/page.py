@@ -30,7 +30,7 @@ body {{ margin: 0; background: #fff; overflow: auto; font: 15px {font}; color: {
 .one g[data-m] {{ opacity: 0.18 }}
 .one g.on {{ opacity: 1 }}
 .off {{ visibility: hidden }}
-.rows {{ position: fixed; top: 0; right: 24px }}
+.rows {{ position: sticky; left: 0; width: max-content; margin: 0; padding: 12px 24px 0 }}
 .says {{ position: fixed; bottom: 0; left: 0; right: 0; margin: 0; padding: 8px 24px; background: #f6f7f9 }}
 .says:empty {{ display: none }}
 </style>

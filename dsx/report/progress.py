@@ -233,12 +233,15 @@ class Progress:
         self._console.print(Text.assemble(*parts), soft_wrap=True)
 
 
-def start_rows(run: RunConfig, *, device_name: str, more: Rows = ()) -> list[tuple[str, str]]:
+def start_rows(
+    run: RunConfig, *, device_name: str, resumed: bool = False, more: Rows = ()
+) -> list[tuple[str, str]]:
     """What is about to run: model, layout, batch, and what "auto" became.
 
     Args:
         run: The resolved config.
         device_name: The accelerator's name.
+        resumed: The weights are a checkpoint's.
         more: Rows to add before the notes, such as the data's.
     """
     mesh, model = run.mesh, run.model
@@ -256,9 +259,10 @@ def start_rows(run: RunConfig, *, device_name: str, more: Rows = ()) -> list[tup
         f"{run.global_batch_size} sequences x {run.sequence_length} = {compact(run.tokens_per_step)} tokens "
         f"a step (micro-batch {run.micro_batch_size} x {run.accumulation} x data {mesh.dp})"
     )
-    weights = "fresh weights" if run.weights is None else f"weights from {run.weights}"
+    weights = ", fresh weights" if run.weights is None else f", weights from {run.weights}"
+    described = f"{model.family}, {compact(run.num_parameters)} parameters{'' if resumed else weights}"
     rows = [
-        ("model", f"{model.family}, {compact(run.num_parameters)} parameters, {weights}"),
+        ("model", described),
         ("layout", layout),
         ("training", training),
         ("batch", batch),
@@ -273,6 +277,7 @@ def end_rows(
     steps: int,
     tokens: int,
     elapsed_seconds: float,
+    resumed_after: int = 0,
     evaluation: EvaluationReport | None,
     unigram_bits_per_byte: float | None = None,
     memory: str | None = None,
@@ -284,12 +289,16 @@ def end_rows(
         steps: Optimizer steps done in all.
         tokens: Tokens trained on in all.
         elapsed_seconds: Wall time of this process's training.
+        resumed_after: Steps that were done before.
         evaluation: The last evaluation, if there was one.
         unigram_bits_per_byte: Entropy of the held-out bytes' own frequencies, the bar to clear.
         memory: Peak beside its estimate, if known.
         written: Label -> path of everything that was written.
     """
-    rows = [("trained", f"{steps} steps, {compact(tokens)} tokens, {seconds(elapsed_seconds)}")]
+    took = seconds(elapsed_seconds)
+    if resumed_after:
+        took = f"those after {resumed_after} in {took}"
+    rows = [("trained", f"{steps} steps, {compact(tokens)} tokens, {took}")]
     if memory is not None:
         rows.append(("memory", memory))
     if evaluation is not None:

@@ -24,7 +24,6 @@ from dsx.runtime.launch import agree
 from dsx.runtime.monitor import Monitor
 from dsx.runtime.peers import Peer
 from dsx.runtime.replicas import differences, summary
-from dsx.runtime.run_folder import CHECKPOINTS
 from dsx.runtime.run_lock import RunLock
 from dsx.runtime.watch import Board, Watch
 
@@ -223,7 +222,7 @@ class Guard:
     def _roll_back(self, where: str, text: str, monitor: Monitor) -> None:
         """Load the newest checkpoint of this run; its data goes on where it would have without the fault."""
         assert self._engine is not None, "called with an engine"
-        engine, root, cursor = self._engine, self._config.output / CHECKPOINTS, self.data_cursor
+        engine, root, cursor = self._engine, self._config.output / store.CHECKPOINTS, self.data_cursor
         self._roll_backs += 1
         if self._roll_backs > self._faults.most_roll_backs:
             what = f"{text}; the run has been rolled back {self._roll_backs - 1} times already"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import deepspeed
+import torch
+from deepspeed.runtime import lr_schedules
 from torch.utils.data import DistributedSampler
 
 from dsx.config.run import RunConfig
@@ -68,6 +71,7 @@ def initialize(
             stacklevel=2,
         )
     settings = settings_of(config, args, model.groups.mesh)
+    lr_scheduler = lr_scheduler or _torch_schedule(settings.deepspeed.get("scheduler"))
     parameters = prepare(
         model,
         zero_stage=settings.zero_stage,
@@ -99,6 +103,19 @@ def initialize(
     if loader is not None:
         pipeline.set_dataloader(loader)
     return pipeline, wrapped, loader, scheduler
+
+
+def _torch_schedule(block: Mapping[str, Any] | None) -> Callable[[Any], Any] | None:
+    """What makes the config's schedule, if it is one of torch's; None leaves it to DeepSpeed.
+
+    DeepSpeed would give it the wrapper of the optimizer, which torch refuses under ZeRO and in bf16
+    (deepspeed/runtime/engine.py, _scheduler_from_config); a callable gets the optimizer itself.
+    """
+    name = (block or {}).get("type")
+    if not isinstance(name, str) or hasattr(lr_schedules, name):
+        return None
+    kind: Callable[..., Any] | None = getattr(torch.optim.lr_scheduler, name, None)
+    return None if kind is None else partial(kind, **(block or {}).get("params", {}))
 
 
 def _loader(engine: Any, dataset: Any, groups: Groups) -> Any:

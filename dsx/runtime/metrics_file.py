@@ -31,14 +31,24 @@ class MetricsFile:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            dropped = _drop_records(path, first_step)
+            self.dropped = _drop_records(path, first_step)
+            """Step and metric of everything that was dropped at the start."""
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise DataError(
-                str(path), f"cannot be written ({error.strerror})", "change dsx.train.output"
+                str(path), f"cannot be written ({error.strerror})", "mend that, or change dsx.train.output"
             ) from error
-        self.dropped = frozenset((row[STEP], name) for row in dropped for name in row)
-        """Step and metric of everything that was dropped."""
+
+    def forget(self, first_step: int) -> frozenset[tuple[int, str]]:
+        """Drop the records of this step and later ones, which will come again; gives step and metric of each.
+
+        Raises OSError; the file then stays as it was, and takes records as before.
+        """
+        self._file.flush()
+        dropped = _drop_records(self.path, first_step)
+        written, self._file = self._file, self.path.open("a", encoding="utf-8")
+        written.close()
+        return dropped
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record, at once. Raises OSError; then the next call tries again to write it as well."""
@@ -66,28 +76,28 @@ def jsonable(value: Any) -> Any:
     return str(value)
 
 
-def _drop_records(path: Path, first_step: int) -> list[dict[str, Any]]:
-    """Rewrite ``path``, atomically, without records of ``first_step`` and later; gives those."""
+def _drop_records(path: Path, first_step: int) -> frozenset[tuple[int, str]]:
+    """Rewrite ``path``, atomically, without records of ``first_step`` and later; step and metric of those."""
     if not path.exists():
-        return []
-    kept, dropped = [], []
-    for line in path.read_text(encoding="utf-8").splitlines():
+        return frozenset()
+    kept, dropped = list[str](), set[tuple[int, str]]()
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         row = _record(line)
         if row is not None and row[STEP] < first_step:
             kept.append(line)
         elif row is not None:
-            dropped.append(row)
+            dropped.update((row[STEP], name) for name in row)
     aside = path.with_name(f".{path.name}.partial")
     with aside.open("w", encoding="utf-8") as file:
         file.writelines(f"{line}\n" for line in kept)
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)
-    return dropped
+    return frozenset(dropped)
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """A line's record; None if a kill in mid-write has torn it."""
+    """A line's record; None if a kill in mid-write, or a power cut, has torn it."""
     try:
         row = json.loads(line)
         return {**row, STEP: int(row[STEP])}

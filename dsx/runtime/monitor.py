@@ -44,6 +44,7 @@ class Monitor:
         self._untrained_loss: float | None = state.get("untrained_loss")
         self._last_evaluation: EvaluationReport | None = None
         self._last_step, last = int(engine.global_steps), config.dsx.train.steps
+        self._resumed_after = self._last_step
         device = device_name()
         more = corpus.rows(last * config.global_batch_size, config.micro_batch_size * config.mesh.dp)
         self._peaks: dict[str, int] = {}
@@ -61,7 +62,8 @@ class Monitor:
         self._tracker: Tracker | None = None
         if engine.groups.rank == 0 and self._last_step < last:
             self._tracker = self._open_tracker(state.get("wandb_run_id"))
-        self._progress.rows("dsx", start_rows(config, device_name=device, more=more))
+        begun = bool(self._last_step)
+        self._progress.rows("dsx", start_rows(config, device_name=device, resumed=begun, more=more))
         left = [step for step in config.dsx.train.trace_steps if step > self._last_step]
         self._traces: list[Trace] = engine.trace(left) if left else []
         self._begun = self._last_time = self._step_ended = time.perf_counter()
@@ -140,6 +142,8 @@ class Monitor:
         """The engine has loaded an older checkpoint: the steps since then will come again."""
         self._last_step, self._last_time = int(self._engine.global_steps), time.perf_counter()
         self._step_ended = self._last_time
+        if self._tracker is not None:
+            self._tracker.went_back(self._last_step)
 
     def evaluation(self, loss: float | Mapping[str, float] | None) -> None:
         """Report a held-out loss, in nats per token, or that of each source of a mixture, by name.
@@ -218,6 +222,7 @@ class Monitor:
             steps=steps,
             tokens=self._tokens(steps),
             elapsed_seconds=time.perf_counter() - self._begun,
+            resumed_after=self._resumed_after,
             evaluation=evaluation,
             unigram_bits_per_byte=self._corpus.unigram_bits_per_byte if evaluation else None,
             memory=None if self._estimate is None else beside(self._peaks, self._estimate),

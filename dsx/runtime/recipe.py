@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from dsx.checkpoint import store
 from dsx.config import measured
 from dsx.config.run import RunConfig
 from dsx.config.schema import DsxConfig
+from dsx.config.wording import at
 from dsx.errors import CheckpointError, ConfigError, DsxError
 from dsx.nn import families
 from dsx.nn.split import WeightGradients
@@ -36,7 +38,8 @@ from dsx.runtime.memory import check_memory
 from dsx.runtime.monitor import Monitor, device_name, is_due
 from dsx.runtime.pipeline_module import PipelineModule
 from dsx.runtime.profile import measure_model
-from dsx.runtime.run_folder import CHECKPOINTS, CONFIG
+from dsx.runtime.run_facts import kept_settings
+from dsx.runtime.run_folder import CONFIG
 from dsx.runtime.weights import copy_tokenizer, export_weights, load_weights
 from dsx.spec.model import Recompute
 
@@ -147,7 +150,7 @@ def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
     if local_rank() != 0:
         return None
     try:
-        store.require_writable(config.output)
+        store.require_writable(config.output / store.CHECKPOINTS)
         _start(config)
         tokens = max(config.dsx.train.eval_tokens, config.tokens_per_step) + config.sequence_length + 1
         folders = prepare_text(config.dsx.data, config.output / "data", held_out_tokens=tokens)
@@ -219,6 +222,11 @@ def resume(config: RunConfig, engine: PipelineEngine, corpus: Text) -> dict[str,
     path, state = engine.load_checkpoint(root, tag)
     agree(lambda: _require_same_text(path, state, corpus))
     corpus.resume(state)
+    if engine.groups.rank == 0:
+        wanted = config.deepspeed["optimizer"].get("params", {})
+        for key, value in kept_settings(engine, wanted).items():
+            what = f"{at(f'optimizer.params.{key}', wanted[key])} is not taken"
+            sys.stderr.write(f"warning: {what}: the optimizer goes on with the checkpoint's {value}\n")
     return state
 
 
@@ -226,7 +234,7 @@ def save(
     config: RunConfig, engine: PipelineEngine, corpus: Text, monitor: Monitor, guard: Guard | None = None
 ) -> None:
     """Save a checkpoint with what :func:`resume` needs, and the resolved config beside it."""
-    root = config.output / CHECKPOINTS
+    root = config.output / store.CHECKPOINTS
     samples = int(engine.global_samples)
     client_state = {
         "data_cursor": samples,
@@ -266,7 +274,11 @@ def _saved_profile(config: RunConfig, own: Path) -> tuple[Path, Profile] | None:
     wanted = measured.conditions_of(config, device=device_name(), version=dsx.__version__)
     source = measured.source(config.dsx)
     named = None if source in (None, measured.MEASURE) else Path(str(source))
-    if _continues(config) and own.exists() and (named is None or named.resolve() == own.resolve()):
+    if (
+        _own_checkpoint(config) is not None
+        and own.exists()
+        and (named is None or named.resolve() == own.resolve())
+    ):
         profile = measured.read_saved(own)
         try:
             # Another device or version would choose another layout, which the checkpoint does not have.
@@ -285,19 +297,30 @@ def _saved_profile(config: RunConfig, own: Path) -> tuple[Path, Profile] | None:
     return named, profile
 
 
-def _continues(config: RunConfig) -> bool:
-    return config.dsx.train.resume != "never" and (config.output / CHECKPOINTS / store.LATEST).exists()
+def _own_checkpoint(config: RunConfig) -> tuple[Path, str | None] | None:
+    """Folder and tag of what this run itself has saved and goes on from; None if there is nothing."""
+    root = config.output / store.CHECKPOINTS
+    if config.dsx.train.resume == "never":
+        return None
+    if (root / store.LATEST).exists():
+        return root, None
+    found = store.tags(root)
+    if len(found) > 1:
+        store.find(root)  # says that latest is missing, and what there is
+    # A kill between the first checkpoint's last rename and its name in latest leaves one alone.
+    return (root, found[0]) if found else None
 
 
 def _start(config: RunConfig) -> tuple[Path, str | None] | None:
     """Folder and tag to continue from; None for a fresh start."""
     named = config.dsx.train.resume
-    if _continues(config):
-        return config.output / CHECKPOINTS, None
+    own = _own_checkpoint(config)
+    if own is not None:
+        return own
     if named in ("auto", "never"):
         return None
     folder = Path(named)
-    for root in (folder, folder / CHECKPOINTS):
+    for root in (folder, folder / store.CHECKPOINTS):
         if (root / store.LATEST).is_file():
             return root, None
     if (folder / store.MANIFEST).is_file():

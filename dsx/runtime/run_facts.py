@@ -125,6 +125,18 @@ def restore_facts(engine: PipelineEngine, facts: Mapping[str, Any], where: str) 
     return dict(state) if isinstance(state, dict) else {}
 
 
+def kept_settings(engine: PipelineEngine, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint has set in the optimizer otherwise than ``wanted``, but for what schedules move."""
+    moved = () if engine.lr_scheduler is None else ("lr", "betas", "momentum")
+    here = _optimizer(engine).param_groups[0]
+    shared = [key for key in wanted if key in here and key not in moved]
+    return {key: here[key] for key in shared if _listed(here[key]) != _listed(wanted[key])}
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
 def require_same_optimizer(engine: PipelineEngine, facts: Mapping[str, Any], where: str) -> None:
     """Raise CheckpointError if the checkpoint has the states of another kind of optimizer."""
     saved, here = facts.get("optimizer"), type(_optimizer(engine)).__name__

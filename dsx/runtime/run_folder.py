@@ -9,7 +9,6 @@ from typing import Any
 from dsx.checkpoint import store
 from dsx.errors import CheckpointError
 
-CHECKPOINTS = "checkpoints"
 CONFIG = "config.json"
 
 _ABOVE = 2  # folders between a checkpoint, or a model in hf/, and its run's folder
@@ -25,7 +24,7 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
     Raises:
         CheckpointError: None there, or none of that step; with the ones there are.
     """
-    for root in (path / CHECKPOINTS, path):
+    for root in (path / store.CHECKPOINTS, path):
         if (root / store.LATEST).is_file():
             return store.find(root, None if step is None else f"global_step{step}")
     if step is not None:

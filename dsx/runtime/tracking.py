@@ -115,9 +115,16 @@ class Tracker:
                 self._warn(f"{self.metrics_path} cannot be written from step {step} on: {_said(error)}")
             self._file_failed = True
         if self._wandb is not None:
-            row = dict(metrics)
-            self._wandb.put("take metrics", lambda run: self._log_to_wandb(run, step, row))
+            row, known = dict(metrics), self._in_wandb  # as it is now: the run may go back before W&B's turn
+            self._wandb.put("take metrics", lambda run: self._log_to_wandb(run, step, row, known))
         self._pass_on()
+
+    def went_back(self, step: int) -> None:
+        """The run goes on from ``step``: what was recorded of later ones is dropped, as they come again."""
+        try:
+            self._in_wandb |= self._file.forget(step + 1)
+        except OSError as error:
+            self._warn(f"{self.metrics_path} keeps the steps that come again: {_said(error)}")
 
     def refer_to(
         self, kind: Literal["checkpoint", "model"], folder: Path, *, step: int, about: Mapping[str, Any]
@@ -160,15 +167,15 @@ class Tracker:
     ) -> None:
         self.finish(failed=error is not None)
 
-    def _log_to_wandb(self, run: Any, step: int, metrics: Metrics) -> None:
+    def _log_to_wandb(self, run: Any, step: int, metrics: Metrics, known: frozenset[tuple[int, str]]) -> None:
         """In W&B's thread. Its own step is ours: by default it would count rows, from 0 in each process."""
-        new = {name: value for name, value in metrics.items() if (step, name) not in self._in_wandb}
+        new = {name: value for name, value in metrics.items() if (step, name) not in known}
         if len(new) < len(metrics) and not self._told:
             self._told = True
-            steps = {at for at, _ in self._in_wandb}
+            steps = {at for at, _ in known}
             self._problems.put(
-                f"W&B keeps steps {min(steps)} to {max(steps)} as they were before the run was stopped; "
-                f"{self.metrics_path} has them as they are now"
+                f"W&B keeps steps {min(steps)} to {max(steps)} as they were before the run went back to its "
+                f"checkpoint; {self.metrics_path} has them as they are now"
             )
         kept = new if run.offline else metrics
         if kept:

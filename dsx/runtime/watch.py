@@ -279,12 +279,15 @@ class Watch:
     def _end_hung(self, idle: float) -> None:
         """Tell where this rank is, hear the others, report and end."""
         self._put_stacks()
-        self._board.put(f"rank-{self._rank}", asdict(self._state(idle)))
+        here = self._state(idle)
+        self._board.put(f"rank-{self._rank}", asdict(here))
+        # Where nothing can be written, the disk being full, each knows of itself alone.
+        alone, told = self._rank not in self._told(), {self._rank: here}
         deadline = time.monotonic() + _SETTLE_SECONDS + 2 * self._poll_seconds
         stopped = {peer.rank for peer in self._local if peer.fate()}
-        while time.monotonic() < deadline and len(self._told()) + len(stopped) < len(self._peers):
+        while time.monotonic() < deadline and len(told) + len(stopped) < len(self._peers):
             time.sleep(_LOOK_SECONDS)
-        told = self._told()
+            told |= self._told()
         if min(told) == self._rank:
             report = self._report(told)
             self._board.put_text("report.txt", report)
@@ -293,7 +296,7 @@ class Watch:
             while time.monotonic() < deadline + _SETTLE_SECONDS and "report.txt" not in self._board.names():
                 time.sleep(_LOOK_SECONDS)
         for peer in self._local:
-            if peer.rank not in told:  # it cannot end by itself
+            if peer.fate() if alone else peer.rank not in told:  # it cannot end by itself
                 peer.kill()
         self._leave(1)
 
@@ -317,9 +320,11 @@ class Watch:
             times = ", ".join(f"{seconds:.3g}" for seconds in speaker.step_seconds[-_LAST_STEPS:])
             lines.append(f"  last steps of rank {self._rank} took {times} s")
         shown = culprits[0] if culprits else path[0] if path[0] in told else self._rank
+        stacks = self._board.text(f"stacks-{shown}.txt")
+        if not stacks:
+            return "\n".join([*lines, f"  {self._board.folder} cannot be written: no stacks, no other ranks"])
         lines.append(f"  stacks of rank {shown}:")
-        threads = self._board.text(f"stacks-{shown}.txt").split("\n\n")
-        threads = [thread for thread in threads if Path(__file__).name not in thread]
+        threads = [thread for thread in stacks.split("\n\n") if Path(__file__).name not in thread]
         lines += [f"    {line}" for thread in threads for line in thread.splitlines()]
         lines.append(f"  stacks of {named(tuple(told))} are in {self._board.folder}")
         return "\n".join(lines)

@@ -74,10 +74,6 @@ class Mesh:
             rank, out[name] = divmod(rank, degree)
         return dict(reversed(out.items()))
 
-    def coord(self, rank: int, axis: str) -> int:
-        """Coordinate of ``rank`` on ``axis``, 0 if the mesh lacks it."""
-        return self.coords(rank).get(axis, 0)
-
     def rank(self, **coords: int) -> int:
         """Rank at ``coords``; an axis left out counts as 0."""
         rank = 0

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from dsx.config.resolve import resolve
+from dsx.runtime.memory import estimated
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 COMMAND = ("estimate",)
 
@@ -43,6 +46,13 @@ def test_json_has_every_line_of_every_peak(dsx):
         for phase in role["phases"]:
             assert sum(line["bytes"] for line in phase["lines"]) == phase["peak_bytes"]
             assert all(line["formula"] and line["source"] for line in phase["lines"])
+
+
+def test_on_cpus_it_is_what_a_run_there_says(dsx):
+    run = resolve(CONFIGS / "zero3.json", world_size=4)
+    code, out, _ = dsx(CONFIGS / "zero3.json", "--gpus", 4, "--cluster", "CPU", "--format", "json")
+    assert code == 0
+    assert json.loads(out)["peak_bytes"] == estimated(run).peak_bytes
 
 
 def test_a_model_can_be_a_preset_a_file_or_a_folder(dsx, tmp_path):
@@ -104,7 +114,9 @@ def test_a_trace_stands_beside_the_estimate(dsx):
     [
         ((), 2, "give either CONFIG or --model"),
         ((CONFIGS / "zero1.json", "--model", "gpt2"), 2, "give either CONFIG or --model"),
-        (("--model", "gpt3"), 1, "there is no such preset"),
+        (("--model", "gpt3"), 1, "there is no such preset, file or folder"),
+        (("--model", "gpt3"), 1, 'write "gpt2", if that is meant'),
+        (("--model", "nonsense"), 1, "name one, or the path of a config.json"),
         (("--model", "tiny"), 1, "gpt2/tiny"),
         (("--model", "absent.json"), 1, "there is no such file"),
         (("--model", "mixtral/tiny"), 1, "no such family of presets"),

@@ -97,6 +97,9 @@ def test_inspect_names_layout_states_and_tensors(dsx, saved):
     assert (code, err) == (0, "")
     assert "layout     pp 2 x dp 2 x tp 1, chunks 1, ZeRO-1, bf16" in out
     assert "0.word.weight" in out
+    (saved.parent / "a run").mkdir()
+    saved = saved.rename(saved.parent / "a run" / "checkpoints")
+    assert dsx("inspect", saved.parent) == (0, out.replace("/runs/", "/a run/checkpoints/"), "")
     code, out, _ = dsx("inspect", saved / "step12", "--json")
     content = json.loads(out)
     assert (content["format"], content["facts"]["step"]) == ("dsx-2", 12)

@@ -15,6 +15,7 @@ from faults.guarded import PIPELINE, Run, forever
 from parity.dsx_run import Case
 
 DATA = Case(family="gpt2", dp=2, accumulation=1)
+ONE = Case(family="gpt2", accumulation=1)
 
 
 def train_until(
@@ -91,6 +92,14 @@ def test_a_data_loader_that_hangs_is_found(tmp_path: Path) -> None:
     assert "ended" not in second.said
     (folder,) = (tmp_path / "faults").iterdir()
     assert {"report.txt", "stacks-0.txt", "stacks-1.txt"} <= {path.name for path in folder.iterdir()}
+
+
+def test_a_hang_ends_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "faults").touch()  # where ranks tell each other
+    (alone,) = ended(tmp_path, "hang", case=ONE, hang=1.0)
+    assert alone.code == 1
+    assert "error: the run does not go on: nobody waits for another; rank 0: step 3" in alone.said
+    assert "cannot be written: no stacks, no other ranks" in alone.said
 
 
 def test_a_collective_that_the_others_do_not_enter_is_found(tmp_path: Path) -> None:

@@ -82,7 +82,6 @@ def test_bubble_of_interleaved_is_exactly_the_paper_s_for_any_m_from_p_on(size, 
 def test_bubble_of_gpipe_and_1f1b(builder, p, m):
     timeline = simulate(builder(p, 1, m))
     assert timeline.bubble == pytest.approx((p - 1) / m)
-    assert timeline.idle_share == pytest.approx((p - 1) / (m + p - 1))
 
 
 def test_bubbles_and_peaks_of_the_design():

@@ -13,6 +13,9 @@ from launching import FINETUNE, SMALL, ZERO3, launch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import dsx
+from dsx.checkpoint import store
+
 LAUNCHERS_CODES = {"deepspeed": 2, "torchrun": 1}  # torchrun ends with 1, whatever its ranks end with
 
 
@@ -74,12 +77,25 @@ def test_too_little_data(tmp_path: Path) -> None:
     assert "train_batch_size: one step takes 64 sequences" in message
 
 
-def test_output_is_a_file(tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    output.touch()
-    message = refused("torchrun", {"dsx.train.output": output})
-    assert str(output) in message
+def test_no_place_for_checkpoints(tmp_path: Path) -> None:
+    """Said at the start, not when the first one is due."""
+    place = tmp_path / "checkpoints"
+    place.symlink_to(tmp_path / "a disk that is not mounted")
+    message = refused("torchrun", {"dsx.train.output": tmp_path})
+    assert f"{place}: it is no folder, or a link to a place that is not there" in message
     assert "dsx.train.output" in message
+
+
+def test_checkpoints_without_a_newest(tmp_path: Path) -> None:
+    """Not a fresh start over them."""
+    for tag in ("global_step5", "global_step10"):
+        store.stage(tmp_path / "checkpoints", tag).joinpath(store.MANIFEST).touch()
+        store.commit(tmp_path / "checkpoints", tag)
+    config = dsx.load_config(ZERO3, world_size=1, overrides=[f"dsx.train.output={tmp_path}"])
+    with pytest.raises(dsx.CheckpointError, match="latest: there is no such file") as caught:
+        dsx.recipe.prepare_data(config)
+    assert "write into it the name of one" in caught.value.fix
+    assert "global_step5, global_step10" in caught.value.fix
 
 
 def test_folder_to_begin_from_without_a_checkpoint(tmp_path: Path) -> None:

@@ -21,8 +21,13 @@ def test_a_stopped_run_saves_and_goes_on(tmp_path: Path) -> None:
     step = int(tag.removeprefix("global_step"))
     assert f"saves step {step} and ends" in told
     assert [*series(tmp_path, "train/loss")] == [*range(1, step + 1)]
-    again = launch("torchrun", "gpt_3d.py", ZERO3, settings | {"dsx.train.steps": step + 2})
+    (tmp_path / "checkpoints" / "latest").unlink()  # as a kill before the very first one is named leaves it
+    changed = {"dsx.train.steps": step + 2, "optimizer.params.weight_decay": 0.7}
+    again = launch("torchrun", "gpt_3d.py", ZERO3, settings | changed)
     assert again.code == 0, again.text
+    (warning,) = [line for line in again.lines if line.startswith("warning: ")]
+    assert "optimizer.params.weight_decay = 0.7 is not taken" in warning
+    assert warning.endswith("goes on with the checkpoint's 0.1")
     assert f"after step {step}" in again.text
     assert [*series(tmp_path, "train/loss")] == [*range(1, step + 3)]
     assert not (tmp_path / "faults").exists()

@@ -187,7 +187,8 @@ def test_start_of_a_3d_run() -> None:
 
 def test_start_of_one_rank() -> None:
     run = resolve(CONFIGS / "zero3.json", world_size=1)
-    text = dict(start_rows(run, device_name="CPU"))
+    text = dict(start_rows(run, device_name="CPU", resumed=True))
+    assert text["model"] == f"llama, {compact(run.num_parameters)} parameters"
     assert text["layout"] == "1 x CPU: pipeline 1 x data 1 x tensor 1"
     assert text["training"] == "ZeRO-3, fp32"
     assert "stages" not in text
@@ -222,6 +223,8 @@ def test_end() -> None:
     ]
     bare = end_rows(steps=1, tokens=1, elapsed_seconds=0.01, evaluation=None, written={})
     assert bare == [("trained", "1 steps, 1 tokens, 10 ms")]
+    again = end_rows(steps=12, tokens=12, elapsed_seconds=2.0, resumed_after=8, evaluation=None, written={})
+    assert again == [("trained", "12 steps, 12 tokens, those after 8 in 2.00 s")]
 
 
 def test_numbers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,28 @@ def test_evaluations_equal_stock_deepspeeds() -> None:
         assert mine[1] == theirs[1] - 2  # ours evaluated once more
         assert (mine[2] is None) == (rank == 0)
     assert all(loss.shape == () for loss in ours[1][2])
+
+
+STEP_LR = {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}}
+
+
+def _rates(rank: int, world_size: int) -> list[list[float]]:
+    """Learning rates of four steps, by how DeepSpeed wraps the optimizer."""
+    rates = []
+    for case in (Case(), Case(bf16=True), Case(zero=1), Case(zero=2, bf16=True), Case(zero=3)):
+        made = toy.engine(replace(case, keys={"scheduler": STEP_LR}))
+        rates.append([])
+        for step in range(4):
+            rates[-1] += made.get_lr()
+            made.train_batch(toy.batches(step, case.micro_batches, 1, 0, case.dtype))
+    return rates
+
+
+def test_schedules_of_torch_by_name() -> None:
+    """Stock DeepSpeed takes them in fp32 without ZeRO alone."""
+    first = toy.ADAMW["lr"]
+    for rates in ranks.run(_rates, 1)[0]:
+        assert rates == pytest.approx([first, first, first / 2, first / 2])
 
 
 def _assert_close(mine: Any, theirs: Any) -> None:

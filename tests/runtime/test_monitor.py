@@ -111,6 +111,17 @@ def test_unlogged_steps_count(tmp_path: Path, clock: Clock) -> None:
     assert [row["perf/step_seconds"] for row in rows] == [1.5, 4.5, 7.0]
 
 
+def test_steps_that_a_roll_back_takes_away_are_recorded_once(tmp_path: Path, clock: Clock) -> None:
+    run = Run(tmp_path, clock)
+    for seconds in (1.0, 2.0, 3.0):
+        run.step(seconds)
+    run.engine.global_steps = 1
+    run.monitor.went_back()
+    run.step(4.0)
+    rows = run.rows()
+    assert [(row["train/step"], row["perf/step_seconds"]) for row in rows] == [(1, 1.0), (2, 4.0)]
+
+
 def test_a_fresh_start_drops_the_records_before(tmp_path: Path, clock: Clock) -> None:
     first = Run(tmp_path, clock)
     first.monitor.evaluation(5.0)

@@ -59,6 +59,8 @@ def test_resume_drops_what_is_done_again(tmp_path: Path) -> None:
             tracker.log(step, {"train/loss": float(step)})
     with tracker.metrics_path.open("a") as file:
         file.write('{"train/step": 8, "train/lo')  # killed in mid-write
+    with tracker.metrics_path.open("ab") as file:
+        file.write(b"\xff\x00")  # what a power cut leaves of blocks that never came to the disk
     with Tracker(tmp_path, DISABLED, run_config={}, first_step=5) as tracker:  # the checkpoint was of step 4
         tracker.log(5, {"train/loss": 50.0})
     assert [(row["train/step"], row["train/loss"]) for row in records(tracker.metrics_path)] == [
@@ -366,7 +368,8 @@ def test_checkpoints_become_artifacts_by_reference(tmp_path: Path) -> None:
 def test_a_resumed_run_has_no_step_twice(tmp_path: Path) -> None:
     """Killed after step 7, resumed from a checkpoint of step 4: W&B, which cannot forget, has 5 and 6.
 
-    The last row of a process that is killed does not reach W&B, so it gets 7 again.
+    The last row of a process that is killed does not reach W&B, so it gets 7 again. Later the run goes back
+    from 9 to 8 by itself.
     """
     warnings: list[str] = []
     with Tracker(tmp_path, OFFLINE, run_config={}, warn=warnings.append) as tracker:
@@ -380,6 +383,9 @@ def test_a_resumed_run_has_no_step_twice(tmp_path: Path) -> None:
             tracker.log(step, {"train/loss": step + 0.5})
             if step == 6:  # not done before
                 tracker.log(step, {"eval/loss": 1.0})
+        tracker.went_back(8)
+        for step in (9, 10):
+            tracker.log(step, {"train/loss": step + 0.25})
         second = tracker.wandb_path
     assert [row["train/step"] for row in history(first)] == [1, 2, 3, 4, 5, 6, 7]
     assert history(second) == [
@@ -387,13 +393,14 @@ def test_a_resumed_run_has_no_step_twice(tmp_path: Path) -> None:
         {"train/step": 7, "train/loss": 7.5},
         {"train/step": 8, "train/loss": 8.5},
         {"train/step": 9, "train/loss": 9.5},
+        {"train/step": 10, "train/loss": 10.25},
     ]
     both = [record for folder in (first, second) for record in wandb_records(folder)]
     assert {record.run.run_id for record in both if record.WhichOneof("record_type") == "run"} == {run_id}
     (warning,) = warnings
     assert "W&B keeps steps 5 to 6" in warning
     rows = records(tracker.metrics_path)[4:]
-    assert [row.get("train/loss") for row in rows] == [5.5, 6.5, None, 7.5, 8.5, 9.5]
+    assert [row.get("train/loss") for row in rows] == [5.5, 6.5, None, 7.5, 8.5, 9.25, 10.25]
 
 
 def test_warnings_are_logged_by_default(

@@ -82,6 +82,7 @@ _TOGETHER: Final[tuple[Check, ...]] = (
     optimizer.check_offload,
     optimizer.check_client,
     scheduler.check_name,
+    scheduler.check_wrapped,
     scheduler.check_warmup,
     scheduler.check_cycle,
     other.check_clipping_default,

@@ -193,11 +193,6 @@ class EvaluationBatches:
         self._rows, self._dp, self._dp_rank = micro_batch_size, dp, dp_rank
         self._count = wanted // unit * multiple_of
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences evaluated by all ranks together."""
-        return self._count * self._rows * self._dp
-
     def __len__(self) -> int:
         """Micro-batches per rank."""
         return self._count

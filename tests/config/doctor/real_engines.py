@@ -121,6 +121,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}},
     },
     "unknown scheduler": {**BATCH, "optimizer": ADAM, "scheduler": {"type": "WarmupCosine", "params": {}}},
+    "torch's scheduler": {
+        **BATCH,
+        "zero_optimization": {"stage": 1},
+        "optimizer": ADAM,
+        "scheduler": {"type": "StepLR", "params": {"step_size": 2}},
+    },
     "scheduler without params": {**BATCH, "optimizer": ADAM, "scheduler": {"type": "WarmupLR"}},
     "steps_per_print 0": {**BATCH, "steps_per_print": 0, "optimizer": ADAM},
     "pipeline under ZeRO-2": {**BATCH, "zero_optimization": {"stage": 2}, "optimizer": ADAM},

@@ -268,6 +268,8 @@ CASES = [
     ("scheduler", "warning", "scheduler.params.total_num_steps",
      WARMUP | {"scheduler.params": {"total_num_steps": 10}},
      WARMUP | {"scheduler.params": {"total_num_steps": 10, "warmup_num_steps": 2}}, {}),
+    ("scheduler", "error", "scheduler.type", {"scheduler": {"type": "StepLR", "params": {"step_size": 9}}},
+     {"scheduler": {"type": "StepLR", "params": {"step_size": 9}}, STAGE: 0, "bf16": GONE}, {}),
     ("not-a-choice", "error", "scheduler.type", {"scheduler": {"type": "warmuplr", "params": {}}},
      {"scheduler": {"type": "WarmupLR", "params": {}}}, {}),
     ("unknown-key", "error", "scheduler.params.warmup_steps",

@@ -110,6 +110,7 @@ CASES = {
         "warmup_steps",
     ),
     "unknown scheduler": (23, "not-a-choice", "scheduler.type", {"error"}, "AssertionError", "WarmupCosine"),
+    "torch's scheduler": (23, "scheduler", "scheduler.type", {"error"}, "TypeError", "is not an Optimizer"),
     "scheduler without params": (
         23,
         "scheduler",

@@ -76,6 +76,22 @@ def content_name(context: Context, path: str) -> str:
     return context.text(f"{owner}.type") if last == "params" else path
 
 
+def check_wrapped(context: Context) -> Iterator[Finding]:
+    """A schedule of torch's gets DeepSpeed's wrapper of the optimizer (engine.py, _scheduler_from_config)."""
+    block = context.table.block(context.config, _PARAMS)
+    wrapped = bool(context.stage) or any(map(context.is_on, ("bf16.enabled", "fp16.enabled")))
+    # dsx gives them the optimizer itself.
+    if context.runner == "dsx" or not wrapped or block is None or not block.source.startswith("torch."):
+        return
+    why = (
+        "a schedule of torch's, which refuses the wrapper of the optimizer that DeepSpeed gives it under "
+        "ZeRO, bf16 and fp16 (TypeError)"
+    )
+    made = f"lr_scheduler=lambda optimizer: {context.text('scheduler.type')}(optimizer, ...)"
+    fix = f"use one of DeepSpeed's, or pass deepspeed.initialize {made}"
+    yield context.find("scheduler", "error", "scheduler.type", why, fix)
+
+
 def check_warmup(context: Context) -> Iterator[Finding]:
     """Warm-up against the whole run and the optimizer's learning rate."""
     kind = context.text("scheduler.type")
