@@ -12,6 +12,7 @@ import torch
 
 import dsx
 from dsx.checkpoint import plain
+from dsx.checkpoint.catalog import NO_SETTINGS
 from dsx.errors import CheckpointError
 from dsx.runtime.random_states import random_file
 from dsx.runtime.stored import Names
@@ -62,12 +63,12 @@ def run_facts(engine: PipelineEngine, client_state: Mapping[str, Any]) -> dict[s
 
 
 def group_facts(engine: PipelineEngine) -> list[dict[str, Any]]:
-    """This rank's optimizer groups: names, step counts and hyperparameters."""
+    """This rank's optimizer groups: names, states that are one number, hyperparameters."""
     optimizer, names = _optimizer(engine), Names(engine)
     groups: list[dict[str, Any]] = [
         {
             "names": [],
-            "step": {},
+            "numbers": {},
             **{
                 key: plain.encode(value, f"{key} of an optimizer group")
                 for key, value in settings.items()
@@ -77,12 +78,10 @@ def group_facts(engine: PipelineEngine) -> list[dict[str, Any]]:
         for settings in optimizer.param_groups
     ]
     for kept in held(engine.deepspeed_engine):
-        step = kept.numbers().get("step")
-        for span in kept.spans:
-            name = names.of(span.parameter).name
-            groups[kept.group]["names"].append(name)
-            if step is not None:
-                groups[kept.group]["step"][name] = step
+        mine = [names.of(span.parameter).name for span in kept.spans]
+        groups[kept.group]["names"] += mine
+        for state, number in kept.numbers().items():
+            groups[kept.group]["numbers"].setdefault(state, {}).update(dict.fromkeys(mine, number))
     return groups
 
 
@@ -92,14 +91,18 @@ def merged_groups(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str
     for groups in ranks:
         for place, group in enumerate(groups):
             if place == len(merged):
-                merged.append({**group, "names": [], "step": {}})
+                merged.append({**group, "names": [], "numbers": {}})
             known = dict.fromkeys((*merged[place]["names"], *group["names"]))
             merged[place]["names"] = list(known)
-            merged[place]["step"].update(group["step"])
+            for state, values in group["numbers"].items():
+                merged[place]["numbers"].setdefault(state, {}).update(values)
     for group in merged:
-        steps = set(group["step"].values())
-        if len(steps) <= 1:
-            group["step"] = steps.pop() if steps else None
+        kept = {
+            state: values if len({*values.values()}) > 1 else next(iter(values.values()), None)
+            for state, values in group.pop("numbers").items()
+        }
+        group["step"] = kept.pop("step", None)
+        group.update({"numbers": kept} if kept else {})
     return merged
 
 
@@ -170,5 +173,5 @@ def _restore_groups(engine: PipelineEngine, saved: Sequence[Mapping[str, Any]]) 
         if found is None and place < len(saved) and not here[place]["names"]:
             found = saved[place]
         for key, value in (found or {}).items():
-            if key not in ("names", "step", "params") and key in settings:
+            if key not in (*NO_SETTINGS, "params") and key in settings:
                 settings[key] = plain.decode(value, f"{key} of an optimizer group")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -142,12 +143,15 @@ def load_stored(engine: PipelineEngine, catalog: Catalog) -> int:
     Raises:
         CheckpointError: The checkpoint lacks a tensor, a state or a part of one, or is damaged.
     """
-    steps = _steps(catalog.facts)
+    numbers = _numbers(catalog.facts)
     moments = sorted({entry.state for entry in catalog.entries} - {MASTER, WEIGHT})
     names = Names(engine)
     for kept in held(engine.deepspeed_engine):
-        found = {steps[name] for span in kept.spans if (name := names.of(span.parameter).name) in steps}
-        kept.make(moments, {"step": max(found)} if found else {})
+        found: dict[str, set[float]] = defaultdict(set)
+        for span in kept.spans:
+            for state, number in numbers[names.of(span.parameter).name].items():
+                found[state].add(number)
+        kept.make(moments, {state: _one_of(catalog, state, values) for state, values in found.items()})
     with Reader.open(catalog) as reader, torch.no_grad():
         for stored in stored_here(engine, everything=True):
             for content in stored.contents:
@@ -228,13 +232,24 @@ def _untrained(engine: PipelineEngine, names: Names, everything: bool) -> Iterat
             yield Stored(buffer.detach().view(-1), (Content(spec, WEIGHT, "buffer", parts),))
 
 
-def _steps(facts: Mapping[str, Any]) -> dict[str, float]:
-    """Optimizer steps of every tensor."""
-    steps: dict[str, float] = {}
+def _numbers(facts: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Optimizer states that are one number, such as the ``step``, of every tensor."""
+    numbers: dict[str, dict[str, float]] = defaultdict(dict)
     for group in facts.get("param_groups", ()):
-        step = group.get("step")
-        for name in group.get("names", ()):
-            one = step.get(name) if isinstance(step, Mapping) else step
-            if one is not None:
-                steps[name] = float(one)
-    return steps
+        for state, told in {"step": group.get("step"), **group.get("numbers", {})}.items():
+            for name in group.get("names", ()):
+                one = told.get(name) if isinstance(told, Mapping) else told
+                if one is not None:
+                    numbers[name][state] = float(one)
+    return numbers
+
+
+def _one_of(catalog: Catalog, state: str, values: set[float]) -> float:
+    """What a buffer of several tensors keeps once; steps differ where some had no gradients at first."""
+    if state != "step" and len(values) > 1:
+        raise CheckpointError(
+            f"{catalog.root}: {state} of the optimizer",
+            f"tensors that ZeRO keeps in one buffer here have different ones: {sorted(values)}",
+            "load it with ZeRO 0 or 3, or train those tensors in optimizer groups of their own",
+        )
+    return max(values)

@@ -13,7 +13,8 @@ from parity import dsx_run
 from parity.dsx_run import Case
 
 CASES = [
-    Case(dp=2, zero=0),
+    # NAdam keeps a product of its momenta, one number for each tensor.
+    Case(dp=2, zero=0, extra=(("optimizer", {"type": "NAdam", "params": {"lr": 1e-3}}),)),
     Case(family="gpt2", pp=2, zero=1, accumulation=2),
     Case(family="gpt2", tp=2, dp=2, zero=2),
     Case(tp=2, pp=2, chunks=2, dp=2, zero=3, accumulation=2),
