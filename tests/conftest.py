@@ -37,7 +37,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[_home].cleanup()
 
 
+# Tests that start whole runs; done first, so that no worker is left with them at the end.
+LONG = ("recipes", "test_guides.py", "test_readme.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not {*item.path.parts} & {*LONG})
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -425,6 +425,12 @@ def of_a_loss(_: Path) -> None:
     raise dsx.RunError("step 3", found.text, "")
 
 
+def of_no_latest(folder: Path) -> None:
+    from dsx.checkpoint import store
+
+    store.find(folder)
+
+
 def of_a_folder(folder: Path) -> None:
     from dsx.checkpoint.open import open_checkpoint
 
@@ -440,6 +446,7 @@ PROVOKED = (
     of_a_port,
     of_elastic_limits,
     of_a_loss,
+    of_no_latest,
     of_a_folder,
 )
 

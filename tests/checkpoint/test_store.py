@@ -125,6 +125,7 @@ def test_kill_of_the_first_save_leaves_a_clear_error_or_the_checkpoint(tmp_path)
     assert content_of(store.find(root)) == "new"
 
 
+@pytest.mark.slow
 def test_kill_of_a_recovery_and_of_the_save_after_it(tmp_path):
     """Two kills in a row: the second save starts from whatever the first kill left."""
     first = second = 0

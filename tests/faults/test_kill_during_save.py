@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ranks
+from often import often
 from parity import dsx_run
 from parity.dsx_run import Case
 
@@ -69,13 +70,16 @@ def expected() -> list[float]:
 @pytest.mark.parametrize("tag", [None, "same"], ids=["new-tag", "overwritten-tag"])
 @pytest.mark.parametrize(
     ("module", "name", "nth"),
-    [
-        ("dsx.runtime.saver", "write_share", 1),  # before the first file
-        ("dsx.runtime.share_writer", "write_from", 3),  # in the middle of a rank's file
-        ("dsx.checkpoint.store", "commit", 1),  # everything written, nothing renamed
-        ("os", "fsync", 3),  # in the middle of syncing
-        ("dsx.checkpoint.store", "point_latest", 1),  # renamed, `latest` still names the old one
-    ],
+    often(
+        [
+            ("dsx.runtime.saver", "write_share", 1),  # before the first file
+            ("dsx.runtime.share_writer", "write_from", 3),  # in the middle of a rank's file
+            ("dsx.checkpoint.store", "commit", 1),  # everything written, nothing renamed
+            ("os", "fsync", 3),  # in the middle of syncing
+            ("dsx.checkpoint.store", "point_latest", 1),  # renamed, `latest` still names the old one
+        ],
+        2,
+    ),
 )
 def test_latest_always_loads(
     tmp_path: Path, expected: list[float], module: str, name: str, nth: int, tag: str | None

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ranks
+from often import often
 from parity import dsx_run, oracle
 from parity.dsx_run import Case
 
@@ -50,7 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("case", CASES + DEEPER, ids=str)
+@pytest.mark.parametrize("case", often(CASES + DEEPER, 2), ids=str)
 def test_training_equals_one_process(case: Case, folders: dict[str, Path]) -> None:
     """Losses and norms within 1e-5 relative, weights within 1e-5 after the first step."""
     run = ranks.run(dsx_run.train, case.world_size, case, folders[case.family], STEPS)[0]

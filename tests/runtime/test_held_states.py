@@ -11,6 +11,7 @@ import pytest
 
 import ranks
 from dsx.runtime.zero_adapters.held import held, refresh_weights
+from often import often
 from parity import dsx_run
 from parity.dsx_run import Case
 
@@ -72,7 +73,7 @@ def look(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", often(CASES, 2), ids=str)
 def test_masters_are_the_weights(case: Case) -> None:
     found = ranks.run(look, case.world_size, case)
     for fact in found:

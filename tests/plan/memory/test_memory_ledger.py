@@ -12,6 +12,7 @@ import pytest
 from dsx.config.memory_job import job_of
 from dsx.config.resolve import resolve
 from dsx.plan.memory.estimate import estimate
+from often import often
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -116,7 +117,7 @@ _SCALARS = 20 * 512
 """Losses' sums, norms and the like, 512 bytes each on a GPU, which the ledger leaves out."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", often(CASES, 2))
 def test_estimate_is_what_the_engine_holds(name):
     world, sets = CASES[name]
     sets = ["gradient_accumulation_steps=4", *sets]
