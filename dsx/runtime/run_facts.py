@@ -13,6 +13,7 @@ import torch
 import dsx
 from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import NO_SETTINGS
+from dsx.checkpoint.group_numbers import with_numbers
 from dsx.errors import CheckpointError
 from dsx.runtime.random_states import random_file
 from dsx.runtime.stored import Names
@@ -96,14 +97,7 @@ def merged_groups(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str
             merged[place]["names"] = list(known)
             for state, values in group["numbers"].items():
                 merged[place]["numbers"].setdefault(state, {}).update(values)
-    for group in merged:
-        kept = {
-            state: values if len({*values.values()}) > 1 else next(iter(values.values()), None)
-            for state, values in group.pop("numbers").items()
-        }
-        group["step"] = kept.pop("step", None)
-        group.update({"numbers": kept} if kept else {})
-    return merged
+    return [with_numbers(group, group.pop("numbers")) for group in merged]
 
 
 def restore_facts(engine: PipelineEngine, facts: Mapping[str, Any], where: str) -> dict[str, Any]:

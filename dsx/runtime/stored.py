@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dsx.checkpoint.catalog import Catalog
+from dsx.checkpoint.group_numbers import numbers_in
 from dsx.checkpoint.pieces import Part, local_parts
 from dsx.checkpoint.reader import Reader
 from dsx.errors import CheckpointError
@@ -143,13 +144,14 @@ def load_stored(engine: PipelineEngine, catalog: Catalog) -> int:
     Raises:
         CheckpointError: The checkpoint lacks a tensor, a state or a part of one, or is damaged.
     """
-    numbers = _numbers(catalog.facts)
+    groups = catalog.facts.get("param_groups") or ()
+    numbers = {name: numbers_in(group, name) for group in groups for name in group.get("names", ())}
     moments = sorted({entry.state for entry in catalog.entries} - {MASTER, WEIGHT})
     names = Names(engine)
     for kept in held(engine.deepspeed_engine):
         found: dict[str, set[float]] = defaultdict(set)
         for span in kept.spans:
-            for state, number in numbers[names.of(span.parameter).name].items():
+            for state, number in numbers.get(names.of(span.parameter).name, {}).items():
                 found[state].add(number)
         kept.make(moments, {state: _one_of(catalog, state, values) for state, values in found.items()})
     with Reader.open(catalog) as reader, torch.no_grad():
@@ -230,18 +232,6 @@ def _untrained(engine: PipelineEngine, names: Names, everything: bool) -> Iterat
             spec = names.local(name, tuple(buffer.shape))
             parts = names.parts(spec, 0, buffer.numel(), 0)
             yield Stored(buffer.detach().view(-1), (Content(spec, WEIGHT, "buffer", parts),))
-
-
-def _numbers(facts: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Optimizer states that are one number, such as the ``step``, of every tensor."""
-    numbers: dict[str, dict[str, float]] = defaultdict(dict)
-    for group in facts.get("param_groups", ()):
-        for state, told in {"step": group.get("step"), **group.get("numbers", {})}.items():
-            for name in group.get("names", ()):
-                one = told.get(name) if isinstance(told, Mapping) else told
-                if one is not None:
-                    numbers[name][state] = float(one)
-    return numbers
 
 
 def _one_of(catalog: Catalog, state: str, values: set[float]) -> float:

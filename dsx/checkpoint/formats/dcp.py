@@ -27,6 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Checksum, Entry, Piece, locate
 from dsx.checkpoint.formats.unpickle import TensorRef, unpickle
+from dsx.checkpoint.group_numbers import with_numbers
 from dsx.errors import CheckpointError, LayoutError
 from dsx.spec.param import ParamSpec
 
@@ -327,14 +328,7 @@ def _groups(found: Mapping[int | str, dict[str, Any]], order: Sequence[str]) -> 
 
 def _facts(found: _Found, groups: list[dict[str, Any]], client: dict[str, Any]) -> dict[str, Any]:
     left, scheduler = client.pop("left_behind", []), _scheduler(client)
-    for group in groups:
-        kept = {
-            state: one
-            for state, values in found.numbers.items()
-            if (one := _of_group(group, values)) is not None
-        }
-        group.update({"step": kept.pop("step")} if "step" in kept else {})
-        group.update({"numbers": kept} if kept else {})
+    groups = [with_numbers(group, _numbers_of(group, found)) for group in groups]
     facts: dict[str, Any] = {
         "param_groups": groups,
         "client_state": client,
@@ -350,17 +344,18 @@ def _scheduler(client: dict[str, Any]) -> dict[str, Any]:
     """The state dict of the one learning-rate scheduler, taken out of what else was saved; empty if none."""
     for head in ("lr_scheduler.", "scheduler."):
         found = {key: key.removeprefix(head) for key in client if key.startswith(head)}
-        if found and not any(
-            "." in key for key in found.values()
-        ):  # of several, one in the other, no dict is left
+        # Of several, one in the other, no dict is left.
+        if found and not any("." in key for key in found.values()):
             return {key: client.pop(path) for path, key in found.items()}
     return {}
 
 
-def _of_group(group: Mapping[str, Any], values: Mapping[str, float]) -> dict[str, float] | float | None:
-    """A number of a group's tensors: one for all of them, or by name."""
-    mine = {name: values[name] for name in group.get("names", ()) if name in values}
-    return mine if len({*mine.values()}) > 1 else next(iter(mine.values()), None)
+def _numbers_of(group: Mapping[str, Any], found: _Found) -> dict[str, dict[str, float]]:
+    """The states of a group's tensors that are one number."""
+    return {
+        state: {name: values[name] for name in group.get("names", ()) if name in values}
+        for state, values in found.numbers.items()
+    }
 
 
 def _with_roles(found: _Found, groups: Iterable[Mapping[str, Any]], told: Any) -> tuple[Entry, ...]:

@@ -13,7 +13,7 @@ Every tensor is cut along its first dim into as many parts as there are files. E
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -24,6 +24,7 @@ from dsx.checkpoint.catalog import NO_SETTINGS, Catalog, Entry, Piece
 from dsx.checkpoint.formats.dcp import FORMAT, INDEX, OWN
 from dsx.checkpoint.formats.torch_target import Call, Hole, number, pickled, size_of, torch_skeleton
 from dsx.checkpoint.formats.unpickle import Global, Record
+from dsx.checkpoint.group_numbers import numbers_in
 from dsx.checkpoint.pieces import contiguous
 from dsx.checkpoint.target import Crc32Field, Skeleton, Target, Written, left_behind
 from dsx.errors import CheckpointError
@@ -91,14 +92,11 @@ def _objects(source: Catalog) -> Iterator[tuple[Key, Any]]:
         for key, value in group.items():
             if key == "names":
                 yield ("optim", "param_groups", at, "params"), list(value)
-            elif key in NO_SETTINGS:
-                for state, told in value.items() if key == "numbers" else [(key, value)]:
-                    values = told if isinstance(told, Mapping) else dict.fromkeys(group["names"], told)
-                    for name, one in values.items():
-                        if one is not None:
-                            yield ("optim", "state", name, state), number(float(one))
-            else:
+            elif key not in NO_SETTINGS:
                 yield ("optim", "param_groups", at, key), plain.decode(value, f"{key} of group {at}")
+        for name in group.get("names", ()):
+            for state, one in numbers_in(group, name).items():
+                yield ("optim", "state", name, state), number(one)
     facts = {
         key: value
         for key, value in source.facts.items()

@@ -10,6 +10,7 @@ from dsx.checkpoint.formats.deepspeed_files import StockFiles
 from dsx.checkpoint.formats.deepspeed_flat import Group, OptimizerState
 from dsx.checkpoint.formats.torch_file import TorchFile
 from dsx.checkpoint.formats.unpickle import Record, TensorRef
+from dsx.checkpoint.group_numbers import with_numbers
 from dsx.errors import CheckpointError
 
 _COUNTERS = ("global_samples", "skipped_steps")
@@ -142,19 +143,9 @@ def _groups(
                     for key, value in group.settings.items()
                     if key != "step"
                 }
-                merged.append({"names": [], "numbers": {"step": {}}, **settings})
+                merged.append({"names": [], "numbers": {}, **settings})
             _add(merged[place], group, canonical)
-    for one in merged:
-        numbers = {state: _one(values) for state, values in one.pop("numbers").items()}
-        one["step"] = numbers.pop("step")
-        one.update({"numbers": numbers} if numbers else {})
-    return merged
-
-
-def _one(values: dict[str, float]) -> dict[str, float] | float | None:
-    """The value that all tensors have; by tensor where they differ; None if there is none."""
-    every = set(values.values())
-    return values if len(every) > 1 else every.pop() if every else None
+    return [with_numbers(one, one.pop("numbers")) for one in merged]
 
 
 def _add(merged: dict[str, Any], group: Group, canonical: Mapping[str, str]) -> None:
@@ -174,9 +165,8 @@ def _optimizer(config: Mapping[str, Any], states: Mapping[int, OptimizerState]) 
         return str(told)
     kept = {fragment.state for state in states.values() for fragment in state.fragments} - {"master"}
     numbers = {number for state in states.values() for group in state.groups for number in group.numbers}
-    return (
-        None if numbers - {"step"} else _MOMENTS.get(frozenset(kept))
-    )  # NAdam's mu_product is none of Adam's
+    # NAdam's mu_product is none of Adam's.
+    return None if numbers - {"step"} else _MOMENTS.get(frozenset(kept))
 
 
 def _loss_scale(files: StockFiles, common: TorchFile | None) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import ITEM_BYTES, NO_SETTINGS, Catalog, Entry
+from dsx.checkpoint.group_numbers import numbers_in
 from dsx.checkpoint.pieces import Part, contiguous, interval_boxes, local_parts
 from dsx.errors import CheckpointError
 from dsx.spec.param import ParamSpec
@@ -123,7 +124,7 @@ class StockPlan:
             modules=order,
             groups=groups,
             settings=[_settings(homes.get(group[0], {}) if group else {}) for group in groups],
-            numbers={name: _numbers(homes.get(name, {}), name) for name in trained},
+            numbers={name: numbers_in(homes.get(name, {}), name) for name in trained},
             moments=moments,
             specs={spec.name: spec for spec in layout.specs},
         )
@@ -274,12 +275,6 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key not in NO_SETTINGS
     }
-
-
-def _numbers(group: Mapping[str, Any], name: str) -> dict[str, float]:
-    told = {"step": group.get("step"), **group.get("numbers", {})}
-    found = {state: one.get(name) if isinstance(one, Mapping) else one for state, one in told.items()}
-    return {state: float(one) for state, one in found.items() if one is not None}
 
 
 def _moments(source: Catalog, trained: Sequence[str]) -> list[str]:

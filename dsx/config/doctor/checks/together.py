@@ -215,6 +215,7 @@ _BACKEND, _COMBINE = f"{_EXPERT}.comm_backend", f"{_EXPERT}.combine_impl"
 _ROWS, _SPLIT = f"{_EXPERT}.row_weighting_impl", f"{_EXPERT}.async_split_plan"
 _TOKENS = f"{_EXPERT}.comm_max_tokens_per_rank"
 _FUSED_SUM = When(_COMBINE, "==", "fused_weighted_sum")
+_FUSED_ROWS = When(_ROWS, "==", "fused")
 _CHECKED = "module_inject/auto_ep_config.py: validate_autoep_config"
 _FOLDED = "module_inject/auto_ep_folding.py: validate_folding_global"
 _ZERO3_EXPERTS = "runtime/engine.py: _validate_zero3_moe_compatibility"
@@ -241,19 +242,12 @@ _EXPERT_CONFLICTS: Final = (
         why='"fused" is one grouped product, and use_grouped_mm is off',
         fix="set use_grouped_mm to true",
     ),
-    _experts(
-        _ROWS,
-        When(_ROWS, "==", "fused"),
-        When(_BACKEND, "!=", "deepep"),
-        why='"fused" goes with comm_backend "deepep" only',
-        fix="remove it",
-    ),
-    _experts(
-        _ROWS,
-        When(_ROWS, "==", "fused"),
-        When(_SIZE, "==", 1),
-        why='"fused" needs an autoep_size above 1',
-        fix="remove it",
+    *(
+        _experts(_ROWS, _FUSED_ROWS, when, why=why, fix="remove it")
+        for when, why in (
+            (When(_BACKEND, "!=", "deepep"), '"fused" goes with comm_backend "deepep" only'),
+            (When(_SIZE, "==", 1), '"fused" needs an autoep_size above 1'),
+        )
     ),
     _experts(_COMBINE, _FUSED_SUM, _TP, why="it does not go with AutoTP", fix="remove one of the two"),
     _experts(
