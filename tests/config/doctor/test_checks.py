@@ -28,6 +28,9 @@ OFFLOAD = "zero_optimization.offload_optimizer"
 CPU = {"device": "cpu"}
 FP16 = {"bf16": GONE, "fp16.enabled": True}
 WARMUP = {"scheduler.type": "WarmupDecayLR"}
+CURRICULUM = {"enabled": True, "schedule_type": "fixed_linear"}
+METRICS = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics"
+METRIC = {"schedule_type": "fixed_linear"}
 
 
 def changed(edits):
@@ -284,8 +287,23 @@ CASES = [
     # Units, and places that were swapped.
     ("unit", "warning", "optimizer.params.lr", {"optimizer.params.lr": 1e4},
      {STAGE: 0, "optimizer": {"type": "SGD", "params": {"lr": 10}}}, {}),
+    ("unit", "warning", "optimizer.params.lr", {"optimizer.params.lr": 0},
+     WARMUP | {"optimizer.params.lr": 0}, {}),
+    ("unit", "warning", "optimizer.params.weight_decay", {"optimizer.params.weight_decay": 10},
+     {"optimizer.params.weight_decay": 0.3}, {}),
+    ("unit", "warning", "optimizer.params.weight_decay",
+     {"optimizer.params": {"lr": 0.1, "weight_decay": 1e-4}},
+     {"optimizer.params": {"lr": 1e-3, "weight_decay": 3e-7}}, {}),  # DeepSpeed's own example
+    ("unit", "warning", "optimizer.params.eps", {"optimizer.params.eps": 1},
+     {"optimizer.params.eps": 1e-4}, {}),
     ("unit", "warning", "optimizer.params.betas", {"optimizer.params.betas": [0.999, 0.9]},
      {"optimizer.params.betas": [0.9, 0.999]}, {}),
+    ("unit", "warning", "curriculum_learning.min_difficulty",
+     {"curriculum_learning": CURRICULUM | {"min_difficulty": 64, "max_difficulty": 8}},
+     {"curriculum_learning": CURRICULUM | {"min_difficulty": 8, "max_difficulty": 64}}, {}),
+    ("unit", "warning", METRICS + ".x.min_difficulty",
+     {METRICS: {"x": METRIC | {"min_difficulty": 64, "max_difficulty": 8}}},
+     {METRICS: {"x": METRIC | {"min_difficulty": 8, "max_difficulty": 64}}}, {}),
     ("unit", "warning", "zero_optimization.reduce_bucket_size",
      {"zero_optimization.reduce_bucket_size": 500}, {"zero_optimization.reduce_bucket_size": 500_000}, {}),
     ("scheduler", "warning", "scheduler.params.warmup_max_lr",
