@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # The programs of tools/ import their parts from there, as when they run.
@@ -20,6 +21,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(
     HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", WANDB_SILENT="true"
 )
+
+# The same examples in every run; others with --hypothesis-profile=default.
+hypothesis.settings.register_profile("dsx", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("dsx")
 
 
 def pytest_configure(config: pytest.Config) -> None:

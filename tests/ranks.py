@@ -49,6 +49,7 @@ _PRELOAD = [
 _CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 _DUMP_SIGNAL = signal.SIGUSR1
 _GRACE_SECONDS = 20.0
+_NOTICE_SECONDS = 2.0
 
 
 class RankError(Exception):
@@ -93,7 +94,7 @@ class _Reply:
     error: bytes = b""
 
 
-def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300) -> list[Any]:
     """Results of ``fn(rank, world_size, *args)``, by rank, from ``world_size`` gloo processes.
 
     Every rank has an initialised default process group, the environment of a launcher (RANK, LOCAL_RANK,
@@ -182,15 +183,18 @@ def _collect(jobs: list[_Job], processes: list[Process], replies: list[Connectio
     deadline = time.monotonic() + jobs[0].timeout_seconds
     waiting, results = {reply: job for job, reply in zip(jobs, replies, strict=True)}, {}
     failed: list[tuple[_Job, _Reply | None]] = []
-    while waiting:
-        ready = connection.wait(list(waiting), 0.0 if failed else max(0.0, deadline - time.monotonic()))
+    while waiting and not any(reply is None for _, reply in failed):
+        ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
         for receiving in ready:
             job, reply = waiting.pop(receiving), _receive(receiving)
             if reply is None or reply.trace:
                 failed.append((job, reply))
             else:
                 results[job.rank] = pickle.loads(reply.value)
-        if failed and not ready:
+        if failed:
+            # A killed rank's peer may notice before that rank's own pipe is closed.
+            deadline = min(deadline, time.monotonic() + _NOTICE_SECONDS)
+        if not ready and failed:
             break
         if not ready:
             raise _late(waiting, [processes[job.rank] for job in waiting.values()])

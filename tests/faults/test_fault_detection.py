@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ def test_a_rank_that_is_stopped_is_found_and_ended(tmp_path: Path) -> None:
     first, second = ended(tmp_path, "stop", hang=2.0)
     assert (first.code, second.code) == (-signal.SIGKILL, 1)
     assert "error: the run does not go on: rank 0 is stopped" in second.said
-    assert "rank 1: step 3, training step, 1F1 waits for 0F1 from rank 0 (p2p.py:" in second.said
+    # Stopped with its threads: what it had sent of 0F0 may not have left it.
+    waits = r"rank 1: step 3, training step, 1F([01]) waits for 0F\1 from rank 0 \(p2p\.py:"
+    assert re.search(waits, second.said), second.said
     assert "last steps of rank 1 took" in second.said
 
 

@@ -31,7 +31,7 @@ FINETUNE = REPOSITORY / "configs" / "finetune.json"
 
 _BIN = Path(sys.executable).parent
 _MARK = "DSX_TEST_LAUNCH"
-_DEADLINE_SECONDS = 100.0
+_DEADLINE_SECONDS = 200.0
 _GRACE_SECONDS = 10.0
 
 # The launchers' own lines: DeepSpeed's logger in the launcher's modules, torchrun's log.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +23,11 @@ CONFIG = Path(__file__).parents[2] / "configs" / "zero1.json"
 
 
 class Clock:
-    """Time that passes when told to."""
+    """Time that passes when told to, and what is to be done when it ends."""
 
     def __init__(self) -> None:
         self.now = 1000.0
+        self.end = ExitStack()
 
     def perf_counter(self) -> float:
         return self.now
@@ -63,6 +66,8 @@ class Run:
         self.traced: list[int] = []
         self.traces: list[Trace] = []
         self.monitor = Monitor(self.config, self.engine, corpus, state or {})
+        if self.monitor._tracker is not None:  # its finish() would print
+            clock.end.callback(self.monitor._tracker.finish)
 
     def trace(self, steps: list[int]) -> list[Trace]:
         """As PipelineEngine.trace, but for the recording: see :meth:`record`."""
@@ -85,10 +90,11 @@ class Run:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
-    return clock
+    with clock.end:
+        yield clock
 
 
 def test_evaluation_and_saving_are_no_steps_time(tmp_path: Path, clock: Clock) -> None:
