@@ -173,7 +173,10 @@ def reshard(
         raise typer.Exit(130) from None
     losses = None if check is None else check.compare(conversion.source, open_checkpoint(target))
     told = asdict(report) | {"target": str(report.target), "losses": losses and asdict(losses)}
-    typer.echo(json.dumps(outline | {"report": told}, indent=2) if as_json else _report_text(report, losses))
+    text = _report_text(report, losses)
+    if conversion.target.is_tag:
+        text += _to_load(target.absolute(), named=options.point_latest)
+    typer.echo(json.dumps(outline | {"report": told}, indent=2) if as_json else text)
     if losses is not None and losses.same_dtype and not losses.equal:
         typer.echo(f"dsx: {target}: its weights give another loss than {source}'s", err=True)
         raise typer.Exit(1)
@@ -202,6 +205,12 @@ def _run(degrees: Degrees, config: Path | None, gpus: int | None) -> RunConfig |
     from dsx.config.resolve import resolve  # here: without a config a conversion needs none of it
 
     return resolve(config, world_size=gpus)
+
+
+def _to_load(target: Path, *, named: bool) -> str:
+    """What ``load_checkpoint`` takes: given a folder without ``latest`` alone, DeepSpeed loads nothing."""
+    how = "which latest there names" if named else "say it: latest there does not name it"
+    return f"\nto load    folder {target.parent}, tag {target.name}, {how}"
 
 
 @contextmanager

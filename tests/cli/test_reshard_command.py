@@ -29,6 +29,7 @@ def test_there_and_back_and_no_difference(dsx, saved, tmp_path):
     assert (code, err) == (0, "")
     assert "tensor 2 x pipeline 1 x data 3, chunks 3, ZeRO-3" in out
     assert "tiles had the checksum of the source's manifest" in out
+    assert f"to load    folder {tmp_path}, tag other, which latest there names" in out
     assert dsx_native.catalog_of(other).facts["mesh"] == {"pp": 1, "dp": 3, "tp": 2}
     arguments = ("--tensor", 1, "--pipeline", 2, "--chunks", 1, "--data", 2, "--zero", 1, "--json")
     code, out, err = dsx("reshard", other, back, *arguments)
@@ -41,7 +42,9 @@ def test_there_and_back_and_no_difference(dsx, saved, tmp_path):
         assert "160 of 160 tensors' states are equal, bit for bit" in out
     # the stages are cut by parameters on the way back; all else is the same
     assert (tmp_path / "x" / "latest").read_text() == "back"
-    assert dsx("reshard", other, tmp_path / "x" / "more", "--no-latest")[0] == 0
+    code, out, _ = dsx("reshard", other, tmp_path / "x" / "more", "--no-latest")
+    assert code == 0
+    assert "tag more, say it: latest there does not name it" in out
     assert dsx("reshard", other, tmp_path / "x" / "most")[0] == 0
     assert (tmp_path / "x" / "latest").read_text() == "back"
     assert dsx("reshard", other, tmp_path / "x" / "last", "--latest")[0] == 0
