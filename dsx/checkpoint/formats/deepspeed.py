@@ -138,6 +138,7 @@ class _Names:
                 found[name, fragment.state].append(fragment)
             for key, fragments in found.items():
                 held[key][tensor] += [_Held(stage, tuple(one)) for one in _copies(fragments)]
+        _add_empty(held)
         places: dict[str, int] = {}
         for module in modules.values():
             for name in module.names:
@@ -149,6 +150,16 @@ class _Names:
         }
         ordered = {key: held[key] for key in in_order}
         return cls(ordered, roles, {name: tuple(others) for name, others in aliases.items()}, canonical)
+
+
+def _add_empty(held: Mapping[tuple[str, str], dict[int, list[_Held]]]) -> None:
+    """States of parts without elements (AutoTP on more ranks than heads), which optimizers leave out."""
+    for (name, state), by_rank in held.items():
+        for tensor, copies in held.get((name, "weight"), {}).items():
+            part = copies[0].fragments[0]
+            if tensor not in by_rank and not part.stop:
+                dtype = next(iter(by_rank.values()))[0].fragments[0].dtype
+                by_rank[tensor] = [_Held(copies[0].stage, (replace(part, state=state, dtype=dtype),))]
 
 
 def _copies(fragments: Sequence[Fragment]) -> Iterator[list[Fragment]]:

@@ -18,13 +18,13 @@ from dsx.checkpoint.formats.deepspeed_cut import Cut, Rules
 from dsx.errors import CheckpointError
 
 
-def model_of(tied: bool) -> Any:
+def model_of(tied: bool, heads: int = 2) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=68,
         hidden_size=24,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=heads,
         intermediate_size=40,
         num_hidden_layers=1,
         tie_word_embeddings=tied,
@@ -34,7 +34,9 @@ def model_of(tied: bool) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def train_and_save(rank: int, world_size: int, zero: int, tp: int, tied: bool, folder: Path) -> None:
+def train_and_save(
+    rank: int, world_size: int, zero: int, tp: int, tied: bool, folder: Path, heads: int = 2
+) -> None:
     """DeepSpeed's AutoTP; saves before training and after two steps."""
     import deepspeed
 
@@ -44,7 +46,7 @@ def train_and_save(rank: int, world_size: int, zero: int, tp: int, tied: bool, f
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
         **({"tensor_parallel": {"autotp_size": tp}} if tp > 1 else {}),
     }
-    engine, *_ = deepspeed.initialize(model=model_of(tied), config=config)
+    engine, *_ = deepspeed.initialize(model=model_of(tied, heads), config=config)
     engine.save_checkpoint(str(folder))
     for step in range(2):
         generator = torch.Generator().manual_seed(10 * step + rank // tp)
@@ -59,13 +61,17 @@ def tensors(catalog: Catalog) -> dict[tuple[str, str], torch.Tensor]:
     return {entry.key: read_entry(catalog, entry) for entry in catalog.entries}
 
 
-@pytest.mark.parametrize(("zero", "tied"), [(1, False), (3, False), (2, True)])
-def test_autotp(zero: int, tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("zero", "tied", "heads"),
+    [(1, False, 2), (3, False, 2), (2, True, 2), (1, False, 1)],
+    ids=["zero1", "zero3", "zero2-tied", "a rank without heads"],
+)
+def test_autotp(zero: int, tied: bool, heads: int, tmp_path: Path) -> None:
     dp = 2 if zero == 3 else 1
-    ranks.run(train_and_save, 2 * dp, zero, 2, tied, tmp_path / "tp")
-    ranks.run(train_and_save, dp, zero, 1, tied, tmp_path / "dp")
+    ranks.run(train_and_save, 2 * dp, zero, 2, tied, tmp_path / "tp", heads)
+    ranks.run(train_and_save, dp, zero, 1, tied, tmp_path / "dp", heads)
     start = tensors(catalog_of(tmp_path / "tp" / "global_step0"))
-    for name, expected in model_of(tied).named_parameters():
+    for name, expected in model_of(tied, heads).named_parameters():
         assert torch.equal(start[name, "master"], expected), name
     found = tensors(catalog_of(tmp_path / "tp" / "global_step2"))
     alone = tensors(catalog_of(tmp_path / "dp" / "global_step2"))
