@@ -6,6 +6,7 @@ buffers, a parameter without a gradient and two parameter groups.
 
 from __future__ import annotations
 
+import argparse
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -324,3 +325,26 @@ def read_entry(catalog: Catalog, entry: Entry, replica: int = 0) -> torch.Tensor
         seen[at] = True
     assert seen.all() or replica > 0
     return torch.from_numpy(out).view(getattr(torch, entry.dtype))
+
+
+def converted(path: Path) -> Path:
+    """What DeepSpeed's own tool makes of a checkpoint. It wants a key that plain engines do not write."""
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    for file in path.glob("*model_states.pt"):
+        content = torch.load(file, weights_only=False)
+        content.setdefault("universal_checkpoint_info", {"universal_checkpoint_version": 0.2})
+        torch.save(content, file)
+    out = path.with_name(f"{path.name}_universal")
+    main(
+        argparse.Namespace(
+            input_folder=str(path),
+            output_folder=str(out),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=False,
+        )
+    )
+    return out

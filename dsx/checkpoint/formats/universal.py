@@ -54,7 +54,7 @@ def catalog_of(root: Path) -> Catalog:
     shapes = _shapes(files)
     held = list(_parameters(root))
     common = read_torch_file(root, f"{FOLDER}/{COMMON}")
-    entries = list(_entries(root, held, shapes, module))
+    entries = list(_entries(root, held, shapes, module, files.tp))
     trained = {entry.name for entry in entries if entry.role == "trained"}
     lost = sorted(set(shapes) - trained)
     if lost:
@@ -123,6 +123,7 @@ def _entries(
     held: Sequence[tuple[str, Mapping[str, TorchFile]]],
     shapes: Mapping[str, tuple[int, ...]],
     module: Module | None,
+    tp: int,
 ) -> Iterator[Entry]:
     aliases = {names[0]: names[1:] for names in module.ties} if module is not None else {}
     for name, parts in held:
@@ -132,9 +133,11 @@ def _entries(
             if state == "step":
                 continue
             ref = _tensor(file)
-            shape = ref.shape
-            if len(shape) < 2 and name in shapes:
-                shape = shapes[name]
+            shape, local = ref.shape, shapes.get(name, ref.shape)
+            if len(shape) < 2 and (
+                tp == 1 or len(local) != len(shape)
+            ):  # else a vector's whole, beside its part
+                shape = local
             where = f"{root / file.name}: tensor {name}, {state}"
             if prod(shape) != ref.numel or not ref.contiguous:
                 raise CheckpointError(

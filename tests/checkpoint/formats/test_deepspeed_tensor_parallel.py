@@ -11,20 +11,21 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import ranks
-from checkpoint.stock_checkpoints import read_entry
+from checkpoint.stock_checkpoints import converted, read_entry
 from dsx.checkpoint.catalog import Catalog, check_files
+from dsx.checkpoint.formats import universal
 from dsx.checkpoint.formats.deepspeed import catalog_of
 from dsx.checkpoint.formats.deepspeed_cut import Cut, Rules
 from dsx.errors import CheckpointError
 
 
-def model_of(tied: bool, heads: int = 2) -> Any:
+def model_of(tied: bool, **more: Any) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
+        **{"num_key_value_heads": 2, **more},
         vocab_size=68,
         hidden_size=24,
         num_attention_heads=4,
-        num_key_value_heads=heads,
         intermediate_size=40,
         num_hidden_layers=1,
         tie_word_embeddings=tied,
@@ -35,9 +36,9 @@ def model_of(tied: bool, heads: int = 2) -> Any:
 
 
 def train_and_save(
-    rank: int, world_size: int, zero: int, tp: int, tied: bool, folder: Path, heads: int = 2
+    rank: int, world_size: int, zero: int, tp: int, tied: bool, folder: Path, more: dict[str, Any]
 ) -> None:
-    """DeepSpeed's AutoTP; saves before training and after two steps."""
+    """DeepSpeed's AutoTP, of a Llama of which ``more`` is said; saves before training and after two steps."""
     import deepspeed
 
     config = {
@@ -46,7 +47,7 @@ def train_and_save(
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
         **({"tensor_parallel": {"autotp_size": tp}} if tp > 1 else {}),
     }
-    engine, *_ = deepspeed.initialize(model=model_of(tied, heads), config=config)
+    engine, *_ = deepspeed.initialize(model=model_of(tied, **more), config=config)
     engine.save_checkpoint(str(folder))
     for step in range(2):
         generator = torch.Generator().manual_seed(10 * step + rank // tp)
@@ -62,16 +63,16 @@ def tensors(catalog: Catalog) -> dict[tuple[str, str], torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("zero", "tied", "heads"),
-    [(1, False, 2), (3, False, 2), (2, True, 2), (1, False, 1)],
+    ("zero", "tied", "more"),
+    [(1, False, {}), (3, False, {}), (2, True, {}), (1, False, {"num_key_value_heads": 1})],
     ids=["zero1", "zero3", "zero2-tied", "a rank without heads"],
 )
-def test_autotp(zero: int, tied: bool, heads: int, tmp_path: Path) -> None:
+def test_autotp(zero: int, tied: bool, more: dict[str, Any], tmp_path: Path) -> None:
     dp = 2 if zero == 3 else 1
-    ranks.run(train_and_save, 2 * dp, zero, 2, tied, tmp_path / "tp", heads)
-    ranks.run(train_and_save, dp, zero, 1, tied, tmp_path / "dp", heads)
+    ranks.run(train_and_save, 2 * dp, zero, 2, tied, tmp_path / "tp", more)
+    ranks.run(train_and_save, dp, zero, 1, tied, tmp_path / "dp", more)
     start = tensors(catalog_of(tmp_path / "tp" / "global_step0"))
-    for name, expected in model_of(tied, heads).named_parameters():
+    for name, expected in model_of(tied, **more).named_parameters():
         assert torch.equal(start[name, "master"], expected), name
     found = tensors(catalog_of(tmp_path / "tp" / "global_step2"))
     alone = tensors(catalog_of(tmp_path / "dp" / "global_step2"))
@@ -81,9 +82,18 @@ def test_autotp(zero: int, tied: bool, heads: int, tmp_path: Path) -> None:
     assert {state for _, state in found} >= {"master", "exp_avg", "exp_avg_sq"}
 
 
+def test_universal_of_autotp(tmp_path: Path) -> None:
+    """Whole tensors beside the model's local shapes; of a divided bias both are vectors."""
+    ranks.run(train_and_save, 2, 1, 2, False, tmp_path, {"attention_bias": True})
+    expected = tensors(catalog_of(tmp_path / "global_step2"))
+    found = tensors(universal.catalog_of(converted(tmp_path / "global_step2")))
+    assert found["model.layers.0.self_attn.q_proj.bias", "master"].shape == (24,)
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items() if key[1] != "weight")
+
+
 def test_without_a_description(tmp_path: Path) -> None:
     """DeepSpeed's converter joins such parts end to end and returns 0; here the user says how."""
-    ranks.run(train_and_save, 2, 1, 2, False, tmp_path)
+    ranks.run(train_and_save, 2, 1, 2, False, tmp_path, {})
     path = tmp_path / "global_step2"
     expected = tensors(catalog_of(path))
     for file in path.glob("*.pt"):

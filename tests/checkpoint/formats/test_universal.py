@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -23,29 +22,6 @@ from dsx.errors import CheckpointError
 UNIVERSAL = (("checkpoint", {"load_universal": True}),)
 
 
-def converted(path: Path) -> Path:
-    """What DeepSpeed's own tool makes of a checkpoint. It wants a key that plain engines do not write."""
-    from deepspeed.checkpoint.ds_to_universal import main
-
-    for file in path.glob("*model_states.pt"):
-        content = torch.load(file, weights_only=False)
-        content["universal_checkpoint_info"] = {"universal_checkpoint_version": 0.2}
-        torch.save(content, file)
-    out = path.with_name(f"{path.name}_universal")
-    main(
-        argparse.Namespace(
-            input_folder=str(path),
-            output_folder=str(out),
-            num_extract_workers=1,
-            num_merge_workers=1,
-            keep_temp_folder=False,
-            strict=True,
-            inject_missing_state=False,
-        )
-    )
-    return out
-
-
 def check(catalog: Catalog, live: Live) -> None:
     held = catalog.by_key
     names = {alias: entry.name for entry in catalog.entries for alias in (entry.name, *entry.aliases)}
@@ -63,7 +39,7 @@ def check(catalog: Catalog, live: Live) -> None:
 def test_what_deepspeeds_tool_writes(stock: Stock, tmp_path: Path) -> None:
     path, live, _ = stock_checkpoints.save(stock, tmp_path)
     expected = deepspeed.catalog_of(path).facts
-    out = converted(path)
+    out = stock_checkpoints.converted(path)
     catalog = universal.catalog_of(out)
     check_files(catalog)
     check(catalog, live[0])
@@ -81,7 +57,7 @@ def test_what_deepspeeds_tool_writes(stock: Stock, tmp_path: Path) -> None:
 def test_rests_of_an_interrupted_conversion(tmp_path: Path) -> None:
     """DeepSpeed's tool merges what it finds in tmp/ into the next checkpoint and says nothing."""
     path, *_ = stock_checkpoints.save(Stock(zero=1, dp=1), tmp_path)
-    out = converted(path)
+    out = stock_checkpoints.converted(path)
     (out / "tmp").mkdir()
     with pytest.raises(CheckpointError, match=r"tmp: its conversion was interrupted"):
         universal.catalog_of(out)
