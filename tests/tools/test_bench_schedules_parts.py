@@ -89,7 +89,7 @@ def _send(way: str, message: torch.Tensor) -> None:
 
 
 def _receive(way: str, box: torch.Tensor) -> float:
-    """Seconds spent waiting."""
+    """When waiting began."""
     begun = time.monotonic()
     if way == "send":
         dist.recv(box, 0)
@@ -100,13 +100,13 @@ def _receive(way: str, box: torch.Tensor) -> float:
         work = dist.irecv(box, 0)
         while way == "busy" and time.monotonic() < begun + 2 * DELAY:
             pass
-        begun = time.monotonic() if way == "busy" else begun
+        begun = time.monotonic()
         work.wait()
-    return time.monotonic() - begun
+    return begun
 
 
-def _late_messages(rank: int, world_size: int, folder: str) -> list[float]:
-    """Rank 0 sends in each of four ways, rank 1 receives; how long each was held up."""
+def _late_messages(rank: int, world_size: int, folder: str) -> list[tuple[float, float]]:
+    """Rank 0 sends in each of four ways, rank 1 receives; from when to when each was held up."""
     del world_size
     wire = Wire(Path(folder), virtual.Sleeper(), delay_seconds=DELAY)
     waited = []
@@ -117,9 +117,9 @@ def _late_messages(rank: int, world_size: int, folder: str) -> list[float]:
             begun = time.monotonic()
             if rank == 0:
                 _send(way, message)
-                waited.append(time.monotonic() - begun)
             else:
-                waited.append(_receive(way, message))
+                begun = _receive(way, message)
+            waited.append((begun, time.monotonic()))
             assert message.tolist() == [7.0] * 4
     plain = torch.zeros(1)
     (dist.send if rank == 0 else dist.recv)(plain, 1 - rank)
@@ -129,9 +129,11 @@ def _late_messages(rank: int, world_size: int, folder: str) -> list[float]:
 
 def test_messages_are_late_for_who_waits(tmp_path):
     sender, receiver = ranks.run(_late_messages, 2, str(tmp_path))
-    assert all(waited < DELAY for waited in sender)
-    assert all(waited >= 0.9 * DELAY for waited in receiver[:3])  # the barrier lets ranks go at slight odds
-    assert receiver[3] < DELAY, "what was computed meanwhile hides the delay"
+    assert all(end - begun < DELAY for begun, end in sender)
+    for (sent, _), (_, came) in zip(sender[:3], receiver[:3], strict=True):
+        assert came - sent >= DELAY
+    begun, end = receiver[3]
+    assert end - begun < DELAY, "what was computed meanwhile hides the delay"
 
 
 def _row(engine: str, seconds: float, **figures) -> dict:
