@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import ranks
+from dsx.runtime.paper.meter import StorageMeter
 from often import often
 
 CONFIG = {
@@ -77,3 +79,18 @@ def test_steps_are_those_of_a_real_rank(name):
         assert paper["phases"][step] == real[1]["phases"][step]
     # A scalar or two are kept on one side alone.
     assert paper["steady"] == pytest.approx(real[1]["steady"], abs=16)
+
+
+def test_a_workspace_that_is_looked_at_does_not_count():
+    """gloo's reduce-scatter splits its own copy: in the caller's thread, or in its own, as it happens."""
+    workspace = torch.zeros(8)
+    with StorageMeter("cpu") as meter:
+        parts = workspace.split(4)
+        assert meter.current_bytes == 0
+        made = parts[0] + 1
+        seen = made.view(2, 2)
+        assert meter.current_bytes == 16
+        del made
+        assert meter.current_bytes == 16
+        del seen
+        assert meter.current_bytes == 0

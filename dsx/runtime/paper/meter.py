@@ -92,6 +92,8 @@ class StorageMeter(TorchDispatchMode):
         if replaced is not None:
             self._forget(replaced)
             del replaced
+        if func.is_view:  # of something counted, or of a workspace (gloo's reduce-scatter splits its own)
+            return result
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device_type:
                 self.add(leaf)
