@@ -134,9 +134,8 @@ def _entries(
                 continue
             ref = _tensor(file)
             shape, local = ref.shape, shapes.get(name, ref.shape)
-            if len(shape) < 2 and (
-                tp == 1 or len(local) != len(shape)
-            ):  # else a vector's whole, beside its part
+            divided = tp > 1 and len(local) == 1  # a vector: the file has it whole, the model a part
+            if len(shape) < 2 and not divided:
                 shape = local
             where = f"{root / file.name}: tensor {name}, {state}"
             if prod(shape) != ref.numel or not ref.contiguous:
