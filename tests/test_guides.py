@@ -45,13 +45,20 @@ def commands(guide: str) -> list[list[str]]:
 
 
 def run(words: list[str], folder: Path, *, seconds: float = 200, **environment: str) -> tuple[int, str]:
-    """Exit code and output of a command as a reader would type it, in a folder with the project's."""
+    """Exit code and output of a command as a reader would type it, in a folder with the project's.
+
+    But on a port of its own: another worker's tests may be using the launcher's.
+    """
+    from recipes.launching import free_port
+
     for name in ("recipes", "configs"):
         with suppress(FileExistsError):
             (folder / name).symlink_to(ROOT / name)
     command = words
     if words[0] == "dsx":
         command = [sys.executable, "-c", "from dsx.cli.app import main; main()", *words[1:]]
+    elif words[0] == "deepspeed" and "--master_port" not in words:
+        command = [words[0], "--master_port", str(free_port()), *words[1:]]
     environ = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command,

@@ -80,12 +80,19 @@ def test_the_two_commands_are_one_line_each():
 
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory) -> tuple[Path, str]:
-    """The command under "Run it", after its installation and with few, small steps: (folder, output)."""
+    """The command under "Run it", after its installation and with few, small steps: (folder, output).
+
+    On a port of its own: another worker's tests may be using the launcher's.
+    """
+    from recipes.launching import free_port
+
     folder = tmp_path_factory.mktemp("run")
     command = shlex.split(only_block("Run it").rsplit("&&", 1)[1])
     assert command.pop(0) == "PATH=$PWD/.venv/bin:$PATH"
     for item in (*SMALL, "dsx.train.steps=2"):
         command += ["--set", item]
+    assert command[0] == "deepspeed"
+    command[1:1] = ["--master_port", str(free_port())]
     for name in ("recipes", "configs"):
         (folder / name).symlink_to(ROOT / name)
     search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
