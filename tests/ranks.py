@@ -192,11 +192,11 @@ def _collect(jobs: list[_Job], processes: list[Process], replies: list[Connectio
             else:
                 results[job.rank] = pickle.loads(reply.value)
         if failed:
+            if not ready:
+                break
             # A killed rank's peer may notice before that rank's own pipe is closed.
             deadline = min(deadline, time.monotonic() + _NOTICE_SECONDS)
-        if not ready and failed:
-            break
-        if not ready:
+        elif not ready:
             raise _late(waiting, [processes[job.rank] for job in waiting.values()])
     if failed:
         raise _failure(*min(failed, key=lambda failure: failure[1] is not None))

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import dsx
+from recipes.launching import free_port
 
 ROOT = Path(__file__).parents[1]
 GUIDES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "dsx/guides").glob("*.md")}
@@ -49,8 +50,6 @@ def run(words: list[str], folder: Path, *, seconds: float = 200, **environment: 
 
     But on a port of its own: another worker's tests may be using the launcher's.
     """
-    from recipes.launching import free_port
-
     for name in ("recipes", "configs"):
         with suppress(FileExistsError):
             (folder / name).symlink_to(ROOT / name)
@@ -192,8 +191,6 @@ def test_two_machines_of_a_hostfile(tmp_path, how):
     (hostfile,) = blocks("launching.md", "text")
     for name, here in {"node1": "127.0.0.1", "node2": "localhost", "slots=8": "slots=1"}.items():
         hostfile = hostfile.replace(name, here)
-    from recipes.launching import free_port
-
     port = ["--master_port", str(free_port())]
     folder = tmp_path / "project"
     folder.mkdir()
@@ -213,8 +210,6 @@ def test_two_machines_of_a_hostfile(tmp_path, how):
 def test_the_slurm_script_starts_torchrun(tmp_path):
     """With stand-ins for Slurm's commands on one machine."""
     (script,) = [block for block in blocks("launching.md", "bash") if block.startswith("#!")]
-    from recipes.launching import free_port
-
     script = script.replace("--nproc_per_node 8", "--nproc_per_node 1").replace(":29500", f":{free_port()}")
     *rest, last = script.strip().splitlines()
     added = shlex.join(tiny([], tmp_path / "out"))

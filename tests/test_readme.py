@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 import dsx
+from recipes.launching import free_port
 import ranks
 
 ROOT = Path(__file__).parents[1]
@@ -84,8 +85,6 @@ def first_run(tmp_path_factory) -> tuple[Path, str]:
 
     On a port of its own: another worker's tests may be using the launcher's.
     """
-    from recipes.launching import free_port
-
     folder = tmp_path_factory.mktemp("run")
     command = shlex.split(only_block("Run it").rsplit("&&", 1)[1])
     assert command.pop(0) == "PATH=$PWD/.venv/bin:$PATH"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,21 +52,13 @@ class StorageMeter(TorchDispatchMode):
         device_type: Storages on this kind of device count.
         rounding_bytes: Each storage counts as a multiple of this.
         label: Gives what to remember of a new storage; :attr:`at_peak` then says what the peak consisted of.
-        settle_seconds: Before a new peak is noted, other threads have this long to let go of what they hold:
-            gloo's keep the buffers of a collective for a moment after its ``wait`` has returned.
     """
 
     def __init__(
-        self,
-        device_type: str,
-        *,
-        rounding_bytes: int = 1,
-        label: Callable[[], str] | None = None,
-        settle_seconds: float = 0.0,
+        self, device_type: str, *, rounding_bytes: int = 1, label: Callable[[], str] | None = None
     ) -> None:
         super().__init__()
         self._device_type, self._rounding, self._label = device_type, rounding_bytes, label
-        self._settle_seconds = settle_seconds
         self._live: dict[int, tuple[int, str]] = {}
         self._phase = ""
         self.current_bytes = 0
@@ -126,10 +117,7 @@ class StorageMeter(TorchDispatchMode):
         self.current_bytes -= self._live.pop(key)[0]
 
     def _note(self) -> None:
-        peak = self.peak_bytes.get(self._phase, -1)
-        if self._settle_seconds and self.current_bytes > peak:
-            time.sleep(self._settle_seconds)  # lets go of the interpreter's lock, which they need
-        if self.current_bytes <= peak:
+        if self.current_bytes <= self.peak_bytes.get(self._phase, -1):
             return
         self.peak_bytes[self._phase] = self.current_bytes
         if self._label is not None:

@@ -27,9 +27,6 @@ from dsx.runtime.paper.meter import CUDA_ROUNDING_BYTES, StorageMeter
 STEPS = 2
 """The first step makes the optimizer's state; the second is like all that follow."""
 
-SETTLE_SECONDS = 0.01
-"""Of a real rank's meter."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedPeaks:
@@ -113,7 +110,7 @@ def measure(config: RunConfig) -> TracedPeaks:
     """
     torch.autograd.set_multithreading_enabled(False)  # else backwards escape the meter
     groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
-    meter = StorageMeter("cpu", settle_seconds=SETTLE_SECONDS)
+    meter = StorageMeter("cpu")
     with meter:
         with meter.phase("build"):
             model = recipe.build_model(config, groups)
