@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 import dsx
-from recipes.launching import free_port
 import ranks
+from recipes.launching import free_port
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

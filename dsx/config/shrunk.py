@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsx.config.presets import BYTES_VOCABULARY
 from dsx.config.run import RunConfig
+from dsx.plan.hf_config import own_keys, without_names_of
 from dsx.plan.params import layer_kinds
+from dsx.spec.model import ModelSpec
 
 _HEAD_DIM = 8
 _TOKENS_PER_RANK = 8
@@ -29,13 +31,6 @@ _BUCKETS = (
 )  # fmt: skip
 _GPT2_DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
 _DROPOUTS = ("attention_dropout",)
-_GPT2 = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-    "intermediate_size": "n_inner",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +76,7 @@ def trial(
             for key, value in sizes.items()
             if hf_config.get(key) != value
         ]
-        hf_config |= sizes
+        hf_config = {**without_names_of(config.model.family, sizes, hf_config), **sizes}
         block["data"] |= {"sequence_length": _sequence_length(config), "tokenizer": "bytes"}
         changes.append(f"sequence_length: {config.sequence_length} -> {block['data']['sequence_length']}")
         block["partition"] = {"method": _layers_of_stages(config)}
@@ -181,10 +176,10 @@ def _sizes(config: RunConfig) -> dict[str, Any]:
     per_kv_head = model.num_heads // model.num_kv_heads
     kv_heads = min(model.num_kv_heads, tp * (2 if per_kv_head <= _FEW_HEADS else 1))
     heads = kv_heads * per_kv_head
-    head_dim = min(model.head_dim, _HEAD_DIM if heads <= _MANY_HEADS else _HEAD_DIM // 2)
-    # Where heads x head_dim is not the hidden size, it is not here either.
-    square = model.num_heads * model.head_dim == model.hidden_size
-    hidden = heads * head_dim if square else (heads + 1) * head_dim
+    head_dim = _head_dim(model, heads)
+    # Heads x head_dim stays above, below or at the hidden size, which Llama wants to divide by the heads.
+    wider, narrower = model.query_size < model.hidden_size, model.query_size > model.hidden_size
+    hidden = heads * (head_dim + 2 if wider else head_dim // 2 if narrower else head_dim)
     ffn = max(1, min(model.ffn_size, 2 * hidden) // tp) * tp
     length = _sequence_length(config)
     sizes: dict[str, Any] = {
@@ -193,19 +188,44 @@ def _sizes(config: RunConfig) -> dict[str, Any]:
         "num_attention_heads": heads,
         "intermediate_size": ffn,
         "vocab_size": _vocabulary(config),
-        "max_position_embeddings": min(model.max_positions, 2 * length),
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
         "initializer_range": max(model.init_std, _INIT),
     }
-    if model.family == "gpt2":
-        return {_GPT2.get(key, key): value for key, value in sizes.items()}
-    sizes["num_key_value_heads"] = kv_heads
-    sizes["head_dim"] = head_dim
-    window = config.hf_config.get("sliding_window")
+    if model.rope is None:  # a table of them; the rope's scaling depends on their number
+        sizes["max_position_embeddings"] = min(model.max_positions, 2 * length)
+    sizes |= _windows(config, sizes["num_hidden_layers"], length)
+    return own_keys(model.family, sizes)
+
+
+def _head_dim(model: ModelSpec, heads: int) -> int:
+    """A small head with a whole number of pairs to rotate, and a part that is not rotated if there is one."""
+    least = min(model.head_dim, _HEAD_DIM if heads <= _MANY_HEADS else _HEAD_DIM // 2)
+    partial = model.rope is not None and model.rotary_size < model.head_dim
+    for head_dim in range(least, model.head_dim):
+        rotated = replace(model, head_dim=head_dim).rotary_size
+        if model.rope is None or (
+            head_dim % 2 == 0 < rotated and rotated % 2 == 0 and partial == (rotated < head_dim)
+        ):
+            return head_dim
+    return model.head_dim
+
+
+def _windows(config: RunConfig, num_layers: int, length: int) -> dict[str, Any]:
+    """Keys that say which of the fewer layers have a window, as short for the sequence as the user's."""
+    given, windows = config.hf_config, config.model.windows
+    sizes: dict[str, Any] = {}
+    window = given.get("sliding_window")
     if isinstance(window, int) and window < config.sequence_length:
         sizes["sliding_window"] = max(2, length // 2)
-    for key, value in config.hf_config.items():  # one entry per block, e.g. layer_types
-        if isinstance(value, list) and len(value) == model.num_layers:
-            sizes[key] = value[: sizes["num_hidden_layers"]]
+    for key, value in given.items():  # one entry per block, e.g. layer_types
+        if isinstance(value, list) and len(value) == config.model.num_layers:
+            starts = range(len(value) - num_layers + 1)
+            first = max(starts, key=lambda start: len(set(value[start : start + num_layers])))
+            sizes[key] = value[first : first + num_layers]
+    if isinstance(given.get("max_window_layers"), int) and any(windows):
+        full = sum(window == 0 for window in windows)  # the first layers, which have none
+        sizes["max_window_layers"] = min(full, max(num_layers - 1, 0))
     return sizes
 
 

@@ -8,7 +8,7 @@ give that row no gradient, ``nn.Embedding(padding_idx=...)``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -136,6 +136,27 @@ def model_spec(config: Mapping[str, object]) -> ModelSpec:
 def architecture(family: str) -> str:
     """Name of transformers' language model class, as config.json has it: ``GPT2LMHeadModel``."""
     return _classes(family)[0]
+
+
+def own_keys(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values``, given under Llama's keys, under the keys that ``family`` calls them.
+
+    What a family does not say of itself, such as GPT-NeoX's key/value heads, is left out.
+
+    >>> own_keys("gpt2", {"hidden_size": 8, "intermediate_size": 32, "head_dim": 4})
+    {'n_embd': 8, 'n_inner': 32}
+    """
+    names: dict[str, str] = {}
+    if family == "gpt2":
+        names = {general: own for own, general in _GPT2_NAMES.items()} | {"intermediate_size": "n_inner"}
+    own = {names.get(key, key): value for key, value in values.items()}
+    return {key: value for key, value in own.items() if key in _KEYS[family]}
+
+
+def without_names_of(family: Family, keys: Iterable[str], config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` without other names of ``keys``, which would contradict new values."""
+    others = {_GPT2_NAMES.get(key) for key in keys} if family == "gpt2" else set()
+    return {key: value for key, value in config.items() if key not in others}
 
 
 def _classes(family: str) -> tuple[str, str]:

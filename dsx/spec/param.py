@@ -32,7 +32,8 @@ class ParamSpec:
         parts: Fused blocks along ``split``, each cut on its own (Q, K and V of a fused QKV, gate and up of
             a gated MLP); empty means one block.
         pad_multiple: Each rank's extent along ``split`` is rounded up to a multiple of this
-            (vocabulary rows; only with a single block). Padding rows are zero and never trained.
+            (vocabulary rows; only with a single block). Padding rows are zero and never trained. None: there
+            is no padding, so every block must divide by tp.
         hf: Hugging Face tensor names: one per part in order, or one that holds all parts.
         hf_transposed: The Hugging Face tensor is the transpose of ours (GPT-2's Conv1D).
         tie: Key of the tie group when several layers use this tensor, else None.
@@ -45,7 +46,7 @@ class ParamSpec:
     hf: tuple[str, ...]
     split: int | None = None
     parts: tuple[int, ...] = ()
-    pad_multiple: int = 1
+    pad_multiple: int | None = None
     hf_transposed: bool = False
     tie: str | None = None
 
@@ -53,6 +54,12 @@ class ParamSpec:
         if self.parts and (self.split is None or sum(self.parts) != self.shape[self.split]):
             raise LayoutError(
                 f"{self.name} parts {self.parts}", "they do not fill the split dim", "fix the spec"
+            )
+        if self.pad_multiple is not None and (self.split is None or self.parts or self.pad_multiple < 1):
+            raise LayoutError(
+                f"{self.name} pad_multiple {self.pad_multiple}",
+                "only a tensor cut as one block is padded, to a multiple of at least 1",
+                "fix the spec",
             )
         if len(self.hf) not in (1, max(1, len(self.parts))):
             raise LayoutError(
@@ -68,7 +75,7 @@ class ParamSpec:
         """Elements along ``split`` that each of ``tp`` ranks holds, padding included."""
         if self.split is None:
             raise LayoutError(self.name, "a replicated tensor has no split dim", "ask for its shape")
-        if self.pad_multiple > 1:
+        if self.pad_multiple is not None:
             per_rank = -(-self.shape[self.split] // tp)
             return -(-per_rank // self.pad_multiple) * self.pad_multiple
         return sum(hi - lo for lo, hi in self._spans(tp, 0))
@@ -100,7 +107,7 @@ class ParamSpec:
     def _spans(self, tp: int, tp_rank: int) -> tuple[tuple[int, int], ...]:
         assert self.split is not None
         extent = self.shape[self.split]
-        if self.pad_multiple > 1:
+        if self.pad_multiple is not None:
             step = self.local_extent(tp)
             return ((min(tp_rank * step, extent), min((tp_rank + 1) * step, extent)),)
         spans, base = [], 0

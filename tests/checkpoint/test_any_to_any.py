@@ -51,11 +51,11 @@ others = st.builds(
 hops = st.lists(st.one_of(dsx_layouts, engines, pipelines, others), min_size=1, max_size=3)
 
 
-@pytest.fixture(scope="module", params=[("gpt2", "bf16"), ("llama", "fp32")], ids="-".join)
+@pytest.fixture(scope="module", params=[("gpt2", "bf16", 1), ("llama", "fp32", 8)], ids=str)
 def first(request, tmp_path_factory):
     """A checkpoint of a run: weights that are their masters, rounded, and moments; its tensors."""
-    family, precision = request.param
-    specs, folder = made.layout(family).params, tmp_path_factory.mktemp("first")
+    family, precision, multiple = request.param
+    specs, folder = made.layout(family, multiple=multiple).params, tmp_path_factory.mktemp("first")
     chance = np.random.default_rng(4)
     bits = {
         (spec.name, state): chance.normal(size=spec.shape).astype("<f4").view("<u4")

@@ -51,7 +51,7 @@ def sharded(draw):
     dims = draw(st.integers(1, 3))
     split = draw(st.none() | st.integers(0, dims - 1))
     shape = draw(st.lists(st.integers(1, 5), min_size=dims, max_size=dims))
-    parts, multiple = (), 1
+    parts, multiple = (), None
     if split is not None:
         kind = draw(st.sampled_from(["even", "parts", "padded"]))
         if kind == "parts":
@@ -60,7 +60,7 @@ def sharded(draw):
         elif kind == "even":
             shape[split] *= tp
         else:
-            multiple = draw(st.integers(2, 4))
+            multiple = draw(st.integers(1, 4))
     spec = ParamSpec(
         name="0.w",
         layer=0,

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 import ranks
+from dsx.config.presets import Preset, presets
+from often import often
 
 COMMAND = ("verify",)
 USER = Path(__file__).parents[1] / "runtime" / "verify" / "user_pipeline.py"
@@ -84,6 +86,37 @@ def test_a_config_of_dsx(dsx, tmp_path: Path) -> None:
     assert "hidden_size: 128 -> 64" in out
     assert "equal      losses, norms, gradients and updates are those of one process" in out
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("preset", often([p for p in presets() if p.name != "tiny"], every=9), ids=repr)
+def test_every_published_model(dsx, tmp_path: Path, preset: Preset) -> None:
+    """Its small likeness trains as transformers' does: the sizes it shrinks to are some its family takes."""
+    block = {
+        "model": {"family": preset.family, "preset": preset.name},
+        "data": {"sequence_length": 64, "tokenizer": "bytes"},
+        "train": {"steps": 1, "output": str(tmp_path / "out")},
+    }
+    pipeline = ("--set", "dsx.parallel.pipeline=2", "--set", "dsx.parallel.tensor=1")
+    code, out, err = dsx(deepspeed(tmp_path, dsx=block), "--world-size", 2, "--steps", 1, *pipeline)
+    assert (code, err) == (0, ""), out
+
+
+@pytest.mark.parametrize(("tensor", "heads"), often([(3, 6), (2, 6), (2, 2)], every=3))
+def test_a_vocabulary_that_tensor_parallelism_does_not_divide(
+    dsx, tmp_path: Path, tensor: int, heads: int
+) -> None:
+    """Its rows are padded, also to a multiple of 1; heads x head_dim is not the hidden size."""
+    llama = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": heads}
+    sizes = {"num_key_value_heads": heads, "head_dim": 16, "intermediate_size": 96, "vocab_size": 257}
+    block = {
+        "model": {"config": llama | sizes, "vocab_multiple": 1},
+        "parallel": {"tensor": tensor},
+        "data": {"sequence_length": 24, "tokenizer": "bytes"},
+        "train": {"steps": 1, "output": str(tmp_path / "out")},
+    }
+    file = deepspeed(tmp_path, zero_optimization={"stage": 1}, dsx=block)
+    code, out, err = dsx(file, "--world-size", tensor, "--steps", 2, "--full")
+    assert (code, err) == (0, ""), out
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dsx.errors import ModelError
+from dsx.errors import LayoutError, ModelError
 from dsx.nn.rotary import inverse_frequencies
 from dsx.plan.hf_config import model_spec
 from dsx.plan.params import layer_kinds, num_parameters, param_specs
@@ -154,7 +154,13 @@ def test_vocabulary_padding_is_not_counted():
     table = param_specs(model, pad_multiple=64)[0]
     assert table.shape == (1009, 48)
     assert table.local_shape(2) == (512, 48)
-    assert param_specs(model, pad_multiple=1)[0].pad_multiple == 1
+    odd = param_specs(model, pad_multiple=1)[0]
+    assert [odd.local_shape(tp) for tp in (1, 2, 1009)] == [(1009, 48), (505, 48), (1, 48)]
+    assert odd.boxes(2, 1) == (((505, 1009), (0, 48)),)
+    with pytest.raises(LayoutError, match=r"a block of 48 on dim 0.*does not divide by tp = 5"):
+        dataclasses.replace(odd, shape=(48, 48), pad_multiple=None).local_shape(5)
+    with pytest.raises(LayoutError, match="only a tensor cut as one block is padded"):
+        dataclasses.replace(odd, parts=(1000, 9))
 
 
 @pytest.mark.parametrize(

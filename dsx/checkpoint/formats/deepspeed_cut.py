@@ -210,8 +210,8 @@ def cut_info(specs: Sequence[ParamSpec]) -> dict[str, Any]:
     what is in none, is one of a single fused block, so that nothing is left to a default. The name of a
     category's tensor is its whole name: DeepSpeed matches beginnings.
     """
-    tables = [spec for spec in specs if spec.pad_multiple > 1]
-    cut = [spec for spec in specs if spec.split is not None and spec.pad_multiple == 1]
+    tables = [spec for spec in specs if spec.pad_multiple is not None]
+    cut = [spec for spec in specs if spec.split is not None and spec.pad_multiple is None]
     rows = [spec for spec in cut if spec.split == 1 and not spec.parts]
     fused = [spec for spec in cut if spec not in rows]
     if not specs:

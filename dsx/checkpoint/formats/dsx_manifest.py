@@ -41,7 +41,8 @@ class StoredState:
 class StoredTensor:
     """A logical tensor.
 
-    ``layer`` is None for a tensor of which it is not known how layouts cut it.
+    ``layer`` is None for a tensor of which it is not known how layouts cut it. Files from before ``padded``
+    have None there, and padding where ``pad_multiple`` is above 1.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -52,6 +53,7 @@ class StoredTensor:
     split: int | None = None
     parts: tuple[int, ...] = ()
     pad_multiple: int = 1
+    padded: bool | None = None
     tie: str | None = None
     layer: int | None = None
     hf: tuple[str, ...] = ()
@@ -160,8 +162,9 @@ def _tensor(
     first = entries[0]
     known: dict[str, Any] = {}
     if spec is not None:
-        fields = ("split", "parts", "pad_multiple", "tie", "layer", "hf", "hf_transposed")
+        fields = ("split", "parts", "tie", "layer", "hf", "hf_transposed")
         known = {field: getattr(spec, field) for field in fields}
+        known |= {"padded": spec.pad_multiple is not None, "pad_multiple": spec.pad_multiple or 1}
     return StoredTensor(
         name=first.name,
         shape=first.shape,
@@ -219,6 +222,7 @@ def _catalog(root: Path, stored: _Stored, facts: dict[str, Any]) -> Catalog:
 
 def _spec(tensor: StoredTensor, layer: int) -> ParamSpec:
     """How layouts cut a tensor. How it was initialised is no part of a checkpoint."""
+    padded = tensor.pad_multiple > 1 if tensor.padded is None else tensor.padded
     return ParamSpec(
         name=tensor.name,
         layer=layer,
@@ -227,7 +231,7 @@ def _spec(tensor: StoredTensor, layer: int) -> ParamSpec:
         hf=tensor.hf,
         split=tensor.split,
         parts=tensor.parts,
-        pad_multiple=tensor.pad_multiple,
+        pad_multiple=tensor.pad_multiple if padded else None,
         hf_transposed=tensor.hf_transposed,
         tie=tensor.tie,
     )

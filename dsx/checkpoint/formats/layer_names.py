@@ -60,7 +60,7 @@ def as_model(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
 
 
 def _unpadded(entry: Entry, spec: ParamSpec | None) -> Entry:
-    if spec is None or spec.pad_multiple == 1 or entry.shape != spec.local_shape(1):
+    if spec is None or spec.pad_multiple is None or entry.shape != spec.local_shape(1):
         return entry
     pieces = [clipped(piece, whole(spec.shape), entry.item_bytes) for piece in entry.pieces]
     return replace(entry, shape=spec.shape, pieces=tuple(piece for piece in pieces if piece is not None))

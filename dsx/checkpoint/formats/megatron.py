@@ -219,7 +219,9 @@ def _ungrouped(entry: Entry, model: ModelSpec) -> Entry:
 
 def _fitted(source: Catalog, entry: Entry, spec: ParamSpec, state: str) -> Entry:
     """The entry under its new name, without the padding of a vocabulary."""
-    padded = spec.pad_multiple > 1 and entry.shape[1:] == spec.shape[1:] and entry.shape[0] > spec.shape[0]
+    padded = (
+        spec.pad_multiple is not None and entry.shape[1:] == spec.shape[1:] and entry.shape[0] > spec.shape[0]
+    )
     if not padded and entry.shape != spec.shape:
         raise CheckpointError(
             f"{source.root}: {entry}", f"its shape is {entry.shape}, the model's {spec.shape}", _GIVE

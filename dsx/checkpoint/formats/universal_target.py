@@ -49,7 +49,7 @@ def target_of(source: Catalog, root: Path, layout: StockLayout) -> Target:
             "zero = 0", "DeepSpeed loads universal checkpoints with ZeRO alone", "use ZeRO 1, 2 or 3"
         )
     plan = StockPlan.of(source, replace(layout, dp=1, bounds=(), tied=(), specs=()))
-    padded = {spec.name for spec in layout.specs if spec.pad_multiple > 1}
+    padded = {spec.name for spec in layout.specs if spec.pad_multiple is not None}
     files = Files(root)
     files.begin(plan)
     for at, group in enumerate(plan.groups):

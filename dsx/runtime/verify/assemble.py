@@ -153,7 +153,7 @@ def _whole(item: Known, places: Sequence[int], parts: Local, tp: int) -> Whole:
     for pp in there:
         shards = [parts[pp, rank] for rank in range(tp) if (pp, rank) in parts]
         values.append(shards[0] if spec is None else slices.merge(spec, shards))
-        if spec is not None and spec.pad_multiple > 1 and spec.split is not None:
+        if spec is not None and spec.pad_multiple is not None and spec.split is not None:
             for rank, shard in enumerate(shards):
                 real = sum(hi - lo for lo, hi in (box[spec.split] for box in spec.boxes(tp, rank)))
                 rest = shard.narrow(spec.split, real, shard.shape[spec.split] - real)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from dsx.checkpoint.formats import hf, slices
+from dsx.checkpoint.formats import hf, hf_names, slices
 from dsx.config.run import RunConfig
 from dsx.nn import families, random
 from dsx.nn.parallel import TensorParallel
@@ -75,8 +75,14 @@ class Transformers:
         hf_config = AutoConfig.for_model(kind, **settings)
         self._model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
         self._model.train()
-        self._parameters = dict(self._model.named_parameters())
-        self._specs, self._vocab_size = config.param_specs, config.model.vocab_size
+        held = dict(self._model.named_parameters())
+        self._specs = config.param_specs
+        # Specs have the names of files, where GPT-NeoX's head has another one than in the model.
+        self._parameters = {
+            name: next(held[other] for other in hf_names.stored_names(spec, name) if other in held)
+            for spec in self._specs
+            for name in spec.hf
+        }
         self.title = f"transformers {type(self._model).__name__}, one process, fp32"
         self.order = tuple(spec.name for spec in config.param_specs)
 

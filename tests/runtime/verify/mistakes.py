@@ -99,7 +99,7 @@ def _leak(original: Any) -> Any:
     def initialise(self: Any, module: Any) -> None:
         original(self, module)
         for parameter in module.parameters():
-            if parameter.dsx_spec.pad_multiple > 1:
+            if parameter.dsx_spec.pad_multiple is not None:
                 parameter.register_hook(lambda g: torch.cat((g[:-1], g[-1:] + 0.01)))
 
     return initialise
