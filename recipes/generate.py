@@ -25,6 +25,7 @@ def main() -> None:
         tokenizer=arguments.tokenizer,
         precision=arguments.precision,
         device=arguments.device,
+        trust_remote_code=arguments.trust_remote_code,
     )
 
     # The model is transformers' own: model.generate has beams, penalties and all the rest.
@@ -61,6 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--precision", choices=("fp32", "bf16", "fp16"), help="the weights' own by default")
     add("--model", type=Path, help="folder or config.json, for checkpoints that do not say what they are of")
     add("--tokenizer", help="bytes, folder or hub name; the one that the model was trained with by default")
+    add("--trust-remote-code", action="store_true", help="run code that the model or the tokenizer brings")
     return parser.parse_args()
 
 

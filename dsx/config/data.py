@@ -65,6 +65,11 @@ class DataConfig(TextSource):
         description='"bytes" (256 bytes, end of document), or a transformers tokenizer: name or path. '
         '"auto" is the one in the folder dsx.model.path, or bytes if the weights are fresh.',
     )
+    trust_remote_code: bool = Field(
+        default=False,
+        description="Run Python code that comes with the tokenizer (auto_map in its tokenizer_config.json). "
+        "Without it such a tokenizer is refused; nobody is asked. A model's own code is never run.",
+    )
     sequence_length: Positive = Field(description="Tokens per sequence.")
     held_out: float = Field(
         default=0.05, ge=0, lt=1, description="Fraction of the documents kept for evaluation."

@@ -62,6 +62,8 @@ def read_model(dsx: DsxConfig) -> ModelSource:
             )
     config |= model.overrides
     notes = []
+    if config.pop("auto_map", None) is not None:  # nor does an export of the run have such code
+        notes.append(f"{place}: auto_map names code of the model's own, which is not run: dsx has {family}")
     is_free = model.preset is not None and "vocab_size" not in model.overrides
     if is_free and tokenizer == BYTES and config["vocab_size"] != BYTES_VOCABULARY:
         config["vocab_size"] = BYTES_VOCABULARY

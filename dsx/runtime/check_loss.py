@@ -26,6 +26,7 @@ from dsx.checkpoint.reader import Reader
 from dsx.errors import CheckpointError, ModelError
 from dsx.plan.hf_config import model_spec
 from dsx.plan.params import param_specs
+from dsx.runtime.custom_code import without_code
 
 _SEQUENCES, _LENGTH, _SEED = 4, 64, 0
 
@@ -69,7 +70,7 @@ class LossCheck:
             self._model = model_spec(dict(config))
         except ModelError as error:
             raise CheckpointError("--check-loss", str(error), "leave it out") from None
-        self._config = dict(config)
+        self._config = without_code(config)
         if tokens is None:
             self._rows = _random_rows(self._model.vocab_size, self._model.max_positions)
         else:
@@ -107,7 +108,7 @@ class LossCheck:
         named = as_hf(as_model(catalog, specs), specs)
         told = _precision(catalog)
         config = AutoConfig.for_model(**{k: v for k, v in self._config.items() if k != "architectures"})
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
         with Reader.open(named) as reader:
             for name, parameter in model.named_parameters():
                 entry = reader.find(name, "weight")

@@ -21,6 +21,7 @@ from dsx.checkpoint.reader import Reader
 from dsx.checkpoint.reshard import under_hf_names
 from dsx.errors import CheckpointError, ConfigError, DataError
 from dsx.runtime.arrays import as_numpy
+from dsx.runtime.custom_code import check_model_code
 from dsx.runtime.data.tokenizers import Tokenizer, load_tokenizer
 from dsx.runtime.run_folder import find_checkpoint, tokenizer_of_run
 
@@ -39,6 +40,7 @@ def load_transformers(
     tokenizer: str | None = None,
     precision: str | None = None,
     device: str = "cpu",
+    trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """The ``transformers`` model that a checkpoint holds, ready to generate, and the tokenizer of its text.
 
@@ -52,12 +54,15 @@ def load_transformers(
             model was trained with, where that is known.
         precision: fp32, bf16 or fp16; by default what the weights were trained in.
         device: As torch names it.
+        trust_remote_code: Run Python code that comes with the model's folder or the tokenizer. Without it
+            what needs such code is refused; nobody is asked.
 
     Returns:
         The model, in evaluation mode on ``device``, and the tokenizer.
 
     Raises:
-        CheckpointError: Nothing that can be read there, or tensors that are not the config's model's.
+        CheckpointError: Nothing that can be read there, tensors that are not the config's model's, or a model
+            that needs code which is not trusted.
         ConfigError: A precision or device that there is not.
         DataError: The tokenizer is not known or cannot be loaded, or has more tokens than the model.
     """
@@ -68,7 +73,9 @@ def load_transformers(
     source = open_checkpoint(folder)
     # Before the weights: the cheap things that can be wrong come first.
     hf_config = _config(source, config)
-    words = load_tokenizer(tokenizer or _tokenizer(source))
+    if not trust_remote_code:
+        check_model_code(hf_config, str(config or source.root / hf_names.CONFIG))
+    words = load_tokenizer(tokenizer or _tokenizer(source), trust_remote_code=trust_remote_code)
     size = hf_config.get("vocab_size")
     if isinstance(size, int) and words.vocab_size > size:
         raise DataError(
@@ -77,9 +84,10 @@ def load_transformers(
             "give the tokenizer that the model was trained with",
         )
     if source.format == hf_catalog.FORMAT and config is None:
-        model = _pretrained(source.root, precision)
+        model = _pretrained(source.root, precision, trust_remote_code=trust_remote_code)
     else:
-        model = _filled(source, hf_config, precision)
+        code = None if config is None or not trust_remote_code else Path(config).expanduser()
+        model = _filled(source, hf_config, precision, code)
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = words.end_id
     return model.to(where).eval(), words
 
@@ -126,13 +134,20 @@ def generate(
         sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     torch.manual_seed(seed)
     inputs = torch.tensor([ids], device=model.device)
-    made: Any = model.generate(
-        inputs,
-        attention_mask=torch.ones_like(inputs),
-        max_new_tokens=tokens,
-        streamer=None if show is None else _streamer(tokenizer, show),
-        **sampling,
-    )
+    try:
+        made: Any = model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=tokens,
+            streamer=None if show is None else _streamer(tokenizer, show),
+            **sampling,
+        )
+    except ValueError as error:  # a way to generate that is code on the hub, or that cannot be streamed
+        raise ConfigError(
+            f"the generation settings of {model.name_or_path or 'the model'}",
+            f"transformers does not generate with them ({_first_line(error)})",
+            "correct its generation_config.json, or call model.generate as you want it",
+        ) from error
     return tokenizer.decode(made[0, len(ids) :].tolist())
 
 
@@ -147,7 +162,7 @@ def _streamer(tokenizer: Tokenizer, show: Callable[[str], object]) -> Any:
     return Shown(tokenizer, skip_prompt=True)
 
 
-def _pretrained(folder: Path, precision: str | None) -> PreTrainedModel:
+def _pretrained(folder: Path, precision: str | None, *, trust_remote_code: bool) -> PreTrainedModel:
     """A model folder is transformers' own business; pickles stay unread."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -160,6 +175,7 @@ def _pretrained(folder: Path, precision: str | None) -> PreTrainedModel:
             dtype="auto" if precision is None else _DTYPES[precision],
             use_safetensors=True,
             local_files_only=True,
+            trust_remote_code=trust_remote_code,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(
@@ -170,11 +186,16 @@ def _pretrained(folder: Path, precision: str | None) -> PreTrainedModel:
             logging.enable_progress_bar()
 
 
-def _filled(source: Catalog, hf_config: Mapping[str, Any], precision: str | None) -> PreTrainedModel:
-    """A model of ``hf_config`` with the checkpoint's weights, read into its parameters one by one."""
+def _filled(
+    source: Catalog, hf_config: Mapping[str, Any], precision: str | None, code: Path | None
+) -> PreTrainedModel:
+    """A model of ``hf_config`` with the checkpoint's weights, read into its parameters one by one.
+
+    ``code`` is the config's file or folder if the code beside it is trusted.
+    """
     named = under_hf_names(source, hf_config)
     dtype = _DTYPES.get(precision or str(source.facts.get("precision")), _stored_dtype(named))
-    model = _empty(hf_config, dtype, str(source.root))
+    model = _empty(hf_config, dtype, str(source.root), code)
     homes: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         homes[id(parameter)].append(name)  # all names of a tied one
@@ -207,17 +228,25 @@ def _read(reader: Reader, entry: Entry, parameter: torch.nn.Parameter, source: C
     reader.fill(entry, (part,), as_numpy(parameter), str(parameter.dtype).removeprefix("torch."))
 
 
-def _empty(hf_config: Mapping[str, Any], dtype: torch.dtype, where: str) -> PreTrainedModel:
+def _empty(
+    hf_config: Mapping[str, Any], dtype: torch.dtype, where: str, code: Path | None
+) -> PreTrainedModel:
     """A model whose parameters have memory and no values yet."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     try:
         # The attention that from_pretrained chooses; from_config has the same default.
-        described = AutoConfig.for_model(**hf_config)
+        if code is not None and "auto_map" in hf_config:
+            folder = code if code.is_dir() else code.parent
+            described = AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
+        else:
+            described = AutoConfig.for_model(**hf_config)
         with no_init_weights():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(described, dtype=dtype)
-    except (ValueError, KeyError, TypeError) as error:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                described, dtype=dtype, trust_remote_code=code is not None
+            )
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{where}: model_type = {hf_config.get('model_type')}",
             f"transformers cannot make a language model of its config ({_first_line(error)})",

@@ -262,10 +262,10 @@ def export(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
 
     One that an earlier run left there for the same step is replaced.
     """
-    folder = config.output / "hf" / f"step{engine.global_steps}"
+    folder, data = config.output / "hf" / f"step{engine.global_steps}", config.dsx.data
     agree(lambda: shutil.rmtree(folder, ignore_errors=True))
     export_weights(engine.pipeline, folder, config.hf_config)
-    agree(lambda: copy_tokenizer(config.dsx.data.tokenizer, folder))
+    agree(lambda: copy_tokenizer(data.tokenizer, folder, trust_remote_code=data.trust_remote_code))
     monitor.exported(folder)
 
 

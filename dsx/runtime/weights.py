@@ -109,21 +109,22 @@ def export_weights(pipeline: PipelineModule, folder: str | Path, config: dict[st
     return folder
 
 
-def copy_tokenizer(name: str, folder: Path) -> None:
+def copy_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) -> None:
     """Put the tokenizer called ``name`` into a model folder, so that ``AutoTokenizer`` finds it there.
 
-    From a folder its files come as they are, with the generation settings beside them; "bytes", which
-    transformers does not have, leaves nothing.
+    From a folder its files come as they are, with the generation settings beside them, and with its Python
+    files if its code is trusted; "bytes", which transformers does not have, leaves nothing.
 
     Raises:
         CheckpointError: A file cannot be written.
     """
     source = Path(name).expanduser()
     if source.is_dir():
-        for file in sorted(path for path in source.iterdir() if path.name in _TOKENIZER_FILES):
-            store.write_atomically(folder / file.name, file.read_bytes())
+        for file in sorted(path for path in source.iterdir() if path.is_file()):
+            if file.name in _TOKENIZER_FILES or (trust_remote_code and file.suffix == ".py"):
+                store.write_atomically(folder / file.name, file.read_bytes())
     elif name != "bytes":
-        TransformersTokenizer(name).save(folder)
+        TransformersTokenizer(name, trust_remote_code=trust_remote_code).save(folder)
 
 
 def spec_of(parameter: nn.Parameter) -> ParamSpec:

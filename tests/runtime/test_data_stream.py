@@ -169,7 +169,7 @@ class Counting(ByteTokenizer):
 
 def test_resume_and_ranks_read_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tokenised after a resume does not grow with the cursor; ranks share the work."""
-    monkeypatch.setattr(streamed, "load_tokenizer", lambda _: Counting())
+    monkeypatch.setattr(streamed, "load_tokenizer", lambda _, **__: Counting())
     source = tmp_path / "long.jsonl"
     source.write_text("".join(json.dumps({"text": "x" * 2000}) + "\n" for _ in range(1500)))
     data = config(source, sequence_length=500, shuffle_buffer=64, held_out=0)

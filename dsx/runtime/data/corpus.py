@@ -166,7 +166,7 @@ def prepare(data: DataConfig, cache_dir: str | Path) -> Path:
         DataError: The source or the tokenizer cannot be read, there is no text, or the cache cannot be
             written.
     """
-    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer = load_tokenizer(data.tokenizer, trust_remote_code=data.trust_remote_code)
     settings: dict[str, Any] = {
         "version": VERSION,
         "source": open_source(data).identity(),

@@ -35,7 +35,7 @@ def open_stream(data: DataConfig, name: str) -> StreamedSource:
     return StreamedSource(
         name=name,
         units=units,
-        tokenizer=load_tokenizer(data.tokenizer),
+        tokenizer=load_tokenizer(data.tokenizer, trust_remote_code=data.trust_remote_code),
         held_out=data.held_out,
         seed=data.seed,
     )

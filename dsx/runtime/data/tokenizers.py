@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsx.errors import DataError
+from dsx.runtime.custom_code import tokenizer_code
 from dsx.runtime.data.hub import offline_unless, reachable
 
 TokenIds = npt.NDArray[np.integer[Any]]
@@ -74,12 +76,13 @@ class TransformersTokenizer:
 
     Args:
         name: A local folder or a name on the Hugging Face hub.
+        trust_remote_code: Run code that comes with it.
 
     Raises:
-        DataError: It cannot be loaded, or it has no end-of-sequence token.
+        DataError: It cannot be loaded, needs code that is not trusted, or has no end-of-sequence token.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, trust_remote_code: bool = False) -> None:
         from transformers import AutoTokenizer
 
         self.name = name
@@ -88,8 +91,12 @@ class TransformersTokenizer:
         online = not local.exists() and reachable()
         try:
             with offline_unless(online):
-                self._tokenizer = AutoTokenizer.from_pretrained(str(local) if local.exists() else name)
-        except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+                self._tokenizer = AutoTokenizer.from_pretrained(
+                    str(local) if local.exists() else name, trust_remote_code=trust_remote_code
+                )
+        except (OSError, ValueError, ImportError, LookupError, TypeError, AttributeError) as error:
+            if not trust_remote_code and "trust_remote_code" in str(error):
+                raise tokenizer_code(name) from None
             lines = str(error).strip().splitlines() or [""]
             said = "is no folder, and the Hugging Face hub cannot be reached" if not local.exists() else ""
             said = said if said and not online else f"cannot be loaded ({type(error).__name__}: {lines[0]})"
@@ -113,7 +120,11 @@ class TransformersTokenizer:
             if backend is not None
             else json.dumps(sorted(self._tokenizer.get_vocab().items()))
         )
-        return hashlib.sha256(f"{type(self._tokenizer).__name__} {self.end_id} {whole}".encode()).hexdigest()
+        kind = type(self._tokenizer)
+        about = hashlib.sha256(f"{kind.__name__} {self.end_id} {whole}".encode())
+        if not kind.__module__.startswith("transformers."):  # code that came with it
+            about.update(Path(inspect.getfile(kind)).read_bytes())
+        return about.hexdigest()
 
     def save(self, folder: Path) -> None:
         """Write its files into ``folder``."""
@@ -131,10 +142,16 @@ class TransformersTokenizer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
     """``"bytes"``, or a tokenizer of ``transformers`` by folder or hub name.
+
+    Args:
+        name: Which.
+        trust_remote_code: Run code that comes with it.
 
     Raises:
         DataError: See :class:`TransformersTokenizer`.
     """
-    return ByteTokenizer() if name == "bytes" else TransformersTokenizer(name)
+    if name == "bytes":
+        return ByteTokenizer()
+    return TransformersTokenizer(name, trust_remote_code=trust_remote_code)

@@ -20,6 +20,7 @@ from dsx.checkpoint.formats import hf, hf_names, slices
 from dsx.config.run import RunConfig
 from dsx.nn import families, random
 from dsx.nn.parallel import TensorParallel
+from dsx.runtime.custom_code import without_code
 from dsx.spec.param import ParamSpec
 
 Batch = tuple[Any, Any]
@@ -69,11 +70,13 @@ class Transformers:
 
         # A padding token would get no gradient; the others are for generation, and may be cut off.
         tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-        settings = {**config.hf_config, **tokens}
+        settings = {**without_code(config.hf_config), **tokens}
         settings.pop("torch_dtype", None)
         kind = str(settings.pop("model_type"))
         hf_config = AutoConfig.for_model(kind, **settings)
-        self._model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+        self._model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=torch.float32, trust_remote_code=False
+        )
         self._model.train()
         held = dict(self._model.named_parameters())
         self._specs = config.param_specs
