@@ -1,6 +1,6 @@
 """Fine-tune a Hugging Face model in 3D, from a folder with config.json, safetensors and a tokenizer.
 
-    deepspeed --num_accelerators 8 recipes/finetune.py --config configs/finetune.json \
+    deepspeed --num_accelerators 8 recipes/finetune.py configs/finetune.json \
         --set dsx.model.path=Meta-Llama-3-8B --set dsx.data.source=my.jsonl
 
 The text is the column "text" of my.jsonl, or any other dsx.data.source, in the tokens of the folder's own

@@ -1,8 +1,8 @@
 """Train a GPT in 3D: tensor x pipeline x ZeRO data parallelism, from one DeepSpeed JSON.
 
-    deepspeed --num_accelerators 8 recipes/gpt_3d.py --config configs/zero3.json
-    torchrun --nproc_per_node 8 recipes/gpt_3d.py --config configs/zero3.json
-    python recipes/gpt_3d.py --config configs/zero3.json --set dsx.train.steps=20
+    deepspeed --num_accelerators 8 recipes/gpt_3d.py configs/zero3.json
+    torchrun --nproc_per_node 8 recipes/gpt_3d.py configs/zero3.json
+    python recipes/gpt_3d.py configs/zero3.json --set dsx.train.steps=20
 
 Any key of the config can be set on the command line, e.g. --set dsx.parallel.tensor=2. A run that was stopped
 continues from its last checkpoint when it is started again.

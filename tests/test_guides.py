@@ -77,7 +77,7 @@ def shortened(words: list[str]) -> list[str]:
     for word in words:
         key = word.split("=", 1)[0]
         out.append(f"{key}={json.dumps(STEPS[word])}" if word in STEPS else word)
-    for item in SMALL if "--config" in words else ():
+    for item in SMALL if any(word.endswith(("gpt_3d.py", "finetune.py")) for word in words) else ():
         out += ["--set", item]
     return out
 
@@ -138,7 +138,7 @@ def launches() -> list[list[str]]:
 def test_recipes_on_several_machines_name_files_and_keys_that_exist():
     for words in launches():
         given = [value for flag, value in itertools.pairwise(words) if flag == "--set"]
-        path = ROOT / words[words.index("--config") + 1]
+        path = ROOT / next(word for word in words if word.endswith(".json"))
         assert (ROOT / "recipes/gpt_3d.py").is_file()
         assert dsx.load_config(path, world_size=16, overrides=given).mesh.size == 16
 

@@ -197,7 +197,7 @@ def test_recipe_commands_name_files_and_keys_that_exist(command, tmp_path):
         given = [item.replace("MODEL_FOLDER", str(tmp_path)) for item in given]
         given += ["dsx.model.weights=random", "dsx.data.tokenizer=bytes"]
     given = [re.sub(r"(resume=)runs/.*", rf"\1{tmp_path}", item) for item in given]
-    path = ROOT / command[command.index("--config") + 1]
+    path = ROOT / next(word for word in command if word.endswith(".json"))
     config = dsx.load_config(path, world_size=world_size, overrides=given)
     assert config.mesh.size == world_size
 

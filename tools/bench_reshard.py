@@ -137,7 +137,7 @@ def resharded(source: Path, out: Path, options: Sequence[str]) -> Json:
     with tempfile.TemporaryDirectory() as name:
         notes = Path(name, "notes.json")
         command = [sys.executable, __file__, "--measured", str(notes), "--"]
-        run_checked([*command, str(source), str(out), *options, "--no-latest", "--json"])
+        run_checked([*command, str(source), str(out), *options, "--no-latest", "--format", "json"])
         return dict(json.loads(notes.read_text()))
 
 

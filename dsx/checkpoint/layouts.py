@@ -92,7 +92,7 @@ def layout_like(source: Catalog, wanted: Degrees) -> Layout:
         raise CheckpointError(
             f"{source.root}: tensor {unknown[0]}",
             f"the checkpoint does not say how tensor parallelism of degree {tp} cuts it",
-            "ask for tensor 1, or name a config of the model with --config",
+            "ask for tensor 1, or name a CONFIG of the model",
         )
     return Layout(
         mesh=Mesh.of(pp=pp, dp=_or(wanted.data, mesh.get("dp", 1)), tp=tp),

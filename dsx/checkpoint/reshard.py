@@ -147,7 +147,7 @@ def _named(source: Catalog, wanted: Wanted) -> Catalog:
             raise CheckpointError(
                 f"--names {wanted.names}",
                 f"it is not known what model {source.root} is of",
-                "name a config of the model with --config",
+                "name a CONFIG of the model",
             )
         return source
     named = as_model(source, specs)
@@ -177,7 +177,7 @@ def _of_megatron(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
             str(source.root),
             "a Megatron checkpoint does not say how many heads its model has, which decides where queries, "
             "keys and values lie",
-            "give the model's config.json with --hf-config, or a config of it with --config",
+            "give the model's config.json with --hf-config, or name a CONFIG of it",
         )
     return megatron.as_dsx(source, specs, ModelSpec(**source.facts["model"]))
 
@@ -233,7 +233,7 @@ def _target(source: Catalog, root: Path, wanted: Wanted) -> tuple[Catalog, Targe
             raise CheckpointError(
                 f"{root} as a Hugging Face folder",
                 f"{source.root} does not have the model's config.json",
-                "give --hf-config FILE, or a config of the model with --config",
+                "give --hf-config FILE, or name a CONFIG of the model",
             )
         return source, hf_target.target_of(source, root, config, precision=wanted.precision), None
     if wanted.format == "dcp":
@@ -263,7 +263,7 @@ def _stock(source: Catalog, root: Path, wanted: Wanted) -> tuple[Catalog, Target
     degrees, mesh = wanted.degrees, source.facts.get("mesh") or {}
     if wanted.run is not None:
         raise CheckpointError(
-            f"--config with --to {wanted.format}",
+            f"CONFIG with --to {wanted.format}",
             "a stock engine has none of dsx's layouts",
             "say --data and --zero, and --tensor and --pipeline if it has them",
         )

@@ -1,7 +1,4 @@
-"""Entry point of the ``dsx`` command.
-
-Exit codes: 0 ok, 1 the thing looked at is bad (one message on stderr), 2 bad usage.
-"""
+"""Entry point of the ``dsx`` command. Its exit codes are those of :mod:`dsx.cli.output`."""
 
 from __future__ import annotations
 
@@ -15,6 +12,8 @@ from dsx.cli.check import check
 from dsx.cli.diff import diff
 from dsx.cli.estimate import estimate
 from dsx.cli.inspect import inspect
+from dsx.cli.options import Command
+from dsx.cli.output import BAD_INPUT, tell
 from dsx.cli.plan import plan
 from dsx.cli.plot import plot
 from dsx.cli.presets import presets
@@ -37,7 +36,10 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Train in 3D (tensor x pipeline x ZeRO) with DeepSpeed, from one JSON file."""
+    """Train in 3D (tensor x pipeline x ZeRO) with DeepSpeed, from one JSON file.
+
+    Exit codes of every command: 0 fine, 1 what was looked at is bad, 2 bad input, 130 Ctrl-C.
+    """
 
 
 def build() -> typer.Typer:
@@ -45,7 +47,6 @@ def build() -> typer.Typer:
     app = typer.Typer(
         name="dsx",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -65,7 +66,7 @@ def build() -> typer.Typer:
         presets,
         schema,
     ):
-        app.command()(command)
+        app.command(cls=Command)(command)
     return app
 
 
@@ -74,5 +75,5 @@ def main() -> None:
     try:
         build()(prog_name="dsx")
     except DsxError as error:
-        typer.echo(f"dsx: {error}", err=True)
-        sys.exit(1)
+        tell(error)
+        sys.exit(BAD_INPUT)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dsx.cli import check_report
+from dsx.cli.options import CONFIG, FORMAT, GPU_MEMORY, GPUS, SET
+from dsx.cli.output import BAD
 
 if TYPE_CHECKING:
     from dsx.config.doctor.finding import Finding
@@ -20,20 +22,9 @@ _Runner = Literal["deepspeed", "trainer", "dsx"]
 
 
 def check(
-    configs: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="CONFIG",
-            help="DeepSpeed JSON, with or without a dsx block.",
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None,
+    configs: Annotated[list[Path] | None, CONFIG] = None,
     *,
-    world_size: Annotated[
-        int | None,
-        typer.Option(help="Number of ranks (processes): checks the batch, and resolves a dsx block.", min=1),
-    ] = None,
+    gpus: Annotated[int | None, GPUS] = None,
     pipeline: Annotated[
         int | None, typer.Option(help="Stages of the model's PipelineModule without dsx; 1 for none.", min=1)
     ] = None,
@@ -47,12 +38,7 @@ def check(
             help="Who runs it: DeepSpeed alone, transformers' Trainer (or Accelerate), dsx. Default: guess.",
         ),
     ] = None,
-    gpu_memory: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GIB", min=0, help="With a dsx block and --world-size: memory that a rank must fit into."
-        ),
-    ] = None,
+    gpu_memory: Annotated[float | None, GPU_MEMORY] = None,
     deepspeed_version: Annotated[
         str | None, typer.Option(metavar="X.Y.Z", help="DeepSpeed to check for. Default: the installed one.")
     ] = None,
@@ -72,25 +58,23 @@ def check(
     explain: Annotated[
         str | None, typer.Option(metavar="KEY", help="Tell what a key of DeepSpeed's does, and exit.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Put a value over a key of the config; repeatable."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    overrides: Annotated[list[str] | None, SET] = None,
+    style: Annotated[Literal["table", "json"], FORMAT] = "table",
 ) -> None:
     """Find what is wrong with a DeepSpeed config, before a run.
 
-    An error fails, or silently does something else than written; a warning is a likely mistake. With a dsx
-    block and --world-size, prints how a right config resolves. Exit code 1 if there are errors.
+    An error fails, or silently does something else than written; a warning is a likely mistake. With --gpus
+    the batch is checked, too, and with a dsx block the layout and the memory; a right config's resolution is
+    printed. Exit code 1 if there are errors.
     """
     if explain is not None:
-        _explain(explain, as_json)
+        _explain(explain, style)
         return
-    _check_arguments(configs, overrides, fix or diff)
+    _check_arguments(configs, overrides, fix or diff, gpus, gpu_memory)
     outcomes = [
         _one(
             path,
-            world_size=world_size,
+            world_size=gpus,
             pipeline=pipeline,
             client_optimizer=client_optimizer,
             runner=runner,
@@ -104,25 +88,30 @@ def check(
     ]
     around = _machine() if machine else []
     found = [finding for outcome in outcomes for finding in outcome.findings] + around
-    typer.echo(check_report.as_json(outcomes, around) if as_json else check_report.as_text(outcomes, around))
+    report = check_report.as_json if style == "json" else check_report.as_text
+    typer.echo(report(outcomes, around))
     bad = {"error", "warning"} if strict else {"error"}
     if any(finding.severity in bad for finding in found):
-        raise typer.Exit(1)
+        raise typer.Exit(BAD)
 
 
-def _explain(key: str, as_json: bool) -> None:
+def _explain(key: str, style: str) -> None:
     from dsx.config.doctor.reference import explain, explain_json
 
-    typer.echo(json.dumps(explain_json(key), indent=2) if as_json else explain(key))
+    typer.echo(json.dumps(explain_json(key), indent=2) if style == "json" else explain(key))
 
 
-def _check_arguments(configs: list[Path] | None, overrides: list[str] | None, edits: bool) -> None:
+def _check_arguments(
+    configs: list[Path] | None,
+    overrides: list[str] | None,
+    edits: bool,
+    gpus: int | None,
+    gpu_memory: float | None,
+) -> None:
     if not configs:
         raise typer.BadParameter("name a config, or --explain KEY", param_hint="CONFIG")
-    for item in overrides or []:
-        if "=" not in item:
-            what = f"{item!r} is no KEY=VALUE; write dsx.parallel.tensor=4"
-            raise typer.BadParameter(what, param_hint="--set")
+    if gpu_memory is not None and gpus is None:
+        raise typer.BadParameter("it needs --gpus, the number of ranks", param_hint="--gpu-memory")
     if overrides and edits:
         raise typer.BadParameter("--fix and --diff are about the file itself", param_hint="--set")
 

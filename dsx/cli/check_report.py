@@ -149,7 +149,7 @@ def _last(outcome: Outcome) -> str:
     )
     said += ", guessed: --for says otherwise)" if report.inferred and report.runner != "dsx" else ")"
     if report.runner == "dsx" and outcome.run is None and not counts["errors"]:
-        said += "\nsay --world-size N to check the layout and the batch"
+        said += "\nsay --gpus N to check the layout and the batch"
     return said
 
 

@@ -6,9 +6,12 @@ import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from dsx.cli.options import FORMAT
+from dsx.cli.output import BAD
 
 if TYPE_CHECKING:
     from dsx.checkpoint.compare import Difference
@@ -23,11 +26,11 @@ def diff(
     common: Annotated[
         bool, typer.Option("--common", help="Compare what both have, whatever else one has.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, equal tensors included.")] = False,
+    style: Annotated[Literal["table", "json"], FORMAT] = "table",
 ) -> None:
-    """Compare two checkpoints tensor by tensor, in whatever layouts and formats they are.
+    """Compare two checkpoints tensor by tensor, in any layouts.
 
-    Exit code 1 if they differ. Facts that depend on the layout are not compared.
+    Exit code 1 if they differ. Facts that depend on the layout are not compared. JSON has equal tensors, too.
     """
     from dsx.checkpoint.compare import compare, fact_differences, only_in
     from dsx.checkpoint.open import open_checkpoint
@@ -37,7 +40,7 @@ def diff(
     absent = {} if common else {str(a): only_in(one, two), str(b): only_in(two, one)}
     facts = fact_differences(one, two)
     same = not facts and not any(absent.values()) and all(item.equal for item in found)
-    if as_json:
+    if style == "json":
         content: dict[str, Any] = {
             "equal": same,
             "tensors": [asdict(item) | {"equal": item.equal} for item in found],
@@ -48,7 +51,7 @@ def diff(
     else:
         typer.echo("\n".join(_lines(found, absent, facts)))
     if not same:
-        raise typer.Exit(1)
+        raise typer.Exit(BAD)
 
 
 def _lines(

@@ -9,8 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dsx.cli.output import deliver
-from dsx.errors import ConfigError
+from dsx.cli.options import (
+    CLUSTER,
+    CONFIG,
+    GPU_MEMORY,
+    GPUS,
+    MICRO_BATCH,
+    MODEL,
+    OUTPUT,
+    PIPELINE,
+    SET,
+    TENSOR,
+    ZERO,
+    drawn,
+)
+from dsx.cli.output import BAD, deliver
 
 if TYPE_CHECKING:
     from dsx.config.run import RunConfig
@@ -24,37 +37,17 @@ _Style = Literal["table", "json", "svg", "png"]
 
 
 def estimate(
-    config: Annotated[
-        Path | None,
-        typer.Argument(metavar="[CONFIG]", help="DeepSpeed JSON with a dsx block; or give --model."),
-    ] = None,
+    config: Annotated[Path | None, CONFIG] = None,
     *,
-    gpus: Annotated[int, typer.Option(help="Number of ranks, one GPU each.", min=1)] = 1,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Without CONFIG: a preset (llama-3-8b, gpt2/tiny), a Hugging Face config.json or folder; "
-            "with bf16, AdamW, ZeRO-1 and one micro-batch of one full sequence, but for what --set says."
-        ),
-    ] = None,
-    gpu_memory: Annotated[
-        float | None,
-        typer.Option(metavar="GIB", help="Memory of a GPU: say whether the run fits. Default: --cluster's."),
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="A100-80, H100, H200, B200, MI300X, CPU or a JSON file, as for dsx plan."),
-    ] = None,
-    tensor: Annotated[int | None, typer.Option(help="dsx.parallel.tensor", min=1)] = None,
-    pipeline: Annotated[int | None, typer.Option(help="dsx.parallel.pipeline", min=1)] = None,
-    zero: Annotated[int | None, typer.Option(help="zero_optimization.stage", min=0, max=3)] = None,
-    micro_batch: Annotated[
-        int | None, typer.Option(help="train_micro_batch_size_per_gpu: sequences", min=1)
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Put a value over a key of the config; repeatable."),
-    ] = None,
+    gpus: Annotated[int, GPUS] = 1,
+    model: Annotated[str | None, MODEL] = None,
+    gpu_memory: Annotated[float | None, GPU_MEMORY] = None,
+    cluster: Annotated[str | None, CLUSTER] = None,
+    tensor: Annotated[int | None, TENSOR] = None,
+    pipeline: Annotated[int | None, PIPELINE] = None,
+    zero: Annotated[int | None, ZERO] = None,
+    micro_batch: Annotated[int | None, MICRO_BATCH] = None,
+    overrides: Annotated[list[str] | None, SET] = None,
     trace: Annotated[
         bool,
         typer.Option(
@@ -64,9 +57,9 @@ def estimate(
         ),
     ] = False,
     style: Annotated[
-        _Style, typer.Option("--format", help="A table, everything as JSON, or a chart (needs matplotlib).")
+        _Style, drawn("A table, everything as JSON, or a chart (needs matplotlib and --output).")
     ] = "table",
-    output: Annotated[Path | None, typer.Option(help="File to write. Default: standard output.")] = None,
+    output: Annotated[Path | None, OUTPUT] = None,
 ) -> None:
     """Print what each rank's memory will hold, before a run.
 
@@ -80,10 +73,6 @@ def estimate(
 
     if (config is None) == (model is None):
         raise typer.BadParameter("give either CONFIG or --model", param_hint="CONFIG")
-    if gpu_memory is not None and not 0 < gpu_memory < 1e6:
-        raise ConfigError(
-            f"--gpu-memory {gpu_memory:g}", "it is the GiB of one GPU", "use 80 for an A100-80GB"
-        )
     _check_output(style, output)
     gpu = None if cluster is None else read_cluster(cluster)
     if gpu is not None and gpu_memory is None:
@@ -103,7 +92,7 @@ def estimate(
     deliver_as(style, run, memory, traced, gpu_memory, output)
     if gpu_memory is not None and memory.peak_bytes > gpu_memory * _GIB:
         typer.echo(_advice(source, items, run, gpu_memory, gpu), err=True)
-        raise typer.Exit(1)
+        raise typer.Exit(BAD)
 
 
 def deliver_as(

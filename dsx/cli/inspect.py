@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from dsx.cli.options import FORMAT, RULES
+from dsx.cli.output import BAD, judging
 from dsx.cli.sizes import show_bytes
 
 if TYPE_CHECKING:
@@ -22,29 +24,31 @@ def inspect(
             metavar="PATH",
             help="A checkpoint's folder, the folder of checkpoints that has a file latest, or a run's.",
             show_default=False,
+            exists=True,
         ),
     ],
-    rules: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="As of dsx reshard.", exists=True)
-    ] = None,
+    *,
+    rules: Annotated[Path | None, RULES] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read everything and compare it with its checksums.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    style: Annotated[Literal["table", "json"], FORMAT] = "table",
 ) -> None:
-    """Say what a checkpoint holds: format, layout, tensors, states, bytes.
+    """Say what a checkpoint holds: format, layout, tensors, bytes.
 
-    With --verify, exit code 1 if something in it is damaged.
+    Exit code 1 if something in it is damaged (its bytes are read with --verify only), or it is none.
     """
     from dsx.checkpoint.catalog import check_files
     from dsx.checkpoint.open import open_checkpoint
     from dsx.checkpoint.source import verify as verified
+    from dsx.errors import CheckpointError
 
-    catalog = open_checkpoint(path, rules=rules)
-    check_files(catalog)
+    with judging(CheckpointError):
+        catalog = open_checkpoint(path, rules=rules)
+        check_files(catalog)
     facts = _facts(catalog)
     damage = [str(error) for error in verified(catalog)] if verify else []
-    if as_json:
+    if style == "json":
         typer.echo(json.dumps(facts | ({"damage": damage} if verify else {}), indent=2))
     else:
         typer.echo(_text(facts))
@@ -54,7 +58,7 @@ def inspect(
     for line in damage:
         typer.echo(f"dsx: {line}", err=True)
     if damage:
-        raise typer.Exit(1)
+        raise typer.Exit(BAD)
 
 
 def _facts(catalog: Catalog) -> dict[str, Any]:

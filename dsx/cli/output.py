@@ -1,12 +1,25 @@
-"""Where a command's text goes."""
+"""Where a command's text goes, and with which exit code a command ends.
+
+0 is a good end; 1 says that what the command was asked to look at is bad; 2 that it could not look: a wrong
+option, a file that is missing or no such file, a config that is none. 130 is Ctrl-C.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
 
-from dsx.errors import ConfigError
+from dsx.checkpoint.store import write_atomically
+from dsx.errors import CheckpointError, ConfigError, DsxError
+
+BAD = 1
+"""Exit code: what was looked at is bad."""
+
+BAD_INPUT = 2
+"""Exit code: it could not be looked at."""
 
 
 def deliver(text: str, output: Path | None) -> None:
@@ -18,10 +31,36 @@ def deliver(text: str, output: Path | None) -> None:
     if output is None:
         typer.echo(text, nl=False)
         return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"--output {output}", error.strerror or str(error), "name a file to write"
-        ) from error
+    write(text, output)
     typer.echo(f"wrote {output}")
+
+
+def write(text: str, output: Path) -> None:
+    """To a file, whole or not at all, saying nothing.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    try:
+        if output.exists() and not output.is_file():
+            output.write_text(text, encoding="utf-8")  # /dev/stdout or a pipe: nothing to rename over
+        else:
+            write_atomically(output.resolve(), text.encode("utf-8"))
+    except (CheckpointError, OSError) as error:
+        what = error.what if isinstance(error, CheckpointError) else error.strerror or str(error)
+        raise ConfigError(f"--output {output}", what, "name a file in a folder that exists") from None
+
+
+@contextmanager
+def judging(*kinds: type[DsxError]) -> Iterator[None]:
+    """Within, an error of these kinds says that what was looked at is bad, not that it was bad input."""
+    try:
+        yield
+    except kinds as error:
+        tell(error)
+        raise typer.Exit(BAD) from None
+
+
+def tell(error: DsxError) -> None:
+    """One message on standard error."""
+    typer.echo(f"dsx: {error}", err=True)

@@ -5,11 +5,25 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dsx.errors import ConfigError, DsxError
+from dsx.cli.options import (
+    CLUSTER,
+    CONFIG,
+    FORMAT,
+    GPU_MEMORY,
+    GPUS,
+    MICRO_BATCH,
+    MODEL,
+    PIPELINE,
+    TENSOR,
+    ZERO,
+    count,
+)
+from dsx.cli.output import judging, write
+from dsx.errors import DsxError
 
 if TYPE_CHECKING:
     from dsx.config.plan_inputs import PlanInputs
@@ -20,68 +34,58 @@ _MOST_TOO_LARGE = 3
 
 
 def plan(
+    config: Annotated[Path | None, CONFIG] = None,
     *,
-    cluster: Annotated[
-        str, typer.Option(help="A100-80, H100, H200, B200, MI300X, CPU, or a JSON file that describes one.")
-    ],
-    gpus: Annotated[int, typer.Option(help="Number of GPUs (processes) to use, all of them.")],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="A preset (llama-3-8b, gpt2/tiny), or a Hugging Face config.json or folder. Default: "
-            "--config's."
-        ),
-    ] = None,
+    cluster: Annotated[str, CLUSTER],
+    gpus: Annotated[int, GPUS],
+    model: Annotated[str | None, MODEL] = None,
     global_batch: Annotated[
         int | None,
-        typer.Option(help="Sequences per step over all GPUs. Default: --config's train_batch_size."),
+        count("--global-batch", "Sequences per step over all GPUs. Default: CONFIG's."),
     ] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens. Default: --config's.")] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="DeepSpeed JSON with a dsx block: everything but the layout comes from it."),
+    sequence_length: Annotated[
+        int | None, count("--sequence-length", "Tokens of a sequence. Default: CONFIG's.")
     ] = None,
-    tensor: Annotated[int | None, typer.Option(help="Only this tensor-parallel degree.")] = None,
-    pipeline: Annotated[int | None, typer.Option(help="Only this pipeline degree.")] = None,
-    zero: Annotated[int | None, typer.Option(help="Only this ZeRO stage.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Only micro-batches of so many sequences.")] = None,
-    gpu_memory: Annotated[
-        float | None, typer.Option(metavar="GIB", help="Memory that tensors may take of a GPU.")
-    ] = None,
+    tensor: Annotated[int | None, TENSOR] = None,
+    pipeline: Annotated[int | None, PIPELINE] = None,
+    zero: Annotated[int | None, ZERO] = None,
+    micro_batch: Annotated[int | None, MICRO_BATCH] = None,
+    gpu_memory: Annotated[float | None, GPU_MEMORY] = None,
     top: Annotated[int, typer.Option(help="Meshes (tensor x pipeline) to show.", min=1)] = 5,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure a layer of the model on this machine, and go by that.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the best layout's config to this file.")] = None,
+    style: Annotated[Literal["table", "json"], FORMAT] = "table",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="File to write the best layout's config to."),
+    ] = None,
 ) -> None:
     """Find the layout that trains a model fastest.
 
     Ranks tensor and pipeline degree, chunks, schedule, ZeRO stage, micro-batch, recompute and sequence
-    parallelism by predicted step time, within the memory of a GPU. Exit code 1: nothing fits.
+    parallelism by predicted step time, within the memory of a GPU; what is given as an option stays. All but
+    the layout comes from CONFIG; without one from usual settings. Exit code 1: nothing fits.
     """
     from dsx.config.plan_output import layout_config
     from dsx.config.plan_search import Fixed, plan_search
 
     fixed = Fixed(tensor=tensor, pipeline=pipeline, zero=zero, micro_batch=micro_batch, gpu_memory=gpu_memory)
-    try:
-        inputs = _inputs(cluster, gpus, model, config, global_batch, sequence_length)
-        measured = _measured(inputs) if measure else None
-        search = plan_search(inputs, fixed, measured)
-    except DsxError as error:
-        typer.echo(f"dsx: {error}", err=True)
-        raise typer.Exit(2) from None
-    found = search.run(top)
+    inputs = _inputs(cluster, gpus, model, config, global_batch, sequence_length)
+    measured = _measured(inputs) if measure else None
+    search = plan_search(inputs, fixed, measured)
+    with judging(DsxError):
+        found = search.run(top)
     content = layout_config(inputs, found.best[0].layout, search.predictor)
-    if out is not None:
-        _write(out, json.dumps(content, indent=2) + "\n")
-    if as_json:
+    if output is not None:
+        write(json.dumps(content, indent=2) + "\n", output)  # with JSON, standard output is JSON alone
+    if style == "json":
         facts = _facts(inputs, found) | {"measured": measured and measured.text, "config": content}
         typer.echo(json.dumps(facts, indent=2))
         return
     typer.echo(_text(inputs, found, measured))
-    if out is not None:
-        typer.echo(f"wrote {out}")
+    if output is not None:
+        typer.echo(f"wrote {output}")
 
 
 def _inputs(
@@ -110,15 +114,6 @@ def _measured(inputs: PlanInputs) -> Calibration:
     from dsx.runtime.measure_compute import measure_compute
 
     return measure_compute(inputs.run, inputs.cluster)
-
-
-def _write(out: Path, text: str) -> None:
-    """Write a config, saying nothing: with --json standard output is JSON alone."""
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(f"--out {out}", reason, "name a file in a folder that exists") from error
 
 
 def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
+
+from dsx.cli.options import FORMAT
 
 
 def plot(
@@ -13,9 +16,11 @@ def plot(
         list[Path],
         typer.Argument(metavar="RUN_FOLDER", help="Folders that runs wrote (dsx.train.output).", exists=True),
     ],
+    *,
     output: Annotated[
         Path | None,
         typer.Option(
+            "--output",
             metavar="FILE",
             help="Picture to write: .png, .svg or .pdf.",
             show_default="loss.png in the first run's folder",
@@ -30,6 +35,7 @@ def plot(
             show_default="loss, gradient norm and tokens per second",
         ),
     ] = None,
+    style: Annotated[Literal["table", "json"], FORMAT] = "table",
 ) -> None:
     """Draw the curves of one or more runs from their metrics.jsonl.
 
@@ -40,5 +46,12 @@ def plot(
     read = read_runs(runs)
     if output is None:
         output = (runs[0] if runs[0].is_dir() else runs[0].parent) / "loss.png"
-    save(read, choose(read, metrics or []), output)
+    panels = choose(read, metrics or [])
+    save(read, panels, output)
+    if style == "json":
+        drawn = [metric for panel in panels for metric in (panel.metric, panel.points) if metric]
+        typer.echo(
+            json.dumps({"wrote": str(output), "runs": [run.name for run in read], "metrics": drawn}, indent=2)
+        )
+        return
     typer.echo(str(output))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
+from dsx.cli.options import FORMAT
 
-def presets(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, Hugging Face configs included.")
-    ] = False,
-) -> None:
-    """List the models that dsx.model.preset can name."""
+
+def presets(style: Annotated[Literal["table", "json"], FORMAT] = "table") -> None:
+    """List the models that dsx.model.preset can name.
+
+    As JSON with their Hugging Face configs.
+    """
     from dsx.config.presets import presets as known
     from dsx.plan.hf_config import model_spec
     from dsx.plan.params import num_parameters
@@ -34,7 +35,7 @@ def presets(
                 "config": preset.config,
             }
         )
-    if as_json:
+    if style == "json":
         typer.echo(json.dumps(rows, indent=2))
         return
     sizes = "{layers:>6} {hidden:>6} {heads:>5} {kv_heads:>8}"

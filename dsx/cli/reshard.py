@@ -11,6 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from dsx.cli.options import (
+    CHECKPOINT_FORMATS,
+    CONFIG,
+    FORMAT,
+    GPUS,
+    PIPELINE,
+    RULES,
+    TENSOR,
+    ZERO,
+    CheckpointFormat,
+    count,
+)
+from dsx.cli.output import BAD
 from dsx.cli.sizes import parse_bytes, show_bytes
 
 if TYPE_CHECKING:
@@ -19,9 +32,6 @@ if TYPE_CHECKING:
     from dsx.checkpoint.reshard import Conversion, Wanted
     from dsx.config.run import RunConfig
     from dsx.runtime.check_loss import LossCheck, Losses
-
-Format = Literal["dsx", "deepspeed", "universal", "hf", "dcp"]
-_FORMATS: tuple[Format, ...] = ("dsx", "deepspeed", "universal", "hf", "dcp")
 
 
 def reshard(
@@ -37,40 +47,27 @@ def reshard(
         Path,
         typer.Argument(metavar="TARGET", help="Folder to make; must not exist.", show_default=False),
     ],
+    config: Annotated[Path | None, CONFIG] = None,
     *,
     to: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            metavar="LAYOUT|FORMAT",
-            help="A layout, tp=2,pp=2,chunks=2,dp=2,zero=1 (what is left out stays), or a format.",
+            metavar="FORMAT,LAYOUT",
+            help=f"What TARGET shall be: a format ({', '.join(CHECKPOINT_FORMATS)}; dsx if left out), a "
+            "layout (tp=2,pp=2,chunks=2,dp=2,zero=1; what is left out stays), or both; repeatable.",
         ),
     ] = None,
-    style: Annotated[Format, typer.Option("--format", help="Format of TARGET.")] = "dsx",
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="CONFIG", help="DeepSpeed JSON with a dsx block whose layout to take.", exists=True
-        ),
-    ] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Number of ranks for --config.")] = None,
-    tensor: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel degree.")] = None,
-    pipeline: Annotated[int | None, typer.Option(min=1, help="Pipeline degree.")] = None,
-    data: Annotated[int | None, typer.Option(min=1, help="Data-parallel degree.")] = None,
-    chunks: Annotated[int | None, typer.Option(min=1, help="Virtual stages per pipeline rank.")] = None,
-    zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.")] = None,
+    gpus: Annotated[int | None, GPUS] = None,
+    tensor: Annotated[int | None, TENSOR] = None,
+    pipeline: Annotated[int | None, PIPELINE] = None,
+    data: Annotated[int | None, count("--data", "Data-parallel degree.")] = None,
+    chunks: Annotated[int | None, count("--chunks", "Virtual stages per pipeline rank.")] = None,
+    zero: Annotated[int | None, ZERO] = None,
     precision: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
         typer.Option(help="Precision of the weights; the source's by default."),
     ] = None,
-    rules: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="How tensor parallelism cut the tensors of a stock DeepSpeed checkpoint, where it does not "
-            "say so itself.",
-            exists=True,
-        ),
-    ] = None,
+    rules: Annotated[Path | None, RULES] = None,
     names: Annotated[
         Literal["dsx", "hf", "source"] | None,
         typer.Option(
@@ -122,11 +119,13 @@ def reshard(
             "token ids.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    style: Annotated[Literal["table", "json"], FORMAT] = "table",
 ) -> None:
-    """Convert a checkpoint into another layout or format, byte for byte.
+    """Convert a checkpoint to another layout or format, byte for byte.
 
-    TARGET appears whole or not at all. After an interruption the same command goes on where it stopped.
+    The layout is that of --to and the degrees, or CONFIG's on --gpus ranks. TARGET appears whole or not at
+    all. After an interruption the same command goes on where it stopped. Exit code 1: --check-loss found
+    another loss.
     """
     from dsx.checkpoint.execute import Options, default_workers
     from dsx.checkpoint.formats.hf_names import read_config
@@ -136,12 +135,11 @@ def reshard(
     from dsx.checkpoint.stock_layouts import Pipeline, parse_ties
 
     degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data, chunks=chunks, zero=zero)
-    if to in _FORMATS:
-        style = to
-    elif to is not None:
-        degrees = degrees.over(Degrees.parse(to))
+    target_format, layout = _asked(to or [])
+    if layout:
+        degrees = degrees.over(Degrees.parse(layout))
     wanted = Wanted(
-        format=style,
+        format=target_format,
         degrees=degrees,
         run=_run(degrees, config, gpus),
         precision=precision,
@@ -159,6 +157,7 @@ def reshard(
         point_latest=point if latest is None else latest and conversion.target.is_tag,
     )
     outline = conversion.outline(options)
+    as_json = style == "json"
     if not as_json:
         typer.echo(_outline_text(outline))
     if dry_run:
@@ -179,7 +178,16 @@ def reshard(
     typer.echo(json.dumps(outline | {"report": told}, indent=2) if as_json else text)
     if losses is not None and losses.same_dtype and not losses.equal:
         typer.echo(f"dsx: {target}: its weights give another loss than {source}'s", err=True)
-        raise typer.Exit(1)
+        raise typer.Exit(BAD)
+
+
+def _asked(to: list[str]) -> tuple[CheckpointFormat, str]:
+    """The format and the layout that ``--to`` says."""
+    words = [word.strip() for item in to for word in item.split(",") if word.strip()]
+    formats = list(dict.fromkeys(name for word in words for name in CHECKPOINT_FORMATS if word == name))
+    if len(formats) > 1:
+        raise typer.BadParameter(f"{' and '.join(formats)} are two formats; name one", param_hint="--to")
+    return (formats or ["dsx"])[0], ",".join(word for word in words if word not in CHECKPOINT_FORMATS)
 
 
 def _loss_check(tokens: str, conversion: Conversion, wanted: Wanted) -> LossCheck:
@@ -196,12 +204,12 @@ def _run(degrees: Degrees, config: Path | None, gpus: int | None) -> RunConfig |
 
     if config is None:
         if gpus is not None:
-            raise typer.BadParameter("it needs --config; without one use --data", param_hint="--gpus")
+            raise typer.BadParameter("it needs a CONFIG; without one use --data", param_hint="--gpus")
         return None
     if gpus is None:
-        raise typer.BadParameter("it needs --gpus, the number of ranks", param_hint="--config")
+        raise typer.BadParameter("it needs --gpus, the number of ranks", param_hint="CONFIG")
     if degrees != Degrees():
-        raise typer.BadParameter("the config says the layout; leave out the degrees", param_hint="--config")
+        raise typer.BadParameter("the config says the layout; leave out the degrees", param_hint="CONFIG")
     from dsx.config.resolve import resolve  # here: without a config a conversion needs none of it
 
     return resolve(config, world_size=gpus)

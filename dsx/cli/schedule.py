@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dsx.cli.output import deliver
-from dsx.errors import ConfigError
+from dsx.cli.options import OUTPUT, drawn
+from dsx.cli.output import deliver, judging
+from dsx.errors import ConfigError, ScheduleError
 from dsx.plan.builders import NAMES, Options, build, default_chunks
 from dsx.plan.simulate import Costs, simulate
 
@@ -25,6 +26,7 @@ def schedule(
         str,
         typer.Argument(metavar="NAME", help=f"{', '.join(NAMES)}, auto, or a CSV file, one row per rank."),
     ],
+    *,
     stages: Annotated[int | None, typer.Option(help="Pipeline ranks; a file says so itself.", min=1)] = None,
     micro_batches: Annotated[
         int | None, typer.Option(help="Micro-batches per step; a file says so itself.", min=1)
@@ -53,18 +55,17 @@ def schedule(
     ] = None,
     style: Annotated[
         Literal["table", "csv", "json", "svg", "html", "perfetto"],
-        typer.Option(
-            "--format",
-            help="A drawing in text, the actions as torch writes them, everything as JSON, a picture, "
-            "a page, or a trace for ui.perfetto.dev (a forward takes 1 s).",
+        drawn(
+            "A drawing in text, the actions as torch writes them, everything as JSON, a picture, "
+            "a page, or a trace for ui.perfetto.dev (a forward takes 1 s)."
         ),
     ] = "table",
-    output: Annotated[Path | None, typer.Option(help="File to write. Default: standard output.")] = None,
+    output: Annotated[Path | None, OUTPUT] = None,
 ) -> None:
     """Print or draw a pipeline schedule and its bubble.
 
     For equal stages, a backward of twice a forward (half of it the input's gradient, half the weights'). Also
-    the activations that it keeps.
+    the activations that it keeps. Exit code 1: there can be no such schedule, or the file's would not run.
     """
     if name == "auto" or profile is not None or activation_gib is not None:
         from dsx.cli.schedule_auto import Wanted, ranking_text
@@ -81,22 +82,28 @@ def schedule(
             wire=wire,
         )
         draw = partial(_render, style=style, unit="ms", to_file=output is not None)
-        deliver(ranking_text(wanted, style, draw), output)
+        with judging(ScheduleError):
+            text = ranking_text(wanted, style, draw)
+        deliver(text, output)
         return
     costs = Costs(transfer_seconds=wire)
-    if name.endswith(".csv"):
-        built = _read(Path(name), (stages, chunks, micro_batches, group_size, warmup))
-    else:
-        if name not in NAMES:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(NAMES)}, auto, or a .csv file")
-        if stages is None or micro_batches is None:
-            raise typer.BadParameter(f"schedule {name} needs --stages and --micro-batches")
-        options = Options(group_size=group_size, warmup_per_rank=warmup, costs=costs)
-        built = build(
-            name, stages, default_chunks(name) if chunks is None else chunks, micro_batches, options
-        )
-    text = _render(built, costs, style, to_file=output is not None)
-    deliver(text, output)
+    with judging(ScheduleError):
+        if name.endswith(".csv"):
+            built = _read(Path(name), (stages, chunks, micro_batches, group_size, warmup))
+        else:
+            options = Options(group_size=group_size, warmup_per_rank=warmup, costs=costs)
+            built = _build(name, stages, chunks, micro_batches, options)
+    deliver(_render(built, costs, style, to_file=output is not None), output)
+
+
+def _build(
+    name: str, stages: int | None, chunks: int | None, micro_batches: int | None, options: Options
+) -> Schedule:
+    if name not in NAMES:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(NAMES)}, auto, or a .csv file")
+    if stages is None or micro_batches is None:
+        raise typer.BadParameter(f"schedule {name} needs --stages and --micro-batches")
+    return build(name, stages, default_chunks(name) if chunks is None else chunks, micro_batches, options)
 
 
 def _read(path: Path, given: tuple[int | None, ...]) -> Schedule:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from dsx.cli.options import OUTPUT, drawn
 from dsx.cli.output import deliver
 from dsx.errors import ConfigError
 
@@ -23,15 +24,15 @@ def trace(
             show_default=False,
         ),
     ],
+    *,
     style: Annotated[
         Literal["table", "json", "svg", "html", "perfetto"],
-        typer.Option(
-            "--format",
-            help="Step, bubble, costs and the actions that lost most; all of it as JSON; a picture; a page; "
-            "or a trace for ui.perfetto.dev, measured and simulated.",
+        drawn(
+            "Step, bubble, costs and the actions that lost most; all of it as JSON; a picture; a page; "
+            "or a trace for ui.perfetto.dev, measured and simulated."
         ),
     ] = "table",
-    output: Annotated[Path | None, typer.Option(help="File to write. Default: standard output.")] = None,
+    output: Annotated[Path | None, OUTPUT] = None,
 ) -> None:
     """Compare a recorded training step with its simulation.
 

@@ -6,11 +6,12 @@ import json
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from dsx.errors import DsxError
+from dsx.cli.options import CONFIG, FORMAT, GPUS, SET
+from dsx.cli.output import BAD
 
 if TYPE_CHECKING:
     from dsx.runtime.verify.run import Verdict
@@ -24,16 +25,9 @@ class Precision(StrEnum):
 
 
 def verify(
-    config: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG",
-            help="DeepSpeed JSON with a dsx block (without one for --model and --stock).",
-            exists=True,
-            dir_okay=False,
-        ),
-    ],
-    world_size: Annotated[int, typer.Option(help="Number of ranks.", min=1)],
+    config: Annotated[Path, CONFIG],
+    *,
+    gpus: Annotated[int, GPUS],
     steps: Annotated[int, typer.Option(help="Training steps to compare.", min=1)] = 3,
     full: Annotated[
         bool, typer.Option("--full", help="The model at its own size: takes its memory in one process, too.")
@@ -60,13 +54,10 @@ def verify(
     timeout: Annotated[
         float, typer.Option(help="Seconds until every rank must have ended.", min=1.0)
     ] = 600.0,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Put a value over a key of the config; repeatable."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    overrides: Annotated[list[str] | None, SET] = None,
+    style: Annotated[Literal["table", "json"], FORMAT] = "table",
 ) -> None:
-    """Train CONFIG's layout a few steps beside one process and compare.
+    """Train a layout a few steps beside one process, and compare.
 
     Losses, the gradient norm before clipping, every gradient, every update. Names the first tensor that
     differs, and the likely mistake. The model is made small first, without a change of structure (or --full).
@@ -76,10 +67,6 @@ def verify(
     """
     if model is not None and stock is not None:
         raise typer.BadParameter("give one of --model and --stock", param_hint="--stock")
-    for item in overrides or []:
-        if "=" not in item:
-            what = f"{item!r} is no KEY=VALUE; write dsx.parallel.tensor=4"
-            raise typer.BadParameter(what, param_hint="--set")
     from dsx.runtime import entry
 
     entry.quiet()
@@ -88,7 +75,7 @@ def verify(
 
     request = Request(
         source=config,
-        world_size=world_size,
+        world_size=gpus,
         overrides=overrides or [],
         steps=steps,
         full=full,
@@ -102,18 +89,14 @@ def verify(
     if entry.world_size() > 1:
         entry.run(lambda: found.append(run(request)))  # one message of many ranks, and no rank left waiting
     else:
-        try:
-            found.append(run(request))
-        except DsxError as error:
-            typer.echo(f"dsx: {error}", err=True)
-            raise typer.Exit(2) from None
+        found.append(run(request))
     verdict = found[0]
     if verdict is None:
         return
     content = {**asdict(verdict), "equal": verdict.equal}
-    typer.echo(json.dumps(content, indent=2) if as_json else "\n".join(_lines(verdict)))
+    typer.echo(json.dumps(content, indent=2) if style == "json" else "\n".join(_lines(verdict)))
     if not verdict.equal:
-        raise typer.Exit(1)
+        raise typer.Exit(BAD)
 
 
 def _lines(verdict: Verdict) -> list[str]:

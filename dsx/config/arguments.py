@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,9 @@ class Arguments:
 
 
 def parse_arguments(argv: Sequence[str] | None = None, *, description: str | None = None) -> Arguments:
-    """Read ``--config FILE`` and any number of ``--set KEY=VALUE``.
+    """Read ``CONFIG`` and any number of ``--set KEY=VALUE``.
+
+    ``--config FILE``, as recipes were called before, is ``CONFIG``.
 
     ``--local_rank``, which the deepspeed launcher inserts, is accepted and dropped: the environment says the
     same. ``--help`` ends the process.
@@ -32,15 +35,13 @@ def parse_arguments(argv: Sequence[str] | None = None, *, description: str | Non
     Raises:
         ConfigError: Anything else on the command line.
 
-    >>> parse_arguments(["--local_rank=1", "--config", "a.json", "--set", "dsx.train.steps=5"]).overrides
+    >>> parse_arguments(["--local_rank=1", "a.json", "--set", "dsx.train.steps=5"]).overrides
     ('dsx.train.steps=5',)
     """
     parser = _Parser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument(
-        "--config", type=Path, required=True, metavar="FILE", help="DeepSpeed JSON with a dsx block"
-    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="DeepSpeed JSON with a dsx block")
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -51,7 +52,8 @@ def parse_arguments(argv: Sequence[str] | None = None, *, description: str | Non
         help="put a value over any key of the config, e.g. --set dsx.parallel.tensor=2; may be repeated",
     )
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    arguments = parser.parse_args([word.removeprefix("--config=") for word in words if word != "--config"])
     return Arguments(config=arguments.config, overrides=tuple(arguments.overrides))
 
 
@@ -60,7 +62,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(
-            "command line", message, "write --config FILE, and --set KEY=VALUE for every key to change"
+            "command line",
+            message,
+            "write CONFIG, a DeepSpeed JSON, and --set KEY=VALUE for every key to change",
         )
 
 

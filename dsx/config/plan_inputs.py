@@ -82,7 +82,7 @@ def plan_inputs(
     if model is not None:
         block["model"] = bare_config(model)["dsx"]["model"]
     elif config is None:
-        raise ConfigError("--model", "no model is named", "give --model, or --config with a dsx.model")
+        raise ConfigError("--model", "no model is named", "give --model, or a CONFIG with a dsx.model")
     batch = global_batch or content.get(TRAIN) or _batch_of(config, gpus)
     length = sequence_length or block["data"].get("sequence_length")
     for name, value in (("--global-batch", batch), ("--sequence-length", length)):

@@ -12,7 +12,7 @@ from math import prod
 from dsx.errors import LayoutError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Mesh:
     """Named axes and their degrees, outermost first.
 
@@ -28,7 +28,15 @@ class Mesh:
 
     axes: tuple[tuple[str, int], ...]
 
-    def __post_init__(self) -> None:
+    def __init__(self, axes: tuple[tuple[str, int], ...] | None = None, **degrees: int) -> None:
+        if axes is None or degrees:
+            said = ", ".join(f"{name}={degree}" for name, degree in degrees.items())
+            known = [name for name in ("pp", "dp", "tp") if name in degrees] or ["pp", "dp", "tp"]
+            of = ", ".join(f"{name}={degrees.get(name, 1)}" for name in known)
+            raise LayoutError(
+                f"dsx.Mesh({said})", "it takes its axes in their order, as pairs", f"write dsx.Mesh.of({of})"
+            )
+        object.__setattr__(self, "axes", axes)
         names = [name for name, _ in self.axes]
         if len(set(names)) != len(names):
             raise LayoutError("mesh", f"axes repeat: {names}", "name each axis once")

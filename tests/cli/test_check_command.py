@@ -77,7 +77,7 @@ def test_diff_shows_and_fix_writes(dsx, file):
 
 
 def test_json(dsx, file):
-    code, out, _ = dsx("check", file, QUIET, "--json", "--diff")
+    code, out, _ = dsx("check", file, QUIET, "--format", "json", "--diff")
     content = json.loads(out)
     one = content["files"][0]
     assert code == 1
@@ -129,7 +129,7 @@ def test_explain(dsx):
     code, out, _ = dsx("check", "--explain", "zero_optimization.stage")
     assert code == 0
     assert "zero_optimization.stage" in out
-    keys = json.loads(dsx("check", "--explain", "gradient_clipping", "--json")[1])["keys"]
+    keys = json.loads(dsx("check", "--explain", "gradient_clipping", "--format", "json")[1])["keys"]
     assert [key["default"] for key in keys] == [1.0]
 
 
@@ -155,7 +155,7 @@ def test_dsx_configs(dsx):
     config = Path(__file__).parents[2] / "configs" / "zero3.json"
     code, out, _ = dsx("check", config, QUIET)
     assert code == 0
-    assert "say --world-size N" in out
+    assert "say --gpus N" in out
     code, out, _ = dsx("check", config, QUIET, "--set", "dsx.train.stepz=3", "--set", "fp16.enabled=true")
     assert code == 1
     assert "fp16.enabled = true" in out
@@ -163,11 +163,11 @@ def test_dsx_configs(dsx):
         "check", config, QUIET, "--set", "dsx.train.stepz=3", "--set", "dsx.data.sequence_length=-1"
     )
     assert out.count("[dsx]") == 2
-    code, out, _ = dsx("check", config, QUIET, "--world-size", "8", "--gpu-memory", "0.001")
+    code, out, _ = dsx("check", config, QUIET, "--gpus", "8", "--gpu-memory", "0.001")
     assert code == 1
     assert "[memory]" in out
     bucket = "zero_optimization.reduce_bucket_size=1000000"
-    code, out, _ = dsx("check", config, QUIET, "--world-size", "8", "--set", bucket)
+    code, out, _ = dsx("check", config, QUIET, "--gpus", "8", "--set", bucket)
     assert code == 0
     assert "the model has 804,224 parameters" in out
 
@@ -198,7 +198,7 @@ def modules_after(program, *arguments):
 def test_loads_little(file):
     """What takes long to import is left out, so that the command answers in a fraction of a second."""
     command = "from dsx.cli.app import main\ntry: main()\nexcept SystemExit: pass"
-    loaded = modules_after(command, "check", file, QUIET, "--diff", "--world-size", "4")
+    loaded = modules_after(command, "check", file, QUIET, "--diff", "--gpus", "4")
     assert not loaded & {"torch", "numpy", "deepspeed", "transformers", "rich", "dsx.config.schema"}
     # typer itself loads pydantic; the doctor does not.
     loaded = modules_after(

@@ -72,14 +72,14 @@ def test_presets(dsx):
     code, out, _ = dsx("presets")
     assert code == 0
     assert re.search(r"llama +llama-3-8b +8,030,261,248 +32 +4096 +32 +8 ", out)
-    code, out, _ = dsx("presets", "--json")
+    code, out, _ = dsx("presets", "--format", "json")
     rows = {(row["family"], row["preset"]): row for row in json.loads(out)}
     assert rows["gpt2", "gpt2"]["parameters"] == 124_439_808
     assert rows["gpt2", "gpt2"]["config"]["n_embd"] == 768
 
 
 def test_check_prints_the_resolution(dsx):
-    code, out, err = dsx("check", ZERO3, "--world-size", 8)
+    code, out, err = dsx("check", ZERO3, "--gpus", 8)
     assert (code, err) == (0, "")
     assert "tensor 2 x pipeline 2 x data 2 = 8 ranks, sequence parallel" in out
     assert "interleaved, chunks per pipeline rank: 2" in out
@@ -92,7 +92,7 @@ def test_check_prints_the_resolution(dsx):
 
 def test_check_json_and_set(dsx):
     overrides = ("--set", "dsx.parallel.tensor=4", "--set", "zero_optimization.stage=1")
-    code, out, _ = dsx("check", ZERO3, "--world-size", 8, "--json", *overrides)
+    code, out, _ = dsx("check", ZERO3, "--gpus", 8, "--format", "json", *overrides)
     found = json.loads(out)["files"][0]["resolved"]
     assert code == 0
     assert found["mesh"] == {"pp": 1, "dp": 2, "tp": 4}
@@ -103,7 +103,7 @@ def test_check_json_and_set(dsx):
 
 
 def test_bad_config_is_one_finding_and_exit_code_1(dsx):
-    code, out, err = dsx("check", ZERO3, "--world-size", 8, "--set", "dsx.parallel.tensor=3")
+    code, out, err = dsx("check", ZERO3, "--gpus", 8, "--set", "dsx.parallel.tensor=3")
     assert (code, err) == (1, "")
     assert re.match(r"error +dsx\.parallel\.tensor = 3 \(line \d+\): ", out)
     assert "Fix: use 1, 2 or 4" in out
@@ -115,11 +115,11 @@ def test_bad_config_is_one_finding_and_exit_code_1(dsx):
     [
         (["check"], "CONFIG"),
         (["check", ZERO3, "--fix", "--set", "dsx.train.steps=3"], "--set"),
-        (["check", ZERO3, "--world-size", "0"], "world-size"),
-        (["check", ZERO3, "--world-size", "two"], "world-size"),
-        (["check", "absent.json", "--world-size", "2"], "absent.json"),
-        (["check", ZERO3, "--world-size", "2", "--set", "dsx.train.steps"], "dsx.train.steps"),
-        (["check", ZERO3, "--world-size", "2", "--fast"], "--fast"),
+        (["check", ZERO3, "--gpus", "0"], "--gpus"),
+        (["check", ZERO3, "--gpus", "two"], "--gpus"),
+        (["check", "absent.json", "--gpus", "2"], "absent.json"),
+        (["check", ZERO3, "--gpus", "2", "--set", "dsx.train.steps"], "dsx.train.steps"),
+        (["check", ZERO3, "--gpus", "2", "--fast"], "--fast"),
         (["schedule", "dualpipe", "--stages", "2", "--micro-batches", "2"], "dualpipe"),
         (["schedule", "1f1b", "--stages", "2"], "micro-batches"),
         (["schedule", "1f1b", "--stages", "0", "--micro-batches", "2"], "stages"),
@@ -172,7 +172,7 @@ def test_impossible_schedule_is_exit_code_1(dsx):
 
 def test_starts_fast_and_without_torch():
     code = (
-        "import sys; sys.argv = ['dsx', 'check', sys.argv[1], '--world-size', '8']\n"
+        "import sys; sys.argv = ['dsx', 'check', sys.argv[1], '--gpus', '8']\n"
         "from dsx.cli.app import main\n"
         "main_ended = None\n"
         "try: main()\n"

@@ -36,7 +36,7 @@ def test_written_config_is_the_plan(dsx, tmp_path):
     """Every mesh's best layout gives a config that resolves to just that layout."""
     out = tmp_path / "planned.json"
     fixed = ("--tensor", 2, "--pipeline", 2)
-    code, text, _ = dsx(*TINY, *SIZES, *fixed, "--json", "--out", out)
+    code, text, _ = dsx(*TINY, *SIZES, *fixed, "--format", "json", "--output", out)
     found = json.loads(text)
     best, content = found["best"][0], json.loads(out.read_text())
     assert code == 0
@@ -73,8 +73,9 @@ def test_estimate_agrees(dsx, tmp_path):
         *sizes,
         "--zero",
         1,
-        "--json",
-        "--out",
+        "--format",
+        "json",
+        "--output",
         out,
     )
     best = json.loads(text)["best"][0]
@@ -88,8 +89,8 @@ def test_check_accepts_the_written_config(dsx, tmp_path, monkeypatch, capsys):
     from dsx.cli.app import main
 
     out = tmp_path / "planned.json"
-    assert dsx(*TINY, *SIZES, "--out", out)[0] == 0
-    monkeypatch.setattr("sys.argv", ["dsx", "check", str(out), "--world-size", "4"])
+    assert dsx(*TINY, *SIZES, "--output", out)[0] == 0
+    monkeypatch.setattr("sys.argv", ["dsx", "check", str(out), "--gpus", "4"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code
@@ -113,7 +114,7 @@ def test_everything_else_comes_from_a_config(dsx, tmp_path):
     }
     file, out = tmp_path / "base.json", tmp_path / "out.json"
     file.write_text(json.dumps(base))
-    code, _, err = dsx("--config", file, "--cluster", "CPU", "--gpus", 2, "--out", out)
+    code, _, err = dsx(file, "--cluster", "CPU", "--gpus", 2, "--output", out)
     assert (code, err) == (0, "")
     found = json.loads(out.read_text())
     assert found["optimizer"] == base["optimizer"]
@@ -129,7 +130,7 @@ def test_everything_else_comes_from_a_config(dsx, tmp_path):
 def test_memory_decides(dsx):
     """Less memory: the best layout is slower, and says that it stays within it."""
     wide = ("--model", "llama-3-8b", "--cluster", "H100", "--gpus", 8, "--global-batch", 32)
-    sizes = ("--sequence-length", 4096, "--tensor", 2, "--pipeline", 2, "--top", 1, "--json")
+    sizes = ("--sequence-length", 4096, "--tensor", 2, "--pipeline", 2, "--top", 1, "--format", "json")
     step = []
     for gib in (70, 30):
         code, out, _ = dsx(*wide, *sizes, "--gpu-memory", gib)
@@ -150,7 +151,7 @@ def test_nothing_fits(dsx):
 def test_a_cluster_of_ones_own(dsx, cluster):
     """A known GPU with slower links: tensor parallelism costs more."""
     wide = ("--model", "llama-3-8b", "--gpus", 8, "--global-batch", 32, "--sequence-length", 2048)
-    rest = ("--tensor", 8, "--top", 1, "--json")
+    rest = ("--tensor", 8, "--top", 1, "--format", "json")
     slow = cluster({"gpu": "H100", "inside": {"gigabytes_per_second": 32}})
     shares = []
     for name in ("H100", slow):
@@ -221,9 +222,9 @@ def test_bad_usage(dsx, tmp_path, changes, words):
 
 
 def test_a_place_that_cannot_be_written(dsx, tmp_path):
-    code, out, err = dsx(*TINY, *SIZES, "--out", tmp_path / "no" / "such.json")
-    assert (code, out) == (1, "")
-    assert "--out" in err
+    code, out, err = dsx(*TINY, *SIZES, "--output", tmp_path / "no" / "such.json")
+    assert (code, out) == (2, "")
+    assert "--output" in err
     assert "No such file" in err
 
 
@@ -240,8 +241,8 @@ def test_offload_needs_zero(dsx, tmp_path):
     }
     file = tmp_path / "base.json"
     file.write_text(json.dumps(base))
-    rest = ("--config", file, "--cluster", "CPU", "--gpus", 2)
-    code, out, err = dsx(*rest, "--json")
+    rest = (file, "--cluster", "CPU", "--gpus", 2)
+    code, out, err = dsx(*rest, "--format", "json")
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert {each["zero_stage"] for each in (*found["best"], *found["one_thing_changed"])} <= {1, 2, 3}
@@ -263,7 +264,7 @@ def test_an_optimizer_whose_memory_nobody_knows(dsx, tmp_path):
     }
     file = tmp_path / "base.json"
     file.write_text(json.dumps(base))
-    code, _, err = dsx("--config", file, "--cluster", "CPU", "--gpus", 2)
+    code, _, err = dsx(file, "--cluster", "CPU", "--gpus", 2)
     assert code == 2
     assert "optimizer" in err
     assert err.count("dsx:") == 1
@@ -284,7 +285,7 @@ def test_needs_no_torch():
 
     code = (
         "import sys; sys.argv = ['dsx', 'plan', '--model', 'llama/tiny', '--cluster', 'CPU', '--gpus', '2',"
-        " '--global-batch', '8', '--sequence-length', '64', '--json']\n"
+        " '--global-batch', '8', '--sequence-length', '64', '--format', 'json']\n"
         "from dsx.cli.app import main\n"
         "try: main()\n"
         "except SystemExit as ended: print(ended.code or 0, file=sys.stderr)\n"

@@ -51,13 +51,13 @@ def test_svg_of_chosen_metrics_of_two_runs(dsx, folders, tmp_path):
         (["--output", "absent/curves.png"], ["absent/curves.png", "cannot be written"]),
     ],
 )
-def test_what_cannot_be_drawn_is_one_message_and_exit_code_1(
+def test_what_cannot_be_drawn_is_one_message_and_exit_code_2(
     dsx, folders, monkeypatch, tmp_path, arguments, words
 ):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     code, out, err = dsx(folders[0], *arguments)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err.startswith("dsx: ")
     assert err.count("\n") == 1
     assert all(word in err for word in words)
@@ -65,7 +65,7 @@ def test_what_cannot_be_drawn_is_one_message_and_exit_code_1(
 
 def test_a_folder_without_metrics(dsx, tmp_path):
     code, _, err = dsx(tmp_path)
-    assert code == 1
+    assert code == 2
     assert "metrics.jsonl: there is no such file" in err
     assert dsx(tmp_path / "absent")[0] == 2
 
@@ -75,6 +75,6 @@ def test_without_matplotlib_the_message_says_how_to_get_it(dsx, folders, monkeyp
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what import sees when a package is not there
     code, out, err = dsx(folders[0])
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "pip install 'matplotlib>=3.9'" in err
     assert not (folders[0] / "loss.png").exists()

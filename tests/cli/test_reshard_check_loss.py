@@ -31,7 +31,7 @@ def folder(request, tmp_path):
 
 def test_the_loss_is_transformers_and_the_same_bits_in_every_format(dsx, folder):
     path, expected = folder
-    check = ("--check-loss", path / "ids", "--json")
+    check = ("--check-loss", path / "ids", "--format", "json")
     steps = [
         ("model", "a", ("--to", "tp=2,pp=2,dp=2,zero=3")),
         ("a", "b", ("--to", "tp=1,pp=1,dp=1")),
@@ -77,9 +77,9 @@ def test_what_cannot_be_checked_is_said_before_anything_is_written(dsx, folder):
     ]:
         (path / "ids").write_text(content)
         code, _, err = dsx(path / "model", path / "out", "--check-loss", path / "ids")
-        assert (code, what in err) == (1, True), err
+        assert (code, what in err) == (2, True), err
     layout = made.layout("gpt2")
     made.reshard(made.plain(path / "p", layout.params, made.FP32), path / "run", layout)
     code, _, err = dsx(path / "run", path / "out", "--check-loss", "random")
-    assert (code, "give --hf-config FILE" in err) == (1, True), err
+    assert (code, "give --hf-config FILE" in err) == (2, True), err
     assert not (path / "out").exists()

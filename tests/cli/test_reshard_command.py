@@ -31,7 +31,7 @@ def test_there_and_back_and_no_difference(dsx, saved, tmp_path):
     assert "tiles had the checksum of the source's manifest" in out
     assert f"to load    folder {tmp_path}, tag other, which latest there names" in out
     assert dsx_native.catalog_of(other).facts["mesh"] == {"pp": 1, "dp": 3, "tp": 2}
-    arguments = ("--tensor", 1, "--pipeline", 2, "--chunks", 1, "--data", 2, "--zero", 1, "--json")
+    arguments = ("--tensor", 1, "--pipeline", 2, "--chunks", 1, "--data", 2, "--zero", 1, "--format", "json")
     code, out, err = dsx("reshard", other, back, *arguments)
     assert (code, err) == (0, "")
     report = json.loads(out)["report"]
@@ -69,22 +69,24 @@ def test_a_config_gives_the_layout(dsx, tmp_path):
         },
     }
     config.write_text(json.dumps(content))
-    code, _, err = dsx("reshard", saved, tmp_path / "out", "--config", config, "--gpus", 8)
+    code, _, err = dsx("reshard", saved, tmp_path / "out", config, "--gpus", 8)
     assert (code, err) == (0, "")
     facts = dsx_native.catalog_of(tmp_path / "out").facts
     assert (facts["mesh"], facts["zero_stage"]) == ({"pp": 2, "dp": 2, "tp": 2}, 2)
     assert facts["model"]["hidden_size"] == 12
     content["dsx"]["model"]["config"] = model | {"n_embd": 24}
     config.write_text(json.dumps(content))
-    code, _, err = dsx("reshard", saved, tmp_path / "more", "--config", config, "--gpus", 8)
-    assert code == 1
+    code, _, err = dsx("reshard", saved, tmp_path / "more", config, "--gpus", 8)
+    assert code == 2
     assert "tensor 0.word.weight, weight: its shape is (300, 12), the target's is (300, 24)" in err
     assert not (tmp_path / "more").exists()
 
 
 def test_a_dry_run_tells_and_writes_nothing(dsx, saved, tmp_path):
     before = sorted(tmp_path.rglob("*"))
-    code, out, err = dsx("reshard", saved, tmp_path / "out", "--to", "zero=3", "--dry-run", "--json")
+    code, out, err = dsx(
+        "reshard", saved, tmp_path / "out", "--to", "zero=3", "--dry-run", "--format", "json"
+    )
     assert (code, err) == (0, "")
     outline = json.loads(out)
     assert outline["read_bytes"] == made.num_bytes(saved / "step12")
@@ -103,7 +105,7 @@ def test_inspect_names_layout_states_and_tensors(dsx, saved):
     (saved.parent / "a run").mkdir()
     saved = saved.rename(saved.parent / "a run" / "checkpoints")
     assert dsx("inspect", saved.parent) == (0, out.replace("/runs/", "/a run/checkpoints/"), "")
-    code, out, _ = dsx("inspect", saved / "step12", "--json")
+    code, out, _ = dsx("inspect", saved / "step12", "--format", "json")
     content = json.loads(out)
     assert (content["format"], content["facts"]["step"]) == ("dsx-2", 12)
     assert content["states"]["master"] == {
@@ -141,7 +143,7 @@ def test_diff_says_what_differs_and_how_far(dsx, saved, tmp_path):
     assert (code, err) == (1, "")
     assert "2.mlp.up.weight, master: 2 of 576 elements differ, at most 7 ulp, 8.34e-07 absolute" in out
     assert "155 of 156 tensors' states are equal" in out
-    code, out, _ = dsx("diff", saved, tmp_path / "b", "--json")
+    code, out, _ = dsx("diff", saved, tmp_path / "b", "--format", "json")
     content = json.loads(out)
     assert code == 1
     assert ["5.norm.bias", "exp_avg"] in content["only_in"][str(saved)]
@@ -155,13 +157,13 @@ def layout_of(specs):
 @pytest.mark.parametrize(
     ("arguments", "code", "what"),
     [
-        (["--to", "tp=two"], 1, "'tp=two' says nothing about a layout"),
-        (["--to", "tp=2,tensor=2"], 1, "tensor comes twice"),
-        (["--tensor", "5"], 1, "it does not divide by tp = 5"),
-        (["--to", "pp=8"], 1, "cannot be cut into pipeline 8 x chunks 1 stages"),
-        (["--gpus", "4"], 2, "it needs --config"),
+        (["--to", "tp=two"], 2, "'tp=two' says nothing about a layout"),
+        (["--to", "tp=2,tensor=2"], 2, "tensor comes twice"),
+        (["--tensor", "5"], 2, "it does not divide by tp = 5"),
+        (["--to", "pp=8"], 2, "cannot be cut into pipeline 8 x chunks 1 stages"),
+        (["--gpus", "4"], 2, "it needs a CONFIG"),
         (["--memory", "lots"], 2, "'lots' is no size"),
-        (["--memory", "20MiB"], 1, "one worker needs"),
+        (["--memory", "20MiB"], 2, "one worker needs"),
     ],
 )
 def test_what_cannot_be_is_one_message(dsx, saved, tmp_path, arguments, code, what):
@@ -171,11 +173,14 @@ def test_what_cannot_be_is_one_message(dsx, saved, tmp_path, arguments, code, wh
 
 
 def test_folders_that_are_no_checkpoints(dsx, tmp_path, saved):
-    for folder, what in [(tmp_path / "none", "there is no such folder"), (tmp_path, "no file in it is one")]:
+    for folder, ended, what in [
+        (tmp_path / "none", 2, "does not exist"),
+        (tmp_path, 1, "no file in it is one"),
+    ]:
         code, _, err = dsx("inspect", folder)
-        assert (code, what in err) == (1, True)
+        assert (code, what in err) == (ended, True)
     code, _, err = dsx("reshard", saved, saved / "step12")
-    assert (code, "it exists already" in err) == (1, True)
+    assert (code, "it exists already" in err) == (2, True)
 
 
 def test_no_torch_is_needed(saved, tmp_path):

@@ -103,7 +103,7 @@ def test_fixed_chunks(dsx, path):
 )
 def test_refusals(dsx, path, arguments, said):
     code, out, err = dsx(*(path if item == "PATH" else item for item in arguments))
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert said in err
     assert "Fix: " in err
 

@@ -39,7 +39,7 @@ def test_pictures_and_traces_go_to_files(dsx, tmp_path):
 
 def test_a_file_that_cannot_be_written_is_one_message(dsx, tmp_path):
     code, out, err = dsx("zbv", *SIZE, "--format", "svg", "--output", tmp_path / "absent" / "x.svg")
-    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert (code, out, err.count("\n")) == (2, "", 1)
     assert "absent/x.svg" in err
 
 

@@ -42,15 +42,15 @@ def test_pictures_and_traces_go_to_files(dsx, step, tmp_path):
 
 def test_what_is_no_trace_is_one_message(dsx, step, tmp_path):
     code, out, err = dsx(tmp_path / "absent.json")
-    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert (code, out, err.count("\n")) == (2, "", 1)
     assert "absent.json: No such file" in err
     step.write_bytes(b"\xff\xfe\xff")
     code, _, err = dsx(step)
-    assert (code, err.count("\n")) == (1, 1)
+    assert (code, err.count("\n")) == (2, 1)
     assert "not text" in err
     step.write_text("{}")
     code, _, err = dsx(step)
-    assert (code, err.count("\n")) == (1, 1)
+    assert (code, err.count("\n")) == (2, 1)
     assert "not a trace" in err
 
 

@@ -52,9 +52,7 @@ def children() -> set[int]:
 
 def test_stock_deepspeed_clips_by_one_stages_norm_in_fp32(dsx, tmp_path: Path) -> None:
     """deepspeed/runtime/utils.py, clip_grad_norm_: only model-parallel rank 0 counts what is not sharded."""
-    code, out, err = dsx(
-        deepspeed(tmp_path), "--world-size", 2, "--steps", 1, "--stock", f"{USER}:make_model"
-    )
+    code, out, err = dsx(deepspeed(tmp_path), "--gpus", 2, "--steps", 1, "--stock", f"{USER}:make_model")
     assert (code, err) == (1, "")
     assert "differs    step 1: norm of one stage" in out
     assert "likely     it is the norm of pipeline stage 0's gradients alone" in out
@@ -62,7 +60,7 @@ def test_stock_deepspeed_clips_by_one_stages_norm_in_fp32(dsx, tmp_path: Path) -
 
 def test_the_same_model_under_dsx_is_equal(dsx, tmp_path: Path) -> None:
     code, out, err = dsx(
-        deepspeed(tmp_path), "--world-size", 2, "--steps", 2, "--model", f"{USER}:make_model", "--json"
+        deepspeed(tmp_path), "--gpus", 2, "--steps", 2, "--model", f"{USER}:make_model", "--format", "json"
     )
     assert (code, err) == (0, "")
     verdict = json.loads(out)
@@ -79,7 +77,7 @@ def test_a_config_of_dsx(dsx, tmp_path: Path) -> None:
         "train": {"steps": 1, "output": str(tmp_path / "out")},
     }
     file = deepspeed(tmp_path, zero_optimization={"stage": 1}, dsx=block)
-    code, out, _ = dsx(file, "--world-size", 2, "--steps", 1, "--set", "dsx.parallel.tensor=2")
+    code, out, _ = dsx(file, "--gpus", 2, "--steps", 1, "--set", "dsx.parallel.tensor=2")
     assert code == 0, out
     assert "layout     dsx, tensor 2 (sequence parallel) x pipeline 1 x data 1 = 2 ranks" in out
     assert "reference  transformers LlamaForCausalLM, one process, fp32; updates: torch.optim.AdamW" in out
@@ -97,7 +95,7 @@ def test_every_published_model(dsx, tmp_path: Path, preset: Preset) -> None:
         "train": {"steps": 1, "output": str(tmp_path / "out")},
     }
     pipeline = ("--set", "dsx.parallel.pipeline=2", "--set", "dsx.parallel.tensor=1")
-    code, out, err = dsx(deepspeed(tmp_path, dsx=block), "--world-size", 2, "--steps", 1, *pipeline)
+    code, out, err = dsx(deepspeed(tmp_path, dsx=block), "--gpus", 2, "--steps", 1, *pipeline)
     assert (code, err) == (0, ""), out
 
 
@@ -115,7 +113,7 @@ def test_a_vocabulary_that_tensor_parallelism_does_not_divide(
         "train": {"steps": 1, "output": str(tmp_path / "out")},
     }
     file = deepspeed(tmp_path, zero_optimization={"stage": 1}, dsx=block)
-    code, out, err = dsx(file, "--world-size", tensor, "--steps", 2, "--full")
+    code, out, err = dsx(file, "--gpus", tensor, "--steps", 2, "--full")
     assert (code, err) == (0, ""), out
 
 
@@ -134,7 +132,7 @@ def test_a_vocabulary_that_tensor_parallelism_does_not_divide(
     ],
 )
 def test_entry_points_that_are_none(dsx, tmp_path: Path, entry: str, says: str) -> None:
-    code, out, err = dsx(deepspeed(tmp_path), "--world-size", 2, "--model", entry)
+    code, out, err = dsx(deepspeed(tmp_path), "--gpus", 2, "--model", entry)
     assert (code, out) == (2, "")
     assert says in err
 
@@ -142,12 +140,12 @@ def test_entry_points_that_are_none(dsx, tmp_path: Path, entry: str, says: str) 
 def test_usage(dsx, tmp_path: Path) -> None:
     file = deepspeed(tmp_path)
     model = f"{USER}:make_model"
-    code, _, err = dsx(file, "--world-size", 3, "--model", model)
+    code, _, err = dsx(file, "--gpus", 3, "--model", model)
     assert code == 2
     assert "num_stages = 2, which does not divide it. Fix: use a multiple of 2." in err
-    code, _, err = dsx(file, "--world-size", 2, "--model", model, "--stock", model)
+    code, _, err = dsx(file, "--gpus", 2, "--model", model, "--stock", model)
     assert (code, "give one of --model and --stock" in err) == (2, True)
-    code, _, err = dsx(file, "--world-size", 2)
+    code, _, err = dsx(file, "--gpus", 2)
     assert (code, "the config has no dsx block" in err) == (2, True)
 
 
@@ -163,7 +161,7 @@ def test_ranks_that_fail_or_hang(
 ) -> None:
     monkeypatch.setenv("DSX_VERIFY_TEST", "1")
     code, out, err = dsx(
-        deepspeed(tmp_path), "--world-size", 2, "--timeout", timeout, "--model", f"{USER}:{function}"
+        deepspeed(tmp_path), "--gpus", 2, "--timeout", timeout, "--model", f"{USER}:{function}"
     )
     assert (code, out) == (2, "")
     for text in says:

@@ -13,21 +13,29 @@ from dsx.errors import ConfigError
 @pytest.mark.parametrize("rank", [[], ["--local_rank=1"], ["--local_rank", "1"], ["--local-rank=1"]])
 def test_launchers(rank):
     """The deepspeed launcher puts --local_rank first; torch.distributed.launch writes --local-rank."""
-    found = parse_arguments([*rank, "--config", "a.json", "--set", "x.y=1", "--set", "z=a=b"])
-    assert found.config == Path("a.json")
-    assert found.overrides == ("x.y=1", "z=a=b")
+    items = ["--set", "x.y=1", "--set", "z=a=b"]
+    for words in (
+        ["a.json", *items],
+        [*items, "a.json"],
+        ["--config", "a.json", *items],
+        ["--config=a.json", *items],
+    ):
+        found = parse_arguments([*rank, *words])
+        assert found.config == Path("a.json")
+        assert found.overrides == ("x.y=1", "z=a=b")
 
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ([], "--config"),
-        (["--config"], "--config"),
-        (["--config", "a.json", "--set", "x.y"], "dsx.parallel.tensor=4"),
-        (["--config", "a.json", "--steps", "5"], "--steps"),
+        ([], "CONFIG"),
+        (["--config"], "CONFIG"),
+        (["a.json", "--set", "x.y"], "dsx.parallel.tensor=4"),
+        (["a.json", "--steps", "5"], "--steps"),
+        (["a.json", "extra"], "extra"),
         (["--config", "a.json", "extra"], "extra"),
-        (["--conf", "a.json"], "--config"),
-        (["--config", "a.json", "--local_rank", "x"], "local_rank"),
+        (["--conf", "a.json"], "CONFIG"),
+        (["a.json", "--local_rank", "x"], "local_rank"),
     ],
 )
 def test_bad_usage(arguments, word, capsys):

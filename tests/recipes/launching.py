@@ -185,7 +185,6 @@ def started(
     command = [
         *_launcher(launcher, ranks, options),
         str(REPOSITORY / "recipes" / recipe),
-        "--config",
         str(config),
     ]
     for key, value in settings.items():

@@ -98,7 +98,7 @@ def every_way(dsx, folder: Path, root: Path) -> list[int]:
             ("diff", folder, folder),
             ("reshard", folder, root / "made", "--check-loss", "random"),
             ("reshard", folder, root / "hf", "--to", "hf"),
-            ("check", config, "--world-size", 1),
+            ("check", config, "--gpus", 1),
             ("estimate", config, "--gpus", 1),
             ("plan", "--config", config, "--gpus", 1, "--cluster", "H100"),
         )

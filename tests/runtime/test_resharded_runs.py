@@ -89,7 +89,7 @@ def go_on_stock(rank: int, world_size: int, family: str, zero: int, folder: str)
 def test_a_dsx_run_goes_on_in_stock_deepspeed(dsx, tmp_path, family, zero):
     before = Case(family=family, tp=2, pp=2, chunks=2, zero=3 if zero == 1 else 1, accumulation=4)
     expected = ranks.run(begin, before.world_size, before, str(tmp_path / "run"))[0]
-    to = ("--format", "deepspeed", "--names", "hf", "--data", 2, "--zero", zero)
+    to = ("--to", "deepspeed", "--names", "hf", "--data", 2, "--zero", zero)
     code, _, err = dsx(tmp_path / "run", tmp_path / "other" / "saved", *to)
     assert (code, err) == (0, "")
     found = ranks.run(go_on_stock, 2, family, zero, str(tmp_path / "other"))[0]
@@ -104,7 +104,7 @@ def test_a_stock_run_goes_on_in_dsx(dsx, tmp_path, family, zero):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(dsx_run.config(after, None)))
     folder = tmp_path / "other"
-    code, _, err = dsx(tmp_path / "run", folder / "saved", "--config", config, "--gpus", 4)
+    code, _, err = dsx(tmp_path / "run", folder / "saved", config, "--gpus", 4)
     assert (code, err) == (0, "")
     found = ranks.run(go_on, after.world_size, after, str(folder), str(tmp_path / "again"))[0]
     assert found == pytest.approx(expected, rel=2e-5)

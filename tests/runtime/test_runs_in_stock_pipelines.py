@@ -109,7 +109,7 @@ def test_a_run_goes_on_in_a_stock_pipeline(dsx, runs, tmp_path, family, after, p
     sums = 4 // after.get("dp", 1)
     case = Case(family=family, accumulation=sums, sequence_parallel=False, extra=EXTRA, **after)
     other = tmp_path / "other" / "saved"
-    to = ["--format", "universal" if universal else "deepspeed", "--pipeline", case.pp, "--data", case.dp]
+    to = ["--to", "universal" if universal else "deepspeed", "--pipeline", case.pp, "--data", case.dp]
     code, out, err = dsx(run, other, *to, "--tensor", case.tp, "--zero", 1, "--partition", partition)
     assert (code, err) == (0, "")
     assert "The PipelineModule that loads it has" in out
@@ -119,7 +119,7 @@ def test_a_run_goes_on_in_a_stock_pipeline(dsx, runs, tmp_path, family, after, p
     # What stock DeepSpeed was given is what the run had, without loss.
     again, config = tmp_path / "back", tmp_path / "config.json"
     config.write_text(json.dumps(dsx_run.config(case_of(family), None)))
-    code, _, err = dsx(other, again, "--config", config, "--gpus", 4)
+    code, _, err = dsx(other, again, config, "--gpus", 4)
     assert (code, err) == (0, "")
     same = list(compare(open_checkpoint(run), open_checkpoint(again)))
     assert {one.state for one in same} == {"weight", "exp_avg", "exp_avg_sq"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from hypothesis import given, settings
@@ -50,6 +52,19 @@ def test_groups_partition_the_world(degrees, axes):
         fixed = [{k: v for k, v in mesh.coords(rank).items() if k not in axes} for rank in group]
         assert all(coords == fixed[0] for coords in fixed)
         assert all(mesh.group_of(rank, *axes) == group for rank in group)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "fix"),
+    [
+        ({"pp": 2}, "Mesh.of(pp=2)"),
+        ({"tp": 2, "dp": 4}, "Mesh.of(dp=4, tp=2)"),
+        ({}, "Mesh.of(pp=1, dp=1, tp=1)"),
+    ],
+)
+def test_degrees_by_name_say_what_to_write(degrees, fix):
+    with pytest.raises(LayoutError, match=re.escape(f"Fix: write dsx.{fix}.")):
+        Mesh(**degrees)
 
 
 def test_wrong_meshes_are_refused():

@@ -101,7 +101,7 @@ def command(ranks: int, settings: Mapping[str, Any], *, restarts: int = 0) -> li
     if ranks > 1:
         start = [str(Path(sys.executable).parent / "torchrun"), "--standalone", f"--nproc_per_node={ranks}"]
         start += [f"--max-restarts={restarts}", "--monitor-interval=0.2"]
-    words = [*start, "recipes/gpt_3d.py", "--config", "configs/zero1.json"]
+    words = [*start, "recipes/gpt_3d.py", "configs/zero1.json"]
     for key, value in settings.items():
         words += ["--set", f"{key}={value if isinstance(value, str | Path) else json.dumps(value)}"]
     return words

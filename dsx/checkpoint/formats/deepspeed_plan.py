@@ -265,7 +265,7 @@ def _check_cuts(source: Catalog, layout: StockLayout) -> None:
             raise CheckpointError(
                 f"{source.root}: tensor {entry.name}",
                 f"the checkpoint does not say how tensor parallelism of degree {layout.tp} cuts it",
-                "leave --tensor out, or name a config of the model with --config",
+                "leave --tensor out, or name a CONFIG of the model",
             )
 
 

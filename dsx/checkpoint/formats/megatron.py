@@ -51,7 +51,7 @@ _REST: Mapping[str, str] = {
     "position": "embedding.position_embeddings.{leaf}",
     "norm": "decoder.final_layernorm.{leaf}",
 }
-_GIVE = "give the config of the model that was trained, with --hf-config or --config"
+_GIVE = "give the config of the model that was trained: --hf-config FILE, or CONFIG"
 
 
 def looks_megatron(root: Path) -> bool:

@@ -136,7 +136,7 @@ def verify(request: Request) -> Verdict | None:
     launched = entry.world_size() > 1
     if launched and entry.world_size() != request.world_size:
         raise LayoutError(
-            f"--world-size {request.world_size}",
+            f"--gpus {request.world_size}",
             f"the launcher started {entry.world_size()} ranks",
             "give both the same number",
         )
@@ -247,7 +247,7 @@ def _job(
         model = user_model(request.entry)
         if size % model.num_stages:
             raise LayoutError(
-                f"--world-size {size}",
+                f"--gpus {size}",
                 f"{request.entry} gives num_stages = {model.num_stages}, which does not divide it",
                 f"use a multiple of {model.num_stages}",
             )

@@ -112,7 +112,7 @@ def check_batch_triple(context: Context) -> Iterator[Finding]:
     elif len(names) == 2:
         ranks = train // per_rank
         why = f"with {factors} it is right for {ranks} data-parallel rank{'s' * (ranks != 1)} only"
-        fix = f"leave {TRAIN} or {ACCUMULATION} out to run on any number; say --world-size to check one"
+        fix = f"leave {TRAIN} or {ACCUMULATION} out to run on any number; say --gpus to check one"
         yield context.find("batch-triple", "note", TRAIN, why, fix)
 
 

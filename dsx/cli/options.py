@@ -1,0 +1,159 @@
+"""The language of the ``dsx`` command: an option that several commands have is defined here, once.
+
+Former names are here, too: hidden, and understood by every command that has the option they stand for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import typer
+from typer.core import TyperCommand
+
+from dsx.errors import ConfigError
+
+CheckpointFormat = Literal["dsx", "deepspeed", "universal", "hf", "dcp"]
+CHECKPOINT_FORMATS: tuple[CheckpointFormat, ...] = get_args(CheckpointFormat)
+"""What ``--to`` can name; ``--format`` named them before."""
+
+
+def _within(least: int, most: int | None = None) -> Any:
+    """Refuses other numbers, with the option, the number and what to use."""
+
+    def check(parameter: typer.CallbackParam, value: int | None) -> int | None:
+        if value is None or least <= value <= (value if most is None else most):
+            return value
+        what = f"it must be greater than or equal to {least}" if most is None else f"it is {least} to {most}"
+        fix = f"use {least} or more" if most is None else f"use {least} to {most}"
+        raise ConfigError(f"{parameter.opts[0]} {value}", what, fix)
+
+    return check
+
+
+def _memory(gib: float | None) -> float | None:
+    if gib is not None and not 0 < gib < 1e6:
+        raise ConfigError(f"--gpu-memory {gib:g}", "it is the GiB of one GPU", "use 80 for an A100-80GB")
+    return gib
+
+
+def _assignments(items: list[str] | None) -> list[str] | None:
+    for item in items or []:
+        key, separator, _ = item.partition("=")
+        if not (separator and all(key.strip().split("."))):
+            raise ConfigError(f"--set {item}", "it is no KEY=VALUE", "write --set dsx.parallel.tensor=4")
+    return items
+
+
+def count(flag: str, help_text: str) -> Any:
+    """An option that takes a number of things, 1 or more."""
+    return typer.Option(flag, metavar="N", help=help_text, callback=_within(1))
+
+
+CONFIG = typer.Argument(
+    metavar="CONFIG",
+    help="DeepSpeed JSON, with or without a dsx block.",
+    exists=True,
+    dir_okay=False,
+    show_default=False,
+)
+GPUS = count("--gpus", "Number of ranks, one GPU (or CPU process) each.")
+MODEL = typer.Option(
+    "--model",
+    metavar="MODEL",
+    help="A preset (llama-3-8b, gpt2/tiny), a Hugging Face config.json or model folder, "
+    "for a CONFIG without dsx.model.",
+)
+TENSOR = count("--tensor", "Tensor-parallel degree.")
+PIPELINE = count("--pipeline", "Pipeline degree.")
+ZERO = typer.Option("--zero", metavar="STAGE", help="ZeRO stage, 0 to 3.", callback=_within(0, 3))
+MICRO_BATCH = count("--micro-batch", "Sequences per micro-batch and data-parallel rank.")
+GPU_MEMORY = typer.Option(
+    "--gpu-memory",
+    metavar="GIB",
+    help="Memory that tensors may take of a GPU. Default: the cluster's, where one is named.",
+    callback=_memory,
+)
+CLUSTER = typer.Option(
+    "--cluster",
+    metavar="NAME",
+    help="A100-80, H100, H200, B200, MI300X, CPU, or a JSON file that describes one.",
+)
+RULES = typer.Option(
+    "--rules",
+    metavar="FILE",
+    help="How tensor parallelism cut the tensors of a stock DeepSpeed checkpoint, where it does not say so "
+    "itself.",
+    exists=True,
+    dir_okay=False,
+)
+SET = typer.Option(
+    "--set",
+    metavar="KEY=VALUE",
+    help="Put a value over a key of the config, as dsx.train.steps=5; repeatable.",
+    callback=_assignments,
+)
+OUTPUT = typer.Option("--output", metavar="FILE", help="File to write. Default: standard output.")
+FORMAT = typer.Option("--format", help="Text for people, or everything as JSON.")
+
+
+def drawn(help_text: str) -> Any:
+    """``--format`` of a command that can also draw."""
+    return typer.Option("--format", help=help_text)
+
+
+# Former flag -> what it stands for: an option, an option with its value, or "" for a positional argument.
+_FORMER = {
+    "--world-size": "--gpus",
+    "--ranks": "--gpus",
+    "--json": "--format=json",
+    "--out": "--output",
+    "--config": "",
+}
+
+
+class Command(TyperCommand):
+    """A command that also understands what its options were called before."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """See click: the command line into ``ctx.params``."""
+        known = {flag for parameter in self.params for flag in parameter.opts}
+        return super().parse_args(ctx, modern(args, known))
+
+
+def modern(words: list[str], known: set[str]) -> list[str]:
+    """A command line in today's names.
+
+    Args:
+        words: After the command's name.
+        known: The flags of the command's options, and the names of its arguments.
+
+    >>> modern(["a.json", "--world-size=8", "--json"], {"--gpus", "--format", "config"})
+    ['a.json', '--gpus=8', '--format=json']
+    >>> modern(["--config", "a.json"], {"config"})
+    ['a.json']
+    >>> modern(["--format", "hf", "--format", "json"], {"--format", "--to"})
+    ['--to', 'hf', '--format', 'json']
+    """
+    out: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == "--":
+            return [*out, word, *rest]
+        flag, separator, value = word.partition("=")
+        if "--to" in known and flag == "--format":
+            value = value if separator else next(rest, "")
+            name = "--to" if value in CHECKPOINT_FORMATS else flag
+            out += [f"{name}={value}"] if separator else [name, *filter(None, [value])]
+            continue
+        now = None if flag in known else _FORMER.get(flag)
+        if now is None or not _has(known, now):
+            out.append(word)
+        elif now:
+            out.append(f"{now}{separator}{value}")
+        elif separator:
+            out.append(value)
+    return out
+
+
+def _has(known: set[str], now: str) -> bool:
+    return now.partition("=")[0] in known if now else not known.isdisjoint({"config", "configs"})

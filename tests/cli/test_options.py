@@ -1,0 +1,216 @@
+"""One language of options and exit codes, held to by every command that there is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import typer
+
+from dsx.cli import options
+from dsx.cli.app import build
+from dsx.errors import DsxError
+
+BIN = Path(sys.executable).parent
+CONFIGS = Path(__file__).parents[2] / "configs"
+COMMANDS = typer.main.get_command(build()).commands
+FORMER = {"--world-size", "--ranks", "--num-gpus", "--num_gpus", "--nproc", "--json", "--out", "--config"}
+
+# A word that two commands need for different things; each says in its help which.
+OF_THEIR_OWN = {
+    "--format": {"trace", "schedule", "estimate"},  # these can also draw
+    "--output": {"plan", "plot"},  # a config, a picture
+    "--chunks": {"schedule"},  # has a default of its own
+    "--pipeline": {"check"},  # of a stock PipelineModule
+    "--precision": {"verify", "reshard"},  # of the comparison, of the weights
+    "--model": {"verify"},  # also one of one's own
+}
+
+
+def flags(command) -> dict[str, object]:
+    return {flag: each for each in command.params for flag in each.opts if flag.startswith("-")}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_speaks_it(name):
+    command = COMMANDS[name]
+    assert isinstance(command, options.Command)
+    assert set(flags(command)) & FORMER == set()
+    for each in command.params:
+        assert each.help or each.name == "help", each.name
+        if each.name in ("config", "configs"):
+            assert each.param_type_name == "argument"
+        if re.match(r"(File|Picture|Folder) to write", each.help or ""):
+            assert each.opts == ["--output"]
+        if re.search(r"[Nn]umber of ranks", each.help or ""):
+            assert each.opts == ["--gpus"]
+    said = command.get_help(typer.Context(command, info_name=name))
+    assert "json" in re.search(r"--format <(.*?)>", said)[1].split("|")
+    assert len(command.get_short_help_str(limit=200)) <= 64  # else cut in dsx --help
+    for word in re.findall(r"--[a-z][a-z-]+", said.split("Options:")[0]):
+        assert word in flags(command), f"the text of {name} names {word}, which it does not have"
+
+
+def test_an_option_of_several_commands_is_one_option():
+    said = defaultdict(lambda: defaultdict(set))
+    for name, command in COMMANDS.items():
+        for flag, each in flags(command).items():
+            if name not in OF_THEIR_OWN.get(flag, ()):
+                said[flag][each.help, each.metavar].add(name)
+    assert {flag: dict(texts) for flag, texts in said.items() if len(texts) > 1} == {}
+    assert sum(len(names) > 1 for texts in said.values() for names in texts.values()) >= 10
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_bad_input_is_2_and_help_is_0(dsx, name):
+    code, out, err = dsx(name, "--no-such-option")
+    assert (code, out) == (2, "")
+    assert "--no-such-option" in err
+    code, out, err = dsx(name, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"Usage: dsx {name}")
+    code, out, err = dsx(name, "--format", "yaml")
+    assert code == 2
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("words", [["trian"], ["trian", "--help"], ["--no-such-option"], ["-x"]])
+def test_an_unknown_command_is_2(dsx, words):
+    code, out, err = dsx(*words)
+    assert (code, out) == (2, "")
+    assert words[0] in err
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name, each in COMMANDS.items() if any(p.param_type_name == "argument" for p in each.params)],
+)
+def test_a_missing_file_is_2(dsx, tmp_path, name):
+    more = {
+        "verify": ["--gpus", 2],
+        "diff": [tmp_path],
+        "reshard": [tmp_path / "out"],
+        "plan": ["--gpus", 2, "--cluster", "CPU"],
+    }
+    code, out, err = dsx(name, tmp_path / "absent.csv", *more.get(name, ()))
+    assert (code, out) == (2, "")
+    assert "absent.csv" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_any_refusal_is_one_line_and_2(dsx, monkeypatch, name):
+    """Whatever a command raises on purpose, unless it is its verdict."""
+
+    def refuse(self, context):
+        raise DsxError("here", "it is wrong", "mend it")
+
+    monkeypatch.setattr(options.Command, "invoke", refuse)
+    needed = [CONFIGS / "zero1.json" for each in COMMANDS[name].params if each.param_type_name == "argument"]
+    given = {"--gpus": 2, "--cluster": "CPU"}
+    rest = [item for flag, value in given.items() if flag in flags(COMMANDS[name]) for item in (flag, value)]
+    code, out, err = dsx(name, *needed, *rest)
+    assert (code, out, err) == (2, "", "dsx: here: it is wrong. Fix: mend it.\n")
+
+
+ZERO1 = str(CONFIGS / "zero1.json")
+TINY = ["--cluster", "CPU", "--gpus", "2", "--top", "1"]
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        (
+            ["check", ZERO1, "--no-machine", "--world-size", "2", "--json"],
+            ["check", ZERO1, "--no-machine", "--gpus", "2", "--format", "json"],
+        ),
+        (["check", "--config", ZERO1, "--no-machine"], ["check", ZERO1, "--no-machine"]),
+        (["estimate", f"--config={ZERO1}", "--world-size=2"], ["estimate", ZERO1, "--gpus=2"]),
+        (["plan", "--config", ZERO1, *TINY, "--json"], ["plan", ZERO1, *TINY, "--format", "json"]),
+        (["presets", "--json"], ["presets", "--format", "json"]),
+        (
+            ["schedule", "zbv", "--stages", "2", "--micro-batches", "4", "--json"],
+            ["schedule", "zbv", "--stages", "2", "--micro-batches", "4", "--format", "json"],
+        ),
+    ],
+)
+def test_former_names_are_understood(dsx, former, now):
+    code, out, err = dsx(*now)
+    assert (code, err) == (0, "")
+    assert dsx(*former) == (code, out, err)
+
+
+def test_what_a_former_name_stands_for_is_what_an_error_names(dsx):
+    code, _, err = dsx("check", ZERO1, "--world-size", "0")
+    assert code == 2
+    assert err.startswith("dsx: --gpus 0: ")
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "FIFO"])
+def test_output_that_is_no_file_stays_what_it_is(dsx, tmp_path, path):
+    if path == "FIFO":
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    assert dsx("schedule", "zbv", "--stages", 2, "--micro-batches", 4, "--output", path)[0] == 0
+    assert not Path(path).is_file()
+    if path != "/dev/null":
+        assert b"bubble" in os.read(reader, 1 << 20)
+        os.close(reader)
+
+
+def test_output_through_a_link_is_the_linked_file(dsx, tmp_path):
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to("real")
+    name = ("schedule", "zbv", "--stages", 2, "--micro-batches", 4)
+    assert dsx(*name, "--output", tmp_path / "link")[0] == 0
+    assert (tmp_path / "link").is_symlink()
+    assert "bubble" in (tmp_path / "real").read_text()
+
+
+def test_ctrl_c_is_130(tmp_path):
+    """While it waits for its input, which is a pipe that nobody has written to yet."""
+    pipe = tmp_path / "step.json"
+    os.mkfifo(pipe)
+    process = subprocess.Popen(
+        [BIN / "dsx", "trace", pipe], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with pipe.open("wb"):  # opens when the command opens it
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in err
+
+
+def test_completion_is_installed_and_completes(tmp_path):
+    environment = {"HOME": str(tmp_path), "PATH": f"{BIN}:{os.environ['PATH']}"}
+    # Not the last command of the shell, which would become dsx: it looks for the shell that it runs in.
+    done = subprocess.run(
+        ["bash", "-c", "dsx --install-completion; exit $?"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    script = tmp_path / ".bash_completions" / "dsx.sh"
+    assert str(script) in (tmp_path / ".bashrc").read_text()
+    function = re.search(r"-F (\w+) dsx", script.read_text())[1]
+    ask = f"source {script}; COMP_WORDS=(dsx est); COMP_CWORD=1; {function} dsx; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", ask], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["estimate"]
+
+
+def test_schema_as_a_table_has_every_key(dsx):
+    table = dsx("schema", "--format", "table")[1]
+    rows = dict(line.split(maxsplit=1) for line in table.splitlines())
+    schema = json.loads(dsx("schema")[1])
+    assert set(rows) >= {f"dsx.{name}" for name in schema["properties"]}
+    assert rows["dsx.train.steps"] == "Optimizer steps in all, those before a resume included."
