@@ -54,7 +54,7 @@ def test_a_run_exported_with_a_config_given_by_hand(dsx, tmp_path):
     bits = made.random_bits(layout.params, made.BF16, seed=9)
     made.reshard(made.plain(tmp_path / "p", layout.params, made.BF16, bits=bits), tmp_path / "run", layout)
     code, _, err = dsx(tmp_path / "run", tmp_path / "hf", "--to", "hf")
-    assert code == 1
+    assert code == 2
     assert "give --hf-config FILE" in err
     (tmp_path / "config.json").write_text(json.dumps(made.CONFIGS["llama"]))
     code, out, err = dsx(
@@ -141,5 +141,5 @@ def test_what_cannot_be_written_is_said(dsx, tmp_path, arguments, what):
     source = replace(source, specs=())
     made.reshard(source, tmp_path / "run", layout_like(source, Degrees()))
     code, _, err = dsx(tmp_path / "run", tmp_path / "out", *arguments)
-    assert (code, what in err) == (1, True), err
+    assert (code, what in err) == (2, True), err
     assert not (tmp_path / "out").exists()

@@ -191,5 +191,5 @@ def test_torch_loads_what_is_written(dsx, files, tmp_path):
 
 def test_dcp_has_no_layout(dsx, saved, tmp_path):
     code, _, err = dsx(saved[0], tmp_path / "out", "--to", "dcp", "--zero", 1)
-    assert code == 1
+    assert code == 2
     assert "say --data alone" in err

@@ -82,15 +82,15 @@ def test_the_moments_come_along(dsx, config, tmp_path):
 
 def test_what_it_does_not_say_has_to_be_given(dsx, config, tmp_path):
     code, _, err = dsx(SAVED, tmp_path / "out")
-    assert (code, "--hf-config" in err) == (1, True), err
+    assert (code, "--hf-config" in err) == (2, True), err
     config.write_text(json.dumps(CONFIG | {"num_hidden_layers": 3}))
     code, _, err = dsx(SAVED, tmp_path / "out", "--hf-config", config)
-    assert (code, "has no layer 2" in err) == (1, True), err
+    assert (code, "has no layer 2" in err) == (2, True), err
     config.write_text(json.dumps(CONFIG | {"intermediate_size": 20}))
     code, _, err = dsx(SAVED, tmp_path / "out", "--hf-config", config)
-    assert (code, "its shape is (48, 16), the model's (40, 16)" in err) == (1, True), err
+    assert (code, "its shape is (48, 16), the model's (40, 16)" in err) == (2, True), err
     shutil.copytree(SAVED, tmp_path / "zarr")
     (tmp_path / "zarr" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     code, _, err = dsx(tmp_path / "zarr", tmp_path / "out", "--hf-config", config)
-    assert (code, "format zarr, which dsx cannot read" in err) == (1, True), err
+    assert (code, "format zarr, which dsx cannot read" in err) == (2, True), err
     assert not (tmp_path / "out").exists()
