@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dsx.plan.profile import Profile
     from dsx.plan.program import Program
     from dsx.runtime import recipe
+    from dsx.runtime.data.own import OwnCorpus
     from dsx.runtime.engine import PipelineEngine
     from dsx.runtime.entry import run, world_size
     from dsx.runtime.generation import generate, load_transformers
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from dsx.runtime.launch import distributed
     from dsx.runtime.pipeline_module import PipelineModule
     from dsx.runtime.profile import profile_layers
+    from dsx.runtime.weights import export_hf
     from dsx.spec.mesh import Mesh
     from dsx.spec.model import ModelSpec
     from dsx.spec.param import ParamSpec
@@ -56,6 +58,7 @@ __all__ = [
     "Mesh",
     "ModelError",
     "ModelSpec",
+    "OwnCorpus",
     "ParamSpec",
     "PipelineEngine",
     "PipelineModule",
@@ -72,6 +75,7 @@ __all__ = [
     "__version__",
     "choose",
     "distributed",
+    "export_hf",
     "generate",
     "initialize",
     "load_config",
@@ -94,6 +98,7 @@ _HOMES = {
     "Mesh": ("dsx.spec.mesh", "Mesh"),
     "ModelError": ("dsx.errors", "ModelError"),
     "ModelSpec": ("dsx.spec.model", "ModelSpec"),
+    "OwnCorpus": ("dsx.runtime.data.own", "OwnCorpus"),
     "ParamSpec": ("dsx.spec.param", "ParamSpec"),
     "PipelineEngine": ("dsx.runtime.engine", "PipelineEngine"),
     "PipelineModule": ("dsx.runtime.pipeline_module", "PipelineModule"),
@@ -110,6 +115,7 @@ _HOMES = {
     "Groups": ("dsx.runtime.groups", "Groups"),
     "choose": ("dsx.plan.choose", "choose"),
     "distributed": ("dsx.runtime.launch", "distributed"),
+    "export_hf": ("dsx.runtime.weights", "export_hf"),
     "generate": ("dsx.runtime.generation", "generate"),
     "initialize": ("dsx.runtime.initialize", "initialize"),
     "load_config": ("dsx.config.resolve", "resolve"),

@@ -116,6 +116,14 @@ def test_commands_that_only_compute_run(words, tmp_path):
     assert code == ("--gpus 1" in shlex.join(words)), text
 
 
+def test_programs_of_the_data_guide_run():
+    """Each block by itself; its assertions hold."""
+    programs = blocks("data.md", "python")
+    assert programs
+    for program in programs:
+        exec(compile(program, "data.md", "exec"), {})
+
+
 @pytest.mark.slow
 def test_the_8b_layout_trains_right(tmp_path):
     (words,) = [words for words in commands("scaling.md") if words[:2] == ["dsx", "verify"]]

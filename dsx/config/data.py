@@ -10,6 +10,12 @@ from pydantic import Field, model_validator
 
 from dsx.config.block import Block, Positive
 
+OWN = "own"
+"""``dsx.data.source`` of a program that brings its own samples (dsx.OwnCorpus)."""
+
+NO_TOKENIZER = "none"
+"""``dsx.data.tokenizer`` of samples that are token ids already."""
+
 
 class TextSource(Block):
     """Where text comes from."""
@@ -18,7 +24,8 @@ class TextSource(Block):
         default="python-stdlib",
         min_length=1,
         description='"python-stdlib" (the source of Python\'s standard library, no network), a local file, '
-        "folder or glob (text, jsonl, json, parquet, csv), or the name of a Hugging Face hub data set.",
+        "folder or glob (text, jsonl, json, parquet, csv), or the name of a Hugging Face hub data set. "
+        '"own": the program that reads the config has samples of its own (dsx.OwnCorpus).',
     )
     name: str | None = Field(default=None, description="Configuration of the hub data set.")
     split: str = Field(default="train", min_length=1, description="Split of the hub data set.")
@@ -63,7 +70,8 @@ class DataConfig(TextSource):
         default="auto",
         min_length=1,
         description='"bytes" (256 bytes, end of document), or a transformers tokenizer: name or path. '
-        '"auto" is the one in the folder dsx.model.path, or bytes if the weights are fresh.',
+        '"auto" is the one in the folder dsx.model.path, or bytes if the weights are fresh ("none" with '
+        'source "own", whose samples are token ids).',
     )
     trust_remote_code: bool = Field(
         default=False,
@@ -98,6 +106,13 @@ class DataConfig(TextSource):
     def _one_text(self) -> Self:
         fields = TextSource.model_fields
         given = [key for key in fields if getattr(self, key) != fields[key].default]
+        if self.tokenizer == NO_TOKENIZER and self.source != OWN:
+            raise ValueError('tokenizer "none" is for samples that are ids (source "own"), not for text')
+        if self.source == OWN and (self.streaming or len(given) > 1):
+            other = next((key for key in given if key != "source"), "streaming")
+            raise ValueError(f'source "own" is not text, so that {other} has no meaning. Fix: leave it out')
+        if any(part.source == OWN for part in self.sources):
+            raise ValueError('"own" cannot be mixed with text. Fix: mix in the program that has the samples')
         if self.sources and given:
             raise ValueError(f"sources and {given[0]} are both given; each of sources has its own {given[0]}")
         if self.streaming and (self.max_bytes or any(part.max_bytes for part in self.sources)):

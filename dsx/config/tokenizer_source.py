@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dsx.config.data import NO_TOKENIZER, OWN
 from dsx.config.problems import at
 from dsx.config.schema import DsxConfig
 from dsx.errors import ConfigError
@@ -15,7 +16,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def resolve_tokenizer(dsx: DsxConfig, weights: Path | None) -> str:
-    """The tokenizer's name: the config's own, the model folder, or "bytes".
+    """The tokenizer's name: the config's own, the model folder, "bytes", or "none" for samples that are ids.
 
     Args:
         dsx: The config.
@@ -29,6 +30,8 @@ def resolve_tokenizer(dsx: DsxConfig, weights: Path | None) -> str:
     folder = dsx.model.path
     if folder is not None and any((Path(folder) / name).is_file() for name in _VOCABULARIES):
         return folder
+    if dsx.data.source == OWN:
+        return NO_TOKENIZER
     if weights is None:
         return BYTES
     raise ConfigError(

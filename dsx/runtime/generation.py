@@ -19,6 +19,7 @@ from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.pieces import Part, contiguous
 from dsx.checkpoint.reader import Reader
 from dsx.checkpoint.reshard import under_hf_names
+from dsx.config.data import NO_TOKENIZER
 from dsx.errors import CheckpointError, ConfigError, DataError
 from dsx.runtime.arrays import as_numpy
 from dsx.runtime.custom_code import check_model_code
@@ -274,12 +275,12 @@ def _tokenizer(source: Catalog) -> str:
     """The tokenizer that a checkpoint's model was trained with."""
     client = source.facts.get("client_state")
     told = client.get("tokenizer") if isinstance(client, Mapping) else None
-    if told is not None:
+    if told not in (None, NO_TOKENIZER):
         return str(told)
     if any((source.root / name).is_file() for name in _VOCABULARIES):
         return str(source.root)
     found = tokenizer_of_run(source.root)
-    if found is None:
+    if found is None or found == NO_TOKENIZER:
         raise DataError(
             f"the tokenizer of {source.root}",
             "neither the checkpoint nor a config.json of dsx above it names one",

@@ -16,6 +16,7 @@ from dsx.plan.memory.roles import RunMemory
 from dsx.plan.trace import Trace
 from dsx.report.progress import EvaluationReport, Progress, RunRates, StepReport, end_rows, start_rows
 from dsx.report.trace_table import summary
+from dsx.runtime.data.own import OwnCorpus, OwnText, as_text
 from dsx.runtime.data.text import Text
 from dsx.runtime.engine import PipelineEngine
 from dsx.runtime.memory import PeakMemory, beside, describe, estimated
@@ -29,15 +30,21 @@ class Monitor:
     Args:
         config: The resolved config.
         engine: The engine, already resumed if it is to be.
-        corpus: The data, for its sizes and the bits per byte.
+        corpus: The data, for its sizes and the bits per byte: the text of ``dsx.data``, or a data set of
+            one's own (:class:`dsx.OwnCorpus`).
         state: What :attr:`state` was when the checkpoint was saved that the run continues from; empty for a
             fresh start.
     """
 
     def __init__(
-        self, config: RunConfig, engine: PipelineEngine, corpus: Text, state: Mapping[str, Any]
+        self,
+        config: RunConfig,
+        engine: PipelineEngine,
+        corpus: Text | OwnText | OwnCorpus,
+        state: Mapping[str, Any],
     ) -> None:
-        self._config, self._engine, self._corpus = config, engine, corpus
+        self._config, self._engine = config, engine
+        self._corpus = as_text(corpus, config.dsx.data)
         self._progress = Progress(quiet=engine.groups.rank != 0)
         self._written: dict[str, str | Path] = {}
         self._saved: tuple[Path, int] | None = None
@@ -46,7 +53,7 @@ class Monitor:
         self._last_step, last = int(engine.global_steps), config.dsx.train.steps
         self._resumed_after = self._last_step
         device = device_name()
-        more = corpus.rows(last * config.global_batch_size, config.micro_batch_size * config.mesh.dp)
+        more = self._corpus.rows(last * config.global_batch_size, config.micro_batch_size * config.mesh.dp)
         self._peaks: dict[str, int] = {}
         self._memory = PeakMemory(engine.pipeline.device)
         self._estimate: RunMemory | None = None

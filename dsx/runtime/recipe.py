@@ -18,14 +18,16 @@ from deepspeed.accelerator import get_accelerator
 import dsx
 from dsx.checkpoint import store
 from dsx.config import measured
+from dsx.config.data import OWN
 from dsx.config.run import RunConfig
 from dsx.config.schema import DsxConfig
 from dsx.config.wording import at
-from dsx.errors import CheckpointError, ConfigError, DsxError
+from dsx.errors import CheckpointError, ConfigError, DataError, DsxError
 from dsx.nn import families
 from dsx.nn.split import WeightGradients
 from dsx.plan.profile import Profile
 from dsx.runtime.data.batches import Batches, EvaluationBatches
+from dsx.runtime.data.own import OwnCorpus, OwnPart, OwnText, as_text, require_same_everywhere
 from dsx.runtime.data.prefetch import Prefetched, pins
 from dsx.runtime.data.text import Part, Text, prepare_text
 from dsx.runtime.engine import PipelineEngine
@@ -40,7 +42,7 @@ from dsx.runtime.pipeline_module import PipelineModule
 from dsx.runtime.profile import measure_model
 from dsx.runtime.run_facts import kept_settings
 from dsx.runtime.run_folder import CONFIG
-from dsx.runtime.weights import copy_tokenizer, export_weights, load_weights
+from dsx.runtime.weights import export_hf, load_weights
 from dsx.spec.model import Recompute
 
 __all__ = [
@@ -61,6 +63,9 @@ __all__ = [
 ]
 
 PROFILE = "profile.json"
+
+RunData = Text | OwnText | OwnCorpus
+"""The text of ``dsx.data``, or a data set of one's own."""
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -150,6 +155,12 @@ def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
     if local_rank() != 0:
         return None
     try:
+        if config.dsx.data.source == OWN:
+            raise DataError(
+                at("dsx.data.source", OWN),
+                "this program reads text, and the data of no other program",
+                "name a text (files, a folder, a hub data set), or run the program that has the data",
+            )
         store.require_writable(config.output / store.CHECKPOINTS)
         _start(config)
         tokens = max(config.dsx.train.eval_tokens, config.tokens_per_step) + config.sequence_length + 1
@@ -173,7 +184,7 @@ def open_data(config: RunConfig, folders: tuple[Path, ...] | None) -> Text:
 
 
 def training_batches(
-    config: RunConfig, corpus: Text, *, dp_rank: int, cursor: int = 0
+    config: RunConfig, corpus: RunData, *, dp_rank: int, cursor: int = 0
 ) -> Batches | Prefetched:
     """Endless ``(inputs, labels)`` of one data-parallel rank, from global sample ``cursor`` on.
 
@@ -182,7 +193,7 @@ def training_batches(
     """
     ahead, shared = config.dsx.data.prefetch, config.micro_batch_size * config.mesh.dp
     batches = Batches(
-        corpus.samples(cursor=cursor, in_flight=(ahead + 2) * shared),
+        as_text(corpus, config.dsx.data).samples(cursor=cursor, in_flight=(ahead + 2) * shared),
         micro_batch_size=config.micro_batch_size,
         accumulation=config.accumulation,
         dp=config.mesh.dp,
@@ -192,21 +203,21 @@ def training_batches(
     return Prefetched(batches, depth=ahead, pin=pins()) if ahead else batches
 
 
-def evaluate(config: RunConfig, engine: PipelineEngine, corpus: Text) -> float | dict[str, float] | None:
+def evaluate(config: RunConfig, engine: PipelineEngine, corpus: RunData) -> float | dict[str, float] | None:
     """Mean held-out loss in nats per token, the same on every rank; None if nothing is held out.
 
     Of a mixture the loss of each source by its name; together they read ``dsx.train.eval_tokens``.
     """
-    losses = {}
-    for part in corpus.held_out:
-        batches = _evaluation_batches(config, corpus, part, dp_rank=engine.groups.dp_rank)
+    losses, text = {}, as_text(corpus, config.dsx.data)
+    for part in text.held_out:
+        batches = _evaluation_batches(config, text, part, dp_rank=engine.groups.dp_rank)
         losses[part.name] = float(engine.eval_batch(iter(batches), num_micro_batches=len(batches)))
-    if len(corpus.parts) == 1:
+    if len(text.parts) == 1:
         return next(iter(losses.values()), None)
     return losses or None
 
 
-def resume(config: RunConfig, engine: PipelineEngine, corpus: Text) -> dict[str, Any]:
+def resume(config: RunConfig, engine: PipelineEngine, corpus: RunData) -> dict[str, Any]:
     """Continue from the newest checkpoint below the config's output folder, or from what ``resume`` names.
 
     Returns:
@@ -215,13 +226,16 @@ def resume(config: RunConfig, engine: PipelineEngine, corpus: Text) -> dict[str,
     Raises:
         CheckpointError: The checkpoint is of another model, or of other training text.
     """
+    text = as_text(corpus, config.dsx.data)
+    if isinstance(text, OwnText):
+        require_same_everywhere(text)
     start = agree(lambda: _start(config))
     if start is None:
         return {}
     root, tag = start
     path, state = engine.load_checkpoint(root, tag)
-    agree(lambda: _require_same_text(path, state, corpus))
-    corpus.resume(state)
+    agree(lambda: _require_same_text(path, state, text))
+    text.resume(state)
     if engine.groups.rank == 0:
         wanted = config.deepspeed["optimizer"].get("params", {})
         for key, value in kept_settings(engine, wanted).items():
@@ -231,15 +245,15 @@ def resume(config: RunConfig, engine: PipelineEngine, corpus: Text) -> dict[str,
 
 
 def save(
-    config: RunConfig, engine: PipelineEngine, corpus: Text, monitor: Monitor, guard: Guard | None = None
+    config: RunConfig, engine: PipelineEngine, corpus: RunData, monitor: Monitor, guard: Guard | None = None
 ) -> None:
     """Save a checkpoint with what :func:`resume` needs, and the resolved config beside it."""
     root = config.output / store.CHECKPOINTS
-    samples = int(engine.global_samples)
+    samples, text = int(engine.global_samples), as_text(corpus, config.dsx.data)
     client_state = {
         "data_cursor": samples,
-        "data_digest": corpus.digest,
-        "data_stream": _stream_state(corpus, samples if guard is None else guard.data_cursor),
+        "data_digest": text.digest,
+        "data_stream": _stream_state(text, samples if guard is None else guard.data_cursor),
         "tokens": samples * config.sequence_length,
         "tokenizer": config.dsx.data.tokenizer,
         **({} if guard is None else guard.state),
@@ -250,8 +264,8 @@ def save(
         root, client_state=client_state, background=train.save_in_background, keep=train.keep_checkpoints
     )
     if engine.groups.rank == 0:
-        text = json.dumps(config.resolved(), indent=2) + "\n"
-        store.write_atomically(config.output / CONFIG, text.encode())
+        content = json.dumps(config.resolved(), indent=2) + "\n"
+        store.write_atomically(config.output / CONFIG, content.encode())
     monitor.saved(path, background=train.save_in_background)
     monitor.wrote("checkpoints", root)
     monitor.wrote("resolved config", config.output / CONFIG)
@@ -262,10 +276,9 @@ def export(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
 
     One that an earlier run left there for the same step is replaced.
     """
-    folder, data = config.output / "hf" / f"step{engine.global_steps}", config.dsx.data
+    folder = config.output / "hf" / f"step{engine.global_steps}"
     agree(lambda: shutil.rmtree(folder, ignore_errors=True))
-    export_weights(engine.pipeline, folder, config.hf_config)
-    agree(lambda: copy_tokenizer(data.tokenizer, folder, trust_remote_code=data.trust_remote_code))
+    export_hf(engine, folder)
     monitor.exported(folder)
 
 
@@ -346,7 +359,7 @@ def _open(config: RunConfig, folders: Sequence[Path]) -> Text:
     return Text.open(folders, config.dsx.data, vocab_size=config.model.vocab_size)
 
 
-def _stream_state(corpus: Text, cursor: int) -> dict[str, Any]:
+def _stream_state(corpus: Text | OwnText, cursor: int) -> dict[str, Any]:
     """Where every lane of a streamed text stands, as the ranks that read them know. Collective."""
     if not corpus.is_streamed:
         return {}
@@ -355,7 +368,7 @@ def _stream_state(corpus: Text, cursor: int) -> dict[str, Any]:
     return corpus.together(states)
 
 
-def _require_same_text(path: Path, state: Mapping[str, Any], corpus: Text) -> None:
+def _require_same_text(path: Path, state: Mapping[str, Any], corpus: Text | OwnText) -> None:
     if state.get("data_digest", corpus.digest) != corpus.digest:
         raise CheckpointError(
             str(path),
@@ -365,10 +378,12 @@ def _require_same_text(path: Path, state: Mapping[str, Any], corpus: Text) -> No
         )
 
 
-def _evaluation_batches(config: RunConfig, corpus: Text, part: Part, *, dp_rank: int) -> EvaluationBatches:
+def _evaluation_batches(
+    config: RunConfig, corpus: Text | OwnText, part: Part | OwnPart, *, dp_rank: int
+) -> EvaluationBatches:
     share = part.share / sum(other.share for other in corpus.held_out)
     return EvaluationBatches(
-        part.corpus.held_out,
+        part.sequences,
         micro_batch_size=config.micro_batch_size,
         dp=config.mesh.dp,
         dp_rank=dp_rank,

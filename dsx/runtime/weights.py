@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,15 @@ from torch import nn
 
 from dsx.checkpoint import store
 from dsx.checkpoint.formats import hf, slices
+from dsx.config.data import NO_TOKENIZER
+from dsx.config.tokenizer_source import BYTES
 from dsx.errors import ModelError
 from dsx.runtime.data.tokenizers import TransformersTokenizer
 from dsx.runtime.launch import agree
 from dsx.spec.param import ParamSpec
 
 if TYPE_CHECKING:
+    from dsx.runtime.engine import PipelineEngine
     from dsx.runtime.groups import Groups
     from dsx.runtime.pipeline_module import PipelineModule
 
@@ -109,11 +112,46 @@ def export_weights(pipeline: PipelineModule, folder: str | Path, config: dict[st
     return folder
 
 
+def export_hf(engine: PipelineEngine, folder: str | Path, *, config: Mapping[str, Any] | None = None) -> Path:
+    """Write an engine's weights as a Hugging Face model folder, which ``from_pretrained`` reads.
+
+    Beside ``config.json`` and the safetensors, one per pipeline stage, stand the files of the tokenizer that
+    ``dsx.data.tokenizer`` names. A collective call over all ranks; the folder appears whole or not at all.
+
+    Args:
+        engine: Of a model of dsx's families, trained or not, in any layout.
+        folder: Where to; must not exist with other content.
+        config: The Hugging Face config to write; that of the dsx config by default, which the engine knows
+            if :func:`dsx.initialize` was given it.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+        ModelError: The layers are not dsx's own, or there is no Hugging Face config.
+    """
+    run = engine.config
+    if config is None and run is not None:
+        config = run.hf_config
+    if config is None:
+        raise ModelError(
+            "config = None",
+            "the engine was made from an ordinary DeepSpeed config, which does not say what model it trains",
+            "give the model's Hugging Face config: dsx.export_hf(engine, folder, config={...})",
+        )
+    folder = export_weights(engine.pipeline, folder, dict(config))
+    if run is not None:
+        data = run.dsx.data
+        agree(lambda: copy_tokenizer(data.tokenizer, folder, trust_remote_code=data.trust_remote_code))
+    return folder
+
+
 def copy_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) -> None:
     """Put the tokenizer called ``name`` into a model folder, so that ``AutoTokenizer`` finds it there.
 
     From a folder its files come as they are, with the generation settings beside them, and with its Python
-    files if its code is trusted; "bytes", which transformers does not have, leaves nothing.
+    files if its code is trusted; "bytes", which transformers does not have, and "none" leave nothing.
 
     Raises:
         CheckpointError: A file cannot be written.
@@ -123,7 +161,7 @@ def copy_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) 
         for file in sorted(path for path in source.iterdir() if path.is_file()):
             if file.name in _TOKENIZER_FILES or (trust_remote_code and file.suffix == ".py"):
                 store.write_atomically(folder / file.name, file.read_bytes())
-    elif name != "bytes":
+    elif name not in (BYTES, NO_TOKENIZER):
         TransformersTokenizer(name, trust_remote_code=trust_remote_code).save(folder)
 
 

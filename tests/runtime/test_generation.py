@@ -29,14 +29,16 @@ STEPS = 2
 
 def train(rank: int, world_size: int, folder: str) -> None:
     """Of each family steps, so that nothing is as it was initialised, a checkpoint after each, an export."""
-    from dsx.runtime.weights import export_weights
-
     for family, case in TRAINED.items():
         engine, config = dsx_run.build(case, None)
         for step in range(STEPS):
             engine.train_batch(dsx_run.batches(case, step, engine.groups.dp_rank))
             engine.save_checkpoint(f"{folder}/{family}/checkpoints", client_state={"tokenizer": "bytes"})
-        export_weights(engine.pipeline, f"{folder}/{family}/hf/step{STEPS}", config.hf_config)
+        where = f"{folder}/{family}/hf/step{STEPS}"
+        engine.config = None  # as of an ordinary DeepSpeed config, which does not say what the model is
+        with pytest.raises(dsx.ModelError, match="give the model's Hugging Face config"):
+            dsx.export_hf(engine, where)
+        dsx.export_hf(engine, where, config=config.hf_config)
 
 
 def train_stock(rank: int, world_size: int, folder: str) -> None:

@@ -14,12 +14,29 @@ from dsx.runtime.data.order import Shares, keyed_hash, permute
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and labels, both int64 [B, S]."""
 
+Sample = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""int64 [S + 1], inputs ``[:-1]`` and labels ``[1:]``; or inputs and labels apart, int64 [S] each."""
+
+
+class Windows(Protocol):
+    """Samples by their number in a corpus."""
+
+    @property
+    def sequence_length(self) -> int:
+        """S."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def window(self, index: int) -> Sample:
+        """Sample ``index``."""
+
 
 class Samples(Protocol):
     """Training sequences by their number in the whole job."""
 
-    def take(self, sample: int) -> torch.Tensor:
-        """Global sample number ``sample``: int64 [S + 1], inputs ``[:-1]`` and labels ``[1:]``."""
+    def take(self, sample: int) -> Sample:
+        """Global sample number ``sample``."""
 
     def check(self, global_batch: int, made_of: str) -> None:
         """Raise DataError unless optimizer steps of ``global_batch`` sequences can be made of it."""
@@ -36,10 +53,10 @@ class Shuffled:
         seed: Seed of the order.
     """
 
-    def __init__(self, sequences: Sequences, *, seed: int) -> None:
+    def __init__(self, sequences: Windows, *, seed: int) -> None:
         self._sequences, self._seed = sequences, seed
 
-    def take(self, sample: int) -> torch.Tensor:
+    def take(self, sample: int) -> Sample:
         """Of any sample, in any order."""
         epoch, place = divmod(sample, len(self._sequences))
         key = keyed_hash("train", self._seed, epoch)
@@ -169,7 +186,7 @@ class EvaluationBatches:
 
     def __init__(
         self,
-        sequences: Sequences,
+        sequences: Windows,
         *,
         micro_batch_size: int,
         dp: int,
@@ -205,6 +222,6 @@ class EvaluationBatches:
             yield _micro_batch([self._sequences.window(permute(place, size, key)) for place in places])
 
 
-def _micro_batch(rows: list[torch.Tensor]) -> MicroBatch:
-    tokens = torch.stack(rows)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+def _micro_batch(rows: list[Sample]) -> MicroBatch:
+    pairs = [(row[:-1], row[1:]) if isinstance(row, torch.Tensor) else row for row in rows]
+    return torch.stack([inputs for inputs, _ in pairs]), torch.stack([labels for _, labels in pairs])

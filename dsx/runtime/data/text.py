@@ -15,7 +15,7 @@ import numpy as np
 from dsx.config.data import DataConfig
 from dsx.errors import DataError
 from dsx.runtime.data.batches import Mixed, Samples, Shuffled
-from dsx.runtime.data.corpus import Corpus, prepare
+from dsx.runtime.data.corpus import Corpus, Sequences, prepare
 from dsx.runtime.data.lanes import Stream, StreamSettings, StreamState, merged
 from dsx.runtime.data.order import Shares
 from dsx.runtime.data.sources import open_source
@@ -60,6 +60,11 @@ class Part:
     name: str
     share: float
     corpus: Corpus
+
+    @property
+    def sequences(self) -> Sequences:
+        """Its held-out text."""
+        return self.corpus.held_out
 
 
 class Text:
