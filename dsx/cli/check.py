@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dsx.config.doctor.source import Source
 
 _Runner = Literal["deepspeed", "trainer", "dsx"]
+_Mode = Literal["safe", "unsafe"]
 
 
 def check(
@@ -47,10 +48,16 @@ def check(
         typer.Option(metavar="X.Y.Z", help="Also tell what changes for this config since that DeepSpeed."),
     ] = None,
     fix: Annotated[
-        bool,
-        typer.Option("--fix", help="Write what is certain into the file; keep the old one as CONFIG.orig."),
-    ] = False,
-    diff: Annotated[bool, typer.Option("--diff", help="Show what --fix would write.")] = False,
+        _Mode | None,
+        typer.Option(
+            "--fix",
+            help="Write corrections into the file; keep the old one as CONFIG.orig. --fix alone (safe) "
+            "changes nothing that a run does; --fix=unsafe also makes the likely ones.",
+        ),
+    ] = None,
+    diff: Annotated[
+        _Mode | None, typer.Option("--diff", help="Show what --fix, or --fix=unsafe, would write.")
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings, too.")] = False,
     machine: Annotated[
         bool, typer.Option("--machine/--no-machine", help="Look for stale locks in torch's extension cache.")
@@ -70,7 +77,7 @@ def check(
     if explain is not None:
         _explain(explain, style)
         return
-    _check_arguments(configs, overrides, fix or diff, gpus, gpu_memory)
+    _check_arguments(configs, overrides, fix is not None or diff is not None, gpus, gpu_memory)
     outcomes = [
         _one(
             path,
@@ -82,7 +89,8 @@ def check(
             deepspeed_version=deepspeed_version,
             from_version=from_version,
             overrides=overrides or [],
-            mode="fix" if fix else "diff" if diff else "",
+            edits=fix or diff,
+            writes=fix is not None,
         )
         for path in configs or []
     ]
@@ -127,7 +135,8 @@ def _one(
     deepspeed_version: str | None,
     from_version: str | None,
     overrides: list[str],
-    mode: Literal["", "diff", "fix"],
+    edits: _Mode | None,
+    writes: bool,
 ) -> check_report.Outcome:
     """Check one file, and mend it if asked to."""
     from dsx.config.doctor.examine import Report, examine, read
@@ -152,10 +161,14 @@ def _one(
         return check_report.unreadable(path, error)
     report = look(_overridden(source, overrides))
     shown, mended = "", 0
-    if mode:
-        changed = settle(source.text, lambda text: look(from_text(text, str(path))).findings)
+    if edits is not None:
+        changed = settle(
+            source.text,
+            lambda text: look(from_text(text, str(path))).findings,
+            unsafe=edits == "unsafe",
+        )
         shown = changed.diff(str(path))
-        if mode == "fix" and shown:
+        if writes and shown:
             write(path, changed.after)
             mended, report = len(changed.findings), look(read(path))
     run = None

@@ -106,6 +106,7 @@ def _facts(report: Report | None, finding: Finding) -> dict[str, Any]:
         "why": finding.why,
         "fix": finding.fix,
         "edits": [{"kind": e.kind, "path": list(e.path), "value": e.value} for e in finding.edits],
+        "safe": finding.safe,
     }
 
 
@@ -139,8 +140,7 @@ def _last(outcome: Outcome) -> str:
     report = outcome.report
     if report is None:
         return said
-    can = sum(bool(finding.edits) for finding in outcome.findings)
-    said += f"; --fix mends {can}" if can and not outcome.diff else ""
+    said += _mendable(outcome.findings) if not outcome.diff else ""
     said += f" (for {_WHO[report.runner]}"
     said += (
         f" {shown(report.version)}"
@@ -151,6 +151,18 @@ def _last(outcome: Outcome) -> str:
     if report.runner == "dsx" and outcome.run is None and not counts["errors"]:
         said += "\nsay --gpus N to check the layout and the batch"
     return said
+
+
+def _mendable(findings: Sequence[Finding]) -> str:
+    """How many of ``findings`` which --fix would mend."""
+    certain = sum(finding.safe for finding in findings)
+    likely = sum(bool(finding.edits) for finding in findings) - certain
+    said = f"; --fix mends {certain}" if certain else ""
+    return said + (
+        f"{',' if said else ';'} --fix=unsafe {'mends ' * (not said)}{likely}{' more' * bool(said)}"
+        if likely
+        else ""
+    )
 
 
 def summary(facts: dict[str, Any]) -> str:

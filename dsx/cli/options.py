@@ -5,6 +5,8 @@ Former names are here, too: hidden, and understood by every command that has the
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import typer
@@ -111,13 +113,40 @@ _FORMER = {
 }
 
 
+# Options that can do without their value -> the value that they have then, and others that they take.
+_BARE = dict.fromkeys(("--fix", "--diff"), ("safe", "unsafe"))
+
+
 class Command(TyperCommand):
-    """A command that also understands what its options were called before."""
+    """A command that also understands what its options were called before, and options without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """See click: the command line into ``ctx.params``."""
         known = {flag for parameter in self.params for flag in parameter.opts}
-        return super().parse_args(ctx, modern(args, known))
+        return super().parse_args(ctx, spelt_out(modern(args, known), known))
+
+
+def spelt_out(words: list[str], known: set[str]) -> list[str]:
+    """A command line in which every option that can stand alone has its value, behind an ``=``.
+
+    The word behind such an option is never its value: ``--fix config.json`` names a config.
+
+    Args:
+        words: After the command's name.
+        known: The flags of the command's options.
+
+    Raises:
+        ConfigError: A value stands behind the option without ``=``, and is no file.
+
+    >>> spelt_out(["--fix", "a.json", "--fix=unsafe", "--", "--fix"], {"--fix"})
+    ['--fix=safe', 'a.json', '--fix=unsafe', '--', '--fix']
+    """
+    end = words.index("--") if "--" in words else len(words)
+    bare = {flag: values for flag, values in _BARE.items() if flag in known}
+    for flag, word in itertools.pairwise(words[:end]):
+        if word in bare.get(flag, ()) and not Path(word).exists():
+            raise ConfigError(f"{flag} {word}", "the value stands behind an =", f"write {flag}={word}")
+    return [f"{word}={bare[word][0]}" if word in bare else word for word in words[:end]] + words[end:]
 
 
 def modern(words: list[str], known: set[str]) -> list[str]:

@@ -76,6 +76,49 @@ def test_diff_shows_and_fix_writes(dsx, file):
     assert Path(f"{file}.orig").read_text() == WRONG
 
 
+WISHES = """{
+  "train_batch_size": "8",
+  "gradient_cliping": 0.5,
+  "compression_training": {"layer_reduction": {"enabled": true}},
+  "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.999, 0.9]}},
+  "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 2000, "warmup_max_lr": 3e-4}}
+}
+"""
+
+
+def test_what_a_run_does_is_changed_on_request_alone(dsx, tmp_path):
+    """A key that DeepSpeed ignores, one that it refuses for what it asks, legal values: --fix leaves all."""
+    path = tmp_path / "ds.json"
+    path.write_text(WISHES)
+    assert "; --fix mends 1, --fix=unsafe 4 more (for" in dsx("check", path, QUIET)[1]
+    findings = json.loads(dsx("check", path, QUIET, "--json")[1])["files"][0]["findings"]
+    assert [f["key"] for f in findings if f["safe"]] == ["train_batch_size"]
+    dsx("check", "--fix", path, QUIET)
+    assert path.read_text() == WISHES.replace('"8"', "8")
+    shown = dsx("check", path, QUIET, "--diff=unsafe")[1]
+    assert '+  "gradient_clipping": 0.5,\n' in shown
+    dsx("check", path, QUIET, "--fix=unsafe")
+    assert json.loads(path.read_text()) == {
+        "train_batch_size": 8,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999]}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 2000}},
+    }
+
+
+def test_the_word_behind_fix_is_a_config(dsx, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = dsx("check", "--fix", "unsafe", QUIET)
+    assert code == 2
+    assert "write --fix=unsafe" in err
+    code, _, err = dsx("check", "--fix=all", "unsafe", QUIET)
+    assert code == 2
+    Path("unsafe").write_text(RIGHT.replace("8", '"8"'))
+    code, out, _ = dsx("check", "--fix", "unsafe", QUIET)
+    assert code == 0
+    assert "1 mended" in out
+
+
 def test_json(dsx, file):
     code, out, _ = dsx("check", file, QUIET, "--format", "json", "--diff")
     content = json.loads(out)
@@ -103,6 +146,7 @@ def test_json(dsx, file):
                 "value": "stage3_prefetch_bucket_size",
             }
         ],
+        "safe": True,
     }
 
 

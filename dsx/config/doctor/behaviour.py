@@ -99,7 +99,10 @@ CHANGES: Final = (
 
 
 def changes(context: Context, old: Version) -> Iterator[Finding]:
-    """A warning for each change between ``old`` and the version of ``context`` that this config sees."""
+    """A warning for each change between ``old`` and the version of ``context`` that this config sees.
+
+    Its edit is safe in that it keeps what the config does under ``old``.
+    """
     for change in sorted(CHANGES, key=lambda change: version(change.since)):
         since = version(change.since)
         if not old < since <= context.version or not change.applies(context):
@@ -107,7 +110,7 @@ def changes(context: Context, old: Version) -> Iterator[Finding]:
         path: Path = tuple(change.name.split("."))
         fix = f'write "{path[-1]}": {_word(change.old)} for the behaviour of {shown(old)}, or leave it'
         why = f"since {change.since}: {change.what}"
-        yield context.find("behaviour", "warning", path, why, fix, Edit("set", path, change.old))
+        yield context.find("behaviour", "warning", path, why, fix, Edit("set", path, change.old), safe=True)
 
 
 def _word(value: object) -> str:

@@ -120,12 +120,27 @@ class Context:
         return next((slot.path for slot in self.slots if slot.name == name), tuple(name.split(".")))
 
     def find(
-        self, check: str, severity: Severity, name: str | Path, why: str, fix: str, *edits: Edit
+        self,
+        check: str,
+        severity: Severity,
+        name: str | Path,
+        why: str,
+        fix: str,
+        *edits: Edit,
+        safe: bool = False,
     ) -> Finding:
-        """A finding about the key of a dotted name, or at a path."""
+        """A finding about the key of a dotted name, or at a path; ``safe`` is of its edits (see Finding)."""
         path = self.path(name) if isinstance(name, str) else name
+        value = self.at(path)
         return Finding(
-            check=check, severity=severity, path=path, value=self.at(path), why=why, fix=fix, edits=edits
+            check=check,
+            severity=severity,
+            path=path,
+            value=value,
+            why=why,
+            fix=fix,
+            edits=edits,
+            safe=safe and bool(edits),
         )
 
     def at(self, path: Path) -> Any:

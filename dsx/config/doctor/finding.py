@@ -46,7 +46,10 @@ class Finding:
         value: What is written there; ABSENT where nothing is.
         why: What is wrong: a clause without a full stop, that can follow "key = value: ".
         fix: What to do: an imperative clause without a full stop.
-        edits: Changes that mend it for certain; empty if a person must choose.
+        edits: Changes that mend it; empty if a person must choose.
+        safe: Whether the edits may be made without asking: DeepSpeed does the same with them as without, or
+            refuses the config (here or when the engine is made) and they are the only reading of it. Nothing
+            that DeepSpeed refuses for what it asks is taken away, and no value that it uses is changed.
     """
 
     check: str
@@ -56,6 +59,7 @@ class Finding:
     why: str
     fix: str
     edits: tuple[Edit, ...] = ()
+    safe: bool = False
 
 
 class _Absent:

@@ -49,22 +49,27 @@ class Mended:
 _MOST_ROUNDS = 5
 
 
-def settle(text: str, look: Callable[[str], Iterable[Finding]]) -> Mended:
-    """``text`` mended until ``look`` finds nothing more to mend in it."""
+def settle(text: str, look: Callable[[str], Iterable[Finding]], *, unsafe: bool = False) -> Mended:
+    """``text`` mended until ``look`` finds nothing more to mend in it; see :func:`mend`."""
     after = text
     done: list[Finding] = []
     for _ in range(_MOST_ROUNDS):
-        mended = mend(after, look(after))
+        mended = mend(after, look(after), unsafe=unsafe)
         if not mended.findings:
             break
         after, done = mended.after, [*done, *mended.findings]
     return Mended(text, after, tuple(done))
 
 
-def mend(text: str, findings: Iterable[Finding]) -> Mended:
+def mend(text: str, findings: Iterable[Finding], *, unsafe: bool = False) -> Mended:
     """``text`` with the edits of ``findings`` made, one finding after the other.
 
     A finding whose key an earlier one has moved or removed is left for the next time.
+
+    Args:
+        text: The config.
+        findings: What was found in it.
+        unsafe: Also make edits that change what a run does.
     """
     after, done = text, []
     first = from_text(text).config
@@ -74,7 +79,7 @@ def mend(text: str, findings: Iterable[Finding]) -> Mended:
         came = any(
             edit.kind == "set" and has(now, edit.path) and not has(first, edit.path) for edit in finding.edits
         )
-        if came or not finding.edits:
+        if came or not finding.edits or not (finding.safe or unsafe):
             continue
         try:
             changed = apply_to_text(after, finding.edits)

@@ -60,6 +60,8 @@ _TOGETHER: Final[tuple[Check, ...]] = (
     pipeline.check_zero,
     pipeline.check_block,
     pipeline.check_autotp,
+    pipeline.check_autotp_off,
+    pipeline.check_timers,
     pipeline.check_clipping,
     pipeline.check_accumulation,
     optimizer.check_name,
@@ -90,6 +92,7 @@ _TOGETHER: Final[tuple[Check, ...]] = (
     scheduler.check_cycle,
     other.check_clipping_default,
     other.check_activation_checkpointing,
+    other.check_profiler,
 )
 # What dsx refuses besides.
 _DSX: Final[tuple[Check, ...]] = (

@@ -129,9 +129,69 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "scheduler without params": {**BATCH, "optimizer": ADAM, "scheduler": {"type": "WarmupLR"}},
     "steps_per_print 0": {**BATCH, "steps_per_print": 0, "optimizer": ADAM},
+    "quoted steps_per_print": {**BATCH, "steps_per_print": "1", "optimizer": ADAM},
+    "quoted clipping": {**BATCH, "gradient_clipping": "1.0", "optimizer": ADAM},
+    "quoted warm-up": {
+        **BATCH,
+        "optimizer": ADAM,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "5"}},
+    },
+    "optimizer in another spelling": {**BATCH, "optimizer": {"type": "Adam_W", "params": {"lr": 0.1}}},
+    "dtype in another spelling": {
+        **BATCH,
+        "data_types": {"grad_accum_dtype": "FP32"},
+        "optimizer": ADAM,
+    },
+    "clamped hpz": {
+        **BATCH,
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8},
+        "optimizer": ADAM,
+    },
+    "tp_size without autotp_size": {
+        **BATCH,
+        "tensor_parallel": {"tensor_parallel": {"tp_size": 2}},
+        "optimizer": ADAM,
+    },
+    "profiler with timers off": {
+        **BATCH,
+        "wall_clock_breakdown": False,
+        "flops_profiler": {"enabled": True, "profile_step": 1000},
+        "optimizer": ADAM,
+    },
+    "former name of bf16": {**BATCH, "bfloat16": {"enabled": True}, "optimizer": ADAM},
+    "fixed scale": {
+        **BATCH,
+        "fp16": {"enabled": True, "loss_scale": 2**32},
+        "zero_optimization": {"stage": 1},
+        "optimizer": ADAM,
+    },
+    "fixed scale that fits": {
+        **BATCH,
+        "fp16": {"enabled": True, "loss_scale": 8},
+        "zero_optimization": {"stage": 1},
+        "optimizer": ADAM,
+    },
+    "fp16 without ZeRO": {
+        **BATCH,
+        "gradient_clipping": 0,
+        "fp16": {"enabled": True, "loss_scale": 8},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+    },
+    "torch's Adam with offload": {
+        **BATCH,
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+        "optimizer": ADAM,
+    },
     "pipeline under ZeRO-2": {**BATCH, "zero_optimization": {"stage": 2}, "optimizer": ADAM},
     "pipeline in fp32 without ZeRO": {**BATCH, "gradient_clipping": 0.5, "optimizer": SGD},
     "AutoTP with a pipeline": {**BATCH, "tensor_parallel": {"autotp_size": 2}, "optimizer": ADAM},
+}
+
+
+TIMED: dict[str, dict[str, Any]] = {
+    "wall_clock_breakdown": {**BATCH, "wall_clock_breakdown": True, "optimizer": ADAM},
+    "flops_profiler.enabled": {**BATCH, "flops_profiler": {"enabled": True}, "optimizer": ADAM},
+    "autotuning.enabled": {**BATCH, "autotuning": {"enabled": True}, "optimizer": ADAM},
 }
 
 
@@ -151,6 +211,9 @@ def everything(rank: int, world_size: int) -> dict[str, Outcome]:
 
 def _experiment(name: str) -> Callable[[str], dict[str, Any]]:
     special = {
+        "fixed scale": _in_fp16,
+        "fp16 without ZeRO": _in_fp16,
+        "fixed scale that fits": _in_fp16,
         "client AdamW with offload": _client,
         "two optimizers": _client,
         "pipeline under ZeRO-2": _pipeline,
@@ -166,6 +229,7 @@ def _plain(name: str, optimizer: Any = None) -> dict[str, Any]:
     """One step of a linear layer whose gradient has a norm of 100 in either rank."""
     import deepspeed
     import torch
+    from deepspeed.utils import groups
 
     model = torch.nn.Linear(4, 1, bias=False)
     before = model.weight.detach().clone()
@@ -173,10 +237,17 @@ def _plain(name: str, optimizer: Any = None) -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=made, model_parameters=model.parameters(), config=CONFIGS[name] | {}
     )
-    engine.backward(engine(torch.full((1, 4), 50.0)).sum())
+    inputs = torch.full((1, 4), 50.0, dtype=engine.module.weight.dtype)
+    engine.backward(engine(inputs).sum())
     engine.step()
     basic = engine.basic_optimizer
+    group = groups._get_zero_param_intra_parallel_group()
     return {
+        "dtype": str(engine.module.weight.dtype),
+        "skipped steps": engine.skipped_steps,
+        "ranks of hpz": group.size() if group else None,
+        "AutoTP ranks": engine.autotp_size(),
+        "timers": engine.wall_clock_breakdown(),
         "engine": type(engine).__name__,
         "optimizer": type(basic).__name__,
         "is client's": basic is made,
@@ -186,6 +257,27 @@ def _plain(name: str, optimizer: Any = None) -> dict[str, Any]:
         "offloads states": bool(getattr(engine.optimizer, "cpu_offload", False)),
         "stage": engine.zero_optimization_stage(),
     }
+
+
+def timed_pipeline(rank: int, world_size: int, name: str) -> dict[str, Any]:
+    """A step of the pipeline with a config of TIMED, in a launch of its own: one rank fails alone."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    return _pipeline(name)
+
+
+def _in_fp16(name: str) -> dict[str, Any]:
+    """The same in fp16, which torch's CPU kernels know and DeepSpeed's CPU accelerator denies."""
+    from deepspeed.accelerator import get_accelerator
+
+    kind = type(get_accelerator())
+    asked = kind.is_fp16_supported
+    kind.is_fp16_supported = lambda self: True
+    try:
+        return _plain(name)
+    finally:
+        kind.is_fp16_supported = asked
 
 
 def _client(name: str) -> dict[str, Any]:
@@ -207,7 +299,7 @@ def _pipeline(name: str) -> dict[str, Any]:
     )
     before = [parameter.detach().clone() for parameter in model.parameters()]
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=CONFIGS[name] | {}
+        model=model, model_parameters=list(model.parameters()), config=(CONFIGS | TIMED)[name] | {}
     )
     batch = (torch.full((1, 4), 3.0), torch.full((1, 4), 9.0))
     engine.train_batch(iter([batch] * engine.micro_batches))

@@ -26,6 +26,7 @@ GONE = object()
 STAGE = "zero_optimization.stage"
 OFFLOAD = "zero_optimization.offload_optimizer"
 CPU = {"device": "cpu"}
+HPZ = "zero_optimization.zero_hpz_partition_size"
 FP16 = {"bf16": GONE, "fp16.enabled": True}
 WARMUP = {"scheduler.type": "WarmupDecayLR"}
 CURRICULUM = {"enabled": True, "schedule_type": "fixed_linear"}
@@ -99,7 +100,10 @@ CASES = [
     ("deprecated", "error", "zero_optimization.cpu_offload",
      {"zero_optimization.cpu_offload": True, OFFLOAD: CPU}, {}, {}),
     ("deprecated", "warning", "zero_optimization", {"zero_optimization": True}, {}, {}),
-    ("deprecated", "warning", "bfloat16", {"bf16": GONE, "bfloat16": {"enabled": True}}, {}, {}),
+    ("deprecated", "note", "bfloat16", {"bf16": GONE, "bfloat16": {"enabled": True}}, {}, {}),
+    ("deprecated", "warning", "bfloat16", {"bf16": GONE, "bfloat16": {"enabled": True}}, {},
+     {"runner": "trainer"}),
+    ("deprecated", "error", "bfloat16", {"bfloat16": {"enabled": False}}, {"bf16": GONE, "bfloat16": {}}, {}),
     ("version", "error", "zero_optimization.zenflow", {"zero_optimization.zenflow": {"topk_ratio": 0.1}},
      {}, {"version": "0.16.4"}),
     # Values.
@@ -379,6 +383,32 @@ CASES = [
     ("unknown-key", "error", "fsdp_config", {"fsdp_config": {}}, {}, {}),
     ("unknown-key", "warning", "seed", {"seed": 1}, {}, {}),
     ("unknown-key", "error", "tensor_model_parallel_size", {"tensor_model_parallel_size": 2}, {}, {}),
+    # Timers, scales, clamped and idle sizes.
+    ("pipeline-timers", "error", "wall_clock_breakdown", {"wall_clock_breakdown": True}, {}, {"pipeline": 2}),
+    ("pipeline-timers", "error", "flops_profiler.enabled", {"flops_profiler.enabled": True},
+     {"flops_profiler.enabled": False}, {"pipeline": 4}),
+    ("profiler-timers", "warning", "wall_clock_breakdown",
+     {"flops_profiler.enabled": True, "wall_clock_breakdown": False},
+     {"flops_profiler.enabled": True, "wall_clock_breakdown": True}, {}),
+    ("profiler-timers", "note", "flops_profiler.enabled", {"flops_profiler.enabled": True},
+     {"flops_profiler.enabled": False}, {}),
+    ("autotp", "error", "tensor_parallel.tensor_parallel.tp_size",
+     {"tensor_parallel": {"tensor_parallel": {"tp_size": 4}}},
+     {"tensor_parallel": {"autotp_size": 4, "tensor_parallel": {"tp_size": 4}}}, {}),
+    ("no-effect", "warning", "tensor_parallel", {"tensor_parallel": {"preset_model": "llama"}},
+     {"tensor_parallel": {"preset_model": "llama", "autotp_size": 2}}, {}),
+    ("degree", "warning", HPZ, {"zero_optimization.stage": 3, HPZ: 8}, {"zero_optimization.stage": 3, HPZ: 4},
+     {"world_size": 4}),
+    ("loss-scale", "error", "fp16.loss_scale", {"bf16": GONE, "fp16": {"enabled": True, "loss_scale": 2**30}},
+     {"bf16": GONE, "fp16": {"enabled": True, "loss_scale": 2**10}}, {}),
+    ("loss-scale", "warning", "fp16.loss_scale",
+     {"bf16": GONE, "fp16": {"enabled": True, "loss_scale": 2**20}},
+     {"bf16": GONE, "fp16": {"enabled": False, "loss_scale": 2**20}}, {}),
+    ("loss-scale", "error", "fp16.enabled",
+     {"bf16": GONE, "fp16": {"enabled": True}, "zero_optimization.stage": 0},
+     {"bf16": GONE, "fp16": {"enabled": True, "loss_scale": 1}, "zero_optimization.stage": 0}, {}),
+    ("offload-torch-adam", "error", "zero_optimization.offload_optimizer", {OFFLOAD: CPU, "optimizer": GONE},
+     {OFFLOAD: CPU, "optimizer": GONE, "zero_force_ds_cpu_optimizer": False}, {"client_optimizer": True}),
     # Others.
     ("clipping-default", "note", "gradient_clipping", {"gradient_clipping": GONE}, {}, {}),
     ("clipping-default", "note", "gradient_clipping", {"gradient_clipping": GONE}, {}, {"version": "0.19.3"}),

@@ -40,10 +40,13 @@ def check_world(context: Context) -> Iterator[Finding]:
         if size and context.written(name) and world % min(int(size), world):
             fix = f"use {_divisors(world)}"
             yield context.find("degree", "error", name, f"it does not divide {world} ranks", fix)
-        elif size and context.written(name) and size > world and name != names[2]:
-            yield context.find(
-                "degree", "error", name, f"there are only {world} ranks", f"use at most {world}"
-            )
+        elif size and context.written(name) and size > world:
+            fix = f"use at most {world}"
+            if name != names[2]:
+                yield context.find("degree", "error", name, f"there are only {world} ranks", fix)
+            elif context.stage == 3:
+                why = f"there are only {world} ranks: DeepSpeed takes {world}, in silence"
+                yield context.find("degree", "warning", name, why, fix)
 
 
 def _grid(context: Context, world: int) -> Iterator[Finding]:
@@ -78,7 +81,9 @@ def check_batch_missing(context: Context) -> Iterator[Finding]:
     if context.runner == "trainer":
         why = f'no batch size is given: the Trainer fills in what is "auto", and adds no keys; {_ASSERTS}'
         edit = Edit("set", (MICRO,), "auto")
-        yield context.find("batch-missing", "warning", MICRO, why, f'write "{MICRO}": "auto"', edit)
+        yield context.find(
+            "batch-missing", "warning", MICRO, why, f'write "{MICRO}": "auto"', edit, safe=True
+        )
         return
     only = context.value(ACCUMULATION) is not None
     said = f"only {ACCUMULATION} is given" if only else "no batch size is given"

@@ -51,7 +51,10 @@ def check_parameters(context: Context) -> Iterator[Finding]:
         if word in refused:
             path = ("optimizer", "params", word)
             why = f"{chosen}, which is what runs here, has no such parameter: TypeError"
-            yield context.find("optimizer-parameter", "error", path, why, fix, Edit("remove", path))
+            # What asks for nothing can go; else torch's Adam may be what is meant.
+            idle = params[word] is None or params[word] is False
+            gone = Edit("remove", path)
+            yield context.find("optimizer-parameter", "error", path, why, fix, gone, safe=idle)
 
 
 def check_same_key(context: Context) -> Iterator[Finding]:
@@ -106,4 +109,5 @@ def check_whole_numbers(context: Context) -> Iterator[Finding]:
         value, written = context.at(path), context.source.written(path)
         if value is not ABSENT and any(char in written for char in ".eE") and isinstance(value, int):
             why = f"the Trainer reads {written} as a float, where DeepSpeed and torch refuse one"
-            yield context.find("wrong-type", "error", path, why, f"write {value}", Edit("set", path, value))
+            edit = Edit("set", path, value)
+            yield context.find("wrong-type", "error", path, why, f"write {value}", edit, safe=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsx.config import deepspeed_keys as keys
 from dsx.config.doctor.context import Context
-from dsx.config.doctor.finding import ABSENT, Edit, Finding
+from dsx.config.doctor.finding import ABSENT, Edit, Finding, Severity
 from dsx.config.doctor.other_names import OPTIMIZER_PARTS
 from dsx.config.wording import at, plain, suggest
 
@@ -38,7 +38,7 @@ def check_name(context: Context) -> Iterator[Finding]:
         bare = _NAMES.get(reduce(lambda name, part: name.replace(part, ""), OPTIMIZER_PARTS, plain(kind)))
         fix = f'write "{right}"' if right else f'write "{bare}", if that is meant' if bare else ""
         fix = fix or suggest(kind, _NAMES.values(), otherwise='use "AdamW"')
-        yield context.find("optimizer-name", "error", _TYPE, "no such optimizer", fix, *edits)
+        yield context.find("optimizer-name", "error", _TYPE, "no such optimizer", fix, *edits, safe=True)
 
 
 def check_untested(context: Context) -> Iterator[Finding]:
@@ -59,11 +59,20 @@ def check_clipping(context: Context) -> Iterator[Finding]:
     if value is ABSENT:
         return
     edits = [Edit("remove", path)]
-    fix = f'remove it; "gradient_clipping": {context.at(("gradient_clipping",))} is set already'
-    if context.at(("gradient_clipping",)) is ABSENT:
+    clips = context.at(("gradient_clipping",))
+    fix = f'remove it; "gradient_clipping": {clips} is set already'
+    if clips is ABSENT:
         edits.append(Edit("set", ("gradient_clipping",), value))
         fix = f'remove it and write "gradient_clipping": {value} at the top level'
-    yield context.find("max-grad-norm", "error", path, "DeepSpeed refuses it here", fix, *edits)
+    yield context.find(
+        "max-grad-norm",
+        "error",
+        path,
+        "DeepSpeed refuses it here",
+        fix,
+        *edits,
+        safe=clips in (ABSENT, value),
+    )
 
 
 def check_betas(context: Context) -> Iterator[Finding]:
@@ -124,9 +133,16 @@ def check_offload(context: Context) -> Iterator[Finding]:
             "remove it, or offload_optimizer",
         )
     elif forced and (context.client_optimizer or context.at(("optimizer",)) is ABSENT):
-        why = "offload takes an optimizer of the script only if it is DeepSpeedCPUAdam"
-        fix = 'pass DeepSpeedCPUAdam, or write "zero_force_ds_cpu_optimizer": false'
-        yield context.find("offload-torch-adam", "note", "zero_optimization.offload_optimizer", why, fix)
+        # transformers and Accelerate put DeepSpeed's CPU optimizer in the place of torch's.
+        if context.runner == "trainer":
+            return
+        severity: Severity = "error" if context.client_optimizer else "note"
+        why = (
+            "with offload an optimizer of the script must be DeepSpeedCPUAdam or DeepSpeedCPULion: others, "
+            "torch's too, end in a ZeRORuntimeException"
+        )
+        fix = 'pass one of the two, or write "zero_force_ds_cpu_optimizer": false'
+        yield context.find("offload-torch-adam", severity, "zero_optimization.offload_optimizer", why, fix)
 
 
 def check_client(context: Context) -> Iterator[Finding]:

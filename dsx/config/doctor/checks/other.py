@@ -65,6 +65,19 @@ def check_activation_checkpointing(context: Context) -> Iterator[Finding]:
                 yield context.find("activation-checkpointing", "note", name, why, f"set {needed}")
 
 
+def check_profiler(context: Context) -> Iterator[Finding]:
+    """The profiler of one step, which times all of them (runtime/config.py: wall_clock_breakdown)."""
+    if not context.is_on("flops_profiler.enabled") or context.is_on("wall_clock_breakdown"):
+        return
+    why = "the profiler also switches wall_clock_breakdown on, which waits for the device in every step"
+    fix = "switch the profiler off once profile_step is behind"
+    if context.written("wall_clock_breakdown"):
+        why = f"false is overruled by flops_profiler.enabled: {why}"
+        yield context.find("profiler-timers", "warning", "wall_clock_breakdown", why, fix)
+    else:
+        yield context.find("profiler-timers", "note", "flops_profiler.enabled", why, fix)
+
+
 def check_newer(context: Context) -> Iterator[Finding]:
     """Keys that came after the DeepSpeed that is asked about."""
     for slot in context.slots:

@@ -56,6 +56,42 @@ def check_autotp(context: Context) -> Iterator[Finding]:
         yield context.find("autotp", "error", _AUTOTP, why, "remove one of the two; dsx does both")
 
 
+def check_autotp_off(context: Context) -> Iterator[Finding]:
+    """Options of AutoTP without the size that switches it on (runtime/engine.py: autotp_size() > 1)."""
+    block = context.at(("tensor_parallel",))
+    size = context.number(_AUTOTP)
+    if context.runner == "dsx" or not isinstance(block, dict) or size is None or size > 1:
+        return
+    why = "autotp_size above 1 alone switches AutoTP on: without it nothing is divided, in silence"
+    inner = context.number("tensor_parallel.tp.tp_size")
+    if inner is not None and inner > 1:
+        fix = f'write "tensor_parallel": {{"autotp_size": {inner}}}'
+        yield context.find("autotp", "error", "tensor_parallel.tp.tp_size", why, fix)
+    elif any(block.values()):
+        fix = "add autotp_size, or remove the block, unless the script calls deepspeed.tp_model_init"
+        yield context.find("no-effect", "warning", "tensor_parallel", why, fix)
+
+
+# What starts DeepSpeed's timers of a backward pass (runtime/engine.py: EngineTimers).
+_TIMERS = ("wall_clock_breakdown", "flops_profiler.enabled", "autotuning.enabled")
+
+
+def check_timers(context: Context) -> Iterator[Finding]:
+    """The timers of the engine's backward, which the PipelineEngine starts a second time."""
+    if not _has_pipeline(context):
+        return
+    for name in _TIMERS:
+        if context.value(name) is True:
+            why = (
+                "the PipelineEngine starts the backward's timer twice: AssertionError at the first backward "
+                "(timer has already been started), while other ranks wait for ever"
+            )
+            if context.pipeline is None:
+                why += "; a model that is no PipelineModule runs"
+            fix = "remove it for a pipeline, or run it with dsx, whose engine has these timers"
+            yield context.find("pipeline-timers", "error", name, why, fix)
+
+
 def check_clipping(context: Context) -> Iterator[Finding]:
     """fp32 and ZeRO-0: each stage clips by its own norm (dsx/adr; DESIGN 12.12)."""
     clips = (context.number("gradient_clipping") or 0) > 0

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dsx.config.doctor.context import UNKNOWN, Context
+from dsx.config.doctor.context import STAGE, UNKNOWN, Context
 from dsx.config.doctor.finding import ABSENT, Edit, Finding, Severity
+from dsx.config.doctor.versions import Version
 
 _FP32 = {"fp32", "float32", "float", "torch.float32"}
 _BF16 = {"bf16", "bfloat16", "torch.bfloat16"}
 _FP16 = {"fp16", "float16", "half", "torch.float16"}
 # 2^24 leaves 2^-7 to 65504 / 2^24: the first steps of most runs overflow and are skipped.
 _HIGH_SCALE_POWER = 24
+# DeepSpeedEngine.backward asks optimizers of ZeRO alone to scale the loss from here on (its PR 7665).
+_NEVER_SCALED: Version = (0, 18, 3)
+# The largest number of fp16.
+_MOST_FP16 = 65504
 # torch multiplies a tensor by no whole number that 64 bits cannot hold.
 _MOST_SCALE_POWER = 63
 
@@ -37,17 +42,23 @@ def check_both(context: Context) -> Iterator[Finding]:
     old, new = context.at(("bfloat16",)), context.at(("bf16",))
     if old is ABSENT:
         return
+    severity: Severity
     if new is not ABSENT:
-        why, edits = (
-            "an old name for bf16, also given: DeepSpeed reads bf16",
-            (Edit("remove", ("bfloat16",)),),
+        same, gone = old == new, Edit("remove", ("bfloat16",))
+        severity, why = (
+            "warning" if same else "error",
+            "the former name of bf16, also given: DeepSpeed reads bf16",
         )
-        severity: Severity = "error" if context.runner == "dsx" or old != new else "warning"
-        yield context.find("deprecated", severity, ("bfloat16",), why, "keep bf16", *edits)
-    else:
-        edits = (Edit("rename", ("bfloat16",), "bf16"),)
-        why = "an old name, which DeepSpeed still reads"
-        yield context.find("deprecated", "warning", ("bfloat16",), why, 'write "bf16"', *edits)
+        yield context.find("deprecated", severity, ("bfloat16",), why, "keep bf16", gone, safe=same)
+        return
+    edit = Edit("rename", ("bfloat16",), "bf16")
+    severity, why = "note", "the former name of bf16, which DeepSpeed reads just the same"
+    if context.runner == "trainer":
+        severity, why = (
+            "warning",
+            "the former name of bf16: DeepSpeed reads it, the Trainer and Accelerate do not",
+        )
+    yield context.find("deprecated", severity, ("bfloat16",), why, 'write "bf16"', edit, safe=True)
 
 
 def check_loss_scale(context: Context) -> Iterator[Finding]:
@@ -58,10 +69,33 @@ def check_loss_scale(context: Context) -> Iterator[Finding]:
     elif scale == 0 and enabled is UNKNOWN:
         # The Trainer decides.
         yield from _positive(context, "warning", ", which fails if fp16 is chosen")
+    if scale and enabled is not False and context.stage != 0:
+        yield from _static(context, scale)
+    if scale != 1 and enabled is True and context.stage == 0 and context.version >= _NEVER_SCALED:
+        why = (
+            "without ZeRO DeepSpeed divides gradients by the loss scale, and since 0.18.3 never multiplies "
+            f"the loss by it: steps are {f'{scale:g} times' if scale else 'by that factor'} too small"
+        )
+        fix = f'set {STAGE} to 1, use bf16, or write "loss_scale": 1'
+        yield context.find("loss-scale", "error", "fp16.enabled", why, fix)
     # Asserted whether fp16 is enabled or not.
     if scale and context.text("optimizer.type").lower() == "lamb":
         why = "Lamb needs dynamic loss scaling: DeepSpeed stops with an assertion"
         yield context.find("loss-scale", "error", "fp16.loss_scale", why, "use 0")
+
+
+def _static(context: Context, scale: float) -> Iterator[Finding]:
+    """A fixed scale, which no overflow brings down: steps whose gradients are inf are all skipped."""
+    if scale <= _MOST_FP16:
+        return
+    why = "a fixed scale stays when gradients overflow, and DeepSpeed skips each such step without a word: "
+    high = scale > 2**_HIGH_SCALE_POWER
+    largest = _MOST_FP16 / scale
+    why += (
+        f"above {largest:.2g} they are inf in fp16" if high else "a loss in fp16 is inf with more than 65504"
+    )
+    fix = "use 0, a scale that adapts, or 1024"
+    yield context.find("loss-scale", "error" if high else "warning", "fp16.loss_scale", why, fix)
 
 
 def _positive(context: Context, severity: Severity, when: str = "") -> Iterator[Finding]:

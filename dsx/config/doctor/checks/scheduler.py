@@ -32,7 +32,9 @@ def check_name(context: Context) -> Iterator[Finding]:
     if "params" not in block and isinstance(block["type"], str):
         why = "DeepSpeed passes params on, and fails on a schedule without (TypeError)"
         path = ("scheduler", "params")
-        yield context.find("scheduler", "error", path, why, 'add "params": {}', Edit("set", path, {}))
+        yield context.find(
+            "scheduler", "error", path, why, 'add "params": {}', Edit("set", path, {}), safe=True
+        )
 
 
 def _known(context: Context, kind: object) -> Iterator[Finding]:
@@ -46,7 +48,7 @@ def _known(context: Context, kind: object) -> Iterator[Finding]:
     fix = f'write "{right}"' if right else f'write "{other}", if that is meant' if other else ""
     why = "DeepSpeed and torch know no such schedule (names are case-sensitive)"
     fix = fix or suggest(kind, key.choices, otherwise=f"use {either(key.choices[:5])}")
-    yield context.find("not-a-choice", "error", "scheduler.type", why, fix, *edits)
+    yield context.find("not-a-choice", "error", "scheduler.type", why, fix, *edits, safe=True)
 
 
 def check_required(context: Context) -> Iterator[Finding]:

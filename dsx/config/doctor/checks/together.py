@@ -317,7 +317,11 @@ def check_conflicts(context: Context) -> Iterator[Finding]:
             edits: tuple[Edit, ...] = ()
             if conflict.change is not ABSENT:
                 edits = (Edit("set", context.path(conflict.name), conflict.change),)
-            yield context.find("conflict", "error", conflict.name, conflict.why, conflict.fix, *edits)
+            # A default that fails is nobody's wish.
+            safe = not context.written(conflict.name)
+            yield context.find(
+                "conflict", "error", conflict.name, conflict.why, conflict.fix, *edits, safe=safe
+            )
 
 
 # Two keys that must say the same, or of which the first must not be above the second.
@@ -332,7 +336,8 @@ def check_pairs(context: Context) -> Iterator[Finding]:
     """Pairs of keys against each other."""
     for name, other, free, does in _EQUAL:
         one, two = context.value(name), context.value(other)
-        if context.written(name) and context.written(other) and one != two and one not in free:
+        off = other == _AUTOTP and not context.holds(_TP)
+        if context.written(name) and context.written(other) and one != two and one not in free and not off:
             why = f"{other} is {show(two)}: {does}"
             yield context.find("conflict", "error", name, why, "write the same, or remove it")
     limited, groups = map(context.number, _GROUPS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from dsx.config.doctor.context import ACCUMULATION, MICRO, Context
 from dsx.config.doctor.finding import ABSENT, Edit, Finding, Path, Severity, dotted
@@ -20,6 +20,8 @@ from dsx.config.wording import plain, suggest
 _CERTAIN = 0.84
 # Below it, words have nothing to do with each other.
 _NEAR = 0.7
+# Two words that are nearer to each other than this are equally likely.
+_MARGIN = 0.02
 _MAX_PLACES = 3
 
 
@@ -44,9 +46,11 @@ def _unknown(context: Context, slot: Slot) -> Finding:
     siblings = context.table.siblings(slot.block)
     right = next((name for name in siblings if plain(name) == plain(word)), None)
     if right is not None:
-        edits = _rename(context, slot, right)
         why = "keys count as they are spelt"
-        return _finding(context, slot, "wrong-case", why, f'write "{right}"', edits)
+        gone = _gone(context, siblings[right])
+        edits = () if gone else _rename(context, slot, right)
+        fix = gone or f'write "{right}"'
+        return _finding(context, slot, "wrong-case", why, fix, edits)
     for look in (_dotted, _inside, _outside, _wrapped, _in_params, _of_another_type, _elsewhere):
         if (found := look(context, slot)) is not None:
             return found
@@ -54,8 +58,9 @@ def _unknown(context: Context, slot: Slot) -> Finding:
     if near is not None:
         name, ratio = near
         fits = judge(slot.value, siblings[name]).fault in ("", "auto", "quoted")
-        edits = _rename(context, slot, name) if ratio >= _CERTAIN and fits else ()
-        fix = f'write "{name}", if that is meant'
+        gone = _gone(context, siblings[name])
+        edits = _rename(context, slot, name) if ratio >= _CERTAIN and fits and not gone else ()
+        fix = gone or f'write "{name}", if that is meant'
         return _finding(context, slot, "unknown-key", "unknown key", fix, edits)
     why, fix = "unknown key", suggest(word, [*siblings, *(["dsx"] if not slot.block.path else [])])
     return _finding(context, slot, "unknown-key", why, fix, (), is_guess=True)
@@ -89,7 +94,7 @@ def _inside(context: Context, slot: Slot) -> Finding | None:
         return None
     if not name:
         gone = Edit("remove", slot.path)
-        return _finding(context, slot, "unknown-key", "unknown key", NOTHING[here], (gone,))
+        return _finding(context, slot, "unknown-key", "unknown key", NOTHING[here], (gone,), loses=True)
     key = context.table.siblings(slot.block)[name]
     fits = judge(slot.value, key).fault in ("", "auto")
     edits = _rename(context, slot, name) if fits else ()
@@ -105,7 +110,8 @@ def _of_another_type(context: Context, slot: Slot) -> Finding | None:
     name = context.at((*slot.path[:-2], "type"))
     why = f"{name} has no such parameter (others have, such as {', '.join(others[:3])})"
     gone = Edit("remove", slot.path)
-    return _finding(context, slot, "unknown-key", why, "remove it, or choose another type", (gone,))
+    fix = "remove it, or choose another type"
+    return _finding(context, slot, "unknown-key", why, fix, (gone,), loses=True)
 
 
 def _outside(context: Context, slot: Slot) -> Finding | None:
@@ -141,7 +147,7 @@ def _elsewhere(context: Context, slot: Slot) -> Finding | None:
         return _renamed(context, slot, other)
     if slot.block.path == "bf16" and names and names[0].startswith("fp16."):
         why, gone = "it is fp16's: bf16 needs no loss scale", (Edit("remove", slot.path),)
-        return _finding(context, slot, "misplaced-key", why, "remove it", gone)
+        return _finding(context, slot, "misplaced-key", why, "remove it", gone, loses=True)
     if not names or len(names) > _MAX_PLACES:
         return None
     target = names[0]
@@ -221,7 +227,14 @@ def _finding(
     fix: str,
     edits: tuple[Edit, ...] = (),
     is_guess: bool = False,
+    loses: bool = False,
 ) -> Finding:
+    """The finding of an unknown key.
+
+    Its edits are safe where DeepSpeed refuses the key and they keep its value, or where the same value
+    stands under the right name already: a key that DeepSpeed ignores would come to life. ``loses``: they
+    take away what nothing else says.
+    """
     block = f" in {slot.block.path}" if slot.block.path else ""
     does = (
         "DeepSpeed refuses it" if slot.block.unknown == "refused" else "DeepSpeed would ignore it in silence"
@@ -233,15 +246,30 @@ def _finding(
         why = f"unknown key{block}; {does}"
     else:
         why = f"{why}; here {does}"
-    return context.find(check, severity, slot.path, why, fix, *edits)
+    twice = [edit.kind for edit in edits] == ["remove"]
+    safe = not loses and (slot.block.unknown == "refused" or twice)
+    return context.find(check, severity, slot.path, why, fix, *edits, safe=safe)
 
 
-def _nearest(word: str, siblings: Mapping[str, Any]) -> tuple[str, float] | None:
-    best = max(
-        ((difflib.SequenceMatcher(None, word.lower(), name.lower()).ratio(), name) for name in siblings),
-        default=(0.0, ""),
-    )
-    return (best[1], best[0]) if best[0] >= _NEAR else None
+def _gone(context: Context, key: Key) -> str:
+    """What to do about a word for a key that this DeepSpeed has no more; empty for one that it has."""
+    if not _is_past(context, key):
+        return ""
+    last = key.path.rpartition(".")[2]
+    since = f" DeepSpeed {key.until} has removed" if key.until else " DeepSpeed does not read"
+    instead = f"use {key.replacement}" if key.replacement else "remove it"
+    return f'{instead}, if "{last}" is meant, which{since}'
+
+
+def _nearest(word: str, siblings: Mapping[str, Key]) -> tuple[str, float] | None:
+    """The word that is most like ``word``, and how much; with a second one as near, not enough to be sure."""
+    ratios = {name: difflib.SequenceMatcher(None, word.lower(), name.lower()).ratio() for name in siblings}
+    best = max(ratios, key=ratios.__getitem__, default="")
+    if not best or ratios[best] < _NEAR:
+        return None
+    others = [ratios[name] for name in siblings if siblings[name] is not siblings[best]]
+    is_clear = ratios[best] - max(others, default=0.0) >= _MARGIN
+    return best, ratios[best] if is_clear else min(ratios[best], _NEAR)
 
 
 def check_removed(context: Context) -> Iterator[Finding]:
@@ -255,7 +283,8 @@ def check_removed(context: Context) -> Iterator[Finding]:
             fix = _REPLACEMENTS.get(key.path) or (
                 f"use {key.replacement}" if key.replacement else "remove it"
             )
-            yield context.find("removed", "error", slot.path, since, fix, *_remove_if_idle(slot))
+            gone = Edit("remove", slot.path)
+            yield context.find("removed", "error", slot.path, since, fix, gone, safe=_asks_for_nothing(slot))
         elif key.status == "dead":
             found = _dead(context, slot, key)
             yield from [found] if found else []
@@ -269,18 +298,15 @@ _REPLACEMENTS: Final[Mapping[str, str]] = {
     "sparse_gradients": "remove it; embeddings made with sparse=True are reduced sparsely without it",
     "curriculum_learning": "use data_efficiency.data_sampling.curriculum_learning",
 }
-# Blocks whose absence asks for a decision, if they were on.
-_NEED_A_PERSON: Final = frozenset({"amp", "elasticity", "curriculum_learning"})
 
 
 def _is_past(context: Context, key: Key) -> bool:
     return key.status in ("removed", "dead") and (not key.until or context.version >= version(key.until))
 
 
-def _remove_if_idle(slot: Slot) -> tuple[Edit, ...]:
-    """The edit that removes it: certain if it did nothing, or if nothing can take its place."""
-    idle = not slot.value or (isinstance(slot.value, dict) and slot.value.get("enabled") is False)
-    return () if slot.path[0] in _NEED_A_PERSON and not idle else (Edit("remove", slot.path),)
+def _asks_for_nothing(slot: Slot) -> bool:
+    """Whether a removed key was off: else DeepSpeed refuses it so that nobody goes without it unawares."""
+    return not slot.value or (isinstance(slot.value, dict) and slot.value.get("enabled") is False)
 
 
 def _dead(context: Context, slot: Slot, key: Key) -> Finding | None:
@@ -291,7 +317,8 @@ def _dead(context: Context, slot: Slot, key: Key) -> Finding | None:
     if not key.replacement:
         severity: Severity = "error" if slot.path[0] == "pipeline" else "warning"
         why = f"DeepSpeed does not read it{since} ({key.effect})"
-        return context.find("no-effect", severity, slot.path, why, "remove it", Edit("remove", slot.path))
+        gone, safe = Edit("remove", slot.path), severity == "warning"
+        return context.find("no-effect", severity, slot.path, why, "remove it", gone, safe=safe)
     owner, _, last = key.replacement.rpartition(".")
     edits = _rename(context, slot, last) if owner == dotted(slot.path[:-1]) else ()
     why = f"DeepSpeed does not read it{since}; it is {key.replacement} now"

@@ -35,6 +35,14 @@ _BOOLEANS = frozenset(
     }
 )
 _SWITCHES = (STAGE, "fp16.enabled", "bf16.enabled")
+# Numbers outside DeepSpeed's pydantic blocks that fail as strings at the latest in the first step: compared,
+# divided by or passed to an optimizer. Others may never be looked at, or compare unequal in silence.
+_FAIL_QUOTED = frozenset({TRAIN, MICRO, ACCUMULATION, "gradient_clipping", "steps_per_print"})
+_FAIL_QUOTED_IN = ("optimizer.params.", "scheduler.params.")
+# Words outside those blocks that DeepSpeed refuses in another spelling.
+_REFUSED_WORDS = frozenset(
+    {"communication_data_type", "data_types.grad_accum_dtype", "data_types.param_dtype"}
+)
 
 
 def check_values(context: Context) -> Iterator[Finding]:
@@ -50,9 +58,9 @@ def check_values(context: Context) -> Iterator[Finding]:
             yield from _auto(context, slot, key)
         elif verdict.fault == "null":
             fix = "remove it for the default" + ("" if key.default is REQUIRED else f", {show(key.default)}")
-            yield context.find(
-                "null", "error", slot.path, f"not {verdict.expected}", fix, Edit("remove", slot.path)
-            )
+            gone, refused = Edit("remove", slot.path), slot.block.types == "coerced"
+            why = f"not {verdict.expected}"
+            yield context.find("null", "error", slot.path, why, fix, gone, safe=refused)
         elif verdict.fault and not (verdict.fault in _RANGES and slot.name in _OWN_RANGES):
             yield from _wrong(context, slot, key, verdict)
 
@@ -74,24 +82,26 @@ def _wrong(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Iterator
         if works and context.runner != "dsx":
             why += "; DeepSpeed converts it, other readers of the file may not"
         severity: Severity = "warning" if works and context.runner != "dsx" else "error"
-        yield context.find("quoted", severity, slot.path, why, f"write {_bare(slot.value, verdict)}", *edits)
+        fix = f"write {_bare(slot.value, verdict)}"
+        safe = _is_the_only_reading(slot, key, verdict)
+        yield context.find("quoted", severity, slot.path, why, fix, *edits, safe=safe)
     elif verdict.fault == "wrong-type":
         if works and isinstance(slot.value, str) and context.runner != "dsx":
             meant = converted(slot.value, key)
             why = f"not {verdict.expected}; DeepSpeed converts it, other readers of the file may not"
             edit = Edit("set", slot.path, meant)
-            yield context.find("quoted", "warning", slot.path, why, f"write {show(meant)}", edit)
+            yield context.find("quoted", "warning", slot.path, why, f"write {show(meant)}", edit, safe=True)
             return
         if verdict.has_meant and context.runner != "dsx":
             fix = f"write {show(verdict.meant)}"
             level: Severity = "error" if slot.name in _BOOLEANS else "note"
-            yield context.find("wrong-type", level, slot.path, "a number for a boolean", fix, *edits)
+            why = "a number for a boolean"
+            yield context.find("wrong-type", level, slot.path, why, fix, *edits, safe=True)
             return
         if key.path == "zero_optimization" and isinstance(slot.value, bool) and context.runner != "dsx":
             return  # checks of ZeRO say what this old form does.
-        yield context.find(
-            "wrong-type", "error", slot.path, *_type_words(slot, key, verdict), *_object(context, slot, key)
-        )
+        words, inside = _type_words(slot, key, verdict), _object(context, slot, key)
+        yield context.find("wrong-type", "error", slot.path, *words, *inside, safe=True)
     elif verdict.fault == "not-a-choice":
         yield _not_a_choice(context, slot, key, verdict)
     else:
@@ -99,6 +109,14 @@ def _wrong(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Iterator
         if key.default is not REQUIRED:
             fix += ", or leave it out"
         yield context.find("out-of-range", "error", slot.path, f"not {verdict.expected}", fix)
+
+
+def _is_the_only_reading(slot: Slot, key: Key, verdict: Verdict) -> bool:
+    """Whether DeepSpeed reads a quoted value as the bare one, or fails on it whatever else is written."""
+    if slot.block.types == "coerced":
+        return converted(slot.value, key) in (None, verdict.meant)
+    is_number = not isinstance(verdict.meant, bool)
+    return is_number and (slot.name in _FAIL_QUOTED or slot.name.startswith(_FAIL_QUOTED_IN))
 
 
 # Names of dtypes -> the only ones that some keys take.
@@ -113,7 +131,9 @@ def _not_a_choice(context: Context, slot: Slot, key: Key, verdict: Verdict) -> F
         spelt = [word for word in words if plain(word) in meant]
         if len(spelt) == 1:
             edit = Edit("set", slot.path, spelt[0])
-            return context.find("not-a-choice", "error", slot.path, why, f'write "{spelt[0]}"', edit)
+            safe = slot.block.types == "coerced" or slot.name in _REFUSED_WORDS
+            fix = f'write "{spelt[0]}"'
+            return context.find("not-a-choice", "error", slot.path, why, fix, edit, safe=safe)
         fix = suggest(slot.value, map(str, key.choices), otherwise=fix)
     return context.find("not-a-choice", "error", slot.path, why, fix)
 
@@ -187,7 +207,9 @@ def _auto(context: Context, slot: Slot, key: Key) -> Iterator[Finding]:
         yield context.find("auto", "error", slot.path, why, fix)
     elif key.auto == "default" and context.runner != "dsx":
         why = f"{who}: it is dropped, and the default{default} used"
-        yield context.find("auto", "warning", slot.path, why, fix, Edit("remove", slot.path))
+        # A Trainer that was not seen for one would miss it.
+        safe = not (context.guessed and key.trainer_auto)
+        yield context.find("auto", "warning", slot.path, why, fix, Edit("remove", slot.path), safe=safe)
     else:
         yield context.find("auto", "error", slot.path, f"{who}, and uses the word as if it were a value", fix)
 

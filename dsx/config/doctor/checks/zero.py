@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from dsx.config.doctor.context import STAGE, Context
 from dsx.config.doctor.finding import ABSENT, Edit, Finding, Path, Severity
+from dsx.config.doctor.source import same
 from dsx.config.doctor.table import Slot
 from dsx.config.wording import either
 
@@ -25,7 +26,9 @@ def check_old_form(context: Context) -> Iterator[Finding]:
     if isinstance(value, bool) and context.runner != "dsx":
         edits = (Edit("set", (_ZERO,), {"stage": int(value)}),)
         why = f"the form of before 2020; DeepSpeed takes it for stage {int(value)}"
-        yield context.find("deprecated", "warning", (_ZERO,), why, f'write {{"stage": {int(value)}}}', *edits)
+        yield context.find(
+            "deprecated", "warning", (_ZERO,), why, f'write {{"stage": {int(value)}}}', *edits, safe=True
+        )
 
 
 def check_stage(context: Context) -> Iterator[Finding]:
@@ -48,11 +51,19 @@ def check_deprecated(context: Context) -> Iterator[Finding]:
         target = tuple(key.replacement.split(".")) if key.replacement else ()
         if target and context.at(target) is not ABSENT:
             why = f"{key.replacement} replaces it, and is given too: DeepSpeed stops with an assertion"
-            yield context.find("deprecated", "error", slot.path, why, "remove it", Edit("remove", slot.path))
+            gone, safe = Edit("remove", slot.path), _says_the_same(slot, context.at(target))
+            yield context.find("deprecated", "error", slot.path, why, "remove it", gone, safe=safe)
             continue
         fix = f"use {key.replacement}" if key.replacement else "remove it"
         why = "deprecated; DeepSpeed still reads it"
-        yield context.find("deprecated", "warning", slot.path, why, fix, *_renewed(slot, target))
+        yield context.find("deprecated", "warning", slot.path, why, fix, *_renewed(slot, target), safe=True)
+
+
+def _says_the_same(slot: Slot, new: object) -> bool:
+    """Whether the replacement of a deprecated key, which is there too, holds what the key asks for."""
+    if isinstance(slot.value, bool) and isinstance(new, dict):
+        return slot.value == (new.get("device", "none") not in ("none", None))
+    return same(slot.value, new)
 
 
 def _renewed(slot: Slot, target: tuple[str, ...]) -> tuple[Edit, ...]:
