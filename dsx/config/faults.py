@@ -26,6 +26,13 @@ class FaultsConfig(Block):
         description="End the run with a report when a rank has not moved for so long: no action of the "
         "schedule, no save, no load. 0: wait for ever. Peers that fail or die end it within seconds anyway.",
     )
+    silent_seconds: int = Field(
+        default=4,
+        ge=0,
+        description="End the run when a machine has answered nothing for so long. Its kernel answers, so a "
+        "rank that computes, compiles or is stopped is not silent. Raise it for a network that pauses for "
+        "longer. 0: only the broken connections of training itself are noticed, perhaps after minutes.",
+    )
     stop_signals: tuple[StopSignal, ...] = Field(
         default=("SIGTERM",),
         strict=False,  # JSON has lists

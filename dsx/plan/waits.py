@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dsx.spec.schedule import Action, Op, Schedule
@@ -11,6 +11,9 @@ Sentence = tuple[str, tuple[int, ...]]
 """What is waited for, in words with ``{}`` for the ranks, and those ranks."""
 
 _BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
+_SENDS = (Op.SEND_F, Op.SEND_B)
+_LOST_SHARE = 0.5
+"""A message is lost if its receiver has waited for so much of the time in which nothing moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,11 @@ class RankState:
         idle_seconds: How long it has been there.
         step_seconds: Times of its last steps.
         saw: Ranks on its machine that cannot speak for themselves, and what has become of them.
+        host: Its machine.
+        runs: How many schedules it has begun since the start; ranks of a pipeline run the same ones.
+        awaits: The action whose result it waits to receive, e.g. ``0F5``; empty if for none.
+        sent: Actions of the schedule under way whose results it has sent.
+        sending: The one whose result it is about to send, or in the midst of sending.
     """
 
     rank: int
@@ -44,6 +52,11 @@ class RankState:
     idle_seconds: float = 0.0
     step_seconds: tuple[float, ...] = ()
     saw: Mapping[int, str]
+    host: str = ""
+    runs: int = 0
+    awaits: str = ""
+    sent: tuple[str, ...] = ()
+    sending: str = ""
 
     def __str__(self) -> str:
         place = f"step {self.step}, {self.phase}"
@@ -53,7 +66,13 @@ class RankState:
         else:
             what = self.says or self.action
         at = f" ({self.where})" if self.where else ""
-        return f"rank {self.rank}: {place}{f', {what}' if what else ''}{at}, for {self.idle_seconds:.0f} s"
+        what = f", {what}" if what else ""
+        return f"{self.name}: {place}{what}{at}, for {self.idle_seconds:.0f} s"
+
+    @property
+    def name(self) -> str:
+        """``rank 3 on node2``."""
+        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,37 +97,53 @@ def waits(schedule: Schedule, pp_rank: int, position: int) -> Sentence:
     >>> from dsx.plan.builders import one_f_one_b
     >>> from dsx.plan.transfers import lower
     >>> waits(lower(one_f_one_b(2, 1, 1)), 1, 0)
-    ('1F0 waits for 0F0 from rank {}', (0,))
+    ('1F0 waits for 0F0 from {}', (0,))
     """
     row = schedule.rows[pp_rank]
     if position >= len(row):
-        takers = dict.fromkeys(_destination(schedule, a) for a in row if a.op in (Op.SEND_F, Op.SEND_B))
-        return (
-            ("the step's last messages wait for ranks {} to take them", tuple(takers)) if takers else ("", ())
-        )
+        takers = dict.fromkeys(_destination(schedule, a) for a in row if a.op in _SENDS)
+        return ("the step's last messages wait for {} to take them", tuple(takers)) if takers else ("", ())
     action = row[position]
-    if action.op in (Op.SEND_F, Op.SEND_B):
-        return f"{action} waits for rank {{}} to receive", (_destination(schedule, action),)
+    if action.op in _SENDS:
+        return f"{action} waits for {{}} to receive", (_destination(schedule, action),)
     if action.op not in (Op.RECV_F, Op.RECV_B):
         return "", ()
-    step, ops = (-1, (Op.FORWARD,)) if action.op is Op.RECV_F else (1, _BACKWARDS)
-    source = schedule.rank_of(action.stage + step)
-    wanted = _of(schedule, source, action.stage + step, action.micro_batch, ops)
-    user = _of(schedule, pp_rank, action.stage, action.micro_batch, ops)
-    return f"{user} waits for {wanted} from rank {{}}", (source,)
+    source = schedule.rank_of(action.stage + _step(action))
+    user = _of(row, action.stage, action.micro_batch, _ops(action))
+    return f"{user} waits for {_awaited_by(schedule, action)} from {{}}", (source,)
 
 
-def diagnose(states: Mapping[int, RankState], world_size: int) -> Diagnosis:
+def messages(schedule: Schedule, pp_rank: int, position: int) -> tuple[str, tuple[str, ...], str]:
+    """What a rank that is at ``position`` of its row waits to receive, has sent, and is about to send.
+
+    Each message is named by the action that has made it; empty where there is none.
+
+    >>> from dsx.plan.builders import one_f_one_b
+    >>> from dsx.plan.transfers import lower
+    >>> messages(lower(one_f_one_b(2, 1, 2)), 0, 4)
+    ('1B0', ('0F0', '0F1'), '')
+    """
+    row, own = schedule.rows[pp_rank], frozenset(schedule.rows[pp_rank])
+    sent = tuple(_made(own, action) for action in row[:position] if action.op in _SENDS)
+    if position >= len(row):
+        return "", sent, ""
+    action = row[position]
+    awaited = _awaited_by(schedule, action) if action.op in (Op.RECV_F, Op.RECV_B) else ""
+    return awaited, sent, _made(own, action) if action.op in _SENDS else ""
+
+
+def diagnose(states: Mapping[int, RankState], hosts: Sequence[str]) -> Diagnosis:
     """Follow who waits for whom to the ranks that hold all others up.
 
     A rank that has said nothing is held to be the culprit: whoever can, says where it is. A rank in a
-    collective waits for those of its members that are not in it.
+    collective waits for those of its members that are not in it. One that waits for a message that its sender
+    has sent waits for the network, not for the sender.
 
     Args:
         states: Rank -> what it says of itself, of those that could.
-        world_size: Ranks of the run.
+        hosts: Machine of each rank of the run.
     """
-    missing = tuple(rank for rank in range(world_size) if rank not in states)
+    missing = tuple(rank for rank in range(len(hosts)) if rank not in states)
     if missing:
         seen = {rank: fate for state in states.values() for rank, fate in state.saw.items()}
         by_fate: dict[str, list[int]] = {}
@@ -117,21 +152,24 @@ def diagnose(states: Mapping[int, RankState], world_size: int) -> Diagnosis:
         # What somebody has seen comes before what nobody knows.
         found = [(fate, ranks) for fate, ranks in by_fate.items() if fate in seen.values()]
         found = found or list(by_fate.items())
-        text = "; ".join(f"{named(ranks)} {_of_many(fate, len(ranks))}" for fate, ranks in found)
+        text = "; ".join(f"{located(ranks, hosts)} {_of_many(fate, len(ranks))}" for fate, ranks in found)
         return Diagnosis(tuple(rank for _, ranks in found for rank in ranks), text)
+    lost = _lost_messages(states)
+    if lost:
+        return Diagnosis(tuple(lost), "; ".join(lost.values()))
     edges = {rank: _awaited(state, states) for rank, state in states.items()}
     waiting_for = _followers(edges)
     roots = [rank for rank in states if not edges[rank] and waiting_for.get(rank)]
     roots.sort(key=lambda rank: (-len(waiting_for[rank]), rank))
     if roots:
         most = [rank for rank in roots if len(waiting_for[rank]) == len(waiting_for[roots[0]])]
-        return Diagnosis(tuple(most), _held_up(states, most, waiting_for[most[0]]))
+        return Diagnosis(tuple(most), _held_up(states, most, waiting_for[most[0]], hosts))
     circle = _circle(edges)
     if circle:
-        return Diagnosis(circle, f"ranks {listed(circle)} wait for each other in a circle")
+        return Diagnosis(circle, f"{located(circle, hosts)} wait for each other in a circle")
     stuck = next((state for state in states.values() if state.collective), None)
     if stuck is not None:
-        what = f"all of ranks {listed(stuck.members)} are in {stuck.collective}, which does not end"
+        what = f"all of {located(stuck.members, hosts)} are in {stuck.collective}, which does not end"
         return Diagnosis(stuck.members, f"{what}: look at their network")
     slowest = max(states.values(), key=lambda state: (state.idle_seconds, -state.rank))
     return Diagnosis((slowest.rank,), f"nobody waits for another; {slowest}")
@@ -160,6 +198,18 @@ def named(ranks: list[int] | tuple[int, ...]) -> str:
     ('rank 3', 'ranks 3-5, 7')
     """
     return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+
+
+def located(ranks: Iterable[int], hosts: Sequence[str]) -> str:
+    """Ranks beside their machines.
+
+    >>> located([3], ("a", "a", "b", "b")), located([0, 1, 3], ("a", "a", "b", "b"))
+    ('rank 3 on b', 'ranks 0, 1 on a, rank 3 on b')
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank in sorted(ranks):
+        by_host.setdefault(hosts[rank], []).append(rank)
+    return ", ".join(f"{named(found)} on {host}" if host else named(found) for host, found in by_host.items())
 
 
 def listed(ranks: list[int] | tuple[int, ...]) -> str:
@@ -218,21 +268,61 @@ def _circle(edges: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
     return ()
 
 
-def _held_up(states: Mapping[int, RankState], culprits: list[int], waiting: set[int]) -> str:
-    whole = (
-        "all others wait" if len(waiting) + len(culprits) >= len(states) else f"{named(tuple(waiting))} wait"
-    )
+def _lost_messages(states: Mapping[int, RankState]) -> dict[int, str]:
+    """Receiver -> words, of each message that was sent and has not arrived although there was time enough."""
+    least = _LOST_SHARE * max((state.idle_seconds for state in states.values()), default=0.0)
+    found = {}
+    for rank, state in states.items():
+        sender = states.get(state.waits_for[0]) if state.waits_for else None
+        if sender is None or not state.awaits or state.collective or state.idle_seconds < least:
+            continue
+        way = f"from {sender.name} and has not arrived at {state.name} for {state.idle_seconds:.0f} s"
+        if sender.runs > state.runs or (sender.runs == state.runs and state.awaits in sender.sent):
+            found[rank] = (
+                f"{state.awaits} was sent by {way.removeprefix('from ')}: look at the network between them"
+            )
+        elif sender.runs == state.runs and state.awaits == sender.sending:
+            found[rank] = f"{state.awaits} is on its way {way}: look at the network between them"
+    return found
+
+
+def _held_up(
+    states: Mapping[int, RankState], culprits: list[int], waiting: set[int], hosts: Sequence[str]
+) -> str:
     if len(waiting) == 1:
-        whole = f"rank {next(iter(waiting))} waits"
-    return f"{whole} for {named(culprits)}. {'; '.join(str(states[rank]) for rank in culprits)}"
+        whole = f"{located(waiting, hosts)} waits"
+    elif len(waiting) + len(culprits) >= len(states):
+        whole = "all others wait"
+    else:
+        whole = f"{located(waiting, hosts)} wait"
+    return f"{whole} for {located(culprits, hosts)}. {'; '.join(str(states[rank]) for rank in culprits)}"
+
+
+def _step(receive: Action) -> int:
+    """From the stage that receives to the one that sends."""
+    return -1 if receive.op is Op.RECV_F else 1
+
+
+def _ops(transfer: Action) -> tuple[Op, ...]:
+    """What makes the message of a transfer, and what uses it."""
+    return (Op.FORWARD,) if transfer.op in (Op.RECV_F, Op.SEND_F) else _BACKWARDS
+
+
+def _awaited_by(schedule: Schedule, receive: Action) -> str:
+    stage = receive.stage + _step(receive)
+    return str(_of(schedule.rows[schedule.rank_of(stage)], stage, receive.micro_batch, _ops(receive)))
+
+
+def _made(row: Collection[Action], send: Action) -> str:
+    """The action whose result is sent."""
+    return str(_of(row, send.stage, send.micro_batch, _ops(send)))
 
 
 def _destination(schedule: Schedule, send: Action) -> int:
     return schedule.rank_of(send.stage + (1 if send.op is Op.SEND_F else -1))
 
 
-def _of(schedule: Schedule, rank: int, stage: int, micro_batch: int, ops: tuple[Op, ...]) -> Action:
-    """The action with one of ``ops`` that a rank has for a stage and micro-batch."""
+def _of(row: Collection[Action], stage: int, micro_batch: int, ops: tuple[Op, ...]) -> Action:
+    """The action with one of ``ops`` that a row has for a stage and micro-batch."""
     wanted: Iterator[Action] = (Action(stage, op, micro_batch) for op in ops)
-    row = frozenset(schedule.rows[rank])
     return next((action for action in wanted if action in row), Action(stage, ops[0], micro_batch))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 import sys
 import time
 import traceback
@@ -20,19 +21,25 @@ ALONE = "this rank alone raises this error"
 """Note on an error that one rank of a machine finds before there is a process group."""
 
 
-LAUNCHER_SECONDS = 20.0
-"""deepspeed and torchrun look after their processes more often than that."""
-
 _SPEAKER_SECONDS = 5.0
 
 _PEER_GONE = re.compile(
-    r"gloo/transport.*(Connection (closed|reset) by peer|Broken pipe)|ncclRemoteError", re.DOTALL
+    r"(gloo/|TCPStore|ProcessGroupNCCL|DistBackendError|recvValue|sendBytes).*"
+    r"(Connection (was likely |is )?(closed|reset|refused|timed out|aborted)|Broken pipe|pair closure"
+    r"|No route to host|is unreachable|is down|Failed to recv|remote process exited)"
+    r"|ncclRemoteError",
+    re.DOTALL | re.IGNORECASE,
 )
 
 
 def lost_a_peer(error: BaseException | None) -> bool:
-    """Whether an error says no more than that another rank has ended."""
+    """Whether an error says no more than that the connection to another rank broke."""
     return _PEER_GONE.search(str(error)) is not None
+
+
+def launched() -> bool:
+    """Whether a launcher has started this process."""
+    return "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def rank() -> int:
@@ -89,7 +96,7 @@ def _outcome(main: Callable[[], int | None]) -> int:
         notes = getattr(error, "__notes__", ())
         together = AGREED in notes or not (_grouped() or ALONE in notes)
         if rank() == 0 or not together:
-            prefix = "" if rank() == 0 else f"[rank {rank()}] "
+            prefix = "" if rank() == 0 else f"{_name()} "
             sys.stderr.write(f"{prefix}error: {error}\n")
         else:
             # A launcher ends all ranks at the first one's end: rank 0 gets to speak before.
@@ -97,10 +104,21 @@ def _outcome(main: Callable[[], int | None]) -> int:
         return 2
     except Exception as error:  # noqa: BLE001 - the last line of defence reports everything
         if lost_a_peer(error):
-            # The peer says why it ended. The launcher sees its exit code, not this one's, and ends this rank.
-            time.sleep(LAUNCHER_SECONDS)
-        sys.stderr.write(f"[rank {rank()}] {traceback.format_exc()}\n")
+            # Outside of a Guard, which knows who it was. That rank says why it ended, and speaks first.
+            at = time.strftime("%H:%M:%S")
+            time.sleep(_SPEAKER_SECONDS)
+            line = str(error).splitlines()[0]
+            sys.stderr.write(
+                f"{_name()} ended because its connection to another rank broke at {at}: {line}\n"
+            )
+            return 1
+        sys.stderr.write(f"{_name()} {traceback.format_exc()}\n")
         return 1
+
+
+def _name() -> str:
+    """This rank and its machine, as the first words of a line."""
+    return f"[rank {rank()} on {socket.gethostname()}]"
 
 
 def _grouped() -> bool:

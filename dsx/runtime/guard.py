@@ -17,20 +17,26 @@ from dsx.config.faults import Policy
 from dsx.config.run import RunConfig
 from dsx.errors import DsxError, RunError
 from dsx.plan.health import Finding, Health
+from dsx.plan.waits import located
+from dsx.runtime.board import Board
 from dsx.runtime.engine import PipelineEngine
-from dsx.runtime.entry import AGREED, LAUNCHER_SECONDS, lost_a_peer
+from dsx.runtime.entry import AGREED, lost_a_peer
 from dsx.runtime.groups import Groups
+from dsx.runtime.keepalive import Keepalive
 from dsx.runtime.launch import agree
 from dsx.runtime.monitor import Monitor
-from dsx.runtime.peers import Peer
+from dsx.runtime.peers import Peer, hosts_of
 from dsx.runtime.replicas import differences, summary
 from dsx.runtime.run_lock import RunLock
-from dsx.runtime.watch import Board, Watch
+from dsx.runtime.watch import INTERRUPTED, Watch
 
 _WITHIN_STEP = ("skip", "roll_back")
 """Policies for which a step must be judged before it is applied."""
 
 _STATE = "guard"
+
+_NEWS_SECONDS = 2.0
+"""What the news of a lost rank takes at most, once its machine is known to be silent."""
 
 
 class Guard:
@@ -47,16 +53,19 @@ class Guard:
 
     def __init__(self, config: RunConfig, groups: Groups) -> None:
         self._config, self._groups, self._faults = config, groups, config.dsx.faults
-        peers: list[tuple[Peer, str]] = [(Peer.here(groups.rank), "")] * groups.mesh.size
-        dist.all_gather_object(peers, (peers[0][0], f"{int(time.time())}-{os.getpid()}"))
-        self._board = Board(config.output / "faults" / peers[0][1])
-        self._watch = Watch(
-            self._faults,
-            self._board,
-            [peer for peer, _ in peers],
-            groups.rank,
-            threading.get_ident(),
-        )
+        keepalive = Keepalive(groups.rank, self._faults.silent_seconds)
+        told: list[tuple[Peer, str]] = [(keepalive.peer, "")] * groups.mesh.size
+        dist.all_gather_object(told, (keepalive.peer, f"{int(time.time())}-{os.getpid()}"))
+        self._board = Board(config.output / "faults" / told[0][1])
+        peers = [peer for peer, _ in told]
+        unmet = keepalive.meet(peers)
+        self._watch = Watch(self._faults, self._board, peers, groups.rank, threading.get_ident(), keepalive)
+        if unmet:
+            hosts = hosts_of(peers)
+            keepalive.warn(
+                f"{located([groups.rank], hosts)} cannot be connected with {located(unmet, hosts)}, though "
+                "training can: is a firewall between them? Their loss would be noticed late"
+            )
         self._engine: PipelineEngine | None = None
         self._health = Health(window=self._faults.spike_window, sigmas=self._faults.spike_sigmas)
         spikes = {"loss": self._faults.loss_spike, "grad_norm": self._faults.grad_norm_spike}
@@ -89,8 +98,6 @@ class Guard:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            # From here on ranks may end one after the other.
-            self._watch.finishing = True
             dist.barrier()
             self._watch.close()
             self._unlock()
@@ -99,14 +106,19 @@ class Guard:
                     with suppress(OSError):  # absent, as ever, or with something in it
                         folder.rmdir()
             return
+        at = time.time()
         if lost_a_peer(error):
             # The watch knows soon who it was, and ends this process.
-            time.sleep(LAUNCHER_SECONDS)
+            self._watch.give_way("", at=at, seconds=self._faults.silent_seconds + _NEWS_SECONDS)
+            self._watch.end_disconnected(error, at=at)
+        if isinstance(error, KeyboardInterrupt):
+            self._watch.failed("was interrupted (Ctrl-C)", code=INTERRUPTED, shared=False, at=at)
         if isinstance(error, Exception):
-            expected = isinstance(error, DsxError)
-            text = str(error) if expected else f"{type(error).__name__}: {error}"
-            shared = AGREED in getattr(error, "__notes__", ())
-            self._watch.failed(f"failed: {text}", code=2 if expected else 1, shared=shared)
+            expected, shared = isinstance(error, DsxError), AGREED in getattr(error, "__notes__", ())
+            text = f"failed: {error if expected else f'{type(error).__name__}: {error}'}"
+            if not shared:
+                self._watch.give_way(text, at=at)
+            self._watch.failed(text, code=2 if expected else 1, shared=shared, at=at)
         self._watch.close()
         self._unlock()
 

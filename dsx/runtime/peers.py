@@ -5,8 +5,9 @@ from __future__ import annotations
 import linecache
 import os
 import signal
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,18 +32,26 @@ class Peer:
         machine: The running kernel and its process table; empty if unknown.
         pid: Process id there.
         born: When the process began, in the kernel's ticks: a later process may have its id again.
+        host: The machine's name.
+        addresses: Where other processes may reach this one, the likeliest first.
+        port: Where it listens there; 0 if it does not.
+        secret: What others greet it with there.
     """
 
     rank: int
     machine: str
     pid: int
     born: str
+    host: str = ""
+    addresses: tuple[str, ...] = ()
+    port: int = 0
+    secret: str = ""
 
     @classmethod
-    def here(cls, rank: int) -> Peer:
+    def here(cls, rank: int, addresses: tuple[str, ...] = (), port: int = 0, secret: str = "") -> Peer:
         """This process."""
-        pid = os.getpid()
-        return cls(rank, _machine(), pid, _stat(pid)[1])
+        pid, host = os.getpid(), socket.gethostname()
+        return cls(rank, _machine(), pid, _stat(pid)[1], host, addresses, port, secret)
 
     def fate(self) -> str:
         """What keeps the process from speaking for itself; empty if nothing does.
@@ -59,6 +68,17 @@ class Peer:
         if _stat(self.pid)[1] == self.born:
             with suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)
+
+
+def hosts_of(peers: Sequence[Peer]) -> tuple[str, ...]:
+    """Name of each rank's machine, with its address where two machines have the same name."""
+    machines: dict[str, set[str]] = {}
+    for peer in peers:
+        machines.setdefault(peer.host, set()).add(peer.machine)
+    return tuple(
+        f"{peer.host} ({peer.addresses[0]})" if len(machines[peer.host]) > 1 and peer.addresses else peer.host
+        for peer in peers
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """A thread beside the training: it sees peers fail, runs hang and signals come, and ends the process.
 
-Ranks speak to each other through a folder below the run's output, so that no rank, the host of torch's store
-included, is needed for the others to learn what has happened. In a healthy run nothing is written there; each
-rank lists the (empty) folder about once a second and looks at the processes of its machine.
+That a rank is lost, each hears through its connections (:mod:`dsx.runtime.keepalive`); where each is in a run
+that hangs, the ranks tell each other through a folder below the run's output. No rank, the host of torch's
+store included, is needed for the others to learn what has happened, and in a healthy run nothing is sent or
+written.
 
 A main thread that waits in a collective cannot be interrupted, neither gloo's nor NCCL's. So a watch ends
 its process by ``os._exit``, after the report.
@@ -10,10 +11,8 @@ its process by ``os._exit``, after the report.
 
 from __future__ import annotations
 
-import faulthandler
-import json
 import os
-import select
+import re
 import signal
 import socket
 import sys
@@ -22,85 +21,30 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dsx.config.faults import FaultsConfig
-from dsx.plan.waits import RankState, chain, diagnose, named, waits
-from dsx.runtime.peers import Peer, place
+from dsx.plan.losses import Notice, clock, first, sentence
+from dsx.plan.waits import RankState, chain, diagnose, located, messages, waits
+from dsx.runtime.board import Board
+from dsx.runtime.entry import launched
+from dsx.runtime.keepalive import Keepalive
+from dsx.runtime.peers import Peer, hosts_of, place
 from dsx.runtime.whereabouts import Whereabouts
 
 INTERRUPTED = 130  # 128 + SIGINT
 
 _POLL_SECONDS = 0.5
-_RANKS_PER_SECOND = 500  # that look into the shared folder, so that many ranks do not wear its server out
-_SPEAK_SECONDS = 1.0  # a rank that fails gets so long to say why before the others end
+_SPEAK_SECONDS = 1.0  # who else is lost with it, and why, is heard in so long
+_SILENT_SPEAK_SECONDS = 0.3  # of a machine that does not answer, the others have known as long
+_OWN_WORD_SECONDS = 0.3  # an error that only follows from a lost rank gives way to it
 _LOOK_SECONDS = 0.1
 _SETTLE_SECONDS = 5.0  # what ranks get to tell where they are
+_STOPPED_SECONDS = 5.0  # a debugger that looks around is not worth a line
 _SHOWN_RANKS = 16
 _LAST_STEPS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """That a rank has failed.
-
-    Attributes:
-        rank: Which.
-        text: What has become of it.
-        code: What it exits with.
-        shared: Whether every rank fails of this by itself, so that one report is enough.
-    """
-
-    rank: int
-    text: str
-    code: int = 1
-    shared: bool = False
-
-
-class Board:
-    """The folder that ranks tell each other through. What cannot be written or read is passed over."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def names(self) -> frozenset[str]:
-        """What has been put up. Lists the folder, which network file systems then ask for anew."""
-        with suppress(OSError):
-            return frozenset(entry.name for entry in os.scandir(self.folder) if entry.name[0] != ".")
-        return frozenset()
-
-    def put(self, name: str, data: Any) -> None:
-        """Put up a JSON value, at once whole."""
-        self.put_text(name, json.dumps(data))
-
-    def put_text(self, name: str, text: str) -> None:
-        """Put up a text, at once whole."""
-        aside = self.folder / f".{name}.{os.getpid()}"
-        with suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            aside.write_text(text)
-            aside.replace(self.folder / name)
-
-    def get(self, name: str) -> Any:
-        """A JSON value; None if it cannot be read."""
-        with suppress(OSError, ValueError):
-            return json.loads((self.folder / name).read_text())
-        return None
-
-    def text(self, name: str) -> str:
-        """A text; empty if it cannot be read."""
-        with suppress(OSError):
-            return (self.folder / name).read_text(errors="replace")
-        return ""
-
-    def notices(self) -> list[Notice]:
-        """Ranks that have failed, the first to fail first."""
-        names = [name for name in self.names() if name.startswith("failed-")]
-        found = [self.get(name) for name in names]
-        found = sorted((data for data in found if data), key=lambda data: (data["at"], data["rank"]))
-        return [Notice(**{key: data[key] for key in data if key != "at"}) for data in found]
 
 
 class Watch:
@@ -112,28 +56,37 @@ class Watch:
         peers: Every rank's process, by rank.
         rank: This one.
         thread: The main thread's identity.
+        keepalive: This rank's connections, which the watch closes.
     """
 
     def __init__(
-        self, config: FaultsConfig, board: Board, peers: Sequence[Peer], rank: int, thread: int
+        self,
+        config: FaultsConfig,
+        board: Board,
+        peers: Sequence[Peer],
+        rank: int,
+        thread: int,
+        keepalive: Keepalive,
     ) -> None:
         self._config, self._board, self._peers, self._rank = config, board, peers, rank
+        self._keepalive, self._hosts = keepalive, hosts_of(peers)
+        self._launcher = os.getppid()
+        self._stopped: dict[int, float] = {}
         here = peers[rank].machine
         self._local = [peer for peer in peers if peer.rank != rank and peer.machine == here and here]
         self._main = thread
         self._whereabouts: Whereabouts | None = None
         self._pipe_peer: Callable[[int], int] = int
         self._pp_rank = 0
-        self._poll_seconds = max(_POLL_SECONDS, len(peers) / _RANKS_PER_SECOND)
         self._seen: tuple[int, ...] = ()
         self._since = self._looked = time.monotonic()
         self._signalled: tuple[int, float] | None = None
-        self._interrupted = self._closed = False
-        self.finishing = False
-        """Set when ranks may end one after the other."""
+        self._interrupted = self._closed = self._ending = False
+        self._own_error = ""
         self._awake, self._wake = socket.socketpair()
         self._awake.setblocking(False)
         self._wake.setblocking(False)
+        self._keepalive.wake_by(self._awake)
         self._wanted = {getattr(signal, name).value for name in config.stop_signals}
         self._handlers: dict[int, Any] = {}
         self._held: set[int] = set()
@@ -167,9 +120,42 @@ class Watch:
         """
         self._pp_rank, self._pipe_peer, self._whereabouts = pp_rank, pipe_peer, whereabouts
 
-    def failed(self, text: str, *, code: int, shared: bool) -> None:
+    def failed(self, text: str, *, code: int, shared: bool, at: float) -> None:
         """Have the other ranks end: this one is about to. See :class:`Notice`."""
-        self._put_notice(Notice(self._rank, text, code, shared))
+        self._keepalive.tell(
+            Notice(rank=self._rank, by=self._rank, since=at, text=text, code=code, shared=shared)
+        )
+
+    def give_way(self, text: str, *, at: float, seconds: float = _OWN_WORD_SECONDS) -> None:
+        """Before an error is reported: if it only follows from the loss of another rank, end with that one.
+
+        Args:
+            text: What this rank has failed of; added to the report. Empty if it says nothing new.
+            at: When that was, in seconds since the epoch.
+            seconds: How long to wait for news of such a loss.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            lost = [notice for notice in [*self._keepalive.news.lost.values()] if notice.rank != self._rank]
+            if lost and not first(lost).shared and (first(lost).since <= at + _LOOK_SECONDS or not text):
+                self._own_error = text
+                self._thread.join()  # it ends this process
+            time.sleep(_LOOK_SECONDS / 10)
+
+    def end_disconnected(self, error: BaseException, *, at: float) -> None:
+        """End because a connection to another rank broke, of which nothing more is known. Does not return."""
+        lines = str(error).splitlines()
+        found = [
+            located([peer.rank], self._hosts)
+            for peer in self._peers
+            if any(
+                re.search(rf"(?<![\d.]){re.escape(address)}(?![\d.])", lines[0]) for address in peer.addresses
+            )
+        ]
+        text = f"lost its connection to {' or '.join(found) or 'another rank'}"
+        self.failed(text, code=1, shared=False, at=at)
+        self._say(f"ended because it {text} (at {clock(at)}): {lines[0]}")
+        self._leave(1)
 
     def close(self) -> None:
         """End the thread and give the signals back, but those that have come: more of them may."""
@@ -183,6 +169,7 @@ class Watch:
                 if self._signalled is None:
                     signal.signal(number, handler)
         self._handlers = {}
+        self._keepalive.close()
         self._awake.close()
         self._wake.close()
 
@@ -207,13 +194,13 @@ class Watch:
         try:
             while not self._closed:
                 self._look()
-                self._sleep(self._poll_seconds)
+                self._sleep(_POLL_SECONDS)
         except Exception:  # noqa: BLE001 - a run must not end because of who watches it
             self._say(f"the watch has failed and looks no more:\n{traceback.format_exc()}")
 
     def _sleep(self, seconds: float) -> None:
-        """Wait, or until a signal comes."""
-        select.select([self._awake], [], [], seconds)
+        """Wait, or until a signal or news of the others come."""
+        self._keepalive.wait(seconds)
         with suppress(BlockingIOError):
             for number in self._awake.recv(64):
                 self._interrupted |= number == signal.SIGINT and number not in self._wanted
@@ -221,55 +208,86 @@ class Watch:
                     self._signalled = number, time.monotonic()
 
     def _look(self) -> None:
-        now = time.monotonic()
-        notices = self._board.notices()
-        if not notices and not self.finishing:
-            notices = self._gone()
-        if notices and not self._closed:
-            self._end_after(notices[0])
+        now, news = time.monotonic(), self._keepalive.news
+        if news.lost and not self._closed:
+            self._end_after_loss()
+        self._look_around(now)
+        self._say_warnings()
         idle = self._idle_seconds(now)
-        stalled = 0 < self._config.hang_seconds < idle
-        if stalled or any(name.startswith("rank-") for name in self._board.names()):
+        if news.hung or 0 < self._config.hang_seconds < idle:
             self._end_hung(idle)
         if self._signalled is not None and now - self._signalled[1] > self._config.grace_seconds:
             self._end_unsaved(idle)
         self._looked = now
 
-    def _gone(self) -> list[Notice]:
-        """Peers on this machine whose process has ended; told to the others, unless they say why."""
-        gone = [Notice(peer.rank, fate) for peer in self._local if "gone" in (fate := peer.fate())]
-        found = self._board.notices() if gone else []
-        if not found:
-            for notice in gone:
-                self._put_notice(notice)
-        return found or gone
+    def _look_around(self, now: float) -> None:
+        """What ends nothing by itself, but is to be known on every console."""
+        if not self._speaks():
+            return
+        for peer in self._local:
+            stopped = bool(peer.fate()) and peer.rank not in self._keepalive.news.lost
+            since = self._stopped.setdefault(peer.rank, now) if stopped else self._stopped.pop(peer.rank, now)
+            name = located([peer.rank], self._hosts)
+            if now - since > _STOPPED_SECONDS:
+                when = clock(time.time() - (time.monotonic() - since))
+                self._keepalive.warn(
+                    f"{name} is stopped since {when} (SIGSTOP, a debugger?): the others wait for it"
+                    if stopped
+                    else f"{name}, which was stopped at {when}, goes on"
+                )
+        if os.getppid() != self._launcher and launched():
+            ranks = [self._rank, *(peer.rank for peer in self._local)]
+            self._keepalive.warn(
+                f"the launcher of {located(ranks, self._hosts)} (process {self._launcher}) has ended at "
+                f"{clock(time.time())}: they train on, but nothing will end or restart them when one fails"
+            )
+
+    def _speaks(self) -> bool:
+        """Whether this rank is the one that speaks on its machine's console."""
+        lost = self._keepalive.news.lost
+        return not any(
+            peer.rank < self._rank and peer.rank not in lost and not peer.fate() for peer in self._local
+        )
+
+    def _say_warnings(self) -> None:
+        warnings = self._keepalive.news.warnings
+        while warnings:
+            text = warnings.pop(0)
+            if self._speaks():
+                self._say(f"warning: {text}")
 
     def _idle_seconds(self, now: float) -> float:
         """How long the main thread has not moved since it was followed."""
         here = self._whereabouts
         seen = () if here is None else (here.moves, here.at, here.position())
         # A watch that was stopped itself has seen nothing meanwhile.
-        was_stopped = now - self._looked > self._poll_seconds + _SETTLE_SECONDS
+        was_stopped = now - self._looked > _POLL_SECONDS + _SETTLE_SECONDS
         if here is None or seen != self._seen or was_stopped:
             self._seen, self._since = seen, now
         return now - self._since
 
-    def _end_after(self, notice: Notice) -> None:
-        deadline = time.monotonic() + (_SETTLE_SECONDS if notice.shared else _SPEAK_SECONDS)
+    def _end_after_loss(self) -> None:
+        """Hear who else is lost, say in one line why this run ends, and end."""
+        lost, speaks = self._keepalive.news.lost, self._speaks()
+        cause = first(lost.values())
+        seconds = _SILENT_SPEAK_SECONDS if cause.silent else _SPEAK_SECONDS
+        deadline = time.monotonic() + (_SETTLE_SECONDS if cause.shared else seconds)
         while not self._closed and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)
-        if self._closed or notice.rank == self._rank:
+            self._sleep(_LOOK_SECONDS)
+        cause = first(lost.values())
+        if self._closed or cause.rank == cause.by == self._rank:
             return
-        if not self._interrupted and not notice.shared:
-            lines = notice.text.splitlines()
-            self._say(f"ended because rank {notice.rank} {lines[0]}")
-        self._leave(INTERRUPTED if self._interrupted else notice.code)
+        if not self._interrupted and not cause.shared and (speaks or self._own_error):
+            after = f"; then this rank {self._own_error.splitlines()[0]}" if self._own_error else ""
+            self._say(f"ended because {sentence(lost, self._hosts, self._hosts[self._rank])}{after}")
+        self._leave(INTERRUPTED if self._interrupted else cause.code)
 
     def _end_unsaved(self, idle: float) -> None:
         assert self._signalled is not None
         number, since = self._signalled
         name, passed = signal.Signals(number).name, time.monotonic() - since
-        self._put_notice(Notice(self._rank, f"could not save in time after {name}", 128 + number))
+        text = f"could not save in time after {name}"
+        self.failed(text, code=128 + number, shared=False, at=time.time())
         self._say(
             f"{name} came {passed:.0f} s ago, dsx.faults.grace_seconds = {self._config.grace_seconds:g}: "
             f"ended without saving ({self._state(idle)})"
@@ -278,12 +296,13 @@ class Watch:
 
     def _end_hung(self, idle: float) -> None:
         """Tell where this rank is, hear the others, report and end."""
-        self._put_stacks()
+        self._keepalive.tell_hung()
+        self._board.put_stacks(f"stacks-{self._rank}.txt")
         here = self._state(idle)
         self._board.put(f"rank-{self._rank}", asdict(here))
         # Where nothing can be written, the disk being full, each knows of itself alone.
         alone, told = self._rank not in self._told(), {self._rank: here}
-        deadline = time.monotonic() + _SETTLE_SECONDS + 2 * self._poll_seconds
+        deadline = time.monotonic() + _SETTLE_SECONDS + 2 * _POLL_SECONDS
         stopped = {peer.rank for peer in self._local if peer.fate()}
         while time.monotonic() < deadline and len(told) + len(stopped) < len(self._peers):
             time.sleep(_LOOK_SECONDS)
@@ -307,8 +326,9 @@ class Watch:
 
     def _report(self, told: Mapping[int, RankState]) -> str:
         """Who holds the run up, where the ranks are, and stacks."""
-        found = diagnose(told, len(self._peers))
-        lines = [f"error: the run does not go on: {found.text}"]
+        found = diagnose(told, self._hosts)
+        since = clock(time.time() - max(state.idle_seconds for state in told.values()))
+        lines = [f"error: the run does not go on since {since}: {found.text}"]
         culprits = [rank for rank in found.culprits if rank in told]
         path = chain(told, found.culprits[0])
         first = dict.fromkeys((*path, *culprits, *told))
@@ -318,29 +338,36 @@ class Watch:
         speaker = told[self._rank]
         if speaker.step_seconds:
             times = ", ".join(f"{seconds:.3g}" for seconds in speaker.step_seconds[-_LAST_STEPS:])
-            lines.append(f"  last steps of rank {self._rank} took {times} s")
+            lines.append(f"  last steps of {speaker.name} took {times} s")
         shown = culprits[0] if culprits else path[0] if path[0] in told else self._rank
         stacks = self._board.text(f"stacks-{shown}.txt")
         if not stacks:
             return "\n".join([*lines, f"  {self._board.folder} cannot be written: no stacks, no other ranks"])
-        lines.append(f"  stacks of rank {shown}:")
+        lines.append(f"  stacks of {located([shown], self._hosts)}:")
         threads = [thread for thread in stacks.split("\n\n") if Path(__file__).name not in thread]
         lines += [f"    {line}" for thread in threads for line in thread.splitlines()]
-        lines.append(f"  stacks of {named(tuple(told))} are in {self._board.folder}")
+        lines.append(f"  stacks of {located(told, self._hosts)} are in {self._board.folder}")
         return "\n".join(lines)
 
     def _state(self, idle: float) -> RankState:
         found, here = place(self._main), self._whereabouts
         action, says, ranks = "", "", tuple[int, ...]()
+        awaits, sent, sending = "", tuple[str, ...](), ""
         schedule, at = (None, 0) if here is None else (here.schedule, here.position())
         if schedule is not None:
             row = schedule.rows[self._pp_rank]
             action = str(row[at]) if at < len(row) else ""
             says, stages = waits(schedule, self._pp_rank, at)
             ranks = tuple(self._pipe_peer(stage) for stage in stages)
-            says = says.format(", ".join(map(str, ranks)))
+            says = says.format(located(ranks, self._hosts))
+            awaits, sent, sending = messages(schedule, self._pp_rank, at)
         return RankState(
             rank=self._rank,
+            host=self._hosts[self._rank],
+            runs=0 if here is None else here.runs,
+            awaits=awaits,
+            sent=sent,
+            sending=sending,
             step=0 if here is None else here.step,
             phase="start" if here is None else here.phase,
             action=action,
@@ -354,20 +381,13 @@ class Watch:
             saw={peer.rank: fate for peer in self._local if (fate := peer.fate())},
         )
 
-    def _put_notice(self, notice: Notice) -> None:
-        self._board.put(f"failed-{notice.rank}", {**asdict(notice), "at": time.time()})
-
-    def _put_stacks(self) -> None:
-        with suppress(OSError):
-            self._board.folder.mkdir(parents=True, exist_ok=True)
-            with (self._board.folder / f"stacks-{self._rank}.txt").open("w") as file:
-                faulthandler.dump_traceback(file, all_threads=True)
-
     def _say(self, text: str) -> None:
         """Past Python's buffers, whose locks the main thread may hold."""
-        os.write(sys.stderr.fileno(), f"[rank {self._rank}] {text}\n".encode())
+        name = located([self._rank], self._hosts)
+        os.write(sys.stderr.fileno(), f"[{name}] {text}\n".encode())
 
     def _leave(self, code: int) -> None:
+        self._keepalive.close()
         os._exit(code)
 
 

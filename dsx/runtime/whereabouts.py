@@ -28,6 +28,7 @@ class Whereabouts:
         schedule: Of the phase; None if it has none.
         at: The host's position in its row of the schedule.
         moves: Grows when anything else changes.
+        runs: How many schedules it has begun.
         step_seconds: Of the last steps.
     """
 
@@ -37,6 +38,7 @@ class Whereabouts:
     schedule: Schedule | None = None
     at: int = 0
     moves: int = 0
+    runs: int = 0
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
     _event: Any = field(init=False, default=None)
     _marks: list[Any] = field(default_factory=list)
@@ -56,6 +58,7 @@ class Whereabouts:
     def enter(self, phase: str, schedule: Schedule | None = None) -> None:
         """From here on the rank does this."""
         self.schedule, self.at, self.phase = schedule, 0, phase
+        self.runs += schedule is not None
         self.moves += 1
 
     def reach(self, position: int) -> None:

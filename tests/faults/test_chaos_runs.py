@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,7 +124,7 @@ def test_a_kill_ends_all_and_loses_no_more_than_the_steps_since_the_save(
     victim, survivor = found["victim"], found["ended"][1 - found["victim"]]
     assert found["ended"][victim].code == -signal.SIGKILL
     assert survivor.code == 1
-    assert f"ended because rank {victim} is gone" in survivor.said
+    assert f"ended because rank {victim} on {socket.gethostname()} is gone since" in survivor.said
     assert "Traceback" not in survivor.said
     assert 0 <= found["lost"] <= SAVE_EVERY
 

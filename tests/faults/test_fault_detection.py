@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from parity.dsx_run import Case
 
 DATA = Case(family="gpt2", dp=2, accumulation=1)
 ONE = Case(family="gpt2", accumulation=1)
+HERE = socket.gethostname()
+CLOCK = r"\d\d:\d\d:\d\d"
 
 
 def train_until(
@@ -60,37 +63,38 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
     first, second = ended(tmp_path, "kill")
     assert first.code == -signal.SIGKILL
     assert second.code == 1
-    assert "[rank 1] ended because rank 0 is gone" in second.said
-    assert "Traceback" not in second.said
+    said = rf"\[rank 1 on {HERE}\] ended because rank 0 on {HERE} is gone since {CLOCK}: its process [^\n]+\n"
+    assert re.fullmatch(said, second.said), second.said
 
 
 def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
     first, second = ended(tmp_path, "raise", at=1)
     assert (first.code, second.code) == (1, 1)
-    assert "[rank 1] Traceback" in second.said
-    assert "[rank 0] ended because rank 1 failed: ValueError: the disk is on fire" in first.said
-    assert "Traceback" not in first.said
+    assert f"[rank 1 on {HERE}] Traceback" in second.said
+    said = rf"\[rank 0 on {HERE}\] ended because rank 1 on {HERE} failed: ValueError: the disk is on fire "
+    assert re.fullmatch(rf"{said}\(at {CLOCK}\)\n", first.said), first.said
 
 
 def test_a_rank_that_is_stopped_is_found_and_ended(tmp_path: Path) -> None:
     first, second = ended(tmp_path, "stop", hang=2.0)
     assert (first.code, second.code) == (-signal.SIGKILL, 1)
-    assert "error: the run does not go on: rank 0 is stopped" in second.said
+    assert re.match(rf"error: the run does not go on since {CLOCK}: rank 0 on {HERE} is stopped", second.said)
     # Stopped with its threads: what it had sent of 0F0 may not have left it.
-    waits = r"rank 1: step 3, training step, 1F([01]) waits for 0F\1 from rank 0 \(p2p\.py:"
+    waits = (
+        rf"rank 1 on {HERE}: step 3, training step, 1F([01]) waits for 0F\1 from rank 0 on {HERE} \(p2p\.py:"
+    )
     assert re.search(waits, second.said), second.said
-    assert "last steps of rank 1 took" in second.said
+    assert f"last steps of rank 1 on {HERE} took" in second.said
 
 
 def test_a_data_loader_that_hangs_is_found(tmp_path: Path) -> None:
     first, second = ended(tmp_path, "hang", hang=2.0)
     assert (first.code, second.code) == (1, 1)
     said = first.said
-    assert (
-        "error: the run does not go on: rank 1 waits for rank 0. rank 0: step 3, training step, 0F1" in said
-    )
+    waits = f"rank 1 on {HERE} waits for rank 0 on {HERE}. rank 0 on {HERE}: step 3, training step, 0F1"
+    assert re.match(rf"error: the run does not go on since {CLOCK}: {waits}", said)
     assert "(reading data, guarded.py:" in said
-    assert "rank 1: step 3, training step, 1F1 waits for 0F1 from rank 0" in said
+    assert f"rank 1 on {HERE}: step 3, training step, 1F1 waits for 0F1 from rank 0 on {HERE}" in said
     assert "in forever" in said  # its stack
     assert "ended" not in second.said
     (folder,) = (tmp_path / "faults").iterdir()
@@ -101,7 +105,7 @@ def test_a_hang_ends_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "faults").touch()  # where ranks tell each other
     (alone,) = ended(tmp_path, "hang", case=ONE, hang=1.0)
     assert alone.code == 1
-    assert "error: the run does not go on: nobody waits for another; rank 0: step 3" in alone.said
+    assert f": nobody waits for another; rank 0 on {HERE}: step 3" in alone.said
     assert "cannot be written: no stacks, no other ranks" in alone.said
 
 

@@ -13,6 +13,9 @@ from dsx.plan.transfers import lower
 from dsx.plan.waits import RankState, chain, diagnose, listed, waits
 from dsx.spec.schedule import Op, Schedule
 
+FIVE = ("a", "a", "b", "b", "c")
+"""Machines of five ranks."""
+
 SCHEDULES = [("1f1b", 4, 1, 6), ("interleaved", 4, 2, 8), ("gpipe", 3, 1, 4), ("zbv", 4, 2, 8)]
 
 
@@ -63,7 +66,7 @@ def test_a_rank_that_computes_for_ever_is_found(
         waiting = [s for s in states.values() if s.waits_for]
         if waiting:
             found += 1
-            diagnosis = diagnose(states, num_ranks)
+            diagnosis = diagnose(states, [""] * num_ranks)
             assert diagnosis.culprits == (frozen,)
             line = chain(states, frozen)
             assert line[-1] == frozen
@@ -74,9 +77,9 @@ def test_a_rank_that_computes_for_ever_is_found(
 def test_the_sentence_names_both_actions() -> None:
     schedule = lower(build("1f1b", 4, 1, 8))
     at = next(i for i, a in enumerate(schedule.rows[3]) if str(a) == "3RECV_F7")
-    assert waits(schedule, 3, at) == ("3F7 waits for 2F7 from rank {}", (2,))
+    assert waits(schedule, 3, at) == ("3F7 waits for 2F7 from {}", (2,))
     at = next(i for i, a in enumerate(schedule.rows[1]) if str(a) == "1RECV_B0")
-    assert waits(schedule, 1, at) == ("1B0 waits for 2B0 from rank {}", (2,))
+    assert waits(schedule, 1, at) == ("1B0 waits for 2B0 from {}", (2,))
     divided = lower(build("zbv", 2, 2, 4))
     at = next(i for i, a in enumerate(divided.rows[0]) if a.op is Op.RECV_B)
     assert "I" in waits(divided, 0, at)[0].split()[0]
@@ -84,31 +87,35 @@ def test_the_sentence_names_both_actions() -> None:
 
 def test_missing_ranks_come_first_and_by_what_was_seen() -> None:
     states = {0: state(0, waits_for=(1,), saw={2: "is stopped"}), 1: state(1, waits_for=(2,))}
-    assert diagnose(states, 5).culprits == (2,)
-    assert diagnose(states, 5).text == "rank 2 is stopped"
+    assert diagnose(states, FIVE).culprits == (2,)
+    assert diagnose(states, FIVE).text == "rank 2 on b is stopped"
     nobody_saw = {0: state(0), 4: state(4)}
-    assert diagnose(nobody_saw, 5).text == "ranks 1-3 gave no sign of life"
+    assert diagnose(nobody_saw, FIVE).text == "rank 1 on a, ranks 2, 3 on b gave no sign of life"
     two_stopped = {0: state(0, saw={1: "is stopped", 2: "is stopped"})}
-    assert diagnose(two_stopped, 3).text == "ranks 1, 2 are stopped"
+    assert diagnose(two_stopped, FIVE[:3]).text == "rank 1 on a, rank 2 on b are stopped"
 
 
 def test_a_collective_waits_for_those_who_are_not_in_it() -> None:
     group = {"collective": "all_reduce", "members": (0, 2, 4)}
     states = {0: state(0, **group), 2: state(2, where="x.py:1 f"), 4: state(4, **group)}
     states |= {1: state(1, waits_for=(0,)), 3: state(3, waits_for=(2,))}
-    diagnosis = diagnose(states, 5)
+    diagnosis = diagnose(states, FIVE)
     assert diagnosis.culprits == (2,)
-    assert diagnosis.text.startswith("all others wait for rank 2. rank 2: step 3, training step (x.py:1 f)")
+    assert diagnosis.text.startswith(
+        "all others wait for rank 2 on b. rank 2: step 3, training step (x.py:1 f)"
+    )
 
 
 def test_circles_and_stuck_networks() -> None:
     circle = {0: state(0, waits_for=(1,)), 1: state(1, waits_for=(2,)), 2: state(2, waits_for=(1,))}
-    assert diagnose(circle, 3).culprits == (1, 2)
+    assert diagnose(circle, FIVE[:3]).culprits == (1, 2)
     group = {"collective": "broadcast", "members": (0, 1)}
-    diagnosis = diagnose({0: state(0, **group), 1: state(1, **group)}, 2)
-    assert diagnosis.text == "all of ranks 0, 1 are in broadcast, which does not end: look at their network"
+    diagnosis = diagnose({0: state(0, **group), 1: state(1, **group)}, FIVE[:2])
+    assert diagnosis.text == (
+        "all of ranks 0, 1 on a are in broadcast, which does not end: look at their network"
+    )
     alone = {0: state(0, idle_seconds=1.0), 1: state(1, idle_seconds=9.0)}
-    assert diagnose(alone, 2).culprits == (1,)
+    assert diagnose(alone, FIVE[:2]).culprits == (1,)
 
 
 def test_lists_are_short() -> None:
