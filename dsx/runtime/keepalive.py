@@ -53,15 +53,13 @@ class _Line:
 
 @dataclass(slots=True)
 class News:
-    """What has been heard.
+    """What has been heard that ends nothing at once.
 
     Attributes:
-        lost: Each lost rank, by what is known best of it.
         hung: Whether a rank has found that the run does not go on.
-        warnings: What is to be said and ends nothing, in order; whoever says it takes it out.
+        warnings: What every machine's console is to say, in order; whoever says it takes it out.
     """
 
-    lost: dict[int, Notice] = field(default_factory=dict)
     hung: bool = False
     warnings: list[str] = field(default_factory=list)
 
@@ -86,6 +84,7 @@ class Keepalive:
         self.peer = Peer.here(rank, own_addresses(), port, secret)
         self._hosts: tuple[str, ...] = ()
         self._lines: list[_Line] = []
+        self._lost: dict[int, Notice] = {}
         self._said: set[str] = set()
         self._lock = threading.RLock()
         self._selector = selectors.PollSelector()  # unlike epoll's, nothing of it is shared with a fork
@@ -125,15 +124,20 @@ class Keepalive:
             if key.data is not None:
                 self._hear(key.data)
 
+    def lost(self) -> dict[int, Notice]:
+        """Each lost rank, by what is known best of it."""
+        with self._lock:
+            return dict(self._lost)
+
     def tell(self, notice: Notice) -> None:
         """Let every rank know. From any thread."""
         with self._lock:
-            known = self.news.lost.get(notice.rank)
+            known = self._lost.get(notice.rank)
             if not better(notice, known, self._hosts):
                 return
             if known is not None:
                 notice = Notice(**{**asdict(notice), "since": min(known.since, notice.since)})
-            self.news.lost[notice.rank] = notice
+            self._lost[notice.rank] = notice
             # Clocks of machines differ: what travels is how long ago it was.
             data = asdict(notice)
             data["since"] = time.time() - notice.since
@@ -230,17 +234,27 @@ class Keepalive:
         """Take the calls of the ranks above this one; strangers are hung up on."""
         while expected and self._listener is not None and (left := deadline - time.monotonic()) > 0:
             self._listener.settimeout(left)
-            with suppress(OSError, ValueError, KeyError, TypeError):
+            with suppress(OSError):
                 connection, _ = self._listener.accept()
-                caller = _greeting(connection, min(deadline, time.monotonic() + _DIAL_SECONDS))
-                rank = int(caller["rank"])
-                if caller["secret"] != self.peer.secret or rank not in expected:
+                rank = self._caller(connection, expected, peers, deadline)
+                if rank is None:
                     connection.close()
                     continue
-                self._keep(connection)
-                _greet(connection, self.peer.rank, peers[rank].secret)
                 expected.discard(rank)
                 self._lines.append(_Line(rank, connection))
+
+    def _caller(
+        self, connection: socket.socket, expected: set[int], peers: Sequence[Peer], deadline: float
+    ) -> int | None:
+        """Which rank calls; None if it is not one of ``expected``."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            caller = _greeting(connection, min(deadline, time.monotonic() + _DIAL_SECONDS))
+            rank = int(caller["rank"])
+            if caller["secret"] == self.peer.secret and rank in expected:
+                self._keep(connection)
+                _greet(connection, self.peer.rank, peers[rank].secret)
+                return rank
+        return None
 
     def _dial(self, peer: Peer, deadline: float) -> None:
         """Call a rank below this one, wherever it may be reached."""

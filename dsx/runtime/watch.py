@@ -22,14 +22,14 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from dsx.config.faults import FaultsConfig
 from dsx.plan.losses import Notice, clock, first, sentence
-from dsx.plan.waits import RankState, chain, diagnose, located, messages, waits
+from dsx.plan.waits import RankState, located, messages, waits
 from dsx.runtime.board import Board
 from dsx.runtime.entry import launched
+from dsx.runtime.hang_report import report_of
 from dsx.runtime.keepalive import Keepalive
 from dsx.runtime.peers import Peer, hosts_of, place
 from dsx.runtime.whereabouts import Whereabouts
@@ -43,8 +43,6 @@ _OWN_WORD_SECONDS = 0.3  # an error that only follows from a lost rank gives way
 _LOOK_SECONDS = 0.1
 _SETTLE_SECONDS = 5.0  # what ranks get to tell where they are
 _STOPPED_SECONDS = 5.0  # a debugger that looks around is not worth a line
-_SHOWN_RANKS = 16
-_LAST_STEPS = 5
 
 
 class Watch:
@@ -70,7 +68,7 @@ class Watch:
     ) -> None:
         self._config, self._board, self._peers, self._rank = config, board, peers, rank
         self._keepalive, self._hosts = keepalive, hosts_of(peers)
-        self._launcher = os.getppid()
+        self._launcher, self._orphaned = os.getppid(), False
         self._stopped: dict[int, float] = {}
         here = peers[rank].machine
         self._local = [peer for peer in peers if peer.rank != rank and peer.machine == here and here]
@@ -81,7 +79,7 @@ class Watch:
         self._seen: tuple[int, ...] = ()
         self._since = self._looked = time.monotonic()
         self._signalled: tuple[int, float] | None = None
-        self._interrupted = self._closed = self._ending = False
+        self._interrupted = self._closed = False
         self._own_error = ""
         self._awake, self._wake = socket.socketpair()
         self._awake.setblocking(False)
@@ -136,7 +134,7 @@ class Watch:
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            lost = [notice for notice in [*self._keepalive.news.lost.values()] if notice.rank != self._rank]
+            lost = [notice for notice in self._keepalive.lost().values() if notice.rank != self._rank]
             if lost and not first(lost).shared and (first(lost).since <= at + _LOOK_SECONDS or not text):
                 self._own_error = text
                 self._thread.join()  # it ends this process
@@ -209,9 +207,9 @@ class Watch:
 
     def _look(self) -> None:
         now, news = time.monotonic(), self._keepalive.news
-        if news.lost and not self._closed:
+        if self._keepalive.lost() and not self._closed:
             self._end_after_loss()
-        self._look_around(now)
+        self._look_around()
         self._say_warnings()
         idle = self._idle_seconds(now)
         if news.hung or 0 < self._config.hang_seconds < idle:
@@ -220,31 +218,32 @@ class Watch:
             self._end_unsaved(idle)
         self._looked = now
 
-    def _look_around(self, now: float) -> None:
+    def _look_around(self) -> None:
         """What ends nothing by itself, but is to be known on every console."""
         if not self._speaks():
             return
+        now = time.time()
         for peer in self._local:
-            stopped = bool(peer.fate()) and peer.rank not in self._keepalive.news.lost
+            stopped = "stopped" in peer.fate()
             since = self._stopped.setdefault(peer.rank, now) if stopped else self._stopped.pop(peer.rank, now)
             name = located([peer.rank], self._hosts)
             if now - since > _STOPPED_SECONDS:
-                when = clock(time.time() - (time.monotonic() - since))
                 self._keepalive.warn(
-                    f"{name} is stopped since {when} (SIGSTOP, a debugger?): the others wait for it"
+                    f"{name} is stopped since {clock(since)} (SIGSTOP, a debugger?): the others wait for it"
                     if stopped
-                    else f"{name}, which was stopped at {when}, goes on"
+                    else f"{name}, which was stopped at {clock(since)}, goes on"
                 )
-        if os.getppid() != self._launcher and launched():
+        if os.getppid() != self._launcher and launched() and not self._orphaned:
+            self._orphaned = True
             ranks = [self._rank, *(peer.rank for peer in self._local)]
             self._keepalive.warn(
                 f"the launcher of {located(ranks, self._hosts)} (process {self._launcher}) has ended at "
-                f"{clock(time.time())}: they train on, but nothing will end or restart them when one fails"
+                f"{clock(now)}: they train on, but nothing will end or restart them when one fails"
             )
 
     def _speaks(self) -> bool:
         """Whether this rank is the one that speaks on its machine's console."""
-        lost = self._keepalive.news.lost
+        lost = self._keepalive.lost()
         return not any(
             peer.rank < self._rank and peer.rank not in lost and not peer.fate() for peer in self._local
         )
@@ -268,12 +267,12 @@ class Watch:
 
     def _end_after_loss(self) -> None:
         """Hear who else is lost, say in one line why this run ends, and end."""
-        lost, speaks = self._keepalive.news.lost, self._speaks()
-        cause = first(lost.values())
+        cause, speaks = first(self._keepalive.lost().values()), self._speaks()
         seconds = _SILENT_SPEAK_SECONDS if cause.silent else _SPEAK_SECONDS
         deadline = time.monotonic() + (_SETTLE_SECONDS if cause.shared else seconds)
         while not self._closed and time.monotonic() < deadline:
             self._sleep(_LOOK_SECONDS)
+        lost = self._keepalive.lost()
         cause = first(lost.values())
         if self._closed or cause.rank == cause.by == self._rank:
             return
@@ -308,7 +307,7 @@ class Watch:
             time.sleep(_LOOK_SECONDS)
             told |= self._told()
         if min(told) == self._rank:
-            report = self._report(told)
+            report = report_of(told, self._rank, self._hosts, self._board)
             self._board.put_text("report.txt", report)
             os.write(sys.stderr.fileno(), f"{report}\n".encode())
         else:
@@ -323,31 +322,6 @@ class Watch:
         names = [name for name in self._board.names() if name.startswith("rank-")]
         found = [_decoded(data) for data in map(self._board.get, names) if data]
         return {state.rank: state for state in sorted(found, key=lambda state: state.rank)}
-
-    def _report(self, told: Mapping[int, RankState]) -> str:
-        """Who holds the run up, where the ranks are, and stacks."""
-        found = diagnose(told, self._hosts)
-        since = clock(time.time() - max(state.idle_seconds for state in told.values()))
-        lines = [f"error: the run does not go on since {since}: {found.text}"]
-        culprits = [rank for rank in found.culprits if rank in told]
-        path = chain(told, found.culprits[0])
-        first = dict.fromkeys((*path, *culprits, *told))
-        lines += [f"  {told[rank]}" for rank in [*first][:_SHOWN_RANKS] if rank in told]
-        if len(told) > _SHOWN_RANKS:
-            lines.append(f"  and {len(told) - _SHOWN_RANKS} more ranks")
-        speaker = told[self._rank]
-        if speaker.step_seconds:
-            times = ", ".join(f"{seconds:.3g}" for seconds in speaker.step_seconds[-_LAST_STEPS:])
-            lines.append(f"  last steps of {speaker.name} took {times} s")
-        shown = culprits[0] if culprits else path[0] if path[0] in told else self._rank
-        stacks = self._board.text(f"stacks-{shown}.txt")
-        if not stacks:
-            return "\n".join([*lines, f"  {self._board.folder} cannot be written: no stacks, no other ranks"])
-        lines.append(f"  stacks of {located([shown], self._hosts)}:")
-        threads = [thread for thread in stacks.split("\n\n") if Path(__file__).name not in thread]
-        lines += [f"    {line}" for thread in threads for line in thread.splitlines()]
-        lines.append(f"  stacks of {located(told, self._hosts)} are in {self._board.folder}")
-        return "\n".join(lines)
 
     def _state(self, idle: float) -> RankState:
         found, here = place(self._main), self._whereabouts

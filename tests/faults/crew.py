@@ -47,9 +47,13 @@ class Crew:
 
     def wait_for(self, path: Path) -> None:
         """Until a rank has made ``path``."""
-        while not path.exists():
-            assert time.monotonic() < self._deadline, f"no {path.name}\n{self.said()}"
-            assert any(p.exitcode is None for p in self._processes), f"no {path.name}\n{self.said()}"
+        self.wait_until(path.exists)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Until something is so."""
+        while not condition():
+            assert time.monotonic() < self._deadline, self.said()
+            assert any(p.exitcode is None for p in self._processes), self.said()
             time.sleep(0.02)
 
     def end(self) -> list[Ended]:

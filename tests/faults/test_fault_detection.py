@@ -6,12 +6,15 @@ import os
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from dsx.runtime import saver, watch
 from faults import crew
 from faults.guarded import PIPELINE, Run, forever
 from parity.dsx_run import Case
@@ -34,7 +37,12 @@ def train_until(
             if rank == at and run.engine.global_steps == 2:
                 run.touch("ready")
                 batches = broken(fault, list(batches))
-            run.step(batches)
+            try:
+                run.step(batches)
+            except RuntimeError:
+                if fault == "in vain":
+                    raise ValueError("what follows from a loss") from None
+                raise
     return 0
 
 
@@ -43,7 +51,7 @@ def broken(fault: str, batches: list[Any]) -> Any:
     yield from batches[:-1]
     if fault == "raise":
         raise ValueError("the disk is on fire")
-    if fault == "kill":
+    if fault in ("kill", "in vain"):
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -73,6 +81,89 @@ def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
     assert f"[rank 1 on {HERE}] Traceback" in second.said
     said = rf"\[rank 0 on {HERE}\] ended because rank 1 on {HERE} failed: ValueError: the disk is on fire "
     assert re.fullmatch(rf"{said}\(at {CLOCK}\)\n", first.said), first.said
+
+
+def test_an_error_that_follows_from_a_loss_is_not_the_cause(tmp_path: Path) -> None:
+    """Though the rank that was lost cannot say anything, and the one that is left says a lot."""
+    _, second = ended(tmp_path, "in vain")
+    said = rf"\[rank 1 on {HERE}\] ended because rank 0 on {HERE} is gone since {CLOCK}: its process [^\n]+"
+    assert re.match(said, second.said), second.said
+    assert "Traceback" not in second.said
+
+
+def train_all_but_one(rank: int, world_size: int, folder: Path, deed: str) -> int:
+    """The first rank does something to itself before the first step, or in a save."""
+    run = Run(PIPELINE, folder, hang_seconds=600.0)
+    with run.guard:
+        run.touch("ready")
+        if deed == "before the first step" and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        run.resume()
+        run.step()
+        if deed == "in a save" and rank == 0:
+            saver.write_share = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        run.save()
+        if deed == "by Ctrl-C" and rank == 0:
+            raise KeyboardInterrupt
+        run.step()
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("deed", "what", "code"),
+    [
+        ("before the first step", "is gone since", 1),
+        ("in a save", "is gone since", 1),
+        ("by Ctrl-C", "was interrupted (Ctrl-C)", 130),
+    ],
+)
+def test_the_cause_is_named_whenever_it_is_lost(tmp_path: Path, deed: str, what: str, code: int) -> None:
+    with crew.started(train_all_but_one, 2, tmp_path, deed) as team:
+        _, second = team.end()
+    assert second.code == code
+    assert second.said.startswith(f"[rank 1 on {HERE}] ended because rank 0 on {HERE} {what}"), second.said
+    assert second.said.count("\n") == 1
+
+
+def train_while_one_is_stopped(rank: int, world_size: int, folder: Path) -> int:
+    """Long enough for a line about it; its kernel answers meanwhile, so that nobody takes it for lost.
+
+    Then rank 0 has another parent, as when the launcher was killed.
+    """
+    watch._STOPPED_SECONDS = 0.5
+    run = Run(PIPELINE, folder, hang_seconds=600.0, silent_seconds=1)
+    with run.guard:
+        run.resume()
+        run.step()
+        run.touch("ready")
+        while not (folder / "on").exists():
+            run.step()
+        os.getppid = lambda: 1
+        while not (folder / "enough").exists():
+            run.step()
+        run.guard._watch._signalled = signal.SIGTERM, time.monotonic()
+        while not run.guard.must_stop:
+            run.step()
+    return 0
+
+
+def test_a_stopped_rank_and_a_dead_launcher_are_told_of_and_the_run_goes_on(tmp_path: Path) -> None:
+    with crew.started(train_while_one_is_stopped, 2, tmp_path) as team:
+        team.wait_for(tmp_path / "ready-1")
+        team.signal(1, signal.SIGSTOP)
+        name = re.escape(f"rank 1 on {HERE}")
+        wanted = (
+            rf"warning: {name} is stopped since {CLOCK} \(SIGSTOP, a debugger\?\): the others wait for it\n"
+        )
+        team.wait_until(lambda: re.search(wanted, team.said()) is not None)
+        time.sleep(2.0)  # longer than silent_seconds
+        team.signal(1, signal.SIGCONT)
+        team.wait_until(lambda: f"rank 1 on {HERE}, which was stopped at" in team.said())
+        (tmp_path / "on").touch()
+        team.wait_until(lambda: "warning: the launcher of ranks 0, 1 on" in team.said())
+        (tmp_path / "enough").touch()
+        assert [rank.code for rank in team.end()] == [0, 0]
+        assert len(team.said().splitlines()) == 2 + 3  # two headings, three lines
 
 
 def test_a_rank_that_is_stopped_is_found_and_ended(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ import pytest
 
 from dsx.plan.builders import build
 from dsx.plan.transfers import lower
-from dsx.plan.waits import RankState, chain, diagnose, listed, waits
+from dsx.plan.waits import RankState, chain, diagnose, listed, located, messages, waits
 from dsx.spec.schedule import Op, Schedule
 
+HOSTS = tuple(f"node{rank}" for rank in range(8))
 FIVE = ("a", "a", "b", "b", "c")
 """Machines of five ranks."""
 
@@ -23,21 +24,28 @@ def state(rank: int, **more: object) -> RankState:
     return RankState(**{"rank": rank, "step": 3, "phase": "training step", "saw": {}, **more})  # type: ignore[arg-type]
 
 
-def stuck_at(schedule: Schedule, frozen: int, position: int) -> list[int]:
-    """Where every rank ends up when one of them stops before an action: sends do not block, receives do."""
+def stuck_at(schedule: Schedule, frozen: int, position: int, cut: tuple[int, int] | None = None) -> list[int]:
+    """Where every rank ends up when one of them stops before an action: sends do not block, receives do.
+
+    ``cut`` instead loses all that its first rank sends to its second from there on, and perhaps the way back.
+    """
     at, sent = [0] * schedule.num_ranks, set()
     moved = True
     while moved:
         moved = False
         for rank, row in enumerate(schedule.rows):
-            while at[rank] < len(row) and not (rank == frozen and at[rank] == position):
+            while at[rank] < len(row) and (cut or not (rank == frozen and at[rank] == position)):
                 action = row[at[rank]]
                 step = {Op.RECV_F: -1, Op.RECV_B: 1}.get(action.op)
                 wanted = None if step is None else (action.op, action.stage + step, action.micro_batch)
                 if wanted is not None and wanted not in sent:
                     break
                 receive = {Op.SEND_F: Op.RECV_F, Op.SEND_B: Op.RECV_B}.get(action.op)
-                if receive is not None:
+                taker = (
+                    schedule.rank_of(action.stage + (1 if action.op is Op.SEND_F else -1)) if receive else 0
+                )
+                lost = cut is not None and (rank, taker) == cut and at[rank] >= position
+                if receive is not None and not lost:
                     sent.add((receive, action.stage, action.micro_batch))
                 at[rank] += 1
                 moved = True
@@ -47,8 +55,19 @@ def stuck_at(schedule: Schedule, frozen: int, position: int) -> list[int]:
 def told(schedule: Schedule, at: list[int]) -> Iterator[RankState]:
     for rank, position in enumerate(at):
         says, ranks = waits(schedule, rank, position)
+        awaits, sent, sending = messages(schedule, rank, position)
         done = position >= len(schedule.rows[rank])
-        yield state(rank, says=says.format(*ranks) if not done else "", waits_for=() if done else ranks)
+        yield state(
+            rank,
+            host=f"node{rank}",
+            says="" if done else says.format(located(ranks, HOSTS)),
+            waits_for=() if done else ranks,
+            awaits=awaits,
+            sent=sent,
+            sending=sending,
+            runs=7,
+            idle_seconds=30.0,
+        )
 
 
 @pytest.mark.parametrize(("name", "num_ranks", "chunks", "micro_batches"), SCHEDULES)
@@ -72,6 +91,56 @@ def test_a_rank_that_computes_for_ever_is_found(
             assert line[-1] == frozen
             assert all(b in states[a].waits_for for a, b in pairwise(line))
     assert found > 20
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "chunks", "micro_batches"), SCHEDULES)
+def test_a_message_that_does_not_arrive_is_no_circle(
+    name: str, num_ranks: int, chunks: int, micro_batches: int
+) -> None:
+    """One way between two ranks loses what is sent, from any action on: the first lost message is named."""
+    schedule = lower(build(name, num_ranks, chunks, micro_batches))
+    chance, found = random.Random(1), 0
+    for _ in range(30):
+        source = chance.randrange(num_ranks)
+        takers = {
+            schedule.rank_of(a.stage + (1 if a.op is Op.SEND_F else -1))
+            for a in schedule.rows[source]
+            if a.op in (Op.SEND_F, Op.SEND_B)
+        }
+        taker = chance.choice(sorted(takers))
+        position = chance.randrange(len(schedule.rows[source]))
+        states = {s.rank: s for s in told(schedule, stuck_at(schedule, source, position, (source, taker)))}
+        if not states[taker].waits_for:
+            continue  # all that it waits for had come before
+        found += 1
+        diagnosis = diagnose(states, HOSTS[:num_ranks])
+        assert "circle" not in diagnosis.text
+        assert taker in diagnosis.culprits
+        way = f"was sent by rank {source} on node{source} and has not arrived at rank {taker} on node{taker}"
+        assert f"{states[taker].awaits} {way} for 30 s: look at the network between them" in diagnosis.text
+    assert found > 10
+
+
+def test_a_message_may_be_of_an_earlier_or_later_run_of_the_schedule() -> None:
+    waiting = state(1, waits_for=(0,), awaits="0F5", runs=2, idle_seconds=9.0)
+    later = state(0, runs=3, idle_seconds=9.0)  # its sender has gone on to the next step
+    assert diagnose({0: later, 1: waiting}, FIVE[:2]).text.startswith(
+        "0F5 was sent by rank 0 and has not arr"
+    )
+    earlier = state(0, runs=1, sent=("0F5",), idle_seconds=9.0, where="x.py:1 f")
+    assert diagnose({0: earlier, 1: waiting}, FIVE[:2]).culprits == (0,)
+    within = state(0, runs=2, sending="0F5", waits_for=(1,), idle_seconds=9.0)
+    assert diagnose({0: within, 1: waiting}, FIVE[:2]).text.startswith("0F5 is on its way from rank 0 and")
+
+
+def test_a_message_that_is_only_just_awaited_is_not_lost() -> None:
+    """Where a data loader hangs, the last messages of others may still be on their way."""
+    states = {
+        0: state(0, runs=1, where="x.py:1 f", idle_seconds=60.0, sent=("0F0",)),
+        1: state(1, runs=1, waits_for=(0,), awaits="0F1", idle_seconds=59.0, sent=("1F0",)),
+        2: state(2, runs=1, waits_for=(1,), awaits="1F0", idle_seconds=0.5),
+    }
+    assert diagnose(states, FIVE[:3]).culprits == (0,)
 
 
 def test_the_sentence_names_both_actions() -> None:

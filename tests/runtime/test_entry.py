@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -46,13 +48,14 @@ def test_an_error_of_all_ranks_is_told_by_one():
 
 def test_an_error_of_one_rank_is_told_by_it():
     body = ERROR + "error.add_note(entry.ALONE)\nraise error"
-    assert ended(body, rank=8) == (2, "", "[rank 8] error: my.jsonl: it is empty. Fix: name another.\n")
+    said = f"[rank 8 on {socket.gethostname()}] error: my.jsonl: it is empty. Fix: name another.\n"
+    assert ended(body, rank=8) == (2, "", said)
 
 
 def test_anything_else_is_a_traceback_with_the_rank():
     code, out, err = ended("raise ValueError('seven')", rank=3)
     assert (code, out) == (1, "")
-    assert err.startswith("[rank 3] Traceback")
+    assert err.startswith(f"[rank 3 on {socket.gethostname()}] Traceback")
     assert "ValueError: seven" in err
 
 
@@ -78,6 +81,37 @@ def test_a_lost_peer_is_recognised():
     assert entry._PEER_GONE.search(said), said
 
 
-@pytest.mark.parametrize("message", ["", "gloo/transport/tcp/pair.cc: Timed out waiting 1800000ms"])
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.3]:1769: "
+LOST = (
+    GLOO + "Connection reset by peer. This is typically caused by a remote worker hanging",
+    GLOO + "Connection timed out",
+    GLOO + "No route to host",
+    "recvValue failed on SocketImpl(fd=5): Connection was likely closed. Did the remote server crash?",
+    "NCCL error: remote process exited or there was a network error\nncclRemoteError: A call failed possibly",
+)
+
+
+@pytest.mark.parametrize("message", LOST)
+def test_a_broken_connection_is_one_line(message):
+    """Outside of a Guard, where nobody knows more."""
+    code, out, err = ended(f"entry._SPEAKER_SECONDS = 0\nraise RuntimeError({message!r})", rank=3)
+    assert (code, out) == (1, "")
+    first = re.escape(message.splitlines()[0])
+    where = re.escape(socket.gethostname())
+    line = (
+        rf"\[rank 3 on {where}\] ended because its connection to another rank broke at [\d:]{{8}}: {first}\n"
+    )
+    assert re.fullmatch(line, err), err
+
+
+OTHERS = (
+    "",
+    "gloo/transport/tcp/pair.cc: Timed out waiting 1800000ms",
+    "[enforce fail at gloo/transport/tcp/pair.cc:454] op.preamble.length <= op.nbytes. 8 vs 4",
+    "https://host/api: Connection reset by peer",
+)
+
+
+@pytest.mark.parametrize("message", OTHERS)
 def test_other_errors_are_not_a_lost_peer(message):
     assert not entry._PEER_GONE.search(message)
