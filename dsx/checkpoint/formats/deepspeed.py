@@ -186,6 +186,12 @@ def _entries(files: StockFiles, names: _Names, rules: Rules) -> Iterator[Entry]:
             )
         first = [by_rank[rank][0].fragments[0] for rank in range(files.tp)]
         cut = rules.cut(name, [fragment.shape for fragment in first], where)
+        if cut.dim is not None and any(one.over_all for one in first):
+            raise CheckpointError(
+                f"{where}: tensor {name}, {state}",
+                "its parts are divided over all ranks, as only a tensor that each of them has whole is",
+                "correct the rule that cuts it, or use the files of one save",
+            )
         dtypes = {one.dtype for held in by_rank.values() for copy in held for one in copy.fragments}
         if len(dtypes) > 1:
             raise CheckpointError(
@@ -210,6 +216,8 @@ def _pieces(cut: Cut, by_rank: Mapping[int, Sequence[_Held]]) -> Iterator[Piece]
     """Replica 0 of a cut tensor is the first copy of every rank; of an uncut one that of the first rank."""
     replica = 0
     for rank, copies in sorted(by_rank.items()):
+        if rank and copies[0].fragments[0].over_all:
+            continue  # every rank names the same parts
         for number, copy in enumerate(copies):
             if cut.dim is None:
                 at, replica = replica, replica + 1

@@ -199,7 +199,9 @@ def rules_of(info: Any, where: str) -> Rules:
     rows = info.get("parameter_with_row_parallelism_patterns", ())
     tensors += [(pattern, {"split": 1}) for pattern in rows]
     maps = info.get("affine_map") or {}
-    found = tuple((maps.get("params") or {}).items()) if maps.get("version") == 1 else ()
+    told = (maps.get("params") or {}).items() if maps.get("version") == 1 else ()
+    # Under deepspeed.zero.Init a tensor that is not cut has the map of no elements: it was divided already.
+    found = tuple((pattern, one) for pattern, one in told if 0 not in tuple(one.get("logical_shape", ())))
     return Rules(tuple(tensors), maps=found, source=f"universal_checkpoint_info of {where}")
 
 

@@ -5,8 +5,8 @@ end (each followed by its ``param_alignment_paddings``), and data-parallel rank 
 parts (stage_1_and_2.py, ``state_dict``). The fp32 part is saved without its padding, the moments with it; or
 without, in the elastic form, where the states are a list.
 
-Stage 3: of every parameter rank d has the d-th of dp parts of ceil(numel / dp) elements; those of a sub-group
-lie end to end (stage3.py, ``_rigid_state_dict``).
+Stage 3: of every parameter rank d has the d-th of dp parts of ceil(numel / dp) elements, or each rank has one
+(:mod:`.deepspeed_partition`); those of a sub-group lie end to end (stage3.py, ``_rigid_state_dict``).
 
 Stage 0: the optimizer's own state dict, by the number of the parameter (:mod:`.deepspeed_order` finds names).
 """
@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from dsx.checkpoint.catalog import ITEM_BYTES
 from dsx.checkpoint.formats.deepspeed_files import StockFiles
 from dsx.checkpoint.formats.deepspeed_numbers import numbers_of
+from dsx.checkpoint.formats.deepspeed_partition import over_all_ranks, part_numel
 from dsx.checkpoint.formats.deepspeed_spans import Places, held, in_turns_undone, spans
 from dsx.checkpoint.formats.torch_file import TorchFile
 from dsx.checkpoint.formats.unpickle import TensorRef
@@ -44,6 +45,7 @@ class Fragment:
         file: Name of the file.
         offset: Byte of the first element.
         strides: Of the local tensor in the file, where it is whole and not row-major; else None.
+        over_all: Every rank has a part of it, those of other tensor-parallel ranks too.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Fragment:
     file: str
     offset: int
     strides: tuple[int, ...] | None = None
+    over_all: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,17 +97,16 @@ def sharded_state(files: StockFiles, rank: int, weights: Mapping[str, tuple[int,
         CheckpointError: The files contradict each other, or are of a form that is not known.
     """
     model = files.models[rank, 0]
-    parts = [files.optimizers[rank, dp] for dp in range(files.dp)]
-    states = [_Saved.of(file) for file in parts]
+    states = [_Saved.of(files.optimizers[rank, dp]) for dp in range(files.dp)]
     shapes = _shapes(model) if model.content.get("param_shapes") else _mapped_shapes(states, weights)
     settings = (model.content.get("ds_config") or {}).get("zero_optimization") or {}
     turns = files.dp if isinstance(settings, dict) and settings.get("round_robin_gradients") else 1
     fragments: list[Fragment] = []
-    for number, group in enumerate(shapes):
-        if group and states[0].per_parameter:
-            fragments += _per_parameter(states, number, group)
-        elif group:
-            fragments += _per_group(states, number, group, turns)
+    if states[0].per_parameter:
+        fragments += _per_parameters(files, states, shapes)
+    else:
+        for number, group in enumerate(shapes):
+            fragments += _per_group(states, number, group, turns) if group else ()
     if not states[0].per_parameter and turns > 1:
         shapes = [in_turns_undone(group, turns) for group in shapes]
     return OptimizerState(tuple(fragments), tuple(_groups(states[0], shapes)))
@@ -277,11 +279,23 @@ def _per_group(
             yield from _fragments(saved, number, name, tuple(shapes[name]), (start, start + numel), at)
 
 
+def _per_parameters(
+    files: StockFiles, states: Sequence[_Saved], shapes: Sequence[Mapping[str, tuple[int, ...]]]
+) -> Iterator[Fragment]:
+    """Every sub-group of stage 3. AutoTP's ranks count tensor parallelism fastest."""
+    flats = states[0].flats
+    sizes = [flats[number].numel if number < len(flats) else 0 for number in range(len(shapes))]
+    everywhere = over_all_ranks(sizes, [group.values() for group in shapes], dp=files.dp, tp=files.tp)
+    world = [_Saved.of(files.optimizers[mp, dp]) for dp in range(files.dp) for mp in range(files.tp)]
+    for number, (group, over_all) in enumerate(zip(shapes, everywhere, strict=True)):
+        found = _per_parameter(world if over_all else states, number, group) if group else ()
+        yield from (replace(one, over_all=over_all) for one in found)
+
+
 def _per_parameter(
     states: Sequence[_Saved], number: int, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Fragment]:
-    dp = len(states)
-    sizes = {name: -(-prod(shape) // dp) for name, shape in shapes.items()}
+    sizes = {name: part_numel(shape, len(states)) for name, shape in shapes.items()}
     for rank, saved in enumerate(states):
         if number >= len(saved.flats) or saved.flats[number].numel != sum(sizes.values()):
             have = saved.flats[number].numel if number < len(saved.flats) else "none"

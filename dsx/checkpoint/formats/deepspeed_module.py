@@ -10,6 +10,7 @@ from typing import Any
 
 from dsx.checkpoint.formats.deepspeed_files import StockFiles
 from dsx.checkpoint.formats.deepspeed_flat import Fragment, mapped, whole
+from dsx.checkpoint.formats.deepspeed_partition import over_all_ranks, part_numel
 from dsx.checkpoint.formats.torch_file import TorchFile
 from dsx.checkpoint.formats.unpickle import TensorRef
 from dsx.errors import CheckpointError
@@ -95,20 +96,25 @@ def _ties(refs: Mapping[str, TensorRef], shared: Mapping[str, str]) -> tuple[tup
 def _frozen_parts(files: StockFiles, rank: int) -> Iterator[Fragment]:
     """ZeRO-3's parts of parameters that the optimizer does not have."""
     shapes = files.models[rank, 0].content.get("frozen_param_shapes") or {}
-    for dp in range(files.dp):
-        file = files.models[rank, dp]
-        parts = file.content.get("frozen_param_fragments") or {}
-        for name, shape in shapes.items():
-            ref = parts.get(name)
-            size = -(-prod(shape) // files.dp)
-            start, stop = dp * size, min((dp + 1) * size, prod(shape))
+    first = files.models[rank, 0].content.get("frozen_param_fragments") or {}
+    sizes = [ref.numel if isinstance(ref := first.get(name), TensorRef) else 0 for name in shapes]
+    everywhere = over_all_ranks(sizes, [[shape] for shape in shapes.values()], dp=files.dp, tp=files.tp)
+    own = [files.models[rank, dp] for dp in range(files.dp)]
+    world = [files.models[mp, dp] for dp in range(files.dp) for mp in range(files.tp)]
+    for (name, shape), over_all in zip(shapes.items(), everywhere, strict=True):
+        holders = world if over_all else own
+        size = part_numel(shape, len(holders))
+        for at, file in enumerate(holders):
+            ref = (file.content.get("frozen_param_fragments") or {}).get(name)
+            start, stop = at * size, min((at + 1) * size, prod(shape))
             if start >= stop:
                 continue
             if not isinstance(ref, TensorRef) or ref.numel < stop - start:
                 raise CheckpointError(
                     f"{file.path}: tensor {name}", "its part of this frozen tensor is missing", "save again"
                 )
-            yield replace(whole(ref, file, name, "weight"), shape=tuple(shape), start=start, stop=stop)
+            part = whole(ref, file, name, "weight")
+            yield replace(part, shape=tuple(shape), start=start, stop=stop, over_all=over_all)
 
 
 def _pipeline(files: StockFiles, rank: int, tied: Mapping[int, str]) -> Module:

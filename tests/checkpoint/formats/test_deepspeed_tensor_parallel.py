@@ -17,6 +17,7 @@ from dsx.checkpoint.formats import universal
 from dsx.checkpoint.formats.deepspeed import catalog_of
 from dsx.checkpoint.formats.deepspeed_cut import Cut, Rules
 from dsx.errors import CheckpointError
+from often import often
 
 
 def model_of(tied: bool, **more: Any) -> Any:
@@ -80,6 +81,67 @@ def test_autotp(zero: int, tied: bool, more: dict[str, Any], tmp_path: Path) -> 
         assert torch.allclose(found[key], expected, rtol=2e-3, atol=2e-6), key
         assert not expected.is_floating_point() or expected.abs().sum() > 0
     assert {state for _, state in found} >= {"master", "exp_avg", "exp_avg_sq"}
+
+
+def save_made_under_init(rank: int, world_size: int, folder: Path, tied: bool) -> dict[str, Any]:
+    """ZeRO-3 beside AutoTP of a model made under ``zero.Init``; what a rank holds of every tensor, whole."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3, "sub_group_size": 900},
+        "tensor_parallel": {"autotp_size": 2},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    deepspeed.init_distributed(dist_backend="gloo")
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = model_of(tied, attention_bias=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layernorm" not in name and "up_proj" not in name)
+    groups = [
+        {"params": [p for p in model.parameters() if p.requires_grad and (len(p.ds_shape) > 1) == wide]}
+        for wide in (True, False)
+    ]
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(groups, lr=0.01), config=config
+    )
+    for step in range(2):
+        generator = torch.Generator().manual_seed(10 * step + rank // 2)
+        tokens = torch.randint(68, (2, 9), generator=generator)
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    engine.save_checkpoint(str(folder))
+    held: dict[str, Any] = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            held[name, "master"] = safe_get_full_fp32_param(parameter).clone()
+            for state in ("exp_avg", "exp_avg_sq"):
+                held[name, state] = safe_get_full_optimizer_state(parameter, state).clone()
+        else:
+            with deepspeed.zero.GatheredParameters([parameter]):
+                held[name, "weight"] = parameter.detach().clone()
+    return held
+
+
+@pytest.mark.parametrize("tied", often([False, True], 2))
+def test_autotp_of_a_model_made_under_zero_init(tied: bool, tmp_path: Path) -> None:
+    """What AutoTP does not cut stays divided over all ranks, and the rest over data parallelism."""
+    lives = ranks.run(save_made_under_init, 4, tmp_path, tied)
+    catalog = catalog_of(tmp_path / "global_step2")
+    found = tensors(catalog)
+    spread = {len({piece.file for piece in entry.pieces}) for entry in catalog.entries}
+    assert spread == {4}
+    assert found.keys() == lives[0].keys()
+    for (name, state), whole in found.items():
+        first, second = lives[0][name, state], lives[1][name, state]
+        dims = [dim for dim in range(whole.dim()) if first.shape[dim] != whole.shape[dim]]
+        expected = torch.cat([first, second], dims[0]) if dims else first
+        assert torch.equal(whole, expected), (name, state)
+    assert {entry.role for entry in catalog.entries} == {"trained", "frozen"}
+    rules = Rules((("model.norm.weight", {"split": 0}),))
+    with pytest.raises(CheckpointError, match=r"model.norm.weight, .*: its parts are divided over all ranks"):
+        catalog_of(tmp_path / "global_step2", rules)
 
 
 def test_universal_of_autotp(tmp_path: Path) -> None:
