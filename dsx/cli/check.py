@@ -160,6 +160,12 @@ def _one(
     except ConfigError as error:
         return check_report.unreadable(path, error)
     report = look(_overridden(source, overrides))
+    if gpu_memory is not None and report.runner != "dsx":
+        raise ConfigError(
+            f"--gpu-memory {gpu_memory:g}",
+            f"{path} has no dsx block, which would name the model",
+            f"use dsx estimate {path} --model MODEL --gpu-memory {gpu_memory:g}",
+        )
     shown, mended = "", 0
     if edits is not None:
         changed = settle(

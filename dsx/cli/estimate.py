@@ -26,12 +26,14 @@ from dsx.cli.options import (
 from dsx.cli.output import BAD, deliver
 
 if TYPE_CHECKING:
+    from dsx.config.ordinary import Assumption
     from dsx.config.run import RunConfig
     from dsx.plan.cluster import Cluster
     from dsx.plan.memory.ledger import Label
     from dsx.plan.memory.roles import RunMemory
 
 _GIB = 1 << 30
+_WEIGHTLESS = ("optimizer.params.", "scheduler.")  # whatever their values, memory is the same
 
 _Style = Literal["table", "json", "svg", "png"]
 
@@ -63,21 +65,24 @@ def estimate(
 ) -> None:
     """Print what each rank's memory will hold, before a run.
 
+    Of a CONFIG with a dsx block; of an ordinary DeepSpeed JSON, the Trainer's too, with --model; of --model
+    alone, in bf16 with AdamW and ZeRO-1. What is assumed is printed.
+
     Per pipeline rank: parameters, gradients, optimizer states, buckets, activations of the schedule's
     micro-batches, logits, transfers and temporaries at the highest moment. With --gpu-memory exit code 1 says
     that it does not fit, and three changes that would help are printed.
     """
-    from dsx.config.bare import bare_config
+    from dsx.config.load import read
+    from dsx.config.ordinary import complete
     from dsx.config.plan_cluster import read_cluster
     from dsx.config.resolve import resolve
 
-    if (config is None) == (model is None):
-        raise typer.BadParameter("give either CONFIG or --model", param_hint="CONFIG")
+    if config is None and model is None:
+        raise typer.BadParameter("give CONFIG, or --model, or both", param_hint="CONFIG")
     _check_output(style, output)
     gpu = None if cluster is None else read_cluster(cluster)
     if gpu is not None and gpu_memory is None:
         gpu_memory = gpu.usable_bytes / _GIB
-    source: Path | Mapping[str, Any] = config if model is None else bare_config(model)  # type: ignore[assignment]
     short = {
         "dsx.parallel.tensor": tensor,
         "dsx.parallel.pipeline": pipeline,
@@ -86,10 +91,16 @@ def estimate(
     }
     items = [f"{key}={value}" for key, value in short.items() if value is not None]
     items += overrides or []
+    whole = complete({} if config is None else read(config), model, overrides=items, where=str(config))
+    source: Path | Mapping[str, Any] = whole.content
+    if config is not None and model is None:
+        source = config  # whose name errors then say
+    else:
+        items = []
     run = resolve(source, world_size=gpus, overrides=items)
     memory = _memory(run, gpu)
     traced = _traced(run, memory, gpu) if trace else None
-    deliver_as(style, run, memory, traced, gpu_memory, output)
+    deliver_as(style, run, memory, traced, gpu_memory, output, whole.assumed)
     if gpu_memory is not None and memory.peak_bytes > gpu_memory * _GIB:
         typer.echo(_advice(source, items, run, gpu_memory, gpu), err=True)
         raise typer.Exit(BAD)
@@ -102,6 +113,7 @@ def deliver_as(
     traced: Mapping[int, int] | None,
     gpu_memory: float | None,
     output: Path | None,
+    assumed: Sequence[Assumption],
 ) -> None:
     """Write the estimate in one of its forms."""
     if style in ("svg", "png"):
@@ -111,9 +123,9 @@ def deliver_as(
         save(memory, output, title=_title(run), capacity_gib=gpu_memory)
         typer.echo(f"wrote {output}")
     elif style == "json":
-        deliver(json.dumps(_facts(run, memory, traced, gpu_memory), indent=2) + "\n", output)
+        deliver(json.dumps(_facts(run, memory, traced, gpu_memory, assumed), indent=2) + "\n", output)
     else:
-        deliver(_text(run, memory, traced, gpu_memory), output)
+        deliver(_text(run, memory, traced, gpu_memory, assumed), output)
 
 
 def _check_output(style: str, output: Path | None) -> None:
@@ -165,7 +177,11 @@ def _title(run: RunConfig) -> str:
 
 
 def _text(
-    run: RunConfig, memory: RunMemory, traced: Mapping[int, int] | None, gpu_memory: float | None
+    run: RunConfig,
+    memory: RunMemory,
+    traced: Mapping[int, int] | None,
+    gpu_memory: float | None,
+    assumed: Sequence[Assumption],
 ) -> str:
     from dsx.report.memory_table import details, table
     from dsx.report.progress import unit_of
@@ -178,6 +194,7 @@ def _text(
     lines = [
         _title(run),
         f"{run.accumulation} micro-batches of {run.micro_batch_size} x {run.sequence_length} tokens",
+        *_assumptions(assumed),
         "",
         f"{name} at each rank's peak",
         table(memory, traced),
@@ -198,12 +215,22 @@ def _text(
     return "\n".join(lines) + "\n"
 
 
+def _assumptions(assumed: Sequence[Assumption]) -> list[str]:
+    """What the figures stand on that nobody wrote; of which figures the rest has none."""
+    told = [each for each in assumed if not each.key.startswith(_WEIGHTLESS)]
+    return ["assumed, unless --set says otherwise:", *(f"  {each}" for each in told)] if told else []
+
+
 def _lines(held: Sequence[tuple[Label, int]]) -> list[dict[str, Any]]:
     return [{**label._asdict(), "bytes": size} for label, size in held]
 
 
 def _facts(
-    run: RunConfig, memory: RunMemory, traced: Mapping[int, int] | None, gpu_memory: float | None
+    run: RunConfig,
+    memory: RunMemory,
+    traced: Mapping[int, int] | None,
+    gpu_memory: float | None,
+    assumed: Sequence[Assumption],
 ) -> dict[str, Any]:
     roles = [
         {
@@ -229,6 +256,7 @@ def _facts(
     capacity = None if gpu_memory is None else int(gpu_memory * _GIB)
     return {
         "run": run.summary(),
+        "assumed": {each.key: each.value for each in assumed},
         "peak_bytes": memory.peak_bytes,
         "capacity_bytes": capacity,
         "fits": None if capacity is None else memory.peak_bytes <= capacity,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -42,9 +43,10 @@ def verify(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="A pipeline model of your own, under dsx: the function returns a dict of PipelineModule's "
-            "arguments and batch(step, index, size).",
+            "--model",
+            metavar="MODEL|MODULE:FUNCTION",
+            help="As of dsx estimate, for a CONFIG without dsx.model. Or a pipeline model of your own, under "
+            "dsx: the function returns a dict of PipelineModule's arguments and batch(step, index, size).",
         ),
     ] = None,
     stock: Annotated[
@@ -67,6 +69,7 @@ def verify(
     """
     if model is not None and stock is not None:
         raise typer.BadParameter("give one of --model and --stock", param_hint="--stock")
+    source, own = _source(config, model, overrides or [])
     from dsx.runtime import entry
 
     entry.quiet()
@@ -74,14 +77,14 @@ def verify(
     from dsx.runtime.verify.run import verify as run
 
     request = Request(
-        source=config,
+        source=source,
         world_size=gpus,
-        overrides=overrides or [],
+        overrides=[] if isinstance(source, Mapping) else overrides or [],
         steps=steps,
         full=full,
         keep_precision=precision is Precision.CONFIG,
         tolerance=tolerance,
-        entry=model or stock,
+        entry=own or stock,
         stock=stock is not None,
         timeout_seconds=timeout,
     )
@@ -97,6 +100,18 @@ def verify(
     typer.echo(json.dumps(content, indent=2) if style == "json" else "\n".join(_lines(verdict)))
     if not verdict.equal:
         raise typer.Exit(BAD)
+
+
+def _source(
+    config: Path, model: str | None, overrides: list[str]
+) -> tuple[Path | Mapping[str, Any], str | None]:
+    """The config, with the model that ``--model`` names; and the function, if it names one of one's own."""
+    if model is None or (":" in model and not Path(model).exists()):
+        return config, model
+    from dsx.config.load import read
+    from dsx.config.ordinary import complete
+
+    return complete(read(config), model, overrides=overrides, where=str(config)).content, None
 
 
 def _lines(verdict: Verdict) -> list[str]:

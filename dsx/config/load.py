@@ -32,12 +32,8 @@ def load(
     Raises:
         ConfigError: The file, an override or a key of the ``dsx`` block cannot be used.
     """
-    if isinstance(source, Mapping):
-        name, content = "config", copy.deepcopy(dict(source))
-    else:
-        name, content = str(source), read(Path(source))
-    for item in overrides:
-        override(content, item)
+    name = "config" if isinstance(source, Mapping) else str(source)
+    content = content_of(source, overrides)
     block = content.pop("dsx", None)
     if block is None:
         raise ConfigError(f"{name}: dsx", "the config has no dsx block", 'add "dsx": {...}; see `dsx schema`')
@@ -50,6 +46,14 @@ def load(
         problems = explain(error, block, DsxConfig)
     raise_all(name, problems)
     raise AssertionError(problems)
+
+
+def content_of(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The whole content of a config, with ``overrides`` put over it. Raises ConfigError."""
+    content = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read(Path(source))
+    for item in overrides:
+        override(content, item)
+    return content
 
 
 def read(path: Path) -> dict[str, Any]:

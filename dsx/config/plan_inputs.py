@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsx.config.bare import bare_config
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.load import load, read
+from dsx.config.named_model import find_model
+from dsx.config.ordinary import complete
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.errors import ConfigError, DsxError
@@ -61,7 +62,8 @@ def plan_inputs(
     Args:
         model: Preset (``llama-3-8b``, ``gpt2/tiny``), Hugging Face ``config.json`` or model folder; None for
             that of ``config``.
-        config: DeepSpeed JSON with a ``dsx`` block whose layout is to be found; None for usual settings.
+        config: DeepSpeed JSON whose layout is to be found, without a ``dsx`` block if there is a ``model``;
+            None for usual settings.
         cluster: What to train on.
         gpus: How many of its GPUs.
         global_batch: Sequences per step; None for that of ``config``.
@@ -75,15 +77,14 @@ def plan_inputs(
     for name, size in (("--global-batch", global_batch), ("--sequence-length", sequence_length)):
         if size is not None and size < 1:
             raise ConfigError(f"{name} {size}", "not a size", "use 1 or more")
-    content = _usual(cluster) if config is None else _without_layout(read(config))
-    if config is not None:
-        load(config)  # Strict: unknown keys are named with their file.
+    written = None if config is None else _written(config, model)
+    content = _usual(cluster) if written is None else _without_layout(written)
     block = content["dsx"]
     if model is not None:
-        block["model"] = bare_config(model)["dsx"]["model"]
+        block["model"] = find_model(model)[0]
     elif config is None:
         raise ConfigError("--model", "no model is named", "give --model, or a CONFIG with a dsx.model")
-    batch = global_batch or content.get(TRAIN) or _batch_of(config, gpus)
+    batch = global_batch or content.get(TRAIN) or _batch_of(written, gpus)
     length = sequence_length or block["data"].get("sequence_length")
     for name, value in (("--global-batch", batch), ("--sequence-length", length)):
         if value is None:
@@ -111,12 +112,28 @@ def _lowest_stage(content: Mapping[str, Any]) -> int:
     return 0
 
 
-def _batch_of(config: Path | None, gpus: int) -> int | None:
+def _written(config: Path, model: str | None) -> dict[str, Any]:
+    """What the file says; of an ordinary DeepSpeed JSON with ``model`` no batch and no length are assumed."""
+    content = read(config)
+    if "dsx" in content:
+        load(config)  # Strict: unknown keys are named with their file.
+        return content
+    whole = complete(content, model, where=str(config))
+    for key in {each.key for each in whole.assumed} & {MICRO, ACCUMULATION}:
+        del whole.content[key]
+    block = whole.content["dsx"]
+    del block["data"]["sequence_length"]
+    block["data"] |= {"source": "python-stdlib"}
+    block["train"] |= {"steps": 100, "output": "runs/planned-{layout}"}
+    return whole.content
+
+
+def _batch_of(written: Mapping[str, Any] | None, gpus: int) -> int | None:
     """The global batch of a config that says micro-batch and accumulation, in its own layout."""
-    if config is None:
+    if written is None:
         return None
     try:
-        return resolve(config, world_size=gpus).global_batch_size
+        return resolve(written, world_size=gpus).global_batch_size
     except DsxError:
         return None
 

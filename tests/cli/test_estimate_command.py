@@ -112,8 +112,7 @@ def test_a_trace_stands_beside_the_estimate(dsx):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ((), 2, "give either CONFIG or --model"),
-        ((CONFIGS / "zero1.json", "--model", "gpt2"), 2, "give either CONFIG or --model"),
+        ((), 2, "give CONFIG, or --model, or both"),
         (("--model", "gpt3"), 2, "there is no such preset, file or folder"),
         (("--model", "gpt3"), 2, 'write "gpt2", if that is meant'),
         (("--model", "nonsense"), 2, "name one, or the path of a config.json"),
@@ -137,6 +136,35 @@ def test_nonsense_is_one_message(dsx, tmp_path, arguments, code, words):
     ended, out, err = dsx(*given)
     assert (ended, out) == (code, "")
     assert words in " ".join(err.split())
+
+
+def test_an_ordinary_json_with_a_model(dsx, tmp_path):
+    """The Trainer's, with every batch key "auto": what was assumed is said, and is what was counted."""
+    file = tmp_path / "ds_config.json"
+    auto = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+    file.write_text(json.dumps(auto | {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3}}))
+    code, out, err = dsx(file, "--model", "gpt2/tiny", "--gpus", 2)
+    assert (code, err) == (0, "")
+    assert "ZeRO-3, bf16, AdamW" in out.splitlines()[0]
+    assert "  train_micro_batch_size_per_gpu = 8 (the Trainer's default)\n" in out
+    assert "  dsx.data.sequence_length = 512 (the model's greatest)\n" in out
+    facts = json.loads(dsx(file, "--model", "gpt2/tiny", "--gpus", 2, "--format", "json")[1])
+    assert facts["assumed"]["train_micro_batch_size_per_gpu"] == 8
+    assert facts["run"]["batch"]["micro_batch_size"] == 8
+    said = ("--set", "train_micro_batch_size_per_gpu=8", "--set", "dsx.data.sequence_length=512")
+    again = json.loads(dsx(file, "--model", "gpt2/tiny", "--gpus", 2, *said, "--format", "json")[1])
+    assert again["peak_bytes"] == facts["peak_bytes"]
+    assert not again["assumed"].keys() & {"train_micro_batch_size_per_gpu", "dsx.data.sequence_length"}
+    code, _, err = dsx(file, "--gpus", 2)
+    assert (code, "give --model" in err) == (2, True)
+
+
+def test_what_a_model_alone_assumes_is_said(dsx):
+    out = dsx("--model", "gpt2")[1]
+    assert "  train_micro_batch_size_per_gpu = 1 (nothing says it)\n" in out
+    assert "  dsx.data.sequence_length = 1024 (the model's greatest)\n" in out
+    assert "  bf16.enabled = true (nothing says it)\n" in out
+    assert "train_micro" not in dsx("--model", "gpt2", "--micro-batch", 4)[1]
 
 
 def test_no_torch_is_needed():

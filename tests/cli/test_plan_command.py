@@ -127,6 +127,21 @@ def test_everything_else_comes_from_a_config(dsx, tmp_path):
     resolve(out, world_size=2)
 
 
+def test_an_ordinary_json_with_a_model(dsx, tmp_path):
+    """What it says stays; a batch that only the Trainer would fill in is asked for."""
+    file, out = tmp_path / "ds_config.json", tmp_path / "best.json"
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    content = {"gradient_accumulation_steps": "auto", "optimizer": optimizer, "gradient_clipping": 0.5}
+    file.write_text(json.dumps(content))
+    arguments = (file, "--model", "llama/tiny", "--cluster", "CPU", "--gpus", 2)
+    code, _, err = dsx(*arguments)
+    assert (code, "--global-batch: it is needed" in err) == (2, True)
+    assert dsx(*arguments, *SIZES, "--output", out)[0] == 0
+    found = json.loads(out.read_text())
+    assert (found["gradient_clipping"], found["optimizer"]) == (0.5, optimizer)
+    assert resolve(out, world_size=2).global_batch_size == 16
+
+
 def test_memory_decides(dsx):
     """Less memory: the best layout is slower, and says that it stays within it."""
     wide = ("--model", "llama-3-8b", "--cluster", "H100", "--gpus", 8, "--global-batch", 32)

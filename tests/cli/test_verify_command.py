@@ -11,6 +11,7 @@ import pytest
 
 import ranks
 from dsx.config.presets import Preset, presets
+from dsx.config.resolve import resolve
 from often import often
 
 COMMAND = ("verify",)
@@ -68,6 +69,19 @@ def test_the_same_model_under_dsx_is_equal(dsx, tmp_path: Path) -> None:
     assert verdict["findings"] == []
     assert [row["step"] for row in verdict["rows"]] == [1, 2, 1, 2]
     assert all(row["gradient"] < 1e-5 and row["update"] < 1e-5 for row in verdict["rows"])
+
+
+def test_an_ordinary_json_takes_a_model_by_name(tmp_path: Path) -> None:
+    """The same word as of estimate and plan, beside a function of one's own."""
+    from dsx.cli.verify import _source
+
+    file = tmp_path / "ds_config.json"
+    file.write_text('{"train_micro_batch_size_per_gpu": 2}')
+    content, own = _source(file, "gpt2/tiny", ["zero_optimization.stage=2"])
+    run = resolve(content, world_size=2)
+    assert (own, run.model.family, run.zero_stage, run.micro_batch_size) == (None, "gpt2", 2, 2)
+    assert _source(file, "mine.py:make", []) == (file, "mine.py:make")
+    assert _source(file, None, []) == (file, None)
 
 
 def test_a_config_of_dsx(dsx, tmp_path: Path) -> None:

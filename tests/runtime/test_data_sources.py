@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import socket
 import threading
 import time
@@ -15,7 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
+import dsx
 from dsx.config.data import DataConfig
 from dsx.errors import DataError
 from dsx.runtime.data.hub import reachable
@@ -284,3 +288,34 @@ def test_hub_data_set_from_the_cache_of_datasets(tmp_path: Path, monkeypatch: py
     assert read("me/mine") == ROWS
     assert read("me/mine", split="train[:2]") == ROWS[:2]
     assert "dsx.data.text_column" in refused("me/mine", text_column="body")
+
+
+CHATS = {
+    "messages": [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}],
+    "conversations": [{"from": "human", "value": "Two and two?"}, {"from": "gpt", "value": "Four."}],
+}
+
+
+@pytest.mark.parametrize("column", CHATS)
+@pytest.mark.parametrize("named", [False, True])
+def test_chats_get_a_fix_that_is_one(tmp_path: Path, monkeypatch, column: str, named: bool) -> None:
+    """What the message points to, done as it stands in the guide, gives text that is read."""
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text(2 * (json.dumps({column: CHATS[column], "id": "a"}) + "\n"))
+    said = refused("chats.jsonl", **({"text_column": column} if named else {}))
+    assert f"Fix: write the turns of {column} into a column of text (`dsx guide data`, Chats)" in said
+    words = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    tokenizer.save_pretrained("MODEL_FOLDER")
+    guide = (Path(dsx.__file__).parent / "guides" / "data.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", guide.split("**Chats.**")[1], flags=re.DOTALL)
+    exec(program, {})
+    assert read("text.jsonl") == 2 * ["<user>Two and two?</s><assistant>Four.</s>"]
+
+
+def test_a_column_that_is_no_text_names_those_that_are(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"score": 3, "answer": "four", "question": "two and two?"}\n')
+    assert "name the column that holds the text: answer, question" in refused(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").write_text('{"score": 3}\n')
+    assert "add a column of strings" in refused(tmp_path / "b.jsonl", text_column="score")

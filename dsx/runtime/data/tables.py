@@ -16,6 +16,7 @@ from dsx.runtime.data.units import Stamp, Unit, file_parts
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 _BATCH_ROWS = 1000
+_TEXT = {"string", "large_string", "string_view", "null"}
 _SHARDS_OF_CACHED = 256
 
 
@@ -236,24 +237,28 @@ def _texts(batches: Iterator[Any], column: str, where: str) -> Iterator[str]:
 
 def _cells(batch: Any, column: str, where: str) -> list[str | None]:
     """``column`` of one Arrow table."""
+    key = f'dsx.data.text_column = "{column}"'
     if column not in batch.column_names:
-        raise DataError(
-            f'dsx.data.text_column = "{column}"',
-            f"{where} has no such column; it has {', '.join(batch.column_names)}",
-            "name the column that holds the text",
-        )
+        what = f"{where} has no such column; it has {', '.join(batch.column_names)}"
+        raise DataError(key, what, _to_name(batch.schema))
     kind = str(batch.schema.field(column).type)
-    if kind not in {"string", "large_string", "string_view", "null"}:
-        raise DataError(
-            f'dsx.data.text_column = "{column}"',
-            f"that column of {where} holds {kind}, not text",
-            f"name the column that holds the text: {', '.join(batch.column_names)}",
-        )
+    if kind not in _TEXT:
+        raise DataError(key, f"that column of {where} holds {kind}, not text", _to_name(batch.schema))
     try:
         cells: list[str | None] = batch.column(column).to_pylist()
     except UnicodeDecodeError as error:  # jsonl is decoded only here
         raise _unreadable(where, error) from error
     return cells
+
+
+def _to_name(schema: Any) -> str:
+    """What to do about a column that is not text: name one that is, or make one."""
+    texts = [field.name for field in schema if str(field.type) in _TEXT - {"null"}]
+    chats = [field.name for field in schema if "struct<" in str(field.type)]
+    if chats:  # messages, conversations: lists of turns
+        turns = f"write the turns of {', '.join(chats)} into a column of text (`dsx guide data`, Chats)"
+        return f"{turns}, or name one that holds text: {', '.join(texts)}" if texts else turns
+    return f"name the column that holds the text: {', '.join(texts)}" if texts else "add a column of strings"
 
 
 def _read_errors() -> tuple[type[Exception], ...]:

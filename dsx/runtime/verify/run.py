@@ -58,7 +58,7 @@ class Request:
         timeout_seconds: Until every rank must have ended.
     """
 
-    source: str | Path
+    source: str | Path | Mapping[str, Any]
     world_size: int
     overrides: Sequence[str] = ()
     steps: int = 3
@@ -231,9 +231,7 @@ def _job(
 ) -> tuple[Job, RunConfig | None, UserModel | None, tuple[str, ...]]:
     size, steps = request.world_size, request.steps
     if request.entry is not None:
-        content = load.read(Path(request.source))
-        for item in request.overrides:
-            load.override(content, item)
+        content = load.content_of(request.source, request.overrides)
         content.pop("dsx", None)
         changes = _user_changes(content, on_cpu=on_cpu, keep_precision=request.keep_precision)
         job = Job(

@@ -1,4 +1,4 @@
-"""A config from a model's name alone, for questions that need no data and no training run."""
+"""A model by its name on the command line: a preset, a Hugging Face config or folder."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from dsx.config.presets import find_preset, presets
 from dsx.config.wording import either, suggest
 from dsx.errors import ConfigError
 
-_SEQUENCE_LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 
-
-def bare_config(model: str) -> dict[str, Any]:
-    """DeepSpeed JSON with a dsx block for ``model``: bf16, AdamW, ZeRO-1, one micro-batch of one sequence.
-
-    Sequences have the model's own greatest length; vocabulary and all else are the model's own.
+def find_model(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ``dsx.model`` block of what ``--model`` names, and the Hugging Face config behind it.
 
     Args:
         model: A preset, as ``llama-3-8b`` or ``gpt2/tiny``; a Hugging Face config.json; or a model folder.
@@ -25,25 +21,6 @@ def bare_config(model: str) -> dict[str, Any]:
     Raises:
         ConfigError: There is no such preset, file or folder, or the folder has no config.json.
     """
-    source, config = _source(model)
-    lengths = [config[key] for key in _SEQUENCE_LENGTH_KEYS if key in config]
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
-        "zero_optimization": {"stage": 1},
-        "dsx": {
-            "model": source,
-            "parallel": {"tensor": 1, "pipeline": 1, "chunks": "auto"},
-            "data": {"sequence_length": lengths[0] if lengths else 2048, "tokenizer": "bytes"},
-            "train": {"steps": 1, "output": "runs/unnamed"},
-        },
-    }
-
-
-def _source(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The ``dsx.model`` block, and the Hugging Face config behind it."""
     where = f"--model {model}"
     path = Path(model)
     if path.is_dir():
