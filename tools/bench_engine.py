@@ -1,6 +1,6 @@
 """Step time of dsx's pipeline engine beside stock DeepSpeed's, in the same processes.
 
-    python tools/bench_engine.py [--json FILE]
+    python tools/bench_engine.py [--bf16] [--json FILE]
 
 Two parts, each in ranks of its own (torch.distributed.run):
 
@@ -79,15 +79,15 @@ def main() -> None:
         if int(os.environ["RANK"]) == 0:
             arguments.worker.write_text(json.dumps(figures))
         return
-    passed_on = ("blocks", "sequence_length", "micro_batches", "data_parallel", "rounds", "steps")
-    sizes = {name: getattr(arguments, name) for name in passed_on}
+    passed_on = ("blocks", "sequence_length", "micro_batches", "data_parallel", "bucket", "rounds", "steps")
+    sizes = {name: getattr(arguments, name) for name in passed_on} | {"bf16": arguments.bf16}
     ranks = PIPELINE * arguments.data_parallel
     report = {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine(),
         "arguments": {**sizes, "micro_batch_size": MICRO_BATCH, "pipeline": PIPELINE},
         "steps": [launch("steps", ranks, {**sizes, "hidden": hidden}) for hidden in arguments.hidden],
-        "calls": launch("calls", 1, sizes),
+        "calls": launch("calls", 1, sizes | {"bf16": False}),
     }
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -103,6 +103,7 @@ def _arguments() -> argparse.Namespace:
         ("--sequence-length", 128, "tokens per sequence"),
         ("--micro-batches", 8, "micro-batches per step"),
         ("--data-parallel", 1, f"replicas of the {PIPELINE}-rank pipeline"),
+        ("--bucket", 500_000_000, "zero_optimization.reduce_bucket_size"),
         ("--rounds", 20, "turns of every engine"),
         ("--steps", 2, "steps per turn"),
     ):
@@ -112,6 +113,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--hidden", type=int, nargs="+", default=[64, 256], metavar="N", help="model widths (default 64 256)"
     )
+    parser.add_argument("--bf16", action="store_true", help="bf16 parameters, gradients summed in fp32")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     parser.add_argument("--part", choices=("steps", "calls"), help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -125,7 +127,8 @@ def launch(part: str, ranks: int, sizes: dict[str, int]) -> Json:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         command += [__file__, "--part", part, "--worker", str(figures)]
         for name, value in sizes.items():
-            command += [f"--{name.replace('_', '-')}", str(value)]
+            flag = f"--{name.replace('_', '-')}"
+            command += [flag] * value if isinstance(value, bool) else [flag, str(value)]
         # A thread per rank: on a CPU, more of them would fight over the cores, in both engines.
         environ = {"OMP_NUM_THREADS": "1", **os.environ}
         with log.open("w") as file:
@@ -243,9 +246,12 @@ def _batches(arguments: argparse.Namespace, dp_rank: int) -> Iterator[tuple[Any,
 def _engine(contender: Contender, arguments: argparse.Namespace, groups: dsx.Groups) -> Any:
     """A fresh engine; all contenders start from the same weights and cut the layers into equal blocks."""
     spec, alone = _model(arguments), dsx.TensorParallel()
-    config = _config(contender.zero, arguments.micro_batches)
+    config = _config(contender.zero, arguments.micro_batches, arguments.bucket)
+    if arguments.bf16:
+        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    dtype = torch.bfloat16 if arguments.bf16 else torch.float32
     common = {
-        "layers": families.layers(spec, alone, dtype=torch.float32, seed=7),
+        "layers": families.layers(spec, alone, dtype=dtype, seed=7),
         "loss_fn": families.loss(spec, alone),
         "partition_method": "type:block",
     }
@@ -257,13 +263,13 @@ def _engine(contender: Contender, arguments: argparse.Namespace, groups: dsx.Gro
     )[0]
 
 
-def _config(zero: int, micro_batches: int) -> Json:
+def _config(zero: int, micro_batches: int, bucket: int = 500_000_000) -> Json:
     return {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": micro_batches,
         "gradient_clipping": 1.0,
         "steps_per_print": 1_000_000_000,
-        "zero_optimization": {"stage": zero},
+        "zero_optimization": {"stage": zero, "reduce_bucket_size": bucket},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
     }
 

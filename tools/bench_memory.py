@@ -4,6 +4,7 @@
     python tools/bench_memory.py --cases 200 --seed 0
     python tools/bench_memory.py --only zero=3 precision=bf16 --show
     python tools/bench_memory.py --real
+    python tools/bench_memory.py --states
 
 Each case is one rank of one layout: estimated without torch (dsx.plan.memory) and traced through the real
 engine on fake tensors (dsx.runtime.paper), in a process of its own. Prints the error of the peak of each case
@@ -225,6 +226,7 @@ def _both(case: Case, *, labels: bool = True) -> dict[str, Any]:
         "analytic": {phase.name: phase.peak_bytes for phase in analytic.phases},
         "traced": traced.phases,
         "steady": (analytic.steady_bytes, traced.steady_bytes),
+        "parameters": run.local_parameters(run.mesh.coords(case["rank"])["pp"]),
         "lines": {p.name: [(f"{k.category}: {k.name}", v) for k, v in p.lines[:20]] for p in analytic.phases},
         "sites": {
             name: sorted(lines.items(), key=lambda item: -item[1])[:20]
@@ -276,6 +278,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--real", action="store_true", help="traced against real gloo ranks, and nothing else"
     )
+    parser.add_argument(
+        "--states", action="store_true", help="bytes a parameter by stage and precision beside theory"
+    )
     parser.add_argument("--out", type=Path, help="write one JSON line per case")
     return parser.parse_args()
 
@@ -293,6 +298,16 @@ def main() -> int:
         from tools.memory_bench.real import compare
 
         return compare(args.only)
+    if args.states:
+        from tools.memory_bench.states import table
+
+        return table(lambda case: measure(case, labels=False))
+    _compare_grid(args)
+    return 0
+
+
+def _compare_grid(args: argparse.Namespace) -> None:
+    """Estimate and trace of each case."""
     wanted = dict(item.split("=", 1) for item in args.only)
     begin, errors = time.perf_counter(), []
     for case in grid(args.cases, args.seed):
@@ -322,7 +337,6 @@ def main() -> int:
             _show(result, step)
     if errors:
         _summary(errors, time.perf_counter() - begin)
-    return 0
 
 
 def _show(result: dict[str, Any], step: dict[str, float]) -> None:

@@ -29,12 +29,6 @@ _PARTITIONED: Mapping[str, Any] = {
 }
 """The same at ZeRO-1 and 2, whose flat tensors these lay out otherwise."""
 
-_IMMEDIATE: Mapping[str, Any] = {
-    "bf16.immediate_grad_update": False,
-    "bfloat16.immediate_grad_update": False,
-}
-"""Of BF16_Optimizer: ZeRO-1, bf16 and sums in fp32."""
-
 _BUCKETED: Mapping[str, Any] = {
     "zero_optimization.overlap_comm": False,
     "zero_optimization.contiguous_gradients": True,
@@ -60,7 +54,5 @@ def _concerned(config: RunConfig) -> Iterator[tuple[str, Any]]:
     yield from _ANY_STAGE.items()
     if config.zero_stage in (1, 2):
         yield from _PARTITIONED.items()
-    if config.zero_stage == 1 and config.precision == "bf16":
-        yield from _IMMEDIATE.items()
     if config.dsx.zero.reduce == "micro_batch":
         yield from _BUCKETED.items()

@@ -1,4 +1,4 @@
-"""What a rank holds on paper is what a real gloo rank holds, to the byte."""
+"""What a rank holds on paper is what a real gloo rank holds, to the byte, and what its estimate says."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import pytest
 import torch
 
 import ranks
+from dsx.config.memory_job import job_of
+from dsx.config.resolve import resolve
+from dsx.plan.memory.estimate import estimate
 from dsx.runtime.paper.meter import StorageMeter
 from often import often
 
@@ -26,10 +29,22 @@ CONFIG = {
 }
 
 CASES = {
+    "zero1_bf16_summed_in_fp32_gpt2_with_dropout": [
+        "zero_optimization.stage=1",
+        "bf16.enabled=true",
+        "data_types.grad_accum_dtype=fp32",
+        "dsx.parallel.pipeline=1",
+        "dsx.parallel.tensor=1",
+        "dsx.model.family=gpt2",
+        'dsx.model.overrides={"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}',
+    ],
     "zero2_pipeline": ["zero_optimization.stage=2", "dsx.parallel.pipeline=2", "dsx.parallel.tensor=1"],
     "zero3": ["zero_optimization.stage=3", "dsx.parallel.pipeline=1", "dsx.parallel.tensor=1"],
     "zero1_tensor": ["zero_optimization.stage=1", "dsx.parallel.pipeline=1", "dsx.parallel.tensor=2"],
 }
+
+SCALARS = 2048
+"""Bytes of sums of losses and the like, and of the batch that is used again, which an estimate leaves out."""
 
 _TRACE = """
 import json, os, sys, warnings
@@ -50,7 +65,6 @@ def measured(rank, world, sets):
     """A real rank under the same meter."""
     import deepspeed
 
-    from dsx.config.resolve import resolve
     from dsx.runtime.paper.run import measure
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
@@ -75,8 +89,11 @@ def test_steps_are_those_of_a_real_rank(name):
     sets = ["gradient_accumulation_steps=4", "zero_optimization.reduce_bucket_size=50000", *CASES[name]]
     real = ranks.run(measured, 2, sets)
     paper = traced(1, 2, sets)
+    job = job_of(resolve(CONFIG, world_size=2, overrides=sets), device="cpu")
+    estimated = {phase.name: phase.peak_bytes for phase in estimate(job, 1).phases}
     for step in ("step 1", "step 2"):
         assert paper["phases"][step] == real[1]["phases"][step]
+        assert estimated[step] == pytest.approx(real[1]["phases"][step], abs=SCALARS)
     # A scalar or two are kept on one side alone.
     assert paper["steady"] == pytest.approx(real[1]["steady"], abs=16)
 

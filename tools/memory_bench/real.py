@@ -50,6 +50,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
         4,
         [
             "zero_optimization.stage=1",
+            "zero_optimization.reduce_bucket_size=20000",
             "bf16.enabled=true",
             "data_types.grad_accum_dtype=fp32",
             "gradient_accumulation_steps=4",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dsx.plan.memory import host_attention
 from dsx.plan.memory.ops import Ops, label
 from dsx.plan.memory.tape import Tensor
 
@@ -28,6 +29,7 @@ class Core:
         kv_heads: Key/value heads.
         head_dim: Size of a head.
         rotary_size: Elements of it that are rotated; 0 without rotation.
+        dropout: Whether attention drops weights.
         masked: Whether a window is shorter than the sequence. All blocks share its mask, which is not counted
             here.
         norms: Of query and key heads, if any.
@@ -38,6 +40,7 @@ class Core:
     kv_heads: int
     head_dim: int
     rotary_size: int
+    dropout: bool = False
     masked: bool = False
     norms: tuple[Callable[[Tensor], Tensor], ...] = ()
 
@@ -165,6 +168,8 @@ class Core:
 
     def _kernel(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         ops, tape = self.ops, self.ops.tape
+        if self.dropout and ops.device == "cpu":
+            return host_attention.attention(ops, query, key, value, masked=self.masked)
         batch, length = query.shape[:2]
         context = tape.new(label("context", "B S N D w", _CORE), query.width, *query.shape)
         efficient = self._efficient
@@ -172,7 +177,7 @@ class Core:
         what = label("log-sum-exp", "4 B N S", _CORE)
         log_sum = tape.new(what, 4, batch, self.heads, rows)
         # Flash: two numbers and a placeholder (flash_api.cpp, rng_state); the other kernel: one and one.
-        # A CPU's draws nothing (with attention dropout another way is taken there, which is not counted).
+        # A CPU's draws nothing.
         sizes = () if ops.device == "cpu" else (1, 1) if efficient else (2, 1)
         seeds = [tape.new(label("generator state", "8", _CORE), 8, size) for size in sizes]
 

@@ -216,8 +216,7 @@ def _rank(
         receives=receives,
         eager=job.device == "cpu",
         left_out=job.left_out,
-        # BF16_Optimizer looks at every gradient after each half of a divided backward, there or not.
-        replays=replays and states.reduction is not None and not (divided and isinstance(states, Bf16)),
+        replays=replays and states.reduction is not None,
     )
     return states, walk, []
 

@@ -114,6 +114,7 @@ class Layers:
             kv_heads=model.num_kv_heads // ops.tp,
             head_dim=model.head_dim,
             rotary_size=model.rotary_size,
+            dropout=model.attention_dropout > 0.0,
             masked=bool(model.window(block, length)),
             norms=tuple(partial(self._head_norm, layer, f"attention.{name}") for name in names),
         )

@@ -284,8 +284,10 @@ class Ops:
         copied = label("norm's input, in order", "B S N D w", "torch layer_norm_kernel.cu")
         copy = self.like(copied, x) if over_heads else None
         y = self.like(label("norm", "B s H w", source), x)
-        what = label("norm statistics", "4 B s", source)
-        statistics = [self.tape.new(what, 4, *x.shape[:-1]) for _ in parameters]
+        # A CPU's are as wide as the input (layer_norm.cpp).
+        wide, formula = (self.width, "B s w") if self.device == "cpu" else (4, "4 B s")
+        what = label("norm statistics", formula, source)
+        statistics = [self.tape.new(what, wide, *x.shape[:-1]) for _ in parameters]
         del copy
 
         def backward(saved: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:

@@ -286,6 +286,8 @@ class Bucketed(Partitioned):
 class Bf16(Partitioned):
     """BF16_Optimizer: ZeRO-1 of bf16 parameters with fp32 accumulation; every rank has whole gradients."""
 
+    in_place = True
+
     def start(self) -> None:
         """Flat parameters, fp32 partition, fp32 gradients."""
         source = "bf16_optimizer.py _setup_for_real_optimizer"
@@ -298,20 +300,12 @@ class Bf16(Partitioned):
             del clone
             whole = size * self.plan.dp
             self.gradients.append(self.new("gradients", "fp32 gradients", "4 P, padded", source, whole, 4))
-        for leaf in self.order:
-            leaf.accumulate = None
 
-    def reduce(self, *, boundary: bool, came: bool) -> None:
-        """update_hp_grads: each gradient is added in fp32; ``.grad`` is zeroed and stays."""
-        del boundary, came
-        source = "bf16_optimizer.py _update_hp_grad"
-        for leaf in self.order:
-            if leaf.grad is not None:
-                self.new("temporaries", "gradient in float32", "4 of a gradient", source, leaf.numel, 4)
+    def _add(self, leaf: Leaf, gradient: Tensor) -> None:
+        """To the fp32 buffer at once (zero_adapters/bf16.py)."""
 
     def take(self, leaf: Leaf) -> Tensor | None:
         """The buffer's part, which stays in place."""
-        return Tensor((leaf.numel,), 4, None)
 
     def put(self, leaf: Leaf, gradient: Tensor) -> None:
         """Over what is in the buffer."""
@@ -322,7 +316,5 @@ class Bf16(Partitioned):
             self.reduction.finish()
 
     def step(self) -> None:
-        """One update of all groups; engine.py's zero_grad then lets go of the bf16 gradients."""
+        """One update of all groups."""
         self.update(self.sizes)
-        for leaf in self.order:
-            leaf.grad = None

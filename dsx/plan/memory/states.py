@@ -76,7 +76,10 @@ class States:
     Attributes:
         replicated: Parameters that are copies of another pipeline rank's, tied ones.
         reduction: dsx's own, if DeepSpeed does not reduce.
+        in_place: Whether buckets come on top of gradients, which stay where they are.
     """
+
+    in_place = False
 
     def __init__(
         self,
@@ -108,7 +111,10 @@ class States:
         """Before each step."""
 
     def before_action(self, position: int) -> None:
-        """Before the action at ``position`` of the rank's row."""
+        """Before the action at ``position`` of the rank's row: go on with the reductions."""
+        del position
+        if self.reduction is not None:
+            self.reduction.advance()
 
     def plan_reduction(self, uses: Mapping[int, Sequence[Leaf]]) -> None:
         """Have dsx reduce gradients, where it does (zero_adapters/reduction.py, reducible).

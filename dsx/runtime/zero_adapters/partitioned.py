@@ -27,6 +27,8 @@ class PartitionedGradients:
     _build_compact_grad_partition_buffer, _get_preflattened_grad_partition).
     """
 
+    in_place = False
+
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._pieces = {
@@ -48,12 +50,13 @@ class PartitionedGradients:
             found, parameter.grad_accum = parameter.grad_accum, None  # type: ignore[attr-defined]
         return found
 
-    def put(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    def put(self, parameter: nn.Parameter, gradient: torch.Tensor, start: int = 0) -> None:
         """Keep this rank's interval, if it has one."""
+        assert start == 0
         piece = self._pieces.get(id(parameter))
         if piece is not None:
-            group, start, at, length = piece
-            self._buffer(group).narrow(0, at, length).copy_(gradient.narrow(0, start, length))
+            group, begin, at, length = piece
+            self._buffer(group).narrow(0, at, length).copy_(gradient.narrow(0, begin, length))
 
     def complete(self) -> None:
         """Before the step: have a buffer for every group, of zeros where no parameter is this rank's."""
@@ -99,7 +102,7 @@ class PartitionedAdapter:
         reduction: ChunkReduction | None,
     ) -> None:
         self._engine, self._scope = engine, scope
-        self._store, self._reduction = gradients, reduction
+        self._reduction = reduction
         self._optimizer = engine.optimizer
         self._norm = torch.zeros(())
         self._refuses: Refuses | None = None
@@ -165,7 +168,6 @@ class PartitionedAdapter:
         self._refuses = refuses
         if self._reduction is not None:
             self._reduction.finish()
-            self._store.complete()
         self._fresh = True
 
     def grad_norm(self) -> float:

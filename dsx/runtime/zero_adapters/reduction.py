@@ -4,11 +4,16 @@ DeepSpeed reduces in the backward that ends the step: the whole rank's gradients
 nothing is left to hide the communication behind, or after every micro-batch (ZeRO-2), m times the traffic.
 Here a chunk's gradients leave as one asynchronous all-reduce (a few, if they are large) right after the last
 action of that chunk, while the rank goes on with its other chunks. They are waited for before the step.
+
+A bucket takes the place of the gradients that it was filled from, so that all buckets may be under way at
+once. Where gradients stay in place, buckets come on top of them: then they are cut to size, and
+:data:`AT_ONCE` of them are under way at most; the next leaves before one of the actions that follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,18 +23,37 @@ from torch import nn
 
 from dsx.errors import ModelError
 
+AT_ONCE = 2
+"""Buckets under way where gradients stay in place: one is summed while the next is filled."""
+
 
 class GradientStore(Protocol):
-    """Where an optimizer accumulates gradients, and where it wants the averaged ones."""
+    """Where an optimizer accumulates gradients, and where it wants the averaged ones.
+
+    Attributes:
+        in_place: Gradients stay in the store's memory, and averages go back there. Else the store lets go of
+            what is taken, and nothing is put before all has been taken.
+    """
+
+    in_place: bool
 
     def take(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The gradient accumulated in this step, which the store forgets; None if there is none."""
+        """The gradient accumulated in this step; None if there is none."""
 
-    def put(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """The average over data-parallel ranks, flat, of :meth:`take`'s dtype or the wire's."""
+    def put(self, parameter: nn.Parameter, gradient: torch.Tensor, start: int = 0) -> None:
+        """The average over data-parallel ranks, flat, of :meth:`take`'s dtype or the wire's.
+
+        Args:
+            parameter: Whose it is.
+            gradient: All of it, or, in place, some elements.
+            start: The first of them.
+        """
 
     def came_late(self, parameter: nn.Parameter) -> bool:
         """Whether a gradient has come since :meth:`take`."""
+
+    def complete(self) -> None:
+        """All averages of the step have been put."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +81,19 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
+class _Piece:
+    """Elements of a parameter's gradient."""
+
+    parameter: nn.Parameter
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Bucket:
     """Gradients under way, end to end in one tensor."""
 
-    parameters: Sequence[nn.Parameter]
+    pieces: Sequence[_Piece]
     flat: torch.Tensor
     work: dist.Work | None
 
@@ -79,7 +112,7 @@ class ChunkReduction:
         group: The data-parallel ranks.
         scale: Makes the sum an average.
         wire_dtype: What a parameter's gradient is summed in.
-        bucket_elements: A bucket is closed once it has as many elements.
+        bucket_elements: A bucket is closed once it has as many elements; 0 for the largest parameter's.
     """
 
     def __init__(
@@ -95,8 +128,9 @@ class ChunkReduction:
     ) -> None:
         self._store, self._group, self._scale = store, group, scale
         self._alone = dist.get_world_size(group) == 1
-        self._wire_dtype, self._bucket_elements = wire_dtype, bucket_elements
+        self._wire_dtype = wire_dtype
         self._names = {parameter: name for name, parameter in parameters.items() if parameter.numel()}
+        self._bucket_elements = bucket_elements or max((p.numel() for p in self._names), default=1)
         self._users: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in self._names}
         for stage, used in uses.items():
             for parameter in used:
@@ -104,12 +138,24 @@ class ChunkReduction:
                     self._users[parameter].add(stage)
         self._done: set[int] = set()
         self._left: set[nn.Parameter] = set()
-        self._flying: list[_Bucket] = []
+        self._waiting: deque[list[_Piece]] = deque()
+        self._flying: deque[_Bucket] = deque()
 
     def chunk_done(self, stage: int) -> None:
         """All backwards of virtual stage ``stage`` in this step are done: start what is complete now."""
         self._done.add(stage)
         self._start([p for p, users in self._users.items() if users and users <= self._done])
+
+    def advance(self) -> None:
+        """Before an action: end the oldest reduction if others wait for its place, and send the next.
+
+        On every data-parallel rank before the same action, whatever has arrived: collectives of one rank
+        then come in one order.
+        """
+        if self._waiting:
+            if self._is_full:
+                self._land(self._flying.popleft())
+            self._send(self._waiting.popleft())
 
     def finish(self) -> None:
         """Before the step: start the rest, wait, and hand the averages to the store.
@@ -125,45 +171,72 @@ class ChunkReduction:
                 "layers of a chunk that does not own it use it, so that a gradient came after its reduction",
                 "build the layers that share it as TiedLayerSpec of one key",
             )
+        while self._waiting:
+            self.advance()
         while self._flying:
-            self._land(self._flying.pop(0))
+            self._land(self._flying.popleft())
+        self._store.complete()
         self._done.clear()
         self._left.clear()
 
     def _start(self, parameters: Sequence[nn.Parameter]) -> None:
-        waiting: dict[torch.dtype, list[nn.Parameter]] = {}
-        elements: dict[torch.dtype, int] = {}
+        """Those of ``parameters`` that have not left: fill buckets, and send as many as may be under way."""
+        filling: dict[torch.dtype, list[_Piece]] = {}
+        room: dict[torch.dtype, int] = {}
         for parameter in parameters:
             if parameter in self._left:
                 continue
             self._left.add(parameter)
+            if self._store.in_place:
+                self._store.take(parameter)  # what comes while it waits is late, too
+                if self._alone:
+                    continue
             dtype = self._wire_dtype[parameter]
-            waiting.setdefault(dtype, []).append(parameter)
-            elements[dtype] = elements.get(dtype, 0) + parameter.numel()
-            if self._alone or elements[dtype] >= self._bucket_elements:
-                self._send(waiting.pop(dtype))
-                elements[dtype] = 0
-        for bucket in waiting.values():
-            self._send(bucket)
+            for piece in self._cut(parameter, room.get(dtype, self._bucket_elements)):
+                filling.setdefault(dtype, []).append(piece)
+                room[dtype] = room.get(dtype, self._bucket_elements) - piece.length
+                if self._alone or room[dtype] <= 0:
+                    self._waiting.append(filling.pop(dtype))
+                    room[dtype] = self._bucket_elements
+        self._waiting.extend(filling.values())
+        while self._waiting and not self._is_full:
+            self._send(self._waiting.popleft())
 
-    def _send(self, parameters: list[nn.Parameter]) -> None:
-        dtype = self._wire_dtype[parameters[0]]
+    def _cut(self, parameter: nn.Parameter, room: int) -> Iterator[_Piece]:
+        """All of ``parameter``; in place, as much as the bucket has room for, then buckets full of it."""
+        start, numel = 0, parameter.numel()
+        while start < numel:
+            length = min(room, numel - start) if self._store.in_place else numel
+            yield _Piece(parameter, start, length)
+            start, room = start + length, self._bucket_elements
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether no more buckets may be under way."""
+        return self._store.in_place and len(self._flying) >= AT_ONCE
+
+    def _send(self, pieces: Sequence[_Piece]) -> None:
+        first = pieces[0].parameter
+        dtype = self._wire_dtype[first]
         if self._alone:
-            gradient = self._store.take(parameters[0])
-            flat = _zeros(parameters[0], dtype) if gradient is None else gradient.reshape(-1)
-            self._flying.append(_Bucket(parameters, flat, None))
+            gradient = self._store.take(first)
+            flat = _zeros(first, dtype) if gradient is None else gradient.reshape(-1)
+            self._flying.append(_Bucket(pieces, flat, None))
             return
-        flat = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
+        flat = torch.empty(sum(piece.length for piece in pieces), dtype=dtype, device=first.device)
         start = 0
-        for parameter in parameters:
-            piece = flat.narrow(0, start, parameter.numel())
-            gradient = self._store.take(parameter)
-            piece.zero_() if gradient is None else piece.copy_(gradient.reshape(-1))
-            start += parameter.numel()
+        for piece in pieces:
+            part = flat.narrow(0, start, piece.length)
+            gradient = self._store.take(piece.parameter)
+            if gradient is None:
+                part.zero_()
+            else:
+                part.copy_(gradient.reshape(-1).narrow(0, piece.start, piece.length))
+            start += piece.length
         if self._scale.before != 1.0:
             flat.mul_(self._scale.before)
         work = dist.all_reduce(flat, group=self._group, async_op=True)
-        self._flying.append(_Bucket(parameters, flat, work))
+        self._flying.append(_Bucket(pieces, flat, work))
 
     def _land(self, bucket: _Bucket) -> None:
         if bucket.work is not None:
@@ -171,9 +244,9 @@ class ChunkReduction:
             if self._scale.after != 1.0:
                 bucket.flat.mul_(self._scale.after)
         start = 0
-        for parameter in bucket.parameters:
-            self._store.put(parameter, bucket.flat.narrow(0, start, parameter.numel()))
-            start += parameter.numel()
+        for piece in bucket.pieces:
+            self._store.put(piece.parameter, bucket.flat.narrow(0, start, piece.length), piece.start)
+            start += piece.length
 
 
 def _zeros(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:

@@ -22,18 +22,24 @@ if TYPE_CHECKING:
 class WholeGradients:
     """Gradients in ``p.grad``."""
 
+    in_place = False
+
     def take(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """``p.grad``, which becomes None."""
         gradient, parameter.grad = parameter.grad, None
         return gradient
 
-    def put(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    def put(self, parameter: nn.Parameter, gradient: torch.Tensor, start: int = 0) -> None:
         """Back into ``p.grad``, in the parameter's dtype."""
+        assert start == 0
         parameter.grad = gradient.view(parameter.shape).to(parameter.dtype)
 
     def came_late(self, parameter: nn.Parameter) -> bool:
         """Whether ``p.grad`` is there again."""
         return parameter.grad is not None
+
+    def complete(self) -> None:
+        """``p.grad`` is all there is."""
 
 
 class ReplicatedAdapter:

@@ -1,4 +1,4 @@
-"""Chunks of dsx's layers on the paper device, and on the tape: a script for test_memory_layers.py.
+"""Chunks of dsx's layers on the paper device or a CPU, and on the tape: a script for test_memory_layers.py.
 
 Runs every case and prints one JSON line each: the case, and torch's and the tape's bytes at every stage.
 """
@@ -80,11 +80,11 @@ def model(family, dropout):
     return replace(spec, **_OWN.get(family, {}))
 
 
-def modules(spec, tp, width, recompute, split, layers):
+def modules(spec, device, tp, width, recompute, split, layers):
     """The layers as functions, tied ones with the first one's table."""
     dtype = {2: torch.bfloat16, 4: torch.float32}[width]
     built, tied = [], None
-    everything = families.layers(spec, tp, dtype=dtype, device="paper", recompute=recompute, split=split)
+    everything = families.layers(spec, tp, dtype=dtype, device=device, recompute=recompute, split=split)
     for index in layers:
         layer = everything[index]
         shared = hasattr(layer, "key")
@@ -96,21 +96,21 @@ def modules(spec, tp, width, recompute, split, layers):
     return built
 
 
-def by_torch(spec, tp, sequence, width, recompute, divided, layers):
+def by_torch(spec, device, tp, sequence, width, recompute, divided, layers):
     """Live bytes, and the highest, at every stage of two forwards and backwards."""
     ranks = TensorParallel(
         size=tp, rank=0, group=dist.group.WORLD if tp > 1 else None, sequence_parallel=sequence
     )
-    meter, split, found = StorageMeter("paper"), WeightGradients() if divided else None, {}
+    meter, split, found = StorageMeter(device), WeightGradients() if divided else None, {}
     with paper.without_storage(), mock.patch("dsx.nn.random.fill"), meter:
-        chain = modules(spec, ranks, width, recompute, split, layers)
+        chain = modules(spec, device, ranks, width, recompute, split, layers)
         loss = families.loss(spec, ranks, overwrite_logits=True)
-        ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device="paper")
+        ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device=device)
         inputs = ids
         if layers[0]:
             length = LENGTH // tp if sequence else LENGTH
             dtype = {2: torch.bfloat16, 4: torch.float32}[width]
-            inputs = torch.zeros(BATCH, length, spec.hidden_size, dtype=dtype, device="paper")
+            inputs = torch.zeros(BATCH, length, spec.hidden_size, dtype=dtype, device=device)
             inputs.requires_grad_()
         for module in chain:
             # What blocks share is made before, as the estimate counts it once.
@@ -147,11 +147,12 @@ def by_torch(spec, tp, sequence, width, recompute, divided, layers):
     return found | {name: peak - before for name, peak in meter.peak_bytes.items() if name}
 
 
-def by_tape(spec, tp, sequence, width, recompute, divided, layers):
+def by_tape(spec, device, tp, sequence, width, recompute, divided, layers):
     """The same on the tape."""
     ledger = Ledger()
     tape, later, found = Tape(ledger), Later() if divided else None, {}
-    ops = Ops(tape=tape, tp=tp, sequence=sequence and tp > 1, width=width, later=later)
+    kind = "cpu" if device == "cpu" else "cuda"
+    ops = Ops(tape=tape, tp=tp, sequence=sequence and tp > 1, width=width, later=later, device=kind)
     weights = {p.name: Leaf(p.name, p.local_shape(tp), width) for p in param_specs(spec)}
     run = Layers(model=spec, ops=ops, weights=weights, recompute=recompute)
     ids = Tensor((BATCH, LENGTH), 8, None)
@@ -192,9 +193,9 @@ def main():
     paper.install()
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     for case in json.loads(sys.argv[1]):
-        family, dropout, *rest = case
+        device, family, dropout, *rest = case
         spec = model(family, dropout)
-        print(json.dumps([case, by_torch(spec, *rest), by_tape(spec, *rest)]), flush=True)
+        print(json.dumps([case, by_torch(spec, device, *rest), by_tape(spec, device, *rest)]), flush=True)
     sys.stdout.flush()
     os._exit(0)  # fake tensors outlive their mode
 

@@ -1,4 +1,4 @@
-"""Every layer holds, on the tape, what its real code holds on the paper device: kept bytes and peaks."""
+"""Every layer holds, on the tape, what its real code holds on paper and on a CPU: kept bytes and peaks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SCALARS = 16
 
 
 def cases():
-    """(family, dropout, tp, sequence, width, recompute, divided, layers), a fifth of all that there are."""
+    """(device, family, dropout, tp, sequence, width, recompute, divided, layers), a fifth of all."""
     found = []
     for family, (tp, sequence), width, recompute, divided in product(
         ("gpt2", "llama"),
@@ -26,14 +26,14 @@ def cases():
         last = 5 if family == "gpt2" else 4
         for layers in ([0], [1], [last - 1, last], list(range(last + 1))):
             dropout = 0.1 if family == "gpt2" and width == 2 else 0.0
-            found.append([family, dropout, tp, sequence, width, recompute, divided, layers])
-    return found[::5] + others()
+            found.append(["paper", family, dropout, tp, sequence, width, recompute, divided, layers])
+    return found[::5] + others() + on_a_cpu()
 
 
 def others():
     """The same for what the other families' blocks have of their own, some of all that there are."""
     found = [
-        [family, 0.0, tp, sequence, width, recompute, divided, layers]
+        ["paper", family, 0.0, tp, sequence, width, recompute, divided, layers]
         for family, (tp, sequence), width, recompute, divided, layers in product(
             ("mistral", "qwen2", "qwen3", "gpt_neox"),
             ((1, False), (2, False), (2, True)),
@@ -44,6 +44,23 @@ def others():
         )
     ]
     return found[::19]
+
+
+def on_a_cpu():
+    """With dropout everywhere, for which a CPU has no fused attention, and without; some of all."""
+    found = [
+        ["cpu", family, dropout, tp, sequence, width, recompute, divided, layers]
+        for family, dropout, (tp, sequence), width, recompute, divided, layers in product(
+            ("gpt2", "llama", "mistral", "qwen3", "gpt_neox"),
+            (0.1, 0.0),
+            ((1, False), (2, False), (2, True)),
+            (2, 4),
+            ("none", "selective", "full"),
+            (False, True),
+            ([1], [0, 1, 2]),
+        )
+    ]
+    return found[::43]
 
 
 def test_layers_hold_what_their_code_holds():

@@ -42,8 +42,11 @@ CASES = {
         [
             "zero_optimization.stage=1",
             "bf16.enabled=true",
+            "zero_optimization.reduce_bucket_size=20000",
             "data_types.grad_accum_dtype=fp32",
-            "dsx.parallel.tensor=2",
+            "dsx.parallel.pipeline=2",
+            "dsx.parallel.chunks=2",
+            "dsx.schedule.name=interleaved_zb",
             "dsx.recompute=selective",
         ],
     ),
@@ -146,3 +149,34 @@ def test_estimate_is_what_the_engine_holds(name):
     for phase in found.phases:
         assert sum(size for _, size in phase.lines) == phase.peak_bytes
         assert all(label.formula and label.source for label, _ in phase.lines)
+
+
+@pytest.mark.parametrize("bucket", [20_000, 500_000_000])
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("dp", [1, 4])
+def test_bf16_summed_in_fp32_takes_6_and_12_by_n_and_two_buckets(dp, degrees, bucket):
+    pipeline, chunks = degrees
+    sets = [
+        "gradient_accumulation_steps=4",
+        "zero_optimization.stage=1",
+        "bf16.enabled=true",
+        "data_types.grad_accum_dtype=fp32",
+        f"zero_optimization.reduce_bucket_size={bucket}",
+        f"dsx.parallel.pipeline={pipeline}",
+        f"dsx.parallel.chunks={chunks}",
+        f"dsx.schedule.name={'interleaved' if chunks > 1 else '1f1b'}",
+    ]
+    job = job_of(resolve(CONFIG, world_size=dp * pipeline, overrides=sets))
+    for pp in range(pipeline):
+        rank = job.layout.mesh.rank(pp=pp)
+        found = estimate(job, rank, rounding_bytes=1)
+        plan = job.layout.zero_plan(pp)
+        padded = sum(buffer.numel for buffer in plan.buffers(0)) * dp
+        largest = max(numel for group in plan.groups for _, numel in group)
+        assert found.steady_bytes == (6 + 12 / dp) * padded
+        for phase in found.phases:
+            held = {label.name: size for label, size in phase.lines if label.category == "buckets"}
+            assert held.get("gradients under way", 0) <= 2 * 2 * bucket
+            of = {label.name: size for label, size in phase.lines if label.category == "gradients"}
+            # Besides them one gradient, with its bias's, on its way into the buffer.
+            assert sum(of.values()) - of.get("fp32 gradients", 0) <= 2 * 1.1 * largest
