@@ -167,7 +167,11 @@ class TrainConfig(Block):
         description="Folder for checkpoints, metrics and the resolved config; {layout} stands for the "
         "degrees, e.g. pp2-dp2-tp2.",
     )
-    log_every: Positive = Field(default=1, description="Steps between progress lines.")
+    log_every: Positive | Literal["auto"] = Field(
+        default="auto",
+        description='Steps between progress lines. "auto" prints the first ten, then at most about 200 in '
+        "all; metrics.jsonl and W&B get every step. A number holds for all of them.",
+    )
     eval_every: int = Field(
         default=0, ge=0, description="Steps between held-out evaluations; 0: at the end only."
     )

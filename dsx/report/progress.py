@@ -69,6 +69,8 @@ class StepReport:
         data_share: Share of that time that the rank which reports waited for data; None if unknown.
         bubble: Idle over ideal time of the pipeline ranks, measured; None for a step that is not traced.
         simulated_bubble: The same of the schedule, simulated with that step's own times.
+        elapsed_seconds: Since this process began to train; None if unknown.
+        left_seconds: Until the last step, at the pace so far; None if unknown.
         peak_allocated_bytes: Largest memory in use on the fullest rank; None on a CPU until it is counted.
         peak_reserved_bytes: Largest memory held by the allocator on the fullest rank; None on a CPU.
         estimated_bytes: What the estimator predicted for the fullest rank.
@@ -84,6 +86,8 @@ class StepReport:
     data_share: float | None = None
     bubble: float | None = None
     simulated_bubble: float | None = None
+    elapsed_seconds: float | None = None
+    left_seconds: float | None = None
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     estimated_bytes: int | None = None
@@ -139,6 +143,9 @@ class StepReport:
             parts.append(f"MFU {100 * self.mfu:4.1f}%")
         if self.peak_allocated_bytes is not None:
             parts.append(amount(self.peak_allocated_bytes))
+        if self.elapsed_seconds is not None:
+            left = f", {seconds(self.left_seconds)} left" if self.left_seconds else ""
+            parts.append(f"{seconds(self.elapsed_seconds)}{left}")
         return " | ".join(parts)
 
 

@@ -23,6 +23,9 @@ from dsx.runtime.memory import PeakMemory, beside, describe, estimated
 from dsx.runtime.trace import write
 from dsx.runtime.tracking import Tracker, environment
 
+_FIRST_LINES, _MOST_LINES = 10, 200
+"""Console lines of ``dsx.train.log_every`` "auto": of a run's first steps, and of the whole run about."""
+
 
 class Monitor:
     """Follows a run. Every rank makes one and calls it alike; rank 0 writes and prints.
@@ -75,6 +78,7 @@ class Monitor:
         self._traces: list[Trace] = engine.trace(left) if left else []
         self._begun = self._last_time = self._step_ended = time.perf_counter()
         self._used_lr = self._waited_seconds = 0.0
+        self._pace: tuple[int, float] | None = None
 
     @property
     def state(self) -> dict[str, Any]:
@@ -86,12 +90,14 @@ class Monitor:
         """Report the step that has just ended, if its turn has come."""
         self._memory.after_step()
         step, train = int(self._engine.global_steps), self._config.dsx.train
-        if is_due(step, every=train.log_every, last=train.steps) or step in train.trace_steps:
+        every = 1 if train.log_every == "auto" else train.log_every
+        if is_due(step, every=every, last=train.steps) or step in train.trace_steps:
             self._report(step, loss.item())  # waits for the device, so that the time is the steps' own
         self._step_ended = time.perf_counter()
 
     def _report(self, step: int, loss: float) -> None:
         now = time.perf_counter()
+        train = self._config.dsx.train
         comparison = compare(self._traces.pop()) if self._traces else None
         self._peaks = self._memory.peaks()
         report = StepReport(
@@ -106,16 +112,30 @@ class Monitor:
             bubble=None if comparison is None else comparison.measured.bubble,
             simulated_bubble=None if comparison is None else comparison.simulated.bubble,
             estimated_bytes=None if self._estimate is None else self._estimate.peak_bytes,
+            elapsed_seconds=now - self._begun,
+            left_seconds=self._left_seconds(step, now),
             **self._peaks,
         )
         self._last_step, self._last_time = step, now
-        self._progress.step(report)
+        auto, done = train.log_every == "auto", step - self._resumed_after
+        if not auto or done <= _FIRST_LINES or is_due(step, every=lines_apart(train.steps), last=train.steps):
+            self._progress.step(report)
         if self._tracker is not None:
             self._tracker.log(step, report.metrics())
         for text in self._corpus.news():
             self._progress.note(text)
         if comparison is not None:
             self._write_trace(comparison)
+
+    def _left_seconds(self, step: int, now: float) -> float | None:
+        """Until the last step, at the pace since the first report: that step's warm-up is no other's."""
+        if self._pace is None:
+            self._pace = step, now
+            return None
+        first, since = self._pace
+        if step == first:
+            return None
+        return (now - since) / (step - first) * (self._config.dsx.train.steps - step)
 
     def _data_share(self, elapsed_seconds: float) -> float:
         """How much of the time since the last report this rank, which reads inputs, waited for data."""
@@ -148,7 +168,7 @@ class Monitor:
     def went_back(self) -> None:
         """The engine has loaded an older checkpoint: the steps since then will come again."""
         self._last_step, self._last_time = int(self._engine.global_steps), time.perf_counter()
-        self._step_ended = self._last_time
+        self._step_ended, self._pace = self._last_time, None
         if self._tracker is not None:
             self._tracker.went_back(self._last_step)
 
@@ -262,6 +282,18 @@ def is_due(step: int, *, every: int, last: int) -> bool:
     [3, 6, 7]
     """
     return step == last or (every > 0 and step % every == 0)
+
+
+def lines_apart(steps: int) -> int:
+    """Steps between the console's lines of a run so long: 1, 2 or 5 times a power of ten.
+
+    >>> [lines_apart(steps) for steps in (200, 300, 1000, 20_000)]
+    [1, 2, 5, 100]
+    """
+    every = 1
+    while steps > _MOST_LINES * every:
+        every = every * 5 // 2 if str(every).startswith("2") else every * 2
+    return every
 
 
 def device_name() -> str:

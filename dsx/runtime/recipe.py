@@ -26,6 +26,7 @@ from dsx.errors import CheckpointError, ConfigError, DataError, DsxError
 from dsx.nn import families
 from dsx.nn.split import WeightGradients
 from dsx.plan.profile import Profile
+from dsx.report.waiting import Waiting
 from dsx.runtime.data.batches import Batches, EvaluationBatches
 from dsx.runtime.data.own import OwnCorpus, OwnPart, OwnText, as_text, require_same_everywhere
 from dsx.runtime.data.prefetch import Prefetched, pins
@@ -102,7 +103,8 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
         split=split,
     )
     if config.weights is not None:
-        load_weights(pipeline, config.weights, config.param_specs)
+        with Waiting(f"reading the weights in {config.weights}", quiet=groups.rank != 0):
+            load_weights(pipeline, config.weights, config.param_specs)
     return pipeline
 
 
@@ -127,12 +129,14 @@ def measure(config: RunConfig, groups: Groups) -> RunConfig:
     said = "used again"
     if found is None:
         began = time.perf_counter()
-        found = own, measure_model(config, groups)
+        with Waiting("measuring layers and links", quiet=groups.rank != 0):
+            found = own, measure_model(config, groups)
         text = found[1].to_json()
         agree(lambda: store.write_atomically(own, text.encode()))
         said = f"measured in {time.perf_counter() - began:.1f} s"
     path, profile = found
-    settled = agree(lambda: measured.settle(config, profile, path))
+    with Waiting("choosing by simulated step", quiet=groups.rank != 0):
+        settled = agree(lambda: measured.settle(config, profile, path))
     return replace(settled, notes=(*settled.notes, f"dsx.profile: {said}: {path}"))
 
 
@@ -211,7 +215,9 @@ def evaluate(config: RunConfig, engine: PipelineEngine, corpus: RunData) -> floa
     losses, text = {}, as_text(corpus, config.dsx.data)
     for part in text.held_out:
         batches = _evaluation_batches(config, text, part, dp_rank=engine.groups.dp_rank)
-        losses[part.name] = float(engine.eval_batch(iter(batches), num_micro_batches=len(batches)))
+        total, mute = len(batches), engine.groups.rank != 0
+        with Waiting("evaluating", total=total, unit="micro-batches", quiet=mute) as waiting:
+            losses[part.name] = float(engine.eval_batch(waiting.counts(batches), num_micro_batches=total))
     if len(text.parts) == 1:
         return next(iter(losses.values()), None)
     return losses or None
@@ -233,7 +239,8 @@ def resume(config: RunConfig, engine: PipelineEngine, corpus: RunData) -> dict[s
     if start is None:
         return {}
     root, tag = start
-    path, state = engine.load_checkpoint(root, tag)
+    with Waiting(f"reading the checkpoint in {root}", quiet=engine.groups.rank != 0):
+        path, state = engine.load_checkpoint(root, tag)
     agree(lambda: _require_same_text(path, state, text))
     text.resume(state)
     if engine.groups.rank == 0:

@@ -17,6 +17,7 @@ from wandb_file import by_step, history, wandb_records
 STEP = re.compile(
     r"step (\d+)/6 \| loss +([\d.]+) \| grad norm +([\d.]+)"
     r" \| lr ([\d.e+-]+) \| +[\d.]+k? tok/s \| +[\d.]+ m?s/step(?: \| ([\d.]+) MiB)?"
+    r" \| [\d.hmins ]+(?:, [\d.hmins ]+ left)?"
 )
 EVALUATION = re.compile(r"eval 6/6 \| loss +([\d.]+) \| perplexity ([\d.]+) \| ([\d.]+) bits/byte")
 TRAIN = {

@@ -15,6 +15,7 @@ import torch
 
 from dsx.config.data import DataConfig
 from dsx.errors import DataError
+from dsx.report.waiting import Waiting
 from dsx.runtime.data.order import is_held_out
 from dsx.runtime.data.sources import documents, open_source
 from dsx.runtime.data.store import INFO, SPLITS, VERSION, CorpusInfo, SplitWriter, written_aside
@@ -225,11 +226,13 @@ def write_corpus(
     with (
         SplitWriter(folder / "train.bin", dtype, tokenizer.end_id) as train,
         SplitWriter(folder / "held_out.bin", dtype, tokenizer.end_id) as held_out,
+        Waiting(f"tokenising {source}", unit="bytes") as waiting,
     ):
         for batch in _batches(texts):
             encoded = tokenizer.encode([document for document, _ in batch])
             for (document, is_kept), ids in zip(batch, encoded, strict=True):
                 text = document.encode()
+                waiting.advance(len(text))
                 if is_kept:
                     byte_counts += np.bincount(np.frombuffer(text, np.uint8), minlength=256)
                     held_out.append(ids, len(text))

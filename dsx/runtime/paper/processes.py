@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dsx.config.run import RunConfig
 from dsx.errors import DsxError
+from dsx.report.waiting import Waiting
 from dsx.runtime.entry import quiet
 
 if TYPE_CHECKING:
@@ -30,10 +31,15 @@ def trace_ranks(
     quiet()
     at_once = max(1, min(len(ranks), len(os.sched_getaffinity(0))))
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(at_once, mp_context=spawn, max_tasks_per_child=1) as pool:
-        waiting = {rank: pool.submit(_trace, config, rank, device) for rank in ranks}
+    with (
+        ProcessPoolExecutor(at_once, mp_context=spawn, max_tasks_per_child=1) as pool,
+        Waiting("tracing the engine", total=len(ranks), unit="ranks") as waiting,
+    ):
+        traces = {rank: pool.submit(_trace, config, rank, device) for rank in ranks}
+        for future in traces.values():
+            future.add_done_callback(lambda _: waiting.advance())
         try:
-            return {rank: future.result() for rank, future in waiting.items()}
+            return {rank: future.result() for rank, future in traces.items()}
         except BrokenProcessPool:
             where = f"trace of ranks {', '.join(map(str, ranks))}"
             raise DsxError(where, "a process was killed", "free memory, or leave --trace out") from None

@@ -18,6 +18,7 @@ from dsx.config.shrunk import trial
 from dsx.errors import ConfigError, LayoutError
 from dsx.plan.parity import causes
 from dsx.plan.parity.facts import Finding, StepRow
+from dsx.report.waiting import Waiting
 from dsx.runtime import entry
 from dsx.runtime.groups import make_groups
 from dsx.runtime.launch import agree, distributed, seed_generators
@@ -146,17 +147,20 @@ def verify(request: Request) -> Verdict | None:
     if launched:
         return _launched(request, use_gpus=use_gpus)
     start_server(request.world_size, use_gpus=use_gpus)  # imports while this process prepares
-    plan = prepare(request, on_cpu=not use_gpus)
+    with Waiting("training in one process"):
+        plan = prepare(request, on_cpu=not use_gpus)
     prepared = time.perf_counter()
-    found: Witness = run_ranks(
-        spawned,
-        request.world_size,
-        plan.job,
-        timeout_seconds=request.timeout_seconds,
-        use_gpus=use_gpus,
-    )
+    with Waiting(f"training {request.steps} steps on {request.world_size} ranks"):
+        found: Witness = run_ranks(
+            spawned,
+            request.world_size,
+            plan.job,
+            timeout_seconds=request.timeout_seconds,
+            use_gpus=use_gpus,
+        )
     ran = time.perf_counter()
-    verdict = judge(plan, found)
+    with Waiting("comparing with one process"):
+        verdict = judge(plan, found)
     compared = time.perf_counter() - ran + prepared - began
     return replace(verdict, ranks_seconds=ran - prepared, reference_seconds=compared)
 
