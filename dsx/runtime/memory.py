@@ -142,7 +142,7 @@ class PeakMemory:
         """The step is over."""
         if self._meter is not None:
             self._meter.__exit__(None, None, None)
-            self._counted = self._meter.peak_bytes[""]
+            self._counted = self._meter.peak_bytes.get("", 0)  # nothing if no tensor lives
             self._meter = None
 
     def peaks(self) -> dict[str, int]:
