@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +16,12 @@ from torch import nn
 
 from dsx.errors import LayoutError, ModelError
 from dsx.nn.split import WeightGradients
-from dsx.plan.partition import partition
 from dsx.plan.program import Program
 from dsx.runtime.chunks import Chunks, Loss, Recompute, TiedUse, checkpoint_non_reentrant
 from dsx.runtime.groups import Grid, Groups, make_groups, new_group
+from dsx.runtime.layer_list import cut_layers, require_layers, tied_layers, warn_of_copies
 from dsx.runtime.shards import Shards
 from dsx.spec.mesh import Mesh
-from dsx.spec.placement import Placement
 from dsx.spec.stages import StageMap
 
 
@@ -57,7 +56,8 @@ class PipelineModule(nn.Module):
         seed_fn: Seeds the generators; DeepSpeed's own by default.
         base_seed: First seed.
         partition_method: "parameters", "uniform", "type:<regex>", or a list with the number of layers of each
-            virtual stage.
+            virtual stage. "parameters" builds every layer once, one at a time, to count: as in stock
+            DeepSpeed, whose initial weights a seed of torch thus gives here too. The others do not.
         activation_checkpoint_interval: Recompute runs of so many layers; 0 recomputes nothing.
         activation_checkpoint_func: Called as ``func(run, *inputs)``; torch's non-reentrant checkpoint by
             default.
@@ -105,17 +105,24 @@ class PipelineModule(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_specs: tuple[Any, ...] = tuple(layers)
-        _require_layers(self.layer_specs)
+        require_layers(self.layer_specs)
         _require_whole(self.layer_specs, groups.mesh if groups else _mesh(num_stages, topology))
         self.groups = groups or make_groups(_mesh(num_stages, topology))
         chunks = stage_map.num_chunks if stage_map is not None else num_chunks
         if schedule == "auto":
             schedule = "interleaved" if chunks > 1 else "1f1b"
         self.program = Program(name=schedule) if isinstance(schedule, str) else schedule
-        self.stage_map = stage_map or _partition(
-            self.layer_specs, partition_method, self.groups.mesh.pp, num_chunks, self.program.placement
+        self.stage_map = stage_map or cut_layers(
+            self.layer_specs,
+            partition_method,
+            self.groups.mesh.pp,
+            num_chunks,
+            self.program.placement,
+            as_stock_draws=not seed_layers,
         )
         self._require_stages()
+        if self.groups.rank == 0:
+            warn_of_copies(self.layer_specs, self.stage_map)
         self.dynamic_shape = dynamic_shape
         self.release_outputs = release_outputs
         self.shards = Shards.over(self.groups.tensor_parallel) if shard_transfers else None
@@ -192,7 +199,7 @@ class PipelineModule(nn.Module):
         for parameter in self.chunks.parameters():
             parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
         ties = []
-        for key, specs in _tied_layers(self.layer_specs).items():
+        for key, specs in tied_layers(self.layer_specs).items():
             owners = sorted({self.stage_map.rank_of(self.stage_map.stage_of(index)) for index, _ in specs})
             if len(owners) == 1:
                 continue
@@ -217,34 +224,6 @@ class PipelineModule(nn.Module):
             dist.broadcast(parameter.data, ranks[0], group=group)
             parameter.ds_pipe_replicated = self.groups.rank != ranks[0]  # type: ignore[attr-defined]
         return Tie(key, parameters, group)
-
-
-def _require_layers(layers: Sequence[Any]) -> None:
-    """Raise the same ModelError on every rank, whichever builds the layer."""
-    for index, layer in enumerate(layers):
-        if not isinstance(layer, LayerSpec) and not callable(layer):
-            raise ModelError(
-                f"layer {index} ({type(layer).__name__})",
-                "it is neither a LayerSpec, a module nor a function",
-                "give each layer as a LayerSpec, a torch.nn.Module or a callable",
-            )
-
-
-def _tied_layers(layers: Sequence[Any]) -> dict[str, list[tuple[int, Any]]]:
-    """Tie key -> (index, spec) of its uses. Raises ModelError when the uses name different weights."""
-    tied: dict[str, list[tuple[int, Any]]] = {}
-    for index, spec in enumerate(layers):
-        if isinstance(spec, TiedLayerSpec):
-            tied.setdefault(spec.key, []).append((index, spec))
-    for key, uses in tied.items():
-        names = {tuple(spec.tied_weight_attr) for _, spec in uses}
-        if len(names) > 1:
-            raise ModelError(
-                f"tied layers {key!r}",
-                f"their tied_weight_attr differ: {sorted(names)}",
-                "name the same weights in every TiedLayerSpec of a key",
-            )
-    return tied
 
 
 def _require_whole(layers: Sequence[Any], mesh: Mesh) -> None:
@@ -286,42 +265,3 @@ def _mesh(num_stages: int | None, topology: Any) -> Mesh:
             f"use a divisor of {world_size}",
         )
     return Mesh.of(pp=num_stages, dp=world_size // num_stages)
-
-
-def _partition(
-    layers: Sequence[Any],
-    method: str | Sequence[int],
-    num_ranks: int,
-    num_chunks: int,
-    placement: Placement,
-) -> StageMap:
-    needs_counts = method == "parameters"
-    stages = partition(
-        method,
-        num_ranks * num_chunks,
-        num_ranks,
-        parameters=[_count_parameters(layer) if needs_counts else 0 for layer in layers],
-        costs=None,
-        names=[_layer_name(layer) for layer in layers],
-    )
-    return replace(stages, placement=placement)
-
-
-def _layer_name(layer: Any) -> str:
-    """Class name of a spec or module, name of a function."""
-    if isinstance(layer, LayerSpec):
-        return str(layer.typename.__name__)
-    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", "")
-
-
-def _count_parameters(layer: Any) -> int:
-    """Trainable elements of a layer, counted on the meta device so that nothing is allocated."""
-    if isinstance(layer, LayerSpec):
-        try:
-            with torch.device("meta"):
-                layer = layer.build()
-        except Exception:  # noqa: BLE001 - a user's constructor may need values, which meta tensors lack
-            layer = layer.build()
-    if isinstance(layer, nn.Module):
-        return sum(p.numel() for p in layer.parameters() if p.requires_grad)
-    return 0
