@@ -53,3 +53,7 @@ class RunError(DsxError):
 
 class VersionError(DsxError):
     """An installed package whose internals dsx has not been checked against."""
+
+
+class UnavailableError(ModelError, AttributeError):
+    """A name of stock DeepSpeed for which dsx has something else; to ``hasattr`` it is not there."""

@@ -3,42 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from dsx.errors import ModelError
+from dsx.runtime.recompute import Recompute
 
 Loss = Callable[[Any, Any], torch.Tensor]
-
-
-def checkpoint_non_reentrant(function: Callable[..., Any], *inputs: Any) -> Any:
-    """Recompute ``function`` in backward (torch.utils.checkpoint, non-reentrant, RNG preserved)."""
-    return checkpoint(function, *inputs, use_reentrant=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recompute:
-    """Which runs of layers are recomputed in backward.
-
-    Attributes:
-        interval: Layers per recomputed run; 0 turns recomputation off.
-        layer_names: Class names that may be recomputed; None means every run that has parameters.
-        function: Called as ``function(run, *inputs)``.
-    """
-
-    interval: int = 0
-    layer_names: tuple[str, ...] | None = None
-    function: Callable[..., Any] = checkpoint_non_reentrant
-
-    def applies(self, layers: Sequence[Callable[..., Any]]) -> bool:
-        """Whether this run of layers is recomputed (deepspeed/runtime/pipe/module.py, _is_checkpointable)."""
-        if self.layer_names is not None:
-            return all(type(layer).__name__ in self.layer_names for layer in layers)
-        return any(isinstance(layer, nn.Module) and any(True for _ in layer.parameters()) for layer in layers)
 
 
 class TiedUse(nn.Module):
@@ -71,8 +44,12 @@ class Chunks(nn.Module):
         tied_modules: Tie key -> shared module.
         loss_fn: ``loss_fn(outputs, labels) -> scalar``; None means that the outputs are the loss.
         last_stage: The virtual stage that ends with the loss.
-        recompute: Which runs of layers are recomputed.
+        recompute: Which runs of layers are recomputed; may be replaced between steps.
         reseed: Called with (global layer index, forwards of its stage so far) before each layer, or None.
+
+    Attributes:
+        loss_noted: Called after each training loss, with no arguments; None calls nothing.
+        running: Global index of the layer that runs, or ran last; None before the first.
     """
 
     def __init__(
@@ -90,7 +67,9 @@ class Chunks(nn.Module):
         self.loss_fn = loss_fn
         self._stages = {stage: tuple(layers) for stage, layers in stages.items()}
         self._last_stage = last_stage
-        self._recompute = recompute
+        self.recompute = recompute
+        self.loss_noted: Callable[[], None] | None = None
+        self.running: int | None = None
         self._reseed = reseed
         self._forwards = dict.fromkeys(self._stages, 0)
         tied = set(map(id, tied_modules.values()))
@@ -111,6 +90,37 @@ class Chunks(nn.Module):
             for stage, layers in self._stages.items()
         }
 
+    @property
+    def layers(self) -> dict[int, Callable[..., Any]]:
+        """This rank's layers by global index, in order."""
+        return {index: layer for stage in sorted(self._stages) for index, layer in self._stages[stage]}
+
+    @property
+    def forwards(self) -> int:
+        """Micro-batches that this rank has computed so far, of its busiest virtual stage."""
+        return max(self._forwards.values(), default=0)
+
+    def recomputed(self) -> list[bool]:
+        """For each run of layers, in order, whether it is recomputed; nothing without recomputation."""
+        step = self.recompute.interval
+        return [
+            self.recompute.applies([layer for _, layer in layers[start : start + step]])
+            for _, layers in sorted(self._stages.items())
+            for start in range(0, len(layers) if step else 0, step or 1)
+        ]
+
+    def compile_layers(self, *args: Any, **keys: Any) -> None:
+        """``torch.compile`` every layer: modules in place, and functions by what stands in their place."""
+        for stage, layers in self._stages.items():
+            compiled = []
+            for index, layer in layers:
+                if isinstance(layer, nn.Module):
+                    layer.compile(*args, **keys)
+                compiled.append(
+                    (index, layer if isinstance(layer, nn.Module) else torch.compile(layer, *args, **keys))
+                )
+            self._stages[stage] = tuple(compiled)
+
     def forward(
         self, inputs: Any, stage: int, labels: tuple[Any, ...] = (), *, with_outputs: bool = False
     ) -> Any:
@@ -123,28 +133,31 @@ class Chunks(nn.Module):
             with_outputs: Return ``(loss, outputs)`` where the loss is computed.
         """
         self._forwards[stage] += 1
-        layers, step = self._stages[stage], self._recompute.interval
+        layers, step = self._stages[stage], self.recompute.interval
         value = inputs
         for start in range(0, len(layers), step or len(layers)):
             run = layers[start : start + (step or len(layers))]
             function = self._runner(run, self._forwards[stage])
-            if step and self._recompute.applies([layer for _, layer in run]):
+            if step and self.recompute.applies([layer for _, layer in run]):
                 args = value if isinstance(value, tuple) else (value,)
-                if self._recompute.function is not checkpoint_non_reentrant:
+                if self.recompute.may_be_reentrant:
                     args = _with_gradient(args)
-                value = self._recompute.function(function, *args)
+                value = self.recompute.function(function, *args)
                 _require_gradient(run, value)
             else:
                 value = function(value)
         if not labels or stage != self._last_stage:
             return value
         loss = value if self.loss_fn is None else self.loss_fn(value, *labels)
+        if self.loss_noted is not None and torch.is_grad_enabled():
+            self.loss_noted()
         return (loss, value) if with_outputs else loss
 
     def _runner(self, run: Sequence[tuple[int, Callable[..., Any]]], forwards: int) -> Callable[..., Any]:
         def call(*inputs: Any) -> Any:
             value: Any = inputs[0] if len(inputs) == 1 else inputs
             for index, layer in run:
+                self.running = index
                 if self._reseed is not None:
                     self._reseed(index, forwards)
                 value = layer(value)
@@ -180,5 +193,5 @@ def _require_gradient(run: Sequence[tuple[int, Callable[..., Any]]], outputs: An
             f"recomputed layers {run[0][0]} to {run[-1][0]}",
             "their outputs have no gradient though their parameters do: a reentrant checkpoint function "
             "needs a floating-point input",
-            "leave activation_checkpoint_func at dsx.PipelineModule's default, which is not reentrant",
+            "leave activation_checkpoint_func and pipeline.use_reentrant out: dsx's default is not reentrant",
         )

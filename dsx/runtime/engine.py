@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.utils import RepeatingLoader
-from torch import nn
 
 from dsx.config.run import RunConfig
 from dsx.config.schema import ZeroConfig
@@ -25,6 +24,7 @@ from dsx.runtime.programs import Programs
 from dsx.runtime.saver import Saver
 from dsx.runtime.signatures import Signatures
 from dsx.runtime.steering import Steering
+from dsx.runtime.stock_engine import EngineNames
 from dsx.runtime.trace import Tracer
 from dsx.runtime.whereabouts import Whereabouts
 from dsx.runtime.zero_adapters import adapt, calls, count_samples
@@ -43,6 +43,9 @@ class PipelineEngine:
         whereabouts: Where this rank is, for whoever watches it.
         steering: What others have to say about training steps.
         data_wait: How long ``train_batch`` has waited for its iterator.
+        names: Stock PipelineEngine's further names, looked up there.
+        run_config: The resolved dsx config, if it was built from one; ``config`` is DeepSpeed's.
+        at_boundary: Whether the last backward of a step, or the optimizer's step, is under way.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class PipelineEngine:
         zero: ZeroConfig,
     ) -> None:
         self.pipeline = model
-        self.config = config
+        self.run_config = config
         self.deepspeed_engine = engine
         self.groups = model.groups
         self.grid = Grid(model.groups)
@@ -69,6 +72,7 @@ class PipelineEngine:
         )
         self._calls = calls(engine, reduced_here=self._adapter.reduced_here)
         self._boundary: bool | None = None
+        self.at_boundary = False
         self._managed = bool(engine.managed_gradient_accumulation())
         self._signatures = Signatures(
             dynamic=model.dynamic_shape,
@@ -77,24 +81,26 @@ class PipelineEngine:
         )
         self.programs = Programs(model.program, model.stage_map, model.groups.pp_rank)
         self._tracer = Tracer(model.groups, model.device)
-        self._batch_fn: Callable[[Any], Batch] | None = None
-        self._iterator: Iterator[Any] | None = None
+        self.batch_function: Callable[[Any], Batch] | None = None
+        self.data_source: Iterator[Any] | None = None
+        self.training_dataloader: Iterable[Any] | None = None
         self.data_wait = DataWait()
         self._saver = Saver(self)
         self.whereabouts = Whereabouts(model.device)
         self.steering = Steering(torch.zeros(2, device=model.device))
+        self.names = EngineNames(self, PipelineModule.get_additional_losses)
         open_channels(model.groups, model.stage_map, model.device)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the DeepSpeedEngine's."""
-        if name == "deepspeed_engine":
+        """Everything else is one of stock PipelineEngine's names, or the DeepSpeedEngine's."""
+        if name in ("deepspeed_engine", "names"):
             raise AttributeError(name)
-        return getattr(self.deepspeed_engine, name)
+        return getattr(self.names if self.names.has(name) else self.deepspeed_engine, name)
 
     @property
-    def module(self) -> nn.Module:
-        """This rank's layers."""
-        return self.pipeline.chunks
+    def module(self) -> PipelineModule:
+        """The PipelineModule: this rank's layers."""
+        return self.pipeline
 
     @property
     def num_stages(self) -> int:
@@ -143,21 +149,25 @@ class PipelineEngine:
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         engine, count = self.deepspeed_engine, self.micro_batches
-        engine.module.train()
+        self.pipeline.train()
+        self.names.begin_step()
         mode = Mode(training=True, release_outputs=self.pipeline.release_outputs)
         here = self.whereabouts
         with here.timed_step(int(self.global_steps) + 1), self._tracer.step(self) as around:
-            run = self._step_run(self._iterator, count, mode, around)
+            run = self._step_run(self.data_source, count, mode, around)
             run.run()
             here.enter("optimizer step")
             # Under way during the optimizer's step, whose collectives the ranks wait for anyway.
             sums, reduced = self._sum_losses(run.losses, count)
             self._adapter.before_step(self.steering.refuser(sums, reduced))
             count_samples(engine, count)
+            self.at_boundary = True
             engine.step()
+            self.at_boundary = False
             reduced.wait()
         here.enter("after the step")
         self.steering.sums.copy_(sums)
+        self.names.end_step(sums[0], count)
         self._write("train_loss", sums[0])
         return sums[0]
 
@@ -188,7 +198,7 @@ class PipelineEngine:
         """
         if reduce_output not in ("avg", None):
             raise ModelError(f"reduce_output = {reduce_output!r}", "not a reduction", 'use "avg" or None')
-        module, count = self.deepspeed_engine.module, num_micro_batches or self.micro_batches
+        module, count = self.pipeline, num_micro_batches or self.micro_batches
         mode = Mode(training=False, compute_loss=compute_loss, keep_outputs=return_logits or not compute_loss)
         was_training = module.training
         module.eval()
@@ -224,15 +234,17 @@ class PipelineEngine:
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Micro-batches for the next :meth:`train_batch` calls."""
-        self._iterator = None if iterator is None else self._convert(self.data_wait.around(iter(iterator)))
+        self.training_dataloader = None
+        self.data_source = None if iterator is None else self._convert(self.data_wait.around(iter(iterator)))
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
         """A loader to draw micro-batches from, again and again."""
         self.set_dataiterator(None if loader is None else iter(RepeatingLoader(loader)))
+        self.training_dataloader = loader
 
     def set_batch_fn(self, function: Callable[[Any], Batch]) -> None:
         """``function(batch) -> (inputs, labels)`` is applied to every micro-batch."""
-        self._batch_fn = function
+        self.batch_function = function
 
     def reset_activation_shape(self) -> None:
         """Call on every rank before shapes at stage boundaries change, e.g. a longer sequence."""
@@ -314,7 +326,7 @@ class PipelineEngine:
         return map(self._convert_one, iterator)
 
     def _convert_one(self, batch: Any) -> Any:
-        return batch if self._batch_fn is None else self._batch_fn(batch)
+        return batch if self.batch_function is None else self.batch_function(batch)
 
     def _step_run(self, source: Iterator[Any] | None, count: int, mode: Mode, around: Any = None) -> StepRun:
         schedule, receives = self.programs.step(count, training=mode.training)
@@ -348,6 +360,7 @@ class PipelineEngine:
         if self._managed and boundary is not self._boundary:
             self.deepspeed_engine.set_gradient_accumulation_boundary(boundary)
             self._boundary = boundary
+        self.at_boundary = boundary
         self._calls.backward(outputs, gradients, is_loss=is_loss)
 
     def _backward_weights(self, loss: torch.Tensor | None, stage: int, boundary: bool) -> None:

@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from deepspeed.runtime.pipe.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 
 from dsx.errors import LayoutError
 from dsx.nn.parallel import TensorParallel
@@ -118,11 +123,20 @@ class Grid:
 
     DeepSpeed calls pipe x tensor "model parallel" (deepspeed/runtime/pipe/topology.py,
     PipelineParallelGrid): the gradient norm is summed and checkpoints are numbered over that.
+
+    Args:
+        groups: This rank's.
+        topology: The DeepSpeed ProcessTopology that the mesh was made from, if any.
     """
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, topology: ProcessTopology | None = None) -> None:
         self._groups = groups
         self._mesh = groups.mesh
+        self._topo = topology or _topology(groups.mesh)
+
+    def topology(self) -> ProcessTopology:
+        """The DeepSpeed ProcessTopology of all ranks."""
+        return self._topo
 
     def get_data_parallel_group(self) -> ProcessGroup:
         """Group over which ZeRO partitions."""
@@ -200,6 +214,44 @@ class Grid:
         """Rank over all processes."""
         return self._groups.rank
 
-    def stage_to_global(self, stage_id: int) -> int:
-        """Global rank of pipeline coordinate ``stage_id`` with this rank's other coordinates."""
-        return self._groups.pipe_peer(stage_id)
+    def stage_to_global(self, stage_id: int, *, data: int | None = None, model: int | None = None) -> int:
+        """Global rank of pipeline coordinate ``stage_id``; other coordinates default to its own."""
+        dp = self._groups.dp_rank if data is None else data
+        tp = self._groups.tp_rank if model is None else model
+        return self._mesh.rank(pp=stage_id, dp=dp, tp=tp)
+
+    # PipelineParallelGrid's attributes.
+    stage_id = property(get_stage_id)
+    data_parallel_id = property(get_data_parallel_id)
+    global_rank = property(get_global_rank)
+    world_size = property(lambda self: self._mesh.size)
+    pipe_parallel_size = property(get_pipe_parallel_world_size)
+    data_parallel_size = property(get_data_parallel_world_size)
+    model_parallel_size = property(get_tensor_model_parallel_world_size)
+    slice_parallel_size = property(get_tensor_model_parallel_world_size)
+    is_first_stage = property(lambda self: self._groups.pp_rank == 0)
+    is_last_stage = property(lambda self: self._groups.pp_rank == self._mesh.pp - 1)
+    dp_group = property(get_data_parallel_group_ranks)
+    dp_groups = property(lambda self: [list(ranks) for ranks in self._mesh.groups("dp")])
+    dp_proc_group = property(get_data_parallel_group)
+    pp_group = property(lambda self: list(self._mesh.group_of(self._groups.rank, "pp")))
+    pipe_groups = property(lambda self: [list(ranks) for ranks in self._mesh.groups("pp")])
+    pp_proc_group = property(get_pipe_parallel_group)
+    slice_group = property(lambda self: list(self._mesh.group_of(self._groups.rank, "tp")))
+    slice_proc_group = property(get_tensor_model_parallel_group)
+    p2p_groups = property(lambda self: [self._with_next(rank) for rank in range(self._mesh.size)])
+    model_groups = property(lambda self: [list(ranks) for ranks in self._mesh.groups("tp")])
+    ds_model_proc_group = property(get_model_parallel_group)
+    ds_model_world_size = property(get_model_parallel_world_size)
+    ds_model_rank = property(get_model_parallel_rank)
+
+    def _with_next(self, rank: int) -> list[int]:
+        """A rank and the one that follows it in its pipeline, around the end."""
+        ranks = self._mesh.group_of(rank, "pp")
+        return [rank, ranks[(ranks.index(rank) + 1) % len(ranks)]]
+
+
+def _topology(mesh: Mesh) -> ProcessTopology:
+    if mesh.tp > 1:
+        return PipeModelDataParallelTopology(num_pp=mesh.pp, num_mp=mesh.tp, num_dp=mesh.dp)
+    return PipeDataParallelTopology(num_pp=mesh.pp, num_dp=mesh.dp)

@@ -9,6 +9,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime import lr_schedules
 from torch.utils.data import DistributedSampler
 
@@ -18,21 +19,27 @@ from dsx.errors import ModelError
 from dsx.runtime.engine import PipelineEngine
 from dsx.runtime.groups import Grid, Groups
 from dsx.runtime.parameter_groups import prepare
+from dsx.runtime.pipeline_block import apply_block
 from dsx.runtime.pipeline_module import PipelineModule
 from dsx.runtime.settings import Config, settings_of
 from dsx.runtime.zero_adapters import require_supported, scope_consistency_checks
 
 
-def initialize(
+def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     args: Any = None,
     model: PipelineModule | None = None,
     optimizer: Any = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
-    *,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
     collate_fn: Callable[..., Any] | None = None,
     config: Config | None = None,
+    mesh_param: Any = None,
+    config_params: Config | None = None,
+    *,
     zero: ZeroConfig | None = None,
 ) -> tuple[PipelineEngine, Any, Any, Any]:
     """``deepspeed.initialize`` for a :class:`~dsx.PipelineModule`. A collective call over all ranks.
@@ -45,9 +52,15 @@ def initialize(
         model_parameters: Parameters or parameter groups to optimize; all by default.
         training_data: A torch Dataset, in order, split over data-parallel ranks.
         lr_scheduler: A scheduler or a callable that makes one from an optimizer; the config's by default.
+        distributed_port: Taken for stock DeepSpeed's sake: the ranks are there already, as a PipelineModule
+            needs them.
+        mpu: Refused, as by stock pipelines: the groups are the PipelineModule's.
+        dist_init_required: Taken for stock DeepSpeed's sake, like ``distributed_port``.
         collate_fn: For ``training_data``.
         config: A resolved dsx config (:func:`dsx.load_config`), or an ordinary DeepSpeed config as a dict or
             path.
+        mesh_param: Refused, like ``mpu``.
+        config_params: Stock DeepSpeed's old name of ``config``.
         zero: When ZeRO communicates; the config's ``dsx.zero`` by default.
 
     Returns:
@@ -57,9 +70,17 @@ def initialize(
         VersionError: A DeepSpeed that dsx has not been checked against.
         ConfigError: A setting that cannot work with a pipeline.
         LayoutError: A rank has nothing to train.
-        ModelError: ``model`` is no dsx.PipelineModule.
+        ModelError: ``model`` is no dsx.PipelineModule, or has groups of its own and is given others.
     """
+    del distributed_port, dist_init_required
     require_supported()
+    if mpu is not None or mesh_param is not None:
+        raise ModelError(
+            "dsx.initialize(mpu=)" if mesh_param is None else "dsx.initialize(mesh_param=)",
+            "a PipelineModule has its groups already",
+            "leave it out; give the degrees to PipelineModule (num_stages, topology or groups)",
+        )
+    config = config_params if config is None else config
     if not isinstance(model, PipelineModule):
         raise ModelError(
             f"model of type {type(model).__name__}", "not a dsx.PipelineModule", "build one from the layers"
@@ -71,6 +92,7 @@ def initialize(
             stacklevel=2,
         )
     settings = settings_of(config, args, model.groups.mesh)
+    apply_block(settings.deepspeed.get("pipeline", {}), model, settings.zero_stage)
     lr_scheduler = lr_scheduler or _torch_schedule(settings.deepspeed.get("scheduler"))
     parameters = prepare(
         model,

@@ -17,10 +17,13 @@ from torch import nn
 from dsx.errors import LayoutError, ModelError
 from dsx.nn.split import WeightGradients
 from dsx.plan.program import Program
-from dsx.runtime.chunks import Chunks, Loss, Recompute, TiedUse, checkpoint_non_reentrant
+from dsx.runtime import stock_module
+from dsx.runtime.chunks import Chunks, Loss, TiedUse
 from dsx.runtime.groups import Grid, Groups, make_groups, new_group
 from dsx.runtime.layer_list import cut_layers, require_layers, tied_layers, warn_of_copies
+from dsx.runtime.recompute import Recompute, checkpoint_non_reentrant
 from dsx.runtime.shards import Shards
+from dsx.runtime.stock_module import NOT_HERE, OfRecompute, check_recompute, facts, unavailable
 from dsx.spec.mesh import Mesh
 from dsx.spec.stages import StageMap
 
@@ -80,6 +83,14 @@ class PipelineModule(nn.Module):
         ModelError: A tied weight differs between its uses, or nothing matches ``type:``.
     """
 
+    chunks: Chunks
+    num_stages: int
+    stage_id: int
+    global_rank: int
+    world_size: int
+    local_rank: int
+    parts: list[int]
+
     def __init__(
         self,
         layers: Iterable[Any],
@@ -108,9 +119,9 @@ class PipelineModule(nn.Module):
         require_layers(self.layer_specs)
         _require_whole(self.layer_specs, groups.mesh if groups else _mesh(num_stages, topology))
         self.groups = groups or make_groups(_mesh(num_stages, topology))
-        chunks = stage_map.num_chunks if stage_map is not None else num_chunks
         if schedule == "auto":
-            schedule = "interleaved" if chunks > 1 else "1f1b"
+            several = (num_chunks if stage_map is None else stage_map.num_chunks) > 1
+            schedule = "interleaved" if several else "1f1b"
         self.program = Program(name=schedule) if isinstance(schedule, str) else schedule
         self.stage_map = stage_map or cut_layers(
             self.layer_specs,
@@ -120,6 +131,7 @@ class PipelineModule(nn.Module):
             self.program.placement,
             as_stock_draws=not seed_layers,
         )
+        self.partition_method = partition_method if stage_map is None else "stage_map"
         self._require_stages()
         if self.groups.rank == 0:
             warn_of_copies(self.layer_specs, self.stage_map)
@@ -128,34 +140,97 @@ class PipelineModule(nn.Module):
         self.shards = Shards.over(self.groups.tensor_parallel) if shard_transfers else None
         self.split = split
         self.device = torch.device(get_accelerator().current_device_name())
-        self._seed = (seed_fn or set_random_seed, base_seed) if seed_layers else None
+        self.seed_layers, self.base_seed, self.seed_fn = seed_layers, base_seed, seed_fn
+        self.weights_changed: Callable[[], None] | None = None
         tied_modules: dict[str, nn.Module] = {}
         stages = {
             stage: [(index, self._build(index, tied_modules)) for index in self.stage_map.layers(stage)]
             for stage in self.stage_map.stages_of(self.groups.pp_rank)
         }
-        self.chunks = Chunks(
+        chunks = Chunks(
             stages=stages,
             tied_modules=tied_modules,
             loss_fn=loss_fn,
             last_stage=self.stage_map.num_stages - 1,
             recompute=Recompute(
-                interval=activation_checkpoint_interval,
-                layer_names=None if checkpointable_layers is None else tuple(checkpointable_layers),
-                function=activation_checkpoint_func,
+                interval=check_recompute("interval", activation_checkpoint_interval),
+                layer_names=check_recompute("layer_names", checkpointable_layers),
+                function=check_recompute("function", activation_checkpoint_func),
+                model_name=type(self).__name__,
             ),
-            reseed=self._reseed if seed_layers else None,
+            reseed=self._reseed,
         )
-        self.chunks.to(self.device)
+        self._adopt(chunks)
+        self.to(self.device)
         self.ties = self._tie()
+        self._grid = Grid(self.groups, topology)
+        self._topo = self._grid.topology()
+        vars(self).update(facts(self.groups, self.stage_map.bounds, self.layer_specs))
 
-    def forward(self, *_args: Any, **_kwargs: Any) -> None:
-        """Not callable by itself: a rank holds a part of the model. Raises ModelError."""
-        raise ModelError("PipelineModule(...)", "a rank holds only some of the layers", "use dsx.initialize")
+    # Names of stock DeepSpeed's class that nothing else of dsx needs.
+    activation_checkpoint_interval = OfRecompute("interval")
+    activation_checkpoint_func = OfRecompute("function")
+    checkpointable_layers = OfRecompute("layer_names")
+    forward_funcs = property(stock_module.forward_funcs)
+    fwd_map = property(stock_module.fwd_map)
+    is_checkpointable_results = property(lambda self: self.chunks.recomputed())
+    micro_offset = property(lambda self: self.chunks.forwards)
+    curr_layer = property(lambda self: self.chunks.running)
+    tied_comms = property(stock_module.tied_comms)
+    tied_weight_attrs = property(stock_module.tied_weight_attrs)
+    topology = stock_module.topology
+    num_pipeline_stages = stock_module.num_pipeline_stages
+    partitions = stock_module.partitions
+    stage_owner = stock_module.stage_owner
+    set_checkpoint_interval = stock_module.set_checkpoint_interval
+    get_tied_weights_and_groups = stock_module.get_tied_weights_and_groups
+    allreduce_tied_weight_gradients = stock_module.allreduce_tied_weight_gradients
+    get_additional_losses = stock_module.get_additional_losses
+    save_state_dict = stock_module.save_state_dict
+    load_state_dir = stock_module.load_state_dir
+    ckpt_prefix = stock_module.ckpt_prefix
+    ckpt_layer_path = stock_module.ckpt_layer_path
+    ckpt_layer_path_list = stock_module.ckpt_layer_path_list
+    forward = stock_module.run_layers
+
+    def __getattr__(self, name: str) -> Any:
+        if name in NOT_HERE:
+            raise unavailable("PipelineModule", name, NOT_HERE[name])
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "loss_fn" and "chunks" in vars(self):
+            self.chunks.loss_fn = value
+
+    def train(self, mode: bool = True) -> PipelineModule:
+        """As of any module."""
+        super().train(mode)
+        if "chunks" in vars(self):
+            self.chunks.training = mode
+        return self
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """``torch.compile`` this rank's layers, each by itself."""
+        self.chunks.compile_layers(*args, **kwargs)
+
+    def _adopt(self, chunks: Chunks) -> None:
+        """Take the layers as children of this module's own: under the names that stock DeepSpeed gives them.
+
+        ``chunks``, which DeepSpeed's engine wraps, has the same children and is none itself.
+        """
+        vars(self)["chunks"] = chunks
+        self.loss_fn = chunks.loss_fn
+        for name, child in chunks.named_children():
+            if name != "loss_fn":
+                self.add_module(name, child)
+
+    def _precompute_checkpointable_values(self) -> None:
+        """For code that calls stock DeepSpeed's: dsx asks at each forward which layers are recomputed."""
 
     def mpu(self) -> Grid:
         """The process groups under the names that DeepSpeed and Megatron code asks for."""
-        return Grid(self.groups)
+        return self._grid
 
     def _require_stages(self) -> None:
         if self.stage_map.num_ranks != self.groups.mesh.pp or self.stage_map.num_layers != len(
@@ -169,16 +244,14 @@ class PipelineModule(nn.Module):
 
     def _reseed(self, index: int, forwards: int) -> None:
         """Seed before a layer's forward (deepspeed/runtime/pipe/module.py, exec_range_func)."""
-        assert self._seed is not None
-        seed_fn, base = self._seed
-        seed_fn(base * (forwards + 1) + index)
+        if self.seed_layers:
+            (self.seed_fn or set_random_seed)(self.base_seed * (forwards + 1) + index)
 
     def _build(self, index: int, tied_modules: dict[str, nn.Module]) -> Callable[..., Any]:
         """Layer ``index`` as something to call; tied modules are built once per rank."""
         spec = self.layer_specs[index]
-        if self._seed is not None:
-            seed_fn, base = self._seed
-            seed_fn(base + index)
+        if self.seed_layers:
+            (self.seed_fn or set_random_seed)(self.base_seed + index)
         if isinstance(spec, TiedLayerSpec):
             if spec.key not in tied_modules:
                 tied_modules[spec.key] = spec.build()

@@ -31,7 +31,7 @@ def run_facts(engine: PipelineEngine, client_state: Mapping[str, Any]) -> dict[s
     Raises:
         CheckpointError: The scheduler's or the client's state is no plain data.
     """
-    stages, config = engine.pipeline.stage_map, engine.config
+    stages, config = engine.pipeline.stage_map, engine.run_config
     scheduler = engine.lr_scheduler
     world = range(engine.groups.mesh.size)
     return {

@@ -106,13 +106,6 @@ def _refuse(config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"gradient_clipping = {clipping!r}", "not a norm", "use a positive number, or 0 for none"
         )
-    interval = config.get("pipeline", {}).get("activation_checkpoint_interval", 0)
-    if interval:
-        raise ConfigError(
-            f"pipeline.activation_checkpoint_interval = {interval}",
-            "the layers are built before this config is read",
-            f"pass activation_checkpoint_interval={interval} to dsx.PipelineModule",
-        )
 
 
 def _refuse_zero(zero: Mapping[str, Any], mesh: Mesh) -> None:

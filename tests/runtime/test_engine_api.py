@@ -222,9 +222,7 @@ def _attributes(rank: int, world_size: int, path: str) -> dict[str, Any]:
     return {
         "steps": (made.global_steps, made.global_samples, made.skipped_steps),
         "rates": rates,
-        "same": made.optimizer is optimizer
-        and made.lr_scheduler is scheduler
-        and made.module is module.chunks,
+        "same": made.optimizer is optimizer and made.lr_scheduler is scheduler and made.module is module,
         "sizes": (made.train_batch_size(), made.train_micro_batch_size_per_gpu(), made.micro_batches),
         "place": (made.num_stages, made.stage_id, made.is_first_stage(), made.is_last_stage()),
         "stage": (made.zero_optimization_stage(), made.wall_clock_breakdown()),

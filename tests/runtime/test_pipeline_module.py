@@ -185,8 +185,10 @@ def _refused(rank: int, world_size: int) -> list[str]:
         dsx.PipelineModule(plain, num_stages=2, loss_fn=toy.loss_fn)
     texts.append(str(caught.value))
     whole = dsx.PipelineModule(plain, topology=ProcessTopology(axes=["pipe", "data"], dims=[2, 1]))
+    assert whole(torch.zeros(1, toy.WIDTH)).shape == (1, toy.WIDTH)  # this rank's layers, as in stock
+    twice = dsx.PipelineModule(plain, num_stages=2, num_chunks=2)
     with pytest.raises(ModelError, match=r"dsx\.initialize"):
-        whole(torch.zeros(1))
+        twice(torch.zeros(1, toy.WIDTH))
     return texts
 
 

@@ -68,10 +68,6 @@ def test_args_give_the_config() -> None:
         ({"gradient_clipping": "auto"}, ["gradient_clipping = 'auto'"]),
         ({"gradient_clipping": -1}, ["gradient_clipping = -1"]),
         (
-            {"pipeline": {"activation_checkpoint_interval": 1}},
-            ["pipeline.activation_checkpoint_interval = 1", "dsx.PipelineModule"],
-        ),
-        (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
             ["offload_optimizer.device", '"cpu"'],
         ),

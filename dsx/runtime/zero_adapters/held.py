@@ -131,6 +131,16 @@ def refresh_weights(engine: Any) -> None:
                     low.copy_(high)
 
 
+def adopt_weights(engine: Any) -> None:
+    """Make the masters what the model's weights are, which somebody has changed. Not at ZeRO-3."""
+    with torch.no_grad():
+        for part in held(engine):
+            flat = part.master.view(-1)
+            for span in part.spans:
+                weights = span.parameter.detach().view(-1)[span.start : span.stop]
+                flat[span.offset : span.offset + weights.numel()].copy_(weights)
+
+
 def _refresh_partitions(wrapper: Any) -> None:
     for low, high in zip(
         wrapper.fp16_partitioned_groups_flat, wrapper.fp32_partitioned_groups_flat, strict=True
