@@ -6,7 +6,7 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -183,6 +183,7 @@ def _one(
         from dsx.config.doctor.dsx_block import resolve_run
 
         run, more = resolve_run(report.source.config, world_size, gpu_memory)
+        more += [] if more else _tokenizer(report.source.config["dsx"])
     return check_report.Outcome(path, report, (*report.findings, *more), shown, run, mended)
 
 
@@ -196,6 +197,21 @@ def _overridden(source: Source, overrides: list[str]) -> Source:
     for item in overrides:
         override(config, item)
     return replace(source, config=config)
+
+
+def _tokenizer(block: dict[str, Any]) -> list[Finding]:
+    """The tokenizer of a right ``dsx`` block, if it is the hub's: whether it can be had."""
+    from dsx.config.places import is_hub_name
+
+    name = block["data"].get("tokenizer", "auto")
+    if name in ("auto", "bytes") or Path(name).expanduser().exists() or not is_hub_name(name):
+        return []
+    from dsx.config.doctor.finding import Finding
+    from dsx.runtime.data.hub import tokenizer_problem
+
+    why, fix = tokenizer_problem(name), 'name a folder that holds tokenizer.json, a hub tokenizer, or "bytes"'
+    path = ("dsx", "data", "tokenizer")
+    return [Finding(check="dsx", severity="error", path=path, value=name, why=why, fix=fix)] if why else []
 
 
 def _machine() -> list[Finding]:

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
+# What torch takes for a seed, with room for one of its own per rank.
+Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 Degree = Positive | Literal["auto"]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from dsx.config.block import Block, Positive
+from dsx.config.block import Block, Positive, Seed
 
 OWN = "own"
 """``dsx.data.source`` of a program that brings its own samples (dsx.OwnCorpus)."""
@@ -82,7 +82,7 @@ class DataConfig(TextSource):
     held_out: float = Field(
         default=0.05, ge=0, lt=1, description="Fraction of the documents kept for evaluation."
     )
-    seed: int = Field(default=0, ge=0, description="Seed of the sample order and of the held-out choice.")
+    seed: Seed = Field(default=0, description="Seed of the sample order and of the held-out choice.")
     streaming: bool = Field(
         default=False,
         description="Read and tokenise the text as the run goes instead of preparing it on disk first: for "

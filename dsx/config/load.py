@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import hjson
 from pydantic import ValidationError
 
-from dsx.config.doctor.source import read_text
-from dsx.config.problems import at, explain, raise_all, show
+from dsx.config.doctor.finding import dotted
+from dsx.config.doctor.source import from_text, read_text
+from dsx.config.doctor.unusable import unusable
+from dsx.config.problems import at, explain, raise_all
 from dsx.config.schema import DsxConfig
 from dsx.errors import ConfigError
 
@@ -39,6 +39,8 @@ def load(
         raise ConfigError(f"{name}: dsx", "the config has no dsx block", 'add "dsx": {...}; see `dsx schema`')
     if not isinstance(block, dict):
         raise ConfigError(at("dsx", block), "it must be an object {...}", "see `dsx schema`")
+    for problem in unusable(block, path=("dsx",)):
+        raise ConfigError(problem.key, problem.what, problem.fix)
     try:
         # JSON mode: lists and numbers are judged as JSON has them, not as Python converts them.
         return content, DsxConfig.model_validate_json(json.dumps(block))
@@ -59,27 +61,11 @@ def content_of(source: str | Path | Mapping[str, Any], overrides: Sequence[str] 
 def read(path: Path) -> dict[str, Any]:
     """The object in the JSON or HJSON file at ``path``. Raises ConfigError."""
     where = str(path)
-    text = read_text(path)
-    try:
-        content = hjson.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, where, text))
-    except hjson.HjsonDecodeError as error:
-        place = f"{where}, line {error.lineno}, column {error.colno}"
-        raise ConfigError(place, f"not JSON ({error.msg})", "mend the syntax there") from None
-    if not isinstance(content, dict):
-        raise ConfigError(where, f"it holds {show(content)}, not an object", "write {...}")
-    return content
-
-
-def _unique(pairs: Sequence[tuple[str, Any]], where: str, text: str) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in out:
-            written = re.compile(rf"""\s*["']?{re.escape(key)}["']?\s*:""")
-            lines = [i for i, line in enumerate(text.splitlines(), 1) if written.match(line)]
-            place = f" (lines {', '.join(map(str, lines))})" if len(lines) > 1 else ""
-            raise ConfigError(f"{where}: {key}", f"the key is written twice{place}", "keep one of them")
-        out[key] = value
-    return out
+    source = from_text(read_text(path), where)
+    for key, lines in source.twice():
+        place = f" (lines {', '.join(map(str, lines))})" if len(set(lines)) > 1 else ""
+        raise ConfigError(f"{where}: {dotted(key)}", f"the key is written twice{place}", "keep one of them")
+    return source.config
 
 
 def override(content: dict[str, Any], item: str) -> None:

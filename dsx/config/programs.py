@@ -59,7 +59,11 @@ def choose(dsx: DsxConfig, name: str, *, pp: int, chunks: int, accumulation: int
     try:
         program.build(pp, chunks, accumulation)
     except ScheduleError as error:
-        raise ConfigError(at("dsx.schedule", given), f"{error.where}: {error.what}", error.fix) from None
+        # The builders' word for it.
+        where, what, fix = (
+            text.replace("warmup_per_rank", "warmup") for text in (error.where, error.what, error.fix)
+        )
+        raise ConfigError(at("dsx.schedule", given), f"{where}: {what}", fix) from None
     return program
 
 

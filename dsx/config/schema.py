@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dsx.config.block import Block, Degree, Positive
+from dsx.config.block import Block, Degree, Positive, Seed
 from dsx.config.data import DataConfig
 from dsx.config.faults import FaultsConfig
 from dsx.plan.builders import ScheduleName
@@ -179,7 +179,7 @@ class TrainConfig(Block):
         default=65_536, description="Held-out tokens per evaluation, about (whole batches)."
     )
     save_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: at the end only.")
-    seed: int = Field(default=0, ge=0, description="Seed of fresh weights and of dropout.")
+    seed: Seed = Field(default=0, description="Seed of fresh weights and of dropout.")
     resume: str = Field(
         default="auto",
         min_length=1,

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 
 _MAX_VALUE_CHARACTERS = 80
 _SUM_UP_AFTER = 12
+# Above it, words differ by a slip of the finger.
+_TYPO = 0.9
 
 
 def show(value: object) -> str:
@@ -30,12 +32,28 @@ def suggest(word: str, known: Iterable[str], *, otherwise: str = "remove it") ->
         otherwise: What to say when nothing is near, and there are too many to list.
     """
     known = sorted(known)
+    if part := _part(word, known):
+        return f'write "{part}", if that is meant'
     near = difflib.get_close_matches(word.lower(), [name.lower() for name in known], n=1, cutoff=0.6)
     if near:
         return f'write "{next(name for name in known if name.lower() == near[0])}", if that is meant'
     if len(known) > _SUM_UP_AFTER:
         return otherwise
     return f"use {either(known)}" if known else otherwise
+
+
+def _part(word: str, known: Sequence[str]) -> str:
+    """The one known word that ``word`` begins with or holds as a part, unless another is nearly all of it.
+
+    >>> _part("tensor_paralel", ["pipeline", "sequence_parallel", "tensor"])
+    'tensor'
+    >>> _part("sequence_paralel", ["pipeline", "sequence_parallel", "tensor"])
+    ''
+    """
+    parts = set(word.lower().replace("-", "_").split("_"))
+    found = [name for name in known if name.lower() in parts]
+    is_typo = difflib.get_close_matches(word.lower(), known, n=1, cutoff=_TYPO)
+    return found[0] if len(found) == 1 and not is_typo else ""
 
 
 def plain(word: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -214,6 +215,51 @@ def test_dsx_configs(dsx):
     code, out, _ = dsx("check", config, QUIET, "--gpus", "8", "--set", bucket)
     assert code == 0
     assert "the model has 804,224 parameters" in out
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ('dsx.data.source="/no/such"', 'dsx.data.source = "/no/such" (line'),
+        ('dsx.data.source="no/such/*.txt"', "there is no such file or folder (looked for"),
+        ('dsx.data.source="none.jsonl"', "there is no such file or folder (looked for"),
+        ('dsx.data.sources=[{"source": "~/none/"}]', 'dsx.data.sources[0].source = "~/none/"'),
+        ('dsx.data.tokenizer="/no/such"', "there is no such folder"),
+        ('dsx.data.tokenizer="not a name"', "there is no such folder"),
+        ('dsx.data.tokenizer="no-such-tokenizer"', "the Hugging Face hub cannot be reached"),
+        (f"dsx.data.seed={2**200}", "a whole number from 0 up to, not including, 9.22337e+18"),
+        (f"dsx.train.seed={2**63}", "a whole number from 0 up to, not including, 9.22337e+18"),
+        ("dsx.parallel.tensor_paralel=2", 'Fix: write "tensor", if that is meant'),
+        ("dsx.parallel.sequence_paralel=true", 'Fix: write "sequence_parallel", if that is meant'),
+        ('dsx.schedule={"name": "looped_bfs", "warmup": 3}', "looped_bfs, warmup = 3: it has no such option"),
+    ],
+)
+def test_what_no_run_could_use(dsx, monkeypatch, override, words):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = Path(__file__).parents[2] / "configs" / "3d_interleaved.json"
+    code, out, _ = dsx("check", config, QUIET, "--gpus", "8", "--set", override)
+    assert code == 1
+    assert words in out
+
+
+OURS = """
+    ds.json ds_config.json a/ds_z3_offload.json deepspeed.json deepspeed_zero2.hjson deepspeed/zero3.json
+    configs/ds_configs/stage3.json my_ds_config.json zero2-deepspeed-config.json examples/deepspeed/a.json
+    dsconfig.json ds3.json ds-zero2.json ds_configs/z.hjson llama.deepspeed.json ds_finetune.json
+"""
+OTHERS = """
+    dsp_filters.json dsl.json deepspeedometer.json ads.json cards.json beds_config.json package.json
+    deepspeed/sub/vocab.json ds_config.yaml ids.json dsp/zero3.json feeds/config.json ds/readme.md
+"""
+
+
+def test_the_hook_looks_at_deepspeed_configs():
+    hook = (Path(__file__).parents[2] / ".pre-commit-hooks.yaml").read_text()
+    pattern = re.search(r"files: (.*)", hook)
+    assert pattern
+    assert [path for path in OURS.split() if not re.search(pattern[1], path)] == []
+    assert [path for path in OTHERS.split() if re.search(pattern[1], path)] == []
 
 
 def test_locks_of_dead_builds(dsx, tmp_path, monkeypatch):

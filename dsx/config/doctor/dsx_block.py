@@ -28,12 +28,14 @@ def resolve_run(
         gpu_memory_gib: Memory of a GPU that each rank must fit into; None to leave that open.
     """
     from dsx.config.load import load
-    from dsx.config.problems import SeveralProblemsError
+    from dsx.config.places import missing
+    from dsx.config.problems import SeveralProblemsError, raise_all
     from dsx.config.resolve import resolve
 
     try:
+        _, block = load(config)
+        raise_all("dsx.data", list(missing(block.data)))
         if world_size is None:
-            load(config)
             return None, []
         run = resolve(config, world_size=world_size)
     except DsxError as error:

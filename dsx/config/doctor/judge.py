@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from dsx.config.doctor.key import Key, Kind
+from dsx.config.doctor.unusable import is_finite
 from dsx.config.wording import either
 
 # What pydantic takes for a boolean in its default mode (docs.pydantic.dev, "Booleans").
@@ -77,7 +77,7 @@ def unquoted(value: Any, key: Key) -> Any | None:
     elif _NUMBER.fullmatch(word.replace("_", "")):
         word = word.replace("_", "")
         number = float(word)
-        found = int(number) if math.isfinite(number) and number == int(number) and "." not in word else number
+        found = int(number) if is_finite(number) and number == int(number) and "." not in word else number
     return found if found is not None and any(_is(found, kind) for kind in key.kinds) else None
 
 
@@ -104,9 +104,7 @@ def _from_string(word: str, key: Key) -> Any | None:
             return number
         # Whole numbers are not read from exponents.
         return (
-            int(number)
-            if math.isfinite(number) and number == int(number) and "e" not in word.lower()
-            else None
+            int(number) if is_finite(number) and number == int(number) and "e" not in word.lower() else None
         )
     return None
 
@@ -151,7 +149,7 @@ def _is(value: Any, kind: Kind) -> bool:
     if kind in ("int", "float"):
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
-        return kind == "float" or (math.isfinite(value) and value == int(value))
+        return kind == "float" or (is_finite(value) and value == int(value))
     types: dict[str, type] = {"bool": bool, "string": str, "object": dict, "list": list, "null": type(None)}
     return isinstance(value, types[kind])
 
@@ -166,7 +164,7 @@ def _limits(value: Any, key: Key) -> Literal["", "out-of-range", "not-a-choice"]
         return "" if key.any_case and isinstance(value, str) and value.lower() in lower else "not-a-choice"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
-    if not math.isfinite(value):
+    if not is_finite(value):
         return "out-of-range"
     below = key.low is not None and (value < key.low or (key.low_open and value == key.low))
     return "out-of-range" if below or (key.high is not None and value > key.high) else ""

@@ -7,10 +7,13 @@ It reads what the ``hjson`` package reads, with which DeepSpeed loads its config
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
+
+from dsx.config.doctor.unusable import BEYOND, is_finite
 
 # What HJSON has beyond JSON.
 Relaxed = Literal[
@@ -18,11 +21,14 @@ Relaxed = Literal[
     "trailing comma", "no outer braces",
 ]  # fmt: skip
 
-_SPACE = " \t\n\r"
+_BLANK = re.compile(r"[ \t\n\r]*")
+_LINE_END = re.compile(r"[\r\n]|\Z")
 _PUNCTUATION = "{}[],:"
-_NUMBER = re.compile(r"(-?(?:0|[1-9]\d*))(\.\d+)?([eE][-+]?\d+)?")
+_NUMBER = re.compile(r"(-?(?:0|[1-9]\d*))(\.\d+)?([eE][-+]?\d+)?\s*")
 _VALUE_END = re.compile(r"[\r\n,}\]#]|//|/\*|\Z")
 _WORDS = {"null": None, "true": True, "false": False}
+# White space behind a word included.
+_LONGEST_WORD = 1000
 # Beyond it hjson leaves a whole number that was written with a point or exponent a float.
 _WHOLE_FLOAT_LIMIT = 1e10
 
@@ -103,12 +109,13 @@ class _Parser:
 
     def space(self) -> None:
         """Skip white space and comments."""
-        while char := self.peek():
-            if char in _SPACE:
-                self.at += 1
-            elif char == "#" or self.peek(2) == "//":
+        while True:
+            blank = _BLANK.match(self.text, self.at)
+            self.at = self.at if blank is None else blank.end()
+            char = self.peek()
+            if char == "#" or self.peek(2) == "//":
                 self.relaxed.append(("comment", self.at))
-                end = re.compile(r"[\r\n]|\Z").search(self.text, self.at)
+                end = _LINE_END.search(self.text, self.at)
                 self.at = end.start() if end else len(self.text)
             elif self.peek(2) == "/*":
                 self.relaxed.append(("comment", self.at))
@@ -219,15 +226,26 @@ class _Parser:
             self.fail("a value is missing")
         end = start
         for end in _value_ends(self.text, start):
-            token = self.text[start:end].strip()
             self.at = end
+            token = self.text[start : min(end, start + _LONGEST_WORD)].strip()
             if token in _WORDS:
                 return self.trim(start, _WORDS[token])
-            if number := _NUMBER.fullmatch(token):
-                return self.trim(start, _number(number))
+            # By its end in the text: a copy of a long line at each of its commas would take for ever.
+            if number := _NUMBER.fullmatch(self.text, start, end):
+                return self.trim(start, self.number(number, start))
         # Nothing of these up to the end of the line.
         self.relaxed.append(("unquoted string", start))
         return self.trim(start, self.text[start:end].strip())
+
+    def number(self, found: re.Match[str], start: int) -> int | float:
+        """The number; one that no float holds is an error here, as it is sooner or later everywhere."""
+        try:
+            value = _number(found)
+        except ValueError:  # more digits than Python reads
+            value = math.inf
+        if not is_finite(value):
+            self.fail(BEYOND, start)
+        return value
 
     def trim(self, start: int, value: Any) -> Any:
         """Move back over the white space behind a value that starts at ``start``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path as File
 from typing import Any
@@ -14,9 +14,12 @@ import hjson
 
 from dsx.config.doctor.finding import Path
 from dsx.config.doctor.positions import Document, Member, Node, PositionError, parse
+from dsx.config.doctor.unusable import Unusable, unusable
 from dsx.config.wording import show
 from dsx.errors import ConfigError
 
+# Configs have kilobytes; a list of labels in a model's has a few hundred.
+_MOST_BYTES = 4 << 20
 # A word without quotes, not true, false or null, with a bracket behind it on its line.
 _SWALLOWS = re.compile(r":[ \t]*(?!true|false|null)[A-Za-z_][^\n\"']*[}\]]")
 
@@ -64,7 +67,12 @@ def read_text(path: File) -> str:
     if path.is_dir():
         raise ConfigError(where, "it is a folder", "give the JSON file itself")
     try:
-        return path.read_bytes().decode()
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            what = f"it has more than {_MOST_BYTES >> 20} MiB, which no config has"
+            raise ConfigError(where, what, "give a DeepSpeed JSON")
+        return content.decode()
     except FileNotFoundError:
         raise ConfigError(where, "there is no such file", "give the path of a DeepSpeed JSON") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -72,7 +80,8 @@ def read_text(path: File) -> str:
 
 
 def from_mapping(config: Mapping[str, Any], name: str = "config") -> Source:
-    """A config that is no file."""
+    """A config that is no file. Raises ConfigError if a value in it is none of JSON's."""
+    _refuse(Source(name, "", {}, None), unusable(config, infinite=True))
     return Source(name, "", copy.deepcopy(dict(config)), None)
 
 
@@ -82,13 +91,25 @@ def from_text(text: str, name: str = "config") -> Source:
     Raises:
         ConfigError: It is no HJSON, or no object.
     """
+    if not text.strip("\ufeff \t\r\n"):
+        raise ConfigError(name, "the file is empty", 'write a config, {"train_batch_size": 8} at the least')
     try:
         config = hjson.loads(text, object_pairs_hook=dict)
-    except (hjson.HjsonDecodeError, IndexError, RecursionError) as error:
+    except (ValueError, OverflowError, IndexError, RecursionError) as error:
+        # hjson's own error is a ValueError, and so is Python's about a number of too many digits.
         raise _syntax_error(text, name, error) from None
     if not isinstance(config, dict):
         raise ConfigError(name, f"it holds {show(config)}, not an object", "write {...}")
-    return Source(name, text, config, _document(text, config))
+    source = Source(name, text, config, _document(text, config))
+    _refuse(source, unusable(config))
+    return source
+
+
+def _refuse(source: Source, problems: Iterable[Unusable]) -> None:
+    for problem in problems:
+        line = source.place(problem.path)
+        where = f"{source.name}, line {line[0]}, column {line[1]}" if line else source.name
+        raise ConfigError(f"{where}: {problem.key}".removesuffix(": "), problem.what, problem.fix)
 
 
 def _document(text: str, config: dict[str, Any]) -> Document | None:

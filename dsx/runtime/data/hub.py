@@ -36,6 +36,24 @@ def reachable(*, timeout_seconds: float = 5.0) -> bool:
     return True
 
 
+def tokenizer_problem(name: str) -> str:
+    """Why the hub's tokenizer ``name`` cannot be had on this machine, in words; empty if it can."""
+    from huggingface_hub import repo_exists, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    try:
+        if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
+            return ""
+        if not reachable():
+            return "it is no folder, not in this machine's cache, and the Hugging Face hub cannot be reached"
+        return "" if repo_exists(name) else "the Hugging Face hub has no such model"
+    except HFValidationError:
+        return "it is no folder, and no name that the Hugging Face hub could have"
+    except (HfHubHTTPError, OSError):
+        return ""  # the hub answers with something else: let the run ask again
+
+
 @contextmanager
 def offline_unless(online: bool) -> Iterator[None]:
     """Inside, if not ``online``, ``datasets`` and ``transformers`` read their caches and try no network."""

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Protocol
 
 from dsx.config.data import DataConfig
+from dsx.config.places import PATTERN, STANDARD_LIBRARY, TABLES, TEXTS, is_hub_name
 from dsx.errors import DataError
-from dsx.runtime.data.tables import BUILDERS, HubData, TableFiles
-from dsx.runtime.data.text_files import SUFFIXES, TextFiles, standard_library
+from dsx.runtime.data.tables import HubData, TableFiles
+from dsx.runtime.data.text_files import TextFiles, standard_library
 from dsx.runtime.data.units import Unit
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_GLOB = re.compile(r"[*?\[]")
 _CARD = re.compile(r"readme|license|\.gitattributes", re.IGNORECASE)
-_KNOWN = ", ".join(sorted(SUFFIXES | BUILDERS.keys()))
+_KNOWN = ", ".join(sorted(TEXTS | TABLES.keys()))
 
 
 class Source(Protocol):
@@ -57,7 +56,7 @@ def open_source(data: DataConfig) -> Source:
         DataError: Nothing there, or files of several kinds.
     """
     source = data.source
-    if source == "python-stdlib":
+    if source == STANDARD_LIBRARY:
         _refuse_table_keys(data)
         return standard_library()
     path = Path(source).expanduser()
@@ -65,11 +64,11 @@ def open_source(data: DataConfig) -> Source:
         return _folder(path, data)
     if path.is_file():
         return _files(path.parent, [Path(path.name)], data)
-    if _GLOB.search(source):
+    if PATTERN.search(source):
         # glob.glob rather than Path.glob: the pattern may be absolute.
         found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207
         return _files(Path(), [name for name in found if name.is_file()], data)
-    if source[0] in "./~" or path.suffix in SUFFIXES | BUILDERS.keys() or not _HUB_NAME.fullmatch(source):
+    if not is_hub_name(source):
         raise DataError(
             _where(data),
             f"there is no such file or folder (looked for {path.absolute()})",
@@ -87,8 +86,8 @@ def open_source(data: DataConfig) -> Source:
 def _folder(root: Path, data: DataConfig) -> Source:
     inside = sorted((path.relative_to(root) for path in root.rglob("*") if path.is_file()), key=Path.as_posix)
     seen = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
-    tables = [path for path in seen if path.suffix in BUILDERS]
-    texts = [path for path in seen if path.suffix in SUFFIXES]
+    tables = [path for path in seen if path.suffix in TABLES]
+    texts = [path for path in seen if path.suffix in TEXTS]
     if not tables:
         return _files(root, texts, data)
     if any(not _CARD.match(path.name) for path in texts):
@@ -104,11 +103,11 @@ def _folder(root: Path, data: DataConfig) -> Source:
 
 
 def _files(root: Path, paths: list[Path], data: DataConfig) -> Source:
-    kinds = {BUILDERS.get(path.suffix, "text" if path.suffix in SUFFIXES else "") for path in paths}
+    kinds = {TABLES.get(path.suffix, "text" if path.suffix in TEXTS else "") for path in paths}
     if not paths:
         raise DataError(_where(data), f"no file of a known kind is there ({_KNOWN})", "check the path")
     if "" in kinds:
-        odd = next(path for path in paths if path.suffix not in SUFFIXES | BUILDERS.keys())
+        odd = next(path for path in paths if path.suffix not in TEXTS | TABLES.keys())
         raise DataError(
             _where(data), f"{root / odd} is of no known kind ({_KNOWN})", "rename it or name other files"
         )

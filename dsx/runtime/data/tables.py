@@ -13,8 +13,6 @@ from dsx.runtime.data.hub import offline_unless, reachable
 from dsx.runtime.data.text_files import file_identity
 from dsx.runtime.data.units import Stamp, Unit, file_parts
 
-BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-
 _BATCH_ROWS = 1000
 _TEXT = {"string", "large_string", "string_view", "null"}
 _SHARDS_OF_CACHED = 256

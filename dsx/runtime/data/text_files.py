@@ -12,8 +12,6 @@ from pathlib import Path
 from dsx.errors import DataError
 from dsx.runtime.data.units import Unit, file_parts
 
-SUFFIXES = frozenset({".txt", ".text", ".md", ".rst", ".py"})
-
 # With fewer files than this a file is too large a unit to hold out, so files are cut into documents.
 _FEW_FILES = 64
 _DOCUMENTS_OF_FEW_FILES = 128

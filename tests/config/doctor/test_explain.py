@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from dsx.config.doctor.reference import KEYS, explain, explain_json
+from dsx.config.doctor.reference.documented import DOCUMENTED
 from dsx.errors import ConfigError
 
 
@@ -21,9 +23,36 @@ def test_every_key_is_explained():
         assert {row["path"] for row in rows} == {path}
 
 
+def test_every_key_of_the_documentation_is_explained():
+    """documented_keys.txt: every key that DeepSpeed's page of August 2026 (config-json.md) names."""
+    for name in (Path(__file__).parent / "documented_keys.txt").read_text().split():
+        try:
+            text = explain(name)
+        except ConfigError as error:
+            text = error.what  # of several blocks: each by its path
+        assert "source  " in text or "keys end so" in text, name
+
+
+def test_what_is_explained_as_gone_is_refused():
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    for key in DOCUMENTED:
+        assert f"refused{f' since {key.until}' * bool(key.until)}" in explain(key.path), key.path
+        if key.variant:
+            continue  # the optimizer itself is refused: test_evidence_engines.py, "OneBitAdam"
+        block, _, word = key.path.partition(".")
+        with pytest.raises(Exception, match=r"removed|Extra inputs"):
+            DeepSpeedConfig({"train_batch_size": 1, block: {word: {}}})
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
+        ("grad_hooks", ["zero_optimization.grad_hooks", "refused"]),
+        ("curriculum_type", ["curriculum_learning.curriculum_type", "refused since 0.19.8"]),
+        ("layer_reduction", ["compression_training.layer_reduction", "refused since 0.19.7"]),
+        ("min_difficulty", ["data_efficiency.data_sampling.curriculum_learning.curriculum_metrics"]),
+        ("OneBitAdam", ["optimizer.params.freeze_step", "refused since 0.19.7"]),
         ("gradient_clipping", ["default   1.0", "a number of at least 0"]),
         (
             "prefetch_bucket_size",

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from dsx.config.doctor.judge import describe
 from dsx.config.doctor.key import REQUIRED, Block, Key, NoEffect, When
+from dsx.config.doctor.reference.documented import DOCUMENTED
 from dsx.config.doctor.reference.table import BLOCKS, KEYS
 from dsx.errors import ConfigError
 
@@ -21,6 +22,7 @@ _OPERATORS: Final = {
     ">=": "is at least",
 }
 _MOST_SHOWN: Final = 12
+_ALL: Final = (*KEYS, *DOCUMENTED)
 
 
 def explain(path: str) -> str:
@@ -56,13 +58,15 @@ def explain_json(path: str) -> dict[str, Any]:
 def _found(path: str) -> list[list[Key]]:
     """Rows of the one key (with its variants), or of a whole optimizer or scheduler, grouped by key."""
     word = path.strip().strip(".")
-    rows = [key for key in KEYS if word in _spellings(key)]
+    rows = [key for key in _ALL if word in _spellings(key)]
     if not rows:
-        rows = [key for key in KEYS if any(name.endswith(f".{word}") for name in _spellings(key))]
+        rows = [key for key in _ALL if any(name.endswith(f".{word}") for name in _spellings(key))]
     if not rows and word:
         # By itself, so that it needs no unique end: WarmupLR.
-        rows = [key for key in KEYS if key.variant == word.lower()]
+        rows = [key for key in _ALL if key.variant == word.lower()]
         return [[key] for key in rows] if rows else _unknown(path)
+    # What DeepSpeed still has is meant, where a former block had a key of that name, too.
+    rows = [key for key in rows if key.status != "removed"] or rows
     paths = sorted({key.path for key in rows})
     if len(paths) > 1:
         shown = ", ".join(paths[:_MOST_SHOWN]) + (" ..." if len(paths) > _MOST_SHOWN else "")
@@ -80,7 +84,7 @@ def _spellings(key: Key) -> list[str]:
 
 def _unknown(path: str) -> list[list[Key]]:
     """Raise a ConfigError with the nearest keys."""
-    names = {name: key.path for key in KEYS for name in (*_spellings(key), key.path.rpartition(".")[2])}
+    names = {name: key.path for key in _ALL for name in (*_spellings(key), key.path.rpartition(".")[2])}
     near = difflib.get_close_matches(path.lower(), names, n=3, cutoff=0.7)
     likely = " or ".join(dict.fromkeys(names[name] for name in near))
     fix = f"write {likely}, if that is meant" if near else "see `dsx check --help`"
@@ -150,7 +154,7 @@ def _history(key: Key) -> Iterable[str]:
     if key.since:
         yield f"since {key.since}"
     if key.status == "removed":
-        yield f"refused since {key.until}"
+        yield f"refused since {key.until}" if key.until else "refused"
     elif key.status == "dead":
         yield f"ignored since {key.until}" if key.until else "accepted, and read by nothing"
     elif key.status == "deprecated":
@@ -161,7 +165,7 @@ def _history(key: Key) -> Iterable[str]:
 
 def _members(path: str) -> str:
     """Names of the keys right inside a block."""
-    names = [key.path.removeprefix(f"{path}.") for key in KEYS if key.path.startswith(f"{path}.")]
+    names = [key.path.removeprefix(f"{path}.") for key in _ALL if key.path.startswith(f"{path}.")]
     return ", ".join(dict.fromkeys(name for name in names if "." not in name)) or "any"
 
 
