@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from dsx.config.run import RunConfig
     from dsx.plan.cluster import Cluster
     from dsx.plan.memory.ledger import Label
+    from dsx.plan.memory.ops import DeviceKind
     from dsx.plan.memory.roles import RunMemory
+    from dsx.runtime.paper.device import Device
 
 _GIB = 1 << 30
 _WEIGHTLESS = ("optimizer.params.", "scheduler.")  # whatever their values, memory is the same
@@ -98,8 +100,9 @@ def estimate(
     else:
         items = []
     run = resolve(source, world_size=gpus, overrides=items)
-    memory = _memory(run, gpu)
-    traced = _traced(run, memory, gpu) if trace else None
+    capacity = None if gpu_memory is None else int(gpu_memory * _GIB)
+    memory = _memory(run, gpu, capacity)
+    traced = _traced(run, memory, gpu, capacity) if trace else None
     deliver_as(style, run, memory, traced, gpu_memory, output, whole.assumed)
     if gpu_memory is not None and memory.peak_bytes > gpu_memory * _GIB:
         typer.echo(_advice(source, items, run, gpu_memory, gpu), err=True)
@@ -136,24 +139,28 @@ def _check_output(style: str, output: Path | None) -> None:
             raise typer.BadParameter(f"the file of --format {style} ends in .{style}", param_hint="--output")
 
 
-def _memory(run: RunConfig, cluster: Cluster | None) -> RunMemory:
-    """On CPUs the run takes other paths than on GPUs."""
+def _memory(run: RunConfig, cluster: Cluster | None, capacity: int | None) -> RunMemory:
+    """On CPUs the run takes other paths than on GPUs, and on a GPU without room too."""
     from dsx.config.memory_job import job_of
     from dsx.plan.memory.roles import estimate_run
 
-    return estimate_run(job_of(run, device="cpu" if _on_host(cluster) else "cuda"))
+    device: DeviceKind = "cpu" if _on_host(cluster) else "cuda"
+    return estimate_run(job_of(run, device=device, capacity_bytes=capacity))
 
 
 def _on_host(cluster: Cluster | None) -> bool:
     return cluster is not None and cluster.is_host
 
 
-def _traced(run: RunConfig, memory: RunMemory, cluster: Cluster | None) -> dict[int, int]:
+def _traced(
+    run: RunConfig, memory: RunMemory, cluster: Cluster | None, capacity: int | None
+) -> dict[int, int]:
     """Pipeline rank -> traced peak."""
     from dsx.runtime.paper.processes import trace_ranks
 
     ranks = [role.estimate.rank for role in memory.roles]
-    peaks = trace_ranks(run, ranks, device="cpu" if _on_host(cluster) else "paper")
+    device: Device = "cpu" if _on_host(cluster) else "paper"
+    peaks = trace_ranks(run, ranks, device=device, capacity_bytes=capacity)
     return {role.pp_rank: peaks[role.estimate.rank].peak_bytes for role in memory.roles}
 
 
@@ -282,7 +289,7 @@ def _advice(
         items,
         run,
         capacity_bytes=int(gpu_memory * _GIB),
-        peak_bytes=lambda changed: _memory(changed, cluster).peak_bytes,
+        peak_bytes=lambda changed: _memory(changed, cluster, int(gpu_memory * _GIB)).peak_bytes,
         seconds=lambda changed: predicted_step(changed, where).seconds,
     )
     if not found:

@@ -17,6 +17,7 @@ from dsx.config.run import RunConfig
 from dsx.config.schema import DsxConfig, ElasticConfig
 from dsx.errors import ConfigError, DsxError
 from dsx.plan.cluster import Cluster
+from dsx.plan.memory.ops import DeviceKind
 from dsx.plan.memory.roles import estimate_run
 
 Attempt: TypeAlias = Callable[[dict[str, Any], DsxConfig, int], RunConfig]
@@ -136,7 +137,8 @@ def _choose(found: list[RunConfig], cluster: Cluster | None) -> RunConfig | None
 
 
 def _peak_bytes(run: RunConfig, cluster: Cluster) -> int:
-    return estimate_run(job_of(run, device="cpu" if cluster.is_host else "cuda")).peak_bytes
+    device: DeviceKind = "cpu" if cluster.is_host else "cuda"
+    return estimate_run(job_of(run, device=device, capacity_bytes=cluster.usable_bytes)).peak_bytes
 
 
 def _noted(run: RunConfig, world_size: int) -> RunConfig:

@@ -20,8 +20,14 @@ _WIDTHS = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat1
 """Bytes of DeepSpeed's names of dtypes."""
 
 
-def job_of(config: RunConfig, *, device: DeviceKind = "cuda") -> Job:
+def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: int | None = None) -> Job:
     """The run that ``config`` describes, on a kind of device.
+
+    Args:
+        config: Resolved.
+        device: Whose code paths it takes.
+        capacity_bytes: What a device has for tensors: ZeRO-1 and 2 flatten parameters on the host if it is
+            too little for two copies. None for enough.
 
     Raises:
         ConfigError: Something whose memory dsx does not know: an optimizer that nobody has declared
@@ -48,6 +54,7 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda") -> Job:
         recompute=recompute,
         states=_states(config, device),
         device=device,
+        capacity_bytes=capacity_bytes,
     )
 
 

@@ -13,7 +13,7 @@ from dsx.config.block import Block, Positive
 from dsx.config.load import read
 from dsx.config.problems import explain, raise_all
 from dsx.errors import ConfigError
-from dsx.plan.cluster import PRESETS, Cluster, Link, Precision, preset
+from dsx.plan.cluster import PRESETS, Cluster, Link, Precision, allowance, preset
 
 _GIB = 1 << 30
 _GIGA = 1e9
@@ -44,7 +44,9 @@ class ClusterConfig(Block):
     nodes: Positive | None = Field(default=None, description="How many; left out: as many as are asked for.")
     memory_gib: PositiveNumber | None = Field(default=None, description="Memory of a GPU.")
     reserved_gib: Annotated[float, Field(ge=0)] | None = Field(
-        default=None, description="What a run's tensors cannot have of it: context, libraries, gaps."
+        default=None,
+        description="What a run's tensors cannot have of it: context, libraries, gaps. Left out: on GPUs "
+        "2 GiB and a twenty-fifth of memory_gib, on CPUs nothing.",
     )
     memory_gigabytes_per_second: PositiveNumber | None = Field(
         default=None, description="Nominal rate of a GPU's memory."
@@ -97,7 +99,10 @@ def _cluster(file: str, config: ClusterConfig) -> Cluster:
             level: replace(getattr(base, level), **_link(getattr(config, level)))
             for level in ("inside", "between")
         }
-        return replace(base, **{"name": Path(file).stem} | given | links)
+        reserved = _reserved(
+            given.get("memory_bytes", base.memory_bytes), is_host=given.get("is_host", base.is_host)
+        )
+        return replace(base, **{"name": Path(file).stem} | reserved | given | links)
     links = {level: _link(getattr(config, level)) for level in ("inside", "between")}
     needed = {
         "gpus_per_node": config.gpus_per_node,
@@ -114,7 +119,13 @@ def _cluster(file: str, config: ClusterConfig) -> Cluster:
             'add it, or name a known one, e.g. "gpu": "H100"',
         )
     made = {level: Link(**{"latency_seconds": 0.0} | link) for level, link in links.items()}
-    return Cluster(**{"name": Path(file).stem} | given | made)
+    reserved = _reserved(given["memory_bytes"], is_host=given.get("is_host", False))
+    return Cluster(**{"name": Path(file).stem} | reserved | given | made)
+
+
+def _reserved(memory_bytes: int, *, is_host: bool) -> dict[str, int]:
+    """The usual reserve of so much memory, not that of the GPU whose other fields are taken."""
+    return {"reserved_bytes": 0 if is_host else allowance(memory_bytes)}
 
 
 def _given(config: ClusterConfig) -> dict[str, Any]:

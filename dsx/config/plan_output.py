@@ -74,7 +74,7 @@ class LayoutMemory:
         """
         config = layout_config(self.inputs, layout, self.predictor)
         run = resolve(config, world_size=self.inputs.gpus)
-        job = job_of(run, device="cpu" if self.on_cpu else "cuda")
+        job = job_of(run, device="cpu" if self.on_cpu else "cuda", capacity_bytes=self.cap_bytes)
         ranks = list(range(layout.pipeline))
         if layout.pipeline > _ALL:
             ranks = list(dict.fromkeys((0, ranks[-1], max(ranks, key=run.local_parameters), 1)))

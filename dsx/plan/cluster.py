@@ -87,7 +87,7 @@ class Cluster:
             raise ConfigError(
                 f"cluster {self.name}: reserved_bytes = {self.reserved_bytes}",
                 f"nothing is left of memory_bytes = {self.memory_bytes}",
-                "reserve less",
+                "reserve less (reserved_gib in a file)",
             )
 
     @property
@@ -188,6 +188,11 @@ def _all() -> tuple[Cluster, ...]:
     )
 
 
+def allowance(memory_bytes: int) -> int:
+    """What of a GPU's memory is reserved where nobody says it: 2 GiB and a twenty-fifth of all."""
+    return 2 * _GIB + memory_bytes // 25
+
+
 def _gpus(name: str, device: str, memory: int, rate: float, inside: float, between: float) -> Cluster:
     half, single = peak_flops(device, "bf16"), peak_flops(device, "fp32")
     assert half is not None
@@ -200,5 +205,5 @@ def _gpus(name: str, device: str, memory: int, rate: float, inside: float, betwe
         flops={"bf16": half, "fp32": single},
         inside=Link(inside, 3.4e-6),
         between=Link(between, 9.6e-6),
-        reserved_bytes=2 * _GIB + memory // 25,
+        reserved_bytes=allowance(memory),
     )

@@ -71,7 +71,7 @@ def check_memory(config: RunConfig) -> None:
 def estimated(config: RunConfig) -> RunMemory | Exception:
     """The run's memory on this kind of device, or why it is not known: something that dsx has not learned."""
     try:
-        return estimate_run(job_of(config, device=device_kind()))
+        return estimate_run(job_of(config, device=device_kind(), capacity_bytes=capacity_bytes()))
     except Exception as unknown:  # noqa: BLE001 (no run ends because its estimate cannot be made)
         return unknown
 

@@ -176,6 +176,28 @@ def test_a_cluster_of_ones_own(dsx, cluster):
     assert shares[1] > 2 * shares[0]
 
 
+_LINKS = {"inside": {"gigabytes_per_second": 32}, "between": {"gigabytes_per_second": 8}}
+_WHOLE = {"gpus_per_node": 8, "memory_gigabytes_per_second": 900, "teraflops": {"bf16": 100}, **_LINKS}
+
+
+@pytest.mark.parametrize(
+    ("content", "reserved_gib"),
+    [
+        ({"gpu": "H100"}, 2 + 79 / 25),
+        ({"gpu": "H100", "memory_gib": 25}, 3),
+        ({"gpu": "A100-80", "memory_gib": 25, "reserved_gib": 1}, 1),
+        ({"gpu": "CPU", "memory_gib": 16}, 0),
+        ({"gpu": "H100", "memory_gib": 64, "is_host": True}, 0),
+        ({**_WHOLE, "memory_gib": 50}, 4),
+        ({**_WHOLE, "memory_gib": 50, "is_host": True}, 0),
+    ],
+)
+def test_the_reserve_is_of_the_memory_that_a_file_gives(cluster, content, reserved_gib):
+    from dsx.config.plan_cluster import read_cluster
+
+    assert read_cluster(str(cluster(content))).reserved_bytes == pytest.approx(reserved_gib * 2**30, abs=1)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

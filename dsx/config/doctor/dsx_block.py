@@ -60,7 +60,8 @@ def _memory(run: RunConfig, gpu_memory_gib: float) -> list[Finding]:
     from dsx.config.memory_job import job_of
     from dsx.plan.memory.roles import estimate_run
 
-    peak_gib = estimate_run(job_of(run)).peak_bytes / _GIB
+    job = job_of(run, capacity_bytes=int(gpu_memory_gib * _GIB))
+    peak_gib = estimate_run(job).peak_bytes / _GIB
     if peak_gib <= gpu_memory_gib:
         return []
     why = f"a rank needs {peak_gib:.1f} GiB, and a GPU has {gpu_memory_gib:g} GiB"

@@ -42,6 +42,7 @@ class Job:
         recompute: What blocks compute again.
         states: Precision, optimizer and ZeRO's sizes.
         device: Kind of device.
+        capacity_bytes: What a device has for tensors, where DeepSpeed asks that; None for enough.
     """
 
     model: ModelSpec
@@ -53,6 +54,7 @@ class Job:
     recompute: Recompute
     states: StateSettings
     device: DeviceKind = "cuda"
+    capacity_bytes: int | None = None
     left_out: int = 0
 
 
@@ -81,7 +83,8 @@ class Estimate:
         rank: Global rank.
         phases: In the order of a run.
         steady_bytes: Held between steps.
-        host_bytes: The most that ZeRO-Offload keeps on the host for this rank at once.
+        host_bytes: The most that DeepSpeed keeps on the host for this rank at once: offload, or parameters
+            that it flattens there.
         host_lines: What that consists of, largest first.
     """
 
@@ -185,6 +188,8 @@ def _rank(
         spec.name: Leaf(spec.name, spec.local_shape(tp), width) for spec in job.layout.params_of(pp_rank)
     }
     states = _wrapper(job)(ledger, job.layout.zero_plan(pp_rank), dp_rank, leaves, job.states)
+    # On a CPU device and host are one.
+    states.capacity_bytes = job.capacity_bytes if job.device == "cuda" else None
     sequence = job.sequence_parallel and tp > 1
     divided = any(action.op is Op.BACKWARD_WEIGHT for action in job.schedule.rows[pp_rank])
     ops = Ops(

@@ -42,7 +42,7 @@ class Partitioned(States):
         held = dict(zip((leaf.name for leaf in self.order), self.parameters, strict=True))
         self.parameters = []
         for group, size in zip(self.plan.groups, self.sizes, strict=True):
-            self.parameters.append(self._flattened(held, group, size * self.plan.dp, width))
+            self.parameters.append(self.flattened(held, group, size * self.plan.dp, by_way_of_host=True))
             source = f"{_FILE} __init__"
             clone = None
             if width != 4:
@@ -54,20 +54,6 @@ class Partitioned(States):
             self.new("temporaries", "zero gradients", "4 P/N, padded", source, size, 4) for size in self.sizes
         ]
         zeros.clear()
-
-    def _flattened(
-        self, held: dict[str, Tensor], group: tuple[tuple[str, int], ...], size: int, width: int
-    ) -> Tensor:
-        """The group's parameters end to end; one alone without padding stays where it is."""
-        if len(group) == 1 and group[0][1] == size:
-            return held.pop(group[0][0])
-        source = f"{_FILE} flatten_dense_tensors_aligned"
-        padding = self.new("temporaries", "padding", "w 2 N", source, size - sum(n for _, n in group), width)
-        flat = self.new("parameters", "flat parameters", "w P, padded", source, size, width)
-        del padding
-        for name, _ in group:
-            del held[name]
-        return flat
 
     # Gradients that dsx reduces: zero_adapters/partitioned.py
 
@@ -294,7 +280,7 @@ class Bf16(Partitioned):
         held = dict(zip((leaf.name for leaf in self.order), self.parameters, strict=True))
         self.parameters, self.gradients = [], []
         for group, size in zip(self.plan.groups, self.sizes, strict=True):
-            self.parameters.append(self._flattened(held, group, size * self.plan.dp, 2))
+            self.parameters.append(self.flattened(held, group, size * self.plan.dp, by_way_of_host=False))
             clone = self.new("temporaries", "clone of the partition", "2 P/N", source, size, 2)
             self.masters.append(self.new("optimizer", "master weights", "4 P/N, padded", source, size, 4))
             del clone
@@ -316,5 +302,6 @@ class Bf16(Partitioned):
             self.reduction.finish()
 
     def step(self) -> None:
-        """One update of all groups."""
-        self.update(self.sizes)
+        """One update, group by group."""
+        for index, size in enumerate(self.sizes):
+            self.update_group(index, size)

@@ -74,10 +74,7 @@ class PartitionedOffload(States):
         held = dict(zip((leaf.name for leaf in self.order), self.parameters, strict=True))
         self.parameters, source, pin = [], f"{_FILE} __init__", self.offload.pinned
         for group, size in zip(self.plan.groups, self.sizes, strict=True):
-            kind, whole = ("parameters", "flat parameters"), size * self.plan.dp
-            self.parameters.append(self.new(*kind, "w P, padded", source, whole, width))
-            for name, _ in group:
-                del held[name]
+            self.parameters.append(self.flattened(held, group, size * self.plan.dp, by_way_of_host=True))
             clone = None
             if width != 4 or not self.offload.unified:
                 clone = self.new("temporaries", "clone of the partition", "w P/N", source, size, width)

@@ -77,6 +77,7 @@ class States:
         replicated: Parameters that are copies of another pipeline rank's, tied ones.
         reduction: dsx's own, if DeepSpeed does not reduce.
         in_place: Whether buckets come on top of gradients, which stay where they are.
+        capacity_bytes: What a device has for tensors; None for enough.
     """
 
     in_place = False
@@ -94,6 +95,7 @@ class States:
         self.replicated: frozenset[str] = frozenset()
         self.order = [leaves[name] for group in plan.groups for name, _ in group]
         self.reduction: ChunkReduction | None = None
+        self.capacity_bytes: int | None = None
         self.parameters: list[Tensor] = []
         self.moments: list[Tensor] = []
 
@@ -217,6 +219,45 @@ class States:
         """Temporaries of the update."""
         each = self.settings.optimizer.step_bytes
         return self.new("temporaries", "update", f"{each} {of}", "torch optim", elements * each, 1)
+
+    def flattened(
+        self, held: dict[str, Tensor], group: Sequence[tuple[str, int]], size: int, *, by_way_of_host: bool
+    ) -> Tensor:
+        """A group's parameters end to end; one alone without padding stays where it is.
+
+        Args:
+            held: The parameters by name; the group's are let go of.
+            group: Name and elements of each.
+            size: Elements of all, padding included.
+            by_way_of_host: Flatten on the host what the device has no room for beside the parameters
+                (zero/stage_1_and_2.py, __init__, flatten_on_accelerator).
+        """
+        source, width = "zero/stage_1_and_2.py flatten_dense_tensors_aligned", self.settings.width
+        free = None if self.capacity_bytes is None else self.capacity_bytes - self.ledger.current_bytes
+        on_host = by_way_of_host and free is not None and free < size * width
+        copies = []
+        for name, numel in group if on_host else ():
+            copies.append(self._on_host("parameters on their way", "w P", source, numel * width))
+            held[name] = self.new("parameters", "place of a parameter", "4", source, 1, 4)
+        kind = "parameters", "flat parameters", "w P, padded", source
+        if len(group) == 1 and group[0][1] == size:
+            return self.new(*kind, size, width) if on_host else held.pop(group[0][0])
+        padding = size - sum(numel for _, numel in group)
+        if on_host:
+            together = self._on_host("flat parameters", "w P, padded", source, size * width)
+            copies.clear()
+            flat = self.new(*kind, size, width)
+            del together
+        else:
+            zeros = self.new("temporaries", "padding", "w 2 N", source, padding, width)
+            flat = self.new(*kind, size, width)
+            del zeros
+        for name, _ in group:
+            del held[name]
+        return flat
+
+    def _on_host(self, name: str, formula: str, source: str, size_bytes: int) -> Tensor:
+        return self.host.new("temporaries", name, formula, source, size_bytes, pinned=False)
 
     def new(self, category: str, name: str, formula: str, source: str, numel: int, width: int) -> Tensor:
         """A flat tensor of ``numel`` elements."""

@@ -56,6 +56,8 @@ class PaperAccelerator(CPU_Accelerator):
 
     def __init__(self, kernels: torch.library.Library) -> None:
         super().__init__()
+        self.free_bytes: Callable[[], int] = lambda: 1 << 60
+        """How much memory is left; enough."""
         self._kernels = kernels  # registered as long as it lives
         self._name = "paper"
         self._communication_backend_name = "fake"
@@ -107,9 +109,9 @@ class PaperAccelerator(CPU_Accelerator):
         return None if class_name == "ShareMemCommBuilder" else _Builder()
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Enough: where it is less than a flat buffer's size, ZeRO-1 and 2 flatten on the host."""
+        """Where it is less than a flat buffer's size, ZeRO-1 and 2 flatten on the host."""
         del device_index
-        return 1 << 60
+        return self.free_bytes()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Unknown here, and printed alone."""
@@ -151,15 +153,17 @@ class _Module(_DummyBackendModule):
         return [torch.bfloat16, torch.float16]
 
 
-def install() -> None:
+def install() -> PaperAccelerator:
     """Make ``paper`` a device of torch and the accelerator of DeepSpeed, for the rest of this process."""
     _setup_privateuseone_for_python_backend(rename="paper", backend_module=_Module())
     kernels = torch.library.Library("aten", "IMPL")
     for operator in _ONE_KERNEL:
         kernels.impl(operator, lambda _, x: torch.empty_like(x), "PrivateUse1")
-    set_accelerator(PaperAccelerator(kernels))
+    accelerator = PaperAccelerator(kernels)
+    set_accelerator(accelerator)
     # Some names are bound to the CPU's builders when DeepSpeed is imported.
     mock.patch.object(NotImplementedBuilder, "load", _Builder.load).start()
+    return accelerator
 
 
 @contextmanager

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def trace_ranks(
-    config: RunConfig, ranks: Sequence[int], *, device: Device = "paper"
+    config: RunConfig, ranks: Sequence[int], *, device: Device = "paper", capacity_bytes: int | None = None
 ) -> dict[int, TracedPeaks]:
     """:func:`~dsx.runtime.paper.run.trace` of ``ranks``, as many at once as there are cores.
 
@@ -35,7 +35,7 @@ def trace_ranks(
         ProcessPoolExecutor(at_once, mp_context=spawn, max_tasks_per_child=1) as pool,
         Waiting("tracing the engine", total=len(ranks), unit="ranks") as waiting,
     ):
-        traces = {rank: pool.submit(_trace, config, rank, device) for rank in ranks}
+        traces = {rank: pool.submit(_trace, config, rank, device, capacity_bytes) for rank in ranks}
         for future in traces.values():
             future.add_done_callback(lambda _: waiting.advance())
         try:
@@ -45,7 +45,7 @@ def trace_ranks(
             raise DsxError(where, "a process was killed", "free memory, or leave --trace out") from None
 
 
-def _trace(config: RunConfig, rank: int, device: Device) -> TracedPeaks:
+def _trace(config: RunConfig, rank: int, device: Device, capacity_bytes: int | None) -> TracedPeaks:
     quiet()
     warnings.filterwarnings("ignore")  # torch's, of addresses of tensors that have none
     # What a launcher would tell DeepSpeed.
@@ -55,4 +55,4 @@ def _trace(config: RunConfig, rank: int, device: Device) -> TracedPeaks:
     from dsx.runtime.paper.run import trace
 
     torch.set_num_threads(1)
-    return trace(config, rank, device=device)
+    return trace(config, rank, device=device, capacity_bytes=capacity_bytes)

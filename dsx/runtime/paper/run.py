@@ -61,6 +61,7 @@ def trace(
     device: paper.Device = "paper",
     label: Callable[[], str] | None = None,
     host: bool = False,
+    capacity_bytes: int | None = None,
 ) -> TracedPeaks:
     """Build and train rank ``rank`` of ``config`` on paper. Once per process: it changes torch and DeepSpeed.
 
@@ -70,17 +71,19 @@ def trace(
         device: ``paper`` takes the paths of a GPU, ``cpu`` those of a CPU run.
         label: As for :class:`StorageMeter`.
         host: Also count what ``paper`` keeps on the host (offload). Takes longer.
+        capacity_bytes: What ``paper`` has, if DeepSpeed asks; None for enough.
     """
     deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if device == "paper":
-        paper.install()
+    accelerator = paper.install() if device == "paper" else None
     dist.init_process_group("fake", rank=rank, world_size=config.mesh.size, store=FakeStore())
     deepspeed.init_distributed(dist_backend="fake", verbose=False, auto_mpi_discovery=False)
     groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
     rounding = CUDA_ROUNDING_BYTES if device == "paper" else 1
     meter = StorageMeter(device, rounding_bytes=rounding, label=label)
     other = StorageMeter("cpu", label=label)
+    if accelerator is not None and capacity_bytes is not None:
+        accelerator.free_bytes = lambda: capacity_bytes - meter.current_bytes
     with paper.without_storage(), meter, other if host else nullcontext():
         # Values would take a minute of arithmetic and hold no memory afterwards.
         with meter.phase("build"), other.phase("build"), mock.patch("dsx.nn.random.fill"):
