@@ -1,6 +1,6 @@
 """Train on samples of your own: any object with a length, a sample at each index, and a digest.
 
-    deepspeed --num_accelerators 2 recipes/own_data.py --config configs/zero3.json
+    deepspeed --num_accelerators 2 recipes/own_data.py configs/zero3.json
 
 Here they are sums, such as "27+915=942", made when they are asked for. A torch Dataset or a datasets.Dataset
 of token ids does as well; dsx.OwnCorpus says what a sample may be. Console, W&B, evaluation, faults and

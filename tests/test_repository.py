@@ -81,6 +81,21 @@ def test_every_public_name_exists():
     assert set(dsx.__all__) <= set(dir(dsx))
 
 
+def test_recipes_use_the_public_api_alone():
+    """They are given to users, who copy them (dsx init)."""
+    for path in (ROOT / "recipes").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = [node.module] if isinstance(node, ast.ImportFrom) else []
+            named += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not [name for name in named if name.startswith("dsx.")], path
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "dsx"
+            ):
+                assert node.attr in dsx.__all__, (path, node.attr)
+
+
 def test_one_version_everywhere():
     assert PROJECT["dynamic"] == ["version"]  # read from dsx.__version__
     assert f"## [{dsx.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

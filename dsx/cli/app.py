@@ -11,6 +11,8 @@ from dsx import __version__
 from dsx.cli.check import check
 from dsx.cli.diff import diff
 from dsx.cli.estimate import estimate
+from dsx.cli.guide import guide
+from dsx.cli.init import init
 from dsx.cli.inspect import inspect
 from dsx.cli.options import Command
 from dsx.cli.output import BAD_INPUT, tell
@@ -53,6 +55,7 @@ def build() -> typer.Typer:
     )
     app.callback()(_root)
     for command in (
+        init,
         check,
         estimate,
         plan,
@@ -65,6 +68,7 @@ def build() -> typer.Typer:
         verify,
         presets,
         schema,
+        guide,
     ):
         app.command(cls=Command)(command)
     return app

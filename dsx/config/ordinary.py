@@ -19,7 +19,7 @@ from dsx.errors import ConfigError
 from dsx.plan.hf_config import model_spec
 
 _AUTO = "auto"
-_SEQUENCE_LENGTH_KEYS = ("max_position_embeddings", "n_positions")
+SEQUENCE_LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 _SEQUENCE_LENGTH = 2048  # of a model that does not say how long it can be
 _SIZES = (MICRO, ACCUMULATION, "dsx.data.sequence_length")  # named first: they decide most
 _UNSAID = "nothing says it"
@@ -109,7 +109,7 @@ def complete(
     assumed = [*_fill(out, hf_config, steps), *_batch(out), *(_usual(out) if is_empty else _needed(out))]
     lengths = {}
     if _at(block, "data.sequence_length") is None:
-        longest = [hf_config[key] for key in _SEQUENCE_LENGTH_KEYS if key in hf_config]
+        longest = [hf_config[key] for key in SEQUENCE_LENGTH_KEYS if key in hf_config]
         why = "the model's greatest" if longest else _UNSAID
         length = longest[0] if longest else _SEQUENCE_LENGTH
         assumed.append(Assumption(key="dsx.data.sequence_length", value=length, why=why))

@@ -15,6 +15,7 @@ from torch.utils.data import DistributedSampler
 
 from dsx.config.run import RunConfig
 from dsx.config.schema import ZeroConfig
+from dsx.config.shipped import newer_than_tested
 from dsx.errors import ModelError
 from dsx.runtime.engine import PipelineEngine
 from dsx.runtime.groups import Grid, Groups
@@ -91,6 +92,9 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
             "gradients come with the input's. Build layers and pipeline with one WeightGradients (split=).",
             stacklevel=2,
         )
+    if model.groups.rank == 0:
+        for newer in newer_than_tested():
+            warnings.warn(newer, stacklevel=2)
     settings = settings_of(config, args, model.groups.mesh)
     apply_block(settings.deepspeed.get("pipeline", {}), model, settings.zero_stage)
     lr_scheduler = lr_scheduler or _torch_schedule(settings.deepspeed.get("scheduler"))

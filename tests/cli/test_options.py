@@ -88,10 +88,11 @@ def test_an_unknown_command_is_2(dsx, words):
     assert words[0] in err
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name for name, each in COMMANDS.items() if any(p.param_type_name == "argument" for p in each.params)],
-)
+def has_argument(name: str) -> bool:
+    return any(each.param_type_name == "argument" for each in COMMANDS[name].params)
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if has_argument(name) and name != "init"])
 def test_a_missing_file_is_2(dsx, tmp_path, name):
     more = {
         "verify": ["--gpus", 2],

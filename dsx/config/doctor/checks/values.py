@@ -197,7 +197,7 @@ def _auto(context: Context, slot: Slot, key: Key) -> Iterator[Finding]:
         return
     default = "" if key.default is REQUIRED else f" ({show(key.default)})"
     fix = "write the value, or leave the key out for DeepSpeed's default"
-    if context.runner != "trainer" and key.trainer_auto:
+    if context.runner == "deepspeed" and key.trainer_auto:
         fix += "; under transformers' Trainer or Accelerate, say --for trainer"
     who = 'DeepSpeed itself knows no "auto" here (only transformers\' Trainer and Accelerate do)'
     if context.runner == "trainer":

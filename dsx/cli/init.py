@@ -1,0 +1,181 @@
+"""``dsx init``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from dsx import __version__
+from dsx.checkpoint.store import write_atomically
+from dsx.cli.options import FORMAT, GPUS, MODEL, SET
+from dsx.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from dsx.config.starter import Starter
+
+_CONFIG, _RECIPE, _GENERATE = "train.json", "train.py", "generate.py"
+
+
+def init(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER", help="Where to write; made if it is not there.", show_default=False),
+    ],
+    *,
+    model: Annotated[str | None, MODEL] = None,
+    gpus: Annotated[int, GPUS] = 1,
+    ds_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="CONFIG",
+            help="A DeepSpeed JSON, of transformers' Trainer too, whose keys to keep.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    overrides: Annotated[list[str] | None, SET] = None,
+    style: Annotated[Literal["table", "json"], FORMAT] = "table",
+) -> None:
+    """Write a config, a recipe and how to run them into a folder.
+
+    A model folder with weights is fine-tuned, a preset or a folder without trained from the beginning;
+    without --model a tiny one. The layout is one that --gpus ranks can have. Nothing that is there already is
+    written over.
+    """
+    from dsx.config.shipped import shipped
+    from dsx.config.starter import starter
+
+    begun = starter(model=model, gpus=gpus, ds_config=ds_config, overrides=overrides or [])
+    files = {
+        _CONFIG: json.dumps(begun.content, indent=2) + "\n",
+        _RECIPE: shipped(f"recipes/{begun.recipe}").read_text(encoding="utf-8"),
+        _GENERATE: shipped("recipes/generate.py").read_text(encoding="utf-8"),
+        "constraints.txt": shipped("constraints.txt").read_text(encoding="utf-8"),
+    }
+    files["README.md"] = _readme(begun, folder, gpus)
+    write_new(folder, files)
+    if style == "json":
+        facts = {
+            "folder": str(folder),
+            "files": list(files),
+            "run": _run_line(gpus),
+            "assumed": {each.key: each.value for each in begun.assumed},
+            "resolved": begun.run.summary(),
+        }
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    lines = [f"wrote {', '.join(files)} to {folder}"]
+    lines += [f"assumed    {each}" for each in begun.assumed]
+    lines += [f"note       {note}" for note in begun.run.notes]
+    typer.echo("\n".join([*lines, f"next       cd {folder} && {_run_line(gpus)}"]))
+
+
+def write_new(folder: Path, files: Mapping[str, str]) -> None:
+    """Write files that are not there yet: all of them, or none.
+
+    A new folder appears whole; into one that is there the files come one by one, each whole.
+
+    Raises:
+        ConfigError: One of them is there, or they cannot be written.
+    """
+    there = [name for name in files if os.path.lexists(folder / name)]
+    if there:
+        what = f"{', '.join(there)} {'is' if len(there) == 1 else 'are'} there already"
+        raise ConfigError(f"FOLDER {folder}", what, "name another folder; nothing is written over")
+    try:
+        if os.path.lexists(folder):
+            _add(folder, files)
+        else:
+            _make(folder.absolute(), files)
+    except (CheckpointError, OSError) as error:
+        what = error.what if isinstance(error, CheckpointError) else error.strerror or str(error)
+        raise ConfigError(f"FOLDER {folder}", what, "name a folder that can be written to") from error
+
+
+def _make(folder: Path, files: Mapping[str, str]) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    try:
+        aside.chmod(0o777 & ~_umask())
+        _add(aside, files)
+        aside.rename(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _add(folder: Path, files: Mapping[str, str]) -> None:
+    written: list[Path] = []
+    try:
+        for name, text in files.items():
+            write_atomically(folder / name, text.encode("utf-8"))
+            written.append(folder / name)
+    except BaseException:
+        for path in written:
+            with suppress(OSError):
+                path.unlink()
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _run_line(gpus: int) -> str:
+    return f"deepspeed --num_accelerators {gpus} {_RECIPE} {_CONFIG}"
+
+
+def _exported(begun: Starter) -> str:
+    if not begun.run.dsx.train.export_hf:
+        return ""
+    last = f"{begun.run.output}/hf/step{begun.run.dsx.train.steps}"
+    return f"At its end the model lies in `{last}`, for `AutoModelForCausalLM.from_pretrained`.\n\n"
+
+
+def _readme(begun: Starter, folder: Path, gpus: int) -> str:
+    run = begun.run
+    mesh = run.mesh
+    kind = "fresh weights" if run.weights is None else f"the weights of {run.weights}"
+    degrees = f"tensor {mesh.tp} x pipeline {mesh.pp} x data {mesh.dp}"
+    step = f"{run.global_batch_size} sequences of {run.sequence_length} tokens"
+    source = begun.content["dsx"]["data"].get("source", "dsx.data.sources")
+    assumed = "".join(f"- `{each.key}` = `{json.dumps(each.value)}`: {each.why}\n" for each in begun.assumed)
+    return f"""# {folder.absolute().name}
+
+Written by dsx {__version__}: {run.model.family} from {kind}, {degrees}, {step} a step, text from `{source}`.
+
+```bash
+{_run_line(gpus)}
+```
+
+trains by `{_CONFIG}`; again, it goes on where it stopped. Your own text, and any other key:
+
+```bash
+{_run_line(gpus)} --set dsx.data.source=my.jsonl --set dsx.train.steps=1000
+dsx check {_CONFIG} --gpus {gpus}
+dsx estimate {_CONFIG} --gpus {gpus}
+python {_GENERATE} --checkpoint {run.output} --prompt "Once" --tokens 100
+```
+
+{
+        _exported(begun)
+    }`constraints.txt` has the versions that this dsx is tested with; `dsx guide` lists the guides.
+{
+        f'''
+Nobody wrote these, and they were chosen:
+
+{assumed}'''
+        if assumed
+        else ""
+    }"""
