@@ -71,7 +71,7 @@ class EngineNames:
     def __init__(self, engine: PipelineEngine, default: object) -> None:
         self._engine = engine
         self._losses = AdditionalLosses(engine.pipeline, default)
-        self._began, self._reported = time.perf_counter(), 0
+        self._began, self._steps = time.perf_counter(), 0
         self._trained = False
         self.agg_additional_losses: dict[str, torch.Tensor] | None = None
         self.has_attention_mask = type(engine.pipeline).__name__ == "GPT2ModelPipe"
@@ -100,14 +100,14 @@ class EngineNames:
         Prints stock DeepSpeed's line every ``steps_per_print`` steps of a run without a dsx block, whose own
         report says more.
         """
-        self._trained = True
+        self._trained, self._steps = True, self._steps + 1
         self.agg_additional_losses = self._losses.means(micro_batches)
         every = self._engine.steps_per_print()
         if self._engine.run_config is not None or not every or self._engine.global_steps % every:
             return
-        now, steps = time.perf_counter(), self._engine.global_steps - self._reported
-        seconds = (now - self._began) / max(steps, 1)
-        self._began, self._reported = now, self._engine.global_steps
+        now = time.perf_counter()
+        seconds = (now - self._began) / self._steps
+        self._began, self._steps = now, 0
         if self.global_rank == 0:
             others = (self.agg_additional_losses or {}).items()
             more = "".join(f"{name}: {value.item():0.4f} " for name, value in others)
