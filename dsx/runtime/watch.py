@@ -313,6 +313,9 @@ class Watch:
         else:
             while time.monotonic() < deadline + _SETTLE_SECONDS and "report.txt" not in self._board.names():
                 time.sleep(_LOOK_SECONDS)
+            if self._hosts[min(told)] != self._hosts[self._rank] and self._speaks():
+                text = self._board.text("report.txt") or report_of(told, self._rank, self._hosts, self._board)
+                os.write(sys.stderr.fileno(), f"{text.splitlines()[0]}\n".encode())
         for peer in self._local:
             if peer.fate() if alone else peer.rank not in told:  # it cannot end by itself
                 peer.kill()
