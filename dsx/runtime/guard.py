@@ -27,6 +27,7 @@ from dsx.runtime.launch import agree
 from dsx.runtime.monitor import Monitor
 from dsx.runtime.peers import Peer, hosts_of
 from dsx.runtime.replicas import differences, summary
+from dsx.runtime.run_folder import standing
 from dsx.runtime.run_lock import RunLock
 from dsx.runtime.watch import INTERRUPTED, Watch
 
@@ -112,6 +113,7 @@ class Guard:
             self._watch.give_way("", at=at, seconds=self._faults.silent_seconds + _NEWS_SECONDS)
             self._watch.end_disconnected(error, at=at)
         if isinstance(error, KeyboardInterrupt):
+            self._watch.interrupted()
             self._watch.failed("was interrupted (Ctrl-C)", code=INTERRUPTED, shared=False, at=at)
         if isinstance(error, Exception):
             expected, shared = isinstance(error, DsxError), AGREED in getattr(error, "__notes__", ())
@@ -131,7 +133,10 @@ class Guard:
         """
         self._engine = engine
         groups = self._groups
-        self._watch.follow(engine.whereabouts, groups.pp_rank, groups.pipe_peer)
+        speaks = groups.rank == 0
+        self._watch.follow(
+            engine.whereabouts, groups.pp_rank, groups.pipe_peer, self._stands if speaks else None
+        )
         engine.steering.stop_wanted = lambda: self._watch.signal is not None
         if any(policy in _WITHIN_STEP for policy in self._policies.values()):
             engine.steering.refuses = self._refuses
@@ -140,6 +145,10 @@ class Guard:
         mine = state.get(_STATE, {})
         self._skips, self._roll_backs = int(mine.get("skips", 0)), int(mine.get("roll_backs", 0))
         self._health.restore(mine.get("health", {}))
+
+    def _stands(self) -> str:
+        assert self._engine is not None, "called with an engine"
+        return standing(self._config, int(self._engine.global_steps))
 
     @property
     def data_cursor(self) -> int:

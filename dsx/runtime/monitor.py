@@ -20,6 +20,7 @@ from dsx.runtime.data.own import OwnCorpus, OwnText, as_text
 from dsx.runtime.data.text import Text
 from dsx.runtime.engine import PipelineEngine
 from dsx.runtime.memory import PeakMemory, beside, describe, estimated
+from dsx.runtime.run_folder import standing
 from dsx.runtime.trace import write
 from dsx.runtime.tracking import Tracker, environment
 
@@ -257,7 +258,10 @@ class Monitor:
         )
         if self._untrained_loss is not None:
             rows.insert(1, ("loss before", f"{self._untrained_loss:.4f} nats/token, held out"))
-        self._progress.rows("done", rows)
+        ended = steps >= self._config.dsx.train.steps
+        self._progress.rows("done" if ended else "stopped", rows)
+        if not ended:
+            self._progress.note(standing(self._config, steps))
 
     def _open_tracker(self, run_id: str | None) -> Tracker:
         return Tracker(

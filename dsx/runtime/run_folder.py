@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint import store
+from dsx.config.run import RunConfig
 from dsx.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -45,3 +46,21 @@ def tokenizer_of_run(folder: Path) -> str | None:
         except (OSError, ValueError, KeyError, TypeError):  # another program's config.json, or none
             continue
     return None
+
+
+def standing(config: RunConfig, step: int) -> str:
+    """One line for a run that ends before its last step: how far it came, and how to go on.
+
+    Args:
+        config: The run's.
+        step: Steps done.
+    """
+    root, train = config.output / store.CHECKPOINTS, config.dsx.train
+    came = f"stopped after step {step} of {train.steps}"
+    try:
+        tag = (root / store.LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return f"{came}; nothing is saved: the same command begins anew"
+    if train.resume == "never":
+        return f'{came}; saved as {root / tag}: dsx.train.resume = "auto" goes on from there'
+    return f"{came}; saved as {root / tag}: the same command goes on from there"

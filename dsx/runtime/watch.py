@@ -80,6 +80,7 @@ class Watch:
         self._since = self._looked = time.monotonic()
         self._signalled: tuple[int, float] | None = None
         self._interrupted = self._closed = False
+        self._standing: Callable[[], str] | None = None
         self._own_error = ""
         self._awake, self._wake = socket.socketpair()
         self._awake.setblocking(False)
@@ -108,14 +109,22 @@ class Watch:
             )
         self._thread.start()
 
-    def follow(self, whereabouts: Whereabouts, pp_rank: int, pipe_peer: Callable[[int], int]) -> None:
+    def follow(
+        self,
+        whereabouts: Whereabouts,
+        pp_rank: int,
+        pipe_peer: Callable[[int], int],
+        standing: Callable[[], str] | None = None,
+    ) -> None:
         """From here on read where the main thread is from ``whereabouts``.
 
         Args:
             whereabouts: The engine's.
             pp_rank: This rank's pipeline coordinate.
             pipe_peer: Global rank of a pipeline coordinate.
+            standing: Gives the line that Ctrl-C ends with, on the rank that says it.
         """
+        self._standing = standing
         self._pp_rank, self._pipe_peer, self._whereabouts = pp_rank, pipe_peer, whereabouts
 
     def failed(self, text: str, *, code: int, shared: bool, at: float) -> None:
@@ -201,9 +210,16 @@ class Watch:
         self._keepalive.wait(seconds)
         with suppress(BlockingIOError):
             for number in self._awake.recv(64):
-                self._interrupted |= number == signal.SIGINT and number not in self._wanted
+                if number == signal.SIGINT and number not in self._wanted:
+                    self.interrupted()
                 if number in self._wanted and self._signalled is None:
                     self._signalled = number, time.monotonic()
+
+    def interrupted(self) -> None:
+        """Ctrl-C has come: say once where the run stands."""
+        self._interrupted, standing, self._standing = True, self._standing, None
+        if standing is not None:
+            os.write(sys.stderr.fileno(), f"{standing()}\n".encode())
 
     def _look(self) -> None:
         now, news = time.monotonic(), self._keepalive.news

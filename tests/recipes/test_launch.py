@@ -156,7 +156,11 @@ def test_ctrl_c_and_the_same_command_again(whole: Ended, output: Path, tmp_path:
     assert stopped.code != 0
     # The launcher passes it on as SIGTERM: the ranks save and end, or are killed before they have.
     assert not any("error" in line or "Traceback" in line for line in stopped.lines), stopped.text
+    (line,) = [line for line in stopped.lines if line.startswith("stopped after step ")]
     last = int((tmp_path / "checkpoints" / "latest").read_text().removeprefix("global_step"))
+    assert line.endswith(
+        f"saved as {tmp_path}/checkpoints/global_step{last}: the same command goes on from there"
+    )
     steps = last + 2
     again = launch("deepspeed", "gpt_3d.py", ZERO3, settings | {"dsx.train.steps": steps})
     assert again.code == 0, again.text

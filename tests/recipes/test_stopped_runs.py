@@ -20,6 +20,10 @@ def test_a_stopped_run_saves_and_goes_on(tmp_path: Path) -> None:
     (tag,) = [path.name for path in (tmp_path / "checkpoints").glob("global_step*")]
     step = int(tag.removeprefix("global_step"))
     assert f"saves step {step} and ends" in told
+    saved = tmp_path / "checkpoints" / tag
+    assert ended.lines[-1] == (
+        f"stopped after step {step} of 100000; saved as {saved}: the same command goes on from there"
+    )
     assert [*series(tmp_path, "train/loss")] == [*range(1, step + 1)]
     (tmp_path / "checkpoints" / "latest").unlink()  # as a kill before the very first one is named leaves it
     changed = {"dsx.train.steps": step + 2, "optimizer.params.weight_decay": 0.7}
