@@ -24,3 +24,21 @@ def test_the_table_says_it_in_a_line(dsx):
     _, out, _ = dsx(CONFIG, "--gpus", 4)
     (line,) = [line for line in out.splitlines() if line.startswith("on the host, a rank: up to ")]
     assert "moments" in line
+
+
+def test_8_billion_parameters_fit_a_gpu_that_holds_no_two_copies_of_them(dsx):
+    """ZeRO-2 flattens them on the host then: 16 GB of weights, 24 GiB of memory."""
+    sizes = ("--set", "dsx.data.sequence_length=512", "--set", "dsx.recompute=full")
+    offload = ("--set", "zero_optimization.offload_optimizer.device=cpu")
+    bucket = ("--set", "zero_optimization.reduce_bucket_size=50000000")
+    run = ("--model", "llama-3-8b", "--gpus", 8, "--zero", 2, *sizes, *offload, *bucket)
+    code, out, _ = dsx(*run, "--gpu-memory", 24)
+    assert code == 0
+    assert "24 GiB: fits" in out
+    assert "parameters on their way 14.96" in out
+    engine = []
+    for gib in (24, 80):
+        _, out, _ = dsx(*run, "--gpu-memory", gib, "--format", "json")
+        phases = json.loads(out)["pipeline_ranks"][0]["phases"]
+        engine += [phase["peak_bytes"] for phase in phases if phase["name"] == "engine"]
+    assert engine[0] < 20 * 2**30 < 29 * 2**30 < engine[1]

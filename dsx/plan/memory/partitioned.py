@@ -63,10 +63,12 @@ class Partitioned(States):
         return False
 
     def _add(self, leaf: Leaf, gradient: Tensor) -> None:
-        """Sums in another precision than the parameters' (_fill_param_grad_accum_attribute)."""
-        source, width = f"{_FILE} _fill_param_grad_accum_attribute", self.settings.accumulate
-        wide = self.new("gradients", "accumulated gradient", "a P", source, gradient.numel, width)
-        self.sums.setdefault(leaf.name, wide)
+        """Sums in another precision than the parameters'; to a wider one a gradient is added as it is."""
+        source, width = "dsx zero_adapters/partitioned.py accumulate", self.settings.accumulate
+        if leaf.name in self.sums and width > gradient.width:
+            return
+        cast = self.new("gradients", "accumulated gradient", "a P", source, gradient.numel, width)
+        self.sums.setdefault(leaf.name, cast)
 
     def take(self, leaf: Leaf) -> Tensor | None:
         """The sum over micro-batches."""
@@ -135,6 +137,7 @@ class Bucketed(Partitioned):
         self.total: list[Tensor | None] = []
         self.came: set[str] = set()
         self.large: Tensor | None = None
+        self.lingering: list[Tensor] = []
         for leaf in self.order:
             leaf.accumulate = self.arrive
 
@@ -171,6 +174,9 @@ class Bucketed(Partitioned):
         if self.separate:
             for leaf in mine:
                 self.average(self.places[leaf.name])
+            # Added to the partition, and still the parameter's until the epilogue ends.
+            if mine and self.large is not None:
+                self.lingering.append(self.large)
         elif mine and self.fresh is None:
             source, formula = f"{_FILE} copy_grads_in_partition", "w of parameters that the partition touches"
             self.fresh = self.new(
@@ -247,6 +253,7 @@ class Bucketed(Partitioned):
             self.total = self.total or [self.fresh, *zeros]
             del zeros
         self.came.clear()
+        self.lingering.clear()
         self.fresh = self.bucket = None
         if self.separate and boundary:
             for group in range(len(self.sizes)):

@@ -39,8 +39,16 @@ class PartitionedGradients:
 
     def accumulate(self, parameter: nn.Parameter) -> None:
         """Called when a gradient has come: add it in the precision that the user wants sums in."""
-        if self._optimizer.use_separate_grad_accum:
-            self._optimizer._fill_param_grad_accum_attribute(parameter)  # noqa: SLF001
+        if not self._optimizer.use_separate_grad_accum:
+            return
+        gradient, parameter.grad = parameter.grad, None
+        dtype, total = self._optimizer.gradient_accumulation_dtype, parameter.grad_accum  # type: ignore[attr-defined]
+        if total is None:
+            parameter.grad_accum = gradient.to(dtype)  # type: ignore[attr-defined,union-attr]
+        else:
+            # What is narrower than the sum is added without a copy of the sum's width.
+            narrower = torch.promote_types(dtype, gradient.dtype) == dtype  # type: ignore[union-attr]
+            total.add_(gradient if narrower else gradient.to(dtype))  # type: ignore[union-attr]
 
     def take(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The sum over micro-batches."""

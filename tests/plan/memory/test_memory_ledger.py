@@ -28,15 +28,6 @@ CONFIG = {
 }
 
 CASES = {
-    "zero0_bf16_fused_tied": (
-        4,
-        [
-            "zero_optimization.stage=0",
-            "bf16.enabled=true",
-            "optimizer.params.torch_adam=false",
-            "dsx.parallel.pipeline=2",
-        ],
-    ),
     "zero1_summed_in_fp32": (
         4,
         [
@@ -48,6 +39,15 @@ CASES = {
             "dsx.parallel.chunks=2",
             "dsx.schedule.name=interleaved_zb",
             "dsx.recompute=selective",
+        ],
+    ),
+    "zero0_bf16_fused_tied": (
+        4,
+        [
+            "zero_optimization.stage=0",
+            "bf16.enabled=true",
+            "optimizer.params.torch_adam=false",
+            "dsx.parallel.pipeline=2",
         ],
     ),
     "zero2_per_micro_batch_interleaved": (
@@ -77,7 +77,23 @@ CASES = {
     ),
     "zero2_divided_backward": (
         4,
-        ["zero_optimization.stage=2", "dsx.parallel.pipeline=2", "dsx.schedule.name=zb_h1"],
+        [
+            "zero_optimization.stage=2",
+            "bf16.enabled=true",
+            "data_types.grad_accum_dtype=fp32",
+            "dsx.parallel.pipeline=2",
+            "dsx.schedule.name=zb_h1",
+        ],
+    ),
+    "zero2_per_micro_batch_summed_in_fp32": (
+        4,
+        [
+            "zero_optimization.stage=2",
+            "zero_optimization.reduce_bucket_size=5000",
+            "dsx.zero.reduce=micro_batch",
+            "bf16.enabled=true",
+            "data_types.grad_accum_dtype=fp32",
+        ],
     ),
 }
 
