@@ -17,11 +17,14 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from dsx.errors import ConfigError
+from dsx.plan.losses import clock
+from dsx.plan.waits import named
 from dsx.runtime.entry import rank
 
 _LOOK_SECONDS = 1.0
 _ASK_SECONDS = 0.05
 _FAREWELL_SECONDS = 60.0
+_PATIENCE_SECONDS = 60.0
 
 _ROUND = "dsx/round"
 _DONE = "dsx/done"
@@ -61,9 +64,30 @@ def _call(store: Any, size: int) -> str:
     store.set(_ROUND, word)
     greetings = [_greeting(word, place) for place in range(1, size)]
     if greetings:
-        store.wait(greetings)
+        _await_all(store, greetings)
     store.set(f"{word}/heard", json.dumps(["", *(store.get(key).decode() for key in greetings)]))
     return word
+
+
+def _await_all(store: Any, greetings: list[str]) -> None:
+    """Wait for every rank, and say now and then which have not come: one that died before cannot."""
+    began = time.time()
+    deadline, patience = time.monotonic() + store.timeout.total_seconds(), _PATIENCE_SECONDS
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            store.wait(greetings, timedelta(seconds=max(_ASK_SECONDS, min(left, patience))))
+        except dist.DistStoreError:
+            if left <= patience:
+                raise
+        else:
+            return
+        missing = named([place for place, key in enumerate(greetings, 1) if not store.check([key])])
+        sys.stderr.write(
+            f"[rank 0 on {socket.gethostname()}] waits for {missing} since {clock(began)}: to be started, or "
+            "to read the data; if they have failed, their own machine's console says why\n"
+        )
+        patience *= 2
 
 
 def _answer(store: Any, place: int, timeout: timedelta) -> str:

@@ -1,6 +1,7 @@
 """Ranks of one start meet, whatever an earlier start has left in the launcher's store."""
 
 import json
+import socket
 import threading
 from datetime import timedelta
 
@@ -61,3 +62,23 @@ def test_a_spare_rank_ends_with_the_run():
     meeting.dismiss(store, 1)
     waiting.join(20)
     assert codes == [0]
+
+
+def test_rank_0_says_who_has_not_come(monkeypatch, capfd):
+    """They may be reading their data, or have died before anybody could know of them."""
+    monkeypatch.setattr(meeting, "_PATIENCE_SECONDS", 0.3)
+    store = dist.HashStore()
+    store.set_timeout(SOON)
+    words = []
+    first = threading.Thread(target=lambda: words.append(meeting._call(store, 3)))
+    first.start()
+    second = threading.Thread(target=meeting._answer, args=(store, 1, SOON))
+    second.start()
+    said = ""
+    while "waits for rank 2 since" not in said:
+        said += capfd.readouterr().err
+    assert said.startswith(f"[rank 0 on {socket.gethostname()}] waits for rank")
+    words.append(meeting._answer(store, 2, SOON))
+    first.join(20)
+    second.join(20)
+    assert words[0] == words[1]
