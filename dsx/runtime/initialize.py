@@ -97,6 +97,14 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
             warnings.warn(newer, stacklevel=2)
     settings = settings_of(config, args, model.groups.mesh)
     apply_block(settings.deepspeed.get("pipeline", {}), model, settings.zero_stage)
+    if model.partitioner is not None:
+        model.partitioner.require(settings)
+    elif settings.zero_stage == 3 and model.groups.mesh.dp > 1 and model.groups.rank == 0:
+        warnings.warn(
+            "ZeRO-3: the layers were built before the config was known, each rank's whole. Give the config to "
+            "dsx.PipelineModule too (config=): each layer is then partitioned as soon as it is built.",
+            stacklevel=2,
+        )
     lr_scheduler = lr_scheduler or _torch_schedule(settings.deepspeed.get("scheduler"))
     parameters = prepare(
         model,
@@ -107,6 +115,8 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     )
     if settings.zero_stage == 3:
         scope_consistency_checks(model.groups)
+    if model.partitioner is not None:
+        model.partitioner.hand_over(model.chunks)
     engine, wrapped, _, scheduler = deepspeed.initialize(
         model=model.chunks,
         config=settings.deepspeed,

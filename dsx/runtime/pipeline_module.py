@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.utils import set_random_seed
-from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 
 from dsx.errors import LayoutError, ModelError
@@ -22,8 +22,10 @@ from dsx.runtime.chunks import Chunks, Loss, TiedUse
 from dsx.runtime.groups import Grid, Groups, make_groups, new_group
 from dsx.runtime.layer_list import cut_layers, require_layers, tied_layers, warn_of_copies
 from dsx.runtime.recompute import Recompute, checkpoint_non_reentrant
+from dsx.runtime.settings import Config, settings_of
 from dsx.runtime.shards import Shards
 from dsx.runtime.stock_module import NOT_HERE, OfRecompute, check_recompute, facts, unavailable
+from dsx.runtime.zero_adapters.building import LayerPartitioner, outside_of_init
 from dsx.spec.mesh import Mesh
 from dsx.spec.stages import StageMap
 
@@ -77,8 +79,19 @@ class PipelineModule(nn.Module):
             gather what they receive (:mod:`dsx.runtime.shards`). Right when all of them hold the same there,
             which is compared at first use: dsx's own models do without sequence parallelism.
         split: What the layers were built with, for schedules that split the backward (dsx's own can).
+        config: What :func:`dsx.initialize` will be given. At ZeRO-3 each layer is then partitioned over the
+            data-parallel ranks as soon as it is built, so that no rank ever holds more than one whole layer.
+            Its parameters then keep their shape but not their values, until the engine gathers them. A
+            ``deepspeed.zero.Init`` around the call does the same. Without either, layers are built whole.
+        load_layer: Called as ``load_layer(index, layer)`` with each LayerSpec's module once it is built, and
+            before it is partitioned, to load its weights. A tied module comes once, under the first of its
+            indices on this rank.
+
+    Attributes:
+        partitioner: What partitioned the layers as they were built; None if they are whole.
 
     Raises:
+        ConfigError: A setting of ``config`` that cannot work with a pipeline.
         LayoutError: The degrees do not fit the number of ranks or layers.
         ModelError: A tied weight differs between its uses, or nothing matches ``type:``.
     """
@@ -113,6 +126,8 @@ class PipelineModule(nn.Module):
         release_outputs: bool = False,
         shard_transfers: bool = False,
         split: WeightGradients | None = None,
+        config: Config | None = None,
+        load_layer: Callable[[int, nn.Module], None] | None = None,
     ) -> None:
         super().__init__()
         self.layer_specs: tuple[Any, ...] = tuple(layers)
@@ -123,14 +138,15 @@ class PipelineModule(nn.Module):
             several = (num_chunks if stage_map is None else stage_map.num_chunks) > 1
             schedule = "interleaved" if several else "1f1b"
         self.program = Program(name=schedule) if isinstance(schedule, str) else schedule
-        self.stage_map = stage_map or cut_layers(
-            self.layer_specs,
-            partition_method,
-            self.groups.mesh.pp,
-            num_chunks,
-            self.program.placement,
-            as_stock_draws=not seed_layers,
-        )
+        with outside_of_init():  # counting parameters builds layers, too
+            self.stage_map = stage_map or cut_layers(
+                self.layer_specs,
+                partition_method,
+                self.groups.mesh.pp,
+                num_chunks,
+                self.program.placement,
+                as_stock_draws=not seed_layers,
+            )
         self.partition_method = partition_method if stage_map is None else "stage_map"
         self._require_stages()
         if self.groups.rank == 0:
@@ -142,11 +158,18 @@ class PipelineModule(nn.Module):
         self.device = torch.device(get_accelerator().current_device_name())
         self.seed_layers, self.base_seed, self.seed_fn = seed_layers, base_seed, seed_fn
         self.weights_changed: Callable[[], None] | None = None
+        self._load_layer = load_layer
+        self.partitioner = (
+            LayerPartitioner.of_context(self.groups)
+            if config is None
+            else LayerPartitioner.of_settings(settings_of(config, None, self.groups.mesh), self.groups)
+        )
         tied_modules: dict[str, nn.Module] = {}
-        stages = {
-            stage: [(index, self._build(index, tied_modules)) for index in self.stage_map.layers(stage)]
-            for stage in self.stage_map.stages_of(self.groups.pp_rank)
-        }
+        with outside_of_init():
+            stages = {
+                stage: [(index, self._build(index, tied_modules)) for index in self.stage_map.layers(stage)]
+                for stage in self.stage_map.stages_of(self.groups.pp_rank)
+            }
         chunks = Chunks(
             stages=stages,
             tied_modules=tied_modules,
@@ -254,13 +277,22 @@ class PipelineModule(nn.Module):
             (self.seed_fn or set_random_seed)(self.base_seed + index)
         if isinstance(spec, TiedLayerSpec):
             if spec.key not in tied_modules:
-                tied_modules[spec.key] = spec.build()
+                tied_modules[spec.key] = self._finished(index, spec.build())
             module = tied_modules[spec.key]
             return module if spec.forward_fn is None else TiedUse(module, spec.forward_fn)
         if isinstance(spec, LayerSpec):
-            built: nn.Module = spec.build()
-            return built
+            return self._finished(index, spec.build())
         layer: Callable[..., Any] = spec
+        if isinstance(layer, nn.Module) and self.partitioner is not None:
+            self.partitioner.partition(layer)
+        return layer
+
+    def _finished(self, index: int, layer: nn.Module) -> nn.Module:
+        """A layer that a spec has built, with its weights, partitioned."""
+        if self._load_layer is not None:
+            self._load_layer(index, layer)
+        if self.partitioner is not None:
+            self.partitioner.partition(layer)
         return layer
 
     def _tie(self) -> tuple[Tie, ...]:
@@ -293,21 +325,24 @@ class PipelineModule(nn.Module):
                 f"tied_weight_attr = {list(attributes)} does not name its parameters ({error})",
                 f"use some of {[name for name, _ in module.named_parameters()]}",
             ) from None
-        for parameter in parameters:
-            dist.broadcast(parameter.data, ranks[0], group=group)
-            parameter.ds_pipe_replicated = self.groups.rank != ranks[0]  # type: ignore[attr-defined]
+        # A partitioned parameter holds nothing to send: gathered here, and partitioned again.
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+            for parameter in parameters:
+                dist.broadcast(parameter.data, ranks[0], group=group)
+                parameter.ds_pipe_replicated = self.groups.rank != ranks[0]  # type: ignore[attr-defined]
+        if self.partitioner is not None:
+            self.partitioner.stand_in(parameters)
         return Tie(key, parameters, group)
 
 
 def _require_whole(layers: Sequence[Any], mesh: Mesh) -> None:
-    """Refuse layers that deepspeed.zero.Init cuts over ranks of other stages: its broadcasts would hang."""
+    """Refuse modules that deepspeed.zero.Init has cut over ranks of other stages: gathering would hang."""
     modules = [layer for layer in layers if isinstance(layer, nn.Module)]
-    cut = any(hasattr(p, "ds_id") for module in modules for p in module.parameters())
-    if mesh.dp != mesh.size and (cut or partition_parameters.zero_init_context > 0):
+    if mesh.dp != mesh.size and any(hasattr(p, "ds_id") for module in modules for p in module.parameters()):
         raise ModelError(
-            "PipelineModule under deepspeed.zero.Init",
-            "it cuts parameters over all ranks, which here hold different layers or parts of them",
-            "build it outside of zero.Init: each rank makes its own layers only",
+            "modules built under deepspeed.zero.Init",
+            "their parameters are cut over all ranks, which here hold different layers or parts of them",
+            "give LayerSpecs, which each rank builds for its own layers only, or build the modules outside",
         )
 
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from dsx.runtime.pipeline_module import PipelineModule
 from dsx.runtime.profile import measure_model
 from dsx.runtime.run_facts import kept_settings
 from dsx.runtime.run_folder import CONFIG
-from dsx.runtime.weights import export_hf, load_weights
+from dsx.runtime.weights import export_hf, layer_weights
 from dsx.spec.model import Recompute
 
 __all__ = [
@@ -74,7 +75,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
     """This rank's layers of the config's model, freshly initialised or read from its Hugging Face folder.
 
-    Fresh weights depend on the seed alone, not on the layout.
+    Fresh weights depend on the seed alone, not on the layout. At ZeRO-3 each layer is partitioned as soon as
+    it has its weights.
 
     Raises:
         CheckpointError: The folder's weights do not fit the model.
@@ -91,21 +93,25 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
         pad_multiple=settings.model.vocab_multiple,
         split=split,
     )
-    pipeline = PipelineModule(
-        layers,
-        # The engine drops the logits, so that their memory can take the gradient.
-        loss_fn=families.loss(config.model, groups.tensor_parallel, overwrite_logits=True),
-        groups=groups,
-        stage_map=config.stage_map,
-        schedule=config.program,
-        release_outputs=True,
-        shard_transfers=not groups.tensor_parallel.sequence,
-        split=split,
-    )
-    if config.weights is not None:
-        with Waiting(f"reading the weights in {config.weights}", quiet=groups.rank != 0):
-            load_weights(pipeline, config.weights, config.param_specs)
-    return pipeline
+    with ExitStack() as files:
+        load_layer = None
+        if config.weights is not None:
+            reading = f"reading the weights in {config.weights}"
+            files.enter_context(Waiting(reading, quiet=groups.rank != 0))
+            load_layer = files.enter_context(layer_weights(config.weights, config.param_specs, groups))
+        return PipelineModule(
+            layers,
+            # The engine drops the logits, so that their memory can take the gradient.
+            loss_fn=families.loss(config.model, groups.tensor_parallel, overwrite_logits=True),
+            groups=groups,
+            stage_map=config.stage_map,
+            schedule=config.program,
+            release_outputs=True,
+            shard_transfers=not groups.tensor_parallel.sequence,
+            split=split,
+            config=config,
+            load_layer=load_layer,
+        )
 
 
 def measure(config: RunConfig, groups: Groups) -> RunConfig:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,26 +40,34 @@ _TOKENIZER_FILES = {
 }
 
 
-def load_weights(pipeline: PipelineModule, folder: str | Path, specs: Sequence[ParamSpec]) -> None:
-    """Fill a module of dsx's families from a Hugging Face folder; each rank reads only its own slices.
+@contextmanager
+def layer_weights(
+    folder: str | Path, specs: Sequence[ParamSpec], groups: Groups
+) -> Iterator[Callable[[int, nn.Module], None]]:
+    """Gives what fills a layer of dsx's families from a Hugging Face folder, as ``load_layer`` of
+    :class:`~dsx.PipelineModule` takes it: each rank reads only its own slices, a layer at a time.
 
-    A collective call over all ranks. Call it before :func:`dsx.initialize`, so that the optimizer's fp32
-    copies start from these weights.
+    A collective call over all ranks.
 
     Args:
-        pipeline: The module to fill.
         folder: The Hugging Face model folder.
         specs: Every tensor of the model, which the folder must hold, and nothing else.
+        groups: This rank's process groups.
 
     Raises:
         CheckpointError: The folder lacks a tensor, has another, or one has another shape.
-        ModelError: The layers are not dsx's own.
     """
-    groups = pipeline.groups
     agree(lambda: _check(folder, specs))
-    with hf.open_weights(folder) as weights, torch.no_grad():
-        for parameter in pipeline.chunks.parameters():
-            parameter.copy_(weights.read(spec_of(parameter), groups.mesh.tp, groups.tp_rank))
+    with hf.open_weights(folder) as weights:
+
+        @torch.no_grad()
+        def load(_index: int, layer: nn.Module) -> None:
+            for parameter in layer.parameters():
+                parameter.copy_(weights.read(spec_of(parameter), groups.mesh.tp, groups.tp_rank))
+            # Pages of a file that is mapped count as this process's memory until it is closed.
+            weights.close()
+
+        yield load
 
 
 def logical_tensors(pipeline: PipelineModule) -> Iterator[tuple[ParamSpec, torch.Tensor]]:

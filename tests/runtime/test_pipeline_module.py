@@ -180,9 +180,10 @@ def _refused(rank: int, world_size: int) -> list[str]:
         with pytest.raises(kind) as caught:
             dsx.PipelineModule(**{"layers": plain, "loss_fn": toy.loss_fn, **keys})
         texts.append(str(caught.value))
-    zero = {"train_batch_size": 2, "zero_optimization": {"stage": 3}}
-    with pytest.raises(ModelError) as caught, deepspeed.zero.Init(config_dict_or_path=zero):
-        dsx.PipelineModule(plain, num_stages=2, loss_fn=toy.loss_fn)
+    with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 3}}):
+        cut = [toy.Layer() for _ in range(2)]
+    with pytest.raises(ModelError) as caught:
+        dsx.PipelineModule(cut, num_stages=2, loss_fn=toy.loss_fn)
     texts.append(str(caught.value))
     whole = dsx.PipelineModule(plain, topology=ProcessTopology(axes=["pipe", "data"], dims=[2, 1]))
     assert whole(torch.zeros(1, toy.WIDTH)).shape == (1, toy.WIDTH)  # this rank's layers, as in stock

@@ -9,7 +9,7 @@ from dsx.plan.memory.layers import Layers
 from dsx.plan.memory.ops import DeviceKind, Later, Ops, label
 from dsx.plan.memory.partitioned import Bf16, Bucketed, Partitioned
 from dsx.plan.memory.partitioned_offload import PartitionedOffload
-from dsx.plan.memory.stage3 import Stage3, uses
+from dsx.plan.memory.stage3 import Stage3, built, uses
 from dsx.plan.memory.stage3_offload import Stage3Offload
 from dsx.plan.memory.states import Flat, States, StateSettings, Unfused
 from dsx.plan.memory.tape import Label, Leaf, Ledger, Storage, Tape, Tensor
@@ -203,6 +203,7 @@ def _rank(
     used = uses(job.layout, pp_rank, leaves)
     if isinstance(states, Stage3):
         ops.hooks = states
+        states.plan_build(*built(job.layout, pp_rank, leaves))
         states.plan_gathers(job.schedule.rows[pp_rank], used)
     else:
         states.plan_reduction(used)

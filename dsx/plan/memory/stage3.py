@@ -44,6 +44,9 @@ class Stage3(States):
         self.masters: list[Tensor] = []
         self.gradients: list[Tensor] = []
         self._gathers: GatherPlan | None = None
+        self._layers: Sequence[Sequence[Leaf]] = [self.order]
+        self._ties: Sequence[Leaf] = ()
+        self.stand_ins: list[Tensor] = []
         self.updated: set[int] = set()
         self._chunks: Mapping[int, Sequence[Leaf]] = {}
         for leaf in self.order:
@@ -73,29 +76,56 @@ class Stage3(States):
 
     # The engine
 
+    def plan_build(self, layers: Sequence[Sequence[Leaf]], ties: Sequence[Leaf]) -> None:
+        """Say what is built in which order (:func:`built`).
+
+        Args:
+            layers: Parameters of each layer of this rank.
+            ties: Those of them that other pipeline ranks have copies of.
+        """
+        self._layers, self._ties = layers, ties
+
+    def build(self) -> None:
+        """Layer by layer, each partitioned as it is made (dsx zero_adapters/building.py); ties made equal."""
+        for layer in self._layers:
+            whole = [
+                self.new(
+                    "parameters", "layer being built", "P w of a layer", "dsx nn", leaf.numel, leaf.width
+                )
+                for leaf in reversed(layer)
+            ]
+            for leaf in layer:
+                self.keep_part(leaf)
+                whole.pop()
+                source = "dsx zero_adapters/building.py stand_in"
+                self.stand_ins.append(self.new("parameters", "stand-ins", "w", source, 1, leaf.width))
+        for leaf in self._ties:
+            self.coordinator.gather_alone(leaf)
+
+    def keep_part(self, leaf: Leaf) -> None:
+        """partition_parameters.py, _partition_param."""
+        source, part = "zero/partition_parameters.py _partition_param", self.part(leaf)
+        self.parameters.append(
+            self.new("parameters", "partitions", "w P/N, padded", source, part, self.settings.width)
+        )
+
     def start(self) -> None:
-        """Partition each parameter; one buffer for all; masters; bucket and gradients; hooks."""
-        self.partition()
+        """One buffer for all partitions; masters; bucket and gradients; hooks."""
+        self.stand_ins.clear()
+        self.flatten()
         self.make_masters()
         self.make_gradients()
         # Hooks are put on whole parameters, one after the other (create_reduce_and_remove_grad_hooks).
         for leaf in self.order:
             self.coordinator.gather_alone(leaf)
 
-    def partition(self) -> None:
-        """Parameter by parameter (partition_parameters.py), then over the host into one buffer (utils.py)."""
-        width, held = self.settings.width, self.parameters[::-1]
-        self.parameters = []
-        source = "zero/partition_parameters.py _partition_param"
-        for leaf in self.order:
-            part = self.part(leaf)
-            self.parameters.append(self.new("parameters", "partitions", "w P/N, padded", source, part, width))
-            held.pop()
-        source, size = "zero/utils.py defragment", self.local * width
+    def flatten(self) -> None:
+        """Over the host into one buffer (utils.py)."""
+        source, size = "zero/utils.py defragment", self.local * self.settings.width
         aside = self.host.new("temporaries", "partitions", "w P/N, padded", source, size, pinned=False)
         self.parameters.clear()
         self.parameters.append(
-            self.new("parameters", "partitions", "w P/N, padded", source, self.local, width)
+            self.new("parameters", "partitions", "w P/N, padded", source, self.local, self.settings.width)
         )
         del aside
 
@@ -268,6 +298,17 @@ class Stage3(States):
         single = self.new("temporaries", "fp32 gradient", "4 P/N of a sub-group", source, size, 4)
         del flat
         return single
+
+
+def built(layout: Layout, pp_rank: int, leaves: Mapping[str, Leaf]) -> tuple[list[list[Leaf]], list[Leaf]]:
+    """What :meth:`Stage3.plan_build` takes: a rank's layers in the order of its virtual stages, and its ties."""
+    stages, specs = layout.stages, layout.params_of(pp_rank)
+    layers: dict[int, list[Leaf]] = {layer: [] for layer in stages.layers_of(pp_rank)}
+    for spec in specs:
+        uses = [spec.layer] if spec.tie is None else [spec.layer, stages.num_layers - 1]
+        layers[next(layer for layer in layers if layer in uses)].append(leaves[spec.name])
+    ties = [leaves[spec.name] for spec in specs if len(layout.owners(spec)) > 1]
+    return list(layers.values()), ties
 
 
 def uses(layout: Layout, pp_rank: int, leaves: Mapping[str, Leaf]) -> dict[int, list[Leaf]]:

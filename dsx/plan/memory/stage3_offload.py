@@ -34,26 +34,27 @@ class Stage3Offload(Stage3):
 
     # The engine
 
-    def partition(self) -> None:
-        """Parameter by parameter to the host, there into one pinned buffer for each group."""
+    def keep_part(self, leaf: Leaf) -> None:
+        """On the host."""
         if not self.offload.parameters:
-            super().partition()
+            super().keep_part(leaf)
             return
-        width, held, parts = self.settings.width, self.parameters[::-1], []
-        self.parameters = []
-        source = "zero/partition_parameters.py _partition_param"
-        pinned = self.offload.pinned_parameters
-        for leaf in self.order:
-            size = self.part(leaf) * width
-            parts.append(self.host.pinned("parameters", "partitions", "w P/N", source, size, pin=pinned))
-            held.pop()
+        source, size = "zero/partition_parameters.py _partition_param", self.part(leaf) * self.settings.width
+        pin = self.offload.pinned_parameters
+        self.parameters.append(self.host.pinned("parameters", "partitions", "w P/N", source, size, pin=pin))
+
+    def flatten(self) -> None:
+        """On the host into one pinned buffer for each group."""
+        if not self.offload.parameters:
+            super().flatten()
+            return
         source = f"{_FILE} _create_param_groups_fp16_flat_cpu_memory"
         for group in self.plan.groups:
-            size = sum(self.part(self.leaves[name]) for name, _ in group) * width
+            size = sum(self.part(self.leaves[name]) for name, _ in group) * self.settings.width
             self.on_host.append(
                 self.host.pinned("parameters", "partitions", "w P/N, padded", source, size, pin=True)
             )
-        parts.clear()
+        self.parameters.clear()
 
     def make_masters(self) -> None:
         """On the host, or beside a copy that comes from there."""

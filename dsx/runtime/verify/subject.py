@@ -135,11 +135,11 @@ def _family(config: RunConfig, groups: Groups) -> tuple[Subject, dict[str, Tenso
 
 
 def _user(job: Job, model: UserModel, groups: Groups, clipping: float) -> tuple[Subject, dict[str, Tensor]]:
-    arguments = {**model.arguments, "groups": groups}
-    pipeline = PipelineModule(**arguments)
+    config = _plain(job, clipping)
+    pipeline = PipelineModule(**{**model.arguments, "groups": groups, "config": config})
     names = dict(pipeline.chunks.named_parameters())
     built = _prepare(names, groups, fresh=True)
-    engine = initialize(model=pipeline, config=_plain(job, clipping))[0]
+    engine = initialize(model=pipeline, config=config)[0]
     return _subject(engine, engine.deepspeed_engine, pipeline.chunks, names, groups, groups.data), built
 
 
@@ -163,12 +163,14 @@ def _plain(job: Job, clipping: float) -> dict[str, Any]:
 
 def _prepare(names: Mapping[str, nn.Parameter], groups: Groups, *, fresh: bool) -> dict[str, Tensor]:
     """The weights as built; then move fresh vectors away from the 1 and 0 that they start from."""
-    built = {name: parameter.detach().float().cpu().clone() for name, parameter in names.items()}
-    with torch.no_grad():
-        for name, parameter in names.items() if fresh else ():
+    built = {}
+    for name, parameter in names.items():
+        # At ZeRO-3 layers are partitioned as they are built; what is whole passes through.
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            built[name] = parameter.detach().float().cpu().clone()
             spec = getattr(parameter, "dsx_spec", None)
             shape = spec.shape if isinstance(spec, ParamSpec) else tuple(parameter.shape)
-            if len(shape) == 1:
+            if fresh and len(shape) == 1:
                 seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
                 noise = NOISE * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
                 moved = torch.zeros_like(parameter, device="cpu", dtype=torch.float32)
