@@ -101,8 +101,8 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         model.partitioner.require(settings)
     elif settings.zero_stage == 3 and model.groups.mesh.dp > 1 and model.groups.rank == 0:
         warnings.warn(
-            "ZeRO-3: the layers were built before the config was known, each rank's whole. Give the config to "
-            "dsx.PipelineModule too (config=): each layer is then partitioned as soon as it is built.",
+            "ZeRO-3: the layers were built before the config was known, and each rank holds all of its own "
+            "whole. Give dsx.PipelineModule the config too (config=), and they are partitioned one by one.",
             stacklevel=2,
         )
     lr_scheduler = lr_scheduler or _torch_schedule(settings.deepspeed.get("scheduler"))

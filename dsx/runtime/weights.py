@@ -44,10 +44,10 @@ _TOKENIZER_FILES = {
 def layer_weights(
     folder: str | Path, specs: Sequence[ParamSpec], groups: Groups
 ) -> Iterator[Callable[[int, nn.Module], None]]:
-    """Gives what fills a layer of dsx's families from a Hugging Face folder, as ``load_layer`` of
-    :class:`~dsx.PipelineModule` takes it: each rank reads only its own slices, a layer at a time.
+    """What gives layers of dsx's families the weights of a Hugging Face folder, one by one.
 
-    A collective call over all ranks.
+    It is for ``load_layer`` of :class:`~dsx.PipelineModule`. Each rank reads only its own slices, and maps
+    the files for one layer at a time. A collective call over all ranks.
 
     Args:
         folder: The Hugging Face model folder.

@@ -88,12 +88,8 @@ class Stage3(States):
     def build(self) -> None:
         """Layer by layer, each partitioned as it is made (dsx zero_adapters/building.py); ties made equal."""
         for layer in self._layers:
-            whole = [
-                self.new(
-                    "parameters", "layer being built", "P w of a layer", "dsx nn", leaf.numel, leaf.width
-                )
-                for leaf in reversed(layer)
-            ]
+            kind = ("parameters", "layer being built", "P w of a layer", "dsx nn")
+            whole = [self.new(*kind, leaf.numel, leaf.width) for leaf in reversed(layer)]
             for leaf in layer:
                 self.keep_part(leaf)
                 whole.pop()
@@ -301,7 +297,7 @@ class Stage3(States):
 
 
 def built(layout: Layout, pp_rank: int, leaves: Mapping[str, Leaf]) -> tuple[list[list[Leaf]], list[Leaf]]:
-    """What :meth:`Stage3.plan_build` takes: a rank's layers in the order of its virtual stages, and its ties."""
+    """What :meth:`Stage3.plan_build` takes: a rank's layers by virtual stage, and its ties."""
     stages, specs = layout.stages, layout.params_of(pp_rank)
     layers: dict[int, list[Leaf]] = {layer: [] for layer in stages.layers_of(pp_rank)}
     for spec in specs:

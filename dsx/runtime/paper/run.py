@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -79,6 +79,7 @@ def trace(
     dist.init_process_group("fake", rank=rank, world_size=config.mesh.size, store=FakeStore())
     deepspeed.init_distributed(dist_backend="fake", verbose=False, auto_mpi_discovery=False)
     groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
+    config = replace(config, weights=None)  # a folder's take the same memory as fresh ones, and time to read
     rounding = CUDA_ROUNDING_BYTES if device == "paper" else 1
     meter = StorageMeter(device, rounding_bytes=rounding, label=label)
     other = StorageMeter("cpu", label=label)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed.comm as dist
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import CASTABLE_DTYPES
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
@@ -28,6 +29,7 @@ from torch import nn
 from dsx.config.deepspeed_checks import is_bf16
 from dsx.errors import ConfigError, ModelError
 from dsx.runtime.groups import Grid
+from dsx.runtime.zero_adapters import require_supported
 
 if TYPE_CHECKING:
     from dsx.runtime.groups import Groups
@@ -46,9 +48,13 @@ class LayerPartitioner:
 
     @classmethod
     def of_settings(cls, settings: Settings, groups: Groups) -> LayerPartitioner | None:
-        """As a config says; None below ZeRO-3."""
+        """As a config says; None below ZeRO-3. Raises VersionError."""
         if settings.zero_stage != 3:
             return None
+        require_supported()
+        # As deepspeed.initialize does: DeepSpeed takes over torch's process group.
+        backend = get_accelerator().communication_backend_name()
+        dist.init_distributed(backend, dist_init_required=False, verbose=False)
         return cls(
             Init(
                 module=nn.Module(),  # nothing to partition yet, but DeepSpeed's linear takes torch's place
@@ -65,6 +71,7 @@ class LayerPartitioner:
         context = partition_parameters.top_level_context
         if context is None:
             return None
+        require_supported()
         init = copy.copy(context)
         init.ds_process_group = groups.data
         init.rank = init.rank_in_group = dist.get_rank(group=groups.data)
