@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import ranks
-from dsx.config.bare import bare_config
 from dsx.config.memory_job import job_of
+from dsx.config.ordinary import complete
 from dsx.config.resolve import resolve
 from dsx.errors import ConfigError, ModelError
 from dsx.plan.memory.estimate import estimate
@@ -141,8 +141,8 @@ def test_a_rank_never_holds_more_than_one_whole_layer(name: str, tmp_path: Path)
 def test_70b_on_64_gpus_without_a_pipeline() -> None:
     """Whole it takes 131 GiB. Build and engine stay below what is held between steps and one layer."""
     sets = ["zero_optimization.stage=3", "dsx.recompute=full"]
-    run = resolve(bare_config("llama-3-70b"), world_size=64, overrides=sets)
-    found = estimate(job_of(run), 0)
+    config = complete({}, "llama-3-70b", overrides=sets).content
+    found = estimate(job_of(resolve(config, world_size=64)), 0)
     build, engine, *_ = (phase.peak_bytes for phase in found.phases)
     embedding_bytes = 2 * 128256 * 8192  # the largest layer
     parts_bytes = 2 * 70_553_706_496 / 64
