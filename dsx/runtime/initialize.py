@@ -22,7 +22,7 @@ from dsx.runtime.groups import Grid, Groups
 from dsx.runtime.parameter_groups import prepare
 from dsx.runtime.pipeline_block import apply_block
 from dsx.runtime.pipeline_module import PipelineModule
-from dsx.runtime.settings import Config, settings_of
+from dsx.runtime.settings import Config, Settings, settings_of
 from dsx.runtime.zero_adapters import require_supported, scope_consistency_checks
 
 
@@ -97,14 +97,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
             warnings.warn(newer, stacklevel=2)
     settings = settings_of(config, args, model.groups.mesh)
     apply_block(settings.deepspeed.get("pipeline", {}), model, settings.zero_stage)
-    if model.partitioner is not None:
-        model.partitioner.require(settings)
-    elif settings.zero_stage == 3 and model.groups.mesh.dp > 1 and model.groups.rank == 0:
-        warnings.warn(
-            "ZeRO-3: the layers were built before the config was known, and each rank holds all of its own "
-            "whole. Give dsx.PipelineModule the config too (config=), and they are partitioned one by one.",
-            stacklevel=2,
-        )
+    _check_build(model, settings)
     lr_scheduler = lr_scheduler or _torch_schedule(settings.deepspeed.get("scheduler"))
     parameters = prepare(
         model,
@@ -139,6 +132,20 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     if loader is not None:
         pipeline.set_dataloader(loader)
     return pipeline, wrapped, loader, scheduler
+
+
+def _check_build(model: PipelineModule, settings: Settings) -> None:
+    """Refuse layers partitioned for another config; warn of layers built whole for ZeRO-3."""
+    if model.partitioner is not None:
+        model.partitioner.require(settings)
+        return
+    whole = any(not hasattr(parameter, "ds_id") for parameter in model.chunks.parameters())
+    if settings.zero_stage == 3 and model.groups.mesh.dp > 1 and whole and model.groups.rank == 0:
+        warnings.warn(
+            "ZeRO-3: the layers were built before the config was known, and each rank holds all of its own "
+            "whole. Give dsx.PipelineModule the config too (config=), and they are partitioned one by one.",
+            stacklevel=3,
+        )
 
 
 def _torch_schedule(block: Mapping[str, Any] | None) -> Callable[[Any], Any] | None:
