@@ -162,7 +162,7 @@ CASES = {
     "profiler with timers off": (0, "profiler-timers", "wall_clock_breakdown", {"warning"}, "", ""),
     "former name of bf16": (0, "deprecated", "bfloat16", {"note"}, "", ""),
     "torch's Adam with offload": (0, "offload-torch-adam", "optimizer.params.torch_adam", {"note"}, "", ""),
-    "fp16 without ZeRO": (0, "loss-scale", "fp16.enabled", {"error"}, "", ""),
+    "fp16 without ZeRO": (0, "loss-scale", "fp16.enabled", {"warning"}, "", ""),
     "fixed scale": (0, "loss-scale", "fp16.loss_scale", {"error"}, "", ""),
     # What does not go together (checks/together.py).
     **{

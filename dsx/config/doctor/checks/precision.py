@@ -77,7 +77,9 @@ def check_loss_scale(context: Context) -> Iterator[Finding]:
             f"the loss by it: steps are {f'{scale:g} times' if scale else 'by that factor'} too small"
         )
         fix = f'set {STAGE} to 1, use bf16, or write "loss_scale": 1'
-        yield context.find("loss-scale", "error", "fp16.enabled", why, fix)
+        # Without the block, a script may set the stage.
+        severity: Severity = "warning" if context.at(("zero_optimization",)) is ABSENT else "error"
+        yield context.find("loss-scale", severity, "fp16.enabled", why, fix)
     # Asserted whether fp16 is enabled or not.
     if scale and context.text("optimizer.type").lower() == "lamb":
         why = "Lamb needs dynamic loss scaling: DeepSpeed stops with an assertion"
