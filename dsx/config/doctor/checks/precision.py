@@ -71,7 +71,8 @@ def check_loss_scale(context: Context) -> Iterator[Finding]:
         yield from _positive(context, "warning", ", which fails if fp16 is chosen")
     if scale and enabled is not False and context.stage != 0:
         yield from _static(context, scale)
-    if scale != 1 and enabled is True and context.stage == 0 and context.version >= _NEVER_SCALED:
+    unscaled = context.runner != "dsx" and context.stage == 0 and context.version >= _NEVER_SCALED
+    if scale != 1 and enabled is True and unscaled:
         why = (
             "without ZeRO DeepSpeed divides gradients by the loss scale, and since 0.18.3 never multiplies "
             f"the loss by it: steps are {f'{scale:g} times' if scale else 'by that factor'} too small"
