@@ -10,6 +10,7 @@ import typer
 from dsx import __version__
 from dsx.cli.check import check
 from dsx.cli.diff import diff
+from dsx.cli.env import env
 from dsx.cli.estimate import estimate
 from dsx.cli.guide import guide
 from dsx.cli.init import init
@@ -69,6 +70,7 @@ def build() -> typer.Typer:
         presets,
         schema,
         guide,
+        env,
     ):
         app.command(cls=Command)(command)
     return app

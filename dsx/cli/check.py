@@ -215,6 +215,7 @@ def _tokenizer(block: dict[str, Any]) -> list[Finding]:
 
 
 def _machine() -> list[Finding]:
-    from dsx.config.doctor.machine import check_locks, extensions_folder
+    from dsx.config.doctor.machine import check_locks
+    from dsx.config.extension_locks import extensions_folder
 
     return list(check_locks(extensions_folder()))

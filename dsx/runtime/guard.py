@@ -26,6 +26,7 @@ from dsx.runtime.keepalive import Keepalive
 from dsx.runtime.launch import agree
 from dsx.runtime.monitor import Monitor
 from dsx.runtime.peers import Peer, hosts_of
+from dsx.runtime.preflight import check_machines
 from dsx.runtime.replicas import differences, summary
 from dsx.runtime.run_folder import standing
 from dsx.runtime.run_lock import RunLock
@@ -67,6 +68,7 @@ class Guard:
                 f"{located([groups.rank], hosts)} cannot be connected with {located(unmet, hosts)}, though "
                 "training can: is a firewall between them? Their loss would be noticed late"
             )
+        self._peers = peers
         self._engine: PipelineEngine | None = None
         self._health = Health(window=self._faults.spike_window, sigmas=self._faults.spike_sigmas)
         spikes = {"loss": self._faults.loss_spike, "grad_norm": self._faults.grad_norm_spike}
@@ -82,7 +84,8 @@ class Guard:
         self._lock: RunLock | None = None
 
     def __enter__(self) -> Self:
-        """Collective. Raises RunError if another run is at work in the output folder."""
+        """Collective. Raises RunError if machines differ, or another run is at work in the output folder."""
+        check_machines(self._config, self._peers, self._groups.rank)
         agree(self._lock_output)
         self._watch.start()
         return self

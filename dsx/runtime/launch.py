@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from dsx.config.extension_locks import extension_locks, extensions_folder
 from dsx.errors import DsxError
 from dsx.runtime.entry import AGREED, local_rank
 from dsx.runtime.groups import Groups, make_groups
@@ -64,6 +66,9 @@ def distributed(
         # these small blocks fragment the heap: 20 to 50 MiB in a thousand steps of a tiny model.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeedEngine reads it
+    for lock in extension_locks(extensions_folder()) if local_rank() == 0 else ():
+        if lock.builder is None:  # of the operators that this run may need, DeepSpeed says nothing
+            sys.stderr.write(f"warning: {lock.text()}\n")
     accelerator.set_device(local_rank())
     backend, timeout = ("gloo" if cpu else "nccl"), timedelta(seconds=timeout_seconds)
     if "WORLD_SIZE" in os.environ:

@@ -299,7 +299,7 @@ def test_a_lock_that_is_left_makes_a_build_wait(tmp_path):
     lock = tmp_path / "lock"
     first = FileBaton(str(lock))
     assert first.try_acquire()
-    del first  # a killed build leaves the file
+    os.close(first.fd)  # a killed build leaves the file
     assert lock.exists()
     assert not FileBaton(str(lock)).try_acquire()
     assert "while os.path.exists" in inspect.getsource(FileBaton.wait)
@@ -307,6 +307,14 @@ def test_a_lock_that_is_left_makes_a_build_wait(tmp_path):
     lock.rename(tmp_path / "fused_adam" / "lock")
     (finding,) = check_locks(tmp_path, now_seconds=time.time() + 3600)
     assert (finding.check, finding.severity) == ("extensions-lock", "warning")
+    assert "lock is 60 minutes old and no process of this machine builds there" in finding.why
+    building = FileBaton(str(tmp_path / "fused_lion" / "lock"))
+    (tmp_path / "fused_lion").mkdir()
+    assert building.try_acquire()
+    _, alive = check_locks(tmp_path)
+    assert alive.severity == "note"
+    assert f"process {os.getpid()} builds there" in alive.why
+    building.release()
 
 
 def test_every_check_of_the_design_has_its_evidence():

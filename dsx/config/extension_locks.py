@@ -1,0 +1,72 @@
+"""Locks of torch's extension builds: a killed build leaves one, for which later runs wait without a word."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtensionLock:
+    """A lock file.
+
+    Attributes:
+        path: Where it is.
+        age_seconds: Since it was made.
+        builder: The process of this machine that has it open, as a build does from its start to its end
+            (torch/utils/file_baton.py); None if there is none: it was killed, or is another machine's.
+    """
+
+    path: Path
+    age_seconds: float
+    builder: int | None
+
+    def text(self) -> str:
+        """One line for people, and what to do."""
+        age = f"{self.path} is {self.age_seconds / 60:,.0f} minutes old"
+        if self.builder is not None:
+            return f"{age}; process {self.builder} builds there: runs that need it wait for it"
+        return (
+            f"{age} and no process of this machine builds there: runs that need it wait for ever. "
+            "Fix: delete it, if no other machine builds in that folder"
+        )
+
+
+def extensions_folder(environment: Mapping[str, str] | None = None) -> Path:
+    """Where torch builds extensions (torch/utils/cpp_extension.py, get_default_build_root)."""
+    given = (os.environ if environment is None else environment).get("TORCH_EXTENSIONS_DIR")
+    return Path(given) if given else Path.home() / ".cache" / "torch_extensions"
+
+
+def extension_locks(folder: Path, now_seconds: float | None = None) -> Iterator[ExtensionLock]:
+    """Every lock below ``folder``, whether its build lives or not.
+
+    Args:
+        folder: What :func:`extensions_folder` gives.
+        now_seconds: The time to reckon their age from, in seconds since the epoch; now by default.
+    """
+    now = time.time() if now_seconds is None else now_seconds
+    # <folder>/<name>/lock, or <folder>/py311_cu121/<name>/lock.
+    locks = sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")])
+    builders = _openers({lock.resolve() for lock in locks}) if locks else {}
+    for lock in locks:
+        with suppress(OSError):  # the build has just ended
+            age_seconds = now - lock.stat().st_mtime
+            yield ExtensionLock(path=lock, age_seconds=age_seconds, builder=builders.get(lock.resolve()))
+
+
+def _openers(files: set[Path]) -> dict[Path, int]:
+    """Processes that have one of the files open, of those that this user may look into."""
+    found = {}
+    for descriptor in _PROC.glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            target = descriptor.readlink()
+            if target in files:
+                found[target] = int(descriptor.parts[2])
+    return found

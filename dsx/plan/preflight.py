@@ -1,0 +1,126 @@
+"""What several machines must have in common before they train together, and which one differs. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+MOST_CLOCK_SECONDS = 60.0
+"""Clocks of machines that keep time are within a second; people cannot read logs that are minutes apart."""
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """What one machine of a run has.
+
+    Attributes:
+        name: How messages name it, its ranks included.
+        versions: Package -> version, Python's as major.minor.
+        config: Digest of the resolved config.
+        clock: Seconds since the epoch, at the same moment on all machines to within a second or so.
+        unseen: Folder -> where it is on this machine, of those in which it does not find what the first
+            machine has written.
+        free_bytes: Folder -> room in it; those that could not be asked are left out.
+    """
+
+    name: str
+    versions: Mapping[str, str]
+    config: str
+    clock: float
+    unseen: Mapping[str, str]
+    free_bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that is not as it should be.
+
+    Attributes:
+        where: The machine, or the machines.
+        what: What is other there, and what the others have.
+        fix: What to do.
+        stops: Whether the run must not begin; else a person should know of it.
+    """
+
+    where: str
+    what: str
+    fix: str
+    stops: bool = True
+
+
+def differences(machines: Sequence[MachineFacts], *, checkpoint_bytes: int) -> Iterator[Difference]:
+    """What differs, what ends a run first.
+
+    A machine differs from what most of them have; from the first one if no value has a majority.
+
+    Args:
+        machines: The first is the one that writes.
+        checkpoint_bytes: What the run saves at once.
+    """
+    first = machines[0]
+    for folder in dict.fromkeys(name for machine in machines for name in machine.unseen):
+        apart = [machine for machine in machines if folder in machine.unseen]
+        yield Difference(
+            _names(apart),
+            f"{folder} there ({apart[0].unseen[folder]}) is not the folder that {first.name} writes to",
+            "mount one file system on all machines, and name the same folder on it",
+        )
+    for package in dict.fromkeys(name for machine in machines for name in machine.versions):
+        yield from _odd(
+            machines,
+            [machine.versions.get(package, "none") for machine in machines],
+            package,
+            f"install the same {package} on all machines",
+        )
+    yield from _odd(
+        machines,
+        [machine.config for machine in machines],
+        "a config with the digest",
+        "start every machine with the same config file and --set options (a stale copy?)",
+    )
+    usual = sorted(machine.clock for machine in machines)[(len(machines) - 1) // 2]
+    for machine in machines:
+        ahead = machine.clock - usual
+        if abs(ahead) > MOST_CLOCK_SECONDS:
+            said = f"its clock is {_duration(abs(ahead))} {'ahead' if ahead > 0 else 'behind'}"
+            fix = "set it (chrony, ntpd): times in logs and reports would not fit together"
+            yield Difference(machine.name, said, fix, stops=False)
+    for machine in machines:
+        for folder, free in machine.free_bytes.items():
+            if free < checkpoint_bytes:
+                said = f"{folder} has {free / _GIB:.2f} GiB left; a checkpoint takes about"
+                said = f"{said} {checkpoint_bytes / _GIB:.2f} GiB"
+                yield Difference(machine.name, said, "free space before it is due", stops=False)
+
+
+def _odd(
+    machines: Sequence[MachineFacts], values: Sequence[str], what: str, fix: str
+) -> Iterator[Difference]:
+    """The machines whose value is not the usual one."""
+    ((most, count), *_) = Counter(values).most_common(1)
+    usual = most if 2 * count > len(values) else values[0]
+    for value in dict.fromkeys(values):
+        if value != usual:
+            odd = [machine for machine, own in zip(machines, values, strict=True) if own == value]
+            others = [machine for machine, own in zip(machines, values, strict=True) if own == usual]
+            said = f"{'they have' if len(odd) > 1 else 'it has'} {what} {value}, {_names(others)} {usual}"
+            yield Difference(_names(odd), said, fix)
+
+
+def _names(machines: Sequence[MachineFacts]) -> str:
+    """At most three by name."""
+    names = [machine.name for machine in machines[:3]]
+    more = f" and {len(machines) - 3} more" if len(machines) > 3 else ""
+    return f"{', '.join(names)}{more}"
+
+
+def _duration(seconds: float) -> str:
+    """As people say it.
+
+    >>> [_duration(s) for s in (75, 3600, 90_000)]
+    ['1 min', '1.0 hours', '25.0 hours']
+    """
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} hours"
