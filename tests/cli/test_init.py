@@ -23,6 +23,7 @@ from dsx.config.load import read
 from dsx.config.resolve import resolve
 from dsx.config.starter import starter
 from dsx.errors import ConfigError
+from recipes.launching import free_port
 
 ROOT = Path(__file__).parents[2]
 TRAINER = {
@@ -332,13 +333,14 @@ def test_an_empty_environment_trains_and_generates(wheel, tmp_path, model_folder
     run([here / "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel], tmp_path)
     (tmp_path / "ds_config.json").write_text(json.dumps(TRAINER))
     path = f"{here}{os.pathsep}{os.environ['PATH']}"
-    sizes = ["--set", "dsx.train.steps=4", "--set", "dsx.data.max_bytes=200000"]
+    sizes = ["--set", "dsx.train.steps=4", "--set", "dsx.data.max_bytes=2000000"]
     words = ["init", "run", "--from", "ds_config.json", "--model", model_folder, "--gpus", "2", *sizes]
     run([here / "dsx", *words], tmp_path, PATH=path)
     launch, *_, generate = re.findall(
         r"^(?:deepspeed|python) .*$", (tmp_path / "run/README.md").read_text(), re.MULTILINE
     )
-    said = run(shlex.split(launch), tmp_path / "run", PATH=path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    program, *rest = shlex.split(launch)
+    said = run([program, "--master_port", str(free_port()), *rest], tmp_path / "run", PATH=path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     assert "step 4/4" in said
     text = run([here / "python", *shlex.split(generate)[1:]], tmp_path / "run", PATH=path)
     assert text.startswith("Once")
