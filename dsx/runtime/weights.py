@@ -139,7 +139,7 @@ def export_hf(engine: PipelineEngine, folder: str | Path, *, config: Mapping[str
         CheckpointError: The folder cannot be written.
         ModelError: The layers are not dsx's own, or there is no Hugging Face config.
     """
-    run = engine.config
+    run = engine.run_config
     if config is None and run is not None:
         config = run.hf_config
     if config is None:

@@ -340,7 +340,13 @@ def test_an_empty_environment_trains_and_generates(wheel, tmp_path, model_folder
         r"^(?:deepspeed|python) .*$", (tmp_path / "run/README.md").read_text(), re.MULTILINE
     )
     program, *rest = shlex.split(launch)
-    said = run([program, "--master_port", str(free_port()), *rest], tmp_path / "run", PATH=path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    said = run(
+        [program, "--master_port", str(free_port()), *rest],
+        tmp_path / "run",
+        PATH=path,
+        CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS="1",
+    )
     assert "step 4/4" in said
     text = run([here / "python", *shlex.split(generate)[1:]], tmp_path / "run", PATH=path)
     assert text.startswith("Once")

@@ -35,7 +35,7 @@ def train(rank: int, world_size: int, folder: str) -> None:
             engine.train_batch(dsx_run.batches(case, step, engine.groups.dp_rank))
             engine.save_checkpoint(f"{folder}/{family}/checkpoints", client_state={"tokenizer": "bytes"})
         where = f"{folder}/{family}/hf/step{STEPS}"
-        engine.config = None  # as of an ordinary DeepSpeed config, which does not say what the model is
+        engine.run_config = None  # as of an ordinary DeepSpeed config, which does not say what the model is
         with pytest.raises(dsx.ModelError, match="give the model's Hugging Face config"):
             dsx.export_hf(engine, where)
         dsx.export_hf(engine, where, config=config.hf_config)
