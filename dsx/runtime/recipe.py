@@ -43,7 +43,7 @@ from dsx.runtime.monitor import Monitor, device_name, is_due
 from dsx.runtime.pipeline_module import PipelineModule
 from dsx.runtime.profile import measure_model
 from dsx.runtime.run_facts import kept_settings
-from dsx.runtime.run_folder import CONFIG
+from dsx.runtime.run_folder import CONFIG, own_checkpoint, start_of
 from dsx.runtime.weights import export_hf, layer_weights
 from dsx.spec.model import Recompute
 
@@ -172,7 +172,7 @@ def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
                 "name a text (files, a folder, a hub data set), or run the program that has the data",
             )
         store.require_writable(config.output / store.CHECKPOINTS)
-        _start(config)
+        start_of(config)
         tokens = max(config.dsx.train.eval_tokens, config.tokens_per_step) + config.sequence_length + 1
         folders = prepare_text(config.dsx.data, config.output / "data", held_out_tokens=tokens)
         corpus = _open(config, folders)
@@ -241,7 +241,7 @@ def resume(config: RunConfig, engine: PipelineEngine, corpus: RunData) -> dict[s
     text = as_text(corpus, config.dsx.data)
     if isinstance(text, OwnText):
         require_same_everywhere(text)
-    start = agree(lambda: _start(config))
+    start = agree(lambda: start_of(config))
     if start is None:
         return {}
     root, tag = start
@@ -301,7 +301,7 @@ def _saved_profile(config: RunConfig, own: Path) -> tuple[Path, Profile] | None:
     source = measured.source(config.dsx)
     named = None if source in (None, measured.MEASURE) else Path(str(source))
     if (
-        _own_checkpoint(config) is not None
+        own_checkpoint(config) is not None
         and own.exists()
         and (named is None or named.resolve() == own.resolve())
     ):
@@ -321,41 +321,6 @@ def _saved_profile(config: RunConfig, own: Path) -> tuple[Path, Profile] | None:
     profile = measured.read_saved(named, "dsx.profile")
     profile.require(wanted, name=str(named))
     return named, profile
-
-
-def _own_checkpoint(config: RunConfig) -> tuple[Path, str | None] | None:
-    """Folder and tag of what this run itself has saved and goes on from; None if there is nothing."""
-    root = config.output / store.CHECKPOINTS
-    if config.dsx.train.resume == "never":
-        return None
-    if (root / store.LATEST).exists():
-        return root, None
-    found = store.tags(root)
-    if len(found) > 1:
-        store.find(root)  # says that latest is missing, and what there is
-    # A kill between the first checkpoint's last rename and its name in latest leaves one alone.
-    return (root, found[0]) if found else None
-
-
-def _start(config: RunConfig) -> tuple[Path, str | None] | None:
-    """Folder and tag to continue from; None for a fresh start."""
-    named = config.dsx.train.resume
-    own = _own_checkpoint(config)
-    if own is not None:
-        return own
-    if named in ("auto", "never"):
-        return None
-    folder = Path(named)
-    for root in (folder, folder / store.CHECKPOINTS):
-        if (root / store.LATEST).is_file():
-            return root, None
-    if (folder / store.MANIFEST).is_file():
-        return folder.absolute().parent, folder.absolute().name
-    raise CheckpointError(
-        f"dsx.train.resume = {named}",
-        "there is no checkpoint of dsx",
-        'give the output folder of a run, or a checkpoint in it; or "auto" or "never"',
-    )
 
 
 def _recompute(settings: DsxConfig) -> Recompute:

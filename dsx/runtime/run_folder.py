@@ -48,6 +48,41 @@ def tokenizer_of_run(folder: Path) -> str | None:
     return None
 
 
+def own_checkpoint(config: RunConfig) -> tuple[Path, str | None] | None:
+    """Folder and tag of what this run itself has saved and goes on from; None if there is nothing."""
+    root = config.output / store.CHECKPOINTS
+    if config.dsx.train.resume == "never":
+        return None
+    if (root / store.LATEST).exists():
+        return root, None
+    found = store.tags(root)
+    if len(found) > 1:
+        store.find(root)  # says that latest is missing, and what there is
+    # A kill between the first checkpoint's last rename and its name in latest leaves one alone.
+    return (root, found[0]) if found else None
+
+
+def start_of(config: RunConfig) -> tuple[Path, str | None] | None:
+    """Folder and tag to continue from; None for a fresh start."""
+    named = config.dsx.train.resume
+    own = own_checkpoint(config)
+    if own is not None:
+        return own
+    if named in ("auto", "never"):
+        return None
+    folder = Path(named)
+    for root in (folder, folder / store.CHECKPOINTS):
+        if (root / store.LATEST).is_file():
+            return root, None
+    if (folder / store.MANIFEST).is_file():
+        return folder.absolute().parent, folder.absolute().name
+    raise CheckpointError(
+        f"dsx.train.resume = {named}",
+        "there is no checkpoint of dsx",
+        'give the output folder of a run, or a checkpoint in it; or "auto" or "never"',
+    )
+
+
 def standing(config: RunConfig, step: int) -> str:
     """One line for a run that ends before its last step: how far it came, and how to go on.
 
