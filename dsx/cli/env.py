@@ -17,7 +17,7 @@ def env(
         Path | None,
         typer.Option("--hostfile", metavar="FILE", help="A DeepSpeed hostfile: are its machines there?"),
     ] = None,
-    style: Annotated[Literal["text", "json"], FORMAT] = "text",
+    style: Annotated[Literal["table", "json"], FORMAT] = "table",
     output: Annotated[Path | None, OUTPUT] = None,
 ) -> None:
     """Tell what a bug report needs to know of this machine.

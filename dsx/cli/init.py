@@ -165,7 +165,7 @@ trains by `{_CONFIG}`; again, it goes on where it stopped. Your own text, and an
 {_run_line(gpus)} --set dsx.data.source=my.jsonl --set dsx.train.steps=1000
 dsx check {_CONFIG} --gpus {gpus}
 dsx estimate {_CONFIG} --gpus {gpus}
-python {_GENERATE} --checkpoint {run.output} --prompt "Once" --tokens 100
+python {_GENERATE} --checkpoint {run.output} --prompt "Once" --tokens {min(100, run.sequence_length // 2)}
 ```
 
 {

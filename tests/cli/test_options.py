@@ -52,7 +52,7 @@ def test_every_command_speaks_it(name):
         if re.search(r"[Nn]umber of ranks", each.help or ""):
             assert each.opts == ["--gpus"]
     said = command.get_help(typer.Context(command, info_name=name))
-    assert "json" in re.search(r"--format <(.*?)>", said)[1].split("|")
+    assert {"table", "json"} <= set(re.search(r"--format <(.*?)>", said)[1].split("|"))
     assert len(command.get_short_help_str(limit=200)) <= 64  # else cut in dsx --help
     for word in re.findall(r"--[a-z][a-z-]+", said.split("Options:")[0]):
         assert word in flags(command), f"the text of {name} names {word}, which it does not have"
