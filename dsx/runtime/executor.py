@@ -254,8 +254,9 @@ class StepRun:
         )
         if is_last:
             output = self._finish(action.micro_batch, output)
-        elif local:
+        else:
             Signature.of(output, f"virtual stage {action.stage}")  # the same rule on every layout
+        if local:
             self._inputs[action.stage + 1, action.micro_batch] = _hand_over(output)
         if mode.training:
             self._frozen[action.stage] = not any(t.requires_grad for t in _tensors(output))

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import deepspeed
-import torch
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.runtime import lr_schedules
 from torch.utils.data import DistributedSampler
 
 from dsx.config.run import RunConfig
@@ -19,11 +16,12 @@ from dsx.config.shipped import newer_than_tested
 from dsx.errors import ModelError
 from dsx.runtime.engine import PipelineEngine
 from dsx.runtime.groups import Grid, Groups
+from dsx.runtime.learning_rates import require_drives, require_steps_without_metric, schedule_of
 from dsx.runtime.parameter_groups import prepare
 from dsx.runtime.pipeline_block import apply_block
 from dsx.runtime.pipeline_module import PipelineModule
 from dsx.runtime.settings import Config, Settings, settings_of
-from dsx.runtime.zero_adapters import require_supported, scope_consistency_checks
+from dsx.runtime.zero_adapters import given_optimizer_kept, require_supported, scope_consistency_checks
 
 
 def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
@@ -98,7 +96,9 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     settings = settings_of(config, args, model.groups.mesh)
     apply_block(settings.deepspeed.get("pipeline", {}), model, settings.zero_stage)
     _check_build(model, settings)
-    lr_scheduler = lr_scheduler or _torch_schedule(settings.deepspeed.get("scheduler"))
+    if lr_scheduler is None:
+        lr_scheduler = schedule_of(settings.deepspeed.get("scheduler"))
+    require_steps_without_metric(lr_scheduler)
     parameters = prepare(
         model,
         zero_stage=settings.zero_stage,
@@ -110,16 +110,20 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         scope_consistency_checks(model.groups)
     if model.partitioner is not None:
         model.partitioner.hand_over(model.chunks)
-    engine, wrapped, _, scheduler = deepspeed.initialize(
-        model=model.chunks,
-        config=settings.deepspeed,
-        model_parameters=parameters,
-        optimizer=optimizer,
-        lr_scheduler=lr_scheduler,
-        collate_fn=collate_fn,
-        mpu=Grid(model.groups),
-        dist_init_required=False,
-    )
+    with given_optimizer_kept():
+        engine, wrapped, _, scheduler = deepspeed.initialize(
+            model=model.chunks,
+            config=settings.deepspeed,
+            model_parameters=parameters,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            collate_fn=collate_fn,
+            mpu=Grid(model.groups),
+            dist_init_required=False,
+        )
+    require_steps_without_metric(scheduler)
+    if engine.basic_optimizer is not None:
+        require_drives(scheduler, engine.basic_optimizer)
     run = config if isinstance(config, RunConfig) else None
     pipeline = PipelineEngine(
         model,
@@ -146,19 +150,6 @@ def _check_build(model: PipelineModule, settings: Settings) -> None:
             "whole. Give dsx.PipelineModule the config too (config=), and they are partitioned one by one.",
             stacklevel=3,
         )
-
-
-def _torch_schedule(block: Mapping[str, Any] | None) -> Callable[[Any], Any] | None:
-    """What makes the config's schedule, if it is one of torch's; None leaves it to DeepSpeed.
-
-    DeepSpeed would give it the wrapper of the optimizer, which torch refuses under ZeRO and in bf16
-    (deepspeed/runtime/engine.py, _scheduler_from_config); a callable gets the optimizer itself.
-    """
-    name = (block or {}).get("type")
-    if not isinstance(name, str) or hasattr(lr_schedules, name):
-        return None
-    kind: Callable[..., Any] | None = getattr(torch.optim.lr_scheduler, name, None)
-    return None if kind is None else partial(kind, **(block or {}).get("params", {}))
 
 
 def _loader(engine: Any, dataset: Any, groups: Groups) -> Any:

@@ -45,12 +45,13 @@ def prepare(
     """
     flat = zero_stage in (1, 2)
     if isinstance(optimizer, Optimizer):
-        groups = list(optimizer.param_groups)
-        if flat:
-            groups = split_tied(groups, model.ties)
-            if len(groups) != len(optimizer.param_groups) and lr_scheduler is not None:
-                _require_callable(lr_scheduler)
-            optimizer.param_groups[:] = groups
+        before = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+        groups = split_tied(optimizer.param_groups, model.ties) if flat else optimizer.param_groups
+        groups = [group for group in groups if group["params"]]  # as DeepSpeed does
+        changed = [[id(p) for p in group["params"]] for group in groups] != before
+        if lr_scheduler is not None and not callable(lr_scheduler):
+            _require_unchanged(model, lr_scheduler, changed=changed)
+        optimizer.param_groups[:] = groups
     else:
         given = model.chunks.parameters() if model_parameters is None else model_parameters
         groups = as_groups(given)
@@ -91,27 +92,41 @@ def split_tied(groups: Sequence[Group], ties: Sequence[Tie]) -> list[Group]:
         parts: dict[str | None, list[nn.Parameter]] = {None: []}
         for parameter in group["params"]:
             parts.setdefault(keys.get(id(parameter)), []).append(parameter)
-        result += [{**group, "params": part} for part in parts.values()]
-    return [group for group in result if any(p.requires_grad for p in group["params"])]
+        trained = [part for part in parts.values() if any(p.requires_grad for p in part)]
+        # The first is the group itself, which an optimizer may know by more ways than its list of groups.
+        halves = [group, *({**group} for _ in trained[1:])]
+        for half, part in zip(halves, trained, strict=False):
+            half["params"] = part
+            result.append(half)
+    return result
 
 
-def _require_callable(lr_scheduler: Any) -> None:
-    if isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler):
-        raise ConfigError(
+def _require_unchanged(model: PipelineModule, lr_scheduler: Any, *, changed: bool) -> None:
+    """Raise the same ConfigError on every rank if a schedule was made for groups that one has changed."""
+    if _pipeline_ranks_where(model, changed):
+        error = ConfigError(
             f"lr_scheduler = {type(lr_scheduler).__name__}(optimizer)",
-            "it follows the optimizer's parameter groups, which are split because of tied weights",
+            "it follows the optimizer's parameter groups, which are split because of tied weights, or are "
+            "left out where a pipeline rank has nothing of them to train",
             "pass a callable: lr_scheduler=lambda optimizer: ...",
         )
+        error.add_note(AGREED)
+        raise error
+
+
+def _pipeline_ranks_where(model: PipelineModule, flag: bool) -> list[int]:
+    """Pipeline ranks of which one has ``flag``, known on every rank. Collective."""
+    flags = torch.zeros(model.groups.mesh.pp, dtype=torch.int32, device=model.device)
+    flags[model.groups.pp_rank] = flag
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return [rank for rank, found in enumerate(flags.tolist()) if found]
 
 
 def _require_trainable(model: PipelineModule, groups: Sequence[Group], *, need_gradients: bool) -> None:
     """Raise the same LayoutError on every rank if the optimizer of one would be empty."""
     members = [p for group in groups for p in group["params"]]
     fine = any(p.requires_grad for p in members) if need_gradients else bool(members)
-    empty = torch.zeros(model.groups.mesh.pp, dtype=torch.int32, device=model.device)
-    empty[model.groups.pp_rank] = not fine
-    dist.all_reduce(empty, op=dist.ReduceOp.MAX)
-    ranks = [rank for rank, flag in enumerate(empty.tolist()) if flag]
+    ranks = _pipeline_ranks_where(model, not fine)
     if not ranks:
         return
     layers = {rank: list(model.stage_map.layers_of(rank)) for rank in ranks}

@@ -153,13 +153,8 @@ def test_first_bf16_step_is_the_optimizers_first(kind: str, parameters: dict[str
 def _refusals(rank: int, world_size: int) -> list[str]:
     tied = Case(layers="tied", pp=2, zero=1)
     muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "torch_adam": True}}}
-    adagrad = {
-        "optimizer": {"type": "Adagrad", "params": {"lr": 1e-2}},
-        "zero_allow_untested_optimizer": True,
-    }
     attempts = [
         (ConfigError, lambda: toy.engine(_with(tied, keys=muon))),
-        (ConfigError, lambda: toy.engine(_with(tied, keys=adagrad))),
         (ConfigError, lambda: _own_groups(tied)),
         (ConfigError, lambda: _scheduler_of_old_groups(tied)),
         (LayoutError, lambda: toy.engine(_with(Case(pp=2, zero=2), prepare="frozen start"))),
@@ -205,7 +200,7 @@ def _module(case: Case) -> Any:
 
 
 def test_what_ties_and_frozen_ranks_cannot_do_is_refused_on_every_rank() -> None:
-    words = ["Muon", "Adagrad", "shares a parameter group", "pass a callable", "pipeline ranks [0]"]
+    words = ["Muon", "shares a parameter group", "pass a callable", "pipeline ranks [0]"]
     for texts in ranks.run(_refusals, 2):
         for text, word in zip(texts, words, strict=True):
             assert word in text

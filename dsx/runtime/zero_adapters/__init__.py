@@ -24,6 +24,7 @@ from dsx.runtime.zero_adapters.gathering import StepGathers
 from dsx.runtime.zero_adapters.norm import NormScope, Refuses
 from dsx.runtime.zero_adapters.partitioned import PartitionedAdapter, PartitionedGradients
 from dsx.runtime.zero_adapters.reduction import ChunkReduction, GradientStore, Scale, reducible
+from dsx.runtime.zero_adapters.remade import given_optimizer_kept, share_groups
 from dsx.runtime.zero_adapters.replicated import ReplicatedAdapter, WholeGradients
 from dsx.runtime.zero_adapters.stage3 import Stage3Adapter, scope_consistency_checks
 from dsx.spec.schedule import Schedule
@@ -43,6 +44,7 @@ __all__ = [
     "adapt",
     "calls",
     "count_samples",
+    "given_optimizer_kept",
     "require_supported",
     "scope_consistency_checks",
 ]
@@ -142,6 +144,7 @@ def adapt(
     # What is frozen has no gradient to sum, and no place in ZeRO's groups.
     ties = [tie for tie in ties if any(p.requires_grad for p in tie.parameters)]
     if stage == 3:
+        share_groups(engine.optimizer)
         gathers = StepGathers(engine.optimizer, uses, groups.pp_rank, zero.keep_gathered_bytes)
         return Stage3Adapter(engine, scope, ties, gathers)
     reduce = partial(_reduction, engine, groups, uses, zero)

@@ -115,7 +115,6 @@ class PartitionedAdapter:
         self._norm = torch.zeros(())
         self._refuses: Refuses | None = None
         self._fresh = True
-        self._require_groups()
         self._tied = [(tie.group, index) for tie in ties for index in self._groups_of(tie)]
         step = self._optimizer.step
 
@@ -197,16 +196,6 @@ class PartitionedAdapter:
         for group, index in self._tied:
             for tensor in self._gradients(index):
                 all_reduce_sum(tensor, group, self._engine.device)
-
-    def _require_groups(self) -> None:
-        """DeepSpeed makes Adagrad anew with one group, and fails at the first step (stage_1_and_2.py:948)."""
-        inner = self._optimizer.optimizer
-        if len(inner.param_groups) != len(self._optimizer.bit16_groups):
-            raise ConfigError(
-                f"optimizer = {type(inner).__name__}",
-                "DeepSpeed's ZeRO-1 and 2 allow it one parameter group; a tied weight needs one of its own",
-                "use ZeRO-0 or 3, another optimizer, or one pipeline rank for all uses of tied weights",
-            )
 
     def _groups_of(self, tie: Tie) -> list[int]:
         """The optimizer's groups that hold ``tie``'s weights, and nothing else."""

@@ -1,0 +1,96 @@
+"""Learning-rate schedules: what makes them, and whether they reach the optimizer that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deepspeed.runtime import lr_schedules
+from torch.optim import lr_scheduler as torch_schedules
+
+from dsx.errors import ConfigError
+
+_DEEPSPEED = tuple(lr_schedules.VALID_LR_SCHEDULES)
+
+
+def schedule_of(block: Mapping[str, Any] | None) -> Callable[[Any], Any] | None:
+    """What makes the schedule of a config's ``scheduler`` block for an optimizer; None without a schedule.
+
+    DeepSpeed would give the schedule its own wrapper of the optimizer, which torch's schedules refuse under
+    ZeRO and in bf16, and behind which it may have made the optimizer anew (deepspeed/runtime/engine.py,
+    _scheduler_from_config; zero/stage3.py, initialize_optimizer_states). A callable gets the optimizer
+    itself.
+
+    Raises:
+        ConfigError: No such schedule, or one that wants a metric.
+    """
+    name, params = (block or {}).get("type"), (block or {}).get("params") or {}
+    if name is None:
+        return None
+    kind = _kind(name)
+    if kind is None:
+        raise ConfigError(
+            f"scheduler.type = {name!r}",
+            "DeepSpeed and torch know no such schedule (names are case-sensitive)",
+            f"use one of {', '.join(_DEEPSPEED)}, or a class of torch.optim.lr_scheduler",
+        )
+    if issubclass(kind, torch_schedules.ReduceLROnPlateau):
+        raise _wants_a_metric(f"scheduler.type = {name!r}")
+
+    def make(optimizer: Any) -> Any:
+        try:
+            return kind(optimizer, **params)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"scheduler.params = {params!r}",
+                f"{name} of {type(optimizer).__name__} cannot be made: {error}",
+                f"give {name} the parameters that it takes",
+            ) from error
+
+    return make
+
+
+def require_steps_without_metric(lr_scheduler: Any) -> None:
+    """Refuse a schedule that DeepSpeed's step, which passes no metric, would fail on. Raises ConfigError."""
+    if isinstance(lr_scheduler, torch_schedules.ReduceLROnPlateau):
+        raise _wants_a_metric("lr_scheduler = ReduceLROnPlateau(...)")
+
+
+def require_drives(lr_scheduler: Any, optimizer: Any) -> None:
+    """Refuse a schedule of an optimizer that does not train: the learning rate would never change.
+
+    Args:
+        lr_scheduler: A schedule. One that does not say whose it is passes.
+        optimizer: The optimizer that trains, inside of DeepSpeed's wrapper.
+
+    Raises:
+        ConfigError: It is another optimizer's.
+    """
+    own = getattr(lr_scheduler, "optimizer", None)
+    own = own if hasattr(own, "step") else None
+    if own is not None and own is not optimizer:
+        raise ConfigError(
+            f"lr_scheduler = {type(lr_scheduler).__name__}(...)",
+            f"it moves the learning rate of another optimizer ({type(own).__name__}), which does not train",
+            "make it from the optimizer that is given to dsx.initialize, or pass a callable: "
+            "lr_scheduler=lambda optimizer: ...",
+        )
+
+
+def _kind(name: Any) -> Any:
+    """The class of a schedule that DeepSpeed or torch knows by this name."""
+    if name in _DEEPSPEED:
+        return getattr(lr_schedules, name)
+    kind = getattr(torch_schedules, name, None) if isinstance(name, str) else None
+    base = torch_schedules.LRScheduler
+    known = isinstance(kind, type) and issubclass(kind, base) and kind is not base
+    return kind if known else None
+
+
+def _wants_a_metric(where: str) -> ConfigError:
+    return ConfigError(
+        where,
+        "it wants a metric at every step, and DeepSpeed steps schedules without one",
+        "leave it out; make ReduceLROnPlateau(engine.basic_optimizer) after dsx.initialize, and call its "
+        "step(loss) yourself, on every rank",
+    )
