@@ -26,6 +26,7 @@ from dsx.errors import CheckpointError
 CHECKPOINTS = "checkpoints"  # below the folder of a run of dsx
 LATEST = "latest"
 MANIFEST = "dsx.json"
+UNIVERSAL_FILE = "zero/optimizer_state.pt"  # in every checkpoint of DeepSpeed's universal format
 _DEEPSPEED_FILES = "*_states.pt"  # in every checkpoint that DeepSpeed writes, with or without a manifest
 _CHOOSE = "choose another folder (dsx.train.output, or the save and load arguments)"
 
@@ -127,6 +128,20 @@ def find(root: Path, tag: str | None = None) -> Path:
             return root / tag
     fix = _to_point(root) if named is None else _available(root)
     raise CheckpointError(where, f"there is no folder {root / tag}", fix)
+
+
+def place(folder: Path, tag: str | None = None) -> tuple[Path, str | None]:
+    """Folder of checkpoints and tag that somebody means by ``folder``, for :func:`find`.
+
+    A folder of checkpoints, that of a run, or without ``tag`` a checkpoint itself.
+    """
+    for root in (folder, folder / CHECKPOINTS):
+        if (root / LATEST).is_file():
+            return root, tag
+    if tag is None and (_is_checkpoint(folder) or (folder / UNIVERSAL_FILE).is_file()):
+        own = folder.resolve()
+        return own.parent, own.name
+    return folder, tag
 
 
 def tags(root: Path) -> tuple[str, ...]:

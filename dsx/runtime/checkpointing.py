@@ -27,10 +27,12 @@ _SHOWN = 3
 T = TypeVar("T")
 
 
-def load(engine: PipelineEngine, root: Path, *, tag: str | None) -> tuple[Path, dict[str, Any]]:
-    """Continue from ``root/tag`` (``root/latest`` by default), whatever layout it was saved in. Collective.
+def load(engine: PipelineEngine, folder: Path, *, tag: str | None) -> tuple[Path, dict[str, Any]]:
+    """Continue from a checkpoint, whatever layout it was saved in. Collective.
 
-    A checkpoint of stock DeepSpeed is read as well, if its tensors have the names of this run's.
+    ``folder`` is one of checkpoints, of which ``tag`` names one (the one that its file ``latest`` names by
+    default), that of a run, or a checkpoint itself. A checkpoint of stock DeepSpeed is read as well, if its
+    tensors have the names of this run's.
 
     Weights, optimizer state, learning-rate scheduler, counters and random states are restored; in the layout
     it was saved in, bit for bit. Each rank reads what it holds and no more.
@@ -42,6 +44,7 @@ def load(engine: PipelineEngine, root: Path, *, tag: str | None) -> tuple[Path, 
         CheckpointError: None there, damaged, or of another model or optimizer.
     """
     names = _names(engine)
+    root, tag = agree(lambda: store.place(folder, tag))
 
     def check() -> Path:
         found = store.find(root, tag)

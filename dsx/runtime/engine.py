@@ -310,7 +310,10 @@ class PipelineEngine:
             self._saver.wait()
 
     def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[Path, dict[str, Any]]:
-        """Continue from a checkpoint of any layout; see :func:`dsx.runtime.checkpointing.load`."""
+        """Continue from a checkpoint of any layout, in a folder of them, a run's, or its own. Collective.
+
+        See :func:`dsx.runtime.checkpointing.load`.
+        """
         from dsx.runtime.checkpointing import load
 
         self.wait_for_checkpoint()

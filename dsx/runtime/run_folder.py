@@ -70,12 +70,9 @@ def start_of(config: RunConfig) -> tuple[Path, str | None] | None:
         return own
     if named in ("auto", "never"):
         return None
-    folder = Path(named)
-    for root in (folder, folder / store.CHECKPOINTS):
-        if (root / store.LATEST).is_file():
-            return root, None
-    if (folder / store.MANIFEST).is_file():
-        return folder.absolute().parent, folder.absolute().name
+    root, tag = store.place(Path(named))
+    if tag is not None or (root / store.LATEST).is_file():
+        return root, tag
     raise CheckpointError(
         f"dsx.train.resume = {named}",
         "there is no checkpoint of dsx",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,8 @@ def load_and_go_on(rank: int, world_size: int, case: Case, folder: str) -> list[
     engine, _ = dsx_run.build(case, None)
     path, client_state = engine.load_checkpoint(folder)
     assert path.name == "global_step3"
+    for same in (path, os.path.relpath(path), path.parent.parent):  # itself, and a run's folder of them
+        assert engine.load_checkpoint(same) == (path, client_state)
     assert client_state == {"data_cursor": 3 * case.rows}
     assert (engine.global_steps, engine.global_samples) == (3, 3 * case.rows)
     return steps(engine, case, 3, 3)
@@ -64,8 +67,8 @@ def test_resume_is_bit_equal(case: Case, tmp_path: Path) -> None:
     case = Case(
         **{**{f: getattr(case, f) for f in Case.__dataclass_fields__}, "extra": (*case.extra, SCHEDULER)}
     )
-    going_on = ranks.run(save_and_go_on, case.world_size, case, str(tmp_path))
-    resumed = ranks.run(load_and_go_on, case.world_size, case, str(tmp_path))
+    going_on = ranks.run(save_and_go_on, case.world_size, case, str(tmp_path / "checkpoints"))
+    resumed = ranks.run(load_and_go_on, case.world_size, case, str(tmp_path / "checkpoints"))
     assert resumed == going_on
     assert len({row[0] for row in going_on}) == 1, "every rank gets the same loss"
 

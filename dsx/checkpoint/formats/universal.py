@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from dsx.checkpoint import store
 from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry, Piece
 from dsx.checkpoint.formats.deepspeed_facts import facts_of
 from dsx.checkpoint.formats.deepspeed_files import StockFiles, open_stock
@@ -25,7 +26,7 @@ from dsx.checkpoint.pieces import Part, contiguous, interval_boxes
 from dsx.errors import CheckpointError
 
 FORMAT = "universal"
-FOLDER, COMMON = "zero", "optimizer_state.pt"
+FOLDER, COMMON = store.UNIVERSAL_FILE.split("/")
 NUMBERS = "dsx_numbers"  # the optimizer's numbers beside step, by tensor, where dsx wrote the checkpoint
 _AGAIN = "convert it again, into a new folder"
 
