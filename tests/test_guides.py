@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import dsx
+from often import often
 from recipes.launching import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +57,7 @@ def run(words: list[str], folder: Path, *, seconds: float = 200, **environment: 
     command = words
     if words[0] == "dsx":
         command = [sys.executable, "-c", "from dsx.cli.app import main; main()", *words[1:]]
-    elif words[0] == "deepspeed" and "--master_port" not in words:
+    elif words[0] in ("deepspeed", "torchrun") and "--master_port" not in words:
         command = [words[0], "--master_port", str(free_port()), *words[1:]]
     environ = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -122,6 +123,35 @@ def test_programs_of_the_data_guide_run():
     assert programs
     for program in programs:
         exec(compile(program, "data.md", "exec"), {})
+
+
+@pytest.mark.parametrize("block", often((1, 0), every=2))
+def test_a_model_of_ones_own_trains_alike_in_every_layout(block, tmp_path):
+    """The second block of commands, which goes on from a checkpoint, in every run."""
+    alone, losses = shlex.split("python recipes/own_model.py --steps 4"), []
+    for words in [alone, *map(shlex.split, blocks("own_model.md", "bash")[block].splitlines())]:
+        code, text = run(words, tmp_path)
+        assert code == 0, text
+        losses.append(re.findall(r"step (\d): loss ([\d.]+)", text))
+    first, *others = losses
+    others = [[*others[0], *others[1]]] if block == 1 else others
+    assert [step for step, _ in first] == ["1", "2", "3", "4"]
+    for found in others:
+        assert [step for step, _ in found] == ["1", "2", "3", "4"]
+        values = [float(loss) for _, loss in found]
+        assert values == pytest.approx([float(loss) for _, loss in first], abs=2e-4)
+
+
+def test_parts_of_a_model_of_ones_own_are_those_of_the_recipe():
+    from dsx import nn as parallel
+
+    list_of_layers, mixer = blocks("own_model.md", "python")
+    assert mixer.split("x):\n")[1] in (ROOT / "recipes/own_model.py").read_text().replace(
+        "y: Tensor =", "y ="
+    )
+    names = {"Block": parallel.LayerNorm}
+    exec(compile(list_of_layers, "own_model.md", "exec"), names)
+    assert len(names["layers"](parallel.TensorParallel())) == 16
 
 
 @pytest.mark.slow

@@ -1,25 +1,67 @@
-"""Tensor-parallel modules: linears, embedding, norms, attention, MLP, block, loss; and model families.
+"""Layers that tensor parallelism cuts, for models of your own, and the model families made of them.
 
-:mod:`dsx.nn.families` has the models as layer lists and is the only part that needs DeepSpeed.
+Every module takes the whole sizes and a :class:`TensorParallel` (``groups.tensor_parallel``), holds this
+rank's part, and initialises and tags it: the same whole weights for every tensor-parallel degree. With a
+degree of 1 none communicates. ``dsx/guides/own_model.md`` builds a model of them.
+
+Shapes: B micro-batch, S sequence, s = S/tp under sequence parallelism, else S; H hidden; V this rank's
+columns of the vocabulary.
+
+| | takes | gives |
+|---|---|---|
+| :class:`VocabParallelEmbedding` | ids [B, S] | [B, s, H] |
+| :func:`as_head` of one | [B, s, H] | logits [B, S, V] |
+| :class:`LearnedPositions` | [B, s, H] | the same |
+| :class:`LayerNorm`, :class:`RMSNorm` | [B, s, H] | the same |
+| :class:`ColumnParallelLinear` | [B, s, in] | [B, S, out/tp], or [B, S, out] with ``gather_output`` |
+| :class:`RowParallelLinear` | [B, S, in/tp] | [B, s, out] |
+| :class:`Dropout` | any | the same |
+| :func:`cross_entropy` | logits [B, S, V], labels [B, S] | the mean loss, a scalar |
+
+:func:`copy_to`, :func:`reduce_from`, :func:`gather_from`, :func:`scatter_to` and :func:`gather_sequence` are
+the communications between regions, as functions with a gradient; :func:`copy_parameters` sums the gradients
+of parameters that each rank applies to its own slice. :mod:`dsx.nn.families` has the models as layer lists
+and is the only part that needs DeepSpeed.
 """
 
-from dsx.nn.embedding import VocabParallelEmbedding
+from dsx.nn.collectives import (
+    copy_parameters,
+    copy_to,
+    gather_from,
+    gather_sequence,
+    reduce_from,
+    scatter_to,
+)
+from dsx.nn.dropout import Dropout
+from dsx.nn.embedding import LearnedPositions, VocabParallelEmbedding, as_head
 from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear
 from dsx.nn.loss import cross_entropy
 from dsx.nn.norm import LayerNorm, RMSNorm
 from dsx.nn.parallel import TensorParallel
-from dsx.nn.parameters import Weights, initialise
+from dsx.nn.parameters import Initialiser, Weights, initialise
 from dsx.nn.split import WeightGradients
+from dsx.spec.param import Init
 
 __all__ = [
     "ColumnParallelLinear",
+    "Dropout",
+    "Init",
+    "Initialiser",
     "LayerNorm",
+    "LearnedPositions",
     "RMSNorm",
     "RowParallelLinear",
     "TensorParallel",
     "VocabParallelEmbedding",
     "WeightGradients",
     "Weights",
+    "as_head",
+    "copy_parameters",
+    "copy_to",
     "cross_entropy",
+    "gather_from",
+    "gather_sequence",
     "initialise",
+    "reduce_from",
+    "scatter_to",
 ]

@@ -67,28 +67,19 @@ class Attention(nn.Module):
             tp,
             bias=model.attention_bias,
             parts=() if model.interleaved_qkv else sizes,
-            dtype=weights.dtype,
-            device=weights.device,
-            split=weights.split,
+            init=None,
+            **weights.form,
         )
         self.out = RowParallelLinear(
             model.query_size,
             model.hidden_size,
             tp,
             bias=model.attention_out_bias,
-            dtype=weights.dtype,
-            device=weights.device,
-            split=weights.split,
+            init=None,
+            **weights.form,
         )
         head_norm = partial(
-            RMSNorm,
-            model.head_dim,
-            model.norm_epsilon,
-            tp,
-            dtype=weights.dtype,
-            device=weights.device,
-            split=weights.split,
-            over_heads=True,
+            RMSNorm, model.head_dim, tp, epsilon=model.norm_epsilon, over_heads=True, **weights.form
         )
         self.q_norm = head_norm() if model.qk_norm else None
         self.k_norm = head_norm() if model.qk_norm else None

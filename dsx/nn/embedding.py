@@ -20,7 +20,7 @@ from dsx.nn import collectives
 from dsx.nn.dropout import Dropout
 from dsx.nn.linear import column_linear
 from dsx.nn.parallel import TensorParallel
-from dsx.nn.parameters import Weights
+from dsx.nn.parameters import NORMAL, Initialiser, Weights, fresh_parameter
 from dsx.nn.split import WeightGradients, late
 from dsx.spec.model import ModelSpec
 
@@ -90,9 +90,12 @@ class VocabParallelEmbedding(nn.Module):
 
     Args:
         vocab_size: Logical rows.
-        padded_rows: Rows of each rank (``ParamSpec.local_extent``); those past ``vocab_size`` stay zero.
         hidden_size: H.
         tp: The tensor-parallel ranks.
+        pad_multiple: Each rank's rows are rounded up to a multiple of this (64 suits GPUs); rows past
+            ``vocab_size`` are zero and stay so, and their logits are -inf.
+        init: Initial values of the whole table [vocabulary, H]. None leaves it without, for
+            :func:`dsx.nn.initialise`.
         dtype: Of the table.
         device: Of the table.
         split: Takes the table's gradient while it defers; None never splits the backward.
@@ -101,20 +104,30 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(
         self,
         vocab_size: int,
-        padded_rows: int,
         hidden_size: int,
         tp: TensorParallel,
         *,
+        pad_multiple: int = 1,
+        init: Initialiser | None = NORMAL,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         split: WeightGradients | None = None,
     ) -> None:
         super().__init__()
         self.vocab_size, self.tp, self.split = vocab_size, tp, split
-        self.first = tp.rank * padded_rows
-        num_valid = min(max(vocab_size - self.first, 0), padded_rows)
-        self.num_valid = num_valid if num_valid < padded_rows else None
-        self.weight = nn.Parameter(torch.empty(padded_rows, hidden_size, dtype=dtype, device=device))
+        self.weight = fresh_parameter(
+            (vocab_size, hidden_size),
+            tp,
+            init,
+            split=0,
+            pad_multiple=pad_multiple,
+            dtype=dtype,
+            device=device,
+        )
+        rows = self.weight.shape[0]
+        self.first = tp.rank * rows
+        num_valid = min(max(vocab_size - self.first, 0), rows)
+        self.num_valid = num_valid if num_valid < rows else None
 
     def forward(self, x: Tensor, *, as_head: bool = False) -> Tensor:
         """Token ids [B, S] to [B, s, H]; ``as_head`` [B, s, H] to logits [B, S, V], padding at -inf."""
@@ -134,16 +147,20 @@ class VocabParallelEmbedding(nn.Module):
         return f"{self.vocab_size}, rows {self.first}..{self.first + self.weight.shape[0] - 1}"
 
 
+def as_head(table: VocabParallelEmbedding, x: Tensor) -> Tensor:
+    """A vocabulary table as the output linear, [B, s, H] to [B, S, V]: a tied layer's ``forward_fn``."""
+    logits_BSV: Tensor = table(x, as_head=True)
+    return logits_BSV
+
+
 def _table(model: ModelSpec, weights: Weights) -> VocabParallelEmbedding:
-    rows = weights.specs["word.weight"].local_extent(weights.tp.size)
     return VocabParallelEmbedding(
         model.vocab_size,
-        rows,
         model.hidden_size,
         weights.tp,
-        dtype=weights.dtype,
-        device=weights.device,
-        split=weights.split,
+        pad_multiple=weights.specs["word.weight"].pad_multiple or 1,
+        init=None,
+        **weights.form,
     )
 
 
@@ -176,8 +193,7 @@ class Head(nn.Module):
 
 def apply_as_head(module: WordEmbedding | Head, x_BsH: Tensor) -> Tensor:
     """Use the table of ``module`` (the word embedding, when tied) as head: the tie's ``forward_fn``."""
-    logits_BSV: Tensor = module.word(x_BsH, as_head=True)
-    return logits_BSV
+    return as_head(module.word, x_BsH)
 
 
 class LearnedPositions(nn.Module):
@@ -187,6 +203,8 @@ class LearnedPositions(nn.Module):
         max_positions: Rows.
         hidden_size: H.
         tp: The tensor-parallel ranks.
+        init: Initial values of the table [positions, H]. None leaves it without, for
+            :func:`dsx.nn.initialise`.
         dtype: Of the table.
         device: Of the table.
         split: Takes the table's gradient while it defers; None never splits the backward.
@@ -198,13 +216,14 @@ class LearnedPositions(nn.Module):
         hidden_size: int,
         tp: TensorParallel,
         *,
+        init: Initialiser | None = NORMAL,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         split: WeightGradients | None = None,
     ) -> None:
         super().__init__()
         self.tp, self.split = tp, split
-        self.weight = nn.Parameter(torch.empty(max_positions, hidden_size, dtype=dtype, device=device))
+        self.weight = fresh_parameter((max_positions, hidden_size), tp, init, dtype=dtype, device=device)
 
     def forward(self, x_BsH: Tensor) -> Tensor:
         """Add the positions' vectors: [B, s, H] to the same.
@@ -236,9 +255,8 @@ class Positions(nn.Module):
             model.max_positions,
             model.hidden_size,
             tp,
-            dtype=weights.dtype,
-            device=weights.device,
-            split=weights.split,
+            init=None,
+            **weights.form,
         )
         self.dropout = Dropout(model.embedding_dropout, tp, sharded=tp.sequence)
         weights.initialise(self)

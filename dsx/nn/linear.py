@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from dsx.errors import ModelError
 from dsx.nn import collectives
 from dsx.nn.parallel import TensorParallel
+from dsx.nn.parameters import NORMAL, ZEROS, Initialiser, fresh_parameter
 from dsx.nn.split import WeightGradients, late
 
 
@@ -159,11 +160,11 @@ class ColumnParallelLinear(nn.Module):
         parts: Sizes of blocks fused along the outputs (Q, K and V; gate and up), each cut on its own; empty
             means one block.
         gather_output: Return all outputs on every rank, in the order of an uncut linear.
+        init: Initial values of the whole weight [out, in]; the bias is zero. None leaves both without, for
+            :func:`dsx.nn.initialise`.
         dtype: Of the parameters.
         device: Of the parameters.
         split: Takes the parameters' gradients while it defers; None never splits the backward.
-
-    Parameters hold no values until :func:`dsx.nn.parameters.initialise` or a checkpoint fills them.
 
     Raises:
         ModelError: A block that does not divide by ``tp.size``, or blocks that do not fill the outputs.
@@ -178,6 +179,7 @@ class ColumnParallelLinear(nn.Module):
         bias: bool = True,
         parts: tuple[int, ...] = (),
         gather_output: bool = False,
+        init: Initialiser | None = NORMAL,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         split: WeightGradients | None = None,
@@ -190,9 +192,9 @@ class ColumnParallelLinear(nn.Module):
             )
         self.parts = tuple(_per_rank(part, tp, "outputs") for part in parts)
         self.tp, self.gather_output, self.split = tp, gather_output, split
-        rows = sum(self.parts)
-        self.weight = nn.Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
+        fresh = partial(fresh_parameter, tp=tp, split=0, parts=parts, dtype=dtype, device=device)
+        self.weight = fresh((out_features, in_features), init=init)
+        self.bias = fresh((out_features,), init=init and ZEROS) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out/tp], or [..., out] with ``gather_output``; see :func:`column_linear`."""
@@ -214,11 +216,11 @@ class RowParallelLinear(nn.Module):
         out_features: Outputs, whole on every rank.
         tp: The tensor-parallel ranks.
         bias: Whether to add a bias, which every rank holds whole.
+        init: Initial values of the whole weight [out, in]; the bias is zero. None leaves both without, for
+            :func:`dsx.nn.initialise`.
         dtype: Of the parameters.
         device: Of the parameters.
         split: Takes the parameters' gradients while it defers; None never splits the backward.
-
-    Parameters hold no values until :func:`dsx.nn.parameters.initialise` or a checkpoint fills them.
 
     Raises:
         ModelError: Inputs that do not divide by ``tp.size``.
@@ -231,15 +233,17 @@ class RowParallelLinear(nn.Module):
         tp: TensorParallel,
         *,
         bias: bool = True,
+        init: Initialiser | None = NORMAL,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         split: WeightGradients | None = None,
     ) -> None:
         super().__init__()
-        columns = _per_rank(in_features, tp, "inputs")
+        _per_rank(in_features, tp, "inputs")
         self.tp, self.split = tp, split
-        self.weight = nn.Parameter(torch.empty(out_features, columns, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        fresh = partial(fresh_parameter, tp=tp, dtype=dtype, device=device)
+        self.weight = fresh((out_features, in_features), init=init, split=1)
+        self.bias = fresh((out_features,), init=init and ZEROS) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in/tp] to [..., out]; under sequence parallelism [B, S, in/tp] to [B, S/tp, out]."""

@@ -94,6 +94,9 @@ def cross_entropy(
 ) -> Tensor:
     """Mean cross entropy over the labels that are not -100; 0 if there are none.
 
+    The logits at each place are compared with the label there: labels come shifted (``tokens[:, 1:]`` for the
+    inputs ``tokens[:, :-1]``).
+
     Args:
         logits_BSV: This rank's columns, contiguous, any float dtype; padding columns at -inf.
         labels_BS: int64, whole vocabulary, equal on all ranks.

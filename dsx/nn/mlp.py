@@ -58,26 +58,12 @@ class Mlp(nn.Module):
         super().__init__()
         width = model.ffn_size
         self.activation = ACTIVATIONS[model.activation]
-        up = partial(
-            ColumnParallelLinear,
-            model.hidden_size,
-            tp=weights.tp,
-            bias=model.mlp_bias,
-            dtype=weights.dtype,
-            device=weights.device,
-            split=weights.split,
-        )
-        self.gate_up = up(2 * width, parts=(width, width)) if model.gated_mlp else None
-        self.up = None if model.gated_mlp else up(width)
-        self.down = RowParallelLinear(
-            width,
-            model.hidden_size,
-            weights.tp,
-            bias=model.mlp_bias,
-            dtype=weights.dtype,
-            device=weights.device,
-            split=weights.split,
-        )
+        tp, options = weights.tp, {"bias": model.mlp_bias, "init": None, **weights.form}
+        hidden, parts = model.hidden_size, (width, width)
+        gated = model.gated_mlp
+        self.gate_up = ColumnParallelLinear(hidden, 2 * width, tp, parts=parts, **options) if gated else None
+        self.up = None if gated else ColumnParallelLinear(hidden, width, tp, **options)
+        self.down = RowParallelLinear(width, hidden, tp, **options)
 
     def forward(self, x_BsH: Tensor) -> Tensor:
         """[B, s, H] to the same."""

@@ -14,28 +14,38 @@ from torch import Tensor, nn
 
 from dsx.nn.collectives import copy_parameters
 from dsx.nn.parallel import TensorParallel
-from dsx.nn.parameters import Weights
+from dsx.nn.parameters import ONES, ZEROS, Weights, fresh_parameter
 from dsx.nn.split import WeightGradients, late
 from dsx.spec.model import ModelSpec
 
 
 class LayerNorm(nn.Module):
-    """Mean and variance normalisation with weight and bias, over the last dim of ``size``."""
+    """Mean and variance normalisation with weight (ones) and bias (zeros), as ``torch.nn.LayerNorm``.
+
+    Args:
+        size: H, the last dim, over which it normalises.
+        tp: The tensor-parallel ranks. Under sequence parallelism each rank normalises its slice, and the
+            parameters' gradients are summed over the ranks, which ``torch.nn.LayerNorm`` does not do.
+        epsilon: Added to the variance.
+        dtype: Of the parameters.
+        device: Of the parameters.
+        split: Takes the parameters' gradients while it defers; None never splits the backward.
+    """
 
     def __init__(
         self,
         size: int,
-        epsilon: float,
         tp: TensorParallel,
         *,
+        epsilon: float = 1e-5,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         split: WeightGradients | None = None,
     ) -> None:
         super().__init__()
         self.epsilon, self.tp, self.split = epsilon, tp, split
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+        self.weight = fresh_parameter((size,), tp, ONES, dtype=dtype, device=device)
+        self.bias = fresh_parameter((size,), tp, ZEROS, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to the same."""
@@ -45,18 +55,25 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation with weight, over the last dim of ``size``.
+    """Root-mean-square normalisation with weight (ones), over the last dim of ``size``.
 
-    ``over_heads``: its input are attention heads, which are cut over the tensor-parallel ranks with sequence
-    parallelism or without. So each rank's gradient is a part of the weight's.
+    Args:
+        size: H, the last dim, over which it normalises.
+        tp: The tensor-parallel ranks; under sequence parallelism as for :class:`LayerNorm`.
+        epsilon: Added to the mean square.
+        dtype: Of the weight.
+        device: Of the weight.
+        split: Takes the weight's gradient while it defers; None never splits the backward.
+        over_heads: Its input are attention heads, which are cut over the tensor-parallel ranks with sequence
+            parallelism or without. So each rank's gradient is a part of the weight's.
     """
 
     def __init__(
         self,
         size: int,
-        epsilon: float,
         tp: TensorParallel,
         *,
+        epsilon: float = 1e-6,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         split: WeightGradients | None = None,
@@ -64,7 +81,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.epsilon, self.tp, self.split, self.over_heads = epsilon, tp, split, over_heads
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+        self.weight = fresh_parameter((size,), tp, ONES, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to the same."""
@@ -75,14 +92,7 @@ class RMSNorm(nn.Module):
 def model_norm(model: ModelSpec, weights: Weights) -> LayerNorm | RMSNorm:
     """The norm that ``model`` uses, over its hidden size."""
     kind = LayerNorm if model.norm == "layernorm" else RMSNorm
-    return kind(
-        model.hidden_size,
-        model.norm_epsilon,
-        weights.tp,
-        dtype=weights.dtype,
-        device=weights.device,
-        split=weights.split,
-    )
+    return kind(model.hidden_size, weights.tp, epsilon=model.norm_epsilon, **weights.form)
 
 
 class FinalNorm(nn.Module):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -60,6 +61,15 @@ def fill(out: Tensor, spec: ParamSpec, *, tp: int, tp_rank: int, seed: int) -> N
     """
     out = out.detach()
     out.zero_()
+    for region, box in regions(out, spec, tp=tp, tp_rank=tp_rank):
+        if spec.init.kind == "ones":
+            region.fill_(1.0)
+        elif spec.init.kind == "normal":
+            _fill_normal(region, box, spec.init.std, _key(seed, spec.name))
+
+
+def regions(out: Tensor, spec: ParamSpec, *, tp: int, tp_rank: int) -> Iterator[tuple[Tensor, Box]]:
+    """Views of one rank's tensor, each with the global box that it holds; padding is in none."""
     at = 0
     for box in spec.boxes(tp, tp_rank):
         region = out
@@ -67,10 +77,7 @@ def fill(out: Tensor, spec: ParamSpec, *, tp: int, tp_rank: int, seed: int) -> N
             lo, hi = box[spec.split]
             region = out.narrow(spec.split, at, hi - lo)
             at += hi - lo
-        if spec.init.kind == "ones":
-            region.fill_(1.0)
-        elif spec.init.kind == "normal":
-            _fill_normal(region, box, spec.init.std, _key(seed, spec.name))
+        yield region, box
 
 
 def _key(seed: int, name: str) -> tuple[int, int]:

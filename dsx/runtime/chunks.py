@@ -121,6 +121,10 @@ class Chunks(nn.Module):
                 )
             self._stages[stage] = tuple(compiled)
 
+    def trains(self, stage: int) -> bool:
+        """Whether a virtual stage has parameters to train."""
+        return any(parameter.requires_grad for parameter in self.used_parameters()[stage])
+
     def forward(
         self, inputs: Any, stage: int, labels: tuple[Any, ...] = (), *, with_outputs: bool = False
     ) -> Any:

@@ -17,7 +17,7 @@ from dsx.plan.trace import Trace
 from dsx.runtime.executor import Compute, Mode, StepRun
 from dsx.runtime.groups import Grid
 from dsx.runtime.headers import header_group
-from dsx.runtime.micro_batches import DataWait, MicroBatches
+from dsx.runtime.micro_batches import DataWait, LabelCheck, MicroBatches
 from dsx.runtime.p2p import Tensors, open_channels
 from dsx.runtime.pipeline_module import PipelineModule
 from dsx.runtime.programs import Programs
@@ -68,6 +68,7 @@ class PipelineEngine:
             model.ties,
             clipping,
             uses=model.chunks.used_parameters(),
+            replicas=model.replicas,
             zero=zero,
         )
         self._calls = calls(engine, reduced_here=self._adapter.reduced_here)
@@ -84,6 +85,7 @@ class PipelineEngine:
         self.batch_function: Callable[[Any], Batch] | None = None
         self.data_source: Iterator[Any] | None = None
         self.training_dataloader: Iterable[Any] | None = None
+        self._labels = LabelCheck(model.chunks.loss_fn, due=model.groups.rank == 0)
         self.data_wait = DataWait()
         self._saver = Saver(self)
         self.whereabouts = Whereabouts(model.device)
@@ -135,7 +137,8 @@ class PipelineEngine:
         Args:
             data_iter: Yields ``gradient_accumulation_steps()`` pairs ``(inputs, labels)`` of this rank's
                 data-parallel replica; read on ranks of the first and last stage alone. None takes the
-                training data given to :func:`dsx.initialize`, or the last iterator that was set.
+                training data given to :func:`dsx.initialize`, or the last iterator that was set. Nothing
+                shifts labels: a language model's inputs are ``tokens[:, :-1]``, its labels ``tokens[:, 1:]``.
 
         Returns:
             Mean loss over all micro-batches and replicas, float32 scalar, the same on every rank.
@@ -310,10 +313,7 @@ class PipelineEngine:
             self._saver.wait()
 
     def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[Path, dict[str, Any]]:
-        """Continue from a checkpoint of any layout, in a folder of them, a run's, or its own. Collective.
-
-        See :func:`dsx.runtime.checkpointing.load`.
-        """
+        """Continue from a checkpoint of any layout; see :func:`dsx.runtime.checkpointing.load`."""
         from dsx.runtime.checkpointing import load
 
         self.wait_for_checkpoint()
@@ -329,7 +329,7 @@ class PipelineEngine:
         return map(self._convert_one, iterator)
 
     def _convert_one(self, batch: Any) -> Any:
-        return batch if self.batch_function is None else self.batch_function(batch)
+        return self._labels.looked_at(batch if self.batch_function is None else self.batch_function(batch))
 
     def _step_run(self, source: Iterator[Any] | None, count: int, mode: Mode, around: Any = None) -> StepRun:
         schedule, receives = self.programs.step(count, training=mode.training)
@@ -343,6 +343,7 @@ class PipelineEngine:
                 backward=self._backward,
                 backward_weights=self._backward_weights,
                 hooked=self._calls.hooked,
+                trains=self.pipeline.chunks.trains,
                 begin=self._adapter.begin,
                 before_action=self._adapter.before_action,
                 chunk_done=self._adapter.chunk_done,

@@ -40,6 +40,7 @@ class Compute:
         hooked: Whether anybody must hear of each parameter's gradient as it comes.
         begin: ``begin(schedule)`` before anything else in a step.
         before_action: ``before_action(position)`` before the action there in the rank's row.
+        trains: ``trains(stage)``: whether a virtual stage has parameters to train.
         chunk_done: ``chunk_done(stage)`` after the last action of a virtual stage in a training step.
     """
 
@@ -47,6 +48,7 @@ class Compute:
     backward: Callable[[Tensors, Tensors, int, bool, bool], None]
     backward_weights: Callable[[torch.Tensor | None, int, bool], None]
     hooked: bool
+    trains: Callable[[int], bool]
     begin: Callable[[Schedule], None]
     before_action: Callable[[int], None]
     chunk_done: Callable[[int], None]
@@ -259,7 +261,13 @@ class StepRun:
         if local:
             self._inputs[action.stage + 1, action.micro_batch] = _hand_over(output)
         if mode.training:
-            self._frozen[action.stage] = not any(t.requires_grad for t in _tensors(output))
+            self._frozen[action.stage] = frozen = not any(t.requires_grad for t in _tensors(output))
+            if frozen and self._compute.trains(action.stage):
+                raise ModelError(
+                    f"{'loss' if is_last else 'output'} of virtual stage {action.stage}",
+                    "it has no gradient, though the stage has parameters to train, which would get none",
+                    "return it as it was computed, not detached or as integers; or freeze the parameters",
+                )
         if mode.training or not (is_last or local):
             self._outputs[key] = output
 

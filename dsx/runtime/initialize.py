@@ -16,7 +16,7 @@ from dsx.config.shipped import newer_than_tested
 from dsx.errors import ModelError
 from dsx.runtime.engine import PipelineEngine
 from dsx.runtime.groups import Grid, Groups
-from dsx.runtime.learning_rates import require_drives, require_steps_without_metric, schedule_of
+from dsx.runtime.learning_rates import require_drives, schedule_of
 from dsx.runtime.parameter_groups import prepare
 from dsx.runtime.pipeline_block import apply_block
 from dsx.runtime.pipeline_module import PipelineModule
@@ -96,9 +96,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     settings = settings_of(config, args, model.groups.mesh)
     apply_block(settings.deepspeed.get("pipeline", {}), model, settings.zero_stage)
     _check_build(model, settings)
-    if lr_scheduler is None:
-        lr_scheduler = schedule_of(settings.deepspeed.get("scheduler"))
-    require_steps_without_metric(lr_scheduler)
+    lr_scheduler = schedule_of(settings.deepspeed.get("scheduler"), lr_scheduler)
     parameters = prepare(
         model,
         zero_stage=settings.zero_stage,
@@ -121,9 +119,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
             mpu=Grid(model.groups),
             dist_init_required=False,
         )
-    require_steps_without_metric(scheduler)
-    if engine.basic_optimizer is not None:
-        require_drives(scheduler, engine.basic_optimizer)
+    require_drives(scheduler, engine.basic_optimizer)
     run = config if isinstance(config, RunConfig) else None
     pipeline = PipelineEngine(
         model,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dsx.errors import DataError
+from dsx.nn.loss import cross_entropy
 
 
 @dataclass(slots=True)
@@ -64,6 +66,44 @@ class MicroBatches:
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise DataError(f"batch of type {type(batch).__name__}", "not a pair", "yield (inputs, labels)")
         return batch
+
+
+@dataclass(slots=True)
+class LabelCheck:
+    """Warns, once, where labels are the inputs themselves and the loss is dsx's, which shifts nothing.
+
+    Another loss may shift by itself, or want its input back.
+
+    Args:
+        loss_fn: Of the pipeline.
+        due: Whether the next batch is to be looked at.
+    """
+
+    loss_fn: Callable[..., Any] | None
+    due: bool
+
+    def looked_at(self, batch: Any) -> Any:
+        """The micro-batch as it is."""
+        if self.due and _is_unshifted(batch) and getattr(self.loss_fn, "func", self.loss_fn) is cross_entropy:
+            warnings.warn(
+                "labels are the inputs themselves: the loss compares the logits at each place with the label "
+                "there and shifts nothing, so that the model learns to copy. Give tokens[:, :-1] as inputs "
+                "and tokens[:, 1:] as labels.",
+                stacklevel=2,
+            )
+        self.due = False
+        return batch
+
+
+def _is_unshifted(batch: Any) -> bool:
+    """Whether labels equal inputs, and would not if they were shifted."""
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        return False
+    inputs, labels = batch[:2]
+    if not isinstance(inputs, torch.Tensor) or not isinstance(labels, torch.Tensor) or inputs.dim() < 2:
+        return False
+    same = inputs.shape == labels.shape and torch.equal(inputs, labels)
+    return same and not torch.equal(inputs[:, 1:], labels[:, :-1])
 
 
 class DataWait:

@@ -21,6 +21,7 @@ from dsx.runtime import stock_module
 from dsx.runtime.chunks import Chunks, Loss, TiedUse
 from dsx.runtime.groups import Grid, Groups, make_groups, new_group
 from dsx.runtime.layer_list import cut_layers, require_layers, tied_layers, warn_of_copies
+from dsx.runtime.layer_parameters import settle
 from dsx.runtime.recompute import Recompute, checkpoint_non_reentrant
 from dsx.runtime.settings import Config, settings_of
 from dsx.runtime.shards import Shards
@@ -89,11 +90,14 @@ class PipelineModule(nn.Module):
 
     Attributes:
         partitioner: What partitioned the layers as they were built; None if they are whole.
+        replicas: Parameters of the caller's own layers here that every tensor-parallel rank holds whole, with
+            their names; empty without tensor parallelism.
 
     Raises:
         ConfigError: A setting of ``config`` that cannot work with a pipeline.
         LayoutError: The degrees do not fit the number of ranks or layers.
-        ModelError: A tied weight differs between its uses, or nothing matches ``type:``.
+        ModelError: A tied weight differs between its uses, or nothing matches ``type:``; a parameter without
+            values, or tensor-parallel ranks whose layers do not fit together.
     """
 
     chunks: Chunks
@@ -164,6 +168,7 @@ class PipelineModule(nn.Module):
             if config is None
             else LayerPartitioner.of_settings(settings_of(config, None, self.groups.mesh), self.groups)
         )
+        self.replicas: dict[nn.Parameter, str] = {}
         tied_modules: dict[str, nn.Module] = {}
         with outside_of_init():
             stages = {
@@ -277,20 +282,24 @@ class PipelineModule(nn.Module):
             (self.seed_fn or set_random_seed)(self.base_seed + index)
         if isinstance(spec, TiedLayerSpec):
             if spec.key not in tied_modules:
-                tied_modules[spec.key] = self._finished(index, spec.build())
+                made = self._loaded(index, spec.build())
+                tied_modules[spec.key] = self._finished(index, made, f"tied_modules.{spec.key}")
             module = tied_modules[spec.key]
             return module if spec.forward_fn is None else TiedUse(module, spec.forward_fn)
         if isinstance(spec, LayerSpec):
-            return self._finished(index, spec.build())
+            return self._finished(index, self._loaded(index, spec.build()), str(index))
         layer: Callable[..., Any] = spec
-        if isinstance(layer, nn.Module) and self.partitioner is not None:
-            self.partitioner.partition(layer)
-        return layer
+        return self._finished(index, layer, str(index)) if isinstance(layer, nn.Module) else layer
 
-    def _finished(self, index: int, layer: nn.Module) -> nn.Module:
-        """A layer that a spec has built, with its weights, partitioned."""
+    def _loaded(self, index: int, layer: nn.Module) -> nn.Module:
+        """A layer that a spec has built, with its weights."""
         if self._load_layer is not None:
             self._load_layer(index, layer)
+        return layer
+
+    def _finished(self, index: int, layer: nn.Module, name: str) -> nn.Module:
+        """A layer with its weights, its parameters checked and named, partitioned."""
+        self.replicas |= settle(layer, name, index, self.groups)
         if self.partitioner is not None:
             self.partitioner.partition(layer)
         return layer

@@ -71,9 +71,7 @@ def _replicas(engine: PipelineEngine) -> Iterator[tuple[dist.ProcessGroup, Tenso
     parameters = list(engine.pipeline.chunks.parameters())
     if engine.zero_optimization_stage() < 3:
         yield groups.data, [(names.of(p).name, p) for p in parameters]
-    # Of a layer that is not dsx's nobody knows what its ranks hold alike.
-    known = [p for p in parameters if hasattr(p, "dsx_spec")]
-    whole = [p for p in known if not getattr(p, "tensor_model_parallel", False)]
+    whole = [p for p in parameters if not getattr(p, "tensor_model_parallel", False)]
     yield groups.tensor, [(names.of(p).name, _here(p)) for p in whole]
     for tie in engine.pipeline.ties:
         yield tie.group, [(f"tied weight {tie.key}", _here(p)) for p in tie.parameters]

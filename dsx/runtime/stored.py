@@ -66,8 +66,9 @@ class Stored:
 class Names:
     """Logical tensors of a rank's parameters and buffers.
 
-    A layer that is not dsx's has local tensors of unknown cut: with tensor parallelism each rank's is a
-    tensor of its own, which only the same tensor-parallel degree can load.
+    Tensor-parallel ranks hold the same of what a layer that is not dsx's does not mark as cut
+    (``tensor_model_parallel``). What it does mark is cut in an unknown way: each rank's is a tensor of its
+    own, which only the same tensor-parallel degree can load.
     """
 
     def __init__(self, engine: PipelineEngine) -> None:
@@ -81,11 +82,13 @@ class Names:
         spec = getattr(parameter, "dsx_spec", None)
         if isinstance(spec, ParamSpec):
             return spec
-        return self.local(self._names[id(parameter)], tuple(getattr(parameter, "ds_shape", parameter.shape)))
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        return self.local(self._names[id(parameter)], shape, parameter)
 
-    def local(self, name: str, shape: tuple[int, ...]) -> ParamSpec:
+    def local(self, name: str, shape: tuple[int, ...], tensor: torch.Tensor) -> ParamSpec:
         """A tensor that is whole as it is."""
-        here = name if self._groups.mesh.tp == 1 else f"{name}@tp{self._groups.tp_rank}"
+        cut = self._groups.mesh.tp > 1 and getattr(tensor, "tensor_model_parallel", False)
+        here = f"{name}@tp{self._groups.tp_rank}" if cut else name
         return ParamSpec(name=here, layer=0, shape=shape, init=Init(kind="zeros"), hf=(here,))
 
     def parts(self, spec: ParamSpec, start: int, stop: int, offset: int) -> tuple[Part, ...]:
@@ -199,10 +202,14 @@ def _is_writer(
     """Of the ranks that hold the same elements, the writers take turns, parameter by parameter."""
     if getattr(parameter, "ds_pipe_replicated", False):
         return False
-    cut = spec.split is not None or "@tp" in spec.name
-    if not cut and groups.mesh.tp > 1 and turn % groups.mesh.tp != groups.tp_rank:
+    if not _is_cut(spec) and groups.mesh.tp > 1 and turn % groups.mesh.tp != groups.tp_rank:
         return False
     return partitioned or turn // groups.mesh.tp % groups.mesh.dp == groups.dp_rank
+
+
+def _is_cut(spec: ParamSpec) -> bool:
+    """Whether tensor-parallel ranks hold different parts of it."""
+    return spec.split is not None or "@tp" in spec.name
 
 
 def _untrained(engine: PipelineEngine, names: Names, everything: bool) -> Iterator[Stored]:
@@ -228,8 +235,9 @@ def _untrained(engine: PipelineEngine, names: Names, everything: bool) -> Iterat
             yield Stored(values, (Content(spec, WEIGHT, "frozen", names.parts(spec, start, stop, 0)),))
     kept = chunks.state_dict(keep_vars=True)
     for name, buffer in chunks.named_buffers():
-        if name in kept and buffer.numel() and (everything or groups.dp_rank == 0):
-            spec = names.local(name, tuple(buffer.shape))
+        spec = names.local(name, tuple(buffer.shape), buffer)
+        mine = groups.dp_rank == 0 and (groups.tp_rank == 0 or _is_cut(spec))
+        if name in kept and buffer.numel() and (everything or mine):
             parts = names.parts(spec, 0, buffer.numel(), 0)
             yield Stored(buffer.detach().view(-1), (Content(spec, WEIGHT, "buffer", parts),))
 

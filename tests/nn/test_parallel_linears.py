@@ -256,7 +256,7 @@ def test_double_backward_is_refused():
 def test_bfloat16_norms_take_statistics_in_float32(kind):
     """Values around 300 with a spread of 1: bfloat16 statistics would be off by several percent."""
     x = (300 + 4 * inputs(20, 64)).bfloat16()
-    ours = (LayerNorm if kind == "layernorm" else RMSNorm)(64, 1e-5, ONE, dtype=torch.bfloat16)
+    ours = (LayerNorm if kind == "layernorm" else RMSNorm)(64, ONE, epsilon=1e-5, dtype=torch.bfloat16)
     theirs = nn.LayerNorm(64, eps=1e-5) if kind == "layernorm" else nn.RMSNorm(64, eps=1e-5)
     ours.load_state_dict(theirs.state_dict())
     torch.testing.assert_close(ours(x).float(), theirs(x.float()), atol=0, rtol=2.0**-8)

@@ -12,6 +12,7 @@ from torch import nn
 
 import ranks
 from dsx.errors import ModelError
+from often import often
 from runtime import toy_pipeline as toy
 from runtime.toy_pipeline import Case
 
@@ -193,21 +194,26 @@ class Stuck(nn.Module):
         return y.to(torch.float8_e4m3fn) if self.kind == "fp8" else outputs[self.kind]
 
 
-def _boundary_error(rank: int, world_size: int, kind: str) -> str:
+def _over_a_boundary(rank: int, world_size: int, kind: str) -> None:
     import deepspeed
 
     import dsx
 
     deepspeed.init_distributed()
-    module = dsx.PipelineModule([Stuck(kind), toy.Layer()], num_stages=1, num_chunks=2, loss_fn=toy.loss_fn)
+    module = dsx.PipelineModule(
+        [Stuck(kind), toy.Layer()], num_stages=world_size, num_chunks=2 // world_size, loss_fn=toy.loss_fn
+    )
     made, *_ = dsx.initialize(model=module, config=toy.config(Case()))
-    with pytest.raises(ModelError) as caught:
-        made.train_batch(toy.batches(0, 2))
-    return str(caught.value)
+    made.train_batch(toy.batches(0, 2))
 
 
 def _boundary_errors(rank: int, world_size: int, kinds: list[str]) -> list[str]:
-    return [_boundary_error(rank, world_size, kind) for kind in kinds]
+    texts = []
+    for kind in kinds:
+        with pytest.raises(ModelError) as caught:
+            _over_a_boundary(rank, world_size, kind)
+        texts.append(str(caught.value))
+    return texts
 
 
 def test_what_cannot_cross_a_boundary_is_named() -> None:
@@ -215,6 +221,14 @@ def test_what_cannot_cross_a_boundary_is_named() -> None:
     for text, word in zip(texts, ["list", "dict", "NoneType", "33 tensors", "float8_e4m3fn"], strict=True):
         assert "virtual stage 0" in text
         assert word in text
+
+
+@pytest.mark.parametrize("kind", often(["list", "none", "dict", "many"], every=4))
+def test_what_cannot_cross_to_another_rank_is_named(kind: str) -> None:
+    with pytest.raises(ranks.RankError) as caught:
+        ranks.run(_over_a_boundary, 2, kind)
+    assert isinstance(caught.value.error, ModelError)
+    assert "virtual stage 0" in str(caught.value.error)
 
 
 def _reset(rank: int, world_size: int) -> list[float]:

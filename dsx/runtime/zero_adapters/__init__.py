@@ -112,6 +112,7 @@ def adapt(
     clipping: float,
     *,
     uses: Mapping[int, Iterable[nn.Parameter]],
+    replicas: Mapping[nn.Parameter, str],
     zero: ZeroConfig,
 ) -> ZeroAdapter:
     """The adapter for the optimizer that DeepSpeed chose.
@@ -122,6 +123,7 @@ def adapt(
         ties: Tied weights with copies on other pipeline ranks.
         clipping: Largest gradient norm; 0 leaves gradients as they are.
         uses: Virtual stage of this rank -> parameters that its layers use.
+        replicas: Parameters whose gradients must be the same on all tensor-parallel ranks, with their names.
         zero: What to communicate when.
 
     Raises:
@@ -129,7 +131,7 @@ def adapt(
             setting of ``zero`` that has no effect.
         ModelError: The model has MoE layers.
     """
-    scope, optimizer = NormScope(groups), type(engine.optimizer).__name__
+    scope, optimizer = NormScope(groups, replicas), type(engine.optimizer).__name__
     stage = engine.zero_optimization_stage()
     if engine.has_moe_layers:
         raise ModelError("the model", "it has MoE layers, whose gradients dsx does not follow", "remove them")
