@@ -30,6 +30,8 @@ zero_stage, precision, schedule, global_batch_size (sequences per step)
 tokens             trained on
 data_cursor        global index of the next training sequence
 seed               of initialisation and data order
+tied               {key of a pipeline's tied module: layers that use it}, as the user said it
+unnamed_ties       layers that are tied modules of a pipeline, whose keys are not known
 model              fields of :class:`dsx.spec.model.ModelSpec`; None for a layer list of the user's own
 hf_config          the Hugging Face config of that model
 deepspeed_config   of DeepSpeed's JSON, what its loaders look at

@@ -22,6 +22,7 @@ from dsx.checkpoint.copy_plan import CopyPlan
 from dsx.checkpoint.dtypes import convert
 from dsx.checkpoint.file_io import FilePool, blamed, start_writeback, write_box, write_from
 from dsx.checkpoint.journal import Record
+from dsx.checkpoint.read_back import check_target
 from dsx.checkpoint.source import DamagedError, SourceReader, within
 from dsx.checkpoint.staging import RESUMES, Staging
 from dsx.checkpoint.target import Crc32Field, Target, Written
@@ -98,8 +99,9 @@ def execute(source: Catalog, target: Target, plan: CopyPlan, options: Options) -
     Interrupted and called again with the same arguments, it goes on where it stopped.
 
     Raises:
-        CheckpointError: The source is incomplete or damaged, the target exists or cannot be written, or the
-            memory is not enough for one worker. The target does not exist then.
+        CheckpointError: The source is incomplete or damaged, the target exists or cannot be written, what was
+            written is not read as what it should be, or the memory is not enough for one worker. The target
+            does not exist then.
     """
     began = monotonic()
     workers = _num_workers(plan, options)
@@ -117,6 +119,11 @@ def execute(source: Catalog, target: Target, plan: CopyPlan, options: Options) -
             run.close()
         with blamed(staging.data, "what ends the checkpoint", "writing", RESUMES):
             target.finish(staging.data, run.written())
+        try:
+            check_target(staging.data, target.catalog)
+        except CheckpointError:
+            staging.discard()
+            raise
         staging.commit(point_latest=options.point_latest)
     return Report(
         target=target.catalog.root,

@@ -133,7 +133,7 @@ def _stages(source: Catalog, params: Sequence[ParamSpec], pp: int, chunks: int) 
     facts: Mapping[str, object] = source.facts
     bounds, placement = facts.get("stage_bounds"), facts.get("placement", "loop")
     known = tuple(bounds) if isinstance(bounds, list | tuple) else None
-    layers = known[-1] if known else max((spec.layer for spec in params), default=0) + 1
+    layers = known[-1] if known else num_layers(params)
     if known is not None and len(known) - 1 == pp * chunks:
         return StageMap(known, pp, "v" if placement == "v" and chunks == 2 else "loop")
     if pp * chunks > layers:
@@ -148,6 +148,11 @@ def _stages(source: Catalog, params: Sequence[ParamSpec], pp: int, chunks: int) 
         if spec.tie is not None:
             weights[-1] += spec.numel  # the head's stage holds a copy of the tied table
     return StageMap(balanced(weights, pp * chunks), pp)
+
+
+def num_layers(specs: Sequence[ParamSpec]) -> int:
+    """Layers of the model of these tensors: the head of one with tied embeddings has none of its own."""
+    return max((spec.layer for spec in specs), default=0) + 1 + any(spec.tie is not None for spec in specs)
 
 
 def _or(value: int | None, other: int) -> int:

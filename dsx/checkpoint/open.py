@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from dsx.checkpoint import store
@@ -18,6 +19,7 @@ from dsx.checkpoint.formats import (
 )
 from dsx.checkpoint.formats.deepspeed_cut import Rules
 from dsx.checkpoint.formats.deepspeed_files import looks_stock
+from dsx.checkpoint.formats.deepspeed_order import Ties
 from dsx.errors import CheckpointError
 
 _KNOWN = (
@@ -27,13 +29,14 @@ _KNOWN = (
 )
 
 
-def open_checkpoint(folder: Path, *, rules: Path | None = None) -> Catalog:
+def open_checkpoint(folder: Path, *, rules: Path | None = None, ties: Ties | None = None) -> Catalog:
     """What the checkpoint in ``folder`` holds, recognised by its files.
 
     Args:
         folder: The checkpoint's own folder, the one that has a file ``latest``, or that of a run.
         rules: A file that says how tensor parallelism cut the tensors, for stock DeepSpeed checkpoints that
             do not (:mod:`dsx.checkpoint.formats.deepspeed_cut`).
+        ties: Tied modules of a stock pipeline, before those of the rules: without ZeRO its files name none.
 
     Raises:
         CheckpointError: Nothing that is known, a checkpoint that is incomplete or damaged, or rules for one
@@ -47,6 +50,8 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None) -> Catalog:
     given = None if rules is None else Rules.read(rules)
     is_universal = universal.looks_universal(folder)
     if not manifest.exists() and not is_universal and looks_stock(folder):
+        if ties is not None:
+            given = replace(given or Rules(), ties=ties)
         return deepspeed.catalog_of(folder, given)
     if given is not None:
         raise CheckpointError(

@@ -21,6 +21,7 @@ from dsx.checkpoint.formats import (
     megatron,
     universal_target,
 )
+from dsx.checkpoint.formats.deepspeed import FORMAT as STOCK
 from dsx.checkpoint.formats.deepspeed_plan import StockLayout
 from dsx.checkpoint.formats.layer_names import as_model
 from dsx.checkpoint.layouts import Degrees, layout_like
@@ -123,7 +124,8 @@ def prepare(source: Catalog, root: Path, wanted: Wanted) -> Conversion:
         LayoutError: Degrees that do not fit the model.
     """
     check_absent(root)
-    if wanted.pipeline != Pipeline() and wanted.format not in ("deepspeed", "universal"):
+    stock = wanted.format in ("deepspeed", "universal")
+    if not stock and (wanted.pipeline.partition or (wanted.pipeline.tied and source.format != STOCK)):
         raise CheckpointError(
             f"--partition and --tied with --to {wanted.format}",
             "they are of DeepSpeed's PipelineModule",
@@ -132,7 +134,21 @@ def prepare(source: Catalog, root: Path, wanted: Wanted) -> Conversion:
     check_files(source)
     source = _named(source, wanted)
     source, target, layout = _target(source, root, wanted)
+    _check_complete(source, target)
     return Conversion(source=source, target=target, layout=layout, plan=plan(source, target.catalog))
+
+
+def _check_complete(source: Catalog, target: Target) -> None:
+    """Prove that no tensor of the model is lost; a model folder has no place for buffers."""
+    kept = {entry.name for entry in target.catalog.entries if entry.state in ("weight", "master")}
+    no_buffers = target.catalog.format == hf_catalog.FORMAT
+    for entry in source.entries:
+        if entry.name not in kept and not (no_buffers and entry.role == "buffer"):
+            raise CheckpointError(
+                f"{target.catalog.root}: {entry}",
+                "the target would not have it, and its loader would miss it",
+                "give the config of the model that the checkpoint is of, or another format",
+            )
 
 
 def _named(source: Catalog, wanted: Wanted) -> Catalog:
@@ -281,10 +297,11 @@ def _stock(source: Catalog, root: Path, wanted: Wanted) -> tuple[Catalog, Target
         precision=wanted.precision or str(source.facts.get("precision", "fp32")),
         groups=merged_groups(source) if wanted.names == "hf" else (),
     )
-    source, layout = stock_layout(source, degrees, wanted.pipeline, layout)
+    universal = wanted.format == "universal"
+    source, layout = stock_layout(source, degrees, wanted.pipeline, layout, universal=universal)
     facts = {"pp": max(1, len(layout.bounds) - 1), "dp": layout.dp, "tp": layout.tp, "chunks": 1}
     facts |= {"zero_stage": layout.zero_stage}
-    writer = universal_target if wanted.format == "universal" else deepspeed_target
+    writer = universal_target if universal else deepspeed_target
     target = writer.target_of(source, root, layout)
     return source, replace(target, dropped=(*target.dropped, *cut_note(layout))), facts
 

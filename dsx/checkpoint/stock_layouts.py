@@ -9,13 +9,12 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from dsx.checkpoint.catalog import NO_SETTINGS, Catalog
+from dsx.checkpoint.formats.deepspeed_order import TIED, Ties
 from dsx.checkpoint.formats.deepspeed_plan import StockLayout
 from dsx.checkpoint.formats.layer_names import tied_names, under_names
-from dsx.checkpoint.layouts import Degrees, is_guess
+from dsx.checkpoint.layouts import Degrees, is_guess, num_layers
 from dsx.errors import CheckpointError
 from dsx.spec.param import ParamSpec
-
-Ties = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +23,16 @@ class Pipeline:
 
     Attributes:
         partition: Its ``partition_method``, ``uniform`` or ``parameters``, or layers per stage: ``3,2``.
-        tied: (key, layers that use it) of every TiedLayerSpec, where the checkpoint does not say.
+        tied: (key, layers that use it) of every TiedLayerSpec, where the checkpoint does not say; empty if
+            there is none, None if nothing is said.
     """
 
     partition: str | None = None
-    tied: Ties = ()
+    tied: Ties | None = None
 
 
 def stock_layout(
-    source: Catalog, degrees: Degrees, pipeline: Pipeline, layout: StockLayout
+    source: Catalog, degrees: Degrees, pipeline: Pipeline, layout: StockLayout, *, universal: bool = False
 ) -> tuple[Catalog, StockLayout]:
     """The engine of ``layout`` with the degrees asked for, and the source under the names that it has.
 
@@ -41,9 +41,11 @@ def stock_layout(
         degrees: What they leave out is 1: a stock engine is no layout of dsx, whose degrees would stay.
         pipeline: Of the PipelineModule, if the pipeline degree is above 1 or a partition is given.
         layout: Everything but tensor parallelism and pipeline.
+        universal: Only its names matter: files of the universal format are of no cut.
 
     Raises:
-        CheckpointError: Chunks, a cut that does not fit the layers, or layers that are not known.
+        CheckpointError: Chunks, a cut that does not fit the layers, layers that are not known, or tied
+            modules that are not the source's.
     """
     tp, pp = degrees.tensor or 1, degrees.pipeline or 1
     if (degrees.chunks or 1) > 1:
@@ -52,21 +54,75 @@ def stock_layout(
         )
     specs = tuple(spec for spec in source.specs if not is_guess(spec) and spec.hf != (spec.name,))
     layout = replace(layout, tp=tp, specs=specs)
-    if pp == 1 and pipeline.partition is None:
-        if pipeline.tied:
-            raise CheckpointError("--tied", "there is no pipeline", "give --pipeline or --partition")
+    cut = pp > 1 or pipeline.partition is not None
+    if pipeline.tied and not cut and not universal:
+        raise CheckpointError("--tied", "there is no pipeline", "give --pipeline or --partition")
+    tied = pipeline.tied or tuple((key, tuple(at)) for key, at in source.facts.get("tied", {}).items())
+    if (cut or universal) and not specs:
+        source = _under_ties(source, tied)
+    if not cut:
         return source, layout
-    last = _num_layers(source, specs)
-    tied = pipeline.tied or _ties(specs, last)
+    last = _num_layers(source, specs, tied)
     names = tied_names(specs)
     source = under_names(source, names)
+    bounds = _bounds(source, specs, pipeline, pp, tp, last)
+    _check_ties(tied, bounds)
     return source, replace(
         layout,
-        bounds=_bounds(source, specs, pipeline, pp, tp, last),
-        tied=tied,
+        bounds=bounds,
+        tied=tied or _ties(specs, last),
         specs=tuple(replace(spec, name=names.get(spec.name, spec.name)) for spec in specs),
         groups=merged_groups(source) if specs else layout.groups,
     )
+
+
+def _under_ties(source: Catalog, ties: Ties) -> Catalog:
+    """A pipeline's checkpoint with the tensors of tied modules under the names that PipelineModule has.
+
+    Raises:
+        CheckpointError: A tie has no tensor or several copies, or a tied module has no key.
+    """
+    names: dict[str, str] = {}
+    for key, layers in ties:
+        held = [layer for layer in layers if _of_layer(source, layer)]
+        known = any(entry.name.startswith(f"{TIED}.{key}.") for entry in source.entries)
+        if len(held) + known != 1:
+            what = (
+                f"has tensors of layer {held[-1]} beside the tied module's"
+                if held
+                else "has none of its tensors"
+            )
+            raise CheckpointError(
+                f"--tied {key}={','.join(map(str, layers))}",
+                f"{source.root} {what}",
+                "name the layers of the TiedLayerSpec, counted from 0, when the pipeline's own checkpoint is "
+                "converted",
+            )
+        found = () if known else _of_layer(source, held[0])
+        names |= {name: f"{TIED}.{key}.{name.partition('.')[2]}" for name in found}
+    covered = {layer for _, layers in ties for layer in layers}
+    open_ones = [layer for layer in source.facts.get("unnamed_ties", ()) if layer not in covered]
+    if open_ones:
+        raise CheckpointError(
+            f"{source.root}: layer {open_ones[0]}",
+            "several stages have it, so that it is a tied module, whose key no file says without ZeRO",
+            f"say the key and all layers that use it: --tied KEY={open_ones[0]},LAYER",
+        )
+    return under_names(source, names)
+
+
+def _of_layer(source: Catalog, layer: int) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(one.name for one in source.entries if one.name.startswith(f"{layer}.")))
+
+
+def _check_ties(ties: Ties, bounds: Sequence[int]) -> None:
+    for key, layers in ties:
+        if max(layers) >= bounds[-1]:
+            raise CheckpointError(
+                f"--tied {key}={','.join(map(str, layers))}",
+                f"the pipeline has {bounds[-1]} layers, numbered from 0",
+                "name its layers, or say with --partition how many each stage gets",
+            )
 
 
 def merged_groups(source: Catalog) -> tuple[tuple[str, ...], ...]:
@@ -83,15 +139,14 @@ def merged_groups(source: Catalog) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(sorted(dict.fromkeys(names), key=order.__getitem__)) for names in merged.values())
 
 
-def _num_layers(source: Catalog, specs: Sequence[ParamSpec]) -> int | None:
+def _num_layers(source: Catalog, specs: Sequence[ParamSpec], ties: Ties) -> int | None:
     """Layers of the model; None where only its files are known, which layers without tensors do not have."""
-    bounds = source.facts.get("stage_bounds")
-    if bounds:
-        return int(bounds[-1])
-    if not specs:
+    told = int((source.facts.get("stage_bounds") or [0])[-1])
+    if not told and not specs:
         return None
-    # The head of a model with tied embeddings is a layer without a tensor of its own.
-    return max(spec.layer for spec in specs) + 1 + any(spec.tie is not None for spec in specs)
+    # A conversion to dsx cannot count layers without tensors, as the head of tied embeddings is one.
+    used = (layer + 1 for _, layers in ties for layer in layers)
+    return max(told, num_layers(specs) if specs else 0, *used)
 
 
 def _ties(specs: Sequence[ParamSpec], layers: int | None) -> Ties:
@@ -171,14 +226,22 @@ def evenest(weights: Sequence[int], num_stages: int) -> tuple[int, ...]:
 
 
 def parse_ties(texts: Sequence[str]) -> Ties:
-    """``embed=0,4`` each: key of a TiedLayerSpec and the layers that use it. Raises CheckpointError."""
+    """``embed=0,4`` each: key of a TiedLayerSpec and the layers that use it; ``none`` that there are none.
+
+    Raises:
+        CheckpointError: Another text.
+    """
+    if list(texts) == ["none"]:
+        return ()
     found = []
     for text in texts:
         key, _, layers = text.partition("=")
         numbers = [part.strip() for part in layers.split(",")]
         if not key or not all(number.isdecimal() for number in numbers):
             raise CheckpointError(
-                f"--tied {text}", "it names no key and the layers that use it", "write for example embed=0,4"
+                f"--tied {text}",
+                "it names no key and the layers that use it",
+                "write for example embed=0,4, or none",
             )
         found.append((key, tuple(int(number) for number in numbers)))
     return tuple(found)

@@ -91,7 +91,8 @@ def reshard(
         list[str] | None,
         typer.Option(
             metavar="KEY=LAYERS",
-            help="A TiedLayerSpec's key and the layers that use it, embed=0,4, where SOURCE does not say.",
+            help="A TiedLayerSpec's key and the layers that use it, embed=0,4, where SOURCE does not say; "
+            "none: there is none.",
         ),
     ] = None,
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to take at most.")] = "512MiB",
@@ -145,9 +146,10 @@ def reshard(
         precision=precision,
         names=names,
         hf_config=None if hf_config is None else read_config(hf_config),
-        pipeline=Pipeline(partition=partition, tied=parse_ties(tied or ())),
+        pipeline=Pipeline(partition=partition, tied=None if tied is None else parse_ties(tied)),
     )
-    conversion = prepare(open_checkpoint(source, rules=rules), target, wanted)
+    checkpoint = open_checkpoint(source, rules=rules, ties=wanted.pipeline.tied)
+    conversion = prepare(checkpoint, target, wanted)
     check = None if check_loss is None else _loss_check(check_loss, conversion, wanted)
     point = conversion.target.is_tag and not (target.absolute().parent / "latest").exists()
     options = Options(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
 import made
-from dsx.checkpoint.catalog import Catalog
+from dsx.checkpoint.catalog import Catalog, Entry
 from dsx.checkpoint.formats.deepspeed_plan import StockLayout
 from dsx.checkpoint.layouts import Degrees
 from dsx.checkpoint.stock_layouts import Pipeline, evenest, parse_ties, stock_layout
@@ -37,12 +38,26 @@ def test_the_uniform_cut_is_deepspeeds(tmp_path: Path):
 
 
 def test_layers_that_no_file_tells_of_have_to_be_named(tmp_path: Path):
-    source = Catalog(root=tmp_path, format="deepspeed", entries=())
+    table = Entry(name="0.weight", state="weight", shape=(5, 2), dtype="float32", pieces=())
+    source = Catalog(root=tmp_path, format="deepspeed", entries=(table,))
     with pytest.raises(CheckpointError, match=r"do not say how many layers.*--partition 3,2"):
         stock_layout(source, Degrees(pipeline=2), Pipeline(), PLAIN)
     wanted = Pipeline(partition="3, 2", tied=parse_ties(["embed=0,4"]))
-    _, layout = stock_layout(source, Degrees(pipeline=2), wanted, PLAIN)
+    named, layout = stock_layout(source, Degrees(pipeline=2), wanted, PLAIN)
     assert (layout.bounds, layout.tied) == ((0, 3, 5), (("embed", (0, 4)),))
+    assert [entry.name for entry in named.entries] == ["tied_modules.embed.weight"]
+    for tied, problem in [
+        ("embed=1,4", "has none of its tensors"),
+        ("embed=0,5", "the pipeline has 5 layers"),
+    ]:
+        with pytest.raises(CheckpointError, match=problem):
+            stock_layout(source, Degrees(pipeline=2), replace(wanted, tied=parse_ties([tied])), PLAIN)
+    several = replace(source, facts={"unnamed_ties": [0]})
+    with pytest.raises(CheckpointError, match=r"layer 0: several stages have it.*--tied KEY=0,LAYER"):
+        stock_layout(several, Degrees(), Pipeline(), PLAIN, universal=True)
+    said, _ = stock_layout(several, Degrees(), Pipeline(tied=wanted.tied), PLAIN, universal=True)
+    assert said.by_key.keys() == named.by_key.keys()
+    assert parse_ties(["none"]) == ()
     for text in ("embed", "embed=", "=0,4", "embed=0,x"):
         with pytest.raises(CheckpointError, match="write for example embed=0,4"):
             parse_ties([text])

@@ -59,8 +59,12 @@ def catalog_of(root: Path, *, objects: bool = True) -> Catalog:
     index = _Index.read(root)
     shapes = {_name_of(index.paths[flat]): about[0] for flat, about in index.tensors.items()}
     found = _Found({name: shape for (name, state), shape in shapes.items() if state == "weight"})
+    others = _other_names(index)
     for name, about in index.tensors.items():
-        _take(root, index, name, about, found)
+        if name not in others:
+            _take(root, index, name, about, found)
+    for name, home in others.items():
+        found.aliases[_name_of(index.paths[home])[0]] += [_name_of(index.paths[name])[0]]
     kept: dict[int | str, dict[str, Any]] = defaultdict(dict)
     client: dict[str, Any] = {}
     for name, item in index.objects.items() if objects else ():
@@ -87,6 +91,16 @@ def _specs(root: Path, told: Sequence[Any], names: set[str]) -> tuple[ParamSpec,
     return tuple(spec for spec in specs if spec.name in names)
 
 
+def _other_names(index: _Index) -> dict[str, str]:
+    """Weights that lie where another does, and which: a tied one's names, after the optimizer's or first."""
+    trained = {name for name, state in map(_name_of, index.paths.values()) if state != "weight"}
+    weights = [flat for flat in index.tensors if _name_of(index.paths[flat])[1] == "weight"]
+    weights.sort(key=lambda flat: _name_of(index.paths[flat])[0] not in trained)
+    places = {flat: frozenset(index.tensors[flat][2]) for flat in weights}
+    homes = {place: flat for flat, place in reversed(places.items()) if place}
+    return {flat: homes[place] for flat, place in places.items() if homes.get(place, flat) != flat}
+
+
 @dataclass(slots=True)
 class _Found:
     """What was gathered from the files so far; ``shapes`` are the weights'."""
@@ -95,6 +109,7 @@ class _Found:
     entries: list[Entry] = field(default_factory=list)
     checksums: list[Checksum] = field(default_factory=list)
     numbers: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
+    aliases: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,4 +391,7 @@ def _with_roles(found: _Found, groups: Iterable[Mapping[str, Any]], told: Any) -
             return "buffer"
         return "frozen" if trained else "trained"
 
-    return tuple(replace(entry, role=role(entry)) for entry in found.entries)
+    return tuple(
+        replace(entry, role=role(entry), aliases=tuple(found.aliases.get(entry.name, ())))
+        for entry in found.entries
+    )

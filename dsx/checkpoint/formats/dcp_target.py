@@ -2,7 +2,7 @@
 
 The state dict is the one that ``torch.distributed.checkpoint.state_dict.get_state_dict`` makes, unflattened::
 
-    model.<name>                    the weight
+    model.<name>                    the weight; a tied one under each of its names, the same bytes
     optim.state.<name>.<state>      exp_avg, exp_avg_sq, step, ...; master, where the weight is not fp32
     optim.param_groups.<n>.<key>    lr, betas, ..., and params, the names in the group
     dsx                             every other fact, and how layouts cut each tensor
@@ -49,6 +49,9 @@ def target_of(source: Catalog, root: Path, *, files: int, precision: str | None 
     """
     writer = _Writer([_File(f"__{number}_0.distcp") for number in range(files)])
     entries = [writer.tensor(entry) for entry in _entries(source, precision)]
+    for entry in entries:
+        for alias in entry.aliases if entry.state == "weight" else ():
+            writer.alias(entry, alias)
     for key, value in _objects(source):
         writer.object(key, value)
     index = pickled(writer.index())
@@ -161,6 +164,14 @@ class _Writer:
             self._place(key, corner, at, file.name, start, length)
         self._about[key] = _tensor_about(entry.dtype, entry.shape, chunks)
         return replace(entry, pieces=tuple(pieces))
+
+    def alias(self, entry: Entry, name: str) -> None:
+        """A tied weight's other name, as ``model.state_dict()`` has it: the same bytes."""
+        key, home = self._new(("model", name)), f"model.{entry.name}"
+        self._about[key] = self._about[home]
+        for index, place in list(self._storage.items()):
+            if index.state["fqn"] == home:
+                self._storage[replace(index, state={**index.state, "fqn": key})] = place
 
     def object(self, path: Key, value: Any) -> None:
         """Something that is no tensor, or a step count, in the first file."""

@@ -10,7 +10,7 @@ Names are those of the model's state dict; in a pipeline those of its parameters
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from dsx.checkpoint.formats.deepspeed_facts import facts_of
 from dsx.checkpoint.formats.deepspeed_files import StockFiles, open_stock
 from dsx.checkpoint.formats.deepspeed_flat import Fragment, OptimizerState, sharded_state
 from dsx.checkpoint.formats.deepspeed_module import Module, modules_of
+from dsx.checkpoint.formats.deepspeed_order import TIED
 from dsx.checkpoint.formats.deepspeed_plain import plain_states
 from dsx.checkpoint.formats.hf_catalog import with_names
 from dsx.checkpoint.pieces import contiguous
@@ -44,7 +45,7 @@ def catalog_of(root: Path, rules: Rules | None = None, *, tp: int | None = None)
     """
     files = open_stock(root, tp)
     rules = _merged(rules, files)
-    modules = modules_of(files)
+    modules = modules_of(files, rules.ties)
     if files.optimizers:
         states = {}
         for rank in range(files.pp * files.tp):
@@ -55,15 +56,29 @@ def catalog_of(root: Path, rules: Rules | None = None, *, tp: int | None = None)
         states = plain_states(files, modules, rules)
     names = _Names.of(files, modules, states)
     entries = tuple(_entries(files, names, rules))
+    facts = {**facts_of(files, states, names.canonical), **_tie_facts(files, states, rules)}
     catalog = Catalog(
         root=root,
         format=FORMAT,
         entries=entries,
-        facts=_with_settings(facts_of(files, states, names.canonical), rules),
+        facts=_with_settings(facts, rules),
         specs=tuple(spec for spec in rules.specs.values() if spec.name in {entry.name for entry in entries}),
         checksums=tuple(checksum for file in files.all for checksum in file.checksums),
     )
     return with_names(catalog, rules.names, rules.source) if rules.names else catalog
+
+
+def _tie_facts(files: StockFiles, states: Mapping[int, OptimizerState], rules: Rules) -> dict[str, Any]:
+    """A pipeline's tied modules: what the user said, and layers that turned out to be on several stages."""
+    if not files.layers:
+        return {}
+    stages = [states[rank].groups for rank in range(0, files.pp * files.tp, files.tp)]
+    counts = Counter(name for groups in stages for name in {one for group in groups for one in group.names})
+    unnamed = {name.partition(".")[0] for name, count in counts.items() if count > 1} - {TIED}
+    return {
+        **({"tied": {key: list(layers) for key, layers in rules.ties}} if rules.ties else {}),
+        **({"unnamed_ties": sorted(map(int, unnamed))} if unnamed else {}),
+    }
 
 
 def _with_settings(facts: dict[str, Any], rules: Rules) -> dict[str, Any]:

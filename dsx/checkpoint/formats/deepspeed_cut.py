@@ -9,13 +9,15 @@ A rules file is JSON::
     {"tensors": {"regex": "replicate", "regex": "average", "regex": {"split": 0},
                  "regex": {"split": 0, "parts": [64, 32, 32]}, "regex": {"split": 0, "extent": 50257}},
      "groups": [["regex", ...], ...],
+     "tied": {"embed": [0, 4]},
      "settings": [{"lr": 0.001, "betas": [0.9, 0.999], ...}, ...],
      "names": {"(\\d+)\\.up\\.weight": "blocks.\\1.up.weight"}}
 
 A regular expression has to match the whole name; the first that does counts. ``parts`` are the fused blocks
 of the whole tensor along the split dim, each cut on its own; ``extent`` is the true extent without padding;
 ``average`` says that the ranks' copies are meant to be equal but may have drifted (dsx takes them only if
-they have not). ``groups`` names each optimizer group's tensors, for checkpoints without ZeRO.
+they have not). ``groups`` names each optimizer group's tensors, for checkpoints without ZeRO. ``tied`` says
+which layers of a pipeline use each TiedLayerSpec's module, ``{}`` that there is none.
 ``settings`` are each group's hyperparameters, for elastic checkpoints, which have none.
 ``names`` gives tensors other names (as :func:`re.sub` does), those of another model: a pipeline's are
 ``<layer>.<path>``.
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dsx.checkpoint.catalog import NO_SETTINGS
+from dsx.checkpoint.formats.deepspeed_order import Ties
 from dsx.checkpoint.formats.unpickle import Record
 from dsx.checkpoint.pieces import Part, contiguous, interval_boxes
 from dsx.errors import CheckpointError
@@ -96,6 +99,7 @@ class Rules:
         specs: Of dsx's manifest, by name.
         maps: Of DeepSpeed's affine maps: (regular expression, map).
         names: (regular expression, new name), the first that matches counts.
+        ties: Tied modules of a pipeline and the layers that use them; None if nothing is said.
         source: Where they were read, for messages.
     """
 
@@ -105,6 +109,7 @@ class Rules:
     specs: Mapping[str, ParamSpec] = field(default_factory=dict)
     maps: tuple[tuple[str, Any], ...] = ()
     names: tuple[tuple[str, str], ...] = ()
+    ties: Ties | None = None
     source: str = "the rules"
 
     @classmethod
@@ -118,7 +123,9 @@ class Rules:
             raise CheckpointError(str(path), f"its keys are not of {sorted(_KEYS)}", _SEE_DOC)
         tensors, groups = content.get("tensors", {}), content.get("groups", [])
         names, settings = content.get("names", {}), content.get("settings", [])
-        if not (isinstance(tensors, dict) and _is_texts(names) and _is_lists(groups) and _is_dicts(settings)):
+        tied = content.get("tied")
+        fits = _is_texts(names) and _is_lists(groups) and _is_dicts(settings) and _is_ties(tied)
+        if not (isinstance(tensors, dict) and fits):
             raise CheckpointError(str(path), "a key's value is of the wrong type", _SEE_DOC)
         patterns = [*tensors, *names, *(pattern for group in groups for pattern in group)]
         for pattern in patterns:
@@ -136,6 +143,7 @@ class Rules:
             groups=tuple(map(tuple, groups)),
             settings=tuple(settings),
             names=tuple(names.items()),
+            ties=None if tied is None else tuple((key, tuple(layers)) for key, layers in tied.items()),
             source=str(path),
         )
 
@@ -171,9 +179,10 @@ class Rules:
 
 _SEE_DOC = (
     'write {"tensors": {"regex": "replicate" or "average" or {"split": dim, "parts": [...]}}, '
-    '"groups": [["regex"]], "settings": [{"lr": 0.001}], "names": {"regex": "new name"}}, any of them'
+    '"groups": [["regex"]], "tied": {"key": [0, 4]}, "settings": [{"lr": 0.001}], '
+    '"names": {"regex": "new name"}}, any of them'
 )
-_KEYS = {"tensors", "groups", "settings", "names"}
+_KEYS = {"tensors", "groups", "settings", "names", "tied"}
 
 
 def rules_of(info: Any, where: str) -> Rules:
@@ -256,6 +265,16 @@ def _is_texts(value: Any) -> bool:
 def _is_lists(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(group, list) and all(isinstance(one, str) for one in group) for group in value
+    )
+
+
+def _is_ties(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and all(
+            isinstance(layers, list) and layers and all(type(one) is int and one >= 0 for one in layers)
+            for layers in value.values()
+        )
     )
 
 

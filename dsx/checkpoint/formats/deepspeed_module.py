@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from dsx.checkpoint.formats.deepspeed_files import StockFiles
-from dsx.checkpoint.formats.deepspeed_flat import Fragment, mapped, whole
+from dsx.checkpoint.formats.deepspeed_flat import Fragment, whole
+from dsx.checkpoint.formats.deepspeed_order import TIED, Ties
 from dsx.checkpoint.formats.deepspeed_partition import over_all_ranks, part_numel
-from dsx.checkpoint.formats.torch_file import TorchFile
+from dsx.checkpoint.formats.deepspeed_ties import buffers_of, layer_tensors, tied_layers
 from dsx.checkpoint.formats.unpickle import TensorRef
 from dsx.errors import CheckpointError
-
-_TIED = "tied_modules."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +36,16 @@ class Module:
     ties: tuple[tuple[str, ...], ...]
 
 
-def modules_of(files: StockFiles) -> dict[int, Module]:
-    """The model's tensors by model-parallel rank. A pipeline's layers are all listed at its first stage."""
+def modules_of(files: StockFiles, ties: Ties | None = None) -> dict[int, Module]:
+    """The model's tensors by model-parallel rank. A pipeline's layers are all listed at its first stage.
+
+    Args:
+        files: The checkpoint.
+        ties: A pipeline's tied modules, where the user says which there are.
+    """
     ranks = range(files.pp * files.tp)
     if files.layers:
-        tied = _tied_layers(files)
+        tied = tied_layers(files, ties)
         return {rank: _pipeline(files, rank, tied) for rank in ranks}
     return {rank: _plain(files, rank) for rank in ranks}
 
@@ -124,17 +128,17 @@ def _pipeline(files: StockFiles, rank: int, tied: Mapping[int, str]) -> Module:
     buffers = frozenset(map(str, model.content.get("buffer_names") or ()))
     if stage:
         return Module(weights=(), names=(), order={}, buffers=buffers, ties=())
-    everywhere = {name for at in range(files.pp) for name in _buffers(files, at * files.tp + tensor)}
+    everywhere = {name for at in range(files.pp) for name in buffers_of(files, at * files.tp + tensor)}
     weights: list[Fragment] = []
     order: dict[str, tuple[int, ...]] = {}
     ties: dict[str, list[str]] = defaultdict(list)
     for (layer, owner), file in sorted(files.layers.items()):
         if owner != tensor:
             continue
-        for key, ref in _tensors(file):
-            prefix = f"{_TIED}{tied[layer]}" if layer in tied else str(layer)
+        for key, ref in layer_tensors(file):
+            prefix = f"{TIED}.{tied[layer]}" if layer in tied else str(layer)
             name = f"{prefix}.{key}"
-            if prefix.startswith(_TIED):
+            if layer in tied:
                 ties[name].append(f"{layer}.{key}")
             weights.append(whole(ref, file, name, "weight"))
             if name not in everywhere:
@@ -146,61 +150,3 @@ def _pipeline(files: StockFiles, rank: int, tied: Mapping[int, str]) -> Module:
         buffers=buffers,
         ties=tuple((name, *others) for name, others in ties.items()),
     )
-
-
-def _buffers(files: StockFiles, rank: int) -> Sequence[str]:
-    return [str(name) for name in files.models[rank, 0].content.get("buffer_names") or ()]
-
-
-def _trained(files: StockFiles, rank: int) -> dict[str, int]:
-    """Elements of every parameter that the optimizer has a name for."""
-    shapes = files.models[rank, 0].content.get("param_shapes")
-    if shapes:
-        return {str(name): prod(shape) for group in shapes for name, shape in group.items()}
-    found: dict[str, int] = defaultdict(int)
-    for dp in range(files.dp if files.optimizers else 0):
-        for name, numel in mapped(files.optimizers[rank, dp]):
-            found[name] += numel
-    return found
-
-
-def _tensors(file: TorchFile) -> list[tuple[str, TensorRef]]:
-    if not isinstance(file.content, dict):
-        raise CheckpointError(str(file.path), "it is no layer of a PipelineModule", "use another checkpoint")
-    return [(str(key), ref) for key, ref in file.content.items() if isinstance(ref, TensorRef)]
-
-
-def _tied_layers(files: StockFiles) -> dict[int, str]:
-    """Key of the tied module that a layer is, for the layers that are one.
-
-    A layer's file names its tensors without the layer; the optimizer has them as ``<layer>.<path>``, or as
-    ``tied_modules.<key>.<path>``. So a tied layer is one that the optimizer does not know by its number, and
-    its key is that of the tied module with the same tensors.
-
-    Raises:
-        CheckpointError: Two tied modules have the same tensors.
-    """
-    known: dict[str, int] = {}
-    for rank in range(0, files.pp * files.tp, files.tp):
-        known.update(_trained(files, rank))
-        known.update(dict.fromkeys(_buffers(files, rank), 0))
-    keys: dict[str, dict[str, int]] = defaultdict(dict)
-    for name, numel in known.items():
-        if name.startswith(_TIED) and numel:
-            key, path = name.removeprefix(_TIED).split(".", 1)
-            keys[key][path] = numel
-    found = {}
-    for (layer, tensor), file in files.layers.items():
-        tensors = {key: ref.numel for key, ref in _tensors(file)}
-        if tensor or any(f"{layer}.{key}" in known for key in tensors) or not tensors:
-            continue
-        fits = [key for key, held in keys.items() if held.items() <= tensors.items()]
-        if len(fits) > 1:
-            raise CheckpointError(
-                str(file.path),
-                f"it may be a copy of tied module {' or '.join(fits)}: their tensors have the same shapes",
-                "save the checkpoint with DeepSpeed's universal format, which has names",
-            )
-        if fits:
-            found[layer] = fits[0]
-    return found

@@ -8,19 +8,21 @@ group, whose parameters have neither names nor shapes and which is refused.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from dsx.checkpoint.checksums import crc32_of_zeros
 from dsx.checkpoint.formats.deepspeed_cut import Rules
 from dsx.checkpoint.formats.deepspeed_files import StockFiles
 from dsx.checkpoint.formats.deepspeed_flat import Fragment, Group, OptimizerState, whole
 from dsx.checkpoint.formats.deepspeed_module import Module
 from dsx.checkpoint.formats.deepspeed_numbers import numbers_of
-from dsx.checkpoint.formats.deepspeed_order import assign, stage_names
-from dsx.checkpoint.formats.torch_file import TorchFile
+from dsx.checkpoint.formats.deepspeed_order import ZEROS, assign, stage_names
+from dsx.checkpoint.formats.deepspeed_ties import layer_prints
+from dsx.checkpoint.formats.torch_file import Storage, TorchFile
 from dsx.checkpoint.formats.unpickle import TensorRef
 from dsx.errors import CheckpointError
 
@@ -50,7 +52,15 @@ def plain_states(files: StockFiles, modules: Mapping[int, Module], rules: Rules)
             named = told
         elif files.layers:
             prints = [_prints(files.models[rank, 0], saved[rank]) for rank in mine]
-            named = stage_names(modules[tensor].order, groups, str(files.root), rules.groups, prints)
+            named = stage_names(
+                modules[tensor].order,
+                groups,
+                str(files.root),
+                rules.groups,
+                prints,
+                rules.ties,
+                _twins(files),
+            )
         else:
             named = [
                 assign(modules[rank].order, saved[rank].groups, str(files.models[rank, 0].path), rules.groups)
@@ -68,6 +78,13 @@ def plain_states(files: StockFiles, modules: Mapping[int, Module], rules: Rules)
     return found
 
 
+def _twins(files: StockFiles) -> frozenset[int]:
+    """Layers that have the same bytes as another layer."""
+    prints = layer_prints(files)
+    counts = Counter(prints.values())
+    return frozenset(layer for layer, told in prints.items() if counts[told] > 1)
+
+
 @dataclass(frozen=True, slots=True)
 class _Saved:
     """The torch optimizer's state dict, DeepSpeed's masters by group, and the shapes of every group."""
@@ -79,7 +96,7 @@ class _Saved:
 
 
 def _prints(file: TorchFile, saved: _Saved) -> list[list[Any]]:
-    """For every parameter the CRC32s of its states, where the file has them."""
+    """For every parameter the CRC32s of its states, where the file has them; ZEROS where nothing else is."""
     found = []
     for settings in saved.param_groups:
         states = [saved.state.get(number, {}) for number in settings["params"]]
@@ -87,9 +104,16 @@ def _prints(file: TorchFile, saved: _Saved) -> list[list[Any]]:
             [ref for key, ref in state.items() if isinstance(ref, TensorRef) and ref.shape]
             for state in states
         ]
-        sums = [[file.storages[ref.storage].crc32 for ref in one] for one in refs]
-        found.append([tuple(one) if one and None not in one else None for one in sums])
+        found.append([_print([file.storages[ref.storage] for ref in one]) for one in refs])
     return found
+
+
+def _print(storages: Sequence[Storage]) -> Any:
+    if not storages or any(one.crc32 is None for one in storages):
+        return None
+    if all(one.crc32 == crc32_of_zeros(one.stop - one.start) for one in storages):
+        return ZEROS
+    return tuple(one.crc32 for one in storages)
 
 
 def _state(file: TorchFile, saved: _Saved, names: Sequence[Sequence[str]]) -> OptimizerState:

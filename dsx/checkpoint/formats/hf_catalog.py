@@ -335,7 +335,9 @@ def renamed(facts: Mapping[str, Any], names_of: Callable[[str], Sequence[str]], 
                         f"its parts are in optimizer groups {seen[name]} and {place}",
                         "train the parts of a fused tensor with the same hyperparameters",
                     )
-        groups.append({**group, "names": list(names), "step": _renamed_number(group["step"], names_of)})
+        groups.append({**group, "names": list(names)})
+        if "step" in group:
+            groups[-1]["step"] = _renamed_number(group["step"], names_of)
         if "numbers" in group:
             numbers = {state: _renamed_number(one, names_of) for state, one in group["numbers"].items()}
             groups[-1]["numbers"] = numbers
