@@ -57,7 +57,7 @@ def stock_layout(
     cut = pp > 1 or pipeline.partition is not None
     if pipeline.tied and not cut and not universal:
         raise CheckpointError("--tied", "there is no pipeline", "give --pipeline or --partition")
-    tied = pipeline.tied or tuple((key, tuple(at)) for key, at in source.facts.get("tied", {}).items())
+    tied = pipeline.tied or _known_ties(source)
     if (cut or universal) and not specs:
         source = _under_ties(source, tied)
     if not cut:
@@ -74,6 +74,17 @@ def stock_layout(
         specs=tuple(replace(spec, name=names.get(spec.name, spec.name)) for spec in specs),
         groups=merged_groups(source) if specs else layout.groups,
     )
+
+
+def _known_ties(source: Catalog) -> Ties:
+    """What the user said when the checkpoint, or one that it was made of, was read."""
+    told = source.facts.get("tied", {})
+    if not isinstance(told, dict) or not all(
+        isinstance(layers, list) and layers and all(type(layer) is int for layer in layers)
+        for layers in told.values()
+    ):
+        raise CheckpointError(f"{source.root}: tied", f"it names no layers: {told}", "give --tied instead")
+    return tuple((key, tuple(layers)) for key, layers in told.items())
 
 
 def _under_ties(source: Catalog, ties: Ties) -> Catalog:

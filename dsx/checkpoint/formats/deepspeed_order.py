@@ -186,7 +186,7 @@ def _layers(names: Mapping[str, Shape], ties: Mapping[str, Sequence[int]]) -> di
     for name, shape in names.items():
         first, _, rest = name.partition(".")
         key = rest.partition(".")[0]
-        for layer in ties[key] if first == TIED else (int(first),):
+        for layer in ties.get(key, ()) if first == TIED else (int(first),):
             found.setdefault(layer, {})[name] = shape
     return dict(sorted(found.items()))
 
@@ -260,7 +260,7 @@ class _Search:
     def ties_agree(self, bounds: list[list[int]], way: list[list[list[str]]]) -> bool:
         """Whether every stage that uses a tied module has states of the same tensors of it."""
         for layers in self.ties.values():
-            names = set(self.layers[layers[0]])
+            names = set(self.layers.get(layers[0], ()))
             users = [stage for mine, stage in zip(bounds, way, strict=True) if {*layers} & {*mine}]
             if len({frozenset(names & {one for group in stage for one in group}) for stage in users}) > 1:
                 return False
