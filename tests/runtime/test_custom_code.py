@@ -101,6 +101,7 @@ def every_way(dsx, folder: Path, root: Path) -> list[int]:
             ("check", config, "--gpus", 1),
             ("estimate", config, "--gpus", 1),
             ("plan", "--config", config, "--gpus", 1, "--cluster", "H100"),
+            ("init", root / "new", "--model", folder),
         )
     ]
     for words in (None, "bytes", str(folder)):
