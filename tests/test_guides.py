@@ -119,7 +119,7 @@ def test_commands_that_only_compute_run(words, tmp_path):
 
 def test_programs_of_the_data_guide_run():
     """Each block by itself; its assertions hold."""
-    programs = blocks("data.md", "python")
+    programs = [program for program in blocks("data.md", "python") if "MODEL_FOLDER" not in program]
     assert programs
     for program in programs:
         exec(compile(program, "data.md", "exec"), {})

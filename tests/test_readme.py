@@ -106,7 +106,7 @@ def first_run(tmp_path_factory) -> tuple[Path, str]:
 def test_the_first_command_prints_what_the_readme_shows(first_run):
     """The same lines, with other numbers."""
     printed = first_run[1]
-    (shown,) = blocks("text", section("Run it"))
+    shown, *_ = blocks("text", section("Run it"))
     labels = [line.split("  ")[1] for line in shown.splitlines() if line.startswith("  ")]
     assert len(labels) > 8
     assert [label for label in labels if f"\n  {label}  " not in printed] == []

@@ -204,14 +204,15 @@ def _tokenizer(block: dict[str, Any]) -> list[Finding]:
     from dsx.config.places import is_hub_name
 
     name = block["data"].get("tokenizer", "auto")
-    if name in ("auto", "bytes") or Path(name).expanduser().exists() or not is_hub_name(name):
+    if name in ("auto", "bytes", "none") or Path(name).expanduser().exists() or not is_hub_name(name):
         return []
     from dsx.config.doctor.finding import Finding
     from dsx.runtime.data.hub import tokenizer_problem
 
-    why, fix = tokenizer_problem(name), 'name a folder that holds tokenizer.json, a hub tokenizer, or "bytes"'
-    path = ("dsx", "data", "tokenizer")
-    return [Finding(check="dsx", severity="error", path=path, value=name, why=why, fix=fix)] if why else []
+    (why, unsure), path = tokenizer_problem(name), ("dsx", "data", "tokenizer")
+    fix = 'name a folder that holds tokenizer.json, a hub tokenizer, or "bytes"'
+    severity: Literal["warning", "error"] = "warning" if unsure else "error"
+    return [Finding(check="dsx", severity=severity, path=path, value=name, why=why, fix=fix)] if why else []
 
 
 def _machine() -> list[Finding]:

@@ -67,7 +67,8 @@ def distributed(
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeedEngine reads it
     for lock in extension_locks(extensions_folder()) if local_rank() == 0 else ():
-        if lock.builder is None:  # of the operators that this run may need, DeepSpeed says nothing
+        # Of an operator that this run waits for, DeepSpeed would say nothing. That one it does without.
+        if lock.builder is None and not (cpu and lock.path.parent.name == "deepspeed_shm_comm"):
             sys.stderr.write(f"warning: {lock.text()}\n")
     accelerator.set_device(local_rank())
     backend, timeout = ("gloo" if cpu else "nccl"), timedelta(seconds=timeout_seconds)

@@ -197,7 +197,9 @@ def started(
         stderr=subprocess.STDOUT,
         env=os.environ
         | dict(environment)
-        | {_MARK: mark, "PATH": f"{_BIN}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""},
+        | {_MARK: mark, "PATH": f"{_BIN}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+        # Locks of builds in the usual folder are not the tests' business.
+        | {"TORCH_EXTENSIONS_DIR": str(REPOSITORY / "no-extensions")},
         text=True,
         start_new_session=True,
     )

@@ -36,22 +36,28 @@ def reachable(*, timeout_seconds: float = 5.0) -> bool:
     return True
 
 
-def tokenizer_problem(name: str) -> str:
-    """Why the hub's tokenizer ``name`` cannot be had on this machine, in words; empty if it can."""
+def tokenizer_problem(name: str) -> tuple[str, bool]:
+    """Why the hub's tokenizer ``name`` cannot be had here, and whether another machine may have it.
+
+    Returns:
+        Words, empty if it can be had; and whether it is only that nobody here can tell: a machine that checks
+        configs may have no network where those that train do.
+    """
     from huggingface_hub import repo_exists, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     try:
         if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
-            return ""
+            return "", False
         if not reachable():
-            return "it is no folder, not in this machine's cache, and the Hugging Face hub cannot be reached"
-        return "" if repo_exists(name) else "the Hugging Face hub has no such model"
+            why = "it is no folder, not in this machine's cache, and the Hugging Face hub cannot be reached"
+            return why, "/" in name  # names without an owner are a few old ones
+        return ("" if repo_exists(name) else "the Hugging Face hub has no such model"), False
     except HFValidationError:
-        return "it is no folder, and no name that the Hugging Face hub could have"
+        return "it is no folder, and no name that the Hugging Face hub could have", False
     except (HfHubHTTPError, OSError):
-        return ""  # the hub answers with something else: let the run ask again
+        return "", False  # the hub answers with something else: let the run ask again
 
 
 @contextmanager
