@@ -93,10 +93,25 @@ class Report:
     notes: tuple[str, ...]
 
 
-def execute(source: Catalog, target: Target, plan: CopyPlan, options: Options) -> Report:
+def execute(
+    source: Catalog,
+    target: Target,
+    plan: CopyPlan,
+    options: Options,
+    *,
+    check: Callable[[Path, Catalog], None] = check_target,
+) -> Report:
     """Make ``target`` from ``source``. It appears whole or not at all.
 
     Interrupted and called again with the same arguments, it goes on where it stopped.
+
+    Args:
+        source: What to copy from.
+        target: What to make.
+        plan: Which bytes go where.
+        options: Workers, memory and the like.
+        check: Raises CheckpointError unless a finished folder is read as the target's catalog; by default
+            with the reader of its format.
 
     Raises:
         CheckpointError: The source is incomplete or damaged, the target exists or cannot be written, what was
@@ -120,7 +135,7 @@ def execute(source: Catalog, target: Target, plan: CopyPlan, options: Options) -
         with blamed(staging.data, "what ends the checkpoint", "writing", RESUMES):
             target.finish(staging.data, run.written())
         try:
-            check_target(staging.data, target.catalog)
+            check(staging.data, target.catalog)
         except CheckpointError:
             staging.discard()
             raise

@@ -13,6 +13,7 @@ import typer
 
 from dsx.cli.options import CONFIG, FORMAT, GPUS, SET
 from dsx.cli.output import BAD
+from dsx.errors import ConfigError
 
 if TYPE_CHECKING:
     from dsx.runtime.verify.run import Verdict
@@ -110,7 +111,15 @@ def _source(
         return config, model
     from dsx.config.load import read
     from dsx.config.ordinary import complete
+    from dsx.config.presets import presets
 
+    own = model.isidentifier() and model not in {preset.name for preset in presets()}
+    if (own and not Path(model).exists()) or model.endswith(".py"):
+        raise ConfigError(
+            f"--model {model}",
+            "there is no such preset, file or folder, and as a model of your own it names no function",
+            "write my_module:make_model or path/to/file.py:make_model",
+        )
     return complete(read(config), model, overrides=overrides, where=str(config)).content, None
 
 

@@ -180,8 +180,12 @@ def test_ctrl_c_is_130(tmp_path):
     """While it waits for its input, which is a pipe that nobody has written to yet."""
     pipe = tmp_path / "step.json"
     os.mkfifo(pipe)
+    # Tests that run in the background of a shell have the signal ignored, and so would the command.
     process = subprocess.Popen(
-        [BIN / "dsx", "trace", pipe], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ["env", "--default-signal=INT", BIN / "dsx", "trace", pipe],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     with pipe.open("wb"):  # opens when the command opens it
         process.send_signal(signal.SIGINT)
