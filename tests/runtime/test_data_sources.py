@@ -309,7 +309,7 @@ def test_chats_get_a_fix_that_is_one(tmp_path: Path, monkeypatch, column: str, n
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     tokenizer.save_pretrained("MODEL_FOLDER")
     guide = (Path(dsx.__file__).parent / "guides" / "data.md").read_text()
-    (program,) = re.findall(r"```python\n(.*?)```", guide.split("**Chats.**")[1], flags=re.DOTALL)
+    program, *_ = re.findall(r"```python\n(.*?)```", guide.split("**Chats.**")[1], flags=re.DOTALL)
     exec(program, {})
     assert read("text.jsonl") == 2 * ["<user>Two and two?</s><assistant>Four.</s>"]
 
