@@ -245,11 +245,12 @@ def _scale(before: float, after: float) -> Fault:
 def _not_reduced(original: Any) -> Any:
     del original
 
-    def send(self: Any, parameters: Any) -> None:
+    def send(self: Any, pieces: Any) -> None:
         from dsx.runtime.zero_adapters.reduction import _Bucket
 
-        for parameter in parameters:
-            self._flying.append(_Bucket([parameter], self._store.take(parameter).reshape(-1), None))
+        for piece in pieces:
+            gradient = self._store.take(piece.parameter).reshape(-1)
+            self._flying.append(_Bucket([piece], gradient, None))
 
     return send
 
