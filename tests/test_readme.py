@@ -384,7 +384,7 @@ def of_a_model(folder: Path) -> None:
     from dsx.checkpoint.formats.dsx_manifest import read_manifest
     from dsx.runtime.checkpointing import require_same_model
 
-    (path,) = folder.glob("runs/*/checkpoints/*2/dsx.json")
+    (path,) = folder.glob("runs/*/checkpoints/*3/dsx.json")
     require_same_model(read_manifest(path), {"0.word.weight": (1000, 128)})
 
 

@@ -111,5 +111,6 @@ class Waiting:
             console.print(self.text, soft_wrap=True, markup=False)
             pause = min(pause * _LINES_APART, _MOST_SECONDS)
             if self._ended.wait(pause):
-                console.print(f"{self.text}: done", soft_wrap=True, markup=False)
+                took = seconds(time.monotonic() - self._began)
+                console.print(f"... {self._what}: done in {took}", soft_wrap=True, markup=False)
                 return

@@ -43,7 +43,7 @@ def test_a_log_file_gets_lines_and_the_end() -> None:
     first, last = waited(terminal=False).splitlines()
     took = r"\d+(\.\d+)? (ms|s)"
     assert re.fullmatch(rf"\.\.\. counting: [034] of 8 parts, {took}(, about {took} left)?", first)
-    assert re.fullmatch(rf"\.\.\. counting: 4 of 8 parts, {took}, about {took} left: done", last)
+    assert re.fullmatch(rf"\.\.\. counting: done in {took}", last)
 
 
 def test_a_terminal_gets_one_line_that_disappears(monkeypatch: pytest.MonkeyPatch) -> None:
