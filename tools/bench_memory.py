@@ -301,14 +301,18 @@ def main() -> int:
     if args.states:
         from tools.memory_bench.states import table
 
-        return table(lambda case: measure(case, labels=False))
+        return table(lambda case: measure(case, labels=False), _wanted(args))
     _compare_grid(args)
     return 0
 
 
+def _wanted(args: argparse.Namespace) -> dict[str, str]:
+    return dict(item.split("=", 1) for item in args.only)
+
+
 def _compare_grid(args: argparse.Namespace) -> None:
     """Estimate and trace of each case."""
-    wanted = dict(item.split("=", 1) for item in args.only)
+    wanted = _wanted(args)
     begin, errors = time.perf_counter(), []
     for case in grid(args.cases, args.seed):
         if time.perf_counter() - begin > args.seconds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
@@ -49,8 +49,14 @@ def cases() -> Iterator[Case]:
 
 
 def _case(layout: Case, zero: int, precision: str, sums: str | None, **more: Any) -> Case:
-    # Nothing stays gathered but what the layer at work needs.
-    keys = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0} if zero == 3 else {}
+    # Nothing is gathered but what the layer at work needs.
+    names = (
+        "param_persistence_threshold",
+        "prefetch_bucket_size",
+        "max_live_parameters",
+        "max_reuse_distance",
+    )
+    keys = {f"stage3_{name}": 0 for name in names} if zero == 3 else {}
     chosen = {"zero": zero, "precision": precision, "accumulate": sums, "keys": keys}
     return _BASE | layout | chosen | more
 
@@ -71,14 +77,21 @@ def theory(case: Case) -> float:
     return sum(part if kept else part / case["dp"] for part, kept in zip(parts, whole, strict=True))
 
 
-def table(measure: Callable[[Case], dict[str, Any]]) -> int:
-    """Print it as Markdown; 1 if the engine on fake tensors holds anything else than the estimate."""
+def table(measure: Callable[[Case], dict[str, Any]], wanted: Mapping[str, str]) -> int:
+    """Print it as Markdown; 1 if the engine on fake tensors holds anything else than the estimate.
+
+    Args:
+        measure: Both ledgers of a case.
+        wanted: Key -> value that a case must have.
+    """
     print(f"N = {DP}, reduce_bucket_size {BUCKET:,}, bytes a parameter of the rank")
     titles = ("ZeRO", "layout", "weights, sums", "theory", "between steps", "peak of a step", "traced")
     print(f"| {' | '.join(titles)} | what is held then |")
     print("|" + "---|" * (len(titles) + 1))
     worst = 0.0
     for case in cases():
+        if any(str(case[key]) != value for key, value in wanted.items()):
+            continue
         result = measure(case)
         if "analytic" not in result:
             print(f"| {case} | {result} |", flush=True)
