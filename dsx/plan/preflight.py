@@ -123,4 +123,5 @@ def _duration(seconds: float) -> str:
     >>> [_duration(s) for s in (75, 3600, 90_000)]
     ['1 min', '1.0 hours', '25.0 hours']
     """
-    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} hours"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{seconds / 3600:.1f} hours"
