@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -59,6 +60,16 @@ SMALL: dict[str, Any] = {
     "dsx.train.save_every": 0,
     "dsx.tracking.wandb.mode": "disabled",
 }
+
+
+def recipe(name: str) -> ModuleType:
+    """A recipe's file as a module: its folder is no package, and tests/recipes has its name."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "recipes" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @dataclass(frozen=True)

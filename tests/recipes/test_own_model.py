@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from launching import recipe
 from torch import nn
 
 import ranks
 from often import often
 
-REPOSITORY = Path(__file__).parents[2]
 STEPS = 4
-
-
-def _recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("own_model", REPOSITORY / "recipes/own_model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @dataclass(frozen=True)
@@ -94,13 +83,13 @@ class Plain(nn.Module):
 
 def _plain(weights: dict[str, torch.Tensor]) -> list[tuple[float, float]]:
     """(loss, norm before clipping) of every step on the global batch."""
-    recipe = _recipe()
-    model = Plain(recipe)
+    own = recipe("own_model")
+    model = Plain(own)
     model.take(weights)
-    config = recipe.settings(0, 1)
+    config = own.settings(0, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     assert config["optimizer"]["params"]["lr"] == 3e-3
-    data, count, figures = recipe.batches(1, 0), config["gradient_accumulation_steps"], []
+    data, count, figures = own.batches(1, 0), config["gradient_accumulation_steps"], []
     for _ in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
@@ -124,19 +113,19 @@ def _dsx(rank: int, world_size: int, layouts: list[Layout], folder: str) -> Any:
 
     init_distributed()
     torch.manual_seed(rank)  # nothing that matters may depend on it
-    recipe, figures, weights = _recipe(), [], {}
+    own, figures, weights = recipe("own_model"), [], {}
     for turn, layout in enumerate(layouts):
         mesh = dsx.Mesh.of(pp=layout.pp, dp=layout.dp, tp=layout.tp)
         groups = make_groups(mesh, sequence_parallel=layout.sequence)
-        model = recipe.build(groups, chunks=layout.chunks, schedule=layout.schedule)
+        model = own.build(groups, chunks=layout.chunks, schedule=layout.schedule)
         if world_size == 1:
             weights = {name: p.detach().clone() for name, p in model.chunks.named_parameters()}
-        config = recipe.settings(layout.zero, layout.dp)
+        config = own.settings(layout.zero, layout.dp)
         config["optimizer"]["params"]["weight_decay"] = 0.0
         engine, *_ = dsx.initialize(model=model, config=config)
         if turn:
             engine.load_checkpoint(folder)
-        data = recipe.batches(layout.dp, groups.dp_rank)
+        data = own.batches(layout.dp, groups.dp_rank)
         for _ in range(engine.global_steps * engine.micro_batches):
             next(data)
         while engine.global_steps < STEPS * (turn + 1) // len(layouts):

@@ -138,14 +138,14 @@ def test_half_the_bytes_and_the_same_bits() -> None:
 
 
 class Different(nn.Module):
-    """What no two tensor-parallel ranks hold alike."""
+    """Of equal weights, which dsx sees to, no two tensor-parallel ranks make the same."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(4) + dist.get_rank() % TP)
+        self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
+        return x * (self.weight + dist.get_rank() % TP)
 
 
 def _differ(rank: int, world_size: int) -> str:
