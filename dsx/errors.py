@@ -1,8 +1,15 @@
 """Every error that dsx raises on purpose: where it is, what is wrong, how to mend it."""
 
+from dsx.terminal import printable, shortened
+
+_MOST_CHARACTERS = 20_000
+
 
 class DsxError(Exception):
     """An error with a place, a reason and a fix.
+
+    Each may quote a file that somebody else made: control characters are escaped, and what is longer than
+    any message is cut.
 
     Args:
         where: The config key, file or argument at fault, with its value when there is one.
@@ -14,6 +21,7 @@ class DsxError(Exception):
     """
 
     def __init__(self, where: str, what: str, fix: str) -> None:
+        where, what, fix = (printable(shortened(part, _MOST_CHARACTERS)) for part in (where, what, fix))
         super().__init__(f"{where}: {what.rstrip('.')}. Fix: {fix.rstrip('.')}.")
         self.where = where
         self.what = what

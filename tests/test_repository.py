@@ -75,6 +75,12 @@ def test_specs_plans_and_configs_need_nothing_heavy():
     assert loaded_after("\n".join(f"import {name}" for name in modules("spec", "plan", "config"))) == set()
 
 
+def test_every_command_speaks_through_one_place():
+    """Where what a terminal would obey is taken out (dsx/terminal.py)."""
+    texts = {path.name: path.read_text() for path in (ROOT / "dsx" / "cli").glob("*.py")}
+    assert [name for name, text in texts.items() if re.search(r"\becho\(|\bprint\(", text)] == ["output.py"]
+
+
 def test_every_public_name_exists():
     missing = [name for name in dsx.__all__ if not hasattr(dsx, name)]
     assert missing == []

@@ -16,7 +16,7 @@ from dsx.cli.guide import guide
 from dsx.cli.init import init
 from dsx.cli.inspect import inspect
 from dsx.cli.options import Command
-from dsx.cli.output import BAD_INPUT, tell
+from dsx.cli.output import BAD_INPUT, say, tell
 from dsx.cli.plan import plan
 from dsx.cli.plot import plot
 from dsx.cli.presets import presets
@@ -30,7 +30,7 @@ from dsx.errors import DsxError
 
 def _version(show: bool) -> None:
     if show:
-        typer.echo(f"dsx {__version__}")
+        say(f"dsx {__version__}")
         raise typer.Exit
 
 

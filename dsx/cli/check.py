@@ -12,7 +12,7 @@ import typer
 
 from dsx.cli import check_report
 from dsx.cli.options import CONFIG, FORMAT, GPU_MEMORY, GPUS, SET
-from dsx.cli.output import BAD
+from dsx.cli.output import BAD, say
 
 if TYPE_CHECKING:
     from dsx.config.doctor.finding import Finding
@@ -97,7 +97,7 @@ def check(
     around = _machine() if machine else []
     found = [finding for outcome in outcomes for finding in outcome.findings] + around
     report = check_report.as_json if style == "json" else check_report.as_text
-    typer.echo(report(outcomes, around))
+    say(report(outcomes, around))
     bad = {"error", "warning"} if strict else {"error"}
     if any(finding.severity in bad for finding in found):
         raise typer.Exit(BAD)
@@ -106,7 +106,7 @@ def check(
 def _explain(key: str, style: str) -> None:
     from dsx.config.doctor.reference import explain, explain_json
 
-    typer.echo(json.dumps(explain_json(key), indent=2) if style == "json" else explain(key))
+    say(json.dumps(explain_json(key), indent=2) if style == "json" else explain(key))
 
 
 def _check_arguments(

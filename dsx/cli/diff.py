@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dsx.cli.options import FORMAT
-from dsx.cli.output import BAD
+from dsx.cli.output import BAD, say
 
 if TYPE_CHECKING:
     from dsx.checkpoint.compare import Difference
@@ -34,9 +34,13 @@ def diff(
     """
     from dsx.checkpoint.compare import compare, fact_differences, only_in
     from dsx.checkpoint.open import open_checkpoint
+    from dsx.report.waiting import Waiting
 
-    one, two = open_checkpoint(a), open_checkpoint(b)
-    found = list(compare(one, two))
+    with Waiting(f"reading what {a} and {b} hold"):
+        one, two = open_checkpoint(a), open_checkpoint(b)
+    total = sum(entry.numel for entry in one.entries if entry.key in two.by_key)
+    with Waiting("comparing", total=total, unit="elements") as waiting:
+        found = list(compare(one, two, waiting.advance))
     absent = {} if common else {str(a): only_in(one, two), str(b): only_in(two, one)}
     facts = fact_differences(one, two)
     same = not facts and not any(absent.values()) and all(item.equal for item in found)
@@ -47,9 +51,9 @@ def diff(
             "facts": {key: list(values) for key, values in facts.items()},
             "only_in": absent,
         }
-        typer.echo(json.dumps(content, indent=2))
+        say(json.dumps(content, indent=2))
     else:
-        typer.echo("\n".join(_lines(found, absent, facts)))
+        say("\n".join(_lines(found, absent, facts)))
     if not same:
         raise typer.Exit(BAD)
 

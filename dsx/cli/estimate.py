@@ -23,7 +23,7 @@ from dsx.cli.options import (
     ZERO,
     drawn,
 )
-from dsx.cli.output import BAD, deliver
+from dsx.cli.output import BAD, deliver, say
 
 if TYPE_CHECKING:
     from dsx.config.ordinary import Assumption
@@ -105,7 +105,7 @@ def estimate(
     traced = _traced(run, memory, gpu, capacity) if trace else None
     deliver_as(style, run, memory, traced, gpu_memory, output, whole.assumed)
     if gpu_memory is not None and memory.peak_bytes > gpu_memory * _GIB:
-        typer.echo(_advice(source, items, run, gpu_memory, gpu), err=True)
+        say(_advice(source, items, run, gpu_memory, gpu), err=True)
         raise typer.Exit(BAD)
 
 
@@ -124,7 +124,7 @@ def deliver_as(
 
         assert output is not None
         save(memory, output, title=_title(run), capacity_gib=gpu_memory)
-        typer.echo(f"wrote {output}")
+        say(f"wrote {output}")
     elif style == "json":
         deliver(json.dumps(_facts(run, memory, traced, gpu_memory, assumed), indent=2) + "\n", output)
     else:

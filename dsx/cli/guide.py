@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from dsx.cli.options import FORMAT
+from dsx.cli.output import say
 from dsx.config.shipped import GUIDES
 from dsx.config.wording import suggest
 from dsx.errors import ConfigError
@@ -26,12 +27,13 @@ def guide(
         titles = {each: text.splitlines()[0].lstrip("# ") for each, text in texts.items()}
         width = max(map(len, titles), default=0)
         lines = [f"{each:<{width}}  {title}" for each, title in titles.items()]
-        typer.echo(json.dumps(titles, indent=2) if style == "json" else "\n".join(lines))
+        say(json.dumps(titles, indent=2) if style == "json" else "\n".join(lines))
         return
     if name.removesuffix(".md") not in texts:
         what = f"there is no such guide; there are {', '.join(texts)}"
         raise ConfigError(f"NAME {name}", what, suggest(name, texts, otherwise="name one of them"))
     text = texts[name.removesuffix(".md")]
-    typer.echo(
-        json.dumps({"name": name, "text": text}, indent=2) if style == "json" else text, nl=style == "json"
-    )
+    if style == "json":
+        say(json.dumps({"name": name, "text": text}, indent=2))
+    else:
+        say(text, end="")

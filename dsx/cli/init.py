@@ -16,6 +16,7 @@ import typer
 from dsx import __version__
 from dsx.checkpoint.store import write_atomically
 from dsx.cli.options import FORMAT, GPUS, MODEL, SET
+from dsx.cli.output import say
 from dsx.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -71,12 +72,12 @@ def init(
             "assumed": {each.key: each.value for each in begun.assumed},
             "resolved": begun.run.summary(),
         }
-        typer.echo(json.dumps(facts, indent=2))
+        say(json.dumps(facts, indent=2))
         return
     lines = [f"wrote {', '.join(files)} to {folder}"]
     lines += [f"assumed    {each}" for each in begun.assumed]
     lines += [f"note       {note}" for note in begun.run.notes]
-    typer.echo("\n".join([*lines, f"next       cd {folder} && {_run_line(gpus)}"]))
+    say("\n".join([*lines, f"next       cd {folder} && {_run_line(gpus)}"]))
 
 
 def write_new(folder: Path, files: Mapping[str, str]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dsx.cli.options import FORMAT, RULES
-from dsx.cli.output import BAD, judging
+from dsx.cli.output import BAD, judging, say
 from dsx.cli.sizes import show_bytes
 
 if TYPE_CHECKING:
@@ -42,21 +42,26 @@ def inspect(
     from dsx.checkpoint.open import open_checkpoint
     from dsx.checkpoint.source import verify as verified
     from dsx.errors import CheckpointError
+    from dsx.report.waiting import Waiting
 
     with judging(CheckpointError):
-        catalog = open_checkpoint(path, rules=rules)
-        check_files(catalog)
-    facts = _facts(catalog)
-    damage = [str(error) for error in verified(catalog)] if verify else []
+        with Waiting(f"reading what {path} holds"):
+            catalog = open_checkpoint(path, rules=rules)
+            check_files(catalog)
+        facts, damage = _facts(catalog), []
+        if verify:
+            total = sum(checksum.stop - checksum.start for checksum in catalog.checksums)
+            with Waiting(f"verifying {path}", total=total, unit="bytes") as waiting:
+                damage = [str(error) for error in verified(catalog, waiting.advance)]
     if style == "json":
-        typer.echo(json.dumps(facts | ({"damage": damage} if verify else {}), indent=2))
+        say(json.dumps(facts | ({"damage": damage} if verify else {}), indent=2))
     else:
-        typer.echo(_text(facts))
+        say(_text(facts))
         if verify:
             count = len(catalog.checksums)
-            typer.echo(f"verified   {count:,} checksums, {len(damage)} wrong" if count else "no checksums")
+            say(f"verified   {count:,} checksums, {len(damage)} wrong" if count else "no checksums")
     for line in damage:
-        typer.echo(f"dsx: {line}", err=True)
+        say(f"dsx: {line}", err=True)
     if damage:
         raise typer.Exit(BAD)
 

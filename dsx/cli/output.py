@@ -14,12 +14,18 @@ import typer
 
 from dsx.checkpoint.store import write_atomically
 from dsx.errors import CheckpointError, ConfigError, DsxError
+from dsx.terminal import printable
 
 BAD = 1
 """Exit code: what was looked at is bad."""
 
 BAD_INPUT = 2
 """Exit code: it could not be looked at."""
+
+
+def say(text: str, *, err: bool = False, end: str = "\n") -> None:
+    """On standard output or error, without what a terminal would obey: every command speaks through this."""
+    typer.echo(printable(text) + end, nl=False, err=err)
 
 
 def deliver(text: str, output: Path | None) -> None:
@@ -29,10 +35,10 @@ def deliver(text: str, output: Path | None) -> None:
         ConfigError: The file cannot be written.
     """
     if output is None:
-        typer.echo(text, nl=False)
+        say(text, end="")
         return
     write(text, output)
-    typer.echo(f"wrote {output}")
+    say(f"wrote {output}")
 
 
 def write(text: str, output: Path) -> None:
@@ -63,4 +69,4 @@ def judging(*kinds: type[DsxError]) -> Iterator[None]:
 
 def tell(error: DsxError) -> None:
     """One message on standard error."""
-    typer.echo(f"dsx: {error}", err=True)
+    say(f"dsx: {error}", err=True)

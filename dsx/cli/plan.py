@@ -22,7 +22,7 @@ from dsx.cli.options import (
     ZERO,
     count,
 )
-from dsx.cli.output import judging, write
+from dsx.cli.output import judging, say, write
 from dsx.errors import DsxError
 
 if TYPE_CHECKING:
@@ -69,23 +69,24 @@ def plan(
     """
     from dsx.config.plan_output import layout_config
     from dsx.config.plan_search import Fixed, plan_search
+    from dsx.report.waiting import Waiting
 
     fixed = Fixed(tensor=tensor, pipeline=pipeline, zero=zero, micro_batch=micro_batch, gpu_memory=gpu_memory)
     inputs = _inputs(cluster, gpus, model, config, global_batch, sequence_length)
     measured = _measured(inputs) if measure else None
     search = plan_search(inputs, fixed, measured)
-    with judging(DsxError):
+    with judging(DsxError), Waiting("comparing layouts"):
         found = search.run(top)
-    content = layout_config(inputs, found.best[0].layout, search.predictor)
+        content = layout_config(inputs, found.best[0].layout, search.predictor)
     if output is not None:
         write(json.dumps(content, indent=2) + "\n", output)  # with JSON, standard output is JSON alone
     if style == "json":
         facts = _facts(inputs, found) | {"measured": measured and measured.text, "config": content}
-        typer.echo(json.dumps(facts, indent=2))
+        say(json.dumps(facts, indent=2))
         return
-    typer.echo(_text(inputs, found, measured))
+    say(_text(inputs, found, measured))
     if output is not None:
-        typer.echo(f"wrote {output}")
+        say(f"wrote {output}")
 
 
 def _inputs(
@@ -111,9 +112,11 @@ def _inputs(
 
 def _measured(inputs: PlanInputs) -> Calibration:
     """Rates of this machine."""
+    from dsx.report.waiting import Waiting
     from dsx.runtime.measure_compute import measure_compute
 
-    return measure_compute(inputs.run, inputs.cluster)
+    with Waiting("measuring this machine"):
+        return measure_compute(inputs.run, inputs.cluster)
 
 
 def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from dsx.cli.options import FORMAT
+from dsx.cli.output import say
 
 
 def plot(
@@ -50,8 +51,8 @@ def plot(
     save(read, panels, output)
     if style == "json":
         drawn = [metric for panel in panels for metric in (panel.metric, panel.points) if metric]
-        typer.echo(
+        say(
             json.dumps({"wrote": str(output), "runs": [run.name for run in read], "metrics": drawn}, indent=2)
         )
         return
-    typer.echo(str(output))
+    say(str(output))

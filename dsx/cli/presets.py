@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-import typer
-
 from dsx.cli.options import FORMAT
+from dsx.cli.output import say
 
 
 def presets(style: Annotated[Literal["table", "json"], FORMAT] = "table") -> None:
@@ -36,11 +35,11 @@ def presets(style: Annotated[Literal["table", "json"], FORMAT] = "table") -> Non
             }
         )
     if style == "json":
-        typer.echo(json.dumps(rows, indent=2))
+        say(json.dumps(rows, indent=2))
         return
     sizes = "{layers:>6} {hidden:>6} {heads:>5} {kv_heads:>8}"
     layout = f"{{family:<8}} {{preset:<12}} {{parameters:>14}} {sizes}  {{about}}"
     titles = ("family", "preset", "parameters", "layers", "hidden", "heads", "kv_heads", "about")
-    typer.echo(layout.format_map({title: title for title in titles}))
+    say(layout.format_map({title: title for title in titles}))
     for row in rows:
-        typer.echo(layout.format_map(row | {"parameters": f"{row['parameters']:,}"}))
+        say(layout.format_map(row | {"parameters": f"{row['parameters']:,}"}))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -23,11 +21,11 @@ from dsx.cli.options import (
     CheckpointFormat,
     count,
 )
-from dsx.cli.output import BAD
+from dsx.cli.output import BAD, say
 from dsx.cli.sizes import parse_bytes, show_bytes
 
 if TYPE_CHECKING:
-    from dsx.checkpoint.execute import Report
+    from dsx.checkpoint.execute import Options, Report
     from dsx.checkpoint.layouts import Degrees
     from dsx.checkpoint.reshard import Conversion, Wanted
     from dsx.config.run import RunConfig
@@ -134,6 +132,7 @@ def reshard(
     from dsx.checkpoint.open import open_checkpoint
     from dsx.checkpoint.reshard import Wanted, prepare
     from dsx.checkpoint.stock_layouts import Pipeline, parse_ties
+    from dsx.report.waiting import Waiting
 
     degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data, chunks=chunks, zero=zero)
     target_format, layout = _asked(to or [])
@@ -148,8 +147,9 @@ def reshard(
         hf_config=None if hf_config is None else read_config(hf_config),
         pipeline=Pipeline(partition=partition, tied=None if tied is None else parse_ties(tied)),
     )
-    checkpoint = open_checkpoint(source, rules=rules, ties=wanted.pipeline.tied)
-    conversion = prepare(checkpoint, target, wanted)
+    with Waiting(f"reading what {source} holds and planning"):
+        checkpoint = open_checkpoint(source, rules=rules, ties=wanted.pipeline.tied)
+        conversion = prepare(checkpoint, target, wanted)
     check = None if check_loss is None else _loss_check(check_loss, conversion, wanted)
     point = conversion.target.is_tag and not (target.absolute().parent / "latest").exists()
     options = Options(
@@ -161,26 +161,35 @@ def reshard(
     outline = conversion.outline(options)
     as_json = style == "json"
     if not as_json:
-        typer.echo(_outline_text(outline))
+        say(_outline_text(outline))
     if dry_run:
         if as_json:
-            typer.echo(json.dumps(outline, indent=2))
+            say(json.dumps(outline, indent=2))
         return
-    try:
-        with _bar(conversion.plan.write_bytes, hidden=as_json) as progress:
-            report = conversion.run(replace(options, progress=progress))
-    except KeyboardInterrupt:
-        typer.echo("dsx: interrupted; the same command goes on from here", err=True)
-        raise typer.Exit(130) from None
-    losses = None if check is None else check.compare(conversion.source, open_checkpoint(target))
+    report = _copied(conversion, options)
+    losses = None
+    if check is not None:
+        with Waiting("computing the loss of the source's weights and of the target's"):
+            losses = check.compare(conversion.source, open_checkpoint(target))
     told = asdict(report) | {"target": str(report.target), "losses": losses and asdict(losses)}
     text = _report_text(report, losses)
     if conversion.target.is_tag:
         text += _to_load(target.absolute(), named=options.point_latest)
-    typer.echo(json.dumps(outline | {"report": told}, indent=2) if as_json else text)
+    say(json.dumps(outline | {"report": told}, indent=2) if as_json else text)
     if losses is not None and losses.same_dtype and not losses.equal:
-        typer.echo(f"dsx: {target}: its weights give another loss than {source}'s", err=True)
+        say(f"dsx: {target}: its weights give another loss than {source}'s", err=True)
         raise typer.Exit(BAD)
+
+
+def _copied(conversion: Conversion, options: Options) -> Report:
+    from dsx.report.waiting import Waiting
+
+    try:
+        with Waiting("copying", total=conversion.plan.write_bytes, unit="bytes") as waiting:
+            return conversion.run(replace(options, progress=waiting.advance))
+    except KeyboardInterrupt:
+        say("dsx: interrupted; the same command goes on from here", err=True)
+        raise typer.Exit(130) from None
 
 
 def _asked(to: list[str]) -> tuple[CheckpointFormat, str]:
@@ -221,33 +230,6 @@ def _to_load(target: Path, *, named: bool) -> str:
     """What ``load_checkpoint`` takes: given a folder without ``latest`` alone, DeepSpeed loads nothing."""
     how = "which latest there names" if named else "say it: latest there does not name it"
     return f"\nto load    folder {target.parent}, tag {target.name}, {how}"
-
-
-@contextmanager
-def _bar(total_bytes: int, *, hidden: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar with bytes, rate and time left on a terminal; nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("copying"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    quiet = hidden or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
-        task = bar.add_task("copying", total=total_bytes)
-        yield lambda count: bar.advance(task, count)
 
 
 def _outline_text(outline: dict[str, Any]) -> str:

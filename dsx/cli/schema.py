@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-import typer
-
 from dsx.cli.options import FORMAT
+from dsx.cli.output import say
 
 
 def schema(style: Annotated[Literal["table", "json"], FORMAT] = "json") -> None:
@@ -20,10 +19,10 @@ def schema(style: Annotated[Literal["table", "json"], FORMAT] = "json") -> None:
 
     found = DsxConfig.model_json_schema()
     if style == "json":
-        typer.echo(json.dumps(found, indent=2))
+        say(json.dumps(found, indent=2))
         return
     for key, text in _keys(found, found, "dsx"):
-        typer.echo(f"{key:<36} {text}".rstrip())
+        say(f"{key:<36} {text}".rstrip())
 
 
 def _keys(root: Mapping[str, Any], part: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dsx.cli.options import CONFIG, FORMAT, GPUS, SET
-from dsx.cli.output import BAD
+from dsx.cli.output import BAD, say
 from dsx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def verify(
     if verdict is None:
         return
     content = {**asdict(verdict), "equal": verdict.equal}
-    typer.echo(json.dumps(content, indent=2) if style == "json" else "\n".join(_lines(verdict)))
+    say(json.dumps(content, indent=2) if style == "json" else "\n".join(_lines(verdict)))
     if not verdict.equal:
         raise typer.Exit(BAD)
 

@@ -18,6 +18,7 @@ from rich.text import Text
 from dsx.config.run import RunConfig
 from dsx.plan.flops import flops_per_token
 from dsx.plan.hardware import peak_flops
+from dsx.terminal import printable
 
 Rows = Iterable[tuple[str, str]]
 
@@ -237,7 +238,8 @@ class Progress:
 
     def _print(self, *parts: tuple[str, str]) -> None:
         # soft_wrap: a line stays one line, in a log file and in a narrow terminal.
-        self._console.print(Text.assemble(*parts), soft_wrap=True)
+        shown = Text.assemble(*((printable(text), style) for text, style in parts))
+        self._console.print(shown, soft_wrap=True)
 
 
 def start_rows(

@@ -10,8 +10,10 @@ from types import TracebackType
 from typing import Self, TextIO, TypeVar
 
 from rich.console import Console
+from rich.text import Text
 
 from dsx.report.progress import amount, seconds
+from dsx.terminal import printable
 
 T = TypeVar("T")
 
@@ -49,7 +51,7 @@ class Waiting:
         quiet: bool = False,
         first_seconds: float = FIRST_SECONDS,
     ) -> None:
-        self._what, self._total, self._unit = what, total, unit
+        self._what, self._total, self._unit = printable(what), total, unit
         self._stream, self._quiet, self._first_seconds = stream, quiet, first_seconds
         self._count, self._began = 0, 0.0
         self._ended = threading.Event()
@@ -102,9 +104,9 @@ class Waiting:
             return
         console = Console(file=self._stream or sys.stderr, highlight=False)
         if console.is_terminal:
-            with console.status(self.text) as status:
+            with console.status(Text(self.text)) as status:
                 while not self._ended.wait(0.5):
-                    status.update(self.text)
+                    status.update(Text(self.text))
             return
         pause = max(self._first_seconds, 1.0)
         while True:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 
 from dsx.errors import DsxError
+from dsx.terminal import printable
 
 AGREED = "every rank raises this error"
 """Note on an error that all ranks share, so that one of them reports it."""
@@ -107,12 +108,12 @@ def _outcome(main: Callable[[], int | None]) -> int:
             # Outside of a Guard, which knows who it was. That rank says why it ended, and speaks first.
             at = time.strftime("%H:%M:%S")
             time.sleep(_SPEAKER_SECONDS)
-            line = str(error).splitlines()[0]
+            line = printable(str(error).splitlines()[0])
             sys.stderr.write(
                 f"{_name()} ended because its connection to another rank broke at {at}: {line}\n"
             )
             return 1
-        sys.stderr.write(f"{_name()} {traceback.format_exc()}\n")
+        sys.stderr.write(f"{_name()} {printable(traceback.format_exc())}\n")
         return 1
 
 

@@ -25,6 +25,7 @@ from dsx.runtime.arrays import as_numpy
 from dsx.runtime.custom_code import check_model_code
 from dsx.runtime.data.tokenizers import Tokenizer, load_tokenizer
 from dsx.runtime.run_folder import find_checkpoint, tokenizer_of_run
+from dsx.terminal import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -116,7 +117,7 @@ def generate(
         top_k: Draw from the likeliest so many alone; 0 from all.
         top_p: Draw from the likeliest whose probabilities add up to this.
         seed: Of the draws. Sets torch's generators.
-        show: Called with each piece of text as it comes.
+        show: Called with each piece of text as it comes, control characters escaped: it may be printed.
 
     Raises:
         ConfigError: A number outside its range, or more tokens than the model has positions.
@@ -158,7 +159,7 @@ def _streamer(tokenizer: Tokenizer, show: Callable[[str], object]) -> Any:
 
     class Shown(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # noqa: ARG002
-            show(text)
+            show(printable(text))
 
     return Shown(tokenizer, skip_prompt=True)
 

@@ -46,6 +46,7 @@ from dsx.runtime.run_facts import kept_settings
 from dsx.runtime.run_folder import CONFIG, own_checkpoint, start_of
 from dsx.runtime.weights import export_hf, layer_weights
 from dsx.spec.model import Recompute
+from dsx.terminal import printable
 
 __all__ = [
     "Guard",
@@ -253,7 +254,8 @@ def resume(config: RunConfig, engine: PipelineEngine, corpus: RunData) -> dict[s
         wanted = config.deepspeed["optimizer"].get("params", {})
         for key, value in kept_settings(engine, wanted).items():
             what = f"{at(f'optimizer.params.{key}', wanted[key])} is not taken"
-            sys.stderr.write(f"warning: {what}: the optimizer goes on with the checkpoint's {value}\n")
+            said = f"{what}: the optimizer goes on with the checkpoint's {value}"
+            sys.stderr.write(f"warning: {printable(said)}\n")
     return state
 
 
