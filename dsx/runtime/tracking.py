@@ -246,8 +246,10 @@ class _WandbThread:
             _end_services()
             self._thread.join(_MARGIN_SECONDS)
         if self._broken and not _services():
-            # Its service is dead: W&B must not look for it at the end of the process, nor use it again.
-            with suppress(Exception):
+            # Its service is dead: W&B must not look for it at the end of the process, nor use it again. It
+            # leaves by sys.exit with the service's exit code (wandb 0.31, wandb_setup.py, ``_teardown``)
+            # unless it has seen before that the connection is gone.
+            with suppress(Exception, SystemExit):
                 import wandb
 
                 wandb.teardown()

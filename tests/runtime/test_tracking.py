@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pty
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import wandb
+from wandb.sdk.lib.service.service_client import ServiceClient
 
 from dsx.config.schema import WandbConfig
 from dsx.errors import DataError
@@ -308,6 +310,24 @@ def test_training_does_not_wait_for_wandb(tmp_path: Path, monkeypatch: pytest.Mo
         (warning,) = warnings
         assert "could not take metrics for 10 records" in warning
         held.set()
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_an_end_of_the_service_is_not_one_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
+) -> None:
+    """W&B calls sys.exit with a killed service's exit code if its socket has not yet told it of the end."""
+    wandb.teardown()  # a service of this test's own
+    warnings: list[str] = []
+    with Tracker(tmp_path, OFFLINE, run_config={}, warn=warnings.append) as tracker:
+        assert tracker.wandb_path is not None
+        (service,) = tracking._services()
+        tracking._end_services()
+        if not seen:
+            monkeypatch.setattr(ServiceClient, "publish", lambda *_: asyncio.sleep(0))
+        tracker._wandb._give_up("go on", f"{service} is dead")
+    assert len(warnings) == 1
+    wandb.teardown()  # nothing is left to tear down
 
 
 def test_disk_that_is_full(tmp_path: Path) -> None:
