@@ -16,34 +16,151 @@ from pathlib import Path
 import pytest
 
 import dsx
-from often import often
+from fresh_shell import FIRST, Shell, blocks, change_configs, clone, install
 from recipes.launching import free_port
 
 ROOT = Path(__file__).parents[1]
 GUIDES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "dsx/guides").glob("*.md")}
 BIN = Path(sys.executable).parent
 
-# What a test puts over a command's own settings: fewer and smaller steps.
-SMALL = (
-    "dsx.data.max_bytes=600000",
-    "dsx.data.sequence_length=32",
-    "dsx.train.eval_tokens=2048",
-    "dsx.tracking.wandb.mode=disabled",
-)
-STEPS = {"dsx.train.steps=30": 3, "dsx.train.trace_steps=[5]": [2], "dsx.train.steps=35": 4}
+# What is less in the copy that the tests paste into, so that the commands stay as they are.
+SMALL = {"dsx.data.max_bytes": 600_000, "dsx.data.sequence_length": 32, "dsx.train.eval_tokens": 2048}
+SMALL |= {"dsx.tracking.wandb.mode": "disabled"}
+# Of commands that are there twice, or train long, these are pasted by the slow tests.
+LONG = {
+    "own_model.md": ("deepspeed", "torchrun --nproc_per_node 4"),
+    "scaling.md": ("dsx verify",),
+    "checking.md": ("dsx verify",),  # the tour's
+    "data.md": ("deepspeed",),
+}
+# Commands for machines that are not here have tests of their own, with stand-ins.
+ELSEWHERE = re.compile(r"node1|--hostfile")
 
 
-def blocks(guide: str, language: str) -> list[str]:
-    """Contents of the fenced blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", GUIDES[guide], flags=re.MULTILINE | re.DOTALL)
+def lines(guide: str) -> list[str]:
+    """Every command line of a guide's bash blocks, scripts left out."""
+    kept = [block for block in blocks(GUIDES[guide]) if not block.startswith("#!")]
+    return [line for block in kept for line in block.splitlines()]
 
 
 def commands(guide: str) -> list[list[str]]:
-    """The words of every command line of a guide's bash blocks, scripts left out."""
-    lines = [
-        line for block in blocks(guide, "bash") if not block.startswith("#!") for line in block.splitlines()
-    ]
-    return [shlex.split(line) for line in lines]
+    """Their words."""
+    return [shlex.split(line) for line in lines(guide)]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone with the environment of the README's first command, and smaller configs."""
+    folder = clone(tmp_path_factory.mktemp("clone") / "dsx")
+    install(folder)
+    change_configs(folder, SMALL)
+    return folder
+
+
+def paste(guide: str, project: Path, folder: Path, *, whole: bool = False) -> tuple[dict[str, str], Path]:
+    """A guide's bash blocks, one after another, in a shell and a copy of the project of its own.
+
+    Every command must end well, but for the estimate of what does not fit, as the guide says there.
+
+    Args:
+        guide: Its file's name.
+        project: What is copied.
+        folder: Where to.
+        whole: Nothing is left out as ``LONG``.
+
+    Returns:
+        What each command line printed, and the folder they ran in.
+    """
+    here = clone(folder / "dsx", of=project)
+    (here / ".venv").symlink_to(project / ".venv")
+    if guide == "data.md":
+        change_configs(here, {"dsx.data.max_bytes": None})  # of no meaning for data of one's own
+    programs = [text for text in blocks(GUIDES[guide], "python") if "assert " in text]
+    for at, text in enumerate(programs):
+        (here / f"program{at}.py").write_text(text)
+    said = {}
+    with Shell(here, folder / "home") as shell:
+        assert [one.code for one in shell.paste(FIRST)] == [0]
+        for block in [*blocks(GUIDES[guide]), *(f"python program{at}.py" for at in range(len(programs)))]:
+            if block.startswith("#!"):
+                continue
+            left_out = () if whole else LONG.get(guide, ())
+            pasted = [
+                line
+                for line in block.splitlines()
+                if not line.startswith(left_out) and not ELSEWHERE.search(line)
+            ]
+            for line, one in zip(pasted, shell.paste("\n".join(pasted)) if pasted else (), strict=True):
+                assert one.code == ("--gpus 1 " in line), f"{line}\n{one.text}"
+                said[line] = one.text
+    return said, here
+
+
+def the(said: dict[str, str], start: str) -> str:
+    """What the one command that begins so printed."""
+    (text,) = [text for line, text in said.items() if line.startswith(start)]
+    return text
+
+
+def is_the_tour(said: dict[str, str], here: Path) -> None:
+    assert "pipeline 2 x data 2" in the(said, "dsx check")
+    assert re.search(r"^step +30/30 ", the(said, "deepspeed --num_accelerators 4"), re.MULTILINE)
+    goes_on = the(said, "deepspeed --num_accelerators 2")
+    assert re.search(r"resumed\s+after step 30", goes_on)
+    assert re.findall(r"^step +(\d+)/35", goes_on, re.MULTILINE)[0] == "31"
+    assert the(said, "python recipes/generate.py").startswith("def main(")
+    assert (here / "runs/tour/trace/step5.html").is_file()
+    assert "equal, bit for bit" in the(said, "dsx diff")
+    assert "equal" in the(said, "dsx verify")
+
+
+def is_one_model_in_every_layout(said: dict[str, str], here: Path) -> None:
+    """The last command goes on from the checkpoint of the one before."""
+    losses = {line: re.findall(r"step (\d): loss ([\d.]+)", text) for line, text in said.items()}
+    last = [line for line in losses if "--output" in line]
+    losses["its checkpoint"] = [pair for line in last for pair in losses.pop(line)]
+    first = losses["python recipes/own_model.py --steps 4"]
+    for line, found in losses.items():
+        assert [step for step, _ in found] == ["1", "2", "3", "4"], line
+        values = [float(loss) for _, loss in found]
+        assert values == pytest.approx([float(loss) for _, loss in first], abs=2e-4), line
+
+
+def is_what_a_reader_sees(said: dict[str, str], here: Path) -> None:
+    """The findings that are shown, of the config that is shown, and the documentation of a key."""
+    (config,) = blocks(GUIDES["checking.md"], "json")
+    (shown,) = [text for text in blocks(GUIDES["checking.md"], "text") if text.startswith("$ ")]
+    command, _, expected = shown.removeprefix("$ ").partition("\n")
+    (here / "ds_config.json").write_text(config)
+    with Shell(here, here.parent / "home") as shell:
+        _, found = shell.paste(f"{FIRST}\n{command}")
+    assert (found.code, found.text) == (1, expected)
+    assert "stage3_prefetch_bucket_size" in the(said, "dsx check --explain prefetch")
+    assert "total_num_steps" in the(said, "dsx check --explain WarmupCosineLR")
+
+
+SHOWN = {
+    "tour.md": is_the_tour,
+    "own_model.md": is_one_model_in_every_layout,
+    "checking.md": is_what_a_reader_sees,
+}
+
+
+@pytest.mark.parametrize("guide", [name for name in sorted(GUIDES) if lines(name)])
+def test_a_guide_pasted_into_a_fresh_shell(guide, project, tmp_path):
+    """Every block ends well, and gives what the guide says of it."""
+    said, here = paste(guide, project, tmp_path)
+    assert said
+    if guide in SHOWN:
+        SHOWN[guide](said, here)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guide", sorted(LONG))
+def test_the_whole_guide_pasted_into_a_fresh_shell(guide, project, tmp_path):
+    said, here = paste(guide, project, tmp_path, whole=True)
+    if guide in SHOWN:
+        SHOWN[guide](said, here)
 
 
 def run(words: list[str], folder: Path, *, seconds: float = 200, **environment: str) -> tuple[int, str]:
@@ -72,93 +189,16 @@ def run(words: list[str], folder: Path, *, seconds: float = 200, **environment: 
     return done.returncode, done.stdout + done.stderr
 
 
-def shortened(words: list[str]) -> list[str]:
-    """A recipe's command with fewer, smaller steps."""
-    out = []
-    for word in words:
-        key = word.split("=", 1)[0]
-        out.append(f"{key}={json.dumps(STEPS[word])}" if word in STEPS else word)
-    for item in SMALL if any(word.endswith(("gpt_3d.py", "finetune.py")) for word in words) else ():
-        out += ["--set", item]
-    return out
-
-
-def test_the_tour_from_its_first_command_to_its_last(tmp_path):
-    said = {}
-    for words in commands("tour.md"):
-        kind = words[1] if words[0] in ("dsx", "python") else words[0]
-        if kind == "plot":
-            pytest.importorskip("matplotlib")
-        command = [word.replace("trace/step5.", "trace/step2.") for word in shortened(words)]
-        code, text = run(command, tmp_path)
-        assert code == 0, f"{shlex.join(command)}\n{text}"
-        said[kind] = text
-    assert "pipeline 2 x data 2" in said["check"]
-    assert re.search(r"resumed\s+after step 3", said["deepspeed"])
-    assert "step 4/4" in said["deepspeed"]
-    assert "def main(" in said["recipes/generate.py"]
-    assert (tmp_path / "runs/tour/trace/step2.html").is_file()
-    assert "equal" in said["verify"]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        words
-        for guide in ("scaling.md", "checking.md", "launching.md")
-        for words in commands(guide)
-        if words[0] == "dsx" and words[1] != "verify"
-    ],
-    ids=shlex.join,
-)
-def test_commands_that_only_compute_run(words, tmp_path):
-    code, text = run(words, tmp_path)
-    # A model that does not fit one GPU is what the guide shows there.
-    assert code == ("--gpus 1" in shlex.join(words)), text
-
-
-def test_programs_of_the_data_guide_run():
-    """Each block by itself; its assertions hold."""
-    programs = [program for program in blocks("data.md", "python") if "MODEL_FOLDER" not in program]
-    assert programs
-    for program in programs:
-        exec(compile(program, "data.md", "exec"), {})
-
-
-@pytest.mark.parametrize("block", often((1, 0), every=2))
-def test_a_model_of_ones_own_trains_alike_in_every_layout(block, tmp_path):
-    """The second block of commands, which goes on from a checkpoint, in every run."""
-    alone, losses = shlex.split("python recipes/own_model.py --steps 4"), []
-    for words in [alone, *map(shlex.split, blocks("own_model.md", "bash")[block].splitlines())]:
-        code, text = run(words, tmp_path)
-        assert code == 0, text
-        losses.append(re.findall(r"step (\d): loss ([\d.]+)", text))
-    first, *others = losses
-    others = [[*others[0], *others[1]]] if block == 1 else others
-    assert [step for step, _ in first] == ["1", "2", "3", "4"]
-    for found in others:
-        assert [step for step, _ in found] == ["1", "2", "3", "4"]
-        values = [float(loss) for _, loss in found]
-        assert values == pytest.approx([float(loss) for _, loss in first], abs=2e-4)
-
-
 def test_parts_of_a_model_of_ones_own_are_those_of_the_recipe():
     from dsx import nn as parallel
 
-    list_of_layers, mixer = blocks("own_model.md", "python")
+    list_of_layers, mixer = blocks(GUIDES["own_model.md"], "python")
     assert mixer.split("x):\n")[1] in (ROOT / "recipes/own_model.py").read_text().replace(
         "y: Tensor =", "y ="
     )
     names = {"Block": parallel.LayerNorm}
     exec(compile(list_of_layers, "own_model.md", "exec"), names)
     assert len(names["layers"](parallel.TensorParallel())) == 16
-
-
-@pytest.mark.slow
-def test_the_8b_layout_trains_right(tmp_path):
-    (words,) = [words for words in commands("scaling.md") if words[:2] == ["dsx", "verify"]]
-    code, text = run(words, tmp_path)
-    assert code == 0, text
 
 
 def test_verify_commands_are_those_that_run():
@@ -185,7 +225,12 @@ def tiny(words: list[str], output: Path) -> list[str]:
     """On this machine, one rank for each, with a small model."""
     changes = {"configs/llama3_8b_8gpu.json": "configs/zero1.json", "node1": "127.0.0.1"}
     words = [changes.get(word, word) for word in words]
-    items = (*SMALL, "dsx.train.steps=1", "dsx.train.eval_every=0", f"dsx.train.output={output}")
+    items = (
+        *(f"{key}={value}" for key, value in SMALL.items()),
+        "dsx.train.steps=1",
+        "dsx.train.eval_every=0",
+        f"dsx.train.output={output}",
+    )
     return words + [word for item in items for word in ("--set", item)]
 
 
@@ -226,7 +271,7 @@ def test_two_machines_of_a_hostfile(tmp_path, how):
     ]
     ranks = [command[command.index("--node_rank") + 1] for command in commands if "--node_rank" in command]
     assert ranks == ([] if how == "ssh" else ["0", "1"])
-    (hostfile,) = blocks("launching.md", "text")
+    (hostfile,) = blocks(GUIDES["launching.md"], "text")
     for name, here in {"node1": "127.0.0.1", "node2": "localhost", "slots=8": "slots=1"}.items():
         hostfile = hostfile.replace(name, here)
     port = ["--master_port", str(free_port())]
@@ -247,7 +292,7 @@ def test_two_machines_of_a_hostfile(tmp_path, how):
 @pytest.mark.slow
 def test_the_slurm_script_starts_torchrun(tmp_path):
     """With stand-ins for Slurm's commands on one machine."""
-    (script,) = [block for block in blocks("launching.md", "bash") if block.startswith("#!")]
+    (script,) = [block for block in blocks(GUIDES["launching.md"], "bash") if block.startswith("#!")]
     script = script.replace("--nproc_per_node 8", "--nproc_per_node 1").replace(":29500", f":{free_port()}")
     *rest, last = script.strip().splitlines()
     added = shlex.join(tiny([], tmp_path / "out"))
@@ -266,7 +311,12 @@ def test_the_slurm_script_starts_torchrun(tmp_path):
 
 @pytest.mark.parametrize(
     ("guide", "block"),
-    [(guide, block) for guide in sorted(GUIDES) for block in blocks(guide, "json") if '"dsx"' in block],
+    [
+        (guide, block)
+        for guide in sorted(GUIDES)
+        for block in blocks(GUIDES[guide], "json")
+        if '"dsx"' in block
+    ],
     ids=lambda value: value if value.endswith(".md") else "",
 )
 def test_blocks_of_config_are_right(guide, block, tmp_path, monkeypatch):

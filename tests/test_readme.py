@@ -1,6 +1,6 @@
 """What README.md says is so: its commands run, its tables are true, its paths exist.
 
-The two install commands are run by .ci/run, on a clean copy.
+Its blocks are pasted one after another into one fresh shell. Its installation of the tests is run by .ci/run.
 """
 
 from __future__ import annotations
@@ -9,35 +9,30 @@ import importlib
 import io
 import itertools
 import json
-import os
 import re
 import shlex
 import socket
-import subprocess
-import sys
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import dsx
 import ranks
-from recipes.launching import free_port
+from fresh_shell import FIRST, Said, Shell, blocks, change_configs, clone, install
+from model_folder import write_model_folder
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 ZERO3 = ROOT / "configs" / "zero3.json"
-SMALL = ("dsx.data.max_bytes=2000000", "dsx.data.sequence_length=32", "dsx.train.eval_tokens=2048")
+# How an environment begins, under "Run it".
+INSTALL = "python3 -m venv .venv && source .venv/bin/activate && pip install -c constraints.txt -e"
 
 
 def section(title: str) -> str:
     """Text under a ``## title``, up to the next one."""
     return re.split(r"^## ", TEXT.split(f"\n## {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
-
-
-def blocks(language: str, text: str = TEXT) -> list[str]:
-    """Contents of the fenced blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def rows(title: str, header: str) -> list[list[str]]:
@@ -56,57 +51,85 @@ def rows(title: str, header: str) -> list[list[str]]:
     return table
 
 
-def commands(word: str) -> list[list[str]]:
-    """The words of every command line of the bash blocks that starts with ``word``."""
-    lines = [line for block in blocks("bash") for line in block.splitlines()]
-    return [shlex.split(line) for line in lines if line.startswith(f"{word} ")]
-
-
-def overrides(command: list[str]) -> list[str]:
-    return [value for flag, value in itertools.pairwise(command) if flag == "--set"]
-
-
 def only_block(title: str) -> str:
-    (block,) = blocks("bash", section(title))
+    (block,) = blocks(section(title))
     return block
 
 
 def test_the_two_commands_are_one_line_each():
-    """.ci/run pastes the second; the first is run, in its own folder, by whoever reads it."""
+    """.ci/run pastes the second."""
     install = "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e"
     assert only_block("Run the tests") == f"{install} '.[dev]' && .venv/bin/pytest\n"
-    activated = "python3 -m venv .venv && source .venv/bin/activate && pip install -c constraints.txt -e"
-    assert only_block("Run it").startswith(f"{activated} '.[plot]' && deepspeed ")
+    assert only_block("Run it").startswith(f"{INSTALL} '.[plot]' && deepspeed ")
     assert only_block("Run it").count("\n") == 1
 
 
-@pytest.fixture(scope="module")
-def first_run(tmp_path_factory) -> tuple[Path, str]:
-    """The command under "Run it", after its installation and with few, small steps: (folder, output).
+@dataclass(frozen=True)
+class Pasted:
+    """The README in one shell: the folder, and what each command of its bash blocks said."""
 
-    On a port of its own: another worker's tests may be using the launcher's.
-    """
-    folder = tmp_path_factory.mktemp("run")
-    command = shlex.split(only_block("Run it").rsplit("&&", 1)[1])
-    for item in (*SMALL, "dsx.train.steps=3"):
-        command += ["--set", item]
-    assert command[0] == "deepspeed"
-    command[1:1] = ["--master_port", str(free_port())]
-    for name in ("recipes", "configs"):
-        (folder / name).symlink_to(ROOT / name)
-    search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environ = os.environ | {"PATH": search, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240, check=False
+    folder: Path
+    said: dict[str, Said]
+
+    def of(self, start: str) -> list[str]:
+        """What the commands said that begin so."""
+        return [one.text for line, one in self.said.items() if line.startswith(start)]
+
+
+# What is less in the copy that the tests paste into: steps, and what is evaluated.
+FEWER = {"dsx.train.steps": 3, "dsx.train.eval_tokens": 2048}
+# Launches that the slow test alone pastes: of five alike, and one that builds an extension first.
+LATER = (
+    "torchrun --nproc_per_node 4",
+    "deepspeed --num_accelerators 2 recipes/finetune.py",
+    "deepspeed --num_accelerators 2 pipeline.py",
+)
+FEWER_SAID = {"dsx.train.steps=250": "dsx.train.steps=4", "dsx.train.steps=20": "dsx.train.steps=2"}
+
+
+def paste_readme(folder: Path, *, whole: bool) -> Pasted:
+    """Every block but the one that runs these tests, in order; the program is saved as the text says."""
+    project = clone(folder / "dsx")
+    write_model_folder(project / "MODEL_FOLDER")
+    (project / "my.jsonl").write_text(
+        "".join(json.dumps({"text": "def main(): " * 20}) + "\n" for _ in range(400))
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder, done.stdout
+    change_configs(project, {"dsx.data.sequence_length": 32}, only="finetune.json")
+    if not whole:
+        install(project)
+        change_configs(project, FEWER)
+    (name,) = re.findall(r"Saved as `([\w.]+)`:\n\n```python\n", TEXT)
+    (project / name).write_text(blocks(TEXT, "python")[0])
+    said = {}
+    with Shell(project, folder / "home", seconds=3000 if whole else 500) as shell:
+        for block in blocks(TEXT):
+            if block == only_block("Run the tests"):
+                continue
+            lines = [line for line in block.splitlines() if whole or not line.startswith(LATER)]
+            text = "\n".join(lines)
+            if not whole:
+                text = text.replace(f"{INSTALL} '.[plot]'", FIRST)
+                for long, short in FEWER_SAID.items():
+                    text = text.replace(long, short)
+            said.update(zip(lines, shell.paste(text) if text else (), strict=True))
+    return Pasted(project, said)
 
 
-def test_the_first_command_prints_what_the_readme_shows(first_run):
-    """The same lines, with other numbers."""
-    printed = first_run[1]
-    shown, *_ = blocks("text", section("Run it"))
+@pytest.fixture(scope="module")
+def pasted(tmp_path_factory) -> Pasted:
+    """With fewer steps, and an environment that equals the one of the first command."""
+    return paste_readme(tmp_path_factory.mktemp("readme"), whole=False)
+
+
+def test_every_command_ends_well(pasted):
+    assert len(pasted.said) > 8
+    assert {line: one.text for line, one in pasted.said.items() if one.code} == {}
+
+
+def test_the_first_command_prints_what_the_readme_shows(pasted):
+    """The same lines, with the same figures where steps and held-out text are not fewer."""
+    (printed,) = pasted.of(INSTALL)
+    shown, *_ = blocks(section("Run it"), "text")
     labels = [line.split("  ")[1] for line in shown.splitlines() if line.startswith("  ")]
     assert len(labels) > 8
     assert [label for label in labels if f"\n  {label}  " not in printed] == []
@@ -116,6 +139,79 @@ def test_the_first_command_prints_what_the_readme_shows(first_run):
         )
         assert expected
         assert seen == expected
+    compare_figures(shown, printed)
+
+
+def compare_figures(shown: str, printed: str) -> None:
+    """What is computed on paper or counted is the same; losses and norms are, to rounding, on the same text.
+
+    The text is the standard library's, which differs a little from one release of Python to another.
+    """
+    head = re.findall(r"^  (?!data|trained|held-out|W&B).*$", shown, re.MULTILINE)
+    assert len(head) > 10
+    assert [line for line in head if line not in printed.splitlines()] == []
+    (text,) = re.findall(r"^  data .*$", shown, re.MULTILINE)
+    near = 5e-4 if text in printed.splitlines() else 0.1
+    there, here = steps_of(shown), steps_of(printed)
+    assert len(there.keys() & here.keys()) >= 3
+    for step in there.keys() & here.keys():
+        loss, norm, rate, memory = there[step]
+        far = step > 50  # as the README says of rounding
+        expected = (
+            pytest.approx(loss, abs=0.02 if far else near),
+            pytest.approx(norm, rel=0.3 if far else 0.1),
+        )
+        assert here[step] == (*expected, rate, memory)
+
+
+def steps_of(text: str) -> dict[int, tuple[float, float, str, str | None]]:
+    """Loss, gradient norm, learning rate and memory of each step line."""
+    form = r"^step +(\d+)/\d+ \| loss +([\d.]+) \| grad norm +([\d.]+) \| lr (\S+) (?:.*\| ([\d.]+ MiB) \|)?"
+    found = re.findall(form, text, re.MULTILINE)
+    return {int(step): (float(loss), float(norm), lr, mib) for step, loss, norm, lr, mib in found}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_readme_as_it_stands(tmp_path):
+    """Everything from the installation on, with every step."""
+    whole = paste_readme(tmp_path, whole=True)
+    assert {line: one.text for line, one in whole.said.items() if one.code} == {}
+    (printed,) = whole.of(INSTALL)
+    shown, *_ = blocks(section("Run it"), "text")
+    compare_figures(shown, printed)
+    assert {1, 2, 3, 100, 200} <= steps_of(printed).keys()
+    assert re.search(
+        r"^step 4: loss [\d.]+$", *whole.of("deepspeed --num_accelerators 2 pipeline.py"), re.MULTILINE
+    )
+    for loss, bits in re.findall(r"^eval .* loss +([\d.]+) .* ([\d.]+) bits", shown, re.MULTILINE):
+        got = re.findall(r"^eval .* loss +([\d.]+) .* ([\d.]+) bits", printed, re.MULTILINE)
+        assert (float(loss), float(bits)) in [
+            pytest.approx(tuple(map(float, each)), abs=0.02) for each in got
+        ]
+
+
+def test_layouts_have_the_losses_of_the_first_command(pasted):
+    """To the digits shown; plain python's has another learning rate, of which step 2 knows nothing."""
+    first = steps_of(*pasted.of(INSTALL))
+    for start in ("deepspeed --num_accelerators 4", "python recipes/gpt_3d.py"):
+        other = steps_of(*pasted.of(start))
+        assert len(other) >= 2
+        for step, (loss, *_) in other.items():
+            assert loss == pytest.approx(first[step][0], abs=2e-4)
+
+
+def test_a_run_goes_on_from_the_first_ones_checkpoint(pasted):
+    (said,) = pasted.of("deepspeed --num_accelerators 2 recipes/gpt_3d.py configs/zero1.json")
+    assert re.search(r"resumed\s+after step 3", said)
+    assert list(steps_of(said)) == [4]
+
+
+def test_estimates_and_plans_are_those_shown(pasted):
+    table, *_ = blocks(section("Memory before the run"), "text")
+    assert table in pasted.of("dsx estimate")[0]
+    (cost,) = re.findall(r'\("(recompute full: \+[\d.]+% step)', section("Choosing a layout"))
+    assert cost in pasted.of("dsx plan")[0]
 
 
 def shape(line: str) -> str:
@@ -124,29 +220,9 @@ def shape(line: str) -> str:
     return re.sub(r"# (h # min|min # s|ms|s)\b", "# s", line)
 
 
-def test_the_plot_command_draws_the_first_run(first_run, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    from dsx.cli.app import main
-
-    (command,) = [words for words in commands("dsx") if words[1] == "plot"]
-    monkeypatch.chdir(first_run[0])
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    assert Path(capsys.readouterr().out.strip()).is_file()
-
-
-@pytest.mark.parametrize("command", [words for words in commands("dsx") if words[1] != "plot"], ids=" ".join)
-def test_dsx_commands_run(command, monkeypatch, capsys):
-    from dsx.cli.app import main
-
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    assert capsys.readouterr().out
+def test_the_plot_command_draws_the_first_run(pasted):
+    (said,) = pasted.of("dsx plot")
+    assert (pasted.folder / said.strip()).is_file()
 
 
 def test_every_dsx_command_is_listed():
@@ -156,50 +232,25 @@ def test_every_dsx_command_is_listed():
     assert sorted(listed) == sorted(command.callback.__name__ for command in build().registered_commands)
 
 
-def is_generation(command: list[str]) -> bool:
-    return "recipes/generate.py" in command
+def test_the_first_run_goes_on_with_the_prompt(pasted):
+    (said,) = pasted.of("python recipes/generate.py")
+    assert said.startswith("def main(")
 
 
-@pytest.mark.parametrize("command", list(filter(is_generation, commands("python"))), ids=" ".join)
-def test_generation_commands_run(first_run, command):
-    """On the checkpoint of the first command."""
-    done = subprocess.run(
-        [sys.executable, *command[1:], "--tokens", "3"],
-        cwd=first_run[0],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(command[command.index("--prompt") + 1])
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        words
-        for launcher in ("deepspeed", "torchrun", "python")
-        for words in commands(launcher)
-        if not is_generation(words)
-    ],
-    ids=" ".join,
-)
-def test_recipe_commands_name_files_and_keys_that_exist(command, tmp_path):
-    """Resolved for the ranks that they start; the recipes themselves run in tests/recipes."""
-    ranks_flag = {"deepspeed": "--num_accelerators", "torchrun": "--nproc_per_node"}.get(command[0])
-    world_size = int(command[command.index(ranks_flag) + 1]) if ranks_flag else 1
-    assert (ROOT / next(word for word in command if word.endswith(".py"))).is_file()
-    given = overrides(command)
-    if any("MODEL_FOLDER" in item for item in given):
-        (tmp_path / "config.json").write_text(json.dumps(preset("llama", "tiny")))
-        given = [item.replace("MODEL_FOLDER", str(tmp_path)) for item in given]
-        given += ["dsx.model.weights=random", "dsx.data.tokenizer=bytes"]
-    given = [re.sub(r"(resume=)runs/.*", rf"\1{tmp_path}", item) for item in given]
-    path = ROOT / next(word for word in command if word.endswith(".json"))
-    config = dsx.load_config(path, world_size=world_size, overrides=given)
-    assert config.mesh.size == world_size
+def test_commands_left_to_the_slow_test_name_files_and_keys_that_exist(tmp_path):
+    lines = [line for block in blocks(TEXT) for line in block.splitlines() if line.startswith(LATER)]
+    assert len(lines) == len(LATER)
+    (tmp_path / "config.json").write_text(json.dumps(preset("llama", "tiny")))
+    given = ["dsx.model.weights=random", "dsx.data.tokenizer=bytes"]
+    for words in map(shlex.split, lines):
+        configs = [word for word in words if word.endswith(".json")]
+        assert configs or words[-1] in TEXT.split("Saved as")[1]
+        if configs:
+            size, own = int(words[2]), [value for flag, value in itertools.pairwise(words) if flag == "--set"]
+            own = [item.replace("MODEL_FOLDER", str(tmp_path)) for item in own]
+            own += given if str(tmp_path) in str(own) else []
+            assert (ROOT / words[3]).is_file()
+            assert dsx.load_config(ROOT / configs[0], world_size=size, overrides=own).mesh.size == size
 
 
 def preset(family: str, name: str) -> dict[str, object]:
@@ -209,7 +260,7 @@ def preset(family: str, name: str) -> dict[str, object]:
 
 
 def test_the_annotated_json_is_a_config(tmp_path):
-    (block,) = blocks("json", section("The one JSON"))
+    (block,) = blocks(section("The one JSON"), "json")
     (tmp_path / "ds.json").write_text(block)
     config = dsx.load_config(tmp_path / "ds.json", world_size=8)
     shipped = dsx.load_config(ZERO3, world_size=8)
@@ -224,7 +275,7 @@ def test_the_annotated_json_is_a_config(tmp_path):
 def test_the_cluster_is_one(tmp_path):
     from dsx.config.plan_cluster import read_cluster
 
-    (block,) = blocks("json", section("Choosing a layout"))
+    (block,) = blocks(section("Choosing a layout"), "json")
     path = tmp_path / "cluster.json"
     path.write_text(block)
     assert read_cluster(str(path)).nodes == 16
@@ -332,7 +383,7 @@ def losses(rank: int, world_size: int, program: str) -> list[float]:
 
 
 def test_a_stock_program_moves_by_its_imports():
-    (program,) = blocks("python")
+    (program,) = blocks(TEXT, "python")
     stock, changed = re.subn(r"^from dsx import \w+  # was: (.*)$", r"\1", program, flags=re.MULTILINE)
     assert changed == 2
     assert "dsx" not in stock
@@ -384,7 +435,7 @@ def of_a_model(folder: Path) -> None:
     from dsx.checkpoint.formats.dsx_manifest import read_manifest
     from dsx.runtime.checkpointing import require_same_model
 
-    (path,) = folder.glob("runs/*/checkpoints/*3/dsx.json")
+    (path,) = folder.glob("runs/zero3-pp1-dp2-tp1/checkpoints/*3/dsx.json")
     require_same_model(read_manifest(path), {"0.word.weight": (1000, 128)})
 
 
@@ -464,9 +515,9 @@ PROVOKED = (
         for case in zip(rows("Troubleshooting", "| message"), PROVOKED, strict=True)
     ],
 )
-def test_messages_under_troubleshooting_are_real(cells, provoke, first_run):
+def test_messages_under_troubleshooting_are_real(cells, provoke, pasted):
     with pytest.raises(dsx.DsxError) as error:
-        provoke(first_run[0])
+        provoke(pasted.folder)
     assert cells[0].strip("`") in str(error.value)
 
 
@@ -478,7 +529,7 @@ def test_paths_and_links_exist():
 
 
 def test_the_map_shows_every_part():
-    (shown,) = blocks("text", section("Map of the project"))
+    (shown,) = blocks(section("Map of the project"), "text")
     listed = {line.split()[0].rstrip("/") for line in shown.splitlines() if line and not line.startswith(" ")}
     assert listed == {"recipes", "configs", "dsx", "tests", "tools"}
     inside = {line.split()[0].rstrip("/") for line in shown.splitlines() if re.match(r"  \w+/", line)}

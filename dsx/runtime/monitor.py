@@ -20,7 +20,7 @@ from dsx.runtime.data.own import OwnCorpus, OwnText, as_text
 from dsx.runtime.data.text import Text
 from dsx.runtime.engine import PipelineEngine
 from dsx.runtime.memory import PeakMemory, beside, describe, estimated
-from dsx.runtime.run_folder import standing
+from dsx.runtime.run_folder import own_checkpoint, standing
 from dsx.runtime.trace import write
 from dsx.runtime.tracking import Tracker, environment
 
@@ -306,7 +306,10 @@ def device_name() -> str:
 
 
 def _complete(step: int, config: RunConfig) -> str:
-    return (
-        f"step {step} of dsx.train.steps = {config.dsx.train.steps} is done in {config.output}: raise steps "
-        "to train on, or choose another dsx.train.output"
+    done, resume = (
+        f"step {step} of dsx.train.steps = {config.dsx.train.steps} is done in",
+        config.dsx.train.resume,
     )
+    if resume not in ("auto", "never") and own_checkpoint(config) is None:
+        return f"{done} {resume}, which this run begins from: raise steps to train on"
+    return f"{done} {config.output}: raise steps to train on, or choose another dsx.train.output"

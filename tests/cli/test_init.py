@@ -13,9 +13,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import dsx as package
 from dsx.checkpoint import store
@@ -24,6 +21,7 @@ from dsx.config.load import read
 from dsx.config.resolve import resolve
 from dsx.config.starter import starter
 from dsx.errors import ConfigError
+from model_folder import write_model_folder
 from recipes.launching import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -56,15 +54,7 @@ TRAINER = {
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory) -> Path:
     """A Hugging Face folder with weights and a tokenizer."""
-    folder = tmp_path_factory.mktemp("hf") / "tiny-gpt2"
-    torch.manual_seed(0)
-    sizes = GPT2Config(vocab_size=300, n_positions=64, n_embd=16, n_layer=2, n_head=2)
-    GPT2LMHeadModel(sizes).save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = Tokenizer(models.BPE({letter: i for i, letter in enumerate([*alphabet, "<end>"])}, []))
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(folder)
-    return folder
+    return write_model_folder(tmp_path_factory.mktemp("hf") / "tiny-gpt2")
 
 
 def written(folder: Path) -> dict:

@@ -170,6 +170,16 @@ def test_a_complete_run_is_left_alone(
     assert "done\n" not in out
 
 
+def test_a_run_that_begins_from_a_complete_one_says_which(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing has been done in its own output folder."""
+    (tmp_path / "whole").mkdir()
+    Run(tmp_path, clock, "dsx.train.steps=2", f"dsx.train.resume={tmp_path / 'whole'}", done=2)
+    said = f"is done in {tmp_path / 'whole'}, which this run begins from: raise steps to train on\n"
+    assert said in capsys.readouterr().out
+
+
 TRACED = ("dsx.train.trace_steps=[2, 7]", "dsx.train.log_every=3", "dsx.train.steps=9")
 
 
