@@ -233,6 +233,9 @@ def check_files(catalog: Catalog) -> None:
             piece does; with the file and the tensor.
     """
     sizes = {name: locate(catalog, name, str(entry)).stat().st_size for name, entry in catalog.files.items()}
+    for checksum in catalog.checksums:
+        if checksum.file not in sizes:  # random states, say: a file without tensors
+            sizes[checksum.file] = locate(catalog, checksum.file, "all of it").stat().st_size
     for entry in catalog.entries:
         for piece in entry.pieces:
             if piece.offset < 0 or piece.stop(entry.item_bytes) > sizes[piece.file]:
@@ -242,6 +245,16 @@ def check_files(catalog: Catalog) -> None:
                     f"file, which has {sizes[piece.file]}: it was cut short",
                     "use another checkpoint",
                 )
+
+
+def heads(catalog: Catalog) -> dict[str, Checksum]:
+    """By file the checksum of what lies before its first tensor: its header, which reading tensors skips."""
+    first: dict[str, int] = {}
+    for entry in catalog.entries:
+        for piece in entry.pieces:
+            first[piece.file] = min(piece.offset, first.get(piece.file, piece.offset))
+    xxh3 = (one for one in catalog.checksums if one.algorithm == "xxh3_128")
+    return {one.file: one for one in xxh3 if one.start == 0 < one.stop <= first.get(one.file, 0)}
 
 
 def locate(catalog: Catalog, file: str, tensor: str) -> Path:
@@ -258,14 +271,18 @@ def locate(catalog: Catalog, file: str, tensor: str) -> Path:
     pure = PurePosixPath(file)
     path = catalog.root / pure
     outside = pure.is_absolute() or ".." in pure.parts or not file or "\\" in file or "\0" in file
-    if not outside and not catalog.links_allowed:
-        outside = not path.resolve().is_relative_to(catalog.root.resolve())
+    try:
+        if not outside and not catalog.links_allowed:
+            outside = not path.resolve().is_relative_to(catalog.root.resolve())
+        found = not outside and path.is_file()
+    except (OSError, ValueError, RuntimeError):  # a name that no file can have, a link to itself
+        found = False
     if outside:
         raise CheckpointError(
             f"{catalog.root}: {tensor}",
             f"its file {file!r} leads out of the checkpoint's folder",
             "do not use this checkpoint: it may have been made to read other files",
         )
-    if not path.is_file():
+    if not found:
         raise CheckpointError(f"{path}: {tensor}", "the file is missing", "complete the checkpoint")
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import threading
 import zlib
@@ -13,6 +14,7 @@ from functools import cache
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -72,6 +74,56 @@ class FilePool:
         while sum(map(len, self._idle.values())) > _OPEN_FILES:
             closing += self._idle.popitem(last=False)[1]
         return closing
+
+
+class Window(io.RawIOBase):
+    """A part of a file as a file, of which nobody reads more than there is.
+
+    A pickle may ask for 2^63 bytes, for which Python would make room before it looks.
+
+    Args:
+        file: The file.
+        start: First byte of the part.
+        length: Of the part.
+        most_bytes: To give at a time.
+    """
+
+    def __init__(self, file: BinaryIO, start: int, length: int, most_bytes: int = 1 << 28) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+        self._most_bytes = most_bytes
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As any file's; the part begins at 0."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        """As any file's."""
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        """As any file's, but never more than ``most_bytes``."""
+        return self._taken(self._file.read, size)
+
+    def readline(self, size: int | None = -1) -> bytes:
+        """As any file's, but never more than ``most_bytes``."""
+        return self._taken(self._file.readline, size)
+
+    def _taken(self, read: Callable[[int], bytes], size: int | None) -> bytes:
+        left = min(max(0, self._length - self._at), self._most_bytes)
+        self._file.seek(self._start + self._at)
+        data = read(left if size is None or size < 0 else min(size, left))
+        self._at += len(data)
+        return data
 
 
 def read_into(descriptor: int, view: memoryview, offset: int) -> None:

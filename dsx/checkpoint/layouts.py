@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from dsx.checkpoint.catalog import Catalog, Entry
+from dsx.checkpoint.claims import check_layers
 from dsx.errors import CheckpointError, ConfigError
 from dsx.plan.partition import balanced
 from dsx.spec.layout import Layout
@@ -24,6 +25,7 @@ _NAMES = {
     "chunks": "chunks",
     "zero": "zero",
 }
+_MOST_DIGITS = 6  # of a layer's number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,8 @@ def layout_like(source: Catalog, wanted: Degrees) -> Layout:
 def specs_of(source: Catalog) -> tuple[ParamSpec, ...]:
     """Every tensor of a checkpoint; one of which no cut is known is whole everywhere.
 
-    Its layer is the number that its name begins with, as in every pipeline's; 0 if there is none.
+    Its layer is the number that its name begins with, as in every pipeline's; 0 if there is none, or one that
+    no pipeline has.
     """
     known = {spec.name: spec for spec in source.specs}
     names = {entry.name: entry for entry in reversed(source.entries)}
@@ -122,7 +125,7 @@ def _uncut(entry: Entry) -> ParamSpec:
     first = entry.name.partition(".")[0]
     return ParamSpec(
         name=entry.name,
-        layer=int(first) if first.isdecimal() else 0,
+        layer=int(first) if first.isdecimal() and len(first) <= _MOST_DIGITS else 0,
         shape=entry.shape,
         init=Init(kind="zeros"),
         hf=(entry.name,),
@@ -134,6 +137,7 @@ def _stages(source: Catalog, params: Sequence[ParamSpec], pp: int, chunks: int) 
     bounds, placement = facts.get("stage_bounds"), facts.get("placement", "loop")
     known = tuple(bounds) if isinstance(bounds, list | tuple) else None
     layers = known[-1] if known else num_layers(params)
+    check_layers(source, layers, "its layers")
     if known is not None and len(known) - 1 == pp * chunks:
         return StageMap(known, pp, "v" if placement == "v" and chunks == 2 else "loop")
     if pp * chunks > layers:

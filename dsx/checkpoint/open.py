@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Catalog
+from dsx.checkpoint.claims import check_claims, reading
 from dsx.checkpoint.formats import (
     dcp,
     deepspeed,
@@ -39,9 +40,16 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None, ties: Ties | Non
         ties: Tied modules of a stock pipeline, before those of the rules: without ZeRO its files name none.
 
     Raises:
-        CheckpointError: Nothing that is known, a checkpoint that is incomplete or damaged, or rules for one
-            that needs none.
+        CheckpointError: Nothing that is known, a checkpoint that is incomplete or damaged, one that claims
+            more than its files hold, or rules for one that needs none.
     """
+    with reading(str(folder)):
+        catalog = _opened(folder, rules, ties)
+        check_claims(catalog)
+    return catalog
+
+
+def _opened(folder: Path, rules: Path | None, ties: Ties | None) -> Catalog:
     if not folder.is_dir():
         what = "it is not a folder" if folder.exists() else "there is no such folder"
         raise CheckpointError(str(folder), what, _KNOWN)

@@ -59,7 +59,7 @@ def decode(value: Any, where: str) -> Any:
         return {key: decode(item, where) for key, item in value.items()}
     try:
         return _decode_tagged(kind, value, where)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
             where, f"not something that dsx wrote ({error})", "use another checkpoint"
         ) from None

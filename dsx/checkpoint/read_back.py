@@ -10,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from dsx.checkpoint.catalog import Catalog, Entry, Piece, check_files
+from dsx.checkpoint.claims import specs_of_model
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS, check_cover, region
 from dsx.checkpoint.formats import hf_catalog
 from dsx.checkpoint.formats.deepspeed_order import TIED
@@ -17,7 +18,6 @@ from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.pieces import PieceIndex, volume
 from dsx.errors import CheckpointError, ModelError
 from dsx.plan.hf_config import model_spec
-from dsx.plan.params import param_specs
 from dsx.spec.param import Box
 
 _REPORT = "report this, with the command: the target was removed again, the source is untouched"
@@ -88,11 +88,11 @@ def _place(piece: Piece, box: Box, entry: Entry) -> tuple[int, tuple[int, ...]]:
 def _check_model(found: Catalog, wanted: Catalog) -> None:
     """A Hugging Face folder against its own config, where that is of one of dsx's families."""
     try:
-        specs = param_specs(model_spec(dict(found.facts.get("hf_config") or {})))
+        model = model_spec(dict(found.facts.get("hf_config") or {}))
     except ModelError:
         return
     try:
-        hf_catalog.as_dsx(found, specs)
+        hf_catalog.as_dsx(found, specs_of_model(found, model))
     except CheckpointError as error:
         raise CheckpointError(
             f"{wanted.root}: {error.where.removeprefix(f'{found.root}: ')}",

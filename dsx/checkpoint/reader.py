@@ -7,12 +7,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
+from pathlib import Path
 from typing import Self
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece, check_files, locate
+from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece, check_files, heads, locate
 from dsx.checkpoint.checksums import digest
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS, region, tiles
 from dsx.checkpoint.dtypes import Array, convert, numpy_dtype
@@ -43,8 +44,9 @@ class Reader:
         self._lock = threading.Lock()
         self._entries = catalog.by_key
         self._indexes: dict[tuple[str, str], PieceIndex] = {}
-        files = catalog.files
-        self._pool = FilePool(lambda file: locate(catalog, file, str(files[file])), os.O_RDONLY)
+        self._files = catalog.files
+        self._heads = heads(catalog)
+        self._pool = FilePool(self._path_of, os.O_RDONLY)
         self._sums: dict[tuple[str, int, int], Checksum] = {
             (one.file, one.start, one.stop): one for one in catalog.checksums if one.algorithm == "xxh3_128"
         }
@@ -95,6 +97,18 @@ class Reader:
                     f"{self.catalog.root}: {entry}", f"nothing holds all of {region(box)}", _USE_ANOTHER
                 )
 
+    def _path_of(self, file: str) -> Path:
+        """Where a file is, when it is opened; its header, which no tensor needs, is compared once."""
+        path = locate(self.catalog, file, str(self._files[file]))
+        with self._lock:
+            head = self._heads.pop(file, None)
+        if head is not None:
+            with path.open("rb") as opened:
+                data = opened.read(head.stop)
+            if digest(data) != head.digest:
+                raise _changed(path, "its header", head.start, head.stop)
+        return path
+
     def _copy(self, entry: Entry, piece: Piece, box: Box, window: Array, dtype: str) -> None:
         stored = numpy_dtype(entry.dtype)
         direct = dtype == entry.dtype and window.flags.c_contiguous
@@ -109,11 +123,7 @@ class Reader:
                 count += stop - start
                 known = self._sums.get((piece.file, start, stop))
                 if known is not None and digest(data) != known.digest:
-                    raise CheckpointError(
-                        f"{path}: {entry}",
-                        f"bytes {start} to {stop} are not what was written: their checksum is another",
-                        _USE_ANOTHER,
-                    )
+                    raise _changed(path, str(entry), start, stop)
         with self._lock:
             self.read_bytes += count
         if not direct:
@@ -138,6 +148,14 @@ def stretches(piece: Piece, box: Box, item_bytes: int) -> Iterator[tuple[int, in
         steps = zip(index, blocks.outer, strict=True)
         start = first + item_bytes * sum(at * piece.strides[dim] for at, dim in steps)
         yield start, start + size
+
+
+def _changed(path: Path, what: str, start: int, stop: int) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: {what}",
+        f"bytes {start} to {stop} are not what was written: their checksum is another",
+        _USE_ANOTHER,
+    )
 
 
 def _window(out: Array, part: Part, box: Box) -> Array:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dsx.checkpoint.catalog import Catalog, check_files
+from dsx.checkpoint.claims import specs_of_model
 from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import Options, Report, execute, worker_bytes
 from dsx.checkpoint.formats import (
@@ -28,7 +29,7 @@ from dsx.checkpoint.layouts import Degrees, layout_like
 from dsx.checkpoint.staging import check_absent
 from dsx.checkpoint.stock_layouts import Pipeline, cut_note, merged_groups, stock_layout
 from dsx.checkpoint.target import Target
-from dsx.errors import CheckpointError, ModelError
+from dsx.errors import CheckpointError, LayoutError, ModelError
 from dsx.plan.hf_config import model_spec
 from dsx.plan.params import param_specs
 from dsx.spec.layout import Layout
@@ -181,9 +182,10 @@ def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:
     specs, _ = _model(source, Wanted())
     if not specs:
         try:
-            specs = param_specs(model_spec(hf_config))
+            model = model_spec(hf_config)
         except ModelError:
             return source
+        specs = specs_of_model(source, model)
     return hf_catalog.as_hf(hf_catalog.as_dsx(source, specs), specs)
 
 
@@ -217,7 +219,7 @@ def _model(source: Catalog, wanted: Wanted) -> tuple[tuple[ParamSpec, ...], dict
             spec = model_spec(config)
         except ModelError:
             return (), {"hf_config": config}
-        return param_specs(spec), {
+        return specs_of_model(source, spec), {
             "model": json.loads(json.dumps(asdict(spec))),
             "hf_config": config,
         }
@@ -232,7 +234,14 @@ def _in_order(source: Catalog) -> tuple[ParamSpec, ...]:
         return source.specs
     try:
         names = [spec.name for spec in param_specs(ModelSpec(**told))]
-    except (TypeError, AttributeError):  # of another version of dsx
+    except (
+        TypeError,
+        AttributeError,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        LayoutError,
+    ):  # of another dsx
         return source.specs
     order = {name: at for at, name in enumerate(names)}
     return tuple(sorted(source.specs, key=lambda spec: order.get(spec.name, len(order))))

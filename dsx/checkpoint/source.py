@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece, check_files, locate
+from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece, check_files, heads, locate
 from dsx.checkpoint.checksums import Crc32Parts, Part, crc32_joined, digest
 from dsx.checkpoint.dtypes import Array, numpy_dtype
 from dsx.checkpoint.file_io import FilePool, blamed, crc32_of_file, digest_of_file, read_box
@@ -137,7 +137,7 @@ class SourceReader:
             DamagedError: One is wrong; with the file and the tensors in it.
         """
         checked = 0
-        for checksum in self._unread(entries):
+        for checksum in (*heads(self._catalog).values(), *self._unread(entries)):
             where, path = checksum.file, self._catalog.root / checksum.file
             with blamed(path, "its checksums", "reading", _USE_ANOTHER), self._files.lend(where) as opened:
                 found = digest_of_file(opened, checksum.start, checksum.stop)
@@ -247,6 +247,8 @@ def _tensors_in(catalog: Catalog, checksum: Checksum) -> str:
         )
     ]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    if not names and checksum.file not in catalog.files:
+        return "all of it"
     return "; ".join(names[:3]) + more if names else "its header"
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, Self
 
@@ -47,6 +47,8 @@ class Staging:
         self.partial = partial_of(self.final)
         self.data = self.partial / _DATA
         check_absent(self.final)
+        for skeleton in target.skeletons:
+            _check_inside(skeleton.file, target)
         if restart:
             require_free(self.partial / _JOURNAL)
             self.discard()
@@ -178,6 +180,17 @@ def check_absent(final: Path) -> None:
     if final.is_dir() and not final.is_symlink() and not any(final.iterdir()):
         return
     raise CheckpointError(str(final), "it exists already", "remove it or choose another target")
+
+
+def _check_inside(file: str, target: Target) -> None:
+    """Names of tensors and states become those of files, and must not lead out of the target's folder."""
+    pure = PurePosixPath(file)
+    if pure.is_absolute() or ".." in pure.parts or "\0" in file or "\\" in file:
+        raise CheckpointError(
+            f"{target.catalog.root}: {file!r}",
+            "a tensor's name would lead out of the folder",
+            "do not trust this checkpoint",
+        )
 
 
 def _make(path: Path, skeleton: Skeleton) -> None:

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from dsx.checkpoint.catalog import NO_SETTINGS, Catalog
+from dsx.checkpoint.claims import check_layers
 from dsx.checkpoint.formats.deepspeed_order import TIED, Ties
 from dsx.checkpoint.formats.deepspeed_plan import StockLayout
 from dsx.checkpoint.formats.layer_names import tied_names, under_names
@@ -157,7 +158,9 @@ def _num_layers(source: Catalog, specs: Sequence[ParamSpec], ties: Ties) -> int 
         return None
     # A conversion to dsx cannot count layers without tensors, as the head of tied embeddings is one.
     used = (layer + 1 for _, layers in ties for layer in layers)
-    return max(told, num_layers(specs) if specs else 0, *used)
+    layers = max(told, num_layers(specs) if specs else 0, *used)
+    check_layers(source, layers, "its layers")
+    return layers
 
 
 def _ties(specs: Sequence[ParamSpec], layers: int | None) -> Ties:

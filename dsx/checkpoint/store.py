@@ -17,9 +17,11 @@ import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from dsx.errors import CheckpointError
 
@@ -28,6 +30,7 @@ LATEST = "latest"
 MANIFEST = "dsx.json"
 UNIVERSAL_FILE = "zero/optimizer_state.pt"  # in every checkpoint of DeepSpeed's universal format
 _DEEPSPEED_FILES = "*_states.pt"  # in every checkpoint that DeepSpeed writes, with or without a manifest
+_LONGEST_TAG_BYTES = 4096
 _CHOOSE = "choose another folder (dsx.train.output, or the save and load arguments)"
 
 
@@ -49,6 +52,24 @@ def write_atomically(path: Path, data: bytes) -> None:
                 aside.unlink()
             raise
         sync_file(path.parent)
+
+
+def opened(path: Path) -> BinaryIO:
+    """A file to read. Raises OSError for a pipe or a device too, from which one could read for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def content_of(path: Path, most_bytes: int) -> bytes:
+    """All of a file. Raises OSError as :func:`opened`, and for one of more than ``most_bytes``."""
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {most_bytes:,}", str(path))
+        return file.read(size)
 
 
 def stage(root: Path, tag: str) -> Path:
@@ -294,7 +315,7 @@ def sync_file(path: Path) -> None:
 def _latest(root: Path) -> str:
     path = root / LATEST
     try:
-        tag = path.read_text(encoding="utf-8").strip()
+        tag = content_of(path, _LONGEST_TAG_BYTES).decode().strip()
     except FileNotFoundError:
         raise CheckpointError(str(path), "there is no such file", _to_point(root)) from None
     except (OSError, UnicodeDecodeError) as error:

@@ -58,7 +58,7 @@ def load(engine: PipelineEngine, folder: Path, *, tag: str | None) -> tuple[Path
     _together(lambda: _or_earlier(root, tag, lambda: load_stored(engine, catalog)))
     refresh_weights(engine.deepspeed_engine)
     client = restore_facts(engine, catalog.facts, str(path))
-    _together(lambda: _or_earlier(root, tag, lambda: restore_random_states(engine, path, catalog.facts)))
+    _together(lambda: _or_earlier(root, tag, lambda: restore_random_states(engine, catalog)))
     return path, client
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from dsx.checkpoint.catalog import Catalog, Checksum
 from dsx.checkpoint.checksums import digest
+from dsx.checkpoint.formats import dsx_native
 from dsx.errors import CheckpointError
 from dsx.runtime.arrays import as_numpy
-from dsx.spec.mesh import Mesh
 
 if TYPE_CHECKING:
     from dsx.runtime.engine import PipelineEngine
@@ -24,24 +25,24 @@ _DIGEST = "xxh3_128"
 _USE_ANOTHER = "use another checkpoint"
 
 
-def random_file(rank: int) -> str:
-    """The file with a rank's random states."""
-    return f"dsx_random_{rank}.safetensors"
+def save_random_states(folder: Path, rank: int) -> tuple[Checksum, ...]:
+    """The states of the generators that layers draw from, in a file of this rank; and its checksum.
 
-
-def save_random_states(folder: Path, rank: int) -> None:
-    """The states of the generators that layers draw from, in a file of this rank. Raises OSError."""
+    Raises OSError.
+    """
     states = {"cpu": torch.get_rng_state()}
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         states["accelerator"] = accelerator.get_rng_state()
-    with (folder / random_file(rank)).open("wb") as file:
-        file.write(save(states, {_DIGEST: _digest_of(states)}))
+    name, data = dsx_native.random_file(rank), save(states, {_DIGEST: _digest_of(states)})
+    with (folder / name).open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
+    return (Checksum(name, 0, len(data), "xxh3_128", digest(data)),)
 
 
-def restore_random_states(engine: PipelineEngine, folder: Path, facts: Mapping[str, Any]) -> None:
+def restore_random_states(engine: PipelineEngine, catalog: Catalog) -> None:
     """This rank's generators, or in another layout those of the saved rank in the corresponding place.
 
     Tensor-parallel ranks draw alike: all take those of their first.
@@ -49,17 +50,12 @@ def restore_random_states(engine: PipelineEngine, folder: Path, facts: Mapping[s
     Raises:
         CheckpointError: The file is missing, cut short, or not what was written.
     """
-    mesh, saved = engine.groups.mesh, {axis: int(size) for axis, size in facts.get("mesh", {}).items()}
-    rank = engine.groups.rank
-    if saved != dict(mesh.axes) and saved:
-        at = mesh.coords(rank)
-        place = Mesh(tuple(saved.items()))
-        wanted = {axis: at.get(axis, 0) % size for axis, size in saved.items()} | {"tp": 0}
-        rank = next(r for r in range(place.size) if place.coords(r) == {axis: wanted[axis] for axis in saved})
-    name = facts.get("random_files", {}).get(str(rank))
-    if name is None:
+    groups = engine.groups
+    rank = dsx_native.corresponding(catalog.facts.get("mesh"), groups.mesh, groups.rank)
+    if dsx_native.random_state(catalog, rank) is None:
         return
-    states = _read(folder / Path(name).name, f"random states of rank {rank}")
+    file = catalog.facts["random_files"][str(rank)]
+    states = _read(catalog.root / file, f"random states of rank {rank}")
     torch.set_rng_state(states["cpu"])
     if "accelerator" in states and get_accelerator().device_name() != "cpu":
         get_accelerator().set_rng_state(states["accelerator"])

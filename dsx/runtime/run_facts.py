@@ -13,9 +13,9 @@ import torch
 import dsx
 from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import NO_SETTINGS
+from dsx.checkpoint.formats.dsx_native import random_file
 from dsx.checkpoint.group_numbers import with_numbers
 from dsx.errors import CheckpointError
-from dsx.runtime.random_states import random_file
 from dsx.runtime.stored import Names
 from dsx.runtime.zero_adapters.held import held
 

@@ -150,12 +150,13 @@ class _Work:
         self.root, self.tag, self.world_size = root, tag, world_size
         self._staged, self._rank, self._keep = staged, rank, keep
         self._blocks, self._groups, self._names, self._facts = blocks, groups, names, facts
+        self._checksums: tuple[Checksum, ...] = ()
         self.failure: tuple[bool, CheckpointError] | None = None
         """What went wrong first, and whether another rank had given the save up before."""
 
-    def begin(self, action: Callable[[], object]) -> None:
-        """What has to be done before the run goes on."""
-        self._attempt(action)
+    def begin(self, action: Callable[[], tuple[Checksum, ...]]) -> None:
+        """What has to be done before the run goes on; gives checksums of the files that it writes."""
+        self._checksums = self._attempt(action) or ()
 
     def run(self) -> None:
         """Write, note, and on rank 0 commit. Never raises: see :attr:`failure`."""
@@ -163,6 +164,7 @@ class _Work:
         if self.failure is None:
             share = self._attempt(lambda: write_share(self._blocks, self._staged, self._rank)) or share
         self._blocks = ()
+        share = replace(share, checksums=(*share.checksums, *self._checksums))
         note = _Note(share=share, groups=self._groups, names=self._names, failed=self.failure is not None)
         if self._attempt(lambda: self._leave(note)) is None:
             # The disk is too full even for a note: by this rank 0 sees that it need not wait for one.

@@ -51,7 +51,13 @@ class ParamSpec:
     tie: str | None = None
 
     def __post_init__(self) -> None:
-        if self.parts and (self.split is None or sum(self.parts) != self.shape[self.split]):
+        if self.split is not None and not 0 <= self.split < len(self.shape):
+            raise LayoutError(
+                f"{self.name} split {self.split}", f"its shape {self.shape} has no such dim", "fix the spec"
+            )
+        if self.parts and (
+            self.split is None or sum(self.parts) != self.shape[self.split] or min(self.parts) < 0
+        ):
             raise LayoutError(
                 f"{self.name} parts {self.parts}", "they do not fill the split dim", "fix the spec"
             )

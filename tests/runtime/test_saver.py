@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 
 import ranks
 from dsx.checkpoint.formats.dsx_manifest import read_manifest
+from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.reader import Reader
+from dsx.checkpoint.source import verify
 from dsx.errors import CheckpointError
 from dsx.runtime import saver
 from parity import dsx_run
@@ -128,6 +131,44 @@ def save_once(rank: int, world_size: int, folder: str) -> None:
     engine, _ = dsx_run.build(CASE, None)
     train(engine, 0, 1)
     engine.save_checkpoint(folder, tag="one")
+
+
+def load_each(rank: int, world_size: int, folders: list[str]) -> list[str]:
+    """What is said of each checkpoint, one after another in one engine."""
+    engine, _ = dsx_run.build(CASE, None)
+    said = []
+    for folder in folders:
+        try:
+            engine.load_checkpoint(folder, tag="one")
+            said.append("loaded")
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_flipped_bit_in_any_file_is_found_and_named(tmp_path: Path) -> None:
+    ranks.run(save_once, 2, str(tmp_path / "good"))
+    files = sorted(path.name for path in (tmp_path / "good" / "one").iterdir())
+    assert [name for name in files if name.startswith("dsx_random_")] == [
+        "dsx_random_0.safetensors",
+        "dsx_random_1.safetensors",
+    ]
+    for number, name in enumerate(files):
+        folder = tmp_path / f"{number}"
+        shutil.copytree(tmp_path / "good", folder)
+        data = bytearray((folder / "one" / name).read_bytes())
+        at = data.index(b"xxh3_128") if name.startswith("dsx_random_") else 20
+        data[at] ^= 4  # in the header: of random states, the key of the checksum that the file itself has
+        (folder / "one" / name).write_bytes(data)
+        try:
+            damage = [str(error) for error in verify(open_checkpoint(folder / "one"))]
+        except CheckpointError as error:
+            damage = [str(error)]
+        assert name in damage[0]
+    said = ranks.run(load_each, 2, [str(tmp_path / f"{number}") for number in range(len(files))])
+    for by_rank in said:
+        assert [name in words for name, words in zip(files, by_rank, strict=True)] == [True] * len(files)
+    assert ranks.run(load_each, 2, [str(tmp_path / "good")]) == [["loaded"], ["loaded"]]
 
 
 def test_a_flipped_bit_is_found_when_a_run_loads(tmp_path: Path) -> None:

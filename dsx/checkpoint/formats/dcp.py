@@ -11,7 +11,6 @@ under its path without a leading ``model``. Checked with torch 2.13.
 
 from __future__ import annotations
 
-import io
 import json
 import struct
 import zipfile
@@ -20,13 +19,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from dsx.checkpoint import plain
+from dsx.checkpoint import plain, store
 from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Checksum, Entry, Piece, locate
-from dsx.checkpoint.formats.unpickle import TensorRef, unpickle
+from dsx.checkpoint.file_io import Window
+from dsx.checkpoint.formats.unpickle import MAX_BYTES, TensorRef, unpickle
 from dsx.checkpoint.group_numbers import with_numbers
 from dsx.errors import CheckpointError, LayoutError
 from dsx.spec.param import ParamSpec
@@ -133,7 +133,7 @@ class _Index:
     @classmethod
     def read(cls, root: Path) -> _Index:
         path = root / INDEX
-        content = unpickle(path.read_bytes(), str(path))
+        content = unpickle(store.content_of(path, MAX_BYTES), str(path))
         try:
             return cls._of(content.state)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -206,41 +206,12 @@ def _name_of(path: tuple[str | int, ...]) -> tuple[str, str]:
     return ".".join(parts[1:] if parts[0] in _MODELS else parts), "weight"
 
 
-class _Window(io.RawIOBase):
-    """A part of a file as a file."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        count = left if size is None or size < 0 else min(size, left)
-        self._file.seek(self._start + self._at)
-        data = self._file.read(count)
-        self._at += len(data)
-        return data
-
-
 def _opened(root: Path, item: _Item, what: str) -> tuple[Any, dict[str, tuple[int, int, int]]]:
     """The structure of an item, and (first byte, last, CRC32) in the file of every storage."""
     blank = Catalog(root=root, format=FORMAT, entries=())
     path = locate(blank, item.file, what)
     with path.open("rb") as file:
-        window = _Window(file, item.start, item.length)
+        window = Window(file, item.start, item.length)
         try:
             archive = zipfile.ZipFile(window)
             members = archive.infolist()
@@ -265,7 +236,7 @@ def _opened(root: Path, item: _Item, what: str) -> tuple[Any, dict[str, tuple[in
     return unpickle(data, str(path)), storages
 
 
-def _place(window: _Window, member: zipfile.ZipInfo, item: _Item) -> tuple[int, int, int]:
+def _place(window: Window, member: zipfile.ZipInfo, item: _Item) -> tuple[int, int, int]:
     window.seek(member.header_offset)
     header = window.read(30)
     if member.compress_type != zipfile.ZIP_STORED or len(header) < 30 or header[:4] != b"PK\x03\x04":

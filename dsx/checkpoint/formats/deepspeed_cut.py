@@ -35,6 +35,7 @@ from typing import Any, Self
 
 from dsx.checkpoint.catalog import NO_SETTINGS
 from dsx.checkpoint.formats.deepspeed_order import Ties
+from dsx.checkpoint.formats.hf_names import read_json
 from dsx.checkpoint.formats.unpickle import Record
 from dsx.checkpoint.pieces import Part, contiguous, interval_boxes
 from dsx.errors import CheckpointError
@@ -115,11 +116,8 @@ class Rules:
     @classmethod
     def read(cls, path: Path) -> Self:
         """The user's rules file. Raises CheckpointError with the key at fault."""
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(str(path), f"it cannot be read as JSON ({error})", _SEE_DOC) from None
-        if not isinstance(content, dict) or content.keys() - _KEYS:
+        content = read_json(path, _SEE_DOC)
+        if content.keys() - _KEYS:
             raise CheckpointError(str(path), f"its keys are not of {sorted(_KEYS)}", _SEE_DOC)
         tensors, groups = content.get("tensors", {}), content.get("groups", [])
         names, settings = content.get("names", {}), content.get("settings", [])

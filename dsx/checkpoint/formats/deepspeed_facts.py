@@ -8,6 +8,7 @@ from typing import Any
 from dsx.checkpoint import plain
 from dsx.checkpoint.formats.deepspeed_files import StockFiles
 from dsx.checkpoint.formats.deepspeed_flat import Group, OptimizerState
+from dsx.checkpoint.formats.deepspeed_types import config_of
 from dsx.checkpoint.formats.torch_file import TorchFile
 from dsx.checkpoint.formats.unpickle import Record, TensorRef
 from dsx.checkpoint.group_numbers import with_numbers
@@ -53,7 +54,7 @@ def facts_of(
     """
     file, first = files.models[0, 0], files.first
     left = _unused(first)
-    config = first.get("ds_config") or {}
+    config = config_of(first)
     client = {
         str(key): value
         for key, one in first.items()

@@ -11,11 +11,12 @@ data-parallel rank, M the model-parallel rank (pipeline stage slowest, tensor fa
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsx.checkpoint.formats.deepspeed_types import check_model, check_optimizer, config_of
 from dsx.checkpoint.formats.torch_file import TorchFile, read_torch_file
 from dsx.errors import CheckpointError
 
@@ -88,9 +89,11 @@ def open_stock(root: Path, tp: int | None = None, *, universal: bool = False) ->
         )
     optimizers, layers = _read(root, names, _OPTIMIZER), _read(root, names, _LAYER)
     layers = {(layer, rank): file for (rank, layer), file in layers.items()}
+    for file in models.values():
+        check_model(file)
+    for file in optimizers.values():
+        check_optimizer(file)
     first = models[0, 0].content
-    if not isinstance(first, dict):
-        raise CheckpointError(str(models[0, 0].path), "it is no model file of DeepSpeed", "use another file")
     degree = int(first.get("mp_world_size") or max(rank for rank, _ in models) + 1)
     tensor = tp or _tensor_degree(first, layers, degree)
     if degree % tensor:
@@ -158,7 +161,7 @@ def _zero_stage(first: Mapping[str, Any], optimizers: Mapping[Any, TorchFile], m
             return int(stage)
     if any(rank for _, rank in models):
         return 3
-    settings = (first.get("ds_config") or {}).get("zero_optimization")
+    settings = config_of(first).get("zero_optimization")
     if isinstance(settings, dict):  # stage 0 with BF16_Optimizer has optimizer files too
         return int(settings.get("stage", 0))
     return int(bool(settings))
@@ -167,12 +170,11 @@ def _zero_stage(first: Mapping[str, Any], optimizers: Mapping[Any, TorchFile], m
 def _check_complete(files: StockFiles, *, universal: bool) -> None:
     copies = files.dp if files.zero_stage == 3 else 1
     ranks = range(files.pp * files.tp)
-    _require(files.root, files.models, [(mp, dp) for mp in ranks for dp in range(copies)], "model_states")
+    _require(files.root, files.models, ranks, range(copies), "model_states")
     if (files.zero_stage or files.optimizers) and not universal:
-        every = [(mp, dp) for mp in ranks for dp in range(files.dp)]
-        _require(files.root, files.optimizers, every, "optim_states")
+        _require(files.root, files.optimizers, ranks, range(files.dp), "optim_states")
     numbers = {layer for layer, _ in files.layers}
-    _require(files.root, files.layers, [(n, t) for n in numbers for t in range(files.tp)], "layer")
+    _require(files.root, files.layers, numbers, range(files.tp), "layer")
     tags = {
         (file.content.get("global_steps"), file.content.get("ds_version")) for file in files.models.values()
     }
@@ -185,18 +187,20 @@ def _check_complete(files: StockFiles, *, universal: bool) -> None:
 
 
 def _require(
-    root: Path, found: Mapping[tuple[int, int], Any], wanted: list[tuple[int, int]], kind: str
+    root: Path, found: Mapping[tuple[int, int], Any], rows: Collection[int], columns: range, kind: str
 ) -> None:
-    missing = [key for key in wanted if key not in found]
-    extra = [key for key in found if key not in wanted]
+    """Prove that there is a file of every row and column. There may be said to be 10^15: none is counted."""
+    extra = [key for key in found if key[0] not in rows or key[1] not in columns]
+    lacking = len(rows) * len(columns) - (len(found) - len(extra))
+    missing = next(((row, column) for row in rows for column in columns if (row, column) not in found), None)
     what = {"layer": ("layer", "tensor-parallel rank")}.get(
         kind, ("model-parallel rank", "data-parallel rank")
     )
-    if missing:
+    if missing is not None:
         raise CheckpointError(
             str(root),
-            f"the {kind} file of {what[0]} {missing[0][0]}, {what[1]} {missing[0][1]} is missing"
-            + (f", and {len(missing) - 1} more" if len(missing) > 1 else ""),
+            f"the {kind} file of {what[0]} {missing[0]}, {what[1]} {missing[1]} is missing"
+            + (f", and {lacking - 1} more" if lacking > 1 else ""),
             _COMPLETE,
         )
     if extra:

@@ -24,6 +24,7 @@ from dsx.checkpoint.formats.deepspeed_files import StockFiles
 from dsx.checkpoint.formats.deepspeed_numbers import numbers_of
 from dsx.checkpoint.formats.deepspeed_partition import over_all_ranks, part_numel
 from dsx.checkpoint.formats.deepspeed_spans import Places, held, in_turns_undone, spans
+from dsx.checkpoint.formats.deepspeed_types import config_of
 from dsx.checkpoint.formats.torch_file import TorchFile
 from dsx.checkpoint.formats.unpickle import TensorRef
 from dsx.errors import CheckpointError
@@ -99,7 +100,7 @@ def sharded_state(files: StockFiles, rank: int, weights: Mapping[str, tuple[int,
     model = files.models[rank, 0]
     states = [_Saved.of(files.optimizers[rank, dp]) for dp in range(files.dp)]
     shapes = _shapes(model) if model.content.get("param_shapes") else _mapped_shapes(states, weights)
-    settings = (model.content.get("ds_config") or {}).get("zero_optimization") or {}
+    settings = config_of(model.content).get("zero_optimization") or {}
     turns = files.dp if isinstance(settings, dict) and settings.get("round_robin_gradients") else 1
     fragments: list[Fragment] = []
     if states[0].per_parameter:
@@ -144,7 +145,7 @@ class _Saved:
 
     @classmethod
     def of(cls, file: TorchFile) -> _Saved:
-        content = file.content.get("optimizer_state_dict") if isinstance(file.content, dict) else None
+        content = file.content.get("optimizer_state_dict")
         if not isinstance(content, dict):
             raise CheckpointError(str(file.path), "it has no optimizer_state_dict", _USE_ANOTHER)
         per_parameter = "fp32_flat_groups" in content
@@ -202,15 +203,8 @@ class _Saved:
 
 def _shapes(model: TorchFile) -> list[Mapping[str, tuple[int, ...]]]:
     """``param_shapes``: per group (stage 3: per sub-group) name -> local shape, in flat order."""
-    shapes = model.content.get("param_shapes")
-    shapes = [shapes] if isinstance(shapes, dict) else shapes  # DeepSpeed before 0.5.4
-    if not isinstance(shapes, list):
-        raise CheckpointError(
-            str(model.path),
-            "it has no param_shapes, without which nobody knows which parameter lies where",
-            "load it with the DeepSpeed that wrote it and save it with 0.5.4 or newer",
-        )
-    return shapes
+    shapes = model.content["param_shapes"]
+    return [shapes] if isinstance(shapes, dict) else list(shapes)  # a dict: DeepSpeed before 0.5.4
 
 
 def _mapped_shapes(

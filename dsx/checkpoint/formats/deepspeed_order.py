@@ -21,6 +21,7 @@ ZEROS = "zeros"
 Shape = tuple[int, ...]
 Ties = tuple[tuple[str, tuple[int, ...]], ...]
 """(key, layers that use it) of every TiedLayerSpec."""
+_MOST_WAYS = 50_000
 _Taken = tuple[int, ...]
 """How many parameters of each group have their names."""
 
@@ -40,6 +41,13 @@ class _Possible:
         reached: list[set[_Taken]] = [{(0,) * len(groups)}]
         for at in range(len(self.items)):
             after = {taken for before in reached[at] for _, taken in self._choices(at, before)}
+            if len(after) > _MOST_WAYS:
+                raise CheckpointError(
+                    f"tensor {self.items[at][0]}",
+                    f"the optimizer's states have no names, and by the shapes there are over {_MOST_WAYS:,} "
+                    "ways to give it and those before it to groups",
+                    'say in a rules file which tensors each group has: {"groups": [["regex", ...], ...]}',
+                )
             reached.append({taken for taken in after if at + 1 - sum(taken) <= spare})
         alive = reached[-1] & {tuple(map(len, groups))}
         self._living = [alive]

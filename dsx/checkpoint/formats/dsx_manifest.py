@@ -12,13 +12,16 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from dsx.checkpoint import store
 from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Checksum, Entry, Piece
 from dsx.checkpoint.checksums import digest
+from dsx.checkpoint.json_text import parsed
 from dsx.errors import CheckpointError, LayoutError
 from dsx.spec.param import Init, ParamSpec
 
 FORMAT = 2
 FORMAT_NAME = "dsx-2"
+_LARGEST_BYTES = 1 << 30
 _RESERVED = {"format", "model_digest", "digest", "tile_elements", "files", "tensors", "checksums"}
 _USE_ANOTHER = "use another checkpoint, or save this one again"
 
@@ -138,7 +141,7 @@ def read_manifest(path: Path) -> Catalog:
 def read_json(path: Path) -> dict[str, Any]:
     """A manifest of any format. Raises CheckpointError if there is none, or it is cut short or no JSON."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parsed(store.content_of(path, _LARGEST_BYTES), unique=True, finite=True)
     except FileNotFoundError:
         raise CheckpointError(str(path), "there is no such file", "give a checkpoint's folder") from None
     except (OSError, ValueError) as error:

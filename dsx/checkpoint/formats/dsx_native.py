@@ -27,6 +27,7 @@ from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece, locate
 from dsx.checkpoint.checksums import digest
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS
+from dsx.checkpoint.file_io import blamed
 from dsx.checkpoint.formats.dsx_manifest import FORMAT_NAME, read_manifest, write_manifest
 from dsx.checkpoint.formats.safetensors_file import NAMES
 from dsx.checkpoint.layouts import is_guess
@@ -41,6 +42,7 @@ from dsx.spec.param import ParamSpec
 PRECISIONS: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _ALIGNMENT_BYTES = 64
 _LARGEST_RANDOM_STATE = 1 << 20
+_USE_ANOTHER = "use another checkpoint"
 
 
 def catalog_of(root: Path) -> Catalog:
@@ -81,7 +83,7 @@ def target_of(
         if skeleton is not None:
             files.append(skeleton)
     files += [
-        Skeleton(file=_random_name(rank), num_bytes=len(data), parts=((0, data),))
+        Skeleton(file=random_file(rank), num_bytes=len(data), parts=((0, data),))
         for rank, data in random.items()
     ]
     catalog = Catalog(
@@ -276,7 +278,7 @@ def _facts(
         "stage_bounds": list(stages.bounds),
         "zero_stage": layout.zero_stage,
         "precision": names.get(dtypes[0], dtypes[0]) if dtypes else "fp32",
-        **({"random_files": {rank: _random_name(rank) for rank in random}} if random else {}),
+        **({"random_files": {rank: random_file(rank) for rank in random}} if random else {}),
     }
 
 
@@ -286,24 +288,36 @@ def _random_states(source: Catalog, layout: Layout) -> dict[str, bytes]:
     Tensor-parallel ranks draw alike: in another mesh all take those of their first, as runs do that load a
     checkpoint of another layout.
     """
-    files = {str(rank): str(file) for rank, file in source.facts.get("random_files", {}).items()}
     found = {}
-    for rank in range(layout.mesh.size):
-        file = files.get(str(_corresponding(source.facts.get("mesh"), layout.mesh, rank)))
-        if file is None:
-            continue
-        path = locate(source, file, f"random state of rank {rank}")
-        if path.stat().st_size > _LARGEST_RANDOM_STATE:
-            raise CheckpointError(
-                str(path),
-                f"it cannot be the random state of a rank: {path.stat().st_size} bytes",
-                "use another checkpoint",
-            )
-        found[str(rank)] = path.read_bytes()
+    for rank in range(layout.mesh.size) if source.facts.get("random_files") else ():
+        data = random_state(source, corresponding(source.facts.get("mesh"), layout.mesh, rank))
+        if data is not None:
+            found[str(rank)] = data
     return found
 
 
-def _corresponding(saved: Mapping[str, int] | None, mesh: Mesh, rank: int) -> int:
+def random_state(source: Catalog, rank: int) -> bytes | None:
+    """The file with the random states of a rank of ``source``; None if it has none.
+
+    Raises:
+        CheckpointError: The file is missing, unreadable, or not what was written.
+    """
+    file = source.facts.get("random_files", {}).get(str(rank))
+    if file is None:
+        return None
+    what = f"random states of rank {rank}"
+    path = locate(source, file, what)
+    with blamed(path, what, "reading", _USE_ANOTHER):
+        data = store.content_of(path, _LARGEST_RANDOM_STATE)
+    for known in source.checksums:
+        if known.file == file and digest(data[known.start : known.stop]) != known.digest:
+            raise CheckpointError(
+                f"{path}: {what}", "they are not what was written: their checksum is another", _USE_ANOTHER
+            )
+    return data
+
+
+def corresponding(saved: Mapping[str, int] | None, mesh: Mesh, rank: int) -> int:
     """The rank of the saved mesh in the place of ``rank``."""
     if not saved or dict(saved) == dict(mesh.axes):
         return rank
@@ -313,5 +327,6 @@ def _corresponding(saved: Mapping[str, int] | None, mesh: Mesh, rank: int) -> in
     )
 
 
-def _random_name(rank: str) -> str:
+def random_file(rank: int | str) -> str:
+    """The file with a rank's random states."""
     return f"dsx_random_{rank}.safetensors"

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dsx.checkpoint import store
+from dsx.checkpoint.json_text import parsed
 from dsx.errors import CheckpointError
 from dsx.spec.param import ParamSpec
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_LARGEST_JSON_BYTES = 1 << 26
 
 # Hub files of the bare model (openai-community/gpt2) lack the language model's prefix.
 _PREFIXES = ("transformer.", "model.", "gpt_neox.")
@@ -35,7 +37,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def read_json(file: Path, fix: str) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError, with ``fix``, if it is missing or holds none."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parsed(store.content_of(file, _LARGEST_JSON_BYTES))
     except (OSError, ValueError) as error:
         raise CheckpointError(str(file), f"not readable as JSON ({error})", fix) from error
     if not isinstance(content, dict):

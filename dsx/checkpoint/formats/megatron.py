@@ -16,18 +16,18 @@ Which model it is, the files do not say: the user does, by its config.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsx.checkpoint import plain
+from dsx.checkpoint import plain, store
 from dsx.checkpoint.catalog import Catalog, Entry, Piece
 from dsx.checkpoint.formats import dcp
 from dsx.checkpoint.formats.deepspeed_facts import readable
 from dsx.checkpoint.formats.hf_catalog import clipped
 from dsx.checkpoint.formats.torch_file import read_torch_file
+from dsx.checkpoint.json_text import parsed
 from dsx.checkpoint.pieces import whole
 from dsx.errors import CheckpointError
 from dsx.spec.model import ModelSpec
@@ -35,6 +35,8 @@ from dsx.spec.param import Box, ParamSpec
 
 FORMAT = "megatron"
 MARK, COMMON = "metadata.json", "common.pt"
+_BACKEND = "sharded_backend"
+_LARGEST_MARK_BYTES = 1 << 20
 _STATES = {"fp32_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _OPTIMIZER = "optimizer.state."
 # Names by dsx's module, the first that is there counts; {leaf} is weight or bias.
@@ -56,11 +58,15 @@ _GIVE = "give the config of the model that was trained: --hf-config FILE, or CON
 
 def looks_megatron(root: Path) -> bool:
     """Whether a folder has megatron-core's mark of a checkpoint in torch's format."""
+    return _BACKEND in _mark(root)
+
+
+def _mark(root: Path) -> dict[str, Any]:
     try:
-        content = json.loads((root / MARK).read_text(encoding="utf-8"))
+        content = parsed(store.content_of(root / MARK, _LARGEST_MARK_BYTES))
     except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and "sharded_backend" in content
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def catalog_of(root: Path) -> Catalog:
@@ -69,7 +75,7 @@ def catalog_of(root: Path) -> Catalog:
     Raises:
         CheckpointError: As :func:`dsx.checkpoint.formats.dcp.catalog_of`; another backend than torch's.
     """
-    backend = json.loads((root / MARK).read_text(encoding="utf-8")).get("sharded_backend")
+    backend = _mark(root).get(_BACKEND)
     if backend != "torch_dist" or not dcp.looks_dcp(root):
         raise CheckpointError(
             str(root / MARK),

@@ -6,15 +6,18 @@ has no checksums. dsx puts each tensor's into ``__metadata__``; who else writes 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors import SafetensorError, safe_open
+
+from dsx.checkpoint import store
 from dsx.checkpoint.catalog import ITEM_BYTES, Checksum, Entry, Piece
 from dsx.checkpoint.formats.hf_names import is_buffer
+from dsx.checkpoint.json_text import parsed
 from dsx.checkpoint.pieces import contiguous
 from dsx.errors import CheckpointError
 
@@ -38,6 +41,7 @@ DTYPES: Mapping[str, str] = {
 """Torch's name of every dtype of safetensors that a catalog may have."""
 NAMES: Mapping[str, str] = {dtype: name for name, dtype in DTYPES.items()}
 """The other way round."""
+_METADATA = "__metadata__"
 _LARGEST_HEADER = 100_000_000  # safetensors' own limit
 _DOWNLOAD = "download or export it again"
 
@@ -54,27 +58,37 @@ def contents(root: Path, file: str) -> tuple[list[Entry], list[Checksum]]:
     """
     header, base = _header(root / file)
     entries = list(_tensors(root, file, header, base))
-    told = header.get("__metadata__")
+    told = header.get(_METADATA)
     return entries, list(_checksums(root, told, entries)) if isinstance(told, dict) else []
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
     """Header of a file, and the byte at which its tensors begin."""
     try:
-        with path.open("rb") as file:
+        with store.opened(path) as file:
+            names = _names_by_library(path)
             length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_LARGEST_HEADER, path.stat().st_size - 8):
-                raise CheckpointError(str(path), "it is no safetensors file, or was cut short", _DOWNLOAD)
-            header = json.loads(file.read(length))
+            header = parsed(file.read(min(length, _LARGEST_HEADER)))
     except OSError as error:
         raise CheckpointError(
             str(path), f"it cannot be read ({error.strerror or error})", _DOWNLOAD
         ) from None
-    except ValueError as error:
-        raise CheckpointError(str(path), f"its header is not JSON ({error})", _DOWNLOAD) from None
-    if not isinstance(header, dict):
-        raise CheckpointError(str(path), "its header is no JSON object", _DOWNLOAD)
+    except (SafetensorError, ValueError) as error:
+        what = f"it is no whole safetensors file ({error})"
+        raise CheckpointError(str(path), what, _DOWNLOAD) from None
+    if not isinstance(header, dict) or header.keys() - {_METADATA} != names:
+        raise CheckpointError(str(path), "its header reads in more than one way", _DOWNLOAD)
     return header, 8 + length
+
+
+def _names_by_library(path: Path) -> set[str]:
+    """Names of the tensors in a file that the safetensors library takes.
+
+    It refuses what lies outside of the file, in other tensors or behind gaps, headers that are too long, and
+    more: what it reads, and nothing else, is a safetensors file. But where tensors lie, it does not tell.
+    """
+    with safe_open(path, framework="np") as file:
+        return set(file.keys())
 
 
 def _checksums(root: Path, told: Mapping[str, Any], entries: Iterable[Entry]) -> Iterator[Checksum]:
@@ -91,14 +105,15 @@ def _checksums(root: Path, told: Mapping[str, Any], entries: Iterable[Entry]) ->
 def _tensors(root: Path, file: str, header: Mapping[str, Any], base: int) -> Iterator[Entry]:
     size = (root / file).stat().st_size
     for name, told in header.items():
-        if name == "__metadata__":
+        if name == _METADATA:
             continue
         where = f"{root / file}: tensor {name}"
         try:
             shape, dtype = tuple(map(int, told["shape"])), DTYPES[told["dtype"]]
             start, stop = map(int, told["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(where, f"its description is unknown ({error!r})", _DOWNLOAD) from None
+            what = f"dsx has no use for such a tensor: {str(told)[:80]} ({error!r})"
+            raise CheckpointError(where, what, _DOWNLOAD) from None
         if min((*shape, start)) < 0 or stop - start != prod(shape) * ITEM_BYTES[dtype] or base + stop > size:
             raise CheckpointError(
                 where, f"its bytes {start} to {stop} are not those of {dtype} {shape}", _DOWNLOAD

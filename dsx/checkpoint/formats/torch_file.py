@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dsx.checkpoint import store
 from dsx.checkpoint.catalog import ITEM_BYTES, Checksum
-from dsx.checkpoint.file_io import crc32_of_file
+from dsx.checkpoint.file_io import Window, crc32_of_file
 from dsx.checkpoint.formats.unpickle import Record, StorageRef, TensorRef, storage_of, unpickle
 from dsx.errors import CheckpointError
 
@@ -100,7 +101,7 @@ def read_torch_file(folder: Path, name: str) -> TorchFile:
     """
     path = folder / name
     try:
-        with path.open("rb") as file:
+        with store.opened(path) as file:
             start = file.read(4)
             file.seek(0)
             if start.startswith(b"PK"):
@@ -186,8 +187,9 @@ def _bytes_of(file: BinaryIO, place: Storage, path: Path, what: str) -> bytes:
     return file.read(place.stop - place.start)
 
 
-def _read_legacy(file: BinaryIO, path: Path) -> tuple[Any, dict[str, Storage]]:
-    where = str(path)
+def _read_legacy(whole: BinaryIO, path: Path) -> tuple[Any, dict[str, Storage]]:
+    where, size = str(path), os.fstat(whole.fileno()).st_size
+    file = Window(whole, 0, size)
     if (unpickle(file, where), unpickle(file, where)) != (_LEGACY_MAGIC, _LEGACY_PROTOCOL):
         raise CheckpointError(where, "it is a pickle, but not one of torch.save", _USE_ANOTHER)
     if not unpickle(file, where).get("little_endian", True):
@@ -201,7 +203,7 @@ def _read_legacy(file: BinaryIO, path: Path) -> tuple[Any, dict[str, Storage]]:
         return found.setdefault(storage.key, storage)
 
     content, keys = unpickle(file, where, load), unpickle(file, where)
-    size, at = os.fstat(file.fileno()).st_size, file.tell()
+    at = file.tell()
     storages = {}
     for key in keys:
         storage = found.get(str(key))

@@ -15,8 +15,10 @@ import pickletools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO
+from reprlib import repr as short_repr
+from typing import Any
 
+from dsx.checkpoint.file_io import Window
 from dsx.errors import CheckpointError
 
 
@@ -106,16 +108,15 @@ STORAGES: Mapping[str, str | None] = {
 """dtype of each storage class in a pickle."""
 
 _DTYPES = {name for name in STORAGES.values() if name is not None}
-_MAX_BYTES = 1 << 28  # of a pickle; one of a rank with 10,000 tensors has 3 MiB
+MAX_BYTES = 1 << 28
+"""Of a pickle; that of a rank with 10,000 tensors has 3 MiB."""
 
 
-def unpickle(
-    data: bytes | BinaryIO, where: str, load_storage: Callable[[Any, str], Any] | None = None
-) -> Any:
+def unpickle(data: bytes | Window, where: str, load_storage: Callable[[Any, str], Any] | None = None) -> Any:
     """The value that a pickle describes.
 
     Args:
-        data: The pickle, or a file to read exactly one from.
+        data: The pickle, or a :class:`~dsx.checkpoint.file_io.Window` to read exactly one from.
         where: The file, for messages.
         load_storage: Makes a value of a persistent id; :func:`storage_of` by default.
 
@@ -127,16 +128,16 @@ def unpickle(
         CheckpointError: A global that is not in the table, an opcode that torch does not write, or a pickle
             that is not whole.
     """
-    if isinstance(data, bytes) and len(data) > _MAX_BYTES:
+    if isinstance(data, bytes) and len(data) > MAX_BYTES:
         raise CheckpointError(where, f"its pickle has {len(data)} bytes", "use a checkpoint of torch tensors")
-    stream = io.BytesIO(data) if isinstance(data, bytes) else data
+    stream: Any = io.BytesIO(data) if isinstance(data, bytes) else data
     machine = _Machine(where, load_storage or storage_of)
     try:
         for opcode, argument, _ in pickletools.genops(stream):
             if opcode.name == "STOP":
                 return machine.stack.pop()
             machine.step(opcode.name, argument)
-    except CheckpointError:
+    except (CheckpointError, MemoryError):
         raise
     except Exception as error:
         # Whatever a broken pickle does to the machine (an empty stack, a wrong type) means the same.
@@ -149,7 +150,7 @@ def unpickle(
 def storage_of(identity: Any, where: str) -> StorageRef:
     """The storage that a persistent id of ``torch.save`` names."""
     if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
-        raise CheckpointError(where, f"an unknown reference {identity!r}"[:200], "use another checkpoint")
+        raise CheckpointError(where, f"an unknown reference {short_repr(identity)}", "use another checkpoint")
     kind, key, numel = identity[1], str(identity[2]), int(identity[4])
     if not isinstance(kind, Global) or kind.name not in STORAGES:
         raise CheckpointError(where, f"a storage of unknown type {kind}", "use another checkpoint")
@@ -225,7 +226,7 @@ class _Machine:
         function = self.stack.pop()
         if not isinstance(function, Global) or str(function) not in _BUILDERS or not isinstance(args, tuple):
             raise CheckpointError(
-                self.where, f"its pickle calls {function!r}"[:200], "do not trust this file"
+                self.where, f"its pickle calls {short_repr(function)}", "do not trust this file"
             )
         self.stack.append(_BUILDERS[str(function)](function, args))
 

@@ -183,8 +183,8 @@ def test_without_a_description(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("{", "cannot be read as JSON"),
-        ("[]", "its keys"),
+        ("{", "not readable as JSON"),
+        ("[]", "not a JSON object"),
         ('{"tensor": {}}', "its keys"),
         ('{"tensors": {"(": "replicate"}}', "no regular expression"),
         ('{"tensors": []}', "of the wrong type"),

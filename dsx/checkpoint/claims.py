@@ -1,0 +1,221 @@
+"""What a checkpoint says of itself, held to what its files hold, before anything is made of it.
+
+A few bytes can say that a checkpoint has 10^15 ranks, layers or elements. So whatever a loop or an array
+could be as long as is compared here with what is there: tensors, their elements, the bytes of their files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from reprlib import repr as short_repr
+from struct import error as StructError
+from typing import Annotated, Any, TypeVar
+from zlib import error as ZlibError
+
+from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError
+
+from dsx.checkpoint import plain
+from dsx.checkpoint.catalog import NO_SETTINGS, Catalog, Entry, locate
+from dsx.checkpoint.json_text import check_plain
+from dsx.errors import CheckpointError
+from dsx.plan.params import param_specs
+from dsx.spec.model import ModelSpec
+from dsx.spec.param import ParamSpec
+
+_USE_ANOTHER = "use another checkpoint, or save this one again"
+_SPARE_RANKS, _MOST_RANKS = 1 << 12, 1 << 17
+_SPARE_LAYERS = 1 << 10
+_MOST_TILE_ELEMENTS = 1 << 24
+_MOST_SHAPE_DIMS = 64
+_EXCUSED_BYTES = 1 << 20
+
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Degree = Annotated[int, Field(ge=1, lt=1 << 63)]
+_Number = Annotated[float, AllowInfNan(False)]
+_ByName = _Number | None | dict[str, _Number | None]
+_Told = TypeVar("_Told", bound=BaseModel)
+
+
+class _Facts(BaseModel):
+    """Types of the facts that dsx looks into; :mod:`dsx.checkpoint.catalog` says what they are."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    versions: dict[str, str] = {}
+    step: _Count = 0
+    optimizer: str | None = None
+    param_groups: list[dict[str, Any]] = []
+    lr_scheduler: dict[str, Any] | None = None
+    loss_scale: dict[str, Any] | None = None
+    counters: dict[str, _Count] = {}
+    mesh: dict[str, _Degree] = {}
+    chunks: _Degree = 1
+    placement: str = ""
+    stage_bounds: Annotated[list[_Count], Field(min_length=2)] = [0, 1]
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    precision: str = ""
+    schedule: str | None = None
+    global_batch_size: _Count = 0
+    tokens: _Count = 0
+    data_cursor: _Count = 0
+    seed: int | None = None
+    tied: dict[str, Annotated[list[_Count], Field(min_length=1)]] = {}
+    unnamed_ties: list[_Count] = []
+    model: dict[str, Any] | None = None
+    hf_config: dict[str, Any] | None = None
+    deepspeed_config: dict[str, Any] = {}
+    wandb_run_id: str | None = None
+    random_files: dict[str, str] = {}
+    client_state: dict[str, Any] = {}
+    left_behind: list[str] = []
+
+
+class _Group(BaseModel):
+    """What of an optimizer group is no hyperparameter."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    names: list[str]
+    step: _ByName = None
+    numbers: dict[str, _ByName] = {}
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Within, what breaks because files say what no writer writes is one error about them.
+
+    Readers check what they look at, and say it with the file and the key. This is for what is left: a text
+    where all writers put a number, in one of the many places where any value can stand.
+
+    Args:
+        what: The checkpoint, for messages.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            str(error.filename or what),
+            f"it cannot be read ({error.strerror or error}), or went away meanwhile",
+            "complete the checkpoint",
+        ) from error
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        StructError,
+        ZlibError,
+    ) as error:
+        raise CheckpointError(
+            what, f"it says what no writer of its format does ({type(error).__name__}: {error})", _USE_ANOTHER
+        ) from error
+
+
+def check_claims(catalog: Catalog) -> None:
+    """Prove that nothing in a catalog is larger than what its files hold, and that facts are of their types.
+
+    Raises:
+        CheckpointError: With the fact or the tensor.
+    """
+    sizes: dict[str, int] = {}
+    for entry in catalog.entries:
+        _check_entry(catalog, entry, sizes)
+    if not 0 <= catalog.tile_elements <= _MOST_TILE_ELEMENTS:
+        raise _wrong(catalog, "tile_elements", f"tiles of {catalog.tile_elements} elements")
+    for spec in catalog.specs:
+        check_layers(catalog, spec.layer, f"tensor {spec.name}")
+    told = _checked_facts(catalog)
+    ranks = prod(told.mesh.values())
+    most = min(_MOST_RANKS, _SPARE_RANKS + sum(entry.numel for entry in catalog.entries))
+    if ranks > most:
+        raise _wrong(catalog, f"mesh {told.mesh}", f"{ranks} ranks, of which its tensors bear out {most}")
+    if told.stage_bounds[0] != 0 or sorted(told.stage_bounds) != told.stage_bounds:
+        raise _wrong(catalog, "stage_bounds", "they do not ascend from 0")
+    check_layers(catalog, told.stage_bounds[-1], "stage_bounds")
+    check_layers(catalog, max(told.unnamed_ties, default=0), "unnamed_ties")
+    for key, layers in told.tied.items():
+        check_layers(catalog, max(layers), f"tied {key}")
+    blocks = (told.model or {}).get("num_layers", 1)
+    if type(blocks) is not int or not 0 < blocks <= max(1, _names(catalog)):
+        raise _wrong(catalog, "model", f"it has {blocks} layers, and the files {_names(catalog)} tensors")
+
+
+def check_layers(catalog: Catalog, layers: int, what: str) -> None:
+    """Raise CheckpointError for more layers than tensors can be of, those without tensors counted in."""
+    most = _SPARE_LAYERS + 4 * _names(catalog)
+    if not 0 <= layers <= most:
+        raise _wrong(catalog, what, f"layer {layers}, where {_names(catalog)} tensors bear out {most}")
+
+
+def specs_of_model(catalog: Catalog, model: ModelSpec) -> tuple[ParamSpec, ...]:
+    """Every parameter of a model that a checkpoint, or the config beside it, says it is of.
+
+    Raises:
+        CheckpointError: It would have more layers than the files have tensors.
+    """
+    if model.num_layers > _names(catalog):
+        raise _wrong(
+            catalog, "config.json", f"{model.num_layers} layers, and the files have {_names(catalog)} tensors"
+        )
+    return param_specs(model)
+
+
+def _names(catalog: Catalog) -> int:
+    return len({entry.name for entry in catalog.entries})
+
+
+def _check_entry(catalog: Catalog, entry: Entry, sizes: dict[str, int]) -> None:
+    """A tensor is no larger than its files, and its names can be told to any file system and person."""
+    for text in (entry.name, entry.state, *entry.aliases):
+        if not text or "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise _wrong(catalog, str(entry), f"it cannot be called {text!r}")
+    if "/" in entry.state or entry.state.startswith("."):
+        raise _wrong(catalog, str(entry), "a state's name becomes that of a file, and this leads elsewhere")
+    if min(entry.shape, default=0) < 0 or len(entry.shape) > _MOST_SHAPE_DIMS:
+        raise _wrong(catalog, str(entry), f"its shape cannot be {entry.shape}")
+    dims = {len(part) for piece in entry.pieces for part in (piece.start, piece.shape, piece.strides)}
+    if dims - {len(entry.shape)}:
+        raise _wrong(catalog, str(entry), f"its shape is {entry.shape}, and parts of it have other dims")
+    files = {piece.file for piece in entry.pieces}
+    for file in files - sizes.keys():
+        sizes[file] = locate(catalog, file, str(entry)).stat().st_size
+    held = sum(sizes[file] for file in files)
+    if entry.num_bytes > held + (_EXCUSED_BYTES if files else 0):
+        raise _wrong(
+            catalog, str(entry), f"it would be of {entry.num_bytes} bytes, and its files have {held}"
+        )
+
+
+def _checked_facts(catalog: Catalog) -> _Facts:
+    facts = catalog.facts
+    told = _typed(catalog, "", _Facts, facts)
+    try:
+        check_plain(dict(facts))
+    except ValueError as error:
+        raise _wrong(catalog, "facts", str(error)) from None
+    where = str(catalog.root)
+    for number, group in enumerate(told.param_groups):
+        _typed(catalog, f"param_groups.{number}.", _Group, group)
+        for key, value in group.items():
+            if key not in NO_SETTINGS:
+                plain.decode(value, f"{where}: {key} of an optimizer group")
+    for key in ("lr_scheduler", "client_state", "deepspeed_config"):
+        plain.decode(facts.get(key), f"{where}: {key}")
+    return told
+
+
+def _typed(catalog: Catalog, key: str, kind: type[_Told], value: Mapping[str, Any]) -> _Told:
+    try:
+        return kind.model_validate(dict(value))
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        place = key + ".".join(map(str, problem["loc"]))
+        raise _wrong(catalog, place, f"{problem['msg']}, not {short_repr(problem['input'])}") from None
+
+
+def _wrong(catalog: Catalog, what: str, why: str) -> CheckpointError:
+    return CheckpointError(f"{catalog.root}: {what}", why, _USE_ANOTHER)
