@@ -64,9 +64,11 @@ def extension_locks(folder: Path, now_seconds: float | None = None) -> Iterator[
 def _openers(files: set[Path]) -> dict[Path, int]:
     """Processes that have one of the files open, of those that this user may look into."""
     found = {}
-    for descriptor in _PROC.glob("[0-9]*/fd/*"):
-        with suppress(OSError):
-            target = descriptor.readlink()
-            if target in files:
-                found[target] = int(descriptor.parts[2])
+    for process in _PROC.glob("[0-9]*"):
+        with suppress(OSError):  # another user's, or it has ended meanwhile
+            for descriptor in (process / "fd").iterdir():
+                with suppress(OSError):
+                    target = descriptor.readlink()
+                    if target in files:
+                        found[target] = int(process.name)
     return found
