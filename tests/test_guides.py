@@ -342,15 +342,19 @@ def test_links_lead_somewhere():
 
 
 @pytest.mark.parametrize(
-    ("picture", "command"),
-    [
-        (
-            "interleaved_zb.svg",
-            "dsx schedule interleaved_zb --stages 4 --micro-batches 8 --format svg --output",
-        ),
-    ],
+    ("picture", "schedule"),
+    {
+        "naive.svg": "1f1b --stages 4 --micro-batches 1",
+        "gpipe.svg": "gpipe --stages 4 --micro-batches 8",
+        "1f1b.svg": "1f1b --stages 4 --micro-batches 8",
+        "interleaved.svg": "interleaved --stages 4 --micro-batches 8",
+        "zb_h1.svg": "zb_h1 --stages 4 --micro-batches 8",
+        "zbv.svg": "zbv --stages 4 --micro-batches 8",
+        "interleaved_zb.svg": "interleaved_zb --stages 4 --micro-batches 8",
+    }.items(),
 )
-def test_pictures_are_those_that_the_commands_draw(picture, command, tmp_path):
-    code, text = run([*shlex.split(command), "drawn.svg"], tmp_path)
+def test_pictures_are_those_that_the_commands_draw(picture, schedule, tmp_path):
+    command = ["dsx", "schedule", *shlex.split(schedule), "--format", "svg", "--output", "drawn.svg"]
+    code, text = run(command, tmp_path)
     assert code == 0, text
     assert (tmp_path / "drawn.svg").read_text() == (ROOT / "dsx/guides/pictures" / picture).read_text()
