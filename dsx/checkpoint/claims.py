@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
+from re import error as RegexError
 from reprlib import repr as short_repr
 from struct import error as StructError
 from typing import Annotated, Any, TypeVar
@@ -104,6 +105,7 @@ def reading(what: str) -> Iterator[None]:
         ArithmeticError,
         AttributeError,
         LookupError,
+        RegexError,
         RuntimeError,
         TypeError,
         ValueError,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dsx.cli.options import FORMAT
-from dsx.cli.output import BAD, say
+from dsx.cli.output import BAD, one_a_line, say
 
 if TYPE_CHECKING:
     from dsx.checkpoint.compare import Difference
@@ -53,7 +53,7 @@ def diff(
         }
         say(json.dumps(content, indent=2))
     else:
-        say("\n".join(_lines(found, absent, facts)))
+        say(one_a_line(_lines(found, absent, facts)))
     if not same:
         raise typer.Exit(BAD)
 

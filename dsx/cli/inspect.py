@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dsx.cli.options import FORMAT, RULES
-from dsx.cli.output import BAD, judging, say
+from dsx.cli.output import BAD, judging, one_a_line, say
 from dsx.cli.sizes import show_bytes
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _text(facts: dict[str, Any]) -> str:
         )
         role = "" if tensor["role"] == "trained" else f"  ({tensor['role']})"
         lines.append(f"{tensor['name']:<{width}}  {tensor['shape']!s:<16} {states}{role}")
-    return "\n".join(lines)
+    return one_a_line(lines)
 
 
 def _spread(held: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ option, a file that is missing or no such file, a config that is none. 130 is Ct
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +26,11 @@ BAD_INPUT = 2
 def say(text: str, *, err: bool = False, end: str = "\n") -> None:
     """On standard output or error, without what a terminal would obey: every command speaks through this."""
     typer.echo(printable(text) + end, nl=False, err=err)
+
+
+def one_a_line(lines: Iterable[str]) -> str:
+    """Lines of a table, none of which becomes two: a name from a file could have a line of its own in it."""
+    return "\n".join(line.replace("\r", "\\r").replace("\n", "\\n") for line in lines)
 
 
 def deliver(text: str, output: Path | None) -> None:

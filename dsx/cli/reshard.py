@@ -21,7 +21,7 @@ from dsx.cli.options import (
     CheckpointFormat,
     count,
 )
-from dsx.cli.output import BAD, say
+from dsx.cli.output import BAD, one_a_line, say
 from dsx.cli.sizes import parse_bytes, show_bytes
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def _outline_text(outline: dict[str, Any]) -> str:
         f"copy       {amounts}; {show_bytes(outline['free_bytes'])} free on the disk",
         f"memory     {show_bytes(outline['memory_bytes'])} at most for tensors",
     ]
-    return "\n".join([*lines, *(f"note       {note}" for note in outline["notes"])])
+    return one_a_line([*lines, *(f"note       {note}" for note in outline["notes"])])
 
 
 def _layout_text(layout: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import torch
 import dsx
 from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import NO_SETTINGS
+from dsx.checkpoint.claims import reading
 from dsx.checkpoint.formats.dsx_native import random_file
 from dsx.checkpoint.group_numbers import with_numbers
 from dsx.errors import CheckpointError
@@ -109,6 +111,11 @@ def restore_facts(engine: PipelineEngine, facts: Mapping[str, Any], where: str) 
     Raises:
         CheckpointError: It is of another optimizer, or has a scheduler where the run has none.
     """
+    with reading(where):
+        return _restored(engine, facts, where)
+
+
+def _restored(engine: PipelineEngine, facts: Mapping[str, Any], where: str) -> dict[str, Any]:
     inner = engine.deepspeed_engine
     inner.global_steps = int(facts.get("step", 0))
     for name, value in facts.get("counters", {}).items():
@@ -168,4 +175,14 @@ def _restore_groups(engine: PipelineEngine, saved: Sequence[Mapping[str, Any]]) 
             found = saved[place]
         for key, value in (found or {}).items():
             if key not in (*NO_SETTINGS, "params") and key in settings:
-                settings[key] = plain.decode(value, f"{key} of an optimizer group")
+                settings[key] = _like(settings[key], plain.decode(value, f"{key} of an optimizer group"), key)
+
+
+def _like(here: Any, saved: Any, key: str) -> Any:
+    """``saved``, unless it would fail, or mislead, the optimizer in its next step."""
+    numbers = (int, float, torch.Tensor)
+    if isinstance(here, numbers) and not (isinstance(saved, numbers) and math.isfinite(float(saved))):
+        raise CheckpointError(
+            f"{key} of an optimizer group", f"{saved!r} is no number", "use another checkpoint"
+        )
+    return saved

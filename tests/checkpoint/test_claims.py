@@ -184,6 +184,42 @@ def test_a_pipe_where_a_file_should_be_is_not_waited_for(dsx, copy_of, name, fil
     assert (code, len(err.splitlines())) == ((0, 0) if ignored else (1, 1))
 
 
+def test_a_pipe_in_place_of_latest_is_not_waited_for(dsx, originals, tmp_path):
+    shutil.copytree(originals / "dsx", tmp_path / "checkpoints" / "one")
+    os.mkfifo(tmp_path / "checkpoints" / "latest")
+    code, _, err = dsx("inspect", tmp_path / "checkpoints")
+    assert (code, len(err.splitlines())) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "what"),
+    [
+        ("(a+)+", "for ever"),
+        ("a*a*a*a*b", "for ever"),
+        ("(", "no regular expression"),
+        ("a" * 2000, "for ever"),
+    ],
+)
+def test_expressions_of_a_file_do_not_run_for_ever(dsx, copy_of, pattern, what):
+    folder = copy_of("tensor")
+    for path in folder.glob("mp_rank_*"):
+        content = torch.load(path, weights_only=False)
+        content["universal_checkpoint_info"]["tp_replicated_parameter_patterns"] = [pattern]
+        torch.save(content, path)
+    code, _, err = dsx("inspect", folder)
+    assert (code, len(err.splitlines())) == (1, 1)
+    assert what in err
+
+
+def test_a_name_is_one_line_of_a_table(dsx, tmp_path):
+    (tmp_path / "in").mkdir()
+    torch.save({"a\ndsx: all is well": torch.ones(2)}, tmp_path / "in" / "pytorch_model.bin")
+    code, out, _ = dsx("inspect", tmp_path / "in")
+    assert code == 0
+    assert "a\\ndsx: all is well" in out
+    assert not any(line.startswith("dsx:") for line in out.splitlines())
+
+
 @pytest.mark.parametrize("what", ["gone", "cut"])
 @pytest.mark.parametrize("name", ["dsx", "zero1", "dcp", "hf"])
 def test_a_source_that_goes_away_midway_is_one_error(copy_of, tmp_path, name, what):

@@ -25,6 +25,7 @@ from dsx.checkpoint.formats.deepspeed_flat import Fragment, OptimizerState, shar
 from dsx.checkpoint.formats.deepspeed_module import Module, modules_of
 from dsx.checkpoint.formats.deepspeed_order import TIED
 from dsx.checkpoint.formats.deepspeed_plain import plain_states
+from dsx.checkpoint.formats.deepspeed_types import check_patterns
 from dsx.checkpoint.formats.hf_catalog import with_names
 from dsx.checkpoint.pieces import contiguous
 from dsx.errors import CheckpointError
@@ -101,6 +102,7 @@ def _merged(rules: Rules | None, files: StockFiles) -> Rules:
     if info is None and files.optimizers:
         state = files.optimizers[0, 0].content.get("optimizer_state_dict", {})
         info = state.get("universal_checkpoint_info") if isinstance(state, dict) else None
+    check_patterns(info, str(first.path))
     told = rules_of(info, str(first.path))
     if rules is None:
         return told

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dsx.checkpoint.formats.torch_file import TorchFile
@@ -11,6 +12,8 @@ from dsx.errors import CheckpointError
 
 _USE_ANOTHER = "use another checkpoint"
 _MOST = 1 << 63
+_ESCAPED_OR_CLASS = re.compile(r"\\.|\[\^?\]?[^\]]*\]")
+_MOST_REPEATS, _LONGEST_PATTERN = 3, 1000
 
 
 def check_model(file: TorchFile) -> None:
@@ -28,6 +31,38 @@ def config_of(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """``ds_config`` of a model file; empty where the engine was given the path of one: it saves no more."""
     config = content.get("ds_config")
     return config if isinstance(config, dict) else {}
+
+
+def check_patterns(info: Any, where: str) -> None:
+    """Raise CheckpointError for an expression in ``universal_checkpoint_info`` that could run for ever.
+
+    Python's take time that doubles with each character where a repeated group repeats something, and both the
+    expression and the names that it is held against are the file's. DeepSpeed's are names with a number.
+    """
+    for pattern in _patterns(info if isinstance(info, dict) else {}):
+        bare = _ESCAPED_OR_CLASS.sub("", pattern)
+        risky = re.search(r"\)[*+{]", bare) or len(re.findall("[*+{]", bare)) > _MOST_REPEATS
+        try:
+            re.compile("" if risky else pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            what = f"no regular expression ({error})"
+        else:
+            what = "a regular expression that could run for ever"
+            if not risky and len(pattern) <= _LONGEST_PATTERN:
+                continue
+        place = f"{where}: universal_checkpoint_info: {pattern[:100]}"
+        raise CheckpointError(place, what, "say in a rules file how tensors are cut, and leave it out there")
+
+
+def _patterns(info: Mapping[str, Any]) -> Iterator[str]:
+    maps = info.get("affine_map")
+    params = maps.get("params") if isinstance(maps, dict) else None
+    subs = info.get("parameter_with_sub_params")
+    held = [one.state if isinstance(one, Record) else one for one in subs] if isinstance(subs, list) else []
+    lists = [one.get("patterns") for one in held if isinstance(one, dict)]
+    for value in (*info.values(), *lists, params):
+        if isinstance(value, list | tuple | dict):
+            yield from (one for one in value if isinstance(one, str))
 
 
 def _check(file: TorchFile, content: Any, types: Mapping[str, Callable[[Any], bool]], head: str) -> None:
