@@ -7,6 +7,7 @@ computation. Where those settings are off, :class:`DirectCalls` does what remain
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -63,6 +64,8 @@ class EngineCalls:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        if engine.flops_profiler_enabled():
+            _profile_whole_steps(engine)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """``engine(...)``."""
@@ -81,6 +84,26 @@ class EngineCalls:
         updates would add the previous backward's gradients once more.
         """
         loss.register_hook(lambda _: self._engine._backward_prologue())  # noqa: SLF001
+
+
+def _profile_whole_steps(engine: Any) -> None:
+    """Have DeepSpeed's profiler count every forward of its step.
+
+    It starts anew at each forward (runtime/engine.py, _forward_prologue), so that of all chunks and
+    micro-batches only the last would be counted, and divided by the time of all, which the timers add up.
+    """
+    profiler, module = engine.flops_profiler, engine.module
+    start_anew, counted = profiler.reset_profile, []
+
+    def start_once() -> None:
+        if counted != [engine.global_steps]:
+            counted[:] = [engine.global_steps]
+            start_anew()
+        # Its own hook for this is made inside one of the module's, too late for the forward under way: the
+        # time would be that since 1970.
+        module.__start_time__ = time.time()
+
+    profiler.reset_profile = start_once
 
 
 class DirectCalls:
