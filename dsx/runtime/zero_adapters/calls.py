@@ -93,11 +93,12 @@ def _profile_whole_steps(engine: Any) -> None:
     micro-batches only the last would be counted, and divided by the time of all, which the timers add up.
     """
     profiler, module = engine.flops_profiler, engine.module
-    start_anew, counted = profiler.reset_profile, []
+    start_anew, counted = profiler.reset_profile, -1
 
     def start_once() -> None:
-        if counted != [engine.global_steps]:
-            counted[:] = [engine.global_steps]
+        nonlocal counted
+        if counted != engine.global_steps:
+            counted = engine.global_steps
             start_anew()
         # Its own hook for this is made inside one of the module's, too late for the forward under way: the
         # time would be that since 1970.
