@@ -286,12 +286,17 @@ def test_an_installed_package_inits_without_a_clone(wheel, tmp_path):
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--prefix", tmp_path / "env", wheel]
     run([*command, "--ignore-installed"], tmp_path)
     (packages,) = (tmp_path / "env").glob("lib/*/site-packages")
-    program = (
-        "import dsx, sys; from dsx.cli.app import main; sys.argv[0] = 'dsx'; print(dsx.__file__); main()"
-    )
-    for words in (["init", "run", "--gpus", "2"], ["guide", "tour"]):
-        out = run([sys.executable, "-c", program, *words], tmp_path, PYTHONPATH=str(packages))
-        assert out.startswith(str(packages))
+    program = """import contextlib, dsx, sys
+from dsx.cli.app import main
+print(dsx.__file__)
+for words in (["init", "run", "--gpus", "2"], ["guide", "tour"]):
+    sys.argv = ["dsx", *words]
+    with contextlib.suppress(SystemExit):
+        main()
+"""
+    out = run([sys.executable, "-c", program], tmp_path, PYTHONPATH=str(packages))
+    assert out.startswith(str(packages))
+    assert (ROOT / "dsx/guides/tour.md").read_text() in out
     assert (tmp_path / "run/train.py").read_bytes() == (ROOT / "recipes/gpt_3d.py").read_bytes()
     assert resolve(tmp_path / "run/train.json", world_size=2).mesh.size == 2
 
