@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +85,15 @@ def test_the_run_ends_for_the_first_whatever_is_heard_first(order: tuple[int, in
         2: Notice(rank=2, by=2, since=7.2, text="failed: RuntimeError"),
     }
     assert first([found[rank] for rank in order]).rank == 1
+
+
+def test_the_lines_of_the_guide_are_these() -> None:
+    """Three machines of four ranks each, in the order of the guide."""
+    guide = (Path(__file__).parents[2] / "dsx/guides/faults.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\[rank \d on (\w+)\] ended because (.*)$", guide, flags=re.MULTILINE)
+    fire = Notice(rank=5, by=5, since=0.0, text="failed: ValueError: the disk is on fire")
+    lost = [gone(5), gone(4, 5, 6, 7), silent(4), silent(0, 8, by=4), {5: fire}]
+    assert len(shown) == len(lost)
+    hosts = tuple(f"node{1 + rank // 4}" for rank in range(12))
+    for (here, line), notices in zip(shown, lost, strict=True):
+        assert said(notices, here=here, hosts=hosts) == re.sub(r"\d\d:\d\d:\d\d", "TIME", line)
