@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from dsx.spec.param import ParamSpec
     from dsx.spec.schedule import Schedule
     from dsx.spec.stages import StageMap
+    from dsx.terminal import printable
 
 __version__ = "0.1.0"
 
@@ -81,6 +82,7 @@ __all__ = [
     "load_config",
     "load_transformers",
     "parse_arguments",
+    "printable",
     "profile_layers",
     "recipe",
     "run",
@@ -121,6 +123,7 @@ _HOMES = {
     "load_config": ("dsx.config.resolve", "resolve"),
     "load_transformers": ("dsx.runtime.generation", "load_transformers"),
     "parse_arguments": ("dsx.config.arguments", "parse_arguments"),
+    "printable": ("dsx.terminal", "printable"),
     "profile_layers": ("dsx.runtime.profile", "profile_layers"),
     "recipe": ("dsx.runtime.recipe", ""),
     "run": ("dsx.runtime.entry", "run"),

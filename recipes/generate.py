@@ -10,6 +10,7 @@ One process. The weights are read where they lie into a transformers model; noth
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import dsx
@@ -29,7 +30,7 @@ def main() -> None:
     )
 
     # The model is transformers' own: model.generate has beams, penalties and all the rest.
-    print(arguments.prompt, end="", flush=True)
+    write(arguments.prompt)
     dsx.generate(
         model,
         tokenizer,
@@ -39,9 +40,14 @@ def main() -> None:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
-        show=lambda text: print(text, end="", flush=True),
+        show=write,
     )
     print()
+
+
+def write(text: str) -> None:
+    """On standard output; a terminal gets nothing that it would obey."""
+    print(dsx.printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import unicodedata
 
 import pytest
 
 from dsx.errors import ConfigError
 from dsx.report.progress import Progress
+from dsx.runtime import entry
 from dsx.terminal import printable
 
 
@@ -50,3 +52,14 @@ def test_a_run_prints_no_escapes_of_others(capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert "\\u001b[2J" in out
     assert not {"\x1b", "\x07", "\x9b"} & set(out)
+
+
+def test_what_other_packages_log_is_escaped(caplog: pytest.LogCaptureFixture):
+    before = logging.getLogRecordFactory()
+    try:
+        entry.quiet()
+        logging.getLogger("datasets.packaged_modules.json.json").error("Column(%s) changed", "\x1b[2J")
+    finally:
+        logging.setLogRecordFactory(before)
+    assert "Column(\\u001b[2J) changed" in caplog.text
+    assert "\x1b" not in caplog.text

@@ -87,7 +87,7 @@ def override(content: dict[str, Any], item: str) -> None:
         raise ConfigError(f"--set {item}", "the key has an empty part", _SET_EXAMPLE)
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         value = text
     node = content
     for i, part in enumerate(parts[:-1]):

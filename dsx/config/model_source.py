@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsx.config.load import read
 from dsx.config.presets import BYTES_VOCABULARY, config_keys, find_preset
 from dsx.config.problems import at, suggest
 from dsx.config.schema import DsxConfig, ModelConfig
@@ -94,17 +96,11 @@ def _read(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     assert model.path is not None
     where = at("dsx.model.path", model.path)
     file = Path(model.path) / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    if not os.path.isfile(file):  # noqa: PTH113 - no exception for a name that no file can have
         raise ConfigError(
             where, f"there is no file {file}", "give a local Hugging Face model folder (download it first)"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(where, f"{file} cannot be read ({error})", "give a complete model folder") from None
-    if not isinstance(config, dict):
-        raise ConfigError(where, f"{file} holds no object", "give a Hugging Face model folder")
-    return str(file), config
+        )
+    return str(file), read(file)
 
 
 def _weights(model: ModelConfig) -> Path | None:

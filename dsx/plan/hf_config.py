@@ -70,6 +70,7 @@ _ARCHITECTURES: dict[Family, str] = {
     "gpt_neox": "GPTNeoX",
 }
 """Start of the names of transformers' classes."""
+_MOST_KEYS = 1000  # each is compared with all that are known
 # Settings that change what the model computes and that dsx does not implement: key -> the accepted value.
 _FIXED: dict[Family, dict[str, object]] = {
     "gpt2": {
@@ -120,7 +121,7 @@ def model_spec(config: Mapping[str, object]) -> ModelSpec:
     family = next((name for name in _KEYS if name == config.get("model_type")), None)
     if family is None:
         raise ModelError(
-            f"model_type = {config.get('model_type')!r}",
+            read.at("model_type", config.get("model_type")),
             f"dsx builds the families {', '.join(_KEYS)}",
             "set model_type to one of them if the model is one",
         )
@@ -171,7 +172,7 @@ def _gpt2(config: Mapping[str, object]) -> ModelSpec:
     read.check_divides("n_embd", hidden_size, "n_head", num_heads)
     return ModelSpec(
         family="gpt2",
-        num_layers=_gpt2_size(config, "n_layer", 12),
+        num_layers=_gpt2_size(config, "n_layer", 12, most=read.MOST_LAYERS),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_heads,
@@ -201,7 +202,7 @@ def _llama(config: Mapping[str, object], family: Family) -> ModelSpec:
     default = _DEFAULTS[family]
     hidden_size = read.size(config, "hidden_size", 4096)
     num_heads = read.size(config, "num_attention_heads", 32)
-    num_layers = read.size(config, "num_hidden_layers", 32)
+    num_layers = read.size(config, "num_hidden_layers", 32, most=read.MOST_LAYERS)
     num_kv_heads = (
         read.size_or_none(config, "num_key_value_heads", default["num_key_value_heads"]) or num_heads
     )
@@ -259,18 +260,22 @@ def _sliding(config: Mapping[str, object], num_layers: int, window: int) -> tupl
     if kinds is None:
         first = config.get("max_window_layers", 28)
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise ModelError(f"max_window_layers = {first!r}", "not a whole number", "use 0 or more")
+            raise ModelError(read.at("max_window_layers", first), "not a whole number", "use 0 or more")
         return tuple(block >= first for block in range(num_layers))
     known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list | tuple) or not set(kinds) <= set(known) or len(kinds) != num_layers:
+    if (
+        not isinstance(kinds, list | tuple)
+        or len(kinds) != num_layers
+        or not all(kind in known for kind in kinds)
+    ):
         raise ModelError(
-            f"layer_types = {kinds!r}",
+            read.at("layer_types", kinds),
             f"not {' or '.join(known)} for each of {num_layers} layers",
             "name each layer's attention, or leave it out",
         )
     if known[1] in kinds and not window:
         raise ModelError(
-            f"layer_types = {kinds!r}",
+            read.at("layer_types", kinds),
             "there is no window to slide",
             "set use_sliding_window and sliding_window",
         )
@@ -285,7 +290,7 @@ def _gpt_neox(config: Mapping[str, object]) -> ModelSpec:
     attention_bias = read.flag(config, "attention_bias", default=True)
     spec = ModelSpec(
         family="gpt_neox",
-        num_layers=read.size(config, "num_hidden_layers", 44),
+        num_layers=read.size(config, "num_hidden_layers", 44, most=read.MOST_LAYERS),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_heads,
@@ -316,6 +321,8 @@ def _check_keys(config: Mapping[str, object], family: Family) -> None:
 
     Another family's key that is null or false asks for nothing.
     """
+    if len(config) > _MOST_KEYS:
+        raise ModelError(f"{len(config):,} keys", f"a config has at most {_MOST_KEYS:,}", "use its own")
     known = _KEYS[family]
     foreign = set().union(*_KEYS.values()) - known
     for key, value in config.items():
@@ -324,7 +331,7 @@ def _check_keys(config: Mapping[str, object], family: Family) -> None:
         near = get_close_matches(key, sorted(known), n=1, cutoff=0.88)
         if key in foreign or near:
             raise ModelError(
-                f"{key} = {value!r}",
+                read.at(key, value),
                 f"a {family} config has no such key",
                 f"write {near[0]}" if near else f"remove it; {family} knows {', '.join(sorted(known))}",
             )
@@ -333,31 +340,29 @@ def _check_keys(config: Mapping[str, object], family: Family) -> None:
 def _check_fixed(config: Mapping[str, object], family: Family) -> None:
     for key, accepted in _FIXED[family].items():
         if config.get(key, accepted) != accepted:
-            raise ModelError(
-                f"{key} = {config[key]!r}", "dsx does not implement it", f"only {accepted} works"
-            )
+            raise ModelError(read.at(key, config[key]), "dsx does not implement it", f"only {accepted} works")
     for key in ("quantization_config", "pruned_heads"):
         if config.get(key):
-            raise ModelError(f"{key} = {config[key]!r}", "dsx trains plain dense weights", "use such a model")
+            raise ModelError(read.at(key, config[key]), "dsx trains plain dense weights", "use such a model")
     names = config.get("architectures") or []
-    allowed = set(_classes(family))
-    if not isinstance(names, list | tuple) or not allowed.issuperset(names):
+    allowed = _classes(family)
+    if not isinstance(names, list | tuple) or not all(name in allowed for name in names):
         raise ModelError(
-            f"architectures = {names!r}",
+            read.at("architectures", names),
             f"dsx builds {family} language models ({', '.join(sorted(allowed))})",
             "use a language model; if it is one under another name, remove this key",
         )
 
 
-def _gpt2_size(config: Mapping[str, object], key: str, default: int) -> int:
+def _gpt2_size(config: Mapping[str, object], key: str, default: int, *, most: int = read.MOST) -> int:
     """A GPT-2 size under its own or its general name; both must agree."""
     other = _GPT2_NAMES[key]
     if other not in config:
-        return read.size(config, key, default)
-    value = read.size(config, other, default)
-    if read.size(config, key, value) != value:
+        return read.size(config, key, default, most=most)
+    value = read.size(config, other, default, most=most)
+    if read.size(config, key, value, most=most) != value:
         raise ModelError(
-            f"{key} = {config[key]!r}", f"{other} = {value} says otherwise", "keep one of the two"
+            read.at(key, config[key]), f"{other} = {value} says otherwise", "keep one of the two"
         )
     return value
 
@@ -366,7 +371,7 @@ def _activation(config: Mapping[str, object], key: str, default: str) -> Activat
     value = config.get(key, default)
     if not isinstance(value, str) or value not in _ACTIVATIONS:
         raise ModelError(
-            f"{key} = {value!r}",
+            read.at(key, value),
             "dsx does not implement this activation",
             f"use one of {sorted(_ACTIVATIONS)}",
         )

@@ -38,7 +38,7 @@ def read_rope(
     given = config.get(key) or {}
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise ModelError(
-            f"{key} = {given!r}", "not one flat set of rope parameters", "give one object or null"
+            read.at(key, given), "not one flat set of rope parameters", "give one object or null"
         )
     values = {"rope_theta": config.get(theta, 10000.0), **given}
     # The place in messages is the key inside the nested object.
@@ -46,7 +46,7 @@ def read_rope(
     kind = values.get("rope_type", values.get("type", "default"))
     if kind not in _KINDS:
         raise ModelError(
-            f"{key}.rope_type = {kind!r}", f"dsx has {', '.join(_KINDS)}", "use one of these types"
+            read.at(f"{key}.rope_type", kind), f"dsx has {', '.join(_KINDS)}", "use one of these types"
         )
     found: dict[str, Any] = {
         "theta": read.positive(rope, f"{key}.rope_theta", 10000.0),
@@ -71,12 +71,12 @@ def _share(
         value = read.positive(rope, nested, 1.0)
         if value != 1.0:
             raise ModelError(
-                f"{nested} = {value!r}", "dsx rotates whole heads of this family", "use 1.0 or leave it out"
+                read.at(nested, value), "dsx rotates whole heads of this family", "use 1.0 or leave it out"
             )
         return value
     value = read.positive(rope, nested, None) if nested in rope else read.positive(config, name, usual)
     if value > 1.0:
-        raise ModelError(f"{name} = {value!r}", "more than the whole head", "use a number up to 1")
+        raise ModelError(read.at(name, value), "more than the whole head", "use a number up to 1")
     return value
 
 

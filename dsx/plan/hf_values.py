@@ -1,20 +1,38 @@
 """Values of a Hugging Face config, each checked as it is read.
 
-Every function raises a ModelError that names the key, its value and what would be right.
+Every function raises a ModelError that names the key, its value and what would be right. A config.json is
+small whatever sizes it claims, and those are what everything is laid out by: each has a most.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from dsx.errors import ModelError
+from dsx.terminal import shortened
+
+MOST = 2**31 - 1
+"""Of every size: what kernels number the elements of a dimension by."""
+
+MOST_LAYERS = 2048
+"""Twice those of the deepest published transformer, DeepNet (arXiv:2203.00555)."""
+
+_SHOWN_CHARACTERS = 120
 
 
-def size(config: Mapping[str, object], key: str, default: int) -> int:
+def at(key: str, value: object) -> str:
+    """``key = value``, the place of an error; of a long value the beginning."""
+    return f"{key} = {shortened(repr(value), _SHOWN_CHARACTERS)}"
+
+
+def size(config: Mapping[str, object], key: str, default: int, *, most: int = MOST) -> int:
     """A whole number of at least 1."""
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{key} = {value!r}", "not a whole number of at least 1", "write a number, unquoted")
+        raise ModelError(at(key, value), "not a whole number of at least 1", "write a number, unquoted")
+    if value > most:
+        raise ModelError(at(key, value), f"dsx takes at most {most:,}", "write the model's own size")
     return value
 
 
@@ -33,15 +51,18 @@ def number(config: Mapping[str, object], key: str, default: float | None) -> flo
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
         what = "is missing" if value is None else "is not a number"
-        raise ModelError(f"{key} = {value!r}", what, "write a number, unquoted")
-    return float(value)
+        raise ModelError(at(key, value), what, "write a number, unquoted")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ModelError(at(key, value), "beyond 1e308, which nothing can hold", "write a number") from None
 
 
 def positive(config: Mapping[str, object], key: str, default: float | None) -> float:
     """A finite number above 0; None as default means that the key is needed."""
     value = number(config, key, default)
     if not 0.0 < value < float("inf"):
-        raise ModelError(f"{key} = {value!r}", "not a finite number above 0", "use a positive number")
+        raise ModelError(at(key, value), "not a finite number above 0", "use a positive number")
     return value
 
 
@@ -49,7 +70,7 @@ def probability(config: Mapping[str, object], key: str, default: float) -> float
     """A dropout probability; null means the default."""
     value = default if config.get(key) is None else number(config, key, default)
     if not 0.0 <= value < 1.0:
-        raise ModelError(f"{key} = {value!r}", "a dropout probability is in 0 <= p < 1", "use such a number")
+        raise ModelError(at(key, value), "a dropout probability is in 0 <= p < 1", "use such a number")
     return value
 
 
@@ -57,14 +78,15 @@ def flag(config: Mapping[str, object], key: str, *, default: bool) -> bool:
     """True or false."""
     value = config.get(key, default)
     if not isinstance(value, bool):
-        raise ModelError(f"{key} = {value!r}", "neither true nor false", "write true or false, unquoted")
+        raise ModelError(at(key, value), "neither true nor false", "write true or false, unquoted")
     return value
 
 
 def check_divides(whole_key: str, whole: int, part_key: str, part: int) -> None:
     """Refuse a whole that does not divide by its part."""
     if whole % part:
-        legal = [n for n in range(1, whole + 1) if whole % n == 0]
+        small = [n for n in range(1, math.isqrt(whole) + 1) if whole % n == 0]
+        legal = sorted({*small, *(whole // n for n in small)})
         raise ModelError(
             f"{part_key} = {part}", f"{whole_key} = {whole} does not divide by it", f"use one of {legal}"
         )

@@ -20,6 +20,7 @@ VERSION = 1
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 """Every mode, the one that computes least again first."""
 
+_MOST_LAYERS = 100_000
 _ANEW = 'measure anew (dsx.profile = "measure")'
 
 
@@ -164,7 +165,7 @@ class Profile:
                 bytes_per_second=content["bytes_per_second"],
             )
             reason = _objection(profile)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError, RecursionError) as error:
             reason = f"it is no profile that dsx wrote ({type(error).__name__}: {error})"
         if reason is not None:
             raise ConfigError(name, reason, _ANEW)
@@ -214,6 +215,8 @@ def _layers(rows: Sequence[dict[str, Any]]) -> tuple[LayerCost, ...]:
     for row in rows:
         values = dict(row)
         count = values.pop("count")
+        if not isinstance(count, int) or len(costs) + count > _MOST_LAYERS:
+            raise ValueError(f"count = {count!r}")
         costs += [LayerCost(**values)] * count
     return tuple(costs)
 

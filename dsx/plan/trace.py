@@ -169,7 +169,7 @@ class Trace:
         fix = "give a step*.json that dsx.train.trace_steps or Trace.to_json wrote"
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ScheduleError(where, f"not JSON ({error})", fix) from None
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise ScheduleError(where, f'not a trace: it has no "format": "{_FORMAT}"', fix)
@@ -184,7 +184,7 @@ class Trace:
             validate(trace.schedule)
         except ScheduleError as error:
             raise ScheduleError(where, f"{error.where}: {error.what}", fix) from None
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ScheduleError(where, f"damaged: {type(error).__name__} {error}", fix) from None
         return trace
 
@@ -200,6 +200,9 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     spans = tuple(tuple(_spans(rank["actions"])) for rank in data["ranks"]) or ((),)
     if data["placement"] not in ("loop", "v") or not all(spans):
         raise ValueError("its placement or a row of actions")
+    # Each virtual stage runs each micro-batch at least once.
+    if len(spans) * int(data["chunks"]) * int(data["micro_batches"]) > sum(map(len, spans)):
+        raise ValueError("it has fewer actions than its chunks and micro-batches take")
     return {
         "schedule": Schedule(
             name=str(data["schedule"]),

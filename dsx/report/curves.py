@@ -107,7 +107,7 @@ def read_series(file: Path) -> dict[str, Series]:
             record = json.loads(line)
             step = int(record[STEP])
             values = {name: float(value) for name, value in record.items() if name != STEP}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             if number == len(lines):
                 break
             raise DataError(

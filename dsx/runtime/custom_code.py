@@ -62,7 +62,7 @@ def tokenizer_code(name: str) -> DataError:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         where = f"{file}: auto_map = {json.dumps(content['auto_map'])}"
-    except (OSError, ValueError, LookupError, TypeError):  # on the hub
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # on the hub
         where = f"{name}: auto_map in {TOKENIZER_CONFIG}"
     return DataError(
         where,

@@ -128,11 +128,20 @@ def _grouped() -> bool:
     return distributed is not None and bool(distributed.is_initialized())
 
 
+class _Printable(logging.LogRecord):
+    """A message of any package, which may quote a file that somebody else made."""
+
+    def getMessage(self) -> str:  # noqa: N802 - logging's name
+        """See logging."""
+        return printable(super().getMessage())
+
+
 def quiet() -> None:
-    """One rank speaks: DeepSpeed and its neighbours report problems only."""
+    """One rank speaks: DeepSpeed and its neighbours report problems only, and none that a terminal obeys."""
     for name in ("DeepSpeed", "torch.distributed", "transformers", "datasets", "filelock"):
         # A filter, because these packages set their loggers' levels when they are imported.
         logging.getLogger(name).addFilter(_is_problem)
+    logging.setLogRecordFactory(_Printable)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch(\.|$)")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|deepspeed)(\.|$)")
 

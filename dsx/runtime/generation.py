@@ -20,18 +20,22 @@ from dsx.checkpoint.pieces import Part, contiguous
 from dsx.checkpoint.reader import Reader
 from dsx.checkpoint.reshard import under_hf_names
 from dsx.config.data import NO_TOKENIZER
-from dsx.errors import CheckpointError, ConfigError, DataError
+from dsx.config.wording import at
+from dsx.errors import CheckpointError, ConfigError, DataError, DsxError
 from dsx.runtime.arrays import as_numpy
 from dsx.runtime.custom_code import check_model_code
 from dsx.runtime.data.tokenizers import Tokenizer, load_tokenizer
+from dsx.runtime.pretrained import check_claims, check_layers, pretrained
+from dsx.runtime.quiet_transformers import first_line, quiet_transformers
 from dsx.runtime.run_folder import find_checkpoint, tokenizer_of_run
-from dsx.terminal import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_MOST_TOKENS = 1 << 24
+_MOST_BEAMS = 64
 
 
 def load_transformers(
@@ -75,8 +79,10 @@ def load_transformers(
     source = open_checkpoint(folder)
     # Before the weights: the cheap things that can be wrong come first.
     hf_config = _config(source, config)
+    file = str(config or source.root / hf_names.CONFIG)
+    check_layers(source, hf_config, file)
     if not trust_remote_code:
-        check_model_code(hf_config, str(config or source.root / hf_names.CONFIG))
+        check_model_code(hf_config, file)
     words = load_tokenizer(tokenizer or _tokenizer(source), trust_remote_code=trust_remote_code)
     size = hf_config.get("vocab_size")
     if isinstance(size, int) and words.vocab_size > size:
@@ -86,7 +92,8 @@ def load_transformers(
             "give the tokenizer that the model was trained with",
         )
     if source.format == hf_catalog.FORMAT and config is None:
-        model = _pretrained(source.root, precision, trust_remote_code=trust_remote_code)
+        dtype = None if precision is None else _DTYPES[precision]
+        model = pretrained(source, dtype, trust_remote_code=trust_remote_code)
     else:
         code = None if config is None or not trust_remote_code else Path(config).expanduser()
         model = _filled(source, hf_config, precision, code)
@@ -117,12 +124,14 @@ def generate(
         top_k: Draw from the likeliest so many alone; 0 from all.
         top_p: Draw from the likeliest whose probabilities add up to this.
         seed: Of the draws. Sets torch's generators.
-        show: Called with each piece of text as it comes, control characters escaped: it may be printed.
+        show: Called with each piece of text as it comes; what prints it on a terminal passes it through
+            :func:`dsx.printable`.
 
     Raises:
         ConfigError: A number outside its range, or more tokens than the model has positions.
     """
     _check(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+    _check_settings(model)
     ids = [int(one) for one in tokenizer.encode([prompt])[0]] or [tokenizer.end_id]
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and len(ids) + tokens > positions:
@@ -137,17 +146,20 @@ def generate(
     torch.manual_seed(seed)
     inputs = torch.tensor([ids], device=model.device)
     try:
-        made: Any = model.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=tokens,
-            streamer=None if show is None else _streamer(tokenizer, show),
-            **sampling,
-        )
-    except ValueError as error:  # a way to generate that is code on the hub, or that cannot be streamed
+        with quiet_transformers():
+            made: Any = model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=tokens,
+                streamer=None if show is None else _streamer(tokenizer, show),
+                **sampling,
+            )
+    except (DsxError, OSError):  # of show
+        raise
+    except Exception as error:  # settings of a wrong type, code on the hub, a way that cannot be streamed
         raise ConfigError(
             f"the generation settings of {model.name_or_path or 'the model'}",
-            f"transformers does not generate with them ({_first_line(error)})",
+            f"transformers does not generate with them ({first_line(error)})",
             "correct its generation_config.json, or call model.generate as you want it",
         ) from error
     return tokenizer.decode(made[0, len(ids) :].tolist())
@@ -159,33 +171,9 @@ def _streamer(tokenizer: Tokenizer, show: Callable[[str], object]) -> Any:
 
     class Shown(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # noqa: ARG002
-            show(printable(text))
+            show(text)
 
     return Shown(tokenizer, skip_prompt=True)
-
-
-def _pretrained(folder: Path, precision: str | None, *, trust_remote_code: bool) -> PreTrainedModel:
-    """A model folder is transformers' own business; pickles stay unread."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype="auto" if precision is None else _DTYPES[precision],
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise CheckpointError(
-            str(folder), f"transformers cannot load it ({_first_line(error)})", "export or download it again"
-        ) from error
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _filled(
@@ -197,7 +185,7 @@ def _filled(
     """
     named = under_hf_names(source, hf_config)
     dtype = _DTYPES.get(precision or str(source.facts.get("precision")), _stored_dtype(named))
-    model = _empty(hf_config, dtype, str(source.root), code)
+    model = _empty(hf_config, dtype, named, code)
     homes: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         homes[id(parameter)].append(name)  # all names of a tied one
@@ -231,7 +219,7 @@ def _read(reader: Reader, entry: Entry, parameter: torch.nn.Parameter, source: C
 
 
 def _empty(
-    hf_config: Mapping[str, Any], dtype: torch.dtype, where: str, code: Path | None
+    hf_config: Mapping[str, Any], dtype: torch.dtype, source: Catalog, code: Path | None
 ) -> PreTrainedModel:
     """A model whose parameters have memory and no values yet."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -244,14 +232,18 @@ def _empty(
             described = AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
         else:
             described = AutoConfig.for_model(**hf_config)
-        with no_init_weights():
+        if code is None:
+            check_claims(source, described, f"the config of {source.root}")
+        with quiet_transformers(), no_init_weights():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 described, dtype=dtype, trust_remote_code=code is not None
             )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # a config that is none makes transformers raise anything
         raise CheckpointError(
-            f"{where}: model_type = {hf_config.get('model_type')}",
-            f"transformers cannot make a language model of its config ({_first_line(error)})",
+            f"{source.root}: model_type = {hf_config.get('model_type')}",
+            f"transformers cannot make a language model of its config ({first_line(error)})",
             "give the config.json of a causal language model",
         ) from error
     model.tie_weights()  # a part of what no_init_weights leaves out
@@ -308,14 +300,14 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, ImportError) as error:  # CPU builds say so with an assertion
         raise ConfigError(
             f"device = {name}",
-            f"torch cannot use it ({_first_line(error)})",
+            f"torch cannot use it ({first_line(error)})",
             'use "cpu", or a device that this torch has',
         ) from None
 
 
 def _check(*, tokens: int, temperature: float, top_k: int, top_p: float) -> None:
     for name, value, fine, fix in (
-        ("tokens", tokens, tokens >= 1, "use 1 or more"),
+        ("tokens", tokens, 1 <= tokens <= _MOST_TOKENS, f"use 1 to {_MOST_TOKENS}"),
         (
             "temperature",
             temperature,
@@ -329,12 +321,19 @@ def _check(*, tokens: int, temperature: float, top_k: int, top_p: float) -> None
             raise ConfigError(f"{name} = {value}", "it is out of range", fix)
 
 
+def _check_settings(model: PreTrainedModel) -> None:
+    """Refuse what a generation_config.json may ask for and no memory holds."""
+    for name in ("num_beams", "num_return_sequences", "num_beam_groups"):
+        value = getattr(model.generation_config, name, None)
+        if value is not None and not (isinstance(value, int) and 1 <= value <= _MOST_BEAMS):
+            raise ConfigError(
+                at(f"{name} in the generation settings of {model.name_or_path or 'the model'}", value),
+                f"each is a copy of the whole text; dsx makes 1 to {_MOST_BEAMS}",
+                "correct its generation_config.json",
+            )
+
+
 def _misfit(source: Catalog, name: str, what: str) -> CheckpointError:
     return CheckpointError(
         f"{source.root}: tensor {name}", what, "give the config.json of the model that it is of (--model)"
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

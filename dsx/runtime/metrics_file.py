@@ -101,5 +101,5 @@ def _record(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
         return {**row, STEP: int(row[STEP])}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

@@ -100,7 +100,7 @@ class RunLock:
 
     def _holder(self) -> tuple[str, str]:
         """Host of the process that has the lock, and words about it; empty if it has not signed."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             signed = json.loads(self._path.read_text())
             return str(signed["host"]), f": process {signed['pid']} on {signed['host']}"
         return "", ""

@@ -85,9 +85,10 @@ class CorpusInfo:
                 raise DataError(str(folder / INFO), f"version {raw.get('version')}, not {VERSION}", fix)
             splits: dict[str, Any] = {name: SplitInfo(**raw.pop(name)) for name in SPLITS}
             info = cls(**raw, **splits)
+            info._check()
         except FileNotFoundError as error:
             raise DataError(str(folder), "no corpus has been prepared here", "call prepare first") from error
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DataError(str(folder / INFO), f"cannot be read ({error})", fix) from error
         for name in SPLITS:
             want = getattr(info, name).tokens * np.dtype(info.dtype).itemsize
@@ -95,6 +96,19 @@ class CorpusInfo:
             if have != want:
                 raise DataError(str(folder / f"{name}.bin"), f"{have} bytes, but {INFO} says {want}", fix)
         return info
+
+    def _check(self) -> None:
+        """Raise ValueError for what no writer writes: the files are read by these."""
+        whole = {"vocab_size": self.vocab_size, "end_id": self.end_id}
+        for name in SPLITS:
+            split: SplitInfo = getattr(self, name)
+            whole |= {f"{name}.{key}": getattr(split, key) for key in ("documents", "tokens", "text_bytes")}
+        whole |= {f"held_out_byte_counts[{at}]": n for at, n in enumerate(self.held_out_byte_counts)}
+        wrong = next((key for key, n in whole.items() if type(n) is not int or not 0 <= n < 1 << 62), None)
+        if wrong is not None:
+            raise ValueError(f"{wrong} = {whole[wrong]!r}")
+        if self.dtype not in ("<u2", "<u4") or not isinstance(self.settings, dict):
+            raise ValueError(f"dtype = {self.dtype!r}, settings = {self.settings!r}")
 
     def save(self, folder: Path) -> None:
         """Write ``corpus.json``, synced."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dsx.errors import DataError
-from dsx.runtime.custom_code import tokenizer_code
+from dsx.runtime.custom_code import TOKENIZER_CONFIG, tokenizer_code
 from dsx.runtime.data.hub import offline_unless, reachable
+from dsx.runtime.quiet_transformers import first_line, quiet_transformers
+from dsx.terminal import printable
 
 TokenIds = npt.NDArray[np.integer[Any]]
 
@@ -83,43 +86,30 @@ class TransformersTokenizer:
     """
 
     def __init__(self, name: str, *, trust_remote_code: bool = False) -> None:
-        from transformers import AutoTokenizer
-
         self.name = name
-        where = f'dsx.data.tokenizer = "{name}"'
-        local = Path(name).expanduser()
-        online = not local.exists() and reachable()
-        try:
-            with offline_unless(online):
-                self._tokenizer = AutoTokenizer.from_pretrained(
-                    str(local) if local.exists() else name, trust_remote_code=trust_remote_code
-                )
-        except (OSError, ValueError, ImportError, LookupError, TypeError, AttributeError) as error:
-            if not trust_remote_code and "trust_remote_code" in str(error):
-                raise tokenizer_code(name) from None
-            lines = str(error).strip().splitlines() or [""]
-            said = "is no folder, and the Hugging Face hub cannot be reached" if not local.exists() else ""
-            said = said if said and not online else f"cannot be loaded ({type(error).__name__}: {lines[0]})"
+        self._tokenizer = _loaded(name, trust_remote_code=trust_remote_code)
+        with _blamed(name, "cannot be used"):
+            end, ids = self._tokenizer.eos_token_id, self._tokenizer.get_vocab().values()
+            # Ids need not be without gaps: there may be larger ones than there are tokens.
+            vocab_size = max(len(self._tokenizer), 1 + max(ids, default=0))
+        if not isinstance(end, int) or end < 0:
             raise DataError(
-                where, said, 'name a folder that holds tokenizer.json, a hub tokenizer, or "bytes"'
-            ) from error
-        if self._tokenizer.eos_token_id is None:
-            raise DataError(
-                where,
+                _place(name),
                 "it has no end-of-sequence token, which must end every document",
                 "set eos_token in its tokenizer_config.json",
             )
-        self.end_id = int(self._tokenizer.eos_token_id)
-        self.vocab_size = max(len(self._tokenizer), self.end_id + 1)
+        self.end_id = end
+        self.vocab_size = max(vocab_size, end + 1)
 
     def identity(self) -> str:
         """A hash of the whole tokenizer, not of its name: a retrained one in the same folder is another."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        whole = (
-            backend.to_str()
-            if backend is not None
-            else json.dumps(sorted(self._tokenizer.get_vocab().items()))
-        )
+        with _blamed(self.name, "cannot be used"):
+            whole = (
+                backend.to_str()
+                if backend is not None
+                else json.dumps(sorted(self._tokenizer.get_vocab().items()))
+            )
         kind = type(self._tokenizer)
         about = hashlib.sha256(f"{kind.__name__} {self.end_id} {whole}".encode())
         if not kind.__module__.startswith("transformers."):  # code that came with it
@@ -132,14 +122,73 @@ class TransformersTokenizer:
 
     def encode(self, documents: Sequence[str]) -> list[TokenIds]:
         """Ids of every document (int64), special tokens in the text included, none added."""
-        encoded = self._tokenizer(
-            list(documents), add_special_tokens=False, return_attention_mask=False, verbose=False
-        )
-        return [np.asarray(ids, np.int64) for ids in encoded["input_ids"]]
+        with _blamed(self.name, "has no ids for a text"):
+            encoded = self._tokenizer(
+                list(documents), add_special_tokens=False, return_attention_mask=False, verbose=False
+            )
+            return [np.asarray(ids, np.int64) for ids in encoded["input_ids"]]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text as the tokenizer joins it."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        with _blamed(self.name, "has no text for ids"):
+            return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def _loaded(name: str, *, trust_remote_code: bool) -> Any:
+    """The tokenizer of ``transformers``. Raises DataError."""
+    from transformers import AutoTokenizer
+
+    local = Path(name).expanduser()
+    online = not local.exists() and reachable()
+    if not local.exists() and not online:
+        what = "is no folder, and the Hugging Face hub cannot be reached"
+    else:
+        what = "cannot be loaded"
+    try:
+        with _blamed(name, what), offline_unless(online):
+            for file in (TOKENIZER_CONFIG, "special_tokens_map.json"):
+                if (local / file).is_file():
+                    _check_keys(json.loads((local / file).read_text(encoding="utf-8")), file)
+            return AutoTokenizer.from_pretrained(
+                str(local) if local.exists() else name, trust_remote_code=trust_remote_code
+            )
+    except DataError as error:
+        if not trust_remote_code and "trust_remote_code" in str(error.__cause__):
+            raise tokenizer_code(name) from None
+        raise
+
+
+def _check_keys(node: object, file: str) -> None:
+    """Refuse keys that a terminal would obey: the tokenizers library prints those that it does not know."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if printable(key) != key:
+                raise ValueError(f"{file} has the key {key}")
+            _check_keys(value, file)
+    elif isinstance(node, list):
+        for value in node:
+            _check_keys(value, file)
+
+
+def _place(name: str) -> str:
+    return f'dsx.data.tokenizer = "{name}"'
+
+
+@contextmanager
+def _blamed(name: str, what: str) -> Iterator[None]:
+    """Whatever goes wrong within is the tokenizer's fault: a DataError that says what it cannot do.
+
+    Of a damaged file the tokenizers library raises a bare Exception, transformers anything at all, and a
+    panic in Rust is no Exception.
+    """
+    try:
+        with quiet_transformers():
+            yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        fix = 'name a folder that holds tokenizer.json, a hub tokenizer, or "bytes"'
+        raise DataError(_place(name), f"{what} ({first_line(error)})", fix) from error
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:

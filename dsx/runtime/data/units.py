@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, Self
 
 from dsx.errors import DataError
+from dsx.terminal import shortened
 
 _SMALLEST_UNIT_BYTES, _LARGEST_UNIT_BYTES = 64 << 10, 64 << 20
 _UNITS_PER_LANE = 4
@@ -159,14 +160,14 @@ class FilePart:
         except UnicodeDecodeError:
             _decoded(line, self.stamp.path, at)
             raise
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(where, f"is no line of JSON ({error})", "mend or remove that line") from error
         if not isinstance(row, dict):
             raise DataError(where, f"holds {type(row).__name__}, not an object", "mend or remove that line")
         if at == 0 and self.column not in row:
             raise DataError(
                 f'dsx.data.text_column = "{self.column}"',
-                f"{self.stamp.path} has no such column; it has {', '.join(row)}",
+                f"{self.stamp.path} has no such column; it has {shortened(', '.join(row), 500)}",
                 "name the column that holds the text",
             )
         cell = row.get(self.column)

@@ -1,0 +1,28 @@
+"""Transformers without progress bars and warnings, which quote files of others as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Within, transformers reports errors alone; what was set before comes back."""
+    from transformers.utils import logging
+
+    shown, told = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(told)
+        if shown:
+            logging.enable_progress_bar()
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error of somebody else's, and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
