@@ -100,7 +100,12 @@ def _read(model: ModelConfig) -> tuple[str, dict[str, Any]]:
         raise ConfigError(
             where, f"there is no file {file}", "give a local Hugging Face model folder (download it first)"
         )
-    return str(file), read(file)
+    try:
+        return str(file), read(file)
+    except ConfigError as error:
+        place = error.where.removeprefix(f"{file}").removeprefix(", ").removeprefix(": ")
+        what = ": ".join(filter(None, (place, error.what)))
+        raise ConfigError(where, f"{file} cannot be read ({what})", "give a complete model folder") from None
 
 
 def _weights(model: ModelConfig) -> Path | None:

@@ -25,7 +25,7 @@ from dsx.errors import CheckpointError, ConfigError, DataError, DsxError
 from dsx.runtime.arrays import as_numpy
 from dsx.runtime.custom_code import check_model_code
 from dsx.runtime.data.tokenizers import Tokenizer, load_tokenizer
-from dsx.runtime.pretrained import check_claims, check_layers, pretrained
+from dsx.runtime.pretrained import check_layers, pretrained
 from dsx.runtime.quiet_transformers import first_line, quiet_transformers
 from dsx.runtime.run_folder import find_checkpoint, tokenizer_of_run
 
@@ -185,41 +185,52 @@ def _filled(
     """
     named = under_hf_names(source, hf_config)
     dtype = _DTYPES.get(precision or str(source.facts.get("precision")), _stored_dtype(named))
-    model = _empty(hf_config, dtype, named, code)
+    where = str(source.root)
+    with Reader.open(named) as reader:
+        if code is None:  # whatever the config claims, before it has memory
+            with torch.device("meta"):
+                _matched(reader, named, _empty(hf_config, dtype, where, code), source)
+        model = _empty(hf_config, dtype, where, code)
+        with torch.no_grad():
+            for parameter, entry in _matched(reader, named, model, source):
+                part = Part((0,) * len(entry.shape), entry.shape, contiguous(entry.shape), 0)
+                kind = str(parameter.dtype).removeprefix("torch.")
+                reader.fill(entry, (part,), as_numpy(parameter), kind)
+    return model
+
+
+def _matched(
+    reader: Reader, named: Catalog, model: PreTrainedModel, source: Catalog
+) -> list[tuple[torch.nn.Parameter, Entry]]:
+    """The model's parameters, each with what the checkpoint has of it. Raises CheckpointError."""
     homes: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         homes[id(parameter)].append(name)  # all names of a tied one
     known = {alias: entry.name for entry in named.entries for alias in (entry.name, *entry.aliases)}
     used: set[str] = set()
-    with Reader.open(named) as reader, torch.no_grad():
-        for parameter in model.parameters():
-            names = homes[id(parameter)]
-            used.update(names)
-            found = (reader.find(known.get(name, name), "weight") for name in names)
-            entry = next((one for one in found if one is not None), None)
-            if entry is None:
-                raise _misfit(source, names[0], "the checkpoint does not have it")
-            used.update((entry.name, *entry.aliases))
-            _read(reader, entry, parameter, source)
+    matched: list[tuple[torch.nn.Parameter, Entry]] = []
+    for parameter in model.parameters():
+        names = homes[id(parameter)]
+        used.update(names)
+        found = (reader.find(known.get(name, name), "weight") for name in names)
+        entry = next((one for one in found if one is not None), None)
+        if entry is None:
+            raise _misfit(source, names[0], "the checkpoint does not have it")
+        used.update((entry.name, *entry.aliases))
+        shape = tuple(parameter.shape)
+        if entry.shape != shape:
+            what = f"its shape is {entry.shape}, and the model of the config needs {shape}"
+            raise _misfit(source, entry.name, what)
+        matched.append((parameter, entry))
     # Buffers (masks, rotary frequencies) are as the model made them: functions of its config.
     left = [entry.name for entry in named.entries if entry.name not in used and entry.role != "buffer"]
     if left:
         raise _misfit(source, left[0], "the model of the config has no place for it")
-    return model
-
-
-def _read(reader: Reader, entry: Entry, parameter: torch.nn.Parameter, source: Catalog) -> None:
-    shape = tuple(parameter.shape)
-    if entry.shape != shape:
-        raise _misfit(
-            source, entry.name, f"its shape is {entry.shape}, and the model of the config needs {shape}"
-        )
-    part = Part((0,) * len(shape), shape, contiguous(shape), 0)
-    reader.fill(entry, (part,), as_numpy(parameter), str(parameter.dtype).removeprefix("torch."))
+    return matched
 
 
 def _empty(
-    hf_config: Mapping[str, Any], dtype: torch.dtype, source: Catalog, code: Path | None
+    hf_config: Mapping[str, Any], dtype: torch.dtype, where: str, code: Path | None
 ) -> PreTrainedModel:
     """A model whose parameters have memory and no values yet."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -232,17 +243,13 @@ def _empty(
             described = AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
         else:
             described = AutoConfig.for_model(**hf_config)
-        if code is None:
-            check_claims(source, described, f"the config of {source.root}")
         with quiet_transformers(), no_init_weights():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 described, dtype=dtype, trust_remote_code=code is not None
             )
-    except CheckpointError:
-        raise
     except Exception as error:  # a config that is none makes transformers raise anything
         raise CheckpointError(
-            f"{source.root}: model_type = {hf_config.get('model_type')}",
+            f"{where}: model_type = {hf_config.get('model_type')}",
             f"transformers cannot make a language model of its config ({first_line(error)})",
             "give the config.json of a causal language model",
         ) from error

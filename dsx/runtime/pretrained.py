@@ -43,7 +43,7 @@ def pretrained(source: Catalog, dtype: torch.dtype | None, *, trust_remote_code:
                 described = AutoConfig.from_pretrained(
                     source.root, trust_remote_code=False, local_files_only=True
                 )
-                check_claims(source, described, str(source.root / hf_names.CONFIG))
+                _check_claims(source, described, str(source.root / hf_names.CONFIG))
             model, told = AutoModelForCausalLM.from_pretrained(
                 source.root,
                 dtype="auto" if dtype is None else dtype,
@@ -90,7 +90,7 @@ def check_layers(source: Catalog, hf_config: Mapping[str, Any], file: str) -> No
             check_layers(source, value, file)
 
 
-def check_claims(source: Catalog, described: PretrainedConfig, file: str) -> None:
+def _check_claims(source: Catalog, described: PretrainedConfig, file: str) -> None:
     """Refuse a config that claims a larger model than a checkpoint holds, before that is made.
 
     Args:
