@@ -25,9 +25,9 @@ from dsx.checkpoint.formats.hf_names import (
     INDEX,
     SINGLE,
     is_buffer,
-    read_json,
     stored_names,
     tied_names,
+    weight_map,
 )
 from dsx.checkpoint.formats.safetensors_file import CRC32
 from dsx.checkpoint.formats.slices import cut
@@ -48,10 +48,8 @@ def open_weights(folder: str | Path) -> HfWeights:
     folder = Path(folder)
     index, single = folder / INDEX, folder / SINGLE
     if index.exists():
-        names = read_json(index, "download the model again").get("weight_map")
-        if not isinstance(names, dict):
-            raise CheckpointError(str(index), "it has no weight_map", "download the model again")
-        return HfWeights({str(name): folder / str(file) for name, file in names.items()}, index)
+        names = weight_map(index, "download the model again")
+        return HfWeights({name: folder / file for name, file in names.items()}, index)
     if not single.exists():
         raise CheckpointError(
             str(folder),
@@ -317,6 +315,7 @@ def _hf_shape(spec: ParamSpec, part: int) -> tuple[int, ...]:
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
     try:
+        store.opened(file).close()  # a pipe in its place would be waited for
         handle = safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dsx.checkpoint.catalog import Checksum, Entry, Piece
-from dsx.checkpoint.formats.hf_names import read_json
+from dsx.checkpoint.formats.hf_names import weight_map
 from dsx.checkpoint.formats.torch_file import TorchFile, read_torch_file
 from dsx.checkpoint.formats.unpickle import TensorRef
 from dsx.errors import CheckpointError
@@ -32,17 +32,10 @@ def contents(root: Path) -> tuple[tuple[Entry, ...], list[Checksum]]:
     """
     told: dict[str, str] = {}
     if (root / INDEX).is_file():
-        weight_map = read_json(root / INDEX, _AGAIN).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(str(root / INDEX), "it has no weight_map", _AGAIN)
-        told = {str(name): str(file) for name, file in weight_map.items()}
+        told = weight_map(root / INDEX, _AGAIN)
     found: dict[str, Entry] = {}
     checksums: list[Checksum] = []
     for name in dict.fromkeys(told.values()) if told else [SINGLE]:
-        if Path(name).name != name:
-            raise CheckpointError(
-                f"{root / INDEX}: {name!r}", "it leads out of the model's folder", "do not trust this folder"
-            )
         file = read_torch_file(root, name)
         found |= _entries(file)
         checksums += file.checksums

@@ -45,6 +45,23 @@ def read_json(file: Path, fix: str) -> dict[str, Any]:
     return content
 
 
+def weight_map(index: Path, fix: str) -> dict[str, str]:
+    """The file of every tensor, by the index of a folder with several.
+
+    Raises:
+        CheckpointError: As :func:`read_json`; it has none, or names a file that is not in the folder.
+    """
+    told = read_json(index, fix).get("weight_map")
+    if not isinstance(told, dict):
+        raise CheckpointError(str(index), "it has no weight_map", fix)
+    for file in set(map(str, told.values())):
+        if "/" in file or "\\" in file or "\0" in file or file in ("", ".", ".."):
+            raise CheckpointError(
+                f"{index}: {file!r}", "it leads out of the model's folder", "do not trust this folder"
+            )
+    return {name: str(file) for name, file in told.items()}
+
+
 def is_buffer(name: str) -> bool:
     """Whether a stored tensor is no parameter.
 
