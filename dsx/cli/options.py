@@ -19,14 +19,19 @@ CHECKPOINT_FORMATS: tuple[CheckpointFormat, ...] = get_args(CheckpointFormat)
 """What ``--to`` can name; ``--format`` named them before."""
 
 
+MOST_RANKS = 1 << 20
+"""Of what a command lays out: each is a process, and no machine has so many."""
+
+
 def _within(least: int, most: int | None = None) -> Any:
     """Refuses other numbers, with the option, the number and what to use."""
 
     def check(parameter: typer.CallbackParam, value: int | None) -> int | None:
         if value is None or least <= value <= (value if most is None else most):
             return value
-        what = f"it must be greater than or equal to {least}" if most is None else f"it is {least} to {most}"
-        fix = f"use {least} or more" if most is None else f"use {least} to {most}"
+        low = most is None or value < least == 1
+        what = f"it must be greater than or equal to {least}" if low else f"it is {least} to {most}"
+        fix = f"use {least} or more" if low else f"use {least} to {most}"
         raise ConfigError(f"{parameter.opts[0]} {value}", what, fix)
 
     return check
@@ -46,9 +51,9 @@ def _assignments(items: list[str] | None) -> list[str] | None:
     return items
 
 
-def count(flag: str, help_text: str) -> Any:
+def count(flag: str, help_text: str, most: int | None = None) -> Any:
     """An option that takes a number of things, 1 or more."""
-    return typer.Option(flag, metavar="N", help=help_text, callback=_within(1))
+    return typer.Option(flag, metavar="N", help=help_text, callback=_within(1, most))
 
 
 CONFIG = typer.Argument(
@@ -58,7 +63,7 @@ CONFIG = typer.Argument(
     dir_okay=False,
     show_default=False,
 )
-GPUS = count("--gpus", "Number of ranks, one GPU (or CPU process) each.")
+GPUS = count("--gpus", "Number of ranks, one GPU (or CPU process) each.", most=MOST_RANKS)
 MODEL = typer.Option(
     "--model",
     metavar="MODEL",

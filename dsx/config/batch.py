@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,10 @@ TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 _SHOWN_TRIPLES = 3
+
+
+MOST_ACCUMULATION = 1 << 17
+"""Micro-batches of a step: each is an action in every rank's schedule."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -38,8 +43,20 @@ def resolve_batch(config: Mapping[str, Any], dp: int) -> Batch:
     alone means accumulation 1.
 
     Raises:
-        ConfigError: A key is no positive integer, too few are given, or they contradict each other.
+        ConfigError: A key is no positive integer, too few are given, they contradict each other, or a step
+            would have more than :data:`MOST_ACCUMULATION` micro-batches.
     """
+    batch = _resolved(config, dp)
+    if batch.accumulation > MOST_ACCUMULATION:
+        raise ConfigError(
+            str(batch),
+            f"a step has at most {MOST_ACCUMULATION:,} micro-batches",
+            f"use a larger {MICRO}, or a smaller {TRAIN}",
+        )
+    return batch
+
+
+def _resolved(config: Mapping[str, Any], dp: int) -> Batch:
     given = {key: config[key] for key in (TRAIN, MICRO, ACCUMULATION) if config.get(key) is not None}
     for key, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -91,5 +108,7 @@ def _candidates(given: Mapping[str, int], train: int, dp: int) -> Iterator[Batch
             yield Batch(kept * other * dp, *pair)
     if train % dp == 0:
         per_rank = train // dp
-        for factor in (n for n in range(1, per_rank + 1) if per_rank % n == 0):
-            yield Batch(train, factor, per_rank // factor)
+        for factor in range(1, min(math.isqrt(per_rank), MOST_ACCUMULATION) + 1):
+            if per_rank % factor == 0:
+                yield Batch(train, factor, per_rank // factor)
+                yield Batch(train, per_rank // factor, factor)

@@ -10,6 +10,7 @@ from dsx.config.load import read
 from dsx.config.presets import find_preset, presets
 from dsx.config.wording import either, suggest
 from dsx.errors import ConfigError
+from dsx.terminal import shortened
 
 
 def find_model(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -23,6 +24,10 @@ def find_model(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     where = f"--model {model}"
     path = Path(model)
+    try:
+        path.exists()
+    except OSError as error:  # a name that no file can have
+        raise ConfigError(shortened(where, 80), str(error.strerror), "give a path that can be") from None
     if path.is_dir():
         file = path / "config.json"
         if not file.is_file():

@@ -11,6 +11,7 @@ import pytest
 
 import made
 from dsx.checkpoint.formats import dsx_native
+from dsx.report.waiting import Waiting
 
 
 @pytest.fixture
@@ -190,3 +191,23 @@ def test_no_torch_is_needed(saved, tmp_path):
             [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
         )
         assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_whatever_takes_long_says_how_far_it_is(dsx, saved, tmp_path, monkeypatch):
+    """In a log file, too: each word counts to its end."""
+    waits = []
+
+    class Heard(Waiting):
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            waits.append((self.text, self._count, self._total))
+
+    monkeypatch.setattr("dsx.report.waiting.Waiting", Heard)
+    assert dsx("reshard", saved, tmp_path / "other", "--to", "tp=2,pp=1,dp=1,zero=1")[0] == 0
+    assert dsx("inspect", tmp_path / "other", "--verify")[0] == 0
+    assert dsx("diff", saved, tmp_path / "other")[0] == 0
+    said = [text.partition(":")[0].removeprefix("... ").split()[0] for text, _, _ in waits]
+    assert said == ["reading", "copying", "reading", "verifying", "reading", "comparing"]
+    counted = [(count, total) for _, count, total in waits if total is not None]
+    assert len(counted) == 3
+    assert all(count == total > 0 for count, total in counted)
