@@ -228,7 +228,10 @@ def _objection(profile: Profile) -> str | None:
     if not profile.num_layers:
         return "it has no layers"
     numbers = [getattr(x, f.name) for costs in profile.layers.values() for x in costs for f in fields(x)]
-    numbers += [profile.latency_seconds, profile.bytes_per_second or 1.0]
+    numbers.append(profile.latency_seconds)
+    rate = profile.bytes_per_second
+    if rate is not None and not (isinstance(rate, int | float) and isfinite(rate) and rate > 0):
+        return f"bytes_per_second = {rate!r}"
     if not all(isinstance(n, int | float) and isfinite(n) and n >= 0 for n in numbers):
         return "it holds figures below 0, or that are no numbers"
     return None

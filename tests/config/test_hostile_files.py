@@ -84,10 +84,9 @@ def cluster(folder: Path) -> None:
 
 def text_of(file: Path) -> str:
     """As those who call these readers get it: an error of the file's own is theirs."""
-    try:
-        return file.read_text(errors="replace")
-    except OSError:
-        raise DsxError(str(file), "it cannot be read", "give another") from None
+    if not file.is_file():
+        raise DsxError(str(file), "it is no file", "give another")
+    return file.read_text(errors="replace")
 
 
 def a_profile(folder: Path) -> None:

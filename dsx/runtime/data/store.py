@@ -79,6 +79,8 @@ class CorpusInfo:
     def load(cls, folder: Path) -> CorpusInfo:
         """Read and check ``folder``. Raises DataError if it is absent, of another version or incomplete."""
         fix = f"remove the folder {folder} and run again"
+        if (folder / INFO).exists() and not (folder / INFO).is_file():  # a device has no end
+            raise DataError(str(folder / INFO), "it is no file", fix)
         try:
             raw = json.loads((folder / INFO).read_text())
             if raw.get("version") != VERSION:
