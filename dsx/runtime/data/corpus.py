@@ -145,7 +145,7 @@ class Corpus:
         return loss / math.log(2) / self.bytes_per_token
 
     def _need_held_out(self) -> None:
-        if not self.info.held_out.documents:
+        if not (self.info.held_out.text_bytes and self.info.held_out.tokens):
             raise DataError(
                 f"dsx.data.held_out = {self.info.settings['held_out']}",
                 f"nothing is held out of {self.info.train.documents} documents",
