@@ -10,9 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dsx.checkpoint.run.stored import export_hf
     from dsx.config.arguments import Arguments, parse_arguments
     from dsx.config.resolve import resolve as load_config
     from dsx.config.run import RunConfig
+    from dsx.data.own import OwnCorpus
+    from dsx.engine.engine import PipelineEngine
+    from dsx.engine.initialize import initialize
+    from dsx.engine.pipeline_module import PipelineModule
     from dsx.errors import (
         CheckpointError,
         ConfigError,
@@ -24,27 +29,22 @@ if TYPE_CHECKING:
         ScheduleError,
         VersionError,
     )
+    from dsx.launch.entry import run, world_size
+    from dsx.launch.processes import distributed
+    from dsx.models.param import ParamSpec
+    from dsx.models.spec import ModelSpec
     from dsx.nn.parallel import TensorParallel
-    from dsx.plan.choose import Space, choose
-    from dsx.plan.profile import Profile
-    from dsx.plan.program import Program
-    from dsx.runtime import recipe
-    from dsx.runtime.data.own import OwnCorpus
-    from dsx.runtime.engine import PipelineEngine
-    from dsx.runtime.entry import run, world_size
-    from dsx.runtime.generation import generate, load_transformers
-    from dsx.runtime.groups import Groups
-    from dsx.runtime.initialize import initialize
-    from dsx.runtime.launch import distributed
-    from dsx.runtime.pipeline_module import PipelineModule
-    from dsx.runtime.profile import profile_layers
-    from dsx.runtime.weights import export_hf
-    from dsx.spec.mesh import Mesh
-    from dsx.spec.model import ModelSpec
-    from dsx.spec.param import ParamSpec
-    from dsx.spec.schedule import Schedule
-    from dsx.spec.stages import StageMap
+    from dsx.parallel.groups import Groups
+    from dsx.parallel.mesh import Mesh
+    from dsx.parallel.stages import StageMap
+    from dsx.planner.choose import Space, choose
+    from dsx.planner.profile import Profile
+    from dsx.planner.profiler import profile_layers
+    from dsx.schedules.program import Program
+    from dsx.schedules.schedule import Schedule
     from dsx.terminal import printable
+    from dsx.train import recipe
+    from dsx.train.generation import generate, load_transformers
 
 __version__ = "0.1.0"
 
@@ -97,37 +97,37 @@ _HOMES = {
     "DataError": ("dsx.errors", "DataError"),
     "DsxError": ("dsx.errors", "DsxError"),
     "LayoutError": ("dsx.errors", "LayoutError"),
-    "Mesh": ("dsx.spec.mesh", "Mesh"),
+    "Mesh": ("dsx.parallel.mesh", "Mesh"),
     "ModelError": ("dsx.errors", "ModelError"),
-    "ModelSpec": ("dsx.spec.model", "ModelSpec"),
-    "OwnCorpus": ("dsx.runtime.data.own", "OwnCorpus"),
-    "ParamSpec": ("dsx.spec.param", "ParamSpec"),
-    "PipelineEngine": ("dsx.runtime.engine", "PipelineEngine"),
-    "PipelineModule": ("dsx.runtime.pipeline_module", "PipelineModule"),
-    "Profile": ("dsx.plan.profile", "Profile"),
-    "Program": ("dsx.plan.program", "Program"),
+    "ModelSpec": ("dsx.models.spec", "ModelSpec"),
+    "OwnCorpus": ("dsx.data.own", "OwnCorpus"),
+    "ParamSpec": ("dsx.models.param", "ParamSpec"),
+    "PipelineEngine": ("dsx.engine.engine", "PipelineEngine"),
+    "PipelineModule": ("dsx.engine.pipeline_module", "PipelineModule"),
+    "Profile": ("dsx.planner.profile", "Profile"),
+    "Program": ("dsx.schedules.program", "Program"),
     "RunConfig": ("dsx.config.run", "RunConfig"),
-    "Schedule": ("dsx.spec.schedule", "Schedule"),
+    "Schedule": ("dsx.schedules.schedule", "Schedule"),
     "RunError": ("dsx.errors", "RunError"),
     "ScheduleError": ("dsx.errors", "ScheduleError"),
-    "Space": ("dsx.plan.choose", "Space"),
-    "StageMap": ("dsx.spec.stages", "StageMap"),
+    "Space": ("dsx.planner.choose", "Space"),
+    "StageMap": ("dsx.parallel.stages", "StageMap"),
     "TensorParallel": ("dsx.nn.parallel", "TensorParallel"),
     "VersionError": ("dsx.errors", "VersionError"),
-    "Groups": ("dsx.runtime.groups", "Groups"),
-    "choose": ("dsx.plan.choose", "choose"),
-    "distributed": ("dsx.runtime.launch", "distributed"),
-    "export_hf": ("dsx.runtime.weights", "export_hf"),
-    "generate": ("dsx.runtime.generation", "generate"),
-    "initialize": ("dsx.runtime.initialize", "initialize"),
+    "Groups": ("dsx.parallel.groups", "Groups"),
+    "choose": ("dsx.planner.choose", "choose"),
+    "distributed": ("dsx.launch.processes", "distributed"),
+    "export_hf": ("dsx.checkpoint.run.stored", "export_hf"),
+    "generate": ("dsx.train.generation", "generate"),
+    "initialize": ("dsx.engine.initialize", "initialize"),
     "load_config": ("dsx.config.resolve", "resolve"),
-    "load_transformers": ("dsx.runtime.generation", "load_transformers"),
+    "load_transformers": ("dsx.train.generation", "load_transformers"),
     "parse_arguments": ("dsx.config.arguments", "parse_arguments"),
     "printable": ("dsx.terminal", "printable"),
-    "profile_layers": ("dsx.runtime.profile", "profile_layers"),
-    "recipe": ("dsx.runtime.recipe", ""),
-    "run": ("dsx.runtime.entry", "run"),
-    "world_size": ("dsx.runtime.entry", "world_size"),
+    "profile_layers": ("dsx.planner.profiler", "profile_layers"),
+    "recipe": ("dsx.train.recipe", ""),
+    "run": ("dsx.launch.entry", "run"),
+    "world_size": ("dsx.launch.entry", "world_size"),
 }
 
 

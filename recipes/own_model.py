@@ -4,7 +4,7 @@
     deepspeed --num_accelerators 4 recipes/own_model.py --tensor 2 --pipeline 2 --zero 1
     torchrun --nproc_per_node 4 recipes/own_model.py --pipeline 2 --chunks 2 --zero 3
 
-Losses are the same in every layout. dsx/guides/own_model.md explains each part.
+Losses are the same in every layout. docs/guides/own_model.md explains each part.
 """
 
 from __future__ import annotations

@@ -11,15 +11,15 @@ import numpy as np
 from dsx.checkpoint.catalog import Catalog, Entry, Piece, check_files
 from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import Options, Report, execute
-from dsx.checkpoint.formats import dsx_native
+from dsx.checkpoint.formats import native
 from dsx.checkpoint.pieces import contiguous
 from dsx.checkpoint.reshard import Conversion
-from dsx.plan.hf_config import model_spec
-from dsx.plan.params import layer_kinds, param_specs
-from dsx.plan.partition import partition
-from dsx.spec.layout import Layout
-from dsx.spec.mesh import Mesh
-from dsx.spec.param import ParamSpec
+from dsx.models.hf_config import model_spec
+from dsx.models.param import ParamSpec
+from dsx.models.params import layer_kinds, param_specs
+from dsx.parallel.layout import Layout
+from dsx.parallel.mesh import Mesh
+from dsx.parallel.partition import partition
 
 CONFIGS = {
     "gpt2": {
@@ -115,14 +115,14 @@ def plain(
 
 def reshard(source: Catalog, folder: Path, to: Layout, *, tile=64, options=None, **more) -> Report:
     """Convert to dsx's own format in a layout, by tiles of ``tile`` elements unless the source has a size."""
-    target = dsx_native.target_of(source, folder, to, **more)
+    target = native.target_of(source, folder, to, **more)
     made = plan(with_tiles(source, tile), target.catalog)
     return execute(source, target, made, options or Options())
 
 
 def prepared(source: Catalog, folder: Path, to: Layout) -> Conversion:
     """A conversion to dsx's own format, not done yet."""
-    target = dsx_native.target_of(source, folder, to)
+    target = native.target_of(source, folder, to)
     check_files(source)
     return Conversion(source=source, target=target, layout=None, plan=plan(source, target.catalog))
 
@@ -143,4 +143,4 @@ def bits_of(tensor) -> np.ndarray:
 
 def num_bytes(folder: Path) -> int:
     """Bytes of the tensors in a dsx checkpoint."""
-    return dsx_native.catalog_of(folder).num_bytes
+    return native.catalog_of(folder).num_bytes

@@ -236,12 +236,12 @@ def _with_member(data: bytes, name: str, content: bytes) -> bytes:
 
 def _with_digest(data: bytes) -> bytes:
     """A manifest of dsx that has the digest of what it says now, so that more than that is looked at."""
-    from dsx.checkpoint.formats import dsx_manifest
+    from dsx.checkpoint.formats import native
 
     try:
         content = json.loads(data)
         content.pop("digest", None)
-        text = json.dumps({**content, "digest": dsx_manifest._digest(content)})
+        text = json.dumps({**content, "digest": native._digest(content)})
     except (ValueError, TypeError, AttributeError, RecursionError):
         return data
     return text.encode()

@@ -1,4 +1,4 @@
-"""What dsx/guides say is so: their commands run, in order, their configs load, their links lead somewhere."""
+"""What docs/guides say is so: commands run, in order, configs load, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fresh_shell import FIRST, Shell, blocks, change_configs, clone, install
 from recipes.launching import free_port
 
 ROOT = Path(__file__).parents[1]
-GUIDES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "dsx/guides").glob("*.md")}
+GUIDES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs/guides").glob("*.md")}
 BIN = Path(sys.executable).parent
 
 # What is less in the copy that the tests paste into, so that the commands stay as they are.
@@ -336,9 +336,9 @@ def test_blocks_of_config_are_right(guide, block, tmp_path, monkeypatch):
 def test_links_lead_somewhere():
     for text in GUIDES.values():
         links = re.findall(r"\]\((?!https?://)([^)#]+)\)", text)
-        assert [link for link in links if not (ROOT / "dsx/guides" / link).exists()] == []
+        assert [link for link in links if not (ROOT / "docs/guides" / link).exists()] == []
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert {name for name in GUIDES if f"(dsx/guides/{name})" not in readme} == set()
+    assert {name for name in GUIDES if f"(docs/guides/{name})" not in readme} == set()
 
 
 @pytest.mark.parametrize(
@@ -357,4 +357,4 @@ def test_pictures_are_those_that_the_commands_draw(picture, schedule, tmp_path):
     command = ["dsx", "schedule", *shlex.split(schedule), "--format", "svg", "--output", "drawn.svg"]
     code, text = run(command, tmp_path)
     assert code == 0, text
-    assert (tmp_path / "drawn.svg").read_text() == (ROOT / "dsx/guides/pictures" / picture).read_text()
+    assert (tmp_path / "drawn.svg").read_text() == (ROOT / "docs/guides/pictures" / picture).read_text()

@@ -1,4 +1,4 @@
-"""What dsx/guides/methods.md says of each method is so: its commands run and print what stands under them.
+"""What docs/guides/methods.md says of each method is so: its commands run and print what stands under them.
 
 Recipes run in ranks that are forked from one process with everything loaded, in place of a launcher's, which
 would import torch and DeepSpeed for each of two dozen commands.
@@ -21,7 +21,7 @@ from often import often
 from recipes.launching import free_port, recipe
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "dsx/guides/methods.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs/guides/methods.md").read_text(encoding="utf-8")
 
 
 def _methods() -> dict[str, tuple[list[list[str]], list[str]]]:

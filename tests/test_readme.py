@@ -254,7 +254,7 @@ def test_commands_left_to_the_slow_test_name_files_and_keys_that_exist(tmp_path)
 
 
 def preset(family: str, name: str) -> dict[str, object]:
-    from dsx.config.presets import find_preset
+    from dsx.models.presets import find_preset
 
     return dict(find_preset(family, name).config)
 
@@ -273,7 +273,7 @@ def test_the_annotated_json_is_a_config(tmp_path):
 
 
 def test_the_cluster_is_one(tmp_path):
-    from dsx.config.plan_cluster import read_cluster
+    from dsx.planner.cluster import read_cluster
 
     (block,) = blocks(section("Choosing a layout"), "json")
     path = tmp_path / "cluster.json"
@@ -356,9 +356,9 @@ def test_what_each_stage_communicates(cells):
 
 @pytest.mark.parametrize("cells", rows("Pipeline schedules", "| schedule"), ids=lambda c: c[0])
 def test_what_each_schedule_costs(cells):
-    from dsx.plan.builders import build, default_chunks, divides_backward
-    from dsx.plan.simulate import simulate
-    from dsx.plan.validate import peak_activations
+    from dsx.schedules.builders import build, default_chunks, divides_backward
+    from dsx.schedules.simulate import simulate
+    from dsx.schedules.validate import peak_activations
 
     name, chunks, bubble, peak, backward = cells
     schedule = build(name, 4, int(chunks), 8)
@@ -369,7 +369,7 @@ def test_what_each_schedule_costs(cells):
 
 
 def test_every_schedule_is_in_the_table():
-    from dsx.plan.builders import NAMES
+    from dsx.schedules.builders import NAMES
 
     assert {cells[0] for cells in rows("Pipeline schedules", "| schedule")} == set(NAMES)
 
@@ -400,7 +400,7 @@ def test_a_stock_program_moves_by_its_imports():
 
 
 def test_metrics_are_those_that_are_reported():
-    from dsx.report.progress import EvaluationReport, RunRates, StepReport
+    from dsx.train.progress import EvaluationReport, RunRates, StepReport
 
     rates = RunRates(steps=1, world_size=1, tokens_per_step=1, flops_per_token=1.0, peak_flops=1.0)
     step = StepReport(
@@ -432,8 +432,8 @@ def of_a_degree(_: Path) -> None:
 
 
 def of_a_model(folder: Path) -> None:
-    from dsx.checkpoint.formats.dsx_manifest import read_manifest
-    from dsx.runtime.checkpointing import require_same_model
+    from dsx.checkpoint.formats.native import read_manifest
+    from dsx.checkpoint.run.state import require_same_model
 
     (path,) = folder.glob("runs/zero3-pp1-dp2-tp1/checkpoints/*3/dsx.json")
     require_same_model(read_manifest(path), {"0.word.weight": (1000, 128)})
@@ -442,8 +442,8 @@ def of_a_model(folder: Path) -> None:
 def of_little_text(_: Path) -> None:
     import numpy as np
 
-    from dsx.runtime.data.batches import Batches, Shuffled
-    from dsx.runtime.data.corpus import Sequences
+    from dsx.data.batches import Batches, Shuffled
+    from dsx.data.corpus import Sequences
 
     text = Sequences(np.zeros(2 * 256 + 1, dtype=np.uint8), 256)
     Batches(Shuffled(text, seed=0), micro_batch_size=3, accumulation=1, dp=1, dp_rank=0)
@@ -452,7 +452,7 @@ def of_little_text(_: Path) -> None:
 def of_a_version(_: Path) -> None:
     import deepspeed
 
-    from dsx.runtime.zero_adapters import require_supported
+    from dsx.engine.zero import require_supported
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deepspeed, "__version__", "0.18.0")
@@ -476,7 +476,7 @@ def of_elastic_limits(_: Path) -> None:
 
 
 def of_a_loss(_: Path) -> None:
-    from dsx.plan.health import Health
+    from dsx.fault_tolerance.health import Health
 
     found = Health(window=8, sigmas=8.0).judge(float("nan"), 1.0, spikes=frozenset())
     raise dsx.RunError("step 3", found.text, "")

@@ -9,9 +9,9 @@ import unicodedata
 import pytest
 
 from dsx.errors import ConfigError
-from dsx.report.progress import Progress
-from dsx.runtime import entry
+from dsx.launch import entry
 from dsx.terminal import printable
+from dsx.train.progress import Progress
 
 
 def test_every_control_character_is_escaped_and_nothing_else():

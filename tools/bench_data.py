@@ -33,12 +33,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from dsx.config.data import DataConfig
-from dsx.runtime.data.batches import Batches
-from dsx.runtime.data.prefetch import Prefetched
-from dsx.runtime.data.sources import documents
-from dsx.runtime.data.streamed import open_stream
-from dsx.runtime.data.text import Text, prepare_text
+from dsx.config.schema import DataConfig
+from dsx.data.batches import Batches, Prefetched
+from dsx.data.sources import documents
+from dsx.data.streamed import open_stream
+from dsx.data.text import Text, prepare_text
 
 S, ROWS, BUFFER, WARM_UP = 1024, 4, 512, 20
 

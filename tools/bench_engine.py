@@ -40,11 +40,11 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 import dsx
-from dsx.nn import families
-from dsx.plan.builders import build
-from dsx.plan.hf_config import model_spec
-from dsx.plan.params import num_parameters
-from dsx.plan.simulate import simulate
+from dsx.models import families
+from dsx.models.hf_config import model_spec
+from dsx.models.params import num_parameters
+from dsx.schedules.builders import build
+from dsx.schedules.simulate import simulate
 
 PIPELINE = 2
 MICRO_BATCH = 2

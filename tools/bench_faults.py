@@ -158,8 +158,8 @@ def made(folder: Path, config: Json, chance: random.Random) -> Path:
     from dsx.checkpoint.execute import Options
     from dsx.checkpoint.pieces import contiguous
     from dsx.checkpoint.reshard import Wanted, prepare
-    from dsx.plan.hf_config import model_spec
-    from dsx.plan.params import param_specs
+    from dsx.models.hf_config import model_spec
+    from dsx.models.params import param_specs
 
     specs = param_specs(model_spec(config))
     plain = folder / "plain"
@@ -262,11 +262,11 @@ def flips(folder: Path, count: int, chance: random.Random) -> Json:
     """Flip bits; see the module."""
     from dsx.checkpoint.execute import Options
     from dsx.checkpoint.open import open_checkpoint
+    from dsx.checkpoint.read import verify
     from dsx.checkpoint.reshard import Wanted, prepare
-    from dsx.checkpoint.source import verify
     from dsx.errors import CheckpointError
-    from dsx.plan.hf_config import model_spec
-    from dsx.plan.params import param_specs
+    from dsx.models.hf_config import model_spec
+    from dsx.models.params import param_specs
 
     source = made(folder, SMALL, chance)
     homes = {name: spec.name for spec in param_specs(model_spec(SMALL)) for name in spec.hf}
@@ -312,10 +312,10 @@ def killed_saves(folder: Path, count: int, chance: random.Random) -> Json:
     import torch
     import torch.distributed
 
-    import dsx.runtime.recipe  # noqa: F401 - likewise
+    import dsx.train.recipe  # noqa: F401 - likewise
     from dsx.checkpoint.compare import compare
     from dsx.checkpoint.open import open_checkpoint
-    from dsx.checkpoint.source import verify
+    from dsx.checkpoint.read import verify
 
     torch.set_num_threads(1)
     watcher, found = Disturbance(), Counter[str]()
@@ -375,8 +375,8 @@ def train(
     import torch
 
     import dsx
-    from dsx.runtime.groups import make_groups
-    from dsx.runtime.recipe import build_engine
+    from dsx.parallel.groups import make_groups
+    from dsx.train.recipe import build_engine
 
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": "2"}  # DeepSpeed looks there
     torch.distributed.init_process_group(

@@ -6,8 +6,8 @@
     python tools/bench_memory.py --real
     python tools/bench_memory.py --states
 
-Each case is one rank of one layout: estimated without torch (dsx.plan.memory) and traced through the real
-engine on fake tensors (dsx.runtime.paper), in a process of its own. Prints the error of the peak of each case
+Each case is one rank of one layout: estimated without torch (dsx.memory) and traced through the real
+engine on fake tensors (dsx.memory.paper), in a process of its own. Prints the error of the peak of each case
 and its distribution, and for bad ones the lines of both ledgers.
 """
 
@@ -197,11 +197,11 @@ def run_case(case: Case, connection: Any, labels: bool) -> None:
 def _both(case: Case, *, labels: bool = True) -> dict[str, Any]:
     import torch
 
-    from dsx.config.memory_job import job_of
     from dsx.config.resolve import resolve
     from dsx.errors import DsxError
-    from dsx.plan.memory.estimate import estimate
-    from dsx.runtime.paper.run import trace
+    from dsx.memory.estimate import estimate
+    from dsx.memory.job import job_of
+    from dsx.memory.paper.run import trace
 
     # What a launcher would tell DeepSpeed.
     os.environ.update(RANK=str(case["rank"]), LOCAL_RANK="0", DS_ACCELERATOR="cpu")
@@ -292,7 +292,7 @@ def main() -> int:
     os.environ.update(LOCAL_RANK="0", DS_ACCELERATOR="cpu")
     import deepspeed  # noqa: F401 (once, before the forks)
 
-    import dsx.runtime.paper.run  # noqa: F401
+    import dsx.memory.paper.run  # noqa: F401
 
     if args.real:
         from tools.memory_bench.real import compare

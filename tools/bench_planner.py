@@ -25,11 +25,10 @@ from planner_bench import fit
 from planner_bench.figures import figures
 from planner_bench.published import CALIBRATED_ON, LATER, ROWS, SEQUENCE_LENGTH, TABLE_2, ZERO3_FITTED_TO, Run
 
-from dsx.config.plan_inputs import plan_inputs
-from dsx.config.plan_search import Fixed, plan_search
-from dsx.plan.cluster import preset
-from dsx.plan.planner.efficiency import Efficiency
-from dsx.plan.planner.step_time import Predictor
+from dsx.planner.cluster import preset
+from dsx.planner.costs import Efficiency
+from dsx.planner.inputs import Fixed, plan_inputs, plan_search
+from dsx.planner.step_time import Predictor
 
 MOST_ERROR = 0.10
 MOST_SLOWER = 1.03

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: the manifest that describes one, and files that are whole or absent."""
+"""Checkpoints on disk: what they hold, in any format and layout, and how one becomes another."""

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import xxhash
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-Part: TypeAlias = tuple[str, int, int, int]
+Summed: TypeAlias = tuple[str, int, int, int]
 """A file, bytes ``start`` to ``stop`` of it, and their CRC32."""
 
 _POLYNOMIAL = 0xEDB88320  # of CRC-32/ISO-HDLC, bit-reversed: bit 31 is x^0
@@ -53,7 +53,7 @@ class Crc32Parts:
         self._lock = threading.Lock()
         self._parts: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
 
-    def add(self, parts: Iterable[Part]) -> None:
+    def add(self, parts: Iterable[Summed]) -> None:
         """Take note of parts."""
         with self._lock:
             for file, start, stop, crc in parts:

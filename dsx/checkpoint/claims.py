@@ -21,9 +21,9 @@ from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import NO_SETTINGS, Catalog, Entry, locate
 from dsx.checkpoint.json_text import check_plain
 from dsx.errors import CheckpointError
-from dsx.plan.params import param_specs
-from dsx.spec.model import ModelSpec
-from dsx.spec.param import ParamSpec
+from dsx.models.param import ParamSpec
+from dsx.models.params import param_specs
+from dsx.models.spec import ModelSpec
 
 _USE_ANOTHER = "use another checkpoint, or save this one again"
 _SPARE_RANKS, _MOST_RANKS = 1 << 12, 1 << 17

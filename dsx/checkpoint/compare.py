@@ -10,9 +10,9 @@ import numpy as np
 
 from dsx.checkpoint.catalog import Catalog, Entry, check_files
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS, check_cover, tiles
-from dsx.checkpoint.dtypes import Array, convert, ulps
+from dsx.checkpoint.file_io import Array, convert, ulps
 from dsx.checkpoint.pieces import PieceIndex
-from dsx.checkpoint.source import SourceReader, Tile
+from dsx.checkpoint.read import SourceReader, Tile
 
 BROKEN_ULPS = 2**64 - 1
 """The distance of a NaN from anything else."""

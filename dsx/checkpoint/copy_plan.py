@@ -15,7 +15,7 @@ from math import prod
 from dsx.checkpoint.catalog import Catalog, Entry, Piece
 from dsx.checkpoint.pieces import PieceIndex, intersect, subtract, volume, whole
 from dsx.errors import CheckpointError
-from dsx.spec.param import Box
+from dsx.models.param import Box
 
 TILE_ELEMENTS = 1 << 20
 _FLOATS = {"float64", "float32", "float16", "bfloat16"}

@@ -1,19 +1,277 @@
-"""The layout that a checkpoint shall get: from degrees and what the source says of itself. Pure data."""
+"""The layout that a checkpoint shall get, and which stock engine it is written for. Pure data."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
+from math import prod
 from typing import Self
 
-from dsx.checkpoint.catalog import Catalog, Entry
+from dsx.checkpoint.catalog import NO_SETTINGS, Catalog, Entry
 from dsx.checkpoint.claims import check_layers
+from dsx.checkpoint.formats.deepspeed.layer_names import tied_names, under_names
+from dsx.checkpoint.formats.deepspeed.order import TIED, Ties
+from dsx.checkpoint.formats.deepspeed.plan import StockLayout
 from dsx.errors import CheckpointError, ConfigError
-from dsx.plan.partition import balanced
-from dsx.spec.layout import Layout
-from dsx.spec.mesh import Mesh
-from dsx.spec.param import Init, ParamSpec
-from dsx.spec.stages import StageMap
+from dsx.models.param import Init, ParamSpec
+from dsx.parallel.layout import Layout
+from dsx.parallel.mesh import Mesh
+from dsx.parallel.partition import balanced
+from dsx.parallel.stages import StageMap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """What is asked for of a PipelineModule.
+
+    Attributes:
+        partition: Its ``partition_method``, ``uniform`` or ``parameters``, or layers per stage: ``3,2``.
+        tied: (key, layers that use it) of every TiedLayerSpec, where the checkpoint does not say; empty if
+            there is none, None if nothing is said.
+    """
+
+    partition: str | None = None
+    tied: Ties | None = None
+
+
+def stock_layout(
+    source: Catalog, degrees: Degrees, pipeline: Pipeline, layout: StockLayout, *, universal: bool = False
+) -> tuple[Catalog, StockLayout]:
+    """The engine of ``layout`` with the degrees asked for, and the source under the names that it has.
+
+    Args:
+        source: What there is.
+        degrees: What they leave out is 1: a stock engine is no layout of dsx, whose degrees would stay.
+        pipeline: Of the PipelineModule, if the pipeline degree is above 1 or a partition is given.
+        layout: Everything but tensor parallelism and pipeline.
+        universal: Only its names matter: files of the universal format are of no cut.
+
+    Raises:
+        CheckpointError: Chunks, a cut that does not fit the layers, layers that are not known, or tied
+            modules that are not the source's.
+    """
+    tp, pp = degrees.tensor or 1, degrees.pipeline or 1
+    if (degrees.chunks or 1) > 1:
+        raise CheckpointError(
+            f"chunks = {degrees.chunks}", "DeepSpeed's pipelines have one stage per rank", "leave chunks out"
+        )
+    specs = tuple(spec for spec in source.specs if not is_guess(spec) and spec.hf != (spec.name,))
+    layout = replace(layout, tp=tp, specs=specs)
+    cut = pp > 1 or pipeline.partition is not None
+    if pipeline.tied and not cut and not universal:
+        raise CheckpointError("--tied", "there is no pipeline", "give --pipeline or --partition")
+    tied = pipeline.tied or _known_ties(source)
+    if (cut or universal) and not specs:
+        source = _under_ties(source, tied)
+    if not cut:
+        return source, layout
+    last = _num_layers(source, specs, tied)
+    names = tied_names(specs)
+    source = under_names(source, names)
+    bounds = _bounds(source, specs, pipeline, pp, tp, last)
+    _check_ties(tied, bounds)
+    return source, replace(
+        layout,
+        bounds=bounds,
+        tied=tied or _ties(specs, last),
+        specs=tuple(replace(spec, name=names.get(spec.name, spec.name)) for spec in specs),
+        groups=merged_groups(source) if specs else layout.groups,
+    )
+
+
+def _known_ties(source: Catalog) -> Ties:
+    """What the user said when the checkpoint, or one that it was made of, was read."""
+    told = source.facts.get("tied", {})
+    if not isinstance(told, dict) or not all(
+        isinstance(layers, list) and layers and all(type(layer) is int for layer in layers)
+        for layers in told.values()
+    ):
+        raise CheckpointError(f"{source.root}: tied", f"it names no layers: {told}", "give --tied instead")
+    return tuple((key, tuple(layers)) for key, layers in told.items())
+
+
+def _under_ties(source: Catalog, ties: Ties) -> Catalog:
+    """A pipeline's checkpoint with the tensors of tied modules under the names that PipelineModule has.
+
+    Raises:
+        CheckpointError: A tie has no tensor or several copies, or a tied module has no key.
+    """
+    names: dict[str, str] = {}
+    for key, layers in ties:
+        held = [layer for layer in layers if _of_layer(source, layer)]
+        known = any(entry.name.startswith(f"{TIED}.{key}.") for entry in source.entries)
+        if len(held) + known != 1:
+            what = (
+                f"has tensors of layer {held[-1]} beside the tied module's"
+                if held
+                else "has none of its tensors"
+            )
+            raise CheckpointError(
+                f"--tied {key}={','.join(map(str, layers))}",
+                f"{source.root} {what}",
+                "name the layers of the TiedLayerSpec, counted from 0, when the pipeline's own checkpoint is "
+                "converted",
+            )
+        found = () if known else _of_layer(source, held[0])
+        names |= {name: f"{TIED}.{key}.{name.partition('.')[2]}" for name in found}
+    covered = {layer for _, layers in ties for layer in layers}
+    open_ones = [layer for layer in source.facts.get("unnamed_ties", ()) if layer not in covered]
+    if open_ones:
+        raise CheckpointError(
+            f"{source.root}: layer {open_ones[0]}",
+            "several stages have it, so that it is a tied module, whose key no file says without ZeRO",
+            f"say the key and all layers that use it: --tied KEY={open_ones[0]},LAYER",
+        )
+    return under_names(source, names)
+
+
+def _of_layer(source: Catalog, layer: int) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(one.name for one in source.entries if one.name.startswith(f"{layer}.")))
+
+
+def _check_ties(ties: Ties, bounds: Sequence[int]) -> None:
+    for key, layers in ties:
+        if max(layers) >= bounds[-1]:
+            raise CheckpointError(
+                f"--tied {key}={','.join(map(str, layers))}",
+                f"the pipeline has {bounds[-1]} layers, numbered from 0",
+                "name its layers, or say with --partition how many each stage gets",
+            )
+
+
+def merged_groups(source: Catalog) -> tuple[tuple[str, ...], ...]:
+    """Optimizer groups in the order of the model, which a stock engine of it numbers them by.
+
+    Groups with the same hyperparameters become one: dsx's engine puts tied weights apart, and each pipeline
+    rank has groups of its own.
+    """
+    order = {name: at for at, name in enumerate(dict.fromkeys(entry.name for entry in source.entries))}
+    merged: dict[str, list[str]] = {}
+    for group in source.facts.get("param_groups") or ():
+        settings = {key: value for key, value in group.items() if key not in NO_SETTINGS}
+        merged.setdefault(json.dumps(settings, sort_keys=True), []).extend(group["names"])
+    return tuple(tuple(sorted(dict.fromkeys(names), key=order.__getitem__)) for names in merged.values())
+
+
+def _num_layers(source: Catalog, specs: Sequence[ParamSpec], ties: Ties) -> int | None:
+    """Layers of the model; None where only its files are known, which layers without tensors do not have."""
+    told = int((source.facts.get("stage_bounds") or [0])[-1])
+    if not told and not specs:
+        return None
+    # A conversion to dsx cannot count layers without tensors, as the head of tied embeddings is one.
+    used = (layer + 1 for _, layers in ties for layer in layers)
+    layers = max(told, num_layers(specs) if specs else 0, *used)
+    check_layers(source, layers, "its layers")
+    return layers
+
+
+def _ties(specs: Sequence[ParamSpec], layers: int | None) -> Ties:
+    return tuple((spec.tie, (spec.layer, layers - 1)) for spec in specs if spec.tie and layers is not None)
+
+
+def _bounds(
+    source: Catalog,
+    specs: Sequence[ParamSpec],
+    pipeline: Pipeline,
+    pp: int,
+    tp: int,
+    layers: int | None,
+) -> tuple[int, ...]:
+    """First layer of every stage, then the number of layers, as the PipelineModule will cut them."""
+    method = pipeline.partition or "parameters"
+    if method not in ("uniform", "parameters"):
+        return _counted(method, pp, layers)
+    if layers is None:
+        raise CheckpointError(
+            f"{source.root} as a pipeline of {pp} stages",
+            "its files do not say how many layers the model has: those without tensors have no file",
+            "say how many layers each stage gets: --partition 3,2",
+        )
+    if layers < pp:
+        raise CheckpointError(f"pipeline = {pp}", f"the model has {layers} layers", "ask for fewer stages")
+    if method == "uniform":
+        short, more = divmod(layers, pp)
+        return tuple(accumulate((short + (stage < more) for stage in range(pp)), initial=0))
+    return evenest([_elements(specs, layer, layers, tp) for layer in range(layers)], pp)
+
+
+def _counted(method: str, pp: int, layers: int | None) -> tuple[int, ...]:
+    counts = [int(count) if count.strip().isdecimal() else 0 for count in method.split(",")]
+    if not all(counts) or len(counts) != pp or (layers is not None and sum(counts) != layers):
+        told = "" if layers is None else f" of {layers} layers"
+        raise CheckpointError(
+            f"--partition {method}",
+            f"it does not say how many layers each of {pp} stages{told} gets",
+            "use uniform, parameters, or one number per stage: 3,2",
+        )
+    return tuple(accumulate(counts, initial=0))
+
+
+def _elements(specs: Sequence[ParamSpec], layer: int, layers: int, tp: int) -> int:
+    """Parameters of one rank's module of a layer, as PipelineModule counts them: tied ones in each layer."""
+    mine = (spec for spec in specs if spec.layer == layer or (spec.tie and layer == layers - 1))
+    return sum(prod(spec.local_shape(tp)) for spec in mine)
+
+
+def evenest(weights: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Bounds of the cut that DeepSpeed's ``parameters`` method makes (runtime/utils.py, partition_balanced).
+
+    It builds the cut of the first i layers into j stages from cuts of fewer, always the one with the least
+    difference between heaviest and lightest stage and, of equal ones, the one whose last stage is shortest.
+    That is not always the least difference of all, and here it has to be the same cut.
+
+    >>> evenest([4, 1, 1, 1, 1, 4], 3)
+    (0, 1, 5, 6)
+    """
+    if len(weights) <= num_stages:
+        return tuple(range(len(weights) + 1))
+    sums = [0, *accumulate(weights)]
+    Best = tuple[float, float, tuple[int, ...]]  # heaviest, lightest, bounds
+    best: dict[int, Best] = {0: (0.0, float("inf"), (0,))}
+    for stage in range(1, num_stages + 1):
+        now: dict[int, Best] = {}
+        for stop in range(stage, len(weights) + 1):
+            for start in (start for start in range(stop) if start in best):
+                high, low, bounds = best[start]
+                last = sums[stop] - sums[start]
+                new = (max(high, last), min(low, last), (*bounds, stop))
+                if stop not in now or new[0] - new[1] <= now[stop][0] - now[stop][1]:
+                    now[stop] = new
+        best = now
+    return best[len(weights)][2]
+
+
+def parse_ties(texts: Sequence[str]) -> Ties:
+    """``embed=0,4`` each: key of a TiedLayerSpec and the layers that use it; ``none`` that there are none.
+
+    Raises:
+        CheckpointError: Another text.
+    """
+    if list(texts) == ["none"]:
+        return ()
+    found = []
+    for text in texts:
+        key, _, layers = text.partition("=")
+        numbers = [part.strip() for part in layers.split(",")]
+        if not key or not all(number.isdecimal() for number in numbers):
+            raise CheckpointError(
+                f"--tied {text}",
+                "it names no key and the layers that use it",
+                "write for example embed=0,4, or none",
+            )
+        found.append((key, tuple(int(number) for number in numbers)))
+    return tuple(found)
+
+
+def cut_note(layout: StockLayout) -> tuple[str, ...]:
+    """What the loading script has to do alike, for people."""
+    if not layout.bounds:
+        return ()
+    counts = [high - low for low, high in pairwise(layout.bounds)]
+    return (f"The PipelineModule that loads it has {', '.join(map(str, counts))} layers in its stages.",)
+
 
 _NAMES = {
     "tp": "tensor",

@@ -8,19 +8,14 @@ from pathlib import Path
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Catalog
 from dsx.checkpoint.claims import check_claims, reading
-from dsx.checkpoint.formats import (
-    dcp,
-    deepspeed,
-    dsx_native,
-    hf_bin,
-    hf_catalog,
-    hf_names,
-    megatron,
-    universal,
-)
-from dsx.checkpoint.formats.deepspeed_cut import Rules
-from dsx.checkpoint.formats.deepspeed_files import looks_stock
-from dsx.checkpoint.formats.deepspeed_order import Ties
+from dsx.checkpoint.formats import dcp, megatron, native, universal
+from dsx.checkpoint.formats.deepspeed import reader
+from dsx.checkpoint.formats.deepspeed.cut import Rules
+from dsx.checkpoint.formats.deepspeed.files import looks_stock
+from dsx.checkpoint.formats.deepspeed.order import Ties
+from dsx.checkpoint.formats.huggingface import catalog as hf_bin
+from dsx.checkpoint.formats.huggingface import catalog as hf_catalog
+from dsx.checkpoint.formats.huggingface import names
 from dsx.errors import CheckpointError
 
 _KNOWN = (
@@ -36,7 +31,7 @@ def open_checkpoint(folder: Path, *, rules: Path | None = None, ties: Ties | Non
     Args:
         folder: The checkpoint's own folder, the one that has a file ``latest``, or that of a run.
         rules: A file that says how tensor parallelism cut the tensors, for stock DeepSpeed checkpoints that
-            do not (:mod:`dsx.checkpoint.formats.deepspeed_cut`).
+            do not (:mod:`dsx.checkpoint.formats.deepspeed.cut`).
         ties: Tied modules of a stock pipeline, before those of the rules: without ZeRO its files name none.
 
     Raises:
@@ -60,7 +55,7 @@ def _opened(folder: Path, rules: Path | None, ties: Ties | None) -> Catalog:
     if not manifest.exists() and not is_universal and looks_stock(folder):
         if ties is not None:
             given = replace(given or Rules(), ties=ties)
-        return deepspeed.catalog_of(folder, given)
+        return reader.catalog_of(folder, given)
     if given is not None:
         raise CheckpointError(
             f"--rules {rules}", f"{folder} is no stock DeepSpeed checkpoint", "leave the rules out"
@@ -68,12 +63,12 @@ def _opened(folder: Path, rules: Path | None, ties: Ties | None) -> Catalog:
     if is_universal:
         return universal.catalog_of(folder)
     if manifest.exists():
-        return dsx_native.catalog_of(folder)
+        return native.catalog_of(folder)
     if megatron.looks_megatron(folder):
         return megatron.catalog_of(folder)
     if dcp.looks_dcp(folder):
         return dcp.catalog_of(folder)
-    safetensors = any((folder / name).is_file() for name in (hf_names.SINGLE, hf_names.INDEX))
+    safetensors = any((folder / name).is_file() for name in (names.SINGLE, names.INDEX))
     if safetensors or hf_bin.looks_bin(folder):
         return hf_catalog.catalog_of(folder)
     raise _unknown(folder)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from math import prod
 
 from dsx.checkpoint.catalog import Piece
-from dsx.spec.param import Box, ParamSpec
+from dsx.models.param import Box, ParamSpec
 
 
 @dataclass(frozen=True, slots=True)

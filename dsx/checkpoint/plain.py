@@ -13,8 +13,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
+from dsx.checkpoint.file_io import numpy_dtype
 from dsx.errors import CheckpointError
+
+
+def as_numpy(tensor: torch.Tensor) -> Any:
+    """A host tensor's memory as an array of the dtype that :mod:`dsx.checkpoint.file_io` holds it in."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    flat: np.ndarray[Any, Any] = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return flat.view(numpy_dtype(name))
+
 
 _TAG = "__dsx__"
 _DICTS: Mapping[str, type] = {"dict": dict, "counter": Counter, "ordered": OrderedDict}

@@ -13,28 +13,22 @@ from dsx.checkpoint.catalog import Catalog, check_files
 from dsx.checkpoint.claims import specs_of_model
 from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import Options, Report, execute, worker_bytes
-from dsx.checkpoint.formats import (
-    dcp_target,
-    deepspeed_target,
-    dsx_native,
-    hf_catalog,
-    hf_target,
-    megatron,
-    universal_target,
-)
-from dsx.checkpoint.formats.deepspeed import FORMAT as STOCK
-from dsx.checkpoint.formats.deepspeed_plan import StockLayout
-from dsx.checkpoint.formats.layer_names import as_model
-from dsx.checkpoint.layouts import Degrees, layout_like
+from dsx.checkpoint.formats import dcp, megatron, native
+from dsx.checkpoint.formats import universal as universal_target
+from dsx.checkpoint.formats.deepspeed import target as deepspeed_target
+from dsx.checkpoint.formats.deepspeed.layer_names import as_model
+from dsx.checkpoint.formats.deepspeed.plan import StockLayout
+from dsx.checkpoint.formats.deepspeed.reader import FORMAT as STOCK
+from dsx.checkpoint.formats.huggingface import catalog
+from dsx.checkpoint.layouts import Degrees, Pipeline, cut_note, layout_like, merged_groups, stock_layout
 from dsx.checkpoint.staging import check_absent
-from dsx.checkpoint.stock_layouts import Pipeline, cut_note, merged_groups, stock_layout
 from dsx.checkpoint.target import Target
 from dsx.errors import CheckpointError, LayoutError, ModelError
-from dsx.plan.hf_config import model_spec
-from dsx.plan.params import param_specs
-from dsx.spec.layout import Layout
-from dsx.spec.model import ModelSpec
-from dsx.spec.param import ParamSpec
+from dsx.models.hf_config import model_spec
+from dsx.models.param import ParamSpec
+from dsx.models.params import param_specs
+from dsx.models.spec import ModelSpec
+from dsx.parallel.layout import Layout
 
 if TYPE_CHECKING:
     from dsx.config.run import RunConfig
@@ -142,7 +136,7 @@ def prepare(source: Catalog, root: Path, wanted: Wanted) -> Conversion:
 def _check_complete(source: Catalog, target: Target) -> None:
     """Prove that no tensor of the model is lost; a model folder has no place for buffers."""
     kept = {entry.name for entry in target.catalog.entries if entry.state in ("weight", "master")}
-    no_buffers = target.catalog.format == hf_catalog.FORMAT
+    no_buffers = target.catalog.format == catalog.FORMAT
     for entry in source.entries:
         if entry.name not in kept and not (no_buffers and entry.role == "buffer"):
             raise CheckpointError(
@@ -168,7 +162,7 @@ def _named(source: Catalog, wanted: Wanted) -> Catalog:
             )
         return source
     named = as_model(source, specs)
-    return named if names == "dsx" else hf_catalog.as_hf(named, specs)
+    return named if names == "dsx" else catalog.as_hf(named, specs)
 
 
 def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:
@@ -186,7 +180,7 @@ def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:
         except ModelError:
             return source
         specs = specs_of_model(source, model)
-    return hf_catalog.as_hf(hf_catalog.as_dsx(source, specs), specs)
+    return catalog.as_hf(catalog.as_dsx(source, specs), specs)
 
 
 def _of_megatron(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
@@ -210,7 +204,7 @@ def _model(source: Catalog, wanted: Wanted) -> tuple[tuple[ParamSpec, ...], dict
             "schedule": run.schedule_name,
             "hf_config": dict(run.hf_config),
         }
-    if source.format in (hf_catalog.FORMAT, megatron.FORMAT):
+    if source.format in (catalog.FORMAT, megatron.FORMAT):
         told = source.facts.get("hf_config") or wanted.hf_config
         if told is None:
             return (), {}
@@ -250,7 +244,7 @@ def _in_order(source: Catalog) -> tuple[ParamSpec, ...]:
 def _target(source: Catalog, root: Path, wanted: Wanted) -> tuple[Catalog, Target, dict[str, Any] | None]:
     if wanted.format == "dsx":
         layout = _layout(source, wanted)
-        target = dsx_native.target_of(source, root, layout, precision=wanted.precision)
+        target = native.target_of(source, root, layout, precision=wanted.precision)
         return source, target, layout_facts(layout)
     if wanted.format == "hf":
         config = wanted.hf_config or source.facts.get("hf_config")
@@ -260,7 +254,7 @@ def _target(source: Catalog, root: Path, wanted: Wanted) -> tuple[Catalog, Targe
                 f"{source.root} does not have the model's config.json",
                 "give --hf-config FILE, or name a CONFIG of the model",
             )
-        return source, hf_target.target_of(source, root, config, precision=wanted.precision), None
+        return source, catalog.target_of(source, root, config, precision=wanted.precision), None
     if wanted.format == "dcp":
         return source, _dcp(source, root, wanted), None
     return _stock(source, root, wanted)
@@ -273,7 +267,7 @@ def _dcp(source: Catalog, root: Path, wanted: Wanted) -> Target:
             "torch.distributed.checkpoint loads whole tensors into any layout",
             "say --data alone: the number of files",
         )
-    return dcp_target.target_of(source, root, files=wanted.degrees.data or 1, precision=wanted.precision)
+    return dcp.target_of(source, root, files=wanted.degrees.data or 1, precision=wanted.precision)
 
 
 def _layout(source: Catalog, wanted: Wanted) -> Layout:

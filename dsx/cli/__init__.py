@@ -1,1 +1,1 @@
-"""The ``dsx`` command: one small file per command, nothing imported that a command does not need."""
+"""The ``dsx`` command: nothing imported that a command does not need."""

@@ -10,20 +10,16 @@ import typer
 from dsx import __version__
 from dsx.cli.check import check
 from dsx.cli.diff import diff
-from dsx.cli.env import env
 from dsx.cli.estimate import estimate
-from dsx.cli.guide import guide
 from dsx.cli.init import init
 from dsx.cli.inspect import inspect
 from dsx.cli.options import Command
 from dsx.cli.output import BAD_INPUT, say, tell
 from dsx.cli.plan import plan
-from dsx.cli.plot import plot
-from dsx.cli.presets import presets
+from dsx.cli.plot import plot, trace
 from dsx.cli.reshard import reshard
 from dsx.cli.schedule import schedule
-from dsx.cli.schema import schema
-from dsx.cli.trace import trace
+from dsx.cli.show import env, guide, presets, schema
 from dsx.cli.verify import verify
 from dsx.errors import DsxError
 

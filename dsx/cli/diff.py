@@ -34,7 +34,7 @@ def diff(
     """
     from dsx.checkpoint.compare import compare, fact_differences, only_in
     from dsx.checkpoint.open import open_checkpoint
-    from dsx.report.waiting import Waiting
+    from dsx.waiting import Waiting
 
     with Waiting(f"reading what {a} and {b} hold"):
         one, two = open_checkpoint(a), open_checkpoint(b)

@@ -28,11 +28,11 @@ from dsx.cli.output import BAD, deliver, say
 if TYPE_CHECKING:
     from dsx.config.ordinary import Assumption
     from dsx.config.run import RunConfig
-    from dsx.plan.cluster import Cluster
-    from dsx.plan.memory.ledger import Label
-    from dsx.plan.memory.ops import DeviceKind
-    from dsx.plan.memory.roles import RunMemory
-    from dsx.runtime.paper.device import Device
+    from dsx.memory.estimate import RunMemory
+    from dsx.memory.ledger import Label
+    from dsx.memory.ops import DeviceKind
+    from dsx.memory.paper.device import Device
+    from dsx.planner.cluster import Cluster
 
 _GIB = 1 << 30
 _WEIGHTLESS = ("optimizer.params.", "scheduler.")  # whatever their values, memory is the same
@@ -76,8 +76,8 @@ def estimate(
     """
     from dsx.config.load import read
     from dsx.config.ordinary import complete
-    from dsx.config.plan_cluster import read_cluster
     from dsx.config.resolve import resolve
+    from dsx.planner.cluster import read_cluster
 
     if config is None and model is None:
         raise typer.BadParameter("give CONFIG, or --model, or both", param_hint="CONFIG")
@@ -120,7 +120,7 @@ def deliver_as(
 ) -> None:
     """Write the estimate in one of its forms."""
     if style in ("svg", "png"):
-        from dsx.report.memory_chart import save
+        from dsx.memory.table import save
 
         assert output is not None
         save(memory, output, title=_title(run), capacity_gib=gpu_memory)
@@ -141,8 +141,8 @@ def _check_output(style: str, output: Path | None) -> None:
 
 def _memory(run: RunConfig, cluster: Cluster | None, capacity: int | None) -> RunMemory:
     """On CPUs the run takes other paths than on GPUs, and on a GPU without room too."""
-    from dsx.config.memory_job import job_of
-    from dsx.plan.memory.roles import estimate_run
+    from dsx.memory.estimate import estimate_run
+    from dsx.memory.job import job_of
 
     device: DeviceKind = "cpu" if _on_host(cluster) else "cuda"
     return estimate_run(job_of(run, device=device, capacity_bytes=capacity))
@@ -156,7 +156,7 @@ def _traced(
     run: RunConfig, memory: RunMemory, cluster: Cluster | None, capacity: int | None
 ) -> dict[int, int]:
     """Pipeline rank -> traced peak."""
-    from dsx.runtime.paper.processes import trace_ranks
+    from dsx.memory.paper.processes import trace_ranks
 
     ranks = [role.estimate.rank for role in memory.roles]
     device: Device = "cpu" if _on_host(cluster) else "paper"
@@ -165,7 +165,7 @@ def _traced(
 
 
 def _title(run: RunConfig) -> str:
-    from dsx.report.progress import compact
+    from dsx.train.progress import compact
 
     mesh = run.mesh
     ranks = f"{mesh.size} rank{'s' if mesh.size > 1 else ''}"
@@ -190,8 +190,8 @@ def _text(
     gpu_memory: float | None,
     assumed: Sequence[Assumption],
 ) -> str:
-    from dsx.report.memory_table import details, table
-    from dsx.report.progress import unit_of
+    from dsx.memory.table import details, table
+    from dsx.train.progress import unit_of
 
     highest = memory.highest
     peak = highest.estimate.peak
@@ -279,9 +279,9 @@ def _advice(
     cluster: Cluster | None,
 ) -> str:
     """The cheapest changes, by the step's time on ``cluster``: on an H100's if there is none."""
-    from dsx.config.fit import what_would_fit
-    from dsx.config.predicted import predicted_step
-    from dsx.plan.cluster import preset
+    from dsx.planner.cluster import preset
+    from dsx.planner.fit import what_would_fit
+    from dsx.planner.predicted import predicted_step
 
     where = cluster or preset("H100")
     found = what_would_fit(

@@ -52,8 +52,7 @@ def init(
     without --model a tiny one. The layout is one that --gpus ranks can have. Nothing that is there already is
     written over.
     """
-    from dsx.config.shipped import shipped
-    from dsx.config.starter import starter
+    from dsx.config.starter import shipped, starter
 
     begun = starter(model=model, gpus=gpus, ds_config=ds_config, overrides=overrides or [])
     files = {

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dsx.cli.options import FORMAT, RULES
-from dsx.cli.output import BAD, judging, one_a_line, say
-from dsx.cli.sizes import show_bytes
+from dsx.cli.output import BAD, judging, one_a_line, say, show_bytes
 
 if TYPE_CHECKING:
     from dsx.checkpoint.catalog import Catalog, Entry
@@ -40,9 +39,9 @@ def inspect(
     """
     from dsx.checkpoint.catalog import check_files
     from dsx.checkpoint.open import open_checkpoint
-    from dsx.checkpoint.source import verify as verified
+    from dsx.checkpoint.read import verify as verified
     from dsx.errors import CheckpointError
-    from dsx.report.waiting import Waiting
+    from dsx.waiting import Waiting
 
     with judging(CheckpointError):
         with Waiting(f"reading what {path} holds"):

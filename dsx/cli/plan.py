@@ -26,9 +26,8 @@ from dsx.cli.output import judging, say, write
 from dsx.errors import DsxError
 
 if TYPE_CHECKING:
-    from dsx.config.plan_inputs import PlanInputs
-    from dsx.config.plan_search import Calibration
-    from dsx.plan.planner.search import Plan, Ranked
+    from dsx.planner.inputs import Calibration, PlanInputs
+    from dsx.planner.search import Plan, Ranked
 
 _MOST_TOO_LARGE = 3
 
@@ -67,9 +66,8 @@ def plan(
     parallelism by predicted step time, within the memory of a GPU; what is given as an option stays. All but
     the layout comes from CONFIG; without one from usual settings. Exit code 1: nothing fits.
     """
-    from dsx.config.plan_output import layout_config
-    from dsx.config.plan_search import Fixed, plan_search
-    from dsx.report.waiting import Waiting
+    from dsx.planner.inputs import Fixed, layout_config, plan_search
+    from dsx.waiting import Waiting
 
     fixed = Fixed(tensor=tensor, pipeline=pipeline, zero=zero, micro_batch=micro_batch, gpu_memory=gpu_memory)
     inputs = _inputs(cluster, gpus, model, config, global_batch, sequence_length)
@@ -97,8 +95,8 @@ def _inputs(
     global_batch: int | None,
     sequence_length: int | None,
 ) -> PlanInputs:
-    from dsx.config.plan_cluster import read_cluster
-    from dsx.config.plan_inputs import plan_inputs
+    from dsx.planner.cluster import read_cluster
+    from dsx.planner.inputs import plan_inputs
 
     return plan_inputs(
         model=model,
@@ -112,17 +110,16 @@ def _inputs(
 
 def _measured(inputs: PlanInputs) -> Calibration:
     """Rates of this machine."""
-    from dsx.report.waiting import Waiting
-    from dsx.runtime.measure_compute import measure_compute
+    from dsx.planner.profiler import measure_compute
+    from dsx.waiting import Waiting
 
     with Waiting("measuring this machine"):
         return measure_compute(inputs.run, inputs.cluster)
 
 
 def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None) -> str:
-    from dsx.plan.planner.reasons import reason
-    from dsx.plan.planner.search import gibibytes
-    from dsx.report.progress import compact
+    from dsx.planner.search import gibibytes, reason
+    from dsx.train.progress import compact
 
     run, cluster = inputs.run, found.task.machine.network.cluster
     title = (
@@ -158,8 +155,7 @@ def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None) -> str:
 
 
 def _table(inputs: PlanInputs, found: Plan) -> list[str]:
-    from dsx.plan.planner.reasons import reason
-    from dsx.plan.planner.search import gibibytes
+    from dsx.planner.search import gibibytes, reason
 
     titles = ("", "step", "tokens/s", "MFU", "bubble", "commun.", "memory", "layout", "against the best")
     rows = [titles]
@@ -211,7 +207,7 @@ def _figures(inputs: PlanInputs, found: Plan, ranked: Ranked) -> dict[str, Any]:
 
 
 def _facts(inputs: PlanInputs, found: Plan) -> dict[str, Any]:
-    from dsx.plan.planner.reasons import reason
+    from dsx.planner.search import reason
 
     def facts(ranked: Ranked) -> dict[str, Any]:
         layout = asdict(ranked.layout)

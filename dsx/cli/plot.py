@@ -1,15 +1,19 @@
-"""``dsx plot``."""
+"""``dsx plot`` and ``dsx trace``."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from dsx.cli.options import FORMAT
-from dsx.cli.output import say
+from dsx.cli.options import FORMAT, OUTPUT, drawn
+from dsx.cli.output import deliver, say
+from dsx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dsx.schedules.trace import Comparison
 
 
 def plot(
@@ -42,7 +46,7 @@ def plot(
 
     Needs matplotlib, which the extra "plot" brings.
     """
-    from dsx.report.curves import choose, read_runs, save
+    from dsx.train.curves import choose, read_runs, save
 
     read = read_runs(runs)
     if output is None:
@@ -56,3 +60,51 @@ def plot(
         )
         return
     say(str(output))
+
+
+def trace(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="A recorded step: trace/step*.json in the folder of a run.",
+            show_default=False,
+        ),
+    ],
+    *,
+    style: Annotated[
+        Literal["table", "json", "svg", "html", "perfetto"],
+        drawn(
+            "Step, bubble, costs and the actions that lost most; all of it as JSON; a picture; a page; "
+            "or a trace for ui.perfetto.dev, measured and simulated."
+        ),
+    ] = "table",
+    output: Annotated[Path | None, OUTPUT] = None,
+) -> None:
+    """Compare a recorded training step with its simulation.
+
+    The simulation runs the same schedule with what the step's own actions and transfers took, median over
+    micro-batches. Steps are recorded by dsx.train.trace_steps or engine.trace.
+    """
+    from dsx.schedules.trace import Trace, compare
+
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(str(file), reason or str(error), "give a trace/step*.json of a run") from None
+    deliver(_render(compare(Trace.from_json(text, where=str(file))), style), output)
+
+
+def _render(comparison: Comparison, style: str) -> str:
+    if style == "perfetto":
+        from dsx.schedules.perfetto import comparison_trace
+
+        return comparison_trace(comparison)
+    if style in ("svg", "html"):
+        from dsx.schedules.timeline import comparison_page, comparison_svg
+
+        return comparison_svg(comparison) if style == "svg" else comparison_page(comparison)
+    from dsx.schedules.tables import facts_json, step_table
+
+    return facts_json(comparison) if style == "json" else step_table(comparison)

@@ -21,15 +21,14 @@ from dsx.cli.options import (
     CheckpointFormat,
     count,
 )
-from dsx.cli.output import BAD, one_a_line, say
-from dsx.cli.sizes import parse_bytes, show_bytes
+from dsx.cli.output import BAD, one_a_line, parse_bytes, say, show_bytes
 
 if TYPE_CHECKING:
+    from dsx.checkpoint.check_loss import LossCheck, Losses
     from dsx.checkpoint.execute import Options, Report
     from dsx.checkpoint.layouts import Degrees
     from dsx.checkpoint.reshard import Conversion, Wanted
     from dsx.config.run import RunConfig
-    from dsx.runtime.check_loss import LossCheck, Losses
 
 
 def reshard(
@@ -127,12 +126,11 @@ def reshard(
     another loss.
     """
     from dsx.checkpoint.execute import Options, default_workers
-    from dsx.checkpoint.formats.hf_names import read_config
-    from dsx.checkpoint.layouts import Degrees
+    from dsx.checkpoint.formats.huggingface.names import read_config
+    from dsx.checkpoint.layouts import Degrees, Pipeline, parse_ties
     from dsx.checkpoint.open import open_checkpoint
     from dsx.checkpoint.reshard import Wanted, prepare
-    from dsx.checkpoint.stock_layouts import Pipeline, parse_ties
-    from dsx.report.waiting import Waiting
+    from dsx.waiting import Waiting
 
     degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data, chunks=chunks, zero=zero)
     target_format, layout = _asked(to or [])
@@ -182,7 +180,7 @@ def reshard(
 
 
 def _copied(conversion: Conversion, options: Options) -> Report:
-    from dsx.report.waiting import Waiting
+    from dsx.waiting import Waiting
 
     try:
         with Waiting("copying", total=conversion.plan.write_bytes, unit="bytes") as waiting:
@@ -203,7 +201,7 @@ def _asked(to: list[str]) -> tuple[CheckpointFormat, str]:
 
 def _loss_check(tokens: str, conversion: Conversion, wanted: Wanted) -> LossCheck:
     """The model and tokens of ``--check-loss``, before anything is written."""
-    from dsx.runtime.check_loss import LossCheck
+    from dsx.checkpoint.check_loss import LossCheck
 
     config = wanted.hf_config or conversion.source.facts.get("hf_config")
     return LossCheck(config, None if tokens == "random" else Path(tokens))

@@ -16,7 +16,7 @@ from dsx.cli.output import BAD, say
 from dsx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dsx.runtime.verify.run import Verdict
+    from dsx.verify.run import Verdict
 
 
 class Precision(StrEnum):
@@ -71,11 +71,11 @@ def verify(
     if model is not None and stock is not None:
         raise typer.BadParameter("give one of --model and --stock", param_hint="--stock")
     source, own = _source(config, model, overrides or [])
-    from dsx.runtime import entry
+    from dsx.launch import entry
 
     entry.quiet()
-    from dsx.runtime.verify.run import Request
-    from dsx.runtime.verify.run import verify as run
+    from dsx.verify.run import Request
+    from dsx.verify.run import verify as run
 
     request = Request(
         source=source,
@@ -111,7 +111,7 @@ def _source(
         return config, model
     from dsx.config.load import read
     from dsx.config.ordinary import complete
-    from dsx.config.presets import presets
+    from dsx.models.presets import presets
 
     own = model.isidentifier() and model not in {preset.name for preset in presets()}
     if (own and not Path(model).exists()) or model.endswith(".py"):
@@ -124,7 +124,7 @@ def _source(
 
 
 def _lines(verdict: Verdict) -> list[str]:
-    from dsx.report.parity_table import findings_text, labelled, parity_table
+    from dsx.verify.table import findings_text, labelled, parity_table
 
     lines = labelled("layout", verdict.layout)
     lines += labelled("reference", f"{verdict.reference}; updates: {verdict.optimizer}")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsx.config.problems import at
+from dsx.config.load import at
 from dsx.config.schema import DsxConfig
 from dsx.errors import ConfigError, LayoutError
-from dsx.plan.flops import layer_flops
-from dsx.plan.params import layer_kinds
-from dsx.plan.partition import partition
-from dsx.spec.model import ModelSpec
-from dsx.spec.param import ParamSpec
-from dsx.spec.stages import StageMap
+from dsx.models.flops import layer_flops
+from dsx.models.param import ParamSpec
+from dsx.models.params import layer_kinds
+from dsx.models.spec import ModelSpec
+from dsx.parallel.partition import partition
+from dsx.parallel.stages import StageMap
 
 
 def cut_layers(

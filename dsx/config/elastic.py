@@ -8,17 +8,15 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
-from dsx.config.block import Degree
-from dsx.config.memory_job import job_of
-from dsx.config.plan_cluster import read_cluster
-from dsx.config.predicted import predicted_step
-from dsx.config.problems import at, raise_all
+from dsx.config.load import at, raise_all
 from dsx.config.run import RunConfig
-from dsx.config.schema import DsxConfig, ElasticConfig
+from dsx.config.schema import Degree, DsxConfig, ElasticConfig
 from dsx.errors import ConfigError, DsxError
-from dsx.plan.cluster import Cluster
-from dsx.plan.memory.ops import DeviceKind
-from dsx.plan.memory.roles import estimate_run
+from dsx.memory.estimate import estimate_run
+from dsx.memory.job import job_of
+from dsx.memory.ops import DeviceKind
+from dsx.planner.cluster import Cluster, read_cluster
+from dsx.planner.predicted import predicted_step
 
 Attempt: TypeAlias = Callable[[dict[str, Any], DsxConfig, int], RunConfig]
 """(DeepSpeed's keys, dsx block, ranks) -> the run, or a DsxError."""

@@ -14,9 +14,9 @@ from typing import Any
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.load import override
-from dsx.config.named_model import find_model
+from dsx.config.sources import find_model
 from dsx.errors import ConfigError
-from dsx.plan.hf_config import model_spec
+from dsx.models.hf_config import model_spec
 
 _AUTO = "auto"
 SEQUENCE_LENGTH_KEYS = ("max_position_embeddings", "n_positions")

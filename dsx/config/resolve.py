@@ -2,27 +2,464 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from dsx.config import elastic, measured, programs
-from dsx.config.batch import resolve_batch
+from dsx.config import elastic
+from dsx.config.batch import ACCUMULATION, Batch, resolve_batch
 from dsx.config.cuts import cut_layers
-from dsx.config.deepspeed_checks import deepspeed_problems, is_bf16, optimizer_notes, zero_stage
-from dsx.config.degrees import resolve_degrees
-from dsx.config.load import load
-from dsx.config.model_source import read_model
-from dsx.config.problems import raise_all
+from dsx.config.deepspeed import deepspeed_problems, is_bf16, optimizer_notes, zero_stage
+from dsx.config.load import at, either, load, raise_all
 from dsx.config.run import RunConfig
-from dsx.config.run_checks import Facts, run_notes, run_problems
-from dsx.config.schema import DsxConfig
-from dsx.errors import ConfigError
-from dsx.plan.params import layer_kinds, param_specs
+from dsx.config.schema import DsxConfig, ZeroConfig
+from dsx.config.sources import read_model
+from dsx.errors import ConfigError, ScheduleError
+from dsx.models.params import layer_kinds, param_specs
+from dsx.models.spec import ModelSpec
+from dsx.parallel.mesh import Mesh
+from dsx.planner import measured
+from dsx.planner.measured import is_wanted
+from dsx.schedules.builders import Options, ScheduleName, default_chunks, placement_of
+from dsx.schedules.program import Program
+from dsx.schedules.schedule import Schedule
 
 __all__ = ["RunConfig", "resolve"]
+
+
+def read_file(dsx: DsxConfig) -> tuple[DsxConfig, Program | None]:
+    """The schedule in ``dsx.schedule.file``, and the config with the degrees that it is written for.
+
+    Raises:
+        ConfigError: The file cannot be read or run, or the config's degrees are others.
+    """
+    if dsx.schedule.file is None:
+        return dsx, None
+    key = at("dsx.schedule.file", dsx.schedule.file)
+    try:
+        text = Path(dsx.schedule.file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(key, f"it cannot be read ({reason})", "give a CSV file, one row per rank") from None
+    try:
+        program = Program.read(text, name=Path(dsx.schedule.file).name)
+    except ScheduleError as error:
+        raise ConfigError(key, f"{error.where}: {error.what}", error.fix) from None
+    assert program.rows is not None
+    return _with_degrees(dsx, program.rows), program
+
+
+def choose(dsx: DsxConfig, name: str, *, pp: int, chunks: int, accumulation: int) -> Program:
+    """The builder ``name`` with the config's options; without, if measuring is still to find the name.
+
+    Raises:
+        ConfigError: It has no such option, or not for this size.
+    """
+    block = dsx.schedule
+    given = {
+        key: value
+        for key, value in (
+            ("group_size", block.group_size),
+            ("warmup", block.warmup),
+            ("most_live", block.most_live),
+        )
+        if value is not None
+    }
+    to_be_measured = block.name == "auto" and is_wanted(dsx, pp)
+    if not given or pp == 1 or to_be_measured:
+        return Program(name=name)
+    options = Options(group_size=block.group_size, warmup_per_rank=block.warmup, most_live=block.most_live)
+    program = Program(name=name, options=options)
+    try:
+        program.build(pp, chunks, accumulation)
+    except ScheduleError as error:
+        # The builders' word for it.
+        where, what, fix = (
+            text.replace("warmup_per_rank", "warmup") for text in (error.where, error.what, error.fix)
+        )
+        raise ConfigError(at("dsx.schedule", given), f"{where}: {what}", fix) from None
+    return program
+
+
+def check_file(dsx: DsxConfig, program: Program, *, pp: int, chunks: int, accumulation: int) -> None:
+    """Raise ConfigError unless the file is written for this size."""
+    try:
+        program.build(pp, chunks, accumulation)
+    except ScheduleError as error:
+        raise ConfigError(
+            at("dsx.schedule.file", dsx.schedule.file),
+            error.what,
+            "set the batch keys and degrees to the file's, or use dsx.schedule.name",
+        ) from None
+
+
+def _with_degrees(dsx: DsxConfig, rows: Schedule) -> DsxConfig:
+    degrees = {"pipeline": rows.num_ranks, "chunks": rows.num_chunks}
+    for axis, count in degrees.items():
+        wanted = getattr(dsx.parallel, axis)
+        if wanted not in ("auto", count):
+            raise ConfigError(
+                at(f"dsx.parallel.{axis}", wanted),
+                f"dsx.schedule.file {dsx.schedule.file} is written for {count}",
+                f'use {count} or "auto", or another file',
+            )
+    return dsx.model_copy(update={"parallel": dsx.parallel.model_copy(update=degrees)})
+
+
+def zero_problems(zero: ZeroConfig, stage: int) -> Iterator[ConfigError]:
+    """Settings that would have no effect at this ZeRO stage."""
+    if zero.reduce == "micro_batch" and stage != 2:
+        yield ConfigError(
+            at("dsx.zero.reduce", zero.reduce),
+            "only zero_optimization.stage = 2 has the choice: below, gradients are reduced once per step, "
+            "and stage 3 reduces them after every micro-batch",
+            'use "step", or ZeRO stage 2',
+        )
+    if zero.keep_gathered_bytes and stage != 3:
+        yield ConfigError(
+            at("dsx.zero.keep_gathered_bytes", zero.keep_gathered_bytes),
+            f"zero_optimization.stage = {stage} leaves parameters whole: there is nothing to gather",
+            "use 0, or ZeRO stage 3",
+        )
+
+
+# Their update of an element depends on the whole matrix, of which a tensor-parallel rank has a part.
+_WHOLE_MATRIX_OPTIMIZERS = {"lamb", "muon"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the checks look at."""
+
+    deepspeed: dict[str, Any]
+    dsx: DsxConfig
+    model: ModelSpec
+    mesh: Mesh
+    chunks: int
+    batch: Batch
+
+
+def run_problems(facts: Facts) -> list[ConfigError]:
+    """Everything wrong with the combination."""
+    return [problem for check in CHECKS for problem in check(facts)]
+
+
+def check_positions(facts: Facts) -> Iterator[ConfigError]:
+    """A sequence fits the model's positions."""
+    length, most = facts.dsx.data.sequence_length, facts.model.max_positions
+    if length > most:
+        key = at("dsx.data.sequence_length", length)
+        yield ConfigError(key, f"the model has {most} positions", f"use at most {most}")
+
+
+def check_evaluation(facts: Facts) -> Iterator[ConfigError]:
+    """There is text to evaluate on."""
+    every = facts.dsx.train.eval_every
+    if every and not facts.dsx.data.held_out:
+        yield ConfigError(
+            at("dsx.train.eval_every", every),
+            "dsx.data.held_out = 0 keeps no text for evaluation",
+            "set dsx.data.held_out to 0.05, or eval_every to 0",
+        )
+
+
+def check_roll_back(facts: Facts) -> Iterator[ConfigError]:
+    """There are checkpoints to roll back to."""
+    key = facts.dsx.faults.rolls_back
+    if key is not None and facts.dsx.train.save_every == 0:
+        yield ConfigError(
+            at(f"dsx.faults.{key}", "roll_back"),
+            "dsx.train.save_every = 0 saves nothing before the end",
+            "set dsx.train.save_every, or another policy: stop",
+        )
+
+
+def check_resume(facts: Facts) -> Iterator[ConfigError]:
+    """What is neither of the two words is a folder."""
+    resume = facts.dsx.train.resume
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        yield ConfigError(
+            at("dsx.train.resume", resume),
+            "there is no such folder",
+            'give the output folder of a run or one of its checkpoints, "auto" or "never"',
+        )
+
+
+def check_output(facts: Facts) -> Iterator[ConfigError]:
+    """The only name in braces is the layout."""
+    output = facts.dsx.train.output
+    if re.search(r"[{}]", output.replace("{layout}", "")):
+        key = at("dsx.train.output", output)
+        yield ConfigError(key, "braces stand for a name that is not known", "use {layout}, or no braces")
+
+
+def check_whole_matrix_optimizer(facts: Facts) -> Iterator[ConfigError]:
+    """Optimizers that need whole matrices do not meet tensor parallelism."""
+    kind = facts.deepspeed["optimizer"]["type"]
+    if kind.lower() in _WHOLE_MATRIX_OPTIMIZERS and facts.mesh.tp > 1:
+        yield ConfigError(
+            at("optimizer.type", kind),
+            f"its update needs whole matrices, which dsx.parallel.tensor = {facts.mesh.tp} cuts",
+            'use "AdamW", or dsx.parallel.tensor = 1',
+        )
+
+
+def check_secondary_partition(facts: Facts) -> Iterator[ConfigError]:
+    """ZeRO++ groups ranks by world rank (deepspeed/utils/groups.py, _create_zero_param_parallel_group)."""
+    size = facts.deepspeed.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    if size > 1 and facts.mesh.dp != facts.mesh.size:
+        yield ConfigError(
+            at("zero_optimization.zero_hpz_partition_size", size),
+            "DeepSpeed would group ranks of different tensor and pipeline coordinates",
+            "use 1, or tensor and pipeline degrees of 1",
+        )
+
+
+def check_zero(facts: Facts) -> Iterator[ConfigError]:
+    """What ``dsx.zero`` says fits the ZeRO stage."""
+    yield from zero_problems(facts.dsx.zero, zero_stage(facts.deepspeed))
+
+
+CHECKS = (
+    check_positions,
+    check_evaluation,
+    check_output,
+    check_roll_back,
+    check_resume,
+    check_whole_matrix_optimizer,
+    check_secondary_partition,
+    check_zero,
+)
+
+
+def run_notes(facts: Facts) -> Iterator[str]:
+    """What the user did not write but should know."""
+    if "gradient_clipping" not in facts.deepspeed:
+        yield "gradient_clipping: 1.0, DeepSpeed 0.19.8's default (0 turns it off)"
+    pp, micro_batches = facts.mesh.pp, facts.batch.accumulation
+    if pp > 1 and micro_batches < pp:
+        yield (
+            f"{at(ACCUMULATION, micro_batches)} feeds a pipeline of {pp}: some ranks always wait; "
+            f"use at least {pp}, better several times that"
+        )
+    if pp > 1 and facts.mesh.dp > 1 and zero_stage(facts.deepspeed) == 3:
+        yield (
+            f"ZeRO-3 under a pipeline gathers a parameter up to 2 x {micro_batches} times a step (each "
+            "micro-batch, forward and backward); what fits into dsx.zero.keep_gathered_bytes stays gathered, "
+            "and stage 1 gathers once"
+        )
+    if pp * facts.chunks > facts.model.num_layers:
+        yield (
+            f"pipeline {pp} x chunks {facts.chunks} stages, {facts.model.num_layers} blocks: "
+            "some stages hold none"
+        )
+    params = facts.deepspeed.get("scheduler", {}).get("params", {})
+    total, steps = params.get("total_num_steps"), facts.dsx.train.steps
+    if isinstance(total, int) and total < steps:
+        yield (
+            f"{at('scheduler.params.total_num_steps', total)} ends before dsx.train.steps = {steps}: "
+            "the learning rate stays at its floor after that"
+        )
+
+
+_MEASURABLE = ("parallel.chunks", "schedule.name")
+_MAX_AUTO_TENSOR = 8  # One node's fast links; arXiv:2104.04473, takeaway 1.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Degrees:
+    """A mesh, its virtual stages per rank, and how the config's "auto" led there."""
+
+    mesh: Mesh
+    chunks: int
+    schedule_name: str
+    notes: tuple[str, ...]
+
+
+def resolve_degrees(dsx: DsxConfig, model: ModelSpec, *, num_layers: int, world_size: int) -> Degrees:
+    """Degrees for ``world_size`` ranks.
+
+    "auto": the prime factors of world size / fixed degrees go round-robin, largest first, to dp, then pp,
+    then tp (dp always takes part, the others if they are "auto"), past an axis that cannot legally take the
+    factor: tp must divide heads, key/value heads, MLP width and, with sequence parallelism, the sequence, and
+    stays within 8; pp x chunks leaves every stage a block. So 1, 2, 4, 8 ranks become tp x pp x dp =
+    1x1x1, 1x1x2, 1x2x2, 2x2x2.
+
+    Args:
+        dsx: The config.
+        model: Its model.
+        num_layers: Length of the model's layer list (embedding, blocks, norm, head).
+        world_size: Number of ranks.
+
+    Raises:
+        ConfigError: A number that does not divide or does not fit; names the legal ones.
+    """
+    problems = [*_tensor_problems(dsx, model, world_size), *_pipeline_problems(dsx, num_layers, world_size)]
+    raise_all("config", problems)
+    mesh = _mesh(dsx, model, world_size)
+    chunks = _chunks(dsx, model, mesh.pp, num_layers)
+    name = _schedule(dsx, mesh.pp, chunks)
+    return Degrees(mesh=mesh, chunks=chunks, schedule_name=name, notes=tuple(_notes(dsx, mesh, chunks, name)))
+
+
+def tensor_objection(dsx: DsxConfig, model: ModelSpec, tp: int) -> str | None:
+    """Why this model cannot be cut over ``tp`` ranks; None if it can."""
+    sizes = {
+        "attention heads": model.num_heads,
+        "key/value heads": model.num_kv_heads,
+        "MLP width": model.ffn_size,
+    }
+    if dsx.parallel.sequence_parallel:
+        sizes["sequence length"] = dsx.data.sequence_length
+    bad = [f"{name} = {size}" for name, size in sizes.items() if size % tp]
+    return f"{', '.join(bad)}: not divisible by it" if bad else None
+
+
+def _tensor_problems(dsx: DsxConfig, model: ModelSpec, world_size: int) -> Iterator[ConfigError]:
+    tp = dsx.parallel.tensor
+    if tp == "auto":
+        return
+    why = f"the world size {world_size} does not divide by it" if world_size % tp else None
+    why = why or tensor_objection(dsx, model, tp)
+    if why:
+        pp = dsx.parallel.pipeline
+        room = world_size if pp == "auto" or world_size % pp else world_size // pp
+        legal = [n for n in _divisors(room) if not tensor_objection(dsx, model, n)]
+        long = " (or dsx.parallel.sequence_parallel = false)" if why.startswith("sequence length") else ""
+        yield ConfigError(at("dsx.parallel.tensor", tp), why, f"use {either(legal)}{long}")
+
+
+def _pipeline_problems(dsx: DsxConfig, num_layers: int, world_size: int) -> Iterator[ConfigError]:
+    tp, pp = dsx.parallel.tensor, dsx.parallel.pipeline
+    if pp == "auto":
+        return
+    key = at("dsx.parallel.pipeline", pp)
+    fits = [n for n in _divisors(world_size) if n <= num_layers]
+    if world_size % pp:
+        yield ConfigError(key, f"the world size {world_size} does not divide by it", f"use {either(fits)}")
+    elif pp > num_layers:
+        why = f"more stages than layers: the model has {num_layers} (blocks, embeddings, norm and head)"
+        yield ConfigError(key, why, f"use {either(fits)}")
+    elif tp != "auto" and world_size % tp == 0 and world_size % (tp * pp):
+        legal = [n for n in fits if world_size % (n * tp) == 0]
+        why = f"the world size {world_size} does not divide by tensor {tp} x pipeline {pp}"
+        yield ConfigError(key, why, f"use {either(legal)} with dsx.parallel.tensor = {tp}")
+
+
+def _mesh(dsx: DsxConfig, model: ModelSpec, world_size: int) -> Mesh:
+    tp, pp = dsx.parallel.tensor, dsx.parallel.pipeline
+    degrees = {"dp": 1, "pp": 1 if pp == "auto" else pp, "tp": 1 if tp == "auto" else tp}
+    accepts: dict[str, Callable[[int], bool]] = {"dp": lambda _: True}
+    if pp == "auto":
+        accepts["pp"] = lambda n: _pipeline_fits(dsx, model, n)
+    if tp == "auto":
+        accepts["tp"] = lambda n: n <= _MAX_AUTO_TENSOR and not tensor_objection(dsx, model, n)
+    turns = list(accepts)
+    for factor in reversed(_prime_factors(world_size // (degrees["pp"] * degrees["tp"]))):
+        axis = next(axis for axis in turns if accepts[axis](degrees[axis] * factor))
+        degrees[axis] *= factor
+        after = turns.index(axis) + 1
+        turns = turns[after:] + turns[:after]
+    return Mesh.of(**degrees)
+
+
+def _pipeline_fits(dsx: DsxConfig, model: ModelSpec, pp: int) -> bool:
+    """Whether every stage gets a block at the fewest chunks that the config allows."""
+    chunks, method = dsx.parallel.chunks, dsx.partition.method
+    if isinstance(method, list):
+        return len(method) % (pp if chunks == "auto" else pp * chunks) == 0
+    if chunks == "auto":
+        name = dsx.schedule.name
+        chunks = 1 if name == "auto" else default_chunks(name)
+    return pp * chunks <= model.num_layers
+
+
+def _chunks(dsx: DsxConfig, model: ModelSpec, pp: int, num_layers: int) -> int:
+    if pp == 1:
+        return 1
+    chunks, name, method = dsx.parallel.chunks, dsx.schedule.name, dsx.partition.method
+    if chunks == "auto":
+        if name != "auto" and default_chunks(name) == 1:
+            return 1
+        if isinstance(method, list) and len(method) % pp == 0:
+            return len(method) // pp
+        if name == "auto":
+            return 2 if 2 * pp <= model.num_layers else 1
+        if 2 * pp > num_layers:
+            raise ConfigError(
+                at("dsx.schedule.name", name),
+                f"it needs 2 chunks per rank: pipeline {pp} x 2 stages, and there are {num_layers} layers",
+                f'use "1f1b" or dsx.parallel.pipeline of at most {num_layers // 2}',
+            )
+        return 2
+    key = at("dsx.parallel.chunks", chunks)
+    if name != "auto":
+        _check_chunks(name, chunks, key)
+    if pp * chunks > num_layers:
+        why = f"more stages than layers: pipeline {pp} x chunks {chunks} on {num_layers} layers"
+        raise ConfigError(key, why, f"use at most {num_layers // pp}, or a smaller dsx.parallel.pipeline")
+    return chunks
+
+
+def _check_chunks(name: ScheduleName, chunks: int, key: str) -> None:
+    """Raise ConfigError unless schedule ``name`` can have so many chunks on several ranks."""
+    if default_chunks(name) == 1:
+        if chunks > 1:
+            why = f"schedule {name} has one chunk per rank"
+            raise ConfigError(key, why, 'use 1, or schedule "interleaved"')
+    elif placement_of(name) == "v" and chunks != 2:
+        raise ConfigError(key, f"schedule {name} has two chunks per rank", 'use 2, or "interleaved_zb"')
+    elif chunks == 1:
+        why = f"schedule {name} needs at least 2 chunks per rank"
+        raise ConfigError(key, why, 'use 2 or more, or "1f1b"')
+
+
+def _schedule(dsx: DsxConfig, pp: int, chunks: int) -> str:
+    """The schedule's resolved name. One rank has nothing to wait for: all but gpipe are 1f1b there."""
+    name = dsx.schedule.name
+    if name == "auto" or (name != "gpipe" and pp == 1):
+        return "interleaved" if chunks > 1 else "1f1b"
+    return name
+
+
+def _notes(dsx: DsxConfig, mesh: Mesh, chunks: int, name: str) -> Iterator[str]:
+    for axis, wanted, got in (
+        ("parallel.tensor", dsx.parallel.tensor, mesh.tp),
+        ("parallel.pipeline", dsx.parallel.pipeline, mesh.pp),
+        ("parallel.chunks", dsx.parallel.chunks, chunks),
+        ("schedule.name", dsx.schedule.name, name),
+    ):
+        if wanted == "auto" and axis in _MEASURABLE and is_wanted(dsx, mesh.pp):
+            continue
+        if axis == "schedule.name" and dsx.schedule.file is not None:
+            yield f"dsx.schedule.file: {dsx.schedule.file}, with its pipeline {mesh.pp} and chunks {chunks}"
+        elif wanted == "auto":
+            yield f"dsx.{axis}: auto -> {got}"
+        elif wanted != got:
+            yield f"dsx.{axis}: {wanted} -> {got}, as there is no pipeline"
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _prime_factors(n: int) -> list[int]:
+    """Prime factors, smallest first.
+
+    >>> _prime_factors(12)
+    [2, 2, 3]
+    """
+    factors, p = [], 2
+    while n > 1:
+        while n % p == 0:
+            factors.append(p)
+            n //= p
+        p += 1
+    return factors
+
 
 Precision = Literal["fp32", "bf16"]
 
@@ -57,7 +494,7 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
     """The run on exactly ``world_size`` ranks."""
     model = read_model(dsx)
     dsx = dsx.model_copy(update={"data": dsx.data.model_copy(update={"tokenizer": model.tokenizer})})
-    dsx, written = programs.read_file(dsx)
+    dsx, written = read_file(dsx)
     layers = layer_kinds(model.spec)
     degrees = resolve_degrees(dsx, model.spec, num_layers=len(layers), world_size=world_size)
     batch = resolve_batch(deepspeed, degrees.mesh.dp)
@@ -67,8 +504,8 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
     raise_all(name, [*run_problems(facts), *measured.problems(dsx)])
     size = {"pp": degrees.mesh.pp, "chunks": degrees.chunks, "accumulation": batch.accumulation}
     if written is not None:
-        programs.check_file(dsx, written, **size)
-    program = written or programs.choose(dsx, degrees.schedule_name, **size)
+        check_file(dsx, written, **size)
+    program = written or choose(dsx, degrees.schedule_name, **size)
     precision: Precision = "bf16" if is_bf16(deepspeed) else "fp32"
     if measured.is_wanted(dsx, degrees.mesh.pp):
         measured.check_saved(

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dsx.config.schema import DsxConfig
-from dsx.plan.params import layer_kinds
-from dsx.plan.program import Program
-from dsx.spec.mesh import Mesh
-from dsx.spec.model import ModelSpec
-from dsx.spec.param import ParamSpec
-from dsx.spec.stages import StageMap
+from dsx.models.param import ParamSpec
+from dsx.models.params import layer_kinds
+from dsx.models.spec import ModelSpec
+from dsx.parallel.mesh import Mesh
+from dsx.parallel.stages import StageMap
+from dsx.schedules.program import Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

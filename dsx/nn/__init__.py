@@ -2,7 +2,7 @@
 
 Every module takes the whole sizes and a :class:`TensorParallel` (``groups.tensor_parallel``), holds this
 rank's part, and initialises and tags it: the same whole weights for every tensor-parallel degree. With a
-degree of 1 none communicates. ``dsx/guides/own_model.md`` builds a model of them.
+degree of 1 none communicates. ``docs/guides/own_model.md`` builds a model of them.
 
 Shapes: B micro-batch, S sequence, s = S/tp under sequence parallelism, else S; H hidden; V this rank's
 columns of the vocabulary.
@@ -20,10 +20,11 @@ columns of the vocabulary.
 
 :func:`copy_to`, :func:`reduce_from`, :func:`gather_from`, :func:`scatter_to` and :func:`gather_sequence` are
 the communications between regions, as functions with a gradient; :func:`copy_parameters` sums the gradients
-of parameters that each rank applies to its own slice. :mod:`dsx.nn.families` has the models as layer lists
-and is the only part that needs DeepSpeed.
+of parameters that each rank applies to its own slice. :mod:`dsx.models.families` has the models as layer
+lists and is the only part that needs DeepSpeed.
 """
 
+from dsx.models.param import Init
 from dsx.nn.collectives import (
     copy_parameters,
     copy_to,
@@ -40,7 +41,6 @@ from dsx.nn.norm import LayerNorm, RMSNorm
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Initialiser, Weights, initialise
 from dsx.nn.split import WeightGradients
-from dsx.spec.param import Init
 
 __all__ = [
     "ColumnParallelLinear",

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dsx.errors import ModelError
+from dsx.models.spec import ModelSpec
 from dsx.nn import collectives
 from dsx.nn.dropout import Dropout
 from dsx.nn.linear import column_linear
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import NORMAL, Initialiser, Weights, fresh_parameter
 from dsx.nn.split import WeightGradients, late
-from dsx.spec.model import ModelSpec
 
 
 def check_ids(ids: Tensor, vocab_size: int, what: str, *, ignored: int | None = None) -> None:

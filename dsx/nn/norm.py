@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dsx.models.spec import ModelSpec
 from dsx.nn.collectives import copy_parameters
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import ONES, ZEROS, Weights, fresh_parameter
 from dsx.nn.split import WeightGradients, late
-from dsx.spec.model import ModelSpec
 
 
 class LayerNorm(nn.Module):

@@ -64,7 +64,7 @@ class _Kept:
 class WeightGradients:
     """Weight gradients of this rank's chunks that wait for their turn.
 
-    One object per engine, passed to every module (:func:`dsx.nn.families.layers`) and to whoever runs the
+    One object per engine, passed to every module (:func:`dsx.models.families.layers`) and to whoever runs the
     schedule. Without :meth:`deferring` the modules' backward is undivided, to the last bit.
 
     Not tied to a thread: on CUDA, autograd runs a backward in a thread of its own.

@@ -14,11 +14,10 @@ from safetensors.torch import save
 import made
 from dsx.checkpoint.checksums import digest
 from dsx.checkpoint.execute import Options
-from dsx.checkpoint.layouts import Degrees
+from dsx.checkpoint.layouts import Degrees, Pipeline
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.reshard import Wanted, prepare
-from dsx.checkpoint.stock_layouts import Pipeline
-from dsx.plan.hf_config import model_spec
+from dsx.models.hf_config import model_spec
 
 CONFIG = {
     **made.CONFIGS["llama"],

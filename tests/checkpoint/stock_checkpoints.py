@@ -19,7 +19,7 @@ from torch import nn
 
 import ranks
 from dsx.checkpoint.catalog import Catalog, Entry
-from dsx.checkpoint.dtypes import numpy_dtype
+from dsx.checkpoint.file_io import numpy_dtype
 
 VOCABULARY, WIDTH = 11, 6
 

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 import made
 from dsx.checkpoint.compare import compare, only_in
 from dsx.checkpoint.execute import Options
-from dsx.checkpoint.formats.layer_names import as_model
-from dsx.checkpoint.layouts import Degrees
+from dsx.checkpoint.formats.deepspeed.layer_names import as_model
+from dsx.checkpoint.layouts import Degrees, Pipeline
 from dsx.checkpoint.open import open_checkpoint
+from dsx.checkpoint.read import verify
 from dsx.checkpoint.reshard import Wanted, prepare
-from dsx.checkpoint.source import verify
-from dsx.checkpoint.stock_layouts import Pipeline
 
 small = st.integers(1, 3)
 halves = st.sampled_from([1, 2])

@@ -12,7 +12,7 @@ import torch
 
 from checkpoint.hostile_originals import write_originals
 from dsx.checkpoint.execute import Options
-from dsx.checkpoint.formats import dsx_manifest
+from dsx.checkpoint.formats import native
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.reshard import Wanted, prepare
 from dsx.errors import CheckpointError
@@ -45,7 +45,7 @@ def _manifest(folder: Path, path: tuple, value: object) -> None:
     content = json.loads((folder / "dsx.json").read_text())
     content.pop("digest")
     _set(content, path, value)
-    content["digest"] = dsx_manifest._digest(content)
+    content["digest"] = native._digest(content)
     (folder / "dsx.json").write_text(json.dumps(content))
 
 
@@ -154,7 +154,7 @@ def test_a_states_name_does_not_lead_out_of_the_target(dsx, copy_of, tmp_path):
     content.pop("digest")
     for tensor in content["tensors"]:
         tensor["states"]["../../../../evil"] = tensor["states"].pop("exp_avg")
-    content["digest"] = dsx_manifest._digest(content)
+    content["digest"] = native._digest(content)
     (folder / "dsx.json").write_text(json.dumps(content))
     code, _, err = dsx("reshard", folder, tmp_path / "out" / "deep" / "deeper", "--to", "universal")
     assert code == 2

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 import made
 from dsx.checkpoint.execute import Options
-from dsx.checkpoint.formats import dsx_native
+from dsx.checkpoint.formats import native
+from dsx.checkpoint.formats.native import shares
 from dsx.checkpoint.formats.slices import cut
-from dsx.checkpoint.shares import shares
 from dsx.errors import CheckpointError
 
 
@@ -51,7 +51,7 @@ def test_any_layout_to_any_other_and_back_is_the_same_bits(tmp_path_factory, fam
     made.reshard(source, root / "A", first, tile=tile)
     here = root / "A"
     for number, layout in enumerate([*(made.layout(family, **stop) for stop in stops), first]):
-        read = dsx_native.catalog_of(here)
+        read = native.catalog_of(here)
         here = root / str(number)
         report = made.reshard(read, here, layout)
         assert report.read_bytes == report.written_bytes == read.num_bytes
@@ -81,7 +81,7 @@ def test_every_pair_of_layouts_gives_what_the_layout_itself_gives(tmp_path):
         made.reshard(source, tmp_path / str(number), layout, tile=2000)
     expected = [contents(tmp_path / str(number)) for number in range(len(layouts))]
     for a, b in permutations(range(len(layouts)), 2):
-        made.reshard(dsx_native.catalog_of(tmp_path / str(a)), tmp_path / "out", layouts[b])
+        made.reshard(native.catalog_of(tmp_path / str(a)), tmp_path / "out", layouts[b])
         assert contents(tmp_path / "out") == expected[b], (PAIRED[a], PAIRED[b])
         shutil.rmtree(tmp_path / "out")
 
@@ -149,7 +149,7 @@ def test_a_bf16_run_becomes_fp32_from_its_masters_and_the_other_way_round(tmp_pa
     source = made.plain(tmp_path / "source", layout.params, made.BF16, seed=3)
     report = made.reshard(source, tmp_path / "fp32", layout, precision="fp32")
     assert "weight (float32) of 21 tensors is made from master (float32)" in report.notes
-    catalog = dsx_native.catalog_of(tmp_path / "fp32")
+    catalog = native.catalog_of(tmp_path / "fp32")
     assert {entry.state for entry in catalog.entries} == {"weight", "exp_avg", "exp_avg_sq"}
     assert catalog.facts["precision"] == "fp32"
     made.reshard(catalog, tmp_path / "bf16", made.layout("llama"), precision="bf16")
@@ -176,7 +176,7 @@ def test_facts_and_random_states_come_along(tmp_path):
     (tmp_path / "source" / "dsx_random_0.safetensors").write_bytes(b"zero")
     (tmp_path / "source" / "r1").write_bytes(b"one")
     made.reshard(source, tmp_path / "out", made.layout("gpt2", tp=2))
-    read = dsx_native.catalog_of(tmp_path / "out").facts
+    read = native.catalog_of(tmp_path / "out").facts
     assert {key: read[key] for key in facts if key != "random_files"} == {
         key: facts[key] for key in facts if key != "random_files"
     }
@@ -196,7 +196,7 @@ def test_random_states_go_to_the_ranks_in_the_corresponding_places(tmp_path):
     made.reshard(source, tmp_path / "other", made.layout("gpt2", pp=2, dp=3))
 
     def states(folder):
-        named = dsx_native.catalog_of(folder).facts["random_files"]
+        named = native.catalog_of(folder).facts["random_files"]
         return [eval((folder / named[str(rank)]).read_text()) for rank in range(len(named))]
 
     assert states(tmp_path / "same") == [layout.mesh.coords(rank) for rank in range(8)]
@@ -219,10 +219,10 @@ def test_the_manifest_refuses_what_was_changed(tmp_path):
     ]:
         file.write_text(change)
         with pytest.raises(CheckpointError, match=what):
-            dsx_native.catalog_of(tmp_path / "out")
+            native.catalog_of(tmp_path / "out")
     file.unlink()
     with pytest.raises(CheckpointError, match="no such file"):
-        dsx_native.catalog_of(tmp_path / "out")
+        native.catalog_of(tmp_path / "out")
 
 
 def test_too_little_memory_is_said_with_the_amount_needed(tmp_path):

@@ -18,11 +18,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from dsx.checkpoint.formats import hf, hf_names
+from dsx.checkpoint.formats.huggingface import names
+from dsx.checkpoint.formats.huggingface import weights as hf
 from dsx.checkpoint.formats.slices import merge
 from dsx.errors import CheckpointError
-from dsx.plan.hf_config import model_spec
-from dsx.plan.params import param_specs
+from dsx.models.hf_config import model_spec
+from dsx.models.params import param_specs
 
 _TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
 CONFIGS = {
@@ -91,7 +92,7 @@ def save(name, folder, dtype=torch.float32, max_shard_size="5GB"):
 
 
 def specs_of(folder):
-    return param_specs(model_spec(hf_names.read_config(folder)), pad_multiple=8)
+    return param_specs(model_spec(names.read_config(folder)), pad_multiple=8)
 
 
 def exported(weights, specs):
@@ -139,7 +140,7 @@ def test_import_then_export_gives_the_same_bytes(tmp_path, name, dtype, tp, shar
             tensors |= hf.split(spec, merge(spec, shards_of[spec]))
         files |= hf.write_shard(tmp_path / "b", index, shards, tensors)
     assert not (tmp_path / "b").exists()
-    hf.finish(tmp_path / "b", hf_names.read_config(tmp_path / "a"), files)
+    hf.finish(tmp_path / "b", names.read_config(tmp_path / "a"), files)
     assert same_bytes(tensors_in(tmp_path / "a"), tensors_in(tmp_path / "b"))
     assert not (tmp_path / "b.partial").exists()
 
@@ -154,7 +155,7 @@ def test_an_export_loads_in_transformers(tmp_path, name, shards):
     for index in range(shards):
         tensors = exported(weights, specs[index::shards])
         files |= hf.write_shard(tmp_path / "b", index, shards, tensors, metadata={"step": "3"})
-    config = hf_names.read_config(tmp_path / "a")
+    config = names.read_config(tmp_path / "a")
     del config["architectures"]
     hf.finish(tmp_path / "b", config, files)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "b", output_loading_info=True)
@@ -208,7 +209,7 @@ def test_gpt2_is_turned_around(tmp_path):
 
 def test_a_rank_of_padding_only_gets_zeros(tmp_path):
     save("llama", tmp_path / "a")
-    config = hf_names.read_config(tmp_path / "a")
+    config = names.read_config(tmp_path / "a")
     word = param_specs(model_spec(config), pad_multiple=64)[0]
     local = hf.open_weights(tmp_path / "a").read(word, 4, 3)
     assert local.shape == (64, 48)
@@ -318,10 +319,10 @@ def test_broken_folders_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="neither model"):
         hf.open_weights(tmp_path)
     with pytest.raises(CheckpointError, match=r"config\.json: not readable"):
-        hf_names.read_config(tmp_path)
+        names.read_config(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match="not a JSON object"):
-        hf_names.read_config(tmp_path)
+        names.read_config(tmp_path)
     save("llama", tmp_path / "a")
     file = tmp_path / "a" / "model.safetensors"
     os.truncate(file, file.stat().st_size - 8)
@@ -347,7 +348,7 @@ def test_padded_tensors_are_not_exported(tmp_path):
 
 def test_an_incomplete_export_never_appears(tmp_path):
     save("llama", tmp_path / "a")
-    specs, config = specs_of(tmp_path / "a"), hf_names.read_config(tmp_path / "a")
+    specs, config = specs_of(tmp_path / "a"), names.read_config(tmp_path / "a")
     tensors, out = exported(hf.open_weights(tmp_path / "a"), specs), tmp_path / "b"
     first = dict(list(tensors.items())[:5])
     files = hf.write_shard(out, 0, 2, first)
@@ -370,7 +371,7 @@ def test_a_stage_without_tensors_leaves_no_file(tmp_path):
     model = save("llama-tied", tmp_path / "a")
     tensors = exported(hf.open_weights(tmp_path / "a"), specs_of(tmp_path / "a"))
     files = hf.write_shard(tmp_path / "b", 0, 2, tensors) | hf.write_shard(tmp_path / "b", 1, 2, {})
-    hf.finish(tmp_path / "b", hf_names.read_config(tmp_path / "a"), files)
+    hf.finish(tmp_path / "b", names.read_config(tmp_path / "a"), files)
     assert not (tmp_path / "b" / "model-00002-of-00002.safetensors").exists()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
     assert same_bytes(dict(loaded.state_dict()), dict(model.state_dict()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsx.checkpoint.journal import Journal
+from dsx.checkpoint.staging import Journal
 from dsx.errors import CheckpointError
 
 

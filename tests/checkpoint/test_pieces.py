@@ -23,7 +23,7 @@ from dsx.checkpoint.pieces import (
     volume,
     whole,
 )
-from dsx.spec.param import Init, ParamSpec
+from dsx.models.param import Init, ParamSpec
 
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 

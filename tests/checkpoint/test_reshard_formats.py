@@ -15,11 +15,11 @@ from checkpoint import stock_checkpoints
 from checkpoint.stock_checkpoints import Stock
 from dsx.checkpoint.compare import compare
 from dsx.checkpoint.execute import Options
-from dsx.checkpoint.formats import dsx_native
+from dsx.checkpoint.formats import native
 from dsx.checkpoint.layouts import Degrees, layout_like
 from dsx.checkpoint.open import open_checkpoint
+from dsx.checkpoint.read import DamagedError
 from dsx.checkpoint.reshard import Wanted, prepare
-from dsx.checkpoint.source import DamagedError
 
 COMMAND = ("reshard",)
 
@@ -73,7 +73,7 @@ def test_what_ranks_wrote_is_checked_under_other_names_too(tmp_path):
     """A run's own checksums are of stretches of fused tensors; the export reads their parts."""
     layout = made.layout("llama", tp=2)
     made.reshard(made.plain(tmp_path / "p", layout.params, made.BF16), tmp_path / "run", layout)
-    catalog = replace(dsx_native.catalog_of(tmp_path / "run"), tile_digests={})
+    catalog = replace(native.catalog_of(tmp_path / "run"), tile_digests={})
     wanted = Wanted(format="hf", hf_config=made.CONFIGS["llama"])
     assert prepare(catalog, tmp_path / "good", wanted).run(Options()).sums_checked > 0
     entry = catalog.by_key["2.mlp.gate_up.weight", "weight"]

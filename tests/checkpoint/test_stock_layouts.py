@@ -11,9 +11,8 @@ from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
 import made
 from dsx.checkpoint.catalog import Catalog, Entry
-from dsx.checkpoint.formats.deepspeed_plan import StockLayout
-from dsx.checkpoint.layouts import Degrees
-from dsx.checkpoint.stock_layouts import Pipeline, evenest, parse_ties, stock_layout
+from dsx.checkpoint.formats.deepspeed.plan import StockLayout
+from dsx.checkpoint.layouts import Degrees, Pipeline, evenest, parse_ties, stock_layout
 from dsx.errors import CheckpointError
 
 PLAIN = StockLayout(dp=1, zero_stage=1)

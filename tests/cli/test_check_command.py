@@ -309,7 +309,7 @@ def test_loads_little(file):
     assert not loaded & {"torch", "numpy", "deepspeed", "transformers", "rich", "dsx.config.schema"}
     # typer itself loads pydantic; the doctor does not.
     loaded = modules_after(
-        "import sys\nfrom dsx.config.doctor import examine\nexamine(open(sys.argv[1]).read())", file
+        "import sys\nfrom dsx.doctor import examine\nexamine(open(sys.argv[1]).read())", file
     )
-    assert "dsx.config.doctor.registry" in loaded
+    assert "dsx.doctor.examine" in loaded
     assert not loaded & {"torch", "pydantic", "typer"}

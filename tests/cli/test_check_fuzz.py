@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsx.config.doctor import examine
+from dsx.doctor import examine
 from dsx.errors import ConfigError
 from often import often
 

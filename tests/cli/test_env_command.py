@@ -47,7 +47,7 @@ def test_machines_of_a_hostfile_are_looked_up(dsx, tmp_path: Path, monkeypatch: 
     with closing(socket.socket()) as sshd:
         sshd.bind(("127.0.0.1", 0))
         sshd.listen()
-        monkeypatch.setattr("dsx.runtime.environment._SSH", sshd.getsockname()[1])
+        monkeypatch.setattr("dsx.launch.environment._SSH", sshd.getsockname()[1])
         code, out, _ = dsx("--hostfile", hostfile, "--format", "json")
     assert code == 0
     hosts = dict(json.loads(out)["hosts"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsx.config.resolve import resolve
-from dsx.runtime.memory import estimated
+from dsx.memory.watch import estimated
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 COMMAND = ("estimate",)

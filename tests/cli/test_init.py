@@ -16,7 +16,7 @@ import pytest
 
 import dsx as package
 from dsx.checkpoint import store
-from dsx.config import shipped as module
+from dsx.config import starter as module
 from dsx.config.load import read
 from dsx.config.resolve import resolve
 from dsx.config.starter import starter
@@ -229,8 +229,8 @@ def test_a_write_that_fails_leaves_nothing(dsx, tmp_path, monkeypatch, there):
 def test_guides(dsx):
     code, out, _ = dsx("guide")
     names = [line.split()[0] for line in out.splitlines()]
-    assert (code, names) == (0, sorted(path.stem for path in (ROOT / "dsx/guides").glob("*.md")))
-    assert dsx("guide", "data") == (0, (ROOT / "dsx/guides/data.md").read_text(), "")
+    assert (code, names) == (0, sorted(path.stem for path in (ROOT / "docs/guides").glob("*.md")))
+    assert dsx("guide", "data") == (0, (ROOT / "docs/guides/data.md").read_text(), "")
     code, _, err = dsx("guide", "dta")
     assert (code, 'write "data"' in err) == (2, True)
 
@@ -273,11 +273,8 @@ def test_the_wheel_has_recipes_configs_guides_and_versions(wheel):
     expected = {
         str(path.relative_to(ROOT)) for kind in ("recipes/*.py", "configs/*.json") for path in ROOT.glob(kind)
     }
-    assert shared == expected | {"constraints.txt"}
-    guides = {
-        path.relative_to(ROOT).as_posix() for path in (ROOT / "dsx/guides").rglob("*") if path.is_file()
-    }
-    assert guides <= set(names)
+    guides = {str(path.relative_to(ROOT)) for path in (ROOT / "docs/guides").rglob("*") if path.is_file()}
+    assert shared == expected | guides | {"constraints.txt"}
     assert {name.split("/")[0] for name in names if not name.startswith("dsx-")} == {"dsx"}
 
 
@@ -296,7 +293,7 @@ for words in (["init", "run", "--gpus", "2"], ["guide", "tour"]):
 """
     out = run([sys.executable, "-c", program], tmp_path, PYTHONPATH=str(packages))
     assert out.startswith(str(packages))
-    assert (ROOT / "dsx/guides/tour.md").read_text() in out
+    assert (ROOT / "docs/guides/tour.md").read_text() in out
     assert (tmp_path / "run/train.py").read_bytes() == (ROOT / "recipes/gpt_3d.py").read_bytes()
     assert resolve(tmp_path / "run/train.json", world_size=2).mesh.size == 2
 

@@ -56,10 +56,10 @@ def test_written_config_is_the_plan(dsx, tmp_path):
 
 def test_estimate_agrees(dsx, tmp_path):
     """Step and memory of the written config, as ``dsx estimate`` has them, are the plan's."""
-    from dsx.config.memory_job import job_of
-    from dsx.config.predicted import predicted_step
-    from dsx.plan.cluster import preset
-    from dsx.plan.memory.roles import estimate_run
+    from dsx.memory.estimate import estimate_run
+    from dsx.memory.job import job_of
+    from dsx.planner.cluster import preset
+    from dsx.planner.predicted import predicted_step
 
     out = tmp_path / "planned.json"
     sizes = ("--global-batch", 32, "--sequence-length", 1024, "--tensor", 2, "--pipeline", 4)
@@ -193,7 +193,7 @@ _WHOLE = {"gpus_per_node": 8, "memory_gigabytes_per_second": 900, "teraflops": {
     ],
 )
 def test_the_reserve_is_of_the_memory_that_a_file_gives(cluster, content, reserved_gib):
-    from dsx.config.plan_cluster import read_cluster
+    from dsx.planner.cluster import read_cluster
 
     assert read_cluster(str(cluster(content))).reserved_bytes == pytest.approx(reserved_gib * 2**30, abs=1)
 

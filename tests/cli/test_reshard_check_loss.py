@@ -9,8 +9,8 @@ import torch
 import transformers
 
 import made
+from dsx.checkpoint.check_loss import LossCheck
 from dsx.checkpoint.open import open_checkpoint
-from dsx.runtime.check_loss import LossCheck
 
 COMMAND = ("reshard",)
 

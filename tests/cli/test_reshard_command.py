@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 import made
-from dsx.checkpoint.formats import dsx_native
-from dsx.report.waiting import Waiting
+from dsx.checkpoint.formats import native
+from dsx.waiting import Waiting
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_there_and_back_and_no_difference(dsx, saved, tmp_path):
     assert "tensor 2 x pipeline 1 x data 3, chunks 3, ZeRO-3" in out
     assert "tiles had the checksum of the source's manifest" in out
     assert f"to load    folder {tmp_path}, tag other, which latest there names" in out
-    assert dsx_native.catalog_of(other).facts["mesh"] == {"pp": 1, "dp": 3, "tp": 2}
+    assert native.catalog_of(other).facts["mesh"] == {"pp": 1, "dp": 3, "tp": 2}
     arguments = ("--tensor", 1, "--pipeline", 2, "--chunks", 1, "--data", 2, "--zero", 1, "--format", "json")
     code, out, err = dsx("reshard", other, back, *arguments)
     assert (code, err) == (0, "")
@@ -72,7 +72,7 @@ def test_a_config_gives_the_layout(dsx, tmp_path):
     config.write_text(json.dumps(content))
     code, _, err = dsx("reshard", saved, tmp_path / "out", config, "--gpus", 8)
     assert (code, err) == (0, "")
-    facts = dsx_native.catalog_of(tmp_path / "out").facts
+    facts = native.catalog_of(tmp_path / "out").facts
     assert (facts["mesh"], facts["zero_stage"]) == ({"pp": 2, "dp": 2, "tp": 2}, 2)
     assert facts["model"]["hidden_size"] == 12
     content["dsx"]["model"]["config"] = model | {"n_embd": 24}
@@ -126,7 +126,7 @@ def test_inspect_verifies_and_names_what_is_damaged(dsx, saved):
     code, out, err = dsx("inspect", saved, "--verify")
     assert code == 1
     assert "1 wrong" in out
-    last = dsx_native.catalog_of(saved / "step12")
+    last = native.catalog_of(saved / "step12")
     names = [str(e) for e in last.entries for p in e.pieces if p.file == file.name and p.stop(2) >= len(data)]
     assert f"{file}: {names[0]}" in err
 
@@ -202,7 +202,7 @@ def test_whatever_takes_long_says_how_far_it_is(dsx, saved, tmp_path, monkeypatc
             super().__exit__(*error)
             waits.append((self.text, self._count, self._total))
 
-    monkeypatch.setattr("dsx.report.waiting.Waiting", Heard)
+    monkeypatch.setattr("dsx.waiting.Waiting", Heard)
     assert dsx("reshard", saved, tmp_path / "other", "--to", "tp=2,pp=1,dp=1,zero=1")[0] == 0
     assert dsx("inspect", tmp_path / "other", "--verify")[0] == 0
     assert dsx("diff", saved, tmp_path / "other")[0] == 0

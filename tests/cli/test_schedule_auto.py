@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dsx.plan.choose import Space, choose
-from dsx.plan.schedule_csv import load
-from plan.profiles import cost, profile
+from dsx.planner.choose import Space, choose
+from dsx.schedules.program import load
+from planner.profiles import cost, profile
 
 MEASURED = profile(
     [cost(0.003, kept_bytes=12 << 20, pending_bytes=8 << 20, boundary_bytes=1000)] * 10,

@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from dsx.plan.builders import NAMES, build, default_chunks
-from dsx.plan.schedule_csv import load
+from dsx.schedules.builders import NAMES, build, default_chunks
+from dsx.schedules.program import load
 
 COMMAND = ("schedule",)
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import ranks
-from dsx.config.presets import Preset, presets
 from dsx.config.resolve import resolve
+from dsx.models.presets import Preset, presets
 from often import often
 
 COMMAND = ("verify",)
@@ -56,7 +56,7 @@ def test_stock_deepspeed_clips_by_one_stages_norm_in_fp32(dsx, tmp_path: Path) -
     """deepspeed/runtime/utils.py, clip_grad_norm_: only model-parallel rank 0 counts what is not sharded."""
     code, out, err = dsx(deepspeed(tmp_path), "--gpus", 2, "--steps", 1, "--stock", f"{USER}:make_model")
     assert (code, err) == (1, "")
-    guide = (Path(__file__).parents[2] / "dsx/guides/checking.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs/guides/checking.md").read_text()
     (shown,) = re.findall(
         r"^```text\n(differs    step 1: norm of one stage\n.*?)^```$", guide, re.DOTALL | re.MULTILINE
     )

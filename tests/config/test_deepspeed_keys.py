@@ -1,12 +1,12 @@
-"""The sets of dsx.config.deepspeed_keys and the batch arithmetic against DeepSpeed's own."""
+"""The sets of dsx.doctor.reference.optimizer_names and the batch arithmetic against DeepSpeed's own."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from dsx.config import deepspeed_keys as keys
 from dsx.config.batch import resolve_batch
+from dsx.doctor.reference import optimizer_names as keys
 from dsx.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from dsx.config.extension_locks import extension_locks
+from dsx.launch.extension_locks import extension_locks
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from sample_config import changed
 
-from dsx.config.faults import FaultsConfig
 from dsx.config.resolve import resolve
+from dsx.config.schema import FaultsConfig
 from dsx.errors import ConfigError
 
 

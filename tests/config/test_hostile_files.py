@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 import mutant_runs
-from dsx.config.data import DataConfig
-from dsx.config.plan_cluster import read_cluster
 from dsx.config.resolve import resolve
+from dsx.config.schema import DataConfig
 from dsx.config.starter import starter
+from dsx.data.corpus import Corpus, prepare
 from dsx.errors import DsxError
-from dsx.plan.hf_values import MOST_LAYERS
-from dsx.plan.profile import Profile
-from dsx.plan.trace import Trace
-from dsx.report.curves import read_series
-from dsx.runtime.data.corpus import Corpus, prepare
-from dsx.runtime.metrics_file import MetricsFile
+from dsx.models.hf_config import MOST_LAYERS
+from dsx.planner.cluster import read_cluster
+from dsx.planner.profile import Profile
+from dsx.schedules.trace import Trace
+from dsx.train.curves import read_series
+from dsx.train.tracking import MetricsFile
 from often import often
-from plan.profiles import profile, random_layers
+from planner.profiles import profile, random_layers
 from traced import by_hand
 
 LLAMA = {

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from sample_config import changed
 
-from dsx.config import measured
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.errors import ConfigError
-from dsx.plan.builders import build
-from dsx.plan.choose import CHUNKS, Space, choose
-from dsx.plan.params import layer_kinds
-from dsx.plan.profile import LayerCost, Profile
+from dsx.models.params import layer_kinds
+from dsx.planner import measured
+from dsx.planner.choose import CHUNKS, Space, choose
+from dsx.planner.profile import LayerCost, Profile
+from dsx.schedules.builders import build
 
 PIPELINE = {"dsx.parallel.pipeline": 2, "dsx.parallel.tensor": 1}
 MEASURE = PIPELINE | {"dsx.profile": "measure"}

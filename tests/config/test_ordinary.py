@@ -10,11 +10,11 @@ import pytest
 from transformers import LlamaConfig, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from dsx.config.doctor.reference import KEYS
 from dsx.config.ordinary import complete
-from dsx.config.presets import find_preset
 from dsx.config.resolve import resolve
+from dsx.doctor.reference import KEYS
 from dsx.errors import ConfigError
+from dsx.models.presets import find_preset
 
 AUTO = {
     "train_batch_size": "auto",

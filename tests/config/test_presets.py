@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dsx.config.presets import presets
-from dsx.plan.hf_config import model_spec
-from dsx.plan.params import num_parameters
-from dsx.spec.model import Family
+from dsx.models.hf_config import model_spec
+from dsx.models.params import num_parameters
+from dsx.models.presets import presets
+from dsx.models.spec import Family
 
 # Parameter counts of the hub's models (safetensors metadata), tied tables once.
 PUBLISHED = {

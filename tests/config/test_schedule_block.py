@@ -7,7 +7,7 @@ from sample_config import changed
 
 from dsx.config.resolve import resolve
 from dsx.errors import ConfigError
-from dsx.plan.builders import Options, build
+from dsx.schedules.builders import Options, build
 
 PP2 = {"dsx.parallel.pipeline": 2, "dsx.parallel.tensor": 1}
 

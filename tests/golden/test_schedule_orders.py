@@ -10,13 +10,13 @@ from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSche
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-from dsx.plan.builders import Options, build, gpipe, interleaved, one_f_one_b
-from dsx.plan.schedule_csv import load, parse
-from dsx.plan.simulate import Costs, simulate
-from dsx.plan.transfers import lower
-from dsx.plan.validate import peak_activations, validate
-from dsx.spec.schedule import Action, Op, Schedule
-from dsx.spec.stages import StageMap
+from dsx.parallel.stages import StageMap
+from dsx.schedules.builders import Options, build, gpipe, interleaved, one_f_one_b
+from dsx.schedules.lowering import lower
+from dsx.schedules.program import load, parse
+from dsx.schedules.schedule import Action, Op, Schedule
+from dsx.schedules.simulate import Costs, simulate
+from dsx.schedules.validate import peak_activations, validate
 
 GOLDEN = Path(__file__).parent / "schedules"
 

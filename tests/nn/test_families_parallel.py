@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 import ranks
-from dsx.checkpoint.formats.hf import split
+from dsx.checkpoint.formats.huggingface.weights import split
 from dsx.checkpoint.formats.slices import merge
 from dsx.errors import ModelError
-from dsx.nn.families import layers
+from dsx.models.families import layers
 from dsx.nn.parallel import TensorParallel
 
 CASES = [  # name, sequence parallel, recompute

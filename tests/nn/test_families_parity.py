@@ -4,11 +4,11 @@ import pytest
 import tiny_models
 import torch
 
-from dsx.checkpoint.formats.hf import split
+from dsx.checkpoint.formats.huggingface.weights import split
 from dsx.errors import ModelError
-from dsx.nn.families import layers
+from dsx.models.families import layers
+from dsx.models.params import layer_kinds, num_parameters
 from dsx.nn.parallel import TensorParallel
-from dsx.plan.params import layer_kinds, num_parameters
 
 NAMES = [
     "llama",

@@ -9,12 +9,12 @@ from torch.utils.checkpoint import checkpoint
 import ranks
 from dsx.checkpoint.formats.slices import cut
 from dsx.errors import LayoutError, ModelError
+from dsx.models.param import Init, ParamSpec
 from dsx.nn import collectives
 from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear
 from dsx.nn.norm import LayerNorm, RMSNorm
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import initialise
-from dsx.spec.param import Init, ParamSpec
 
 ONE = TensorParallel()
 

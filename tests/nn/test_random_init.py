@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dsx.checkpoint.formats.slices import merge
-from dsx.nn.random import _BLOCKS_AT_ONCE, fill, philox_4x32
-from dsx.spec.param import Init, ParamSpec
+from dsx.models.param import Init, ParamSpec
+from dsx.nn.parameters import _BLOCKS_AT_ONCE, fill, philox_4x32
 
 NORMAL = Init(kind="normal", std=0.02)
 

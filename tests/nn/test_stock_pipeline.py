@@ -7,9 +7,9 @@ import torch
 from deepspeed.pipe import PipelineModule
 
 import ranks
-from dsx.nn.families import layers, loss
+from dsx.models.families import layers, loss
+from dsx.models.hf_config import model_spec
 from dsx.nn.parallel import TensorParallel
-from dsx.plan.hf_config import model_spec
 
 STEPS, MICRO_BATCHES = 3, 2
 CONFIG = {

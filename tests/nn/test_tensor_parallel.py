@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import ranks
-from dsx.checkpoint.formats.hf import split
+from dsx.checkpoint.formats.huggingface.weights import split
 from dsx.checkpoint.formats.slices import merge
 from dsx.nn import collectives
 from dsx.nn.parallel import TensorParallel

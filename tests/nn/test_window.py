@@ -5,7 +5,7 @@ import tiny_models
 import torch
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from dsx.nn.window import Window
+from dsx.nn.attention import Window
 
 
 @pytest.mark.parametrize(("length", "size"), [(13, 5), (16, 1), (9, 8)])

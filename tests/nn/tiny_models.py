@@ -17,9 +17,9 @@ from transformers import (
 )
 
 from dsx.checkpoint.formats.slices import cut
-from dsx.nn.families import layers, loss
+from dsx.models.families import layers, loss
+from dsx.models.hf_config import model_spec
 from dsx.nn.parallel import TensorParallel
-from dsx.plan.hf_config import model_spec
 
 _LLAMA3 = {
     "rope_type": "llama3",

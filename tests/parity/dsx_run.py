@@ -103,8 +103,8 @@ def batches(case: Case, step: int, dp_rank: int) -> Iterator[tuple[torch.Tensor,
 def build(case: Case, folder: Path | None) -> tuple[Any, Any]:
     """(engine, resolved config) on this rank."""
     import dsx
-    from dsx.runtime.groups import make_groups
-    from dsx.runtime.recipe import build_engine
+    from dsx.parallel.groups import make_groups
+    from dsx.train.recipe import build_engine
 
     resolved = dsx.load_config(config(case, folder), world_size=case.world_size)
     groups = make_groups(resolved.mesh, sequence_parallel=resolved.dsx.parallel.sequence_parallel)
@@ -129,7 +129,7 @@ def gather(engine: Any, resolved: Any, rank: int) -> dict[str, torch.Tensor]:
     import torch.distributed as dist
     from safetensors.torch import load_file
 
-    from dsx.runtime.weights import export_weights
+    from dsx.checkpoint.run.stored import export_weights
 
     holder = [tempfile.mkdtemp()] if rank == 0 else [None]
     dist.broadcast_object_list(holder, src=0)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dsx.config.presets import presets
-from dsx.plan.hf_config import architecture, model_spec
-from dsx.spec.model import ModelSpec
+from dsx.models.hf_config import architecture, model_spec
+from dsx.models.presets import presets
+from dsx.models.spec import ModelSpec
 from parity.dsx_run import Case
 from parity.oracle import CONFIGS
 

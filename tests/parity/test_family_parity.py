@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import ranks
-from dsx.config.presets import presets
-from dsx.spec.model import Family
+from dsx.models.presets import presets
+from dsx.models.spec import Family
 from parity import dsx_run, families_table, oracle
 from parity.dsx_run import Case
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from dsx.runtime.data.batches import EvaluationBatches
-from dsx.runtime.data.corpus import Corpus
+from dsx.data.batches import EvaluationBatches
+from dsx.data.corpus import Corpus
 
 REPOSITORY = Path(__file__).parents[2]
 ZERO3 = REPOSITORY / "configs" / "zero3.json"

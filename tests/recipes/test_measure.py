@@ -14,8 +14,8 @@ from launching import SMALL, ZERO3, launch, rows, series
 import ranks
 from dsx.config.run import RunConfig
 from dsx.errors import ConfigError
-from dsx.plan.profile import Profile
-from dsx.plan.program import Program
+from dsx.planner.profile import Profile
+from dsx.schedules.program import Program
 
 TOKENS = torch.randint(257, (64, 33), generator=torch.Generator().manual_seed(1))
 
@@ -42,7 +42,7 @@ def content(output: Path, **settings: Any) -> dict[str, Any]:
 
 def _train(config: RunConfig, groups: Any, *, first: int, last: int, root: Path | None = None) -> list[float]:
     """Steps ``first`` to ``last``, from the checkpoint in ``root`` if there are steps before; saves there."""
-    from dsx.runtime.recipe import build_engine
+    from dsx.train.recipe import build_engine
 
     engine = build_engine(config, groups)
     torch.manual_seed(11 + groups.pp_rank)  # what dropout draws from
@@ -60,8 +60,8 @@ def _train(config: RunConfig, groups: Any, *, first: int, last: int, root: Path 
 def _measured(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """A measured run of four steps; again up to two, then resumed; then unmeasured in the same layout."""
     import dsx
-    from dsx.runtime.groups import make_groups
-    from dsx.runtime.recipe import measure
+    from dsx.parallel.groups import make_groups
+    from dsx.train.recipe import measure
 
     config = dsx.load_config(content(folder), world_size=world_size)
     groups = make_groups(config.mesh)
@@ -164,8 +164,8 @@ def test_without_anything_to_measure_the_config_stays(outcome: list[dict[str, An
 
 def _saved_elsewhere(rank: int, world_size: int, folder: Path) -> None:
     import dsx
-    from dsx.runtime.groups import make_groups
-    from dsx.runtime.recipe import measure
+    from dsx.parallel.groups import make_groups
+    from dsx.train.recipe import measure
 
     config = dsx.load_config(
         content(folder / "new", profile=str(folder / "foreign.json")), world_size=world_size

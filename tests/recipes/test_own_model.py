@@ -109,7 +109,7 @@ def _dsx(rank: int, world_size: int, layouts: list[Layout], folder: str) -> Any:
     from deepspeed import init_distributed
 
     import dsx
-    from dsx.runtime.groups import make_groups
+    from dsx.parallel.groups import make_groups
 
     init_distributed()
     torch.manual_seed(rank)  # nothing that matters may depend on it

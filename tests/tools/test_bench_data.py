@@ -9,7 +9,7 @@ import bench_data
 import numpy as np
 import pytest
 
-from dsx.config.data import DataConfig
+from dsx.config.schema import DataConfig
 
 
 def test_the_peer_packs_the_same_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

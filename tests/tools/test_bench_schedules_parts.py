@@ -19,8 +19,8 @@ from torch.distributed.pipelining._backward import (
 
 import ranks
 from dsx.nn.split import WeightGradients
-from dsx.plan.simulate import simulate
-from dsx.plan.validate import peak_activations
+from dsx.schedules.simulate import simulate
+from dsx.schedules.validate import peak_activations
 
 
 def _layers(split: WeightGradients | None = None) -> tuple[torch.nn.Sequential, virtual.Sleeper]:

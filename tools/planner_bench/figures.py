@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from dsx.plan.cluster import preset
-from dsx.plan.planner.efficiency import MEGATRON_2021, Efficiency
+from dsx.planner.cluster import preset
+from dsx.planner.costs import MEGATRON_2021, Efficiency
 from planner_bench.published import SEQUENCE_LENGTH, Run
 
 _GIB = 1 << 30

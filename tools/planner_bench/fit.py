@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from dsx.plan.planner.efficiency import Efficiency
+from dsx.planner.costs import Efficiency
 from planner_bench.published import ZERO3_FITTED_TO, Run
 
 _NAMES = ("matmul", "memory", "link")

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dsx.plan.cluster import preset
-from dsx.plan.hf_config import model_spec
-from dsx.plan.planner.collectives import Network
-from dsx.plan.planner.efficiency import MEGATRON_2021, Efficiency, Software
-from dsx.plan.planner.layer_times import Machine
-from dsx.plan.planner.layout import Layout, Task
-from dsx.plan.planner.step_time import Predictor, StepTime
-from dsx.spec.model import ModelSpec, Recompute
+from dsx.models.hf_config import model_spec
+from dsx.models.spec import ModelSpec, Recompute
+from dsx.planner.cluster import preset
+from dsx.planner.costs import MEGATRON_2021, Efficiency, Network, Software
+from dsx.planner.layer_times import Machine
+from dsx.planner.layout import Layout, Task
+from dsx.planner.step_time import Predictor, StepTime
 
 SEQUENCE_LENGTH = 2048
 VOCABULARY = 51200

@@ -17,11 +17,11 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZB
 
 import dsx
 from dsx.nn.split import WeightGradients
-from dsx.plan.builders import NAMES, Options, build, default_chunks, placement_of
-from dsx.plan.program import Program
-from dsx.plan.simulate import Costs
-from dsx.spec.placement import stages_of
-from dsx.spec.schedule import Schedule
+from dsx.parallel.stages import stages_of
+from dsx.schedules.builders import NAMES, Options, build, default_chunks, placement_of
+from dsx.schedules.program import Program
+from dsx.schedules.schedule import Schedule
+from dsx.schedules.simulate import Costs
 
 STOCK = "deepspeed 1f1b"
 """What every engine's speed is compared with."""

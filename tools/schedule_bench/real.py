@@ -15,10 +15,11 @@ from schedule_bench.workload import Workload
 from torch import nn
 from torch.nn import functional as F
 
-from dsx.nn import TensorParallel, families
+from dsx.models import families
+from dsx.models.hf_config import model_spec
+from dsx.models.spec import ModelSpec
+from dsx.nn import TensorParallel
 from dsx.nn.split import WeightGradients
-from dsx.plan.hf_config import model_spec
-from dsx.spec.model import ModelSpec
 
 VOCABULARY = 256
 """Small, so that its ends make no rank slower; a multiple of dsx's padding, so that all models are alike."""

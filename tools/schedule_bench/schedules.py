@@ -7,11 +7,11 @@ from typing import Any
 
 from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass
 
-from dsx.plan import schedule_csv
-from dsx.plan.simulate import Costs, simulate
-from dsx.plan.validate import validate
-from dsx.spec.placement import Placement
-from dsx.spec.schedule import Action, Op, Schedule
+from dsx.parallel.stages import Placement
+from dsx.schedules import program
+from dsx.schedules.schedule import Action, Op, Schedule
+from dsx.schedules.simulate import Costs, simulate
+from dsx.schedules.validate import validate
 
 
 def deepspeed_dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -40,7 +40,7 @@ def from_torch(order: Mapping[int, Sequence[Any]], name: str, placement: Placeme
         actions = [action for action in order[rank] if action is not None]
         parts = [part for action in actions for part in (action.sub_actions or (action,))]
         lines.append(",".join(map(str, parts)))
-    schedule = schedule_csv.parse("\n".join(lines), name=f"torch {name}", placement=placement)
+    schedule = program.parse("\n".join(lines), name=f"torch {name}", placement=placement)
     validate(schedule)
     return schedule
 
@@ -70,8 +70,8 @@ def bubble_in_theory(engine: str, schedule: Schedule) -> float | None:
     """Published bubble over ideal time for F = I = W and m >= p; None where there is no formula.
 
     arXiv:2104.04473 section 2.2 (GPipe, 1F1B, interleaved), arXiv:2211.05953 (looped BFS), arXiv:2401.10241
-    (ZB-H1; the others' floor with a synchronous optimizer), dsx/plan/v_shaped.py (ZBV). Torch's zero-bubble
-    orders delay every rank's weight gradients by a fixed count and have none.
+    (ZB-H1; the others' floor with a synchronous optimizer), dsx/schedules/builders.py (ZBV). Torch's
+    zero-bubble orders delay every rank's weight gradients by a fixed count and have none.
     """
     p, v, m = schedule.num_ranks, schedule.num_chunks, schedule.num_micro_batches
     whose, name = engine.split(" ", 1)

@@ -1,1 +1,1 @@
-"""Checkpoint formats that dsx reads and writes, one file each."""
+"""Checkpoint formats that dsx reads and writes."""

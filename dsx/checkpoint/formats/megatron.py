@@ -1,7 +1,7 @@
 """Megatron-core's ``torch_dist`` checkpoints of GPT and Llama models, under dsx's names.
 
-They are folders of torch.distributed.checkpoint (:mod:`.dcp`) with a ``metadata.json``. What differs is how
-the model lies in them (megatron-core 0.16, transformer_block.py and attention.py):
+They are folders of torch.distributed.checkpoint (:mod:`dsx.checkpoint.formats.dcp`) with a ``metadata.json``.
+What differs is how the model lies in them (megatron-core 0.16, transformer_block.py and attention.py):
 
 - the layers of a block's tensor are stacked along a first dim, ``decoder.layers.mlp.linear_fc2.weight``; or,
   with layers that differ, numbered, ``decoder.layers.0.mlp.linear_fc2.weight``;
@@ -24,14 +24,14 @@ from typing import Any
 from dsx.checkpoint import plain, store
 from dsx.checkpoint.catalog import Catalog, Entry, Piece
 from dsx.checkpoint.formats import dcp
-from dsx.checkpoint.formats.deepspeed_facts import readable
-from dsx.checkpoint.formats.hf_catalog import clipped
+from dsx.checkpoint.formats.deepspeed.reader import readable
+from dsx.checkpoint.formats.huggingface.catalog import clipped
 from dsx.checkpoint.formats.torch_file import read_torch_file
 from dsx.checkpoint.json_text import parsed
 from dsx.checkpoint.pieces import whole
 from dsx.errors import CheckpointError
-from dsx.spec.model import ModelSpec
-from dsx.spec.param import Box, ParamSpec
+from dsx.models.param import Box, ParamSpec
+from dsx.models.spec import ModelSpec
 
 FORMAT = "megatron"
 MARK, COMMON = "metadata.json", "common.pt"

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import ITEM_BYTES, Checksum, Entry, Piece
-from dsx.checkpoint.formats.hf_names import is_buffer
+from dsx.checkpoint.formats.huggingface.names import is_buffer
 from dsx.checkpoint.json_text import parsed
 from dsx.checkpoint.pieces import contiguous
 from dsx.errors import CheckpointError

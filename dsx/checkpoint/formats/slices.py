@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dsx.spec.param import Box, ParamSpec
+from dsx.models.param import Box, ParamSpec
 
 
 def cut(spec: ParamSpec, fetch: Callable[[Box], Tensor], tp: int, tp_rank: int) -> Tensor:

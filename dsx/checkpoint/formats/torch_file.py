@@ -4,23 +4,412 @@ A file of today is a zip archive of stored (not compressed) members: ``<root>/da
 and ``<root>/data/<key>`` per storage. One of before torch 1.6, which DeepSpeed still writes with
 ``checkpoint.writer``'s serialization off, is four pickles, a list of keys, and the storages one after
 another, each behind its number of elements (torch/serialization.py, ``_legacy_load``).
+
+Reads the pickled structure of torch's files as inert data: nothing is imported and nothing is called.
+
+A pickle is a program for a small stack machine, and Python's own machine calls whatever the program names.
+This one knows no classes at all: a global is only its name, and what the program wants called is looked up
+in a table of the few constructors that stock checkpoints use, which build plain values. Any other global is
+an error. So the worst that a malicious file can do is to be refused.
+
+Opcodes and their meaning: the standard library's :mod:`pickletools`.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import pickletools
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from reprlib import repr as short_repr
 from typing import Any, BinaryIO
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import ITEM_BYTES, Checksum
 from dsx.checkpoint.file_io import Window, crc32_of_file
-from dsx.checkpoint.formats.unpickle import Record, StorageRef, TensorRef, storage_of, unpickle
 from dsx.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """The name of a class or function that a pickle mentions. Never imported."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """An object of a class that is kept as data: the class's name, arguments and attributes."""
+
+    kind: str
+    args: tuple[Any, ...] = ()
+    state: Any = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """A storage that the pickle refers to: torch's dtype name (None: untyped bytes), key, elements."""
+
+    dtype: str | None
+    key: str
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor of a torch file, by where its elements lie.
+
+    Attributes:
+        dtype: As torch names it.
+        shape: Extents.
+        strides: In elements.
+        storage: Key of the storage in the file.
+        start: Element of the storage at which it begins.
+        offset: Byte of the file at which it begins; -1 until the file's directory is known.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage: str
+    start: int
+    offset: int = -1
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements follow one another, row-major."""
+        step = 1
+        for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if extent != 1 and stride != step and self.numel:
+                return False
+            step *= extent
+        return True
+
+
+STORAGES: Mapping[str, str | None] = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "Float8_e4m3fnStorage": "float8_e4m3fn",
+    "Float8_e5m2Storage": "float8_e5m2",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "UntypedStorage": None,
+}
+"""dtype of each storage class in a pickle."""
+
+_DTYPES = {name for name in STORAGES.values() if name is not None}
+MAX_BYTES = 1 << 28
+"""Of a pickle; that of a rank with 10,000 tensors has 3 MiB."""
+
+
+def unpickle(data: bytes | Window, where: str, load_storage: Callable[[Any, str], Any] | None = None) -> Any:
+    """The value that a pickle describes.
+
+    Args:
+        data: The pickle, or a :class:`~dsx.checkpoint.file_io.Window` to read exactly one from.
+        where: The file, for messages.
+        load_storage: Makes a value of a persistent id; :func:`storage_of` by default.
+
+    Returns:
+        Dicts, lists, tuples, sets, numbers, strings, bytes, None, :class:`TensorRef`, :class:`StorageRef`,
+        :class:`Global` and :class:`Record`. An OrderedDict is a dict, an enum of DeepSpeed its number.
+
+    Raises:
+        CheckpointError: A global that is not in the table, an opcode that torch does not write, or a pickle
+            that is not whole.
+    """
+    if isinstance(data, bytes) and len(data) > MAX_BYTES:
+        raise CheckpointError(where, f"its pickle has {len(data)} bytes", "use a checkpoint of torch tensors")
+    stream: Any = io.BytesIO(data) if isinstance(data, bytes) else data
+    machine = _Machine(where, load_storage or storage_of)
+    try:
+        for opcode, argument, _ in pickletools.genops(stream):
+            if opcode.name == "STOP":
+                return machine.stack.pop()
+            machine.step(opcode.name, argument)
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        # Whatever a broken pickle does to the machine (an empty stack, a wrong type) means the same.
+        raise CheckpointError(
+            where, f"its pickle is broken or cut short ({error!r})", "use another checkpoint"
+        ) from error
+    raise CheckpointError(where, "its pickle has no end", "use another checkpoint")
+
+
+def storage_of(identity: Any, where: str) -> StorageRef:
+    """The storage that a persistent id of ``torch.save`` names."""
+    if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
+        raise CheckpointError(where, f"an unknown reference {short_repr(identity)}", "use another checkpoint")
+    kind, key, numel = identity[1], str(identity[2]), int(identity[4])
+    if not isinstance(kind, Global) or kind.name not in STORAGES:
+        raise CheckpointError(where, f"a storage of unknown type {kind}", "use another checkpoint")
+    return StorageRef(STORAGES[kind.name], key, numel)
+
+
+class _Machine:
+    """The stack machine."""
+
+    def __init__(self, where: str, load_storage: Callable[[Any, str], Any]) -> None:
+        self.where = where
+        self.load_storage = load_storage
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+
+    def step(self, name: str, argument: Any) -> None:
+        if name in _VALUES:
+            self.stack.append(argument)
+        elif name in _CONSTANTS:
+            self.stack.append(_CONSTANTS[name]())
+        elif name in _STEPS:
+            _STEPS[name](self, argument)
+        elif name not in {"PROTO", "FRAME"}:
+            raise CheckpointError(
+                self.where, f"its pickle uses {name}, which torch does not", "do not trust this file"
+            )
+
+    def items(self) -> list[Any]:
+        """What lies above the last mark; the mark goes."""
+        items, self.stack = self.stack, self.marks.pop()
+        return items
+
+    def mark(self, _: Any) -> None:
+        self.marks.append(self.stack)
+        self.stack = []
+
+    def push_items(self, make: Callable[[list[Any]], Any]) -> None:
+        items = self.items()
+        self.stack.append(make(items))
+
+    def push_last(self, count: int) -> None:
+        values = tuple(self.stack[-count:])
+        del self.stack[-count:]
+        self.stack.append(values)
+
+    def extend(self, values: Sequence[Any]) -> None:
+        into = self.stack[-1]
+        if not isinstance(into, list | set):
+            raise TypeError(f"{type(into).__name__} is no list")
+        if isinstance(into, list):
+            into.extend(values)
+        else:
+            into.update(map(_key, values))
+
+    def set_items(self, values: Sequence[Any]) -> None:
+        into = self.stack[-1]
+        if not isinstance(into, dict):
+            raise TypeError(f"{type(into).__name__} is no dict")
+        into.update(_pairs(values))
+
+    def push_global(self, module: str, name: str) -> None:
+        known = Global({"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module), name)
+        if str(known) not in _BUILDERS and not _is_type(known):
+            raise CheckpointError(
+                self.where,
+                f"it wants {known} imported, which is not on the list of what checkpoints need",
+                "do not trust this file; or, if it is yours, save without objects of that class",
+            )
+        self.stack.append(known)
+
+    def call(self, args: Any) -> None:
+        function = self.stack.pop()
+        if not isinstance(function, Global) or str(function) not in _BUILDERS or not isinstance(args, tuple):
+            raise CheckpointError(
+                self.where, f"its pickle calls {short_repr(function)}", "do not trust this file"
+            )
+        self.stack.append(_BUILDERS[str(function)](function, args))
+
+    def build(self, state: Any) -> None:
+        value = self.stack[-1]
+        if isinstance(value, Record):
+            value.state.update(state if isinstance(state, dict) else {"state": state})
+        elif not isinstance(value, dict):  # an OrderedDict's attributes (torch's _metadata) are not needed
+            raise TypeError(f"attributes for {type(value).__name__}")
+
+
+def _is_type(known: Global) -> bool:
+    """Globals that are only mentioned: dtypes, storage classes, the class of a rebuilt tensor."""
+    return (
+        (known.module in {"torch", "torch.storage"} and (known.name in STORAGES or known.name in _DTYPES))
+        or (known.module == "torch.nn.parameter" and known.name == "Parameter")
+        or (known.module == "torch" and known.name == "Tensor")
+        or (known.module == "builtins" and known.name in {"dict", "list", "int", "float", "object"})
+        or (known.module == "numpy" and known.name == "ndarray")
+    )
+
+
+def _tensor(_: Global, args: tuple[Any, ...]) -> TensorRef:
+    storage, start, shape, strides = args[:4]
+    if not isinstance(storage, StorageRef) or storage.dtype is None:
+        raise TypeError("a tensor without a typed storage")
+    return TensorRef(storage.dtype, tuple(map(int, shape)), tuple(map(int, strides)), storage.key, int(start))
+
+
+def _tensor_v3(_: Global, args: tuple[Any, ...]) -> TensorRef:
+    storage, start, shape, strides, _, _, dtype = args[:7]
+    if not isinstance(storage, StorageRef) or not isinstance(dtype, Global):
+        raise TypeError("a tensor without a storage or dtype")
+    return TensorRef(dtype.name, tuple(map(int, shape)), tuple(map(int, strides)), storage.key, int(start))
+
+
+def _from_type(_: Global, args: tuple[Any, ...]) -> Any:
+    function, _, inner, _ = args
+    return _BUILDERS[str(function)](function, inner)
+
+
+def _first(_: Global, args: tuple[Any, ...]) -> Any:
+    return args[0]
+
+
+def _record(known: Global, args: tuple[Any, ...]) -> Record:
+    return Record(str(known), args)
+
+
+def _reconstructed(_: Global, args: tuple[Any, ...]) -> Any:
+    kind = args[0]
+    return _BUILDERS[str(kind)](kind, ())
+
+
+def _encoded(_: Global, args: tuple[Any, ...]) -> bytes:
+    text, encoding = args
+    if encoding not in {"latin1", "latin-1"}:
+        raise ValueError(f"bytes in {encoding!r}")
+    return str(text).encode("latin-1")
+
+
+def _dict(_: Global, args: tuple[Any, ...]) -> dict[Any, Any]:
+    """A new dict, of (key, value) pairs or of another dict."""
+    content = args[0] if args else {}
+    pairs = content.items() if isinstance(content, dict) else content
+    return {_key(key): value for key, value in pairs}
+
+
+_Builder = Callable[[Global, tuple[Any, ...]], Any]
+_OF_DCP = """
+    filesystem._StorageInfo metadata.Metadata metadata.MetadataIndex metadata.StorageMeta
+    metadata.TensorProperties metadata._MEM_FORMAT_ENCODING metadata.TensorStorageMetadata
+    metadata.ChunkStorageMetadata metadata.BytesStorageMetadata
+    planner.SavePlan planner.WriteItem planner.WriteItemType planner.TensorWriteData
+"""
+_RECORDS = (
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+    "numpy.dtype",
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray.scalar",
+    "torch.device",
+    # The index of torch.distributed.checkpoint, and what Megatron keeps in it of how it was written.
+    "torch.serialization._get_layout",
+    *(f"torch.distributed.checkpoint.{name}" for name in _OF_DCP.split()),
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
+)
+_BUILDERS: Mapping[str, _Builder] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": _first,
+    "torch._utils._rebuild_parameter_with_state": _first,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch.Size": lambda _, args: tuple(args[0]),
+    "collections.OrderedDict": _dict,
+    "collections.defaultdict": lambda *_: {},
+    "collections.Counter": _dict,
+    "builtins.set": lambda _, args: {_key(item) for item in (args[0] if args else ())},
+    "builtins.frozenset": lambda _, args: frozenset(map(_key, args[0] if args else ())),
+    "builtins.bytearray": lambda _, args: bytes(args[0]) if args and isinstance(args[0], bytes) else b"",
+    "builtins.complex": lambda _, args: complex(*args),
+    "copyreg._reconstructor": _reconstructed,
+    "_codecs.encode": _encoded,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": lambda _, args: int(args[0]),
+    "pathlib.PosixPath": lambda _, args: str(PurePosixPath(*args)),
+    "pathlib._local.PosixPath": lambda _, args: str(PurePosixPath(*args)),
+    **dict.fromkeys(_RECORDS, _record),
+}
+
+_CONSTANTS: Mapping[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_DICT": dict,
+    "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_SET": set,
+}
+_VALUES = {
+    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+    *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE"),
+    *("BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+}
+_STEPS: Mapping[str, Callable[[_Machine, Any], Any]] = {
+    "MARK": _Machine.mark,
+    "POP": lambda m, _: m.stack.pop(),
+    "POP_MARK": lambda m, _: m.items(),
+    "DUP": lambda m, _: m.stack.append(m.stack[-1]),
+    "TUPLE": lambda m, _: m.push_items(tuple),
+    "TUPLE1": lambda m, _: m.push_last(1),
+    "TUPLE2": lambda m, _: m.push_last(2),
+    "TUPLE3": lambda m, _: m.push_last(3),
+    "LIST": lambda m, _: m.push_items(list),
+    "DICT": lambda m, _: m.push_items(lambda items: dict(_pairs(items))),
+    "FROZENSET": lambda m, _: m.push_items(lambda items: frozenset(map(_key, items))),
+    "APPEND": lambda m, _: m.extend([m.stack.pop()]),
+    "APPENDS": lambda m, _: m.extend(m.items()),
+    "ADDITEMS": lambda m, _: m.extend(m.items()),
+    "SETITEM": lambda m, _: m.set_items([m.stack.pop(), m.stack.pop()][::-1]),
+    "SETITEMS": lambda m, _: m.set_items(m.items()),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), lambda m, at: m.memo.__setitem__(at, m.stack[-1])),
+    "MEMOIZE": lambda m, _: m.memo.__setitem__(len(m.memo), m.stack[-1]),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, at: m.stack.append(m.memo[at])),
+    "GLOBAL": lambda m, names: m.push_global(*names.split(" ", 1)),
+    "STACK_GLOBAL": lambda m, _: m.push_global(*map(str, [m.stack.pop(), m.stack.pop()][::-1])),
+    "REDUCE": lambda m, _: m.call(m.stack.pop()),
+    "NEWOBJ": lambda m, _: m.call(m.stack.pop()),
+    "BUILD": lambda m, _: m.build(m.stack.pop()),
+    "BINPERSID": lambda m, _: m.stack.append(m.load_storage(m.stack.pop(), m.where)),
+}
+
+
+def _key(value: Any) -> Any:
+    """A key of a dict or element of a set: flat, because Python hashes deep tuples without a guard."""
+    parts = value if isinstance(value, tuple) else (value,)
+    if not all(isinstance(part, str | int | float | bytes | Global | Record | None) for part in parts):
+        raise TypeError(f"a key of type {type(value).__name__}")
+    return value
+
+
+def _pairs(items: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(map(_key, items[::2]), items[1::2], strict=True))
+
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
@@ -45,7 +434,7 @@ class TorchFile:
     Attributes:
         path: The file.
         name: Its path relative to the checkpoint's folder, as pieces have it.
-        content: Plain values, with a :class:`~dsx.checkpoint.formats.unpickle.TensorRef` for every tensor.
+        content: Plain values, with a :class:`~dsx.checkpoint.formats.torch_file.TensorRef` for every tensor.
         storages: Where each storage lies.
     """
 

@@ -16,9 +16,9 @@ import torch
 from checkpoint import stock_checkpoints
 from checkpoint.stock_checkpoints import Stock
 from dsx.checkpoint.catalog import Catalog
-from dsx.checkpoint.formats.deepspeed import catalog_of
-from dsx.checkpoint.formats.deepspeed_cut import Rules
-from dsx.checkpoint.formats.deepspeed_order import assign, stage_names
+from dsx.checkpoint.formats.deepspeed.cut import Rules
+from dsx.checkpoint.formats.deepspeed.order import assign, stage_names
+from dsx.checkpoint.formats.deepspeed.reader import catalog_of
 from dsx.errors import CheckpointError
 
 

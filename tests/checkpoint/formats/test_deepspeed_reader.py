@@ -10,7 +10,7 @@ import torch
 from checkpoint import stock_checkpoints
 from checkpoint.stock_checkpoints import Live, Stock, read_entry
 from dsx.checkpoint.catalog import Catalog, check_files
-from dsx.checkpoint.formats.deepspeed import catalog_of
+from dsx.checkpoint.formats.deepspeed.reader import catalog_of
 
 ALIGNED = (("parameter_alignment", True),)
 CPU = {"device": "cpu"}

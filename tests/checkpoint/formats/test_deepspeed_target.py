@@ -12,9 +12,9 @@ from checkpoint import stock_checkpoints
 from checkpoint.stock_checkpoints import Live, Stock, read_entry
 from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import Options, execute
-from dsx.checkpoint.formats.deepspeed import catalog_of
-from dsx.checkpoint.formats.deepspeed_plan import StockLayout
-from dsx.checkpoint.formats.deepspeed_target import target_of
+from dsx.checkpoint.formats.deepspeed.plan import StockLayout
+from dsx.checkpoint.formats.deepspeed.reader import catalog_of
+from dsx.checkpoint.formats.deepspeed.target import target_of
 from dsx.checkpoint.formats.torch_file import read_torch_file, verify
 from dsx.errors import CheckpointError
 from often import often

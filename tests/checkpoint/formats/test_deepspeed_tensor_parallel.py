@@ -14,8 +14,8 @@ import ranks
 from checkpoint.stock_checkpoints import converted, read_entry
 from dsx.checkpoint.catalog import Catalog, check_files
 from dsx.checkpoint.formats import universal
-from dsx.checkpoint.formats.deepspeed import catalog_of
-from dsx.checkpoint.formats.deepspeed_cut import Cut, Rules
+from dsx.checkpoint.formats.deepspeed.cut import Cut, Rules
+from dsx.checkpoint.formats.deepspeed.reader import catalog_of
 from dsx.errors import CheckpointError
 from often import often
 

@@ -19,21 +19,19 @@ from checkpoint.stock_checkpoints import read_entry
 from dsx.checkpoint.catalog import Catalog, check_files
 from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import Options, execute
-from dsx.checkpoint.formats import (
-    deepspeed,
-    deepspeed_target,
-    dsx_native,
-    hf,
-    hf_catalog,
-    hf_names,
-    hf_target,
-)
-from dsx.checkpoint.formats.deepspeed_plan import StockLayout
+from dsx.checkpoint.formats import native as dsx_native
+from dsx.checkpoint.formats.deepspeed import reader
+from dsx.checkpoint.formats.deepspeed import target as deepspeed_target
+from dsx.checkpoint.formats.deepspeed.plan import StockLayout
+from dsx.checkpoint.formats.huggingface import catalog as hf_catalog
+from dsx.checkpoint.formats.huggingface import catalog as hf_target
+from dsx.checkpoint.formats.huggingface import names as hf_names
+from dsx.checkpoint.formats.huggingface import weights as hf
 from dsx.checkpoint.layouts import Degrees, layout_like
-from dsx.checkpoint.source import DamagedError, verify
+from dsx.checkpoint.read import DamagedError, verify
 from dsx.errors import CheckpointError
-from dsx.plan.hf_config import model_spec
-from dsx.plan.params import param_specs
+from dsx.models.hf_config import model_spec
+from dsx.models.params import param_specs
 
 TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
 CONFIGS = {
@@ -163,14 +161,13 @@ def test_order_of_the_models_parameters(name: str) -> None:
 
 
 def engine_of(name: str, zero: int) -> Any:
-    import deepspeed
 
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": zero},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
     }
-    engine, *_ = deepspeed.initialize(model=model_of(name), config=settings)
+    engine, *_ = reader.initialize(model=model_of(name), config=settings)
     return engine
 
 
@@ -204,7 +201,7 @@ def test_a_stock_run_through_dsx_and_back(name: str, zero: int, tmp_path: Path) 
     """transformers under stock DeepSpeed -> dsx, tp 2, other ZeRO stage -> stock: bit-equal losses."""
     expected = ranks.run(begin, 2, name, zero, tmp_path / "a")
     specs = specs_of(name)
-    source = hf_catalog.as_dsx(deepspeed.catalog_of(tmp_path / "a" / "global_step2"), specs)
+    source = hf_catalog.as_dsx(reader.catalog_of(tmp_path / "a" / "global_step2"), specs)
     layout = layout_like(source, Degrees.parse("dp=1,tp=2,zero=1"))
     native = run(source, dsx_native.target_of(source, tmp_path / "b", layout))
     source = hf_catalog.as_hf(dsx_native.catalog_of(native), specs)

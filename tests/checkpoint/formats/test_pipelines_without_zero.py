@@ -11,8 +11,8 @@ from torch import nn
 
 import ranks
 from checkpoint.stock_checkpoints import VOCABULARY, WIDTH, Embedding, head, loss_of, read_entry
-from dsx.checkpoint.formats.deepspeed import catalog_of
-from dsx.checkpoint.formats.deepspeed_cut import Rules
+from dsx.checkpoint.formats.deepspeed.cut import Rules
+from dsx.checkpoint.formats.deepspeed.reader import catalog_of
 from dsx.errors import CheckpointError
 
 EVERY = ["up.weight", "up.bias", "down.weight"]

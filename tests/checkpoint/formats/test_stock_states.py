@@ -16,8 +16,8 @@ from checkpoint import stock_checkpoints
 from checkpoint.stock_checkpoints import Stock, read_entry
 from dsx.checkpoint.catalog import Catalog
 from dsx.checkpoint.execute import Options
-from dsx.checkpoint.formats.deepspeed import catalog_of
-from dsx.checkpoint.formats.deepspeed_cut import Rules
+from dsx.checkpoint.formats.deepspeed.cut import Rules
+from dsx.checkpoint.formats.deepspeed.reader import catalog_of
 from dsx.checkpoint.layouts import Degrees
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.reshard import Wanted, prepare

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from dsx.checkpoint.dtypes import numpy_dtype
-from dsx.checkpoint.formats.torch_file import read_torch_file, verify
-from dsx.checkpoint.formats.unpickle import Record, TensorRef
+from dsx.checkpoint.file_io import numpy_dtype
+from dsx.checkpoint.formats.torch_file import Record, TensorRef, read_torch_file, verify
 from dsx.errors import CheckpointError
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsx.checkpoint.formats.torch_file import read_torch_file, verify
+from dsx.checkpoint.formats.torch_file import Record, read_torch_file, verify
 from dsx.checkpoint.formats.torch_target import Hole, Ordered, number, size_of, torch_skeleton
-from dsx.checkpoint.formats.unpickle import Record
 from dsx.checkpoint.target import Skeleton
 
 

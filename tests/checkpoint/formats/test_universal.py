@@ -14,9 +14,10 @@ from checkpoint.stock_checkpoints import Live, Stock, read_entry
 from dsx.checkpoint.catalog import Catalog, check_files
 from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import Options, execute
-from dsx.checkpoint.formats import deepspeed, universal
-from dsx.checkpoint.formats.deepspeed_plan import StockLayout
-from dsx.checkpoint.formats.universal_target import target_of
+from dsx.checkpoint.formats import universal
+from dsx.checkpoint.formats.deepspeed import reader
+from dsx.checkpoint.formats.deepspeed.plan import StockLayout
+from dsx.checkpoint.formats.universal import target_of
 from dsx.errors import CheckpointError
 
 UNIVERSAL = (("checkpoint", {"load_universal": True}),)
@@ -38,7 +39,7 @@ def check(catalog: Catalog, live: Live) -> None:
 )
 def test_what_deepspeeds_tool_writes(stock: Stock, tmp_path: Path) -> None:
     path, live, _ = stock_checkpoints.save(stock, tmp_path)
-    expected = deepspeed.catalog_of(path).facts
+    expected = reader.catalog_of(path).facts
     out = stock_checkpoints.converted(path)
     catalog = universal.catalog_of(out)
     check_files(catalog)
@@ -80,7 +81,7 @@ def test_rests_of_an_interrupted_conversion(tmp_path: Path) -> None:
 def test_stock_engines_load_what_is_written(old: Stock, new: Stock, tmp_path: Path) -> None:
     """Of ZeRO stages and precisions that DeepSpeed's own tool refuses to bring together."""
     path, live, expected = stock_checkpoints.save(old, tmp_path / "a")
-    source = deepspeed.catalog_of(path)
+    source = reader.catalog_of(path)
     precision = "bf16" if new.bf16 else "fp32"
     target = target_of(
         source, tmp_path / "b" / path.name, StockLayout(dp=1, zero_stage=new.zero, precision=precision)

@@ -1,0 +1,1 @@
+"""Stock DeepSpeed's checkpoints, read and written without DeepSpeed."""

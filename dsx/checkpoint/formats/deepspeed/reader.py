@@ -1,0 +1,465 @@
+"""Stock DeepSpeed checkpoints, as ``engine.save_checkpoint`` writes them, as a catalog.
+
+ZeRO 0 to 3, BF16_Optimizer, FP16_Optimizer, PipelineModule, tensor parallelism; written and read by deepspeed
+0.19.8, older forms where they differ. What is in which file: :mod:`dsx.checkpoint.formats.deepspeed.files`;
+where a parameter lies:
+:mod:`dsx.checkpoint.formats.deepspeed.flat`; how tensor parallelism cut it:
+:mod:`dsx.checkpoint.formats.deepspeed.cut`.
+
+Names are those of the model's state dict; in a pipeline those of its parameters, ``<layer>.<path>`` and
+``tied_modules.<key>.<path>``. Under ZeRO-3 weights are stored nowhere: they are the masters, converted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from dsx.checkpoint import plain
+from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry, Piece, with_numbers
+from dsx.checkpoint.formats.deepspeed.cut import Cut, Rules, rules_of
+from dsx.checkpoint.formats.deepspeed.files import StockFiles, open_stock
+from dsx.checkpoint.formats.deepspeed.flat import Fragment, Group, OptimizerState, sharded_state
+from dsx.checkpoint.formats.deepspeed.module import Module, modules_of
+from dsx.checkpoint.formats.deepspeed.order import TIED
+from dsx.checkpoint.formats.deepspeed.plain import plain_states
+from dsx.checkpoint.formats.deepspeed.types import check_patterns, config_of
+from dsx.checkpoint.formats.huggingface.catalog import with_names
+from dsx.checkpoint.formats.torch_file import Record, TensorRef, TorchFile
+from dsx.checkpoint.pieces import contiguous
+from dsx.errors import CheckpointError
+
+_COUNTERS = ("global_samples", "skipped_steps")
+_MOMENTS: Mapping[frozenset[str], str] = {
+    frozenset({"exp_avg", "exp_avg_sq"}): "AdamW",
+    frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): "AdamW",
+    frozenset({"momentum_buffer"}): "SGD",
+    frozenset({"exp_avg"}): "Lion",
+    frozenset({"sum"}): "Adagrad",
+}
+_STOCK_KEYS = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
+    *(
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+    ),
+    *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"),
+    *("ds_version", "universal_checkpoint_info", "micro_steps"),
+}
+_LARGEST = 100_000  # values; more is data, not facts
+
+
+def facts_of(
+    files: StockFiles,
+    states: Mapping[int, OptimizerState],
+    canonical: Mapping[str, str],
+    common: TorchFile | None = None,
+) -> dict[str, Any]:
+    """The facts of a checkpoint; what is no plain data is named under ``left_behind``.
+
+    Args:
+        files: The checkpoint.
+        states: Optimizer state by model-parallel rank.
+        canonical: Canonical name of every tensor's other names.
+        common: The universal format's file of what all parameters have in common.
+    """
+    file, first = files.models[0, 0], files.first
+    left = _unused(first)
+    config = config_of(first)
+    client = {
+        str(key): value
+        for key, one in first.items()
+        if key not in _STOCK_KEYS and (value := _encoded(one, file, str(key), left)) is not None
+    }
+    facts: dict[str, Any] = {
+        "versions": {"deepspeed": str(first.get("ds_version", "unknown"))},
+        "step": int(first.get("global_steps") or 0),
+        "optimizer": _optimizer(config, states),
+        "param_groups": _groups(states, canonical, left),
+        "lr_scheduler": _encoded(first.get("lr_scheduler"), file, "lr_scheduler", left),
+        "loss_scale": _loss_scale(files, common),
+        "counters": {key: int(first[key]) for key in _COUNTERS if first.get(key) is not None},
+        "mesh": {"pp": files.pp, "dp": files.dp, "tp": files.tp},
+        "zero_stage": files.zero_stage,
+        "precision": _precision(config),
+        "client_state": client,
+        "deepspeed_config": _encoded(config, file, "ds_config", left),
+        "left_behind": left,
+    }
+    return {key: value for key, value in facts.items() if value not in (None, [])}
+
+
+def _unused(first: Mapping[str, Any]) -> list[str]:
+    """What is neither a tensor nor a fact."""
+    module = first.get("module")
+    extra = module.items() if isinstance(module, dict) else ()
+    left = [f"module {name}: it is no tensor" for name, value in extra if not isinstance(value, TensorRef)]
+    samplers = [key for key in ("data_sampler", "random_ltd") if first.get(key) is not None]
+    return [*left, *(f"{key}: of no use to dsx" for key in samplers)]
+
+
+def readable(value: Any, file: TorchFile) -> Any:
+    """A value of a torch file with numbers in place of tensors of one element, dicts in place of namespaces.
+
+    Raises:
+        CheckpointError: Another tensor, or an object that is no plain data.
+    """
+    return _Reading(file).of(value)
+
+
+class _Reading:
+    """Counts what it makes: a few bytes of a pickle can stand for as many values as one likes."""
+
+    def __init__(self, file: TorchFile) -> None:
+        self._file = file
+        self._count = 0
+
+    def of(self, value: Any) -> Any:
+        self._count += 1
+        if self._count > _LARGEST:
+            raise CheckpointError(str(self._file.path), f"it has more than {_LARGEST} values", "save less")
+        if isinstance(value, TensorRef):
+            return self._file.value(value)
+        if isinstance(value, Record):
+            if value.kind not in ("argparse.Namespace", "types.SimpleNamespace"):
+                raise CheckpointError(
+                    str(self._file.path), f"a {value.kind} is no plain data", "leave it out"
+                )
+            return self.of(value.state)
+        if isinstance(value, dict):
+            return {key: self.of(part) for key, part in value.items()}
+        if isinstance(value, list | tuple | set | frozenset):
+            return type(value)(map(self.of, value))
+        return value
+
+
+def _encoded(value: Any, file: TorchFile, where: str, left: list[str]) -> Any:
+    """The value as :mod:`dsx.checkpoint.plain` writes it; None, and a note in ``left``, if it cannot."""
+    try:
+        return plain.encode(readable(value, file), where)
+    except CheckpointError as error:
+        left.append(f"{where}: {error.what}")
+        return None
+
+
+def _groups(
+    states: Mapping[int, OptimizerState], canonical: Mapping[str, str], left: list[str]
+) -> list[dict[str, Any]]:
+    """The optimizer's groups, those of one place on all ranks as one."""
+    merged: list[dict[str, Any]] = []
+    for groups in (state.groups for state in states.values()):
+        for place, group in enumerate(groups):
+            if place == len(merged):
+                settings = {
+                    str(key): _encoded(value, group.file, f"{key} of optimizer group {place}", left)
+                    for key, value in group.settings.items()
+                    if key != "step"
+                }
+                merged.append({"names": [], "numbers": {}, **settings})
+            _add(merged[place], group, canonical)
+    return [with_numbers(one, one.pop("numbers")) for one in merged]
+
+
+def _add(merged: dict[str, Any], group: Group, canonical: Mapping[str, str]) -> None:
+    for name in group.names:
+        home = canonical.get(name, name)
+        if home not in merged["names"]:
+            merged["names"].append(home)
+        for state, values in group.numbers.items():
+            if name in values:
+                merged["numbers"].setdefault(state, {}).setdefault(home, values[name])
+
+
+def _optimizer(config: Mapping[str, Any], states: Mapping[int, OptimizerState]) -> str | None:
+    """The optimizer's name, from the config or, if the user made it, from the states that it keeps."""
+    told = (config.get("optimizer") or {}).get("type")
+    if told:
+        return str(told)
+    kept = {fragment.state for state in states.values() for fragment in state.fragments} - {"master"}
+    numbers = {number for state in states.values() for group in state.groups for number in group.numbers}
+    # NAdam's mu_product is none of Adam's.
+    return None if numbers - {"step"} else _MOMENTS.get(frozenset(kept))
+
+
+def _loss_scale(files: StockFiles, common: TorchFile | None) -> dict[str, Any] | None:
+    held = [file.content["optimizer_state_dict"] for file in files.optimizers.values()]
+    held += [common.content] if common is not None and isinstance(common.content, dict) else []
+    for one in held:
+        scaler = one.get("loss_scaler")
+        if isinstance(scaler, Record):
+            return {"scale": scaler.state.get("cur_scale"), **_plain_numbers(scaler.state)}
+    saved = files.first.get("optimizer")
+    if isinstance(saved, dict) and "cur_scale" in saved:
+        return {"scale": saved["cur_scale"], **_plain_numbers(saved)}
+    return None
+
+
+def _plain_numbers(state: Mapping[Any, Any]) -> dict[str, Any]:
+    return {str(key): value for key, value in state.items() if isinstance(value, int | float | bool | None)}
+
+
+def _precision(config: Mapping[str, Any]) -> str:
+    for name in ("bf16", "fp16"):
+        section = config.get(name) or (config.get("bfloat16") if name == "bf16" else None)
+        if isinstance(section, dict) and section.get("enabled"):
+            return name
+    return "fp32"
+
+
+FORMAT = "deepspeed"
+
+
+def catalog_of(root: Path, rules: Rules | None = None, *, tp: int | None = None) -> Catalog:
+    """What a stock DeepSpeed checkpoint holds.
+
+    Args:
+        root: The folder of one tag.
+        rules: The user's; they come before what the checkpoint says itself.
+        tp: Tensor-parallel degree, if it is not the one that the files tell.
+
+    Raises:
+        CheckpointError: Files are missing or contradict each other, or it is not known how a tensor is cut.
+    """
+    files = open_stock(root, tp)
+    rules = _merged(rules, files)
+    modules = modules_of(files, rules.ties)
+    if files.optimizers:
+        states = {}
+        for rank in range(files.pp * files.tp):
+            # A pipeline's layers are all listed at its first stage.
+            weights = modules[rank % files.tp if files.layers else rank].weights
+            states[rank] = sharded_state(files, rank, {one.name: one.shape for one in weights})
+    else:
+        states = plain_states(files, modules, rules)
+    names = _Names.of(files, modules, states)
+    entries = tuple(_entries(files, names, rules))
+    facts = {**facts_of(files, states, names.canonical), **_tie_facts(files, states, rules)}
+    catalog = Catalog(
+        root=root,
+        format=FORMAT,
+        entries=entries,
+        facts=_with_settings(facts, rules),
+        specs=tuple(spec for spec in rules.specs.values() if spec.name in {entry.name for entry in entries}),
+        checksums=tuple(checksum for file in files.all for checksum in file.checksums),
+    )
+    return with_names(catalog, rules.names, rules.source) if rules.names else catalog
+
+
+def _tie_facts(files: StockFiles, states: Mapping[int, OptimizerState], rules: Rules) -> dict[str, Any]:
+    """A pipeline's tied modules: what the user said, and layers that turned out to be on several stages."""
+    if not files.layers:
+        return {}
+    stages = [states[rank].groups for rank in range(0, files.pp * files.tp, files.tp)]
+    counts = Counter(name for groups in stages for name in {one for group in groups for one in group.names})
+    unnamed = {name.partition(".")[0] for name, count in counts.items() if count > 1} - {TIED}
+    return {
+        **({"tied": {key: list(layers) for key, layers in rules.ties}} if rules.ties else {}),
+        **({"unnamed_ties": sorted(map(int, unnamed))} if unnamed else {}),
+    }
+
+
+def _with_settings(facts: dict[str, Any], rules: Rules) -> dict[str, Any]:
+    """The facts with hyperparameters of the user's where a group has none of that name."""
+    groups = facts.get("param_groups") or []
+    if rules.settings and len(rules.settings) != len(groups):
+        raise CheckpointError(
+            f"{rules.source}: settings",
+            f"they are of {len(rules.settings)} optimizer groups, the checkpoint has {len(groups)}",
+            "give one object of hyperparameters per group",
+        )
+    pairs = zip(rules.settings, groups, strict=True) if rules.settings else ()
+    told = [{**plain.encode(dict(mine), f"{rules.source}: settings"), **group} for mine, group in pairs]
+    return {**facts, "param_groups": told} if told else facts
+
+
+def _merged(rules: Rules | None, files: StockFiles) -> Rules:
+    first = files.models[0, 0]
+    info = first.content.get("universal_checkpoint_info")
+    if info is None and files.optimizers:
+        state = files.optimizers[0, 0].content.get("optimizer_state_dict", {})
+        info = state.get("universal_checkpoint_info") if isinstance(state, dict) else None
+    check_patterns(info, str(first.path))
+    told = rules_of(info, str(first.path))
+    if rules is None:
+        return told
+    return replace(rules, tensors=(*rules.tensors, *told.tensors), maps=rules.maps or told.maps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """One model-parallel rank's fragments of one state, the ranks of one pipeline stage together."""
+
+    stage: int
+    fragments: tuple[Fragment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Everything that is stored, by canonical name, in the model's order.
+
+    Attributes:
+        held: (name, state) -> tensor-parallel rank -> who holds it.
+        roles: Of every name.
+        aliases: Other names of it.
+        canonical: Canonical name of every name.
+    """
+
+    held: Mapping[tuple[str, str], Mapping[int, Sequence[_Held]]]
+    roles: Mapping[str, Literal["trained", "frozen", "buffer"]]
+    aliases: Mapping[str, Sequence[str]]
+    canonical: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, files: StockFiles, modules: Mapping[int, Module], states: Mapping[int, OptimizerState]
+    ) -> _Names:
+        held: dict[tuple[str, str], dict[int, list[_Held]]] = defaultdict(lambda: defaultdict(list))
+        aliases: dict[str, dict[str, None]] = defaultdict(dict)
+        trained = {name for state in states.values() for group in state.groups for name in group.names}
+        buffers = {name for module in modules.values() for name in module.buffers}
+        canonical: dict[str, str] = {}
+        for module in modules.values():
+            for names in module.ties:
+                first = next((name for name in names if name in trained), names[0])
+                canonical.update(dict.fromkeys(names, first))
+                aliases[first].update(dict.fromkeys(name for name in names if name != first))
+        for rank in range(files.pp * files.tp):
+            stage, tensor = divmod(rank, files.tp)
+            found: dict[tuple[str, str], list[Fragment]] = defaultdict(list)
+            for fragment in (*modules[rank].weights, *states[rank].fragments):
+                name = canonical.get(fragment.name, fragment.name)
+                found[name, fragment.state].append(fragment)
+            for key, fragments in found.items():
+                held[key][tensor] += [_Held(stage, tuple(one)) for one in _copies(fragments)]
+        _add_empty(held)
+        places: dict[str, int] = {}
+        for module in modules.values():
+            for name in module.names:
+                places.setdefault(canonical.get(name, name), len(places))
+        in_order = sorted(held, key=lambda key: (places.get(key[0], len(places)), key[1] != "weight"))
+        roles: dict[str, Literal["trained", "frozen", "buffer"]] = {
+            name: "buffer" if name in buffers else "trained" if name in trained else "frozen"
+            for name, _ in held
+        }
+        ordered = {key: held[key] for key in in_order}
+        return cls(ordered, roles, {name: tuple(others) for name, others in aliases.items()}, canonical)
+
+
+def _add_empty(held: Mapping[tuple[str, str], dict[int, list[_Held]]]) -> None:
+    """States of parts without elements (AutoTP on more ranks than heads), which optimizers leave out."""
+    for (name, state), by_rank in held.items():
+        for tensor, copies in held.get((name, "weight"), {}).items():
+            part = copies[0].fragments[0]
+            if tensor not in by_rank and not part.stop:
+                dtype = next(iter(by_rank.values()))[0].fragments[0].dtype
+                by_rank[tensor] = [_Held(copies[0].stage, (replace(part, state=state, dtype=dtype),))]
+
+
+def _copies(fragments: Sequence[Fragment]) -> Iterator[list[Fragment]]:
+    """One list per copy of a tensor: the fragments of a copy follow one another without overlap."""
+    copies: list[list[Fragment]] = []
+    for fragment in fragments:
+        home = next((copy for copy in copies if copy[-1].stop <= fragment.start), None)
+        if home is None:
+            copies.append([fragment])
+        else:
+            home.append(fragment)
+    yield from copies
+
+
+def _entries(files: StockFiles, names: _Names, rules: Rules) -> Iterator[Entry]:
+    for (name, state), by_rank in names.held.items():
+        where = str(files.root)
+        lacking = [rank for rank in range(files.tp) if rank not in by_rank]
+        if lacking:
+            raise CheckpointError(
+                f"{where}: tensor {name}, {state}",
+                f"tensor-parallel rank {lacking[0]} does not have it",
+                "use the files of one save",
+            )
+        first = [by_rank[rank][0].fragments[0] for rank in range(files.tp)]
+        cut = rules.cut(name, [fragment.shape for fragment in first], where)
+        if cut.dim is not None and any(one.over_all for one in first):
+            raise CheckpointError(
+                f"{where}: tensor {name}, {state}",
+                "its parts are divided over all ranks, as only a tensor that each of them has whole is",
+                "correct the rule that cuts it, or use the files of one save",
+            )
+        dtypes = {one.dtype for held in by_rank.values() for copy in held for one in copy.fragments}
+        if len(dtypes) > 1:
+            raise CheckpointError(
+                f"{where}: tensor {name}, {state}",
+                f"its parts are of {sorted(dtypes)}",
+                "use another checkpoint",
+            )
+        if cut.compare:
+            _compare(files, name, [by_rank[rank][0].fragments for rank in range(files.tp)])
+        yield Entry(
+            name=name,
+            state=state,
+            shape=cut.shape,
+            dtype=first[0].dtype,
+            pieces=tuple(_pieces(cut, by_rank)),
+            role=names.roles[name],
+            aliases=tuple(names.aliases.get(name, ())),
+        )
+
+
+def _pieces(cut: Cut, by_rank: Mapping[int, Sequence[_Held]]) -> Iterator[Piece]:
+    """Replica 0 of a cut tensor is the first copy of every rank; of an uncut one that of the first rank."""
+    replica = 0
+    for rank, copies in sorted(by_rank.items()):
+        if rank and copies[0].fragments[0].over_all:
+            continue  # every rank names the same parts
+        for number, copy in enumerate(copies):
+            if cut.dim is None:
+                at, replica = replica, replica + 1
+            else:
+                at = number
+            for fragment in copy.fragments:
+                yield from _located(cut, rank, fragment, at)
+
+
+def _located(cut: Cut, rank: int, fragment: Fragment, replica: int) -> Iterator[Piece]:
+    item = ITEM_BYTES[fragment.dtype]
+    origin = fragment.offset - fragment.start * item
+    for part in cut.parts(rank, fragment.shape, fragment.start, fragment.stop):
+        if fragment.strides is None:
+            yield part.at(fragment.file, origin, item, replica)
+            continue
+        index = _index(part.flat, fragment.shape)
+        offset = sum(at * step for at, step in zip(index, fragment.strides, strict=True))
+        yield Piece(fragment.file, origin + offset * item, part.start, part.shape, fragment.strides, replica)
+
+
+def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    found = []
+    for step in contiguous(shape):
+        at, flat = divmod(flat, step)
+        found.append(at)
+    return tuple(found)
+
+
+def _compare(files: StockFiles, name: str, copies: Sequence[Sequence[Fragment]]) -> None:
+    """Prove that copies which were meant to be averaged are equal, so that any of them is the average."""
+    contents = []
+    for copy in copies:
+        data = b""
+        for one in copy:
+            with (files.root / one.file).open("rb") as file:
+                file.seek(one.offset)
+                data += file.read((one.stop - one.start) * ITEM_BYTES[one.dtype])
+        contents.append(data)
+    if len(set(contents)) > 1:
+        raise CheckpointError(
+            f"{files.root}: tensor {name}",
+            "its copies on tensor-parallel ranks differ and are meant to be averaged, which is not done here",
+            'decide for one: {"tensors": {"...": "replicate"}} takes the first rank\'s',
+        )

@@ -1,0 +1,525 @@
+"""Hugging Face model folders as catalogs and to be written, and their names and dsx's for one another.
+
+Weights in ``pytorch_model.bin``: older Hugging Face folders, DeepSpeed's zero_to_fp32, save_16bit_model.
+
+Files of ``torch.save`` that hold a state dict, one or several with an index. Never executed
+(:mod:`dsx.checkpoint.formats.torch_file`).
+
+Hugging Face model folders as catalogs, and the names of Hugging Face's models and dsx's for one another.
+
+A parameter of dsx may be several Hugging Face tensors (Q, K and V; gate and up) or the transpose of one
+(GPT-2's Conv1D); its :class:`~dsx.models.param.ParamSpec` says so. In a catalog that is only another start
+and other strides of the same bytes. So :func:`as_dsx` and :func:`as_hf` rename any catalog, of stock
+DeepSpeed's checkpoints of ``transformers`` models too, optimizer states included.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece
+from dsx.checkpoint.formats.huggingface.names import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    head_of,
+    is_buffer,
+    read_json,
+    stored_names,
+    tied_names,
+    weight_map,
+)
+from dsx.checkpoint.formats.safetensors_file import CRC32, NAMES, contents
+from dsx.checkpoint.formats.torch_file import TensorRef, TorchFile, read_torch_file
+from dsx.checkpoint.pieces import contiguous, intersect
+from dsx.checkpoint.target import Crc32Field, Skeleton, Target, Written, left_behind
+from dsx.errors import CheckpointError
+from dsx.models.param import ParamSpec
+
+BIN_SINGLE = "pytorch_model.bin"
+BIN_INDEX = "pytorch_model.bin.index.json"
+_AGAIN = "download or write it again"
+
+
+def looks_bin(root: Path) -> bool:
+    """Whether a folder has such files."""
+    return (root / BIN_SINGLE).is_file() or (root / BIN_INDEX).is_file()
+
+
+def bin_contents(root: Path) -> tuple[tuple[Entry, ...], list[Checksum]]:
+    """All tensors of a folder under their own names, and the CRC32s of their files.
+
+    Raises:
+        CheckpointError: A file is missing, damaged or holds no state dict; the index does not fit them.
+    """
+    told: dict[str, str] = {}
+    if (root / BIN_INDEX).is_file():
+        told = weight_map(root / BIN_INDEX, _AGAIN)
+    found: dict[str, Entry] = {}
+    checksums: list[Checksum] = []
+    for name in dict.fromkeys(told.values()) if told else [BIN_SINGLE]:
+        file = read_torch_file(root, name)
+        found |= _entries(file)
+        checksums += file.checksums
+    lost = next((name for name in told if name not in found), None)
+    if lost is not None:
+        raise CheckpointError(f"{root / told[lost]}: tensor {lost}", "the file does not have it", _AGAIN)
+    return tuple(found.values()), checksums
+
+
+def _entries(file: TorchFile) -> dict[str, Entry]:
+    content = file.content if isinstance(file.content, dict) else {}
+    refs = {str(name): ref for name, ref in content.items() if isinstance(ref, TensorRef)}
+    if not refs:
+        raise CheckpointError(str(file.path), "it holds no state dict: names with tensors", _AGAIN)
+    return {
+        name: Entry(
+            name=name,
+            state="weight",
+            shape=ref.shape,
+            dtype=ref.dtype,
+            pieces=(Piece(file.name, ref.offset, (0,) * len(ref.shape), ref.shape, ref.strides),)
+            if ref.numel
+            else (),
+        )
+        for name, ref in refs.items()
+    }
+
+
+FORMAT = "hf"
+_DOWNLOAD = "download or export it again"
+
+
+def catalog_of(root: Path) -> Catalog:
+    """What a model folder's safetensors hold, or its ``pytorch_model.bin``, under their own names.
+
+    Raises:
+        CheckpointError: No weights, or a file that is cut short, missing or of another kind.
+    """
+    safe = (root / INDEX).is_file() or (root / SINGLE).is_file()
+    entries, checksums = bin_contents(root) if not safe and looks_bin(root) else _safetensors(root)
+    facts: dict[str, Any] = {}
+    if (root / CONFIG).is_file():
+        facts["hf_config"] = read_json(root / CONFIG, _DOWNLOAD)
+    read = {piece.file for entry in entries for piece in entry.pieces}
+    others = sorted(path.name for path in root.glob("adapter_*") if path.name not in read)
+    if others:
+        facts["left_behind"] = [f"{name}: an adapter beside the model, not merged into it" for name in others]
+    return Catalog(
+        root=root,
+        format=FORMAT,
+        entries=tuple(e if "float" in e.dtype else replace(e, role="buffer") for e in entries),
+        facts=facts,
+        checksums=tuple(checksums),
+        links_allowed=True,
+    )
+
+
+def _safetensors(root: Path) -> tuple[tuple[Entry, ...], list[Checksum]]:
+    index, single = root / INDEX, root / SINGLE
+    told: dict[str, str] = {}
+    if index.is_file():
+        told = weight_map(index, _DOWNLOAD)
+    elif not single.is_file():
+        raise CheckpointError(
+            str(root), f"it has neither {SINGLE} nor {INDEX}", "name a Hugging Face model folder"
+        )
+    files = list(dict.fromkeys(told.values())) if told else [SINGLE]
+    found: dict[str, Entry] = {}
+    checksums: list[Checksum] = []
+    for file in files:
+        held, sums = contents(root, file)
+        found |= {entry.name: entry for entry in held}
+        checksums += sums
+    lost = next((name for name, file in told.items() if name not in found), None)
+    if lost is not None:
+        raise CheckpointError(f"{root / told[lost]}: tensor {lost}", "the file does not have it", _DOWNLOAD)
+    return tuple(found[name] for name in (told or found)), checksums
+
+
+def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
+    """The same checkpoint under dsx's names; one that has them already stays as it is.
+
+    Raises:
+        CheckpointError: It lacks a tensor of the model, has another, or one of another shape.
+    """
+    if {spec.name for spec in specs} <= {entry.name for entry in source.entries}:
+        return replace(source, specs=tuple(specs))
+    by_name: dict[str, dict[str, Entry]] = defaultdict(dict)
+    for entry in source.entries:
+        by_name[entry.name][entry.state] = entry
+    entries, homes = [], {}
+    for spec in specs:
+        found = [_stored_name(source, spec, name, by_name) for name in spec.hf]
+        homes.update(dict.fromkeys(found, spec.name))
+        for state in dict.fromkeys(state for name in found for state in by_name[name]):
+            lacking = next((name for name in found if state not in by_name[name]), None)
+            if lacking is not None:
+                raise CheckpointError(
+                    f"{source.root}: tensor {lacking}, {state}",
+                    f"it is missing, but the other parts of {spec.name} have it",
+                    "use a checkpoint of a model whose parts were trained together",
+                )
+            entries.append(_fused(source, spec, [by_name[name][state] for name in found]))
+    tied = {name for spec in specs if spec.tie is not None for name in tied_names(spec)}
+    unknown = sorted(by_name.keys() - homes.keys() - tied)
+    unknown = [name for name in unknown if not is_buffer(name) and _role(by_name[name]) != "buffer"]
+    if unknown:
+        raise CheckpointError(
+            f"{source.root}: tensor {unknown[0]}",
+            f"the model has no place for it (of {len(unknown)} such tensors)",
+            "use the config of the model that the checkpoint is of",
+        )
+    return replace(
+        source,
+        entries=tuple(entries),
+        specs=tuple(specs),
+        facts=renamed(source.facts, lambda name: (homes[name],) if name in homes else (), str(source.root)),
+    )
+
+
+def as_hf(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
+    """The same checkpoint under Hugging Face's names, in the order of Hugging Face's model.
+
+    That order is also the optimizer groups', so that a stock engine of the model finds its own by position.
+    What is not the model's keeps its name and comes last.
+    """
+    known = {spec.name: spec for spec in specs}
+    order = {name: at for at, name in enumerate(model_order(name for spec in specs for name in spec.hf))}
+    entries: list[Entry] = []
+    for entry in source.entries:
+        spec = known.get(entry.name)
+        entries += [entry] if spec is None else _parted(spec, entry)
+    where = str(source.root)
+    facts = renamed(source.facts, lambda name: known[name].hf if name in known else (name,), where)
+    for group in facts.get("param_groups", ()):
+        group["names"].sort(key=lambda name: order.get(name, len(order)))
+    return replace(
+        source,
+        entries=tuple(sorted(entries, key=lambda entry: order.get(entry.name, len(order)))),
+        specs=(),
+        tile_elements=0,
+        tile_digests={},
+        facts=facts,
+    )
+
+
+def with_names(source: Catalog, patterns: Sequence[tuple[str, str]], where: str) -> Catalog:
+    """The same checkpoint under names that the user gives.
+
+    Args:
+        source: The checkpoint.
+        patterns: (regular expression that matches the whole name, new name), the first that matches counts.
+        where: Who says so, for messages.
+
+    Raises:
+        CheckpointError: Two tensors would have one name, or a new name refers to no group of its expression.
+    """
+
+    def new_name(name: str) -> str:
+        for pattern, new in patterns:
+            match = re.fullmatch(pattern, name)
+            if match is not None:
+                try:
+                    return match.expand(new)
+                except (re.error, IndexError) as error:
+                    raise CheckpointError(f"{where}: {new}", str(error), "correct the new name") from None
+        return name
+
+    homes: dict[str, str] = {}
+    for name in dict.fromkeys(entry.name for entry in source.entries):
+        other = homes.setdefault(new_name(name), name)
+        if other != name:
+            raise CheckpointError(
+                f"{where}: {new_name(name)}", f"{other} and {name} would both be called so", "keep them apart"
+            )
+    entries = tuple(
+        replace(entry, name=new_name(entry.name), aliases=tuple(map(new_name, entry.aliases)))
+        for entry in source.entries
+    )
+    facts = renamed(source.facts, lambda name: (new_name(name),), str(source.root))
+    return replace(source, entries=entries, facts=facts, specs=(), tile_elements=0, tile_digests={})
+
+
+def model_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Hugging Face names in the order of the model's own parameters, which optimizers number them by.
+
+    dsx has them in the order of computation, and fused biases after fused weights, where Hugging Face has one
+    module after another. In blocks of Llama and its likes ``transformers`` registers attention and MLP before
+    the norms (modeling_llama.py, ``LlamaDecoderLayer.__init__``), in those of GPT-NeoX after them.
+    """
+    norms = ("input_layernorm", "post_attention_layernorm")
+    layers: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in names:
+        parts = name.split(".")
+        is_block = parts[:2] in (["model", "layers"], ["gpt_neox", "layers"])
+        layer = ".".join(parts[:3]) if is_block else name.rpartition(".")[0]
+        layers[layer][name.rpartition(".")[0]].append(name)
+    found: list[str] = []
+    for layer, modules in layers.items():
+        others = [module for module in modules if module.rpartition(".")[2] not in norms]
+        ends = [module for name in norms for module in modules if module.rpartition(".")[2] == name]
+        order = (*ends, *others) if layer.startswith("gpt_neox.") else (*others, *ends)
+        found += [name for module in order for name in modules[module]]
+    return tuple(found)
+
+
+def _role(states: Mapping[str, Entry]) -> str:
+    return next(iter(states.values())).role
+
+
+def _stored_name(
+    source: Catalog, spec: ParamSpec, name: str, by_name: Mapping[str, Mapping[str, Entry]]
+) -> str:
+    found = next((one for one in stored_names(spec, name) if one in by_name), None)
+    if found is None:
+        raise CheckpointError(
+            f"{source.root}: tensor {name}",
+            "it is missing",
+            "use the config of the model that the checkpoint is of, or complete the download",
+        )
+    return found
+
+
+def _part_starts(spec: ParamSpec) -> list[int]:
+    return [sum(spec.parts[:part]) for part in range(len(spec.parts))] if len(spec.hf) > 1 else [0]
+
+
+def _part_shape(spec: ParamSpec, part: int) -> tuple[int, ...]:
+    if len(spec.hf) == 1 or spec.split is None:
+        return spec.shape
+    return (*spec.shape[: spec.split], spec.parts[part], *spec.shape[spec.split + 1 :])
+
+
+def _fused(source: Catalog, spec: ParamSpec, parts: Sequence[Entry]) -> Entry:
+    """One parameter's state, of the Hugging Face tensors that it is made of."""
+    pieces: list[Piece] = []
+    for number, (entry, start) in enumerate(zip(parts, _part_starts(spec), strict=True)):
+        wanted = _part_shape(spec, number)
+        wanted = wanted[::-1] if spec.hf_transposed else wanted
+        if entry.shape != wanted or entry.dtype != parts[0].dtype:
+            raise CheckpointError(
+                f"{source.root}: {entry}",
+                f"it is {entry.dtype} {entry.shape}, the model needs {parts[0].dtype} {wanted}",
+                "use the config of the model that the checkpoint is of",
+            )
+        pieces += [_shifted(_turned(piece, spec), spec, start) for piece in entry.pieces]
+    return replace(parts[0], name=spec.name, shape=spec.shape, pieces=tuple(pieces), aliases=())
+
+
+def _parted(spec: ParamSpec, entry: Entry) -> Iterator[Entry]:
+    """The Hugging Face tensors of one parameter's state."""
+    for number, (name, start) in enumerate(zip(spec.hf, _part_starts(spec), strict=True)):
+        shape = _part_shape(spec, number)
+        box = tuple((0, extent) for extent in shape)
+        if len(spec.hf) > 1 and spec.split is not None:
+            dim = spec.split
+            box = (*box[:dim], (start, start + spec.parts[number]), *box[dim + 1 :])
+        inside = [clipped(piece, box, entry.item_bytes) for piece in entry.pieces]
+        pieces = [_turned(_shifted(piece, spec, -start), spec) for piece in inside if piece is not None]
+        aliases = (head_of(name),) if spec.tie is not None else ()
+        yield replace(
+            entry,
+            name=name,
+            shape=shape[::-1] if spec.hf_transposed else shape,
+            pieces=tuple(pieces),
+            aliases=aliases,
+        )
+
+
+def _turned(piece: Piece, spec: ParamSpec) -> Piece:
+    if not spec.hf_transposed:
+        return piece
+    return replace(piece, start=piece.start[::-1], shape=piece.shape[::-1], strides=piece.strides[::-1])
+
+
+def _shifted(piece: Piece, spec: ParamSpec, by: int) -> Piece:
+    if not by or spec.split is None:
+        return piece
+    dim = spec.split
+    return replace(piece, start=(*piece.start[:dim], piece.start[dim] + by, *piece.start[dim + 1 :]))
+
+
+def clipped(piece: Piece, box: tuple[tuple[int, int], ...], item_bytes: int) -> Piece | None:
+    """What a piece holds of a box."""
+    shared = intersect(piece.box, box)
+    if shared is None:
+        return None
+    start = tuple(low for low, _ in shared)
+    skipped = sum((low - at) * step for low, at, step in zip(start, piece.start, piece.strides, strict=True))
+    shape = tuple(high - low for low, high in shared)
+    return replace(piece, start=start, shape=shape, offset=piece.offset + skipped * item_bytes)
+
+
+def _renamed_number(value: Any, names_of: Callable[[str], Sequence[str]]) -> Any:
+    """A number of all tensors of a group, or one per tensor, under other names."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: one for old, one in value.items() for name in names_of(old)}
+
+
+def renamed(facts: Mapping[str, Any], names_of: Callable[[str], Sequence[str]], where: str) -> dict[str, Any]:
+    """Facts with the optimizer's groups under other names.
+
+    Args:
+        facts: As in :class:`~dsx.checkpoint.catalog.Catalog`.
+        names_of: The new names of the parts of an old one.
+        where: The checkpoint, for messages.
+
+    Raises:
+        CheckpointError: Parts of one tensor are in different groups.
+    """
+    groups = []
+    seen: dict[str, int] = {}
+    for place, group in enumerate(facts.get("param_groups") or ()):
+        names: dict[str, None] = {}
+        for old in group["names"]:
+            for name in names_of(old):
+                names[name] = None
+                if seen.setdefault(name, place) != place:
+                    raise CheckpointError(
+                        f"{where}: tensor {name}",
+                        f"its parts are in optimizer groups {seen[name]} and {place}",
+                        "train the parts of a fused tensor with the same hyperparameters",
+                    )
+        groups.append({**group, "names": list(names)})
+        if "step" in group:
+            groups[-1]["step"] = _renamed_number(group["step"], names_of)
+        if "numbers" in group:
+            numbers = {state: _renamed_number(one, names_of) for state, one in group["numbers"].items()}
+            groups[-1]["numbers"] = numbers
+    return {**facts, "param_groups": groups} if groups else dict(facts)
+
+
+SHARD_BYTES = 5 << 30
+_PRECISIONS: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def target_of(
+    source: Catalog,
+    root: Path,
+    config: Mapping[str, Any],
+    *,
+    precision: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Target:
+    """A model folder with the weights of ``source``, which has Hugging Face's names.
+
+    Args:
+        source: See :func:`dsx.checkpoint.formats.huggingface.catalog.as_hf`.
+        root: Folder to make.
+        config: Content of ``config.json``; its dtype becomes that of the weights.
+        precision: fp32, bf16 or fp16; the source's by default.
+        shard_bytes: Largest file, unless one tensor is larger.
+
+    Raises:
+        CheckpointError: The source has no weights, or a precision that is not known.
+    """
+    if precision is not None and precision not in _PRECISIONS:
+        raise CheckpointError(f"precision = {precision}", "no such precision", "use fp32, bf16 or fp16")
+    wanted = list(_weights(source, precision))
+    if not wanted:
+        raise CheckpointError(str(source.root), "it has no weights", "name a checkpoint with weights")
+    shards: list[list[Entry]] = [[]]
+    for entry in wanted:
+        if shards[-1] and sum(one.num_bytes for one in shards[-1]) + entry.num_bytes > shard_bytes:
+            shards.append([])
+        shards[-1].append(entry)
+    names = [_file_name(at, len(shards)) for at in range(len(shards))]
+    skeletons, entries = [], []
+    for name, shard in zip(names, shards, strict=True):
+        skeleton, placed = _file(name, shard)
+        skeletons.append(skeleton)
+        entries += placed
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(entry.num_bytes for entry in wanted)},
+            "weight_map": {
+                entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard
+            },
+        }
+        skeletons.append(_text(INDEX, index))
+    dtypes = {entry.dtype for entry in wanted}
+    out = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    skeletons.append(_text(CONFIG, out | ({"dtype": dtypes.pop()} if len(dtypes) == 1 else {})))
+    catalog = Catalog(root=root, format=FORMAT, entries=tuple(entries), facts={"hf_config": dict(config)})
+    return Target(catalog=catalog, skeletons=tuple(skeletons), finish=_finish, dropped=_dropped(source))
+
+
+def _finish(folder: Path, written: Written) -> None:
+    """Nothing: a model folder has no manifest."""
+
+
+def _dropped(source: Catalog) -> tuple[str, ...]:
+    states = sorted({entry.state for entry in source.entries} - {"weight", "master"})
+    left = left_behind(source.facts)
+    if not states:
+        return left
+    return (
+        *left,
+        f"A Hugging Face folder holds weights alone: {', '.join(states)} and counters stay behind.",
+    )
+
+
+def _weights(source: Catalog, precision: str | None) -> list[Entry]:
+    """Blank entries of every parameter; a weight that is stored nowhere is its master's."""
+    told = precision or source.facts.get("precision")
+    found: dict[str, Entry] = {}
+    for entry in source.entries:
+        if entry.role == "buffer" or entry.state not in ("weight", "master"):
+            continue
+        known = found.get(entry.name)
+        if known is None or (known.state, entry.state) == ("master", "weight"):
+            found[entry.name] = entry
+    entries = []
+    for entry in found.values():
+        dtype = entry.dtype
+        if precision is not None or entry.state == "master":
+            dtype = _PRECISIONS.get(str(told), dtype)
+        entries.append(replace(entry, state="weight", dtype=dtype, pieces=(), aliases=()))
+    return entries
+
+
+def _file_name(at: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{at + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _file(name: str, shard: list[Entry]) -> tuple[Skeleton, list[Entry]]:
+    # transformers refuses files without the format entry.
+    sums = {CRC32 + entry.name: "0" * 8 for entry in shard if entry.numel}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **sums}}
+    offset = 0
+    for entry in shard:
+        header[entry.name] = {
+            "dtype": NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.num_bytes],
+        }
+        offset += entry.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 64 + 56)  # tensors begin at a multiple of 64
+    base = 8 + len(text)
+    head = len(text).to_bytes(8, "little") + text
+    entries, fields, at = [], [], 0
+    for entry in shard:
+        start, stop = (base + place for place in header[entry.name]["data_offsets"])
+        corner = (0,) * len(entry.shape)
+        piece = Piece(name, start, corner, entry.shape, contiguous(entry.shape))
+        entries.append(replace(entry, pieces=(piece,) if entry.numel else ()))
+        if entry.numel:
+            key = f'{json.dumps(CRC32 + entry.name)}:"'.encode()
+            at = head.index(key, at) + len(key)
+            fields.append(Crc32Field(start, stop, (at,), as_text=True))
+    skeleton = Skeleton(file=name, num_bytes=base + offset, parts=((0, head),), crc32_fields=tuple(fields))
+    return skeleton, entries
+
+
+def _text(name: str, content: Mapping[str, Any]) -> Skeleton:
+    data = (json.dumps(content, indent=2) + "\n").encode()
+    return Skeleton(file=name, num_bytes=len(data), parts=((0, data),))

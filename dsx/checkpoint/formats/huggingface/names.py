@@ -1,0 +1,99 @@
+"""Files of a Hugging Face model folder, and under which names a model's tensors may be stored in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dsx.checkpoint import store
+from dsx.checkpoint.json_text import parsed
+from dsx.errors import CheckpointError
+from dsx.models.param import ParamSpec
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_LARGEST_JSON_BYTES = 1 << 26
+
+# Hub files of the bare model (openai-community/gpt2) lack the language model's prefix.
+_PREFIXES = ("transformer.", "model.", "gpt_neox.")
+# transformers 5 calls GPT-NeoX's head as everybody's, and files have the old name (conversion_mapping.py).
+_OTHER_HEADS = {"embed_out.weight": "lm_head.weight", "lm_head.weight": "embed_out.weight"}
+# Buffers that older transformers wrote as tensors: causal masks of GPT-2 and GPT-NeoX, rotary frequencies.
+_BUFFER = re.compile(
+    r".*(\.attn\.bias|\.attn\.masked_bias|\.rotary_emb\.inv_freq|layers\.\d+\.attention\.(masked_)?bias)"
+)
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Content of a ``config.json``, or of a model folder's. Raises CheckpointError as :func:`read_json`."""
+    path = Path(path)
+    file = path / CONFIG if path.is_dir() else path
+    return read_json(file, "name a Hugging Face model folder, which has one")
+
+
+def read_json(file: Path, fix: str) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError, with ``fix``, if it is missing or holds none."""
+    try:
+        content = parsed(store.content_of(file, _LARGEST_JSON_BYTES))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(str(file), f"not readable as JSON ({error})", fix) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(str(file), "not a JSON object", fix)
+    return content
+
+
+def weight_map(index: Path, fix: str) -> dict[str, str]:
+    """The file of every tensor, by the index of a folder with several.
+
+    Raises:
+        CheckpointError: As :func:`read_json`; it has none, or names a file that is not in the folder.
+    """
+    told = read_json(index, fix).get("weight_map")
+    if not isinstance(told, dict):
+        raise CheckpointError(str(index), "it has no weight_map", fix)
+    for file in set(map(str, told.values())):
+        if "/" in file or "\\" in file or "\0" in file or file in ("", ".", ".."):
+            raise CheckpointError(
+                f"{index}: {file!r}", "it leads out of the model's folder", "do not trust this folder"
+            )
+    return {name: str(file) for name, file in told.items()}
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a stored tensor is no parameter.
+
+    >>> is_buffer("gpt_neox.layers.0.attention.bias"), is_buffer("gpt_neox.layers.0.attention.dense.bias")
+    (True, False)
+    """
+    return _BUFFER.fullmatch(name) is not None
+
+
+def head_of(name: str) -> str:
+    """Name of the head that is tied to the word embedding called ``name``.
+
+    >>> head_of("gpt_neox.embed_in.weight")
+    'embed_out.weight'
+    """
+    return "embed_out.weight" if name.startswith("gpt_neox.") else "lm_head.weight"
+
+
+def stored_names(spec: ParamSpec, name: str) -> Iterator[str]:
+    """Names under which a tensor of ``spec`` may be stored: its own, then what other writers call it."""
+    yield name
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            yield name.removeprefix(prefix)
+    if name in _OTHER_HEADS:
+        yield _OTHER_HEADS[name]
+    if spec.tie is not None:
+        yield from tied_names(spec)
+
+
+def tied_names(spec: ParamSpec) -> Iterator[str]:
+    """Names of the copy of a tied embedding that some writers store as well."""
+    head = head_of(spec.hf[0])
+    yield head
+    yield _OTHER_HEADS[head]

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: what each rank writes and wants back, and the state that is no tensor."""

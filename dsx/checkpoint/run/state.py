@@ -1,0 +1,382 @@
+"""Save and load a run: what all ranks hold, its counters and hyperparameters, its random states."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from dsx.checkpoint.catalog import Catalog, Checksum
+from dsx.checkpoint.checksums import digest
+from dsx.checkpoint.formats import native
+from dsx.checkpoint.plain import as_numpy
+from dsx.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from dsx.engine.engine import PipelineEngine
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+
+import dsx
+from dsx.checkpoint import plain
+from dsx.checkpoint.catalog import NO_SETTINGS, with_numbers
+from dsx.checkpoint.claims import reading
+from dsx.checkpoint.formats.native import random_file
+from dsx.checkpoint.run.stored import Names
+from dsx.engine.zero.held import held
+
+if TYPE_CHECKING:
+    from dsx.engine.engine import PipelineEngine
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import torch.distributed as dist
+
+from dsx.checkpoint import store
+from dsx.checkpoint.open import open_checkpoint
+from dsx.checkpoint.run.stored import load_stored
+from dsx.engine.zero.held import refresh_weights
+from dsx.errors import DsxError
+from dsx.launch.entry import AGREED
+from dsx.launch.processes import agree
+
+if TYPE_CHECKING:
+    from dsx.engine.engine import PipelineEngine
+
+
+_DIGEST = "xxh3_128"
+_USE_ANOTHER = "use another checkpoint"
+
+
+def save_random_states(folder: Path, rank: int) -> tuple[Checksum, ...]:
+    """The states of the generators that layers draw from, in a file of this rank; and its checksum.
+
+    Raises OSError.
+    """
+    states = {"cpu": torch.get_rng_state()}
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        states["accelerator"] = accelerator.get_rng_state()
+    name, data = native.random_file(rank), save(states, {_DIGEST: _digest_of(states)})
+    with (folder / name).open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return (Checksum(name, 0, len(data), "xxh3_128", digest(data)),)
+
+
+def restore_random_states(engine: PipelineEngine, catalog: Catalog) -> None:
+    """This rank's generators, or in another layout those of the saved rank in the corresponding place.
+
+    Tensor-parallel ranks draw alike: all take those of their first.
+
+    Raises:
+        CheckpointError: The file is missing, cut short, or not what was written.
+    """
+    groups = engine.groups
+    rank = native.corresponding(catalog.facts.get("mesh"), groups.mesh, groups.rank)
+    if native.random_state(catalog, rank) is None:
+        return
+    file = catalog.facts["random_files"][str(rank)]
+    states = _read(catalog.root / file, f"random states of rank {rank}")
+    torch.set_rng_state(states["cpu"])
+    if "accelerator" in states and get_accelerator().device_name() != "cpu":
+        get_accelerator().set_rng_state(states["accelerator"])
+
+
+def _read(path: Path, what: str) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            states = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            known = (file.metadata() or {}).get(_DIGEST)
+    except (OSError, SafetensorError) as error:
+        said = "the file is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        raise CheckpointError(f"{path}: {what}", said, _USE_ANOTHER) from error
+    # Older checkpoints say nothing of their bytes.
+    if "cpu" not in states or known not in (None, _digest_of(states)):
+        raise CheckpointError(
+            f"{path}: {what}", "they are not what was written: their checksum is another", _USE_ANOTHER
+        )
+    return states
+
+
+def _digest_of(states: Mapping[str, torch.Tensor]) -> str:
+    parts = [
+        f"{name} {state.dtype} ".encode() + as_numpy(state).tobytes()
+        for name, state in sorted(states.items())
+    ]
+    return digest(b"".join(parts))
+
+
+_COUNTERS = ("global_samples", "skipped_steps", "micro_steps")
+
+
+def run_facts(engine: PipelineEngine, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """What is the same on every rank, as :mod:`dsx.checkpoint.catalog` lists it.
+
+    Raises:
+        CheckpointError: The scheduler's or the client's state is no plain data.
+    """
+    stages, config = engine.pipeline.stage_map, engine.run_config
+    scheduler = engine.lr_scheduler
+    world = range(engine.groups.mesh.size)
+    return {
+        "versions": {"dsx": dsx.__version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__},
+        "step": int(engine.global_steps),
+        "optimizer": type(_optimizer(engine)).__name__,
+        "lr_scheduler": None
+        if scheduler is None
+        else plain.encode(scheduler.state_dict(), "the learning-rate scheduler's state"),
+        "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
+        "mesh": dict(engine.groups.mesh.axes),
+        "chunks": stages.num_chunks,
+        "placement": stages.placement,
+        "stage_bounds": list(stages.bounds),
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "precision": "bf16" if engine.bfloat16_enabled() else "fp32",
+        "schedule": engine.pipeline.program.name,
+        "global_batch_size": int(engine.train_batch_size()),
+        "tokens": int(client_state.get("tokens", 0)),
+        "data_cursor": int(client_state.get("data_cursor", 0)),
+        "seed": None if config is None else config.dsx.train.seed,
+        "model": None if config is None else json.loads(json.dumps(asdict(config.model))),
+        "hf_config": None if config is None else config.hf_config,
+        # DeepSpeed's ZeRO-1 and 2 take it from a checkpoint, over their own config's.
+        "deepspeed_config": {"gradient_clipping": float(engine.gradient_clipping())},
+        "wandb_run_id": client_state.get("wandb_run_id"),
+        "random_files": {str(rank): random_file(rank) for rank in world},
+        "client_state": plain.encode(dict(client_state), "client_state"),
+    }
+
+
+def group_facts(engine: PipelineEngine) -> list[dict[str, Any]]:
+    """This rank's optimizer groups: names, states that are one number, hyperparameters."""
+    optimizer, names = _optimizer(engine), Names(engine)
+    groups: list[dict[str, Any]] = [
+        {
+            "names": [],
+            "numbers": {},
+            **{
+                key: plain.encode(value, f"{key} of an optimizer group")
+                for key, value in settings.items()
+                if key != "params"
+            },
+        }
+        for settings in optimizer.param_groups
+    ]
+    for kept in held(engine.deepspeed_engine):
+        mine = [names.of(span.parameter).name for span in kept.spans]
+        groups[kept.group]["names"] += mine
+        for state, number in kept.numbers().items():
+            groups[kept.group]["numbers"].setdefault(state, {}).update(dict.fromkeys(mine, number))
+    return groups
+
+
+def merged_groups(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The optimizer groups of all ranks as one list: those of one place with the same hyperparameters."""
+    merged: list[dict[str, Any]] = []
+    for groups in ranks:
+        for place, group in enumerate(groups):
+            if place == len(merged):
+                merged.append({**group, "names": [], "numbers": {}})
+            known = dict.fromkeys((*merged[place]["names"], *group["names"]))
+            merged[place]["names"] = list(known)
+            for state, values in group["numbers"].items():
+                merged[place]["numbers"].setdefault(state, {}).update(values)
+    return [with_numbers(group, group.pop("numbers")) for group in merged]
+
+
+def restore_facts(engine: PipelineEngine, facts: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Put counters, hyperparameters and scheduler back.
+
+    Returns:
+        The client's state.
+
+    Raises:
+        CheckpointError: It is of another optimizer, or has a scheduler where the run has none.
+    """
+    with reading(where):
+        return _restored(engine, facts, where)
+
+
+def _restored(engine: PipelineEngine, facts: Mapping[str, Any], where: str) -> dict[str, Any]:
+    inner = engine.deepspeed_engine
+    inner.global_steps = int(facts.get("step", 0))
+    for name, value in facts.get("counters", {}).items():
+        if name in _COUNTERS:
+            setattr(inner, name, int(value))
+    _restore_groups(engine, facts.get("param_groups", ()))
+    scheduler = facts.get("lr_scheduler")
+    if scheduler is not None and engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(plain.decode(scheduler, f"{where}: lr_scheduler"))
+    state = plain.decode(facts.get("client_state", {}), f"{where}: client_state")
+    return dict(state) if isinstance(state, dict) else {}
+
+
+def kept_settings(engine: PipelineEngine, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint has set in the optimizer otherwise than ``wanted``, but for what schedules move."""
+    moved = () if engine.lr_scheduler is None else ("lr", "betas", "momentum")
+    here = _optimizer(engine).param_groups[0]
+    shared = [key for key in wanted if key in here and key not in moved]
+    return {key: here[key] for key in shared if _listed(here[key]) != _listed(wanted[key])}
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def require_same_optimizer(engine: PipelineEngine, facts: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError if the checkpoint has the states of another kind of optimizer."""
+    saved, here = facts.get("optimizer"), type(_optimizer(engine)).__name__
+    kinds = [_kind(name) for name in (saved, here) if isinstance(name, str)]
+    if len(kinds) == 2 and kinds[0] != kinds[1]:
+        raise CheckpointError(
+            f"{where}: optimizer = {saved}",
+            f"this run has {here}, whose states are others",
+            f"use {saved}, or start from the weights alone: export the checkpoint to Hugging Face",
+        )
+
+
+def _optimizer(engine: PipelineEngine) -> Any:
+    """The optimizer inside of DeepSpeed's wrapper, if there is one."""
+    wrapper = engine.deepspeed_engine.optimizer
+    return getattr(wrapper, "optimizer", wrapper)
+
+
+def _kind(name: str) -> str:
+    """Optimizers of one kind have the same states: torch's, DeepSpeed's fused and its CPU ones."""
+    word = name.lower().replace("deepspeed", "").replace("fused", "").replace("cpu", "")
+    return "adam" if word in ("adam", "adamw") else word
+
+
+def _restore_groups(engine: PipelineEngine, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Each group here gets the hyperparameters of the saved one that has its first tensor."""
+    home = {name: group for group in saved for name in group.get("names", ())}
+    here = group_facts(engine)
+    for place, settings in enumerate(_optimizer(engine).param_groups):
+        found = next((home[name] for name in here[place]["names"] if name in home), None)
+        if found is None and place < len(saved) and not here[place]["names"]:
+            found = saved[place]
+        for key, value in (found or {}).items():
+            if key not in (*NO_SETTINGS, "params") and key in settings:
+                settings[key] = _like(settings[key], plain.decode(value, f"{key} of an optimizer group"), key)
+
+
+def _like(here: Any, saved: Any, key: str) -> Any:
+    """``saved``, unless it would fail, or mislead, the optimizer in its next step."""
+    numbers = (int, float, torch.Tensor)
+    if isinstance(here, numbers) and not (isinstance(saved, numbers) and math.isfinite(float(saved))):
+        raise CheckpointError(
+            f"{key} of an optimizer group", f"{saved!r} is no number", "use another checkpoint"
+        )
+    return saved
+
+
+_SHOWN = 3
+
+T = TypeVar("T")
+
+
+def load(engine: PipelineEngine, folder: Path, *, tag: str | None) -> tuple[Path, dict[str, Any]]:
+    """Continue from a checkpoint, whatever layout it was saved in. Collective.
+
+    ``folder`` is one of checkpoints, of which ``tag`` names one (the one that its file ``latest`` names by
+    default), that of a run, or a checkpoint itself. A checkpoint of stock DeepSpeed is read as well, if its
+    tensors have the names of this run's.
+
+    Weights, optimizer state, learning-rate scheduler, counters and random states are restored; in the layout
+    it was saved in, bit for bit. Each rank reads what it holds and no more.
+
+    Returns:
+        The checkpoint's folder and the ``client_state`` it was saved with.
+
+    Raises:
+        CheckpointError: None there, damaged, or of another model or optimizer.
+    """
+    names = _names(engine)
+    root, tag = agree(lambda: store.place(folder, tag))
+
+    def check() -> Path:
+        found = store.find(root, tag)
+        catalog = _or_earlier(root, tag, lambda: open_checkpoint(found))
+        require_same_model(catalog, names)
+        require_same_optimizer(engine, catalog.facts, str(found))
+        return found
+
+    path = agree(check)
+    catalog = _together(lambda: _or_earlier(root, tag, lambda: open_checkpoint(path)))
+    _together(lambda: _or_earlier(root, tag, lambda: load_stored(engine, catalog)))
+    refresh_weights(engine.deepspeed_engine)
+    client = restore_facts(engine, catalog.facts, str(path))
+    _together(lambda: _or_earlier(root, tag, lambda: restore_random_states(engine, catalog)))
+    return path, client
+
+
+def _names(engine: PipelineEngine) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of the whole model. A collective call over all ranks."""
+    names = Names(engine)
+    specs = [names.of(parameter) for parameter in engine.pipeline.chunks.parameters()]
+    gathered: list[dict[str, tuple[int, ...]]] = [{} for _ in range(engine.groups.mesh.size)]
+    dist.all_gather_object(gathered, {spec.name: spec.shape for spec in specs})
+    return {name: shape for part in gathered for name, shape in part.items()}
+
+
+def require_same_model(catalog: Catalog, here: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless a run's parameters, by name and shape, are those of the checkpoint."""
+    saved = {entry.name: entry.shape for entry in catalog.entries if entry.role != "buffer"}
+    differences = [
+        *(f"{name} {saved[name]} is in the checkpoint alone" for name in sorted(saved.keys() - here.keys())),
+        *(f"{name} {here[name]} is in this run's model alone" for name in sorted(here.keys() - saved.keys())),
+        *(
+            f"{name} has shape {saved[name]} in the checkpoint, {here[name]} here"
+            for name in sorted(saved.keys() & here.keys())
+            if saved[name] != here[name]
+        ),
+    ]
+    if differences:
+        more = f"; and {len(differences) - _SHOWN} more differences" if len(differences) > _SHOWN else ""
+        raise CheckpointError(
+            str(catalog.root),
+            f"the checkpoint is of another model: {'; '.join(differences[:_SHOWN])}{more}",
+            "give the model that the checkpoint was trained with (dsx.model), or another checkpoint",
+        )
+
+
+def _or_earlier(root: Path, tag: str | None, action: Callable[[], T]) -> T:
+    """Run ``action``. What is wrong with the checkpoint that ``latest`` names is said with an earlier one."""
+    try:
+        return action()
+    except CheckpointError as error:
+        newest = "" if tag is not None else store.find(root).name
+        others = [other for other in store.tags(root) if other != newest]
+        if tag is not None or not others:
+            raise
+        fix = f"{error.fix}; to go on from {others[-1]}, write that name into {root / store.LATEST}"
+        raise CheckpointError(error.where, error.what, fix) from error
+
+
+def _together(action: Callable[[], T]) -> T:
+    """Run ``action`` on every rank; if it fails on any, every rank raises the first error."""
+    result, error = None, None
+    try:
+        result = action()
+    except DsxError as found:
+        error = found
+    errors: list[DsxError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    first = next((found for found in errors if found is not None), None)
+    if first is not None:
+        first.add_note(AGREED)
+        raise first
+    return result  # type: ignore[return-value]

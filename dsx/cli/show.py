@@ -1,0 +1,134 @@
+"""``dsx env``, ``dsx guide``, ``dsx presets`` and ``dsx schema``: what dsx has to tell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from dsx.cli.options import FORMAT, OUTPUT
+from dsx.cli.output import deliver, say
+from dsx.config.starter import guides
+from dsx.config.wording import suggest
+from dsx.errors import ConfigError
+
+
+def env(
+    hostfile: Annotated[
+        Path | None,
+        typer.Option("--hostfile", metavar="FILE", help="A DeepSpeed hostfile: are its machines there?"),
+    ] = None,
+    style: Annotated[Literal["table", "json"], FORMAT] = "table",
+    output: Annotated[Path | None, OUTPUT] = None,
+) -> None:
+    """Tell what a bug report needs to know of this machine.
+
+    Versions, devices, links, locks of extension builds, limits, ports and variables.
+    """
+    from dsx.launch.entry import quiet
+    from dsx.launch.environment import sections
+
+    quiet()
+    found = sections(hostfile)
+    if style == "json":
+        deliver(
+            json.dumps({title: [list(row) for row in rows] for title, rows in found.items()}, indent=2)
+            + "\n",
+            output,
+        )
+        return
+    lines = []
+    for title, rows in found.items():
+        width = max((len(label) for label, _ in rows), default=0)
+        lines += [title, *(f"  {label:<{width}}  {value}" for label, value in rows)]
+    deliver("\n".join(lines) + "\n", output)
+
+
+def guide(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A guide; without it they are listed.")
+    ] = None,
+    *,
+    style: Annotated[Literal["table", "json"], FORMAT] = "table",
+) -> None:
+    """Print a guide: how to do things, a page each."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(guides().glob("*.md"))}
+    if name is None:
+        titles = {each: text.splitlines()[0].lstrip("# ") for each, text in texts.items()}
+        width = max(map(len, titles), default=0)
+        lines = [f"{each:<{width}}  {title}" for each, title in titles.items()]
+        say(json.dumps(titles, indent=2) if style == "json" else "\n".join(lines))
+        return
+    if name.removesuffix(".md") not in texts:
+        what = f"there is no such guide; there are {', '.join(texts)}"
+        raise ConfigError(f"NAME {name}", what, suggest(name, texts, otherwise="name one of them"))
+    text = texts[name.removesuffix(".md")]
+    if style == "json":
+        say(json.dumps({"name": name, "text": text}, indent=2))
+    else:
+        say(text, end="")
+
+
+def presets(style: Annotated[Literal["table", "json"], FORMAT] = "table") -> None:
+    """List the models that dsx.model.preset can name.
+
+    As JSON with their Hugging Face configs.
+    """
+    from dsx.models.hf_config import model_spec
+    from dsx.models.params import num_parameters
+    from dsx.models.presets import presets as known
+
+    rows: list[dict[str, Any]] = []
+    for preset in known():
+        model = model_spec(preset.config)
+        rows.append(
+            {
+                "family": preset.family,
+                "preset": preset.name,
+                "parameters": num_parameters(model),
+                "layers": model.num_layers,
+                "hidden": model.hidden_size,
+                "heads": model.num_heads,
+                "kv_heads": model.num_kv_heads,
+                "about": preset.about,
+                "config": preset.config,
+            }
+        )
+    if style == "json":
+        say(json.dumps(rows, indent=2))
+        return
+    sizes = "{layers:>6} {hidden:>6} {heads:>5} {kv_heads:>8}"
+    layout = f"{{family:<8}} {{preset:<12}} {{parameters:>14}} {sizes}  {{about}}"
+    titles = ("family", "preset", "parameters", "layers", "hidden", "heads", "kv_heads", "about")
+    say(layout.format_map({title: title for title in titles}))
+    for row in rows:
+        say(layout.format_map(row | {"parameters": f"{row['parameters']:,}"}))
+
+
+def schema(style: Annotated[Literal["table", "json"], FORMAT] = "json") -> None:
+    """Print the JSON Schema of the dsx block.
+
+    For editors and for reading: every key is described. As a table, a line per key.
+    """
+    from dsx.config.schema import DsxConfig
+
+    found = DsxConfig.model_json_schema()
+    if style == "json":
+        say(json.dumps(found, indent=2))
+        return
+    for key, text in _keys(found, found, "dsx"):
+        say(f"{key:<36} {text}".rstrip())
+
+
+def _keys(root: Mapping[str, Any], part: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    """Each key under ``part`` with what it is, blocks before their keys."""
+    for name, value in part.get("properties", {}).items():
+        choices = [choice["$ref"] for choice in (value, *value.get("anyOf", ())) if "$ref" in choice]
+        blocks = [root["$defs"][reference.rsplit("/", 1)[1]] for reference in choices]
+        texts = (block.get("description", "") for block in (value, *blocks))
+        yield f"{prefix}.{name}", " ".join(next(filter(None, texts), "").split())
+        for block in blocks:
+            yield from _keys(root, block, f"{prefix}.{name}")

@@ -1,5 +1,0 @@
-"""The doctor: everything that is wrong with a DeepSpeed config, found without DeepSpeed, torch or a GPU."""
-
-from dsx.config.doctor.examine import Report, examine
-
-__all__ = ["Report", "examine"]

@@ -1,0 +1,256 @@
+"""Where a config's model, tokenizer and data come from: presets, files of this machine, names of the hub."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from dsx.config.load import read
+from dsx.config.schema import NO_TOKENIZER, OWN, DataConfig, DsxConfig, ModelConfig
+from dsx.config.wording import at, either, suggest
+from dsx.errors import ConfigError, ModelError
+from dsx.models.hf_config import model_spec
+from dsx.models.presets import BYTES_VOCABULARY, config_keys, find_preset, presets
+from dsx.models.spec import ModelSpec
+from dsx.terminal import shortened
+
+# Kinds of files: plain text, and what `datasets` reads by the builder of that name.
+TEXTS: Final = frozenset({".txt", ".text", ".md", ".rst", ".py"})
+TABLES: Final = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+STANDARD_LIBRARY: Final = "python-stdlib"
+PATTERN: Final = re.compile(r"[*?\[]")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def is_hub_name(word: str, suffixes: frozenset[str] = TEXTS | TABLES.keys()) -> bool:
+    """Whether a word that is no file here may be a name of the hub: no path, no pattern, no file's ending."""
+    looks_local = word[0] in "./~" or Path(word).suffix in suffixes
+    return not looks_local and _HUB_NAME.fullmatch(word) is not None
+
+
+def missing(data: DataConfig) -> Iterator[ConfigError]:
+    """Sources and a tokenizer that can be nowhere: not on this machine, and no names of the hub."""
+    for index, part in enumerate(data.parts()):
+        key = f"dsx.data.sources[{index}].source" if data.sources else "dsx.data.source"
+        if part.source != STANDARD_LIBRARY and not _is_there(part.source) and not is_hub_name(part.source):
+            what = f"there is no such file or folder (looked for {Path(part.source).expanduser().absolute()})"
+            yield ConfigError(at(key, part.source), what, f'check the path, or use "{STANDARD_LIBRARY}"')
+    name = data.tokenizer
+    if name not in ("auto", "bytes") and not _is_there(name) and not is_hub_name(name, frozenset()):
+        what = f"there is no such folder (looked for {Path(name).expanduser().absolute()})"
+        fix = 'give a folder with tokenizer files, a name of the hub, or "bytes"'
+        yield ConfigError(at("dsx.data.tokenizer", name), what, fix)
+
+
+def _is_there(word: str) -> bool:
+    try:
+        path = Path(word).expanduser()
+        # glob.glob rather than Path.glob: the pattern may be absolute.
+        return path.exists() or bool(PATTERN.search(word) and glob.glob(str(path), recursive=True))  # noqa: PTH207
+    except (OSError, RuntimeError, ValueError):  # a name too long, an unknown home, a zero byte
+        return False
+
+
+BYTES = "bytes"
+
+# Each alone makes a tokenizer for transformers' AutoTokenizer; vocab.json has its merges.txt beside it.
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def resolve_tokenizer(dsx: DsxConfig, weights: Path | None) -> str:
+    """The tokenizer's name: the config's own, the model folder, "bytes", or "none" for samples that are ids.
+
+    Args:
+        dsx: The config.
+        weights: The folder whose weights the model starts from; None for fresh weights.
+
+    Raises:
+        ConfigError: "auto", and the folder has weights, which know their own tokens only, but no tokenizer.
+    """
+    if dsx.data.tokenizer != "auto":
+        return dsx.data.tokenizer
+    folder = dsx.model.path
+    if folder is not None and any((Path(folder) / name).is_file() for name in _VOCABULARIES):
+        return folder
+    if dsx.data.source == OWN:
+        return NO_TOKENIZER
+    if weights is None:
+        return BYTES
+    raise ConfigError(
+        at("dsx.data.tokenizer", "auto"),
+        f"{folder} has weights but no tokenizer ({', '.join(_VOCABULARIES)})",
+        'copy its tokenizer files there, or name a tokenizer: a folder, a hub name, or "bytes"',
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """A model to build.
+
+    Attributes:
+        spec: Its architecture.
+        hf_config: The Hugging Face config that ``spec`` was read from, overrides included.
+        weights: Folder whose safetensors it starts from; None for fresh weights.
+        tokenizer: What ``dsx.data.tokenizer`` names, "auto" resolved.
+        notes: Choices that the user did not write.
+    """
+
+    spec: ModelSpec
+    hf_config: dict[str, Any]
+    weights: Path | None
+    tokenizer: str
+    notes: tuple[str, ...]
+
+
+def read_model(dsx: DsxConfig) -> ModelSource:
+    """The model that ``dsx.model`` names, with the vocabulary of the byte tokenizer if it is a preset.
+
+    Raises:
+        ConfigError: No such preset or folder, a bad override, weights or a tokenizer asked for where there
+            are none.
+        ModelError: A Hugging Face config that dsx cannot build.
+    """
+    model = dsx.model
+    place, config = _read(model)
+    weights = _weights(model)
+    tokenizer = resolve_tokenizer(dsx, weights)
+    family = config.get("model_type")
+    if model.family is not None and family != model.family:
+        raise ConfigError(
+            at("dsx.model.family", model.family),
+            f"{place} has model_type {json.dumps(family)}",
+            "leave family out, or name the right one",
+        )
+    for key, value in model.overrides.items():
+        known = config_keys(str(family)) | set(config)
+        if key not in known:
+            raise ConfigError(
+                at(f"dsx.model.overrides.{key}", value), f"no key of a {family} config", suggest(key, known)
+            )
+    config |= model.overrides
+    notes = []
+    if config.pop("auto_map", None) is not None:  # nor does an export of the run have such code
+        notes.append(f"{place}: auto_map names code of the model's own, which is not run: dsx has {family}")
+    is_free = model.preset is not None and "vocab_size" not in model.overrides
+    if is_free and tokenizer == BYTES and config["vocab_size"] != BYTES_VOCABULARY:
+        config["vocab_size"] = BYTES_VOCABULARY
+        notes.append(
+            f"preset {model.preset}: vocabulary {BYTES_VOCABULARY}, from the byte tokenizer "
+            "(dsx.model.overrides.vocab_size sets another)"
+        )
+    try:
+        spec = model_spec(config)
+    except ModelError as error:
+        raise ModelError(f"{place}: {error.where}", error.what, error.fix) from None
+    if tokenizer == BYTES and spec.vocab_size < BYTES_VOCABULARY:
+        raise ConfigError(
+            f"{place}: vocab_size = {spec.vocab_size}",
+            f'dsx.data.tokenizer "bytes" makes ids up to {BYTES_VOCABULARY - 1}',
+            f"use at least {BYTES_VOCABULARY}, or the model's own tokenizer",
+        )
+    return ModelSource(spec=spec, hf_config=config, weights=weights, tokenizer=tokenizer, notes=tuple(notes))
+
+
+def _read(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """The config before overrides, and what to call it in messages."""
+    if model.preset is not None:
+        preset = find_preset(model.family, model.preset)
+        return f"dsx.model.preset {preset.name}", dict(preset.config)
+    if model.config is not None:
+        return "dsx.model.config", dict(model.config)
+    assert model.path is not None
+    where = at("dsx.model.path", model.path)
+    file = Path(model.path) / "config.json"
+    if not os.path.isfile(file):  # noqa: PTH113 - no exception for a name that no file can have
+        raise ConfigError(
+            where, f"there is no file {file}", "give a local Hugging Face model folder (download it first)"
+        )
+    try:
+        return str(file), read(file)
+    except ConfigError as error:
+        place = error.where.removeprefix(f"{file}").removeprefix(", ").removeprefix(": ")
+        what = ": ".join(filter(None, (place, error.what)))
+        raise ConfigError(where, f"{file} cannot be read ({what})", "give a complete model folder") from None
+
+
+def _weights(model: ModelConfig) -> Path | None:
+    """Folder to load weights from, None for fresh ones."""
+    if model.path is None:
+        if model.weights == "load":
+            raise ConfigError(
+                at("dsx.model.weights", "load"),
+                "a preset or an inline config has no weights",
+                "give dsx.model.path, a Hugging Face folder, instead",
+            )
+        return None
+    folder = Path(model.path)
+    if model.weights == "random":
+        return None
+    if any(folder.glob("*.safetensors")):
+        return folder
+    if model.weights == "load":
+        raise ConfigError(
+            at("dsx.model.weights", "load"),
+            f"{folder} holds no *.safetensors",
+            'save the weights as safetensors, or set weights to "random"',
+        )
+    return None
+
+
+def find_model(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ``dsx.model`` block of what ``--model`` names, and the Hugging Face config behind it.
+
+    Args:
+        model: A preset, as ``llama-3-8b`` or ``gpt2/tiny``; a Hugging Face config.json; or a model folder.
+
+    Raises:
+        ConfigError: There is no such preset, file or folder, or the folder has no config.json.
+    """
+    where = f"--model {model}"
+    path = Path(model)
+    try:
+        path.exists()
+    except OSError as error:  # a name that no file can have
+        raise ConfigError(shortened(where, 80), str(error.strerror), "give a path that can be") from None
+    if path.is_dir():
+        file = path / "config.json"
+        if not file.is_file():
+            raise ConfigError(
+                where, "the folder has no config.json", "give a Hugging Face model folder, or a preset's name"
+            )
+        return {"path": model, "weights": "random"}, read(file)
+    if path.is_file():
+        config = read(path)
+        if "model_type" not in config:
+            raise ConfigError(where, "it has no model_type", "give a Hugging Face config.json")
+        return {"config": config}, config
+    if path.suffix == ".json":
+        raise ConfigError(where, "there is no such file", "give a Hugging Face config.json")
+    family, _, name = model.rpartition("/")
+    known = {preset.family for preset in presets()}
+    if family and family not in known:
+        raise ConfigError(
+            where,
+            "there is no such folder, and no such family of presets",
+            f"give a folder with a config.json, or a preset such as {min(known)}/{name}",
+        )
+    families = [preset.family for preset in presets() if preset.name == name]
+    if not family and len(families) > 1:
+        fix = f"write {either([f'{each}/{name}' for each in families])}"
+        raise ConfigError(where, "several families have a preset of this name", fix)
+    names = [preset.name for preset in presets() if family in ("", preset.family)]
+    if name not in names:
+        what = f"there is no such preset, file or folder; presets are {', '.join(dict.fromkeys(names))}"
+        raise ConfigError(
+            where, what, suggest(name, names, otherwise="name one, or the path of a config.json")
+        )
+    preset = find_preset(family or None, name)
+    config = json.loads(json.dumps(preset.config))
+    block = {"preset": name, "family": preset.family, "overrides": {"vocab_size": config["vocab_size"]}}
+    return block, config

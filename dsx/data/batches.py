@@ -1,0 +1,335 @@
+"""Micro-batches of one data-parallel rank, in an order that no layout changes, made ahead of their use."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Protocol, Self
+
+import torch
+
+from dsx.data.corpus import Sequences
+from dsx.data.order import Shares, keyed_hash, permute
+from dsx.errors import DataError
+
+MicroBatch = tuple[torch.Tensor, torch.Tensor]
+"""Inputs and labels, both int64 [B, S]."""
+
+Sample = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""int64 [S + 1], inputs ``[:-1]`` and labels ``[1:]``; or inputs and labels apart, int64 [S] each."""
+
+
+class Windows(Protocol):
+    """Samples by their number in a corpus."""
+
+    @property
+    def sequence_length(self) -> int:
+        """S."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def window(self, index: int) -> Sample:
+        """Sample ``index``."""
+
+
+class Samples(Protocol):
+    """Training sequences by their number in the whole job."""
+
+    def take(self, sample: int) -> Sample:
+        """Global sample number ``sample``."""
+
+    def check(self, global_batch: int, made_of: str) -> None:
+        """Raise DataError unless optimizer steps of ``global_batch`` sequences can be made of it."""
+
+
+class Shuffled:
+    """One corpus, shuffled anew in every epoch.
+
+    Global sample ``g`` is sequence ``permute(g % n)`` of epoch ``g // n``, n sequences an epoch; the
+    permutation follows from the seed and the epoch.
+
+    Args:
+        sequences: Training sequences.
+        seed: Seed of the order.
+    """
+
+    def __init__(self, sequences: Windows, *, seed: int) -> None:
+        self._sequences, self._seed = sequences, seed
+
+    def take(self, sample: int) -> Sample:
+        """Of any sample, in any order."""
+        epoch, place = divmod(sample, len(self._sequences))
+        key = keyed_hash("train", self._seed, epoch)
+        return self._sequences.window(permute(place, len(self._sequences), key))
+
+    def check(self, global_batch: int, made_of: str) -> None:
+        """Raise DataError if one step takes more sequences than there are."""
+        if len(self._sequences) < global_batch:
+            raise DataError(
+                "train_batch_size",
+                f"one step takes {global_batch} sequences ({made_of}), the training text has "
+                f"{len(self._sequences)} of {self._sequences.sequence_length} tokens",
+                "use more text, a smaller batch or a smaller dsx.data.sequence_length",
+            )
+
+
+class Mixed:
+    """Several corpora in exact shares, each shuffled anew whenever it begins again.
+
+    Args:
+        parts: Name and training sequences of each.
+        shares: Which sample is whose.
+        seed: Seed of the orders; each corpus has its own, by its name.
+    """
+
+    def __init__(self, parts: Mapping[str, Sequences], shares: Shares, *, seed: int) -> None:
+        self._parts, self._shares, self._seed = list(parts.items()), shares, seed
+
+    def take(self, sample: int) -> torch.Tensor:
+        """Of any sample, in any order."""
+        source, local = self._shares.locate(sample)
+        name, sequences = self._parts[source]
+        epoch, place = divmod(local, len(sequences))
+        key = keyed_hash("train", self._seed, name, epoch)
+        return sequences.window(permute(place, len(sequences), key))
+
+    def check(self, global_batch: int, made_of: str) -> None:
+        """Any step can be made: a source that ends begins again."""
+
+
+class Batches:
+    """Endless training micro-batches of one data-parallel rank.
+
+    The ranks' next micro-batches take the next ``dp * B`` global samples: rank ``d`` rows ``d * B`` to
+    ``(d + 1) * B`` of them. So step ``t`` covers samples ``t * G`` to ``(t + 1) * G`` with
+    ``G = B * accumulation * dp``, whatever the layout.
+
+    Args:
+        samples: Training sequences by global number.
+        micro_batch_size: B.
+        accumulation: Micro-batches per optimizer step.
+        dp: Data-parallel degree.
+        dp_rank: This rank's place in it.
+        cursor: First global sample, as a checkpoint stored it.
+
+    Raises:
+        DataError: Fewer sequences than one optimizer step takes, or a cursor that no micro-step begins at.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        micro_batch_size: int,
+        accumulation: int,
+        dp: int,
+        dp_rank: int,
+        cursor: int = 0,
+    ) -> None:
+        samples.check(
+            micro_batch_size * accumulation * dp,
+            f"{micro_batch_size} per micro-batch x {accumulation} micro-batches x {dp} data-parallel ranks",
+        )
+        self._samples = samples
+        self._rows = micro_batch_size
+        self._dp, self._dp_rank = dp, dp_rank
+        self.cursor = cursor
+
+    @property
+    def step(self) -> int:
+        """Global samples that the next micro-batches of all ranks take together."""
+        return self._rows * self._dp
+
+    @property
+    def cursor(self) -> int:
+        """Next global sample of the whole job, the same on ranks that have taken as many micro-batches."""
+        return self._cursor
+
+    @cursor.setter
+    def cursor(self, value: int) -> None:
+        if value < 0 or value % self.step:
+            raise DataError(
+                f"data cursor {value}",
+                f"no micro-batch begins there with {self._rows} sequences x {self._dp} data-parallel ranks",
+                f"resume with micro-batch size x data parallelism dividing {value}",
+            )
+        self._cursor = value
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        first = self._cursor + self._dp_rank * self._rows
+        rows = [self._samples.take(sample) for sample in range(first, first + self._rows)]
+        self._cursor += self.step
+        return _micro_batch(rows)
+
+
+class EvaluationBatches:
+    """The same held-out micro-batches at every evaluation, as many on every data-parallel rank.
+
+    They are a prefix of one fixed shuffle of the held-out sequences, so that a short evaluation samples the
+    whole split, and layouts that divide alike evaluate the same sequences.
+
+    Args:
+        sequences: Held-out sequences.
+        micro_batch_size: B.
+        dp: Data-parallel degree.
+        dp_rank: This rank's place in it.
+        max_tokens: Take about this many label tokens over all ranks, in whole micro-batches; None: all.
+        multiple_of: The number of micro-batches per rank is a multiple of this (a pipeline's micro-batches
+            per evaluation call).
+
+    Raises:
+        DataError: Too few held-out sequences for one (multiple of a) micro-batch on every rank.
+    """
+
+    def __init__(
+        self,
+        sequences: Windows,
+        *,
+        micro_batch_size: int,
+        dp: int,
+        dp_rank: int,
+        max_tokens: int | None = None,
+        multiple_of: int = 1,
+    ) -> None:
+        unit = micro_batch_size * dp * multiple_of
+        if len(sequences) < unit:
+            raise DataError(
+                "dsx.data.held_out",
+                f"the held-out text has {len(sequences)} sequences of {sequences.sequence_length} tokens, "
+                f"one evaluation takes {unit} ({micro_batch_size} per micro-batch x {multiple_of} "
+                f"micro-batches x {dp} data-parallel ranks)",
+                "hold out more, use more text, a smaller batch or a smaller dsx.data.sequence_length",
+            )
+        wanted = len(sequences)
+        if max_tokens is not None:
+            wanted = min(wanted, max(unit, max_tokens // sequences.sequence_length))
+        self._sequences = sequences
+        self._rows, self._dp, self._dp_rank = micro_batch_size, dp, dp_rank
+        self._count = wanted // unit * multiple_of
+
+    def __len__(self) -> int:
+        """Micro-batches per rank."""
+        return self._count
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        size, key = len(self._sequences), keyed_hash("evaluation")
+        for number in range(self._count):
+            first = (number * self._dp + self._dp_rank) * self._rows
+            places = range(first, first + self._rows)
+            yield _micro_batch([self._sequences.window(permute(place, size, key)) for place in places])
+
+
+def _micro_batch(rows: list[Sample]) -> MicroBatch:
+    pairs = [(row[:-1], row[1:]) if isinstance(row, torch.Tensor) else row for row in rows]
+    return torch.stack([inputs for inputs, _ in pairs]), torch.stack([labels for _, labels in pairs])
+
+
+class _Shelf:
+    """Between the thread that fills it and the one that takes from it."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._items: deque[tuple[MicroBatch, int]] = deque()
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def has_room(self) -> bool:
+        """Wait for room. False when nothing more is wanted."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._items) < self._depth)
+            return not self._closed
+
+    def put(self, batch: MicroBatch, cursor: int) -> None:
+        with self._changed:
+            self._items.append((batch, cursor))
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def take(self) -> tuple[MicroBatch, int]:
+        """The next micro-batch and the cursor behind it; what was made before an error comes first."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._items or self._failure is not None)
+            if not self._items:
+                assert self._failure is not None
+                raise self._failure
+            item = self._items.popleft()
+            self._changed.notify_all()
+            return item
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class Prefetched:
+    """The same micro-batches, up to ``depth`` of them made ahead.
+
+    The thread begins with the first micro-batch that is asked for: ranks that need no data read none. Reading
+    and tokenising release Python's lock for the most part, so training goes on meanwhile.
+
+    Args:
+        batches: Makes the micro-batches; belongs to the thread from the first on.
+        depth: How many may wait.
+        pin: Put them into page-locked memory, from which a GPU copies while it computes.
+    """
+
+    def __init__(self, batches: Batches, *, depth: int, pin: bool) -> None:
+        self._batches, self._shelf, self._pin = batches, _Shelf(depth), pin
+        self._cursor = batches.cursor
+        self._thread: threading.Thread | None = None
+        self._finalizer = weakref.finalize(self, self._shelf.close)
+
+    @property
+    def cursor(self) -> int:
+        """Next global sample of the whole job: behind the micro-batches that were taken, not those made."""
+        return self._cursor
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        if self._thread is None:
+            # It must not keep this object alive, which ends it when it goes.
+            self._thread = threading.Thread(
+                target=_fill, args=(self._batches, self._shelf, self._pin), name="dsx-data", daemon=True
+            )
+            self._thread.start()
+        batch, self._cursor = self._shelf.take()
+        return batch
+
+    def close(self) -> None:
+        """End the thread, after the micro-batch that it is making."""
+        self._finalizer()
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _fill(batches: Batches, shelf: _Shelf, pin: bool) -> None:
+    try:
+        while shelf.has_room():
+            batch = next(batches)
+            shelf.put(_pinned(batch) if pin else batch, batches.cursor)
+    except BaseException as error:  # noqa: BLE001 - the thread that asks for data raises it
+        shelf.fail(error)
+
+
+def _pinned(batch: MicroBatch) -> MicroBatch:
+    inputs, labels = batch
+    return inputs.pin_memory(), labels.pin_memory()
+
+
+def pins() -> bool:
+    """Whether page-locked memory helps here."""
+    return torch.cuda.is_available()

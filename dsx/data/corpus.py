@@ -1,0 +1,354 @@
+"""Tokenised text: prepared once per machine and cached, then read as packed sequences."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dsx.config.schema import DataConfig
+from dsx.data.order import is_held_out
+from dsx.data.sources import documents, open_source
+from dsx.data.store import INFO, SPLITS, VERSION, CorpusInfo, SplitWriter, written_aside
+from dsx.data.tokenizers import Tokenizer, load_tokenizer
+from dsx.errors import DataError
+from dsx.waiting import Waiting
+
+
+class Tokens(Protocol):
+    """Token ids that can be sliced: an array, or a file."""
+
+    def __len__(self) -> int:
+        """Number of ids."""
+
+    def __getitem__(self, part: slice, /) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """Some of them."""
+
+
+class TokenFile:
+    """A file of token ids.
+
+    Read by ``pread``, not through a memory map: a page of a map that the file has lost ends the process by
+    SIGBUS, and waiting for the disk in a page fault holds Python's lock. The open file outlives its name, so
+    a deleted corpus can be read to the end of the run.
+
+    Args:
+        path: The file.
+        dtype: Type of the ids.
+
+    Raises:
+        DataError: It cannot be opened.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._path, self._dtype = path, dtype
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._lost(f"cannot be opened ({error.strerror})") from error
+        weakref.finalize(self, os.close, self._file)
+        self._stamp = _stamp(os.fstat(self._file))
+
+    def __len__(self) -> int:
+        return self._stamp[0] // self._dtype.itemsize
+
+    def __getitem__(self, part: slice) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """A copy of the ids in ``part`` (step 1). Raises DataError if the file is not what it was."""
+        start, stop, _ = part.indices(len(self))
+        wanted = max(0, stop - start) * self._dtype.itemsize
+        try:
+            read = os.pread(self._file, wanted, start * self._dtype.itemsize)
+            now = _stamp(os.fstat(self._file))
+        except OSError as error:
+            raise self._lost(f"cannot be read any more ({error.strerror})") from error
+        if now != self._stamp or len(read) < wanted:
+            raise self._lost(
+                f"has changed since it was opened ({self._stamp[0]:,} bytes then, {now[0]:,} now)"
+            )
+        return np.frombuffer(read, self._dtype)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """All of them, for NumPy."""
+        del copy  # reading is copying
+        return self[:].astype(dtype or self._dtype)
+
+    def _lost(self, what: str) -> DataError:
+        return DataError(
+            str(self._path), what, f"remove the folder {self._path.parent}; the run prepares it again"
+        )
+
+
+def _stamp(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_size, stat.st_mtime_ns
+
+
+_BATCH_CHARACTERS = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Tokens cut into sequences: S inputs and, one to the right, S labels; none is a label twice.
+
+    Documents follow each other; a sequence may begin and end inside one.
+
+    Args:
+        tokens: All token ids, end-of-document tokens included.
+        sequence_length: S.
+    """
+
+    tokens: Tokens
+    sequence_length: int
+
+    def __len__(self) -> int:
+        return max(0, len(self.tokens) - 1) // self.sequence_length
+
+    def window(self, index: int) -> torch.Tensor:
+        """Sequence ``index``: int64 [S + 1], inputs ``[:-1]`` and labels ``[1:]``.
+
+        Raises:
+            IndexError: ``index`` is outside ``range(len(self))``.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        start = index * self.sequence_length
+        return torch.from_numpy(self.tokens[start : start + self.sequence_length + 1].astype(np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """A prepared corpus, cut into sequences.
+
+    Args:
+        path: Its folder.
+        info: Counts and settings.
+        train: Training sequences.
+        held_out: Held-out sequences, of documents that no training sequence touches; may be none.
+    """
+
+    path: Path
+    info: CorpusInfo
+    train: Sequences
+    held_out: Sequences
+
+    @classmethod
+    def open(cls, path: str | Path, *, sequence_length: int, vocab_size: int | None = None) -> Self:
+        """Open what :func:`prepare` returned; reads no token.
+
+        Args:
+            path: The folder.
+            sequence_length: Tokens per sequence.
+            vocab_size: The model's vocabulary, to check against the tokenizer's.
+
+        Raises:
+            DataError: The folder is missing, damaged or of another version; either split is too small for
+                one sequence; or the tokenizer has more ids than the model.
+        """
+        folder = Path(path)
+        info = CorpusInfo.load(folder)
+        if vocab_size is not None and info.vocab_size > vocab_size:
+            raise DataError(
+                f'dsx.data.tokenizer = "{info.tokenizer}"',
+                f"it has {info.vocab_size} ids, but the model's vocabulary is {vocab_size}",
+                f"use the model's own tokenizer, or a model with vocab_size >= {info.vocab_size}",
+            )
+        train, held_out = (
+            Sequences(TokenFile(folder / f"{split}.bin", np.dtype(info.dtype)), sequence_length)
+            for split in SPLITS
+        )
+        for name, split, sequences in (
+            ("training", info.train, train),
+            ("held-out", info.held_out, held_out),
+        ):
+            if split.documents and not len(sequences):
+                raise DataError(
+                    f"dsx.data.sequence_length = {sequence_length}",
+                    f"the {name} split has {split.tokens} tokens, a sequence needs {sequence_length + 1}",
+                    "use more text or shorter sequences"
+                    + (", or change dsx.data.held_out" if name == "held-out" else ""),
+                )
+        return cls(folder, info, train, held_out)
+
+    @property
+    def digest(self) -> str:
+        """Hash of all tokens: a resumed run on another digest does not continue on the same text."""
+        return hashlib.blake2b(
+            f"{self.info.train.digest}{self.info.held_out.digest}".encode(), digest_size=16
+        ).hexdigest()
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of held-out text per held-out token, end tokens counted.
+
+        Raises:
+            DataError: Nothing is held out.
+        """
+        self._need_held_out()
+        return self.info.held_out.text_bytes / self.info.held_out.tokens
+
+    @property
+    def unigram_bits_per_byte(self) -> float:
+        """Entropy of the held-out bytes' own frequencies: what a model without context can reach at best.
+
+        Raises:
+            DataError: Nothing is held out.
+        """
+        self._need_held_out()
+        counts = np.array(self.info.held_out_byte_counts, np.float64)
+        share = counts[counts > 0] / counts.sum()
+        return float(-(share * np.log2(share)).sum())
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Bits per held-out byte of a mean cross-entropy per token of ``loss`` nats.
+
+        The bits spent on end-of-document tokens count, though they stand for no byte of text.
+        """
+        return loss / math.log(2) / self.bytes_per_token
+
+    def _need_held_out(self) -> None:
+        if not (self.info.held_out.text_bytes and self.info.held_out.tokens):
+            raise DataError(
+                f"dsx.data.held_out = {self.info.settings['held_out']}",
+                f"nothing is held out of {self.info.train.documents} documents",
+                "hold out a larger fraction, such as 0.05",
+            )
+
+
+def prepare(data: DataConfig, cache_dir: str | Path) -> Path:
+    """Tokenise ``data.source`` into ``cache_dir`` unless that has been done, and return the corpus's folder.
+
+    Called by one process per node; the others open the folder after a barrier. Several processes at once
+    are safe: the first to finish wins.
+
+    Args:
+        data: The ``dsx.data`` block; its ``sequence_length`` does not matter here.
+        cache_dir: Folder for prepared corpora, made if missing.
+
+    Raises:
+        DataError: The source or the tokenizer cannot be read, there is no text, or the cache cannot be
+            written.
+    """
+    tokenizer = load_tokenizer(data.tokenizer, trust_remote_code=data.trust_remote_code)
+    settings: dict[str, Any] = {
+        "version": VERSION,
+        "source": open_source(data).identity(),
+        "max_bytes": data.max_bytes,
+        "tokenizer": tokenizer.identity(),
+        "held_out": data.held_out,
+        "seed": data.seed,
+    }
+    name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
+    return write_once(
+        Path(cache_dir).expanduser() / name,
+        lambda folder: _checked(write_corpus(folder, _split(data), data.source, tokenizer, settings), data),
+    )
+
+
+def write_once(target: Path, write: Callable[[Path], CorpusInfo]) -> Path:
+    """``target``, written by ``write`` into a folder beside it unless it is there. Raises DataError."""
+    if (target / INFO).is_file():
+        CorpusInfo.load(target)
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(target) as aside:
+            write(aside).save(aside)
+    except OSError as error:
+        raise DataError(
+            str(target), f"cannot be written ({error})", "free space or name another folder"
+        ) from error
+    return target
+
+
+def _split(data: DataConfig) -> Iterator[tuple[str, bool]]:
+    """Documents, and whether each is held out."""
+    for number, document in enumerate(documents(data)):
+        yield document, is_held_out(number, data.held_out, data.seed)
+
+
+def write_corpus(
+    folder: Path,
+    texts: Iterable[tuple[str, bool]],
+    source: str,
+    tokenizer: Tokenizer,
+    settings: dict[str, Any],
+) -> CorpusInfo:
+    """Write the token files of ``texts``, each with whether it is held out.
+
+    Args:
+        folder: Where to.
+        texts: Documents in order.
+        source: What to note as their source.
+        tokenizer: Text -> ids.
+        settings: Everything that decides the tokens.
+    """
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    byte_counts = np.zeros(256, np.int64)
+    with (
+        SplitWriter(folder / "train.bin", dtype, tokenizer.end_id) as train,
+        SplitWriter(folder / "held_out.bin", dtype, tokenizer.end_id) as held_out,
+        Waiting(f"tokenising {source}", unit="bytes") as waiting,
+    ):
+        for batch in _batches(texts):
+            encoded = tokenizer.encode([document for document, _ in batch])
+            for (document, is_kept), ids in zip(batch, encoded, strict=True):
+                text = document.encode()
+                waiting.advance(len(text))
+                if is_kept:
+                    byte_counts += np.bincount(np.frombuffer(text, np.uint8), minlength=256)
+                    held_out.append(ids, len(text))
+                else:
+                    train.append(ids, len(text))
+    return CorpusInfo(
+        source=source,
+        settings=settings,
+        tokenizer=tokenizer.name,
+        vocab_size=tokenizer.vocab_size,
+        end_id=tokenizer.end_id,
+        dtype=dtype.str,
+        train=train.info(),
+        held_out=held_out.info(),
+        held_out_byte_counts=byte_counts.tolist(),
+    )
+
+
+def _checked(info: CorpusInfo, data: DataConfig) -> CorpusInfo:
+    """Raise DataError if none is held out, or none is left to train on, though both were asked for."""
+    train, held_out = info.train.documents, info.held_out.documents
+    total = train + held_out
+    if not total:
+        raise DataError(
+            f'dsx.data.source = "{data.source}"', "it holds no text", "name files with text in them"
+        )
+    lacks_held_out = data.held_out > 0 and not held_out
+    if lacks_held_out or not train:
+        raise DataError(
+            f"dsx.data.held_out = {data.held_out}",
+            f"of {total} documents none is {'held out' if lacks_held_out else 'left to train on'}",
+            f"use about {min(0.5, max(0.05, math.ceil(100 / total) / 100))}, 0 to hold out none, or more "
+            "documents",
+        )
+    return info
+
+
+def _batches(texts: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    """Documents in lists of about 8 Mi characters: enough for a tokenizer's threads, little for memory."""
+    batch: list[tuple[str, bool]] = []
+    length = 0
+    for text in texts:
+        batch.append(text)
+        length += len(text[0])
+        if length >= _BATCH_CHARACTERS:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,451 @@
+"""Documents from text files, tables (jsonl, json, parquet, csv) and data sets of the Hugging Face hub.
+
+Whether the Hugging Face hub answers, so that a machine without network fails in seconds.
+
+On their own, ``datasets`` and ``transformers`` retry a name that does not resolve for 24 seconds, and one
+that never answers for minutes (datasets 5.2, transformers 5.23), before they look into their caches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import ssl
+import sysconfig
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsx.data.units import Stamp, Unit, file_parts
+from dsx.errors import DataError
+
+
+def reachable(*, timeout_seconds: float = 5.0) -> bool:
+    """Whether the hub's endpoint (``HF_ENDPOINT``) answers at all.
+
+    False in offline mode (``HF_HUB_OFFLINE``). Goes through the environment's proxies, as Hugging Face's own
+    client does.
+    """
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        return False
+    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")  # noqa: S310 (the user's own endpoint)
+    try:
+        urllib.request.urlopen(request, timeout=timeout_seconds).close()  # noqa: S310
+    except urllib.error.HTTPError:
+        return True  # an error page is an answer
+    except urllib.error.URLError as error:
+        # Certificates that only Hugging Face's client knows: something answers, let that client judge.
+        return isinstance(error.reason, ssl.SSLError)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def tokenizer_problem(name: str) -> tuple[str, bool]:
+    """Why the hub's tokenizer ``name`` cannot be had here, and whether another machine may have it.
+
+    Returns:
+        Words, empty if it can be had; and whether it is only that nobody here can tell: a machine that checks
+        configs may have no network where those that train do.
+    """
+    from huggingface_hub import repo_exists, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    try:
+        if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
+            return "", False
+        if not reachable():
+            why = "it is no folder, not in this machine's cache, and the Hugging Face hub cannot be reached"
+            return why, "/" in name  # names without an owner are a few old ones
+        return ("" if repo_exists(name) else "the Hugging Face hub has no such model"), False
+    except HFValidationError:
+        return "it is no folder, and no name that the Hugging Face hub could have", False
+    except (HfHubHTTPError, OSError):
+        return "", False  # the hub answers with something else: let the run ask again
+
+
+@contextmanager
+def offline_unless(online: bool) -> Iterator[None]:
+    """Inside, if not ``online``, ``datasets`` and ``transformers`` read their caches and try no network."""
+    import datasets
+    from huggingface_hub import constants
+
+    if online:
+        yield
+        return
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
+# With fewer files than this a file is too large a unit to hold out, so files are cut into documents.
+_FEW_FILES = 64
+_DOCUMENTS_OF_FEW_FILES = 128
+_SMALLEST_CUT, _LARGEST_CUT = 1 << 10, 4 << 20
+
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextFiles:
+    """UTF-8 text files.
+
+    From 64 files on, a file is a document. A corpus of fewer files is cut into about 128 documents, at blank
+    lines where there are any, so that some can be held out. No document is much over 4 Mi characters.
+
+    Args:
+        root: Folder that ``paths`` are relative to.
+        paths: Files, in the order in which they are read.
+        timestamps: Whether a changed modification time makes another corpus.
+    """
+
+    root: Path
+    paths: tuple[Path, ...]
+    timestamps: bool = True
+
+    def identity(self) -> dict[str, object]:
+        """What the cache recognises this corpus by."""
+        return file_identity(self.root, self.paths, timestamps=self.timestamps)
+
+    def documents(self) -> Iterator[str]:
+        """Documents in order. Raises DataError naming the file that is not UTF-8 or cannot be read."""
+        cut = _LARGEST_CUT
+        if len(self.paths) < _FEW_FILES:
+            total_bytes = sum((self.root / path).stat().st_size for path in self.paths)
+            cut = min(cut, max(_SMALLEST_CUT, total_bytes // _DOCUMENTS_OF_FEW_FILES))
+        for path in self.paths:
+            try:
+                yield from _pieces(self.root / path, cut)
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    str(self.root / path),
+                    f"is not UTF-8 text ({error.reason}: byte 0x{error.object[error.start]:02x})",
+                    "convert it (iconv -f latin1 -t utf-8) or leave it out",
+                ) from error
+            except OSError as error:
+                raise DataError(
+                    str(self.root / path), f"cannot be read ({error.strerror})", "check the file"
+                ) from error
+
+    def units(self, lanes: int) -> tuple[Unit, ...]:
+        """Parts for streaming; a corpus of few files is cut into more and smaller documents than here."""
+        whole = len(self.paths) >= _FEW_FILES
+        return file_parts(self.root, self.paths, lanes=lanes, whole_files=whole)
+
+
+def standard_library() -> TextFiles:
+    """The ``*.py`` files of this Python's standard library, without tests and installed packages."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = (path.relative_to(root) for path in root.rglob("*.py"))
+    kept = sorted((path for path in paths if not _NOT_LIBRARY & set(path.parts)), key=Path.as_posix)
+    if not kept:
+        raise DataError(
+            'dsx.data.source = "python-stdlib"',
+            f"this Python has no source files in {root}",
+            "name a text file or folder instead",
+        )
+    # An installation's file times say nothing about its text.
+    return TextFiles(root=root, paths=tuple(kept), timestamps=False)
+
+
+def file_identity(root: Path, paths: Iterable[Path], *, timestamps: bool = True) -> dict[str, object]:
+    """Number and bytes of files, and a hash of their names, sizes and modification times."""
+    stats = [(path.as_posix(), (root / path).stat()) for path in paths]
+    rows = [(name, stat.st_size, stat.st_mtime_ns if timestamps else 0) for name, stat in stats]
+    return {
+        "files": len(rows),
+        "bytes": sum(size for _, size, _ in rows),
+        "stamp": hashlib.sha256(json.dumps(rows).encode()).hexdigest(),
+    }
+
+
+def _pieces(path: Path, cut: int) -> Iterator[str]:
+    """``path`` in pieces of ``cut`` characters or more: to the next blank line, at most twice that."""
+    lines: list[str] = []
+    length = 0
+    with path.open(encoding="utf-8", newline="") as file:  # newline="": the bytes as they are
+        for line in file:
+            lines.append(line)
+            length += len(line)
+            if length >= 2 * cut or (length >= cut and not line.strip()):
+                yield "".join(lines)
+                lines, length = [], 0
+    if lines:
+        yield "".join(lines)
+
+
+_BATCH_ROWS = 1000
+_TEXT = {"string", "large_string", "string_view", "null"}
+_SHARDS_OF_CACHED = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableFiles:
+    """Local files that ``datasets`` reads, streamed: nothing is copied into its cache.
+
+    Args:
+        root: Folder that ``paths`` are relative to.
+        paths: All files, in order.
+        builder: Builder of ``datasets`` for the files; None leaves the folder ``root``, its splits and its
+            dataset card to ``datasets``.
+        name: Configuration of the folder's dataset card, if it has several.
+        split: Split; files on their own have "train" alone.
+        text_column: Column that holds the text.
+    """
+
+    root: Path
+    paths: tuple[Path, ...]
+    builder: str | None
+    name: str | None
+    split: str
+    text_column: str
+
+    def identity(self) -> dict[str, object]:
+        """What the cache recognises this corpus by."""
+        return {
+            **file_identity(self.root, self.paths),
+            "name": self.name,
+            "split": self.split,
+            "text_column": self.text_column,
+        }
+
+    def documents(self) -> Iterator[str]:
+        """Documents in order; empty cells are skipped. Raises DataError for an unreadable table or column."""
+        return _texts(self._rows(), self.text_column, str(self._place))
+
+    def units(self, lanes: int) -> tuple[Unit, ...]:
+        """Byte ranges of JSON lines; else what ``datasets`` can read on its own: row groups, or files."""
+        if self.builder == "json" and all(path.suffix == ".jsonl" for path in self.paths):
+            return file_parts(self.root, self.paths, lanes=lanes, column=self.text_column)
+        stamps = tuple(Stamp.of(self.root / path) for path in self.paths)
+        return _shards(self._table(), self.text_column, str(self._place), stamps)
+
+    @property
+    def _place(self) -> Path:
+        return self.root / self.paths[0] if len(self.paths) == 1 else self.root
+
+    def _rows(self) -> Iterator[Any]:
+        table = self._table()
+        if table is None:
+            return
+        try:
+            yield from table.with_format("arrow").iter(batch_size=_BATCH_ROWS)
+        except _read_errors() as error:
+            raise _unreadable(str(self._place), error) from error
+
+    def _table(self) -> Any:
+        """The data set of ``datasets``; None if all files are empty."""
+        import datasets
+
+        # An empty file stops the readers of datasets; it holds no document.
+        files = [str(self.root / path) for path in self.paths if (self.root / path).stat().st_size]
+        if not files:
+            return None
+        source = str(self.root)
+        options: dict[str, Any] = {}
+        if self.builder is not None:
+            source, options = self.builder, {"data_files": files}
+        if self.builder == "parquet":  # by default a whole row group at once, for each that is open
+            options["batch_size"] = _BATCH_ROWS
+        try:
+            with offline_unless(online=False):
+                return datasets.load_dataset(source, self.name, split=self.split, streaming=True, **options)
+        except _read_errors() as error:
+            raise _unreadable(str(self._place), error) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubData:
+    """A data set of the Hugging Face hub, from the network or from the cache of ``datasets``.
+
+    Args:
+        dataset: ``owner/name`` or ``name``.
+        name: Its configuration, if it has several.
+        split: Its split; slices such as ``train[:10%]`` too.
+        text_column: Column that holds the text.
+        stream: Read over the network instead of downloading the whole first.
+    """
+
+    dataset: str
+    name: str | None
+    split: str
+    text_column: str
+    stream: bool
+
+    def identity(self) -> dict[str, object]:
+        """What the cache recognises this corpus by: no more than names, so that it needs no network."""
+        return {
+            "hub": self.dataset,
+            "name": self.name,
+            "split": self.split,
+            "text_column": self.text_column,
+        }
+
+    def documents(self) -> Iterator[str]:
+        """Documents in order; empty cells are skipped.
+
+        Raises:
+            DataError: No such data set, configuration, split or column; or no network and not in the cache.
+        """
+        return _texts(self._rows(), self.text_column, self._where)
+
+    @property
+    def _where(self) -> str:
+        return f'dsx.data.source = "{self.dataset}"'
+
+    def units(self, lanes: int) -> tuple[Unit, ...]:
+        """What ``datasets`` can read on its own: row groups of parquet, else files."""
+        del lanes
+        return _shards(self._table(stream=True), self.text_column, self._where, ())
+
+    def _rows(self) -> Iterator[Any]:
+        try:
+            yield from self._table(stream=self.stream).with_format("arrow").iter(batch_size=_BATCH_ROWS)
+        except _read_errors() as error:
+            raise _unreadable(self._where, error) from error
+
+    def _table(self, *, stream: bool) -> Any:
+        import datasets
+
+        online = reachable()
+        try:
+            with offline_unless(online):
+                return datasets.load_dataset(
+                    self.dataset, self.name, split=self.split, streaming=stream and online
+                )
+        except _read_errors() as error:
+            if not online:
+                raise DataError(
+                    self._where,
+                    "is no local path, the Hugging Face hub cannot be reached (no network, or "
+                    f"HF_HUB_OFFLINE is set), and it cannot be read from the cache ({_said(error)})",
+                    'name a local file or folder, use "python-stdlib", or download it where there is network',
+                ) from error
+            raise _unreadable(self._where, error) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableShard:
+    """A shard of a data set that ``datasets`` streams; positions are rows.
+
+    Rows before a position are read again and dropped without being decoded: ``datasets``' own ``state_dict``
+    remembers a shard and a row too, and skips alike.
+
+    Args:
+        table: The data set.
+        index: Number of the shard.
+        count: Number of all shards.
+        column: What holds the text.
+        where: For messages.
+        stamps: Local files that it is made of.
+    """
+
+    table: Any
+    index: int
+    count: int
+    column: str
+    where: str
+    stamps: tuple[Stamp, ...]
+
+    @property
+    def name(self) -> str:
+        """See :class:`dsx.data.units.Unit`."""
+        sizes = "-".join(str(stamp.size_bytes) for stamp in self.stamps)
+        return f"shard {self.index} of {self.count}, {sizes}"
+
+    def documents(self, start: int | None) -> Iterator[tuple[int, str]]:
+        """See :class:`dsx.data.units.Unit`."""
+        row, skip = 0, start or 0
+        for stamp in self.stamps:
+            stamp.check()
+        try:
+            shard = self.table.shard(self.count, self.index).with_format("arrow")
+            for batch in shard.iter(batch_size=_BATCH_ROWS):
+                if row + len(batch) > skip:
+                    for offset, cell in enumerate(_cells(batch, self.column, self.where), row):
+                        if cell and offset >= skip:
+                            yield offset, cell
+                row += len(batch)
+        except _read_errors() as error:
+            for stamp in self.stamps:
+                stamp.check()
+            raise _unreadable(self.where, error) from error
+        if row < skip:
+            raise DataError(self.where, f"has {row} rows left of more than {skip}", "restore the data")
+
+
+def _shards(table: Any, column: str, where: str, stamps: tuple[Stamp, ...]) -> tuple[TableShard, ...]:
+    if table is None:
+        return ()
+    if not hasattr(table, "reshard"):  # prepared in the cache of datasets, as without network
+        table = table.to_iterable_dataset(num_shards=min(len(table), _SHARDS_OF_CACHED) or 1)
+    table = table.reshard()
+    return tuple(
+        TableShard(
+            table=table, index=index, count=table.num_shards, column=column, where=where, stamps=stamps
+        )
+        for index in range(table.num_shards)
+    )
+
+
+def _texts(batches: Iterator[Any], column: str, where: str) -> Iterator[str]:
+    """Cells of ``column`` of Arrow tables that hold text."""
+    for batch in batches:
+        yield from (cell for cell in _cells(batch, column, where) if cell)
+
+
+def _cells(batch: Any, column: str, where: str) -> list[str | None]:
+    """``column`` of one Arrow table."""
+    key = f'dsx.data.text_column = "{column}"'
+    if column not in batch.column_names:
+        what = f"{where} has no such column; it has {', '.join(batch.column_names)}"
+        raise DataError(key, what, _to_name(batch.schema))
+    kind = str(batch.schema.field(column).type)
+    if kind not in _TEXT:
+        raise DataError(key, f"that column of {where} holds {kind}, not text", _to_name(batch.schema))
+    try:
+        cells: list[str | None] = batch.column(column).to_pylist()
+    except UnicodeDecodeError as error:  # jsonl is decoded only here
+        raise _unreadable(where, error) from error
+    return cells
+
+
+def _to_name(schema: Any) -> str:
+    """What to do about a column that is not text: name one that is, or make one."""
+    texts = [field.name for field in schema if str(field.type) in _TEXT - {"null"}]
+    chats = [field.name for field in schema if "struct<" in str(field.type)]
+    if chats:  # messages, conversations: lists of turns
+        turns = f"write the turns of {', '.join(chats)} into a column of text (`dsx guide data`, Chats)"
+        return f"{turns}, or name one that holds text: {', '.join(texts)}" if texts else turns
+    return f"name the column that holds the text: {', '.join(texts)}" if texts else "add a column of strings"
+
+
+def _read_errors() -> tuple[type[Exception], ...]:
+    from datasets.exceptions import DatasetsError
+
+    # pyarrow's errors are ValueErrors or OSErrors; json.JSONDecodeError and UnicodeDecodeError ValueErrors.
+    return (DatasetsError, OSError, ValueError, RuntimeError, StopIteration, TypeError, json.JSONDecodeError)
+
+
+def _unreadable(where: str, error: Exception) -> DataError:
+    if isinstance(error, UnicodeDecodeError):
+        fix = "convert it (iconv -f latin1 -t utf-8) or leave it out"
+        return DataError(where, f"is not UTF-8 text ({error.reason})", fix)
+    if "split" in str(error).lower():
+        return DataError(f"dsx.data.split of {where}", _said(error), "name a split that it has")
+    return DataError(where, f"cannot be read ({_said(error)})", "check the name and the files")
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

@@ -1,0 +1,412 @@
+"""Streamed sources as numbered samples: lanes side by side, shuffled in blocks, mixed in exact shares.
+
+Global sample ``g`` is row ``g // V`` of lane ``g % V``. Which source it is of follows from lane and row
+(:class:`dsx.data.order.Shares`); so a lane takes sequence after sequence of each source.
+
+They are shuffled in blocks of N: while block b is handed out, block b + 1 is read, one sequence for each. So
+reading is even, 2 N sequences are in memory, and where a block began is all that a checkpoint must know: a
+resumed run reads that block again. A buffer refilled slot by slot would have to be stored whole.
+
+A source read as the run goes: documents of one lane -> tokens -> sequences, from any place on.
+
+A source is cut into units (:mod:`dsx.data.units`) and read in lanes side by side. Of n units, lane
+``v`` of V reads the stretch ``[v * n / V, (v + 1) * n / V)``, document by document where a unit is shared.
+What a lane reads depends on the source and V alone, so a layout decides only who reads it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dsx.data.order import Shares, keyed_hash, permute
+from dsx.data.tokenizers import TokenIds, Tokenizer
+from dsx.data.units import Unit
+from dsx.errors import DataError
+
+_POINTS = 1 << 64
+_FEWEST_CHARACTERS, _MOST_CHARACTERS = 4 << 10, 64 << 10  # tokenised at once: little when a lane is opened
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a sequence begins in a lane.
+
+    Args:
+        turn: How often the lane has been read to its end.
+        unit: Number of the unit, from 0 in the lane.
+        offset: Where its document begins in the unit; None for the unit's first.
+        skip: Tokens of that document before the sequence.
+    """
+
+    turn: int = 0
+    unit: int = 0
+    offset: int | None = None
+    skip: int = 0
+
+    def plain(self) -> list[int | None]:
+        """For a checkpoint: ``Place(*place.plain()) == place``."""
+        return list(astuple(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedSource:
+    """A source and all that decides what is read of it.
+
+    Args:
+        name: What the config calls it.
+        units: Its parts.
+        tokenizer: Text -> ids.
+        held_out: Share of the documents that are never trained on.
+        seed: Decides which.
+    """
+
+    name: str
+    units: tuple[Unit, ...]
+    tokenizer: Tokenizer
+    held_out: float
+    seed: int
+
+    def is_held_out(self, unit: Unit, offset: int) -> bool:
+        """Whether a document is kept for evaluation: by its place, so that no count is needed."""
+        return keyed_hash("held-out", self.seed, unit.name, offset) < self.held_out * _POINTS
+
+    def lane(self, lane: int, lanes: int) -> tuple[LaneUnit, ...]:
+        """What lane number ``lane`` of ``lanes`` reads."""
+        count = len(self.units)
+        first, last = lane * count // lanes, -((lane + 1) * count // -lanes)
+        return tuple(
+            LaneUnit(source=self, unit=self.units[index], index=index, lane=lane, lanes=lanes)
+            for index in range(first, last)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneUnit:
+    """One lane's training documents of one unit."""
+
+    source: StreamedSource
+    unit: Unit
+    index: int
+    lane: int
+    lanes: int
+
+    def documents(self, start: int | None) -> Iterator[tuple[int, str]]:
+        """As :meth:`dsx.data.units.Unit.documents`."""
+        shared = self._lane_of(0) != self._lane_of(_POINTS - 1)
+        for offset, text in self.unit.documents(start):
+            if self.source.is_held_out(self.unit, offset):
+                continue
+            if not shared or self._lane_of(keyed_hash("lane", self.unit.name, offset)) == self.lane:
+                yield offset, text
+
+    def _lane_of(self, point: int) -> int:
+        return (self.index * _POINTS + point) * self.lanes // (len(self.source.units) * _POINTS)
+
+
+class LaneReader:
+    """Sequences of one lane of one source, in reading order, endless.
+
+    Args:
+        source: The source.
+        lane: Number of the lane.
+        lanes: Number of lanes.
+        sequence_length: S.
+        place: Where the first sequence begins.
+    """
+
+    def __init__(
+        self, source: StreamedSource, lane: int, lanes: int, *, sequence_length: int, place: Place
+    ) -> None:
+        self._source, self._lane = source, lane
+        self._units = source.lane(lane, lanes)
+        self._length = sequence_length
+        self._begun, self._skip = place, 0
+        self._encoded = self._encode()
+        self._pending: deque[tuple[Place, npt.NDArray[Any]]] = deque()
+        self._held = 0
+        self._dtype = np.uint16 if source.tokenizer.vocab_size <= 1 << 16 else np.uint32
+
+    @property
+    def place(self) -> Place:
+        """Where the next sequence begins."""
+        if not self._pending:
+            return self._begun
+        document = self._pending[0][0]
+        return Place(document.turn, document.unit, document.offset, self._skip)
+
+    def read(self) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """The next sequence: S + 1 ids; the last one is the next sequence's first.
+
+        Raises:
+            DataError: See :class:`dsx.data.units.Unit`; or no document is left to train on.
+        """
+        wanted = self._length + 1
+        while self._held < wanted:
+            self._refill()
+        parts, skip = [], self._skip
+        for _, ids in self._pending:
+            parts.append(ids[skip : skip + wanted])
+            wanted -= len(parts[-1])
+            skip = 0
+            if not wanted:
+                break
+        self._drop(self._length)
+        return np.concatenate(parts)
+
+    def _refill(self) -> None:
+        first = not self._pending
+        for place, ids in next(self._encoded):
+            self._pending.append((place, ids))
+            self._held += len(ids)
+        if first:  # nothing has been read yet: take up where the place says
+            if self._begun.skip >= len(self._pending[0][1]):
+                tokens = len(self._pending[0][1])
+                raise DataError(
+                    f"{self._source.name}, document at {self._begun.offset}",
+                    f"it has {tokens} tokens, the checkpoint was at token {self._begun.skip}",
+                    "restore the text and the tokenizer of that run",
+                )
+            self._drop(self._begun.skip)
+
+    def _drop(self, tokens: int) -> None:
+        self._held -= tokens
+        self._skip += tokens
+        while self._pending and self._skip >= len(self._pending[0][1]):
+            self._skip -= len(self._pending.popleft()[1])
+
+    def _encode(self) -> Iterator[list[tuple[Place, npt.NDArray[Any]]]]:
+        batch: list[tuple[Place, str]] = []
+        length, wanted = 0, _FEWEST_CHARACTERS
+        for place, text in self._documents():
+            batch.append((place, text))
+            length += len(text)
+            if length >= wanted:
+                yield self._ids(batch)
+                batch, length, wanted = [], 0, min(2 * wanted, _MOST_CHARACTERS)
+
+    def _ids(self, batch: list[tuple[Place, str]]) -> list[tuple[Place, npt.NDArray[Any]]]:
+        tokenizer = self._source.tokenizer
+        encoded: list[TokenIds] = tokenizer.encode([text for _, text in batch])
+        return [
+            (place, np.append(ids, tokenizer.end_id).astype(self._dtype))
+            for (place, _), ids in zip(batch, encoded, strict=True)
+        ]
+
+    def _documents(self) -> Iterator[tuple[Place, str]]:
+        turn, at, offset = self._begun.turn, self._begun.unit, self._begun.offset
+        whole, found = at == 0 and offset is None, False
+        while True:
+            for number in range(at, len(self._units)):
+                for position, text in self._units[number].documents(offset):
+                    found = True
+                    yield Place(turn, number, position), text
+                offset = None
+            if whole and not found:
+                raise DataError(
+                    f'source "{self._source.name}"',
+                    f"lane {self._lane} of dsx.data.lanes has no document to train on",
+                    "use fewer dsx.data.lanes, or prepare so little text beforehand (streaming: false)",
+                )
+            turn, at, whole, found = turn + 1, 0, True, False
+
+
+_LONG_SECONDS = 1.0
+
+Ids = npt.NDArray[np.unsignedinteger[Any]]
+StreamState = Mapping[str, Sequence[Any]]
+"""``source/lane`` -> number of a block, and where it begins (:meth:`Place.plain`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSettings:
+    """What decides the order, besides the sources.
+
+    Args:
+        lanes: V.
+        shuffle_buffer: Sequences in memory, over all lanes of a source.
+        sequence_length: S.
+        seed: Seed of the order.
+    """
+
+    lanes: int
+    shuffle_buffer: int
+    sequence_length: int
+    seed: int
+
+    @property
+    def block(self) -> int:
+        """N: sequences of a lane that are shuffled together."""
+        return max(1, self.shuffle_buffer // (2 * self.lanes))
+
+
+class _Shuffle:
+    """Sequences of one lane of one source by number, shuffled within blocks; numbers only grow."""
+
+    def __init__(self, reader: LaneReader, size: int, key: Callable[[int], int], *, block: int) -> None:
+        self._reader, self._size, self._key = reader, size, key
+        self._block = block
+        self._now: list[Ids] = []
+        self._next: list[Ids] = []
+        self.begins = {block: reader.place}
+
+    def take(self, number: int) -> Ids:
+        block, place = divmod(number, self._size)
+        if block < self._block:
+            raise DataError(
+                "data cursor", "a stream does not run backwards", "continue from a checkpoint before it"
+            )
+        while len(self._now) < self._size or self._block < block:
+            self._fill(self._size)
+            self._turn()
+        self._fill(place + 1)
+        return self._now[permute(place, self._size, self._key(block))]
+
+    def _turn(self) -> None:
+        self._block += bool(self._now)
+        self._now, self._next = self._next, []
+        self.begins[self._block + 1] = self._reader.place
+
+    def _fill(self, count: int) -> None:
+        while len(self._next) < count:
+            self._next.append(self._reader.read())
+
+    def forget(self, before: int) -> None:
+        """Where blocks begin is not needed any more for those before block number ``before``."""
+        for block in [block for block in self.begins if block < min(before, self._block)]:
+            del self.begins[block]
+
+
+class Stream:
+    """Streamed training sequences by global number, which must not fall within a lane.
+
+    Thread-safe: one thread may take samples while another asks for the state.
+
+    Args:
+        names: What the sources that are mixed are called.
+        open_source: Gives a source by its number; asked when its first sequence is taken.
+        shares: In which shares.
+        settings: What else decides the order.
+        in_flight: Global samples that may be taken and not trained on yet when the state is asked for.
+        state: Where to go on, as :meth:`state` gave it, of any layout's ranks together.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        open_source: Callable[[int], StreamedSource],
+        shares: Shares,
+        settings: StreamSettings,
+        *,
+        in_flight: int,
+        state: StreamState,
+    ) -> None:
+        self._names, self._open_source = list(names), open_source
+        self._shares, self._settings = shares, settings
+        rows = in_flight // settings.lanes + 2
+        self._kept_blocks = rows // settings.block + 2
+        self._state = state
+        self._lanes: dict[tuple[int, int], _Shuffle] = {}
+        self._readers: dict[tuple[int, int], LaneReader] = {}
+        self._sources: dict[int, StreamedSource] = {}
+        self._turns = dict.fromkeys(range(len(self._names)), 0)
+        self._news: list[str] = []
+        self._opened, self._opening_seconds, self._told_from = 0, 0.0, 0.0
+        self._lock = Lock()
+
+    def take(self, sample: int) -> torch.Tensor:
+        """Global sample number ``sample``: int64 [S + 1]. Raises DataError, as reading does."""
+        row, lane = divmod(sample, self._settings.lanes)
+        with self._lock:
+            source, number = self._shares.locate(row, lane)
+            ids = self._take(source, lane, number)
+        return torch.from_numpy(ids.astype(np.int64))
+
+    def check(self, global_batch: int, made_of: str) -> None:
+        """Any step can be made: a source that ends begins again."""
+
+    def state(self, cursor: int) -> dict[str, list[Any]]:
+        """What another run needs to go on with sample ``cursor``, of the lanes that were read here."""
+        found = {}
+        with self._lock:
+            for (source, lane), shuffle in self._lanes.items():
+                rows = -((lane - cursor) // self._settings.lanes)  # rows of the lane before the cursor
+                wanted = self._shares.counts(rows, lane)[source] // self._settings.block
+                block = max((block for block in shuffle.begins if block <= wanted), default=None)
+                if block is not None:
+                    found[self._name(source, lane)] = [block, shuffle.begins[block].plain()]
+        return found
+
+    def news(self) -> list[str]:
+        """What has happened since the last call that a person should know."""
+        with self._lock:
+            news, self._news = self._news, []
+            if self._opened and self._opening_seconds >= self._told_from:
+                news.append(
+                    f"data: {self._opened} lanes opened in {self._opening_seconds:.1f} s, "
+                    f"{self._opened * self._settings.block} sequences read to shuffle"
+                )
+                self._opened, self._opening_seconds, self._told_from = 0, 0.0, _LONG_SECONDS
+        return news
+
+    def _take(self, source: int, lane: int, number: int) -> Ids:
+        key = (source, lane)
+        if key not in self._lanes:
+            began = time.perf_counter()
+            self._open(key)
+            ids = self._lanes[key].take(number)
+            self._opened += 1
+            self._opening_seconds += time.perf_counter() - began
+        else:
+            ids = self._lanes[key].take(number)
+        self._lanes[key].forget(number // self._settings.block - self._kept_blocks)
+        turn = self._readers[key].place.turn
+        if turn > self._turns[source]:
+            self._turns[source] = turn
+            self._news.append(
+                f'data: source "{self._names[source]}" begins again, in lane {lane} first '
+                f"(times so far: {turn})"
+            )
+        return ids
+
+    def _open(self, key: tuple[int, int]) -> None:
+        source, lane = key
+        settings, name = self._settings, self._name(source, lane)
+        if source not in self._sources:
+            self._sources[source] = self._open_source(source)
+        block, place = self._state.get(name, (0, Place().plain()))
+        reader = LaneReader(
+            self._sources[source],
+            lane,
+            settings.lanes,
+            sequence_length=settings.sequence_length,
+            place=Place(*place),
+        )
+        self._readers[key] = reader
+        self._lanes[key] = _Shuffle(
+            reader,
+            settings.block,
+            lambda block: keyed_hash("stream", settings.seed, name, block),
+            block=int(block),
+        )
+
+    def _name(self, source: int, lane: int) -> str:
+        return f"{self._names[source]}/{lane}"
+
+
+def merged(states: Sequence[StreamState]) -> dict[str, Sequence[Any]]:
+    """The states of several ranks as one: of a lane that several have read, the furthest."""
+    found: dict[str, Sequence[Any]] = {}
+    for state in states:
+        for name, value in state.items():
+            if name not in found or value[0] > found[name][0]:
+                found[name] = value
+    return found

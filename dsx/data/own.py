@@ -1,0 +1,246 @@
+"""A data set of one's own in place of ``dsx.data``'s text: any object with a length, samples and a digest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsx.config.schema import OWN, DataConfig
+from dsx.data.batches import Sample, Samples, Shuffled
+from dsx.data.text import Text
+from dsx.errors import DataError
+from dsx.launch.entry import AGREED
+
+_IGNORED = -100
+_SHAPES = (
+    "give S + 1 token ids, a tuple (inputs, labels) of S each, or a dict with input_ids and labels of S + 1, "
+    "S being dsx.data.sequence_length"
+)
+
+
+@runtime_checkable
+class OwnCorpus(Protocol):
+    """What a data set needs so that a run can monitor, evaluate, save and resume on it.
+
+    A torch ``Dataset`` or a Hugging Face ``datasets.Dataset`` has all but the digest. Two attributes are
+    optional: ``held_out``, another such corpus, which evaluations read (its digest is not asked for), and
+    ``name``, which messages and records call it by (its class's name otherwise).
+
+    A sample is one of these, S being ``dsx.data.sequence_length``:
+
+    - integers [S + 1]: inputs are the first S, labels the last S;
+    - a tuple ``(inputs, labels)`` of integers [S] each: labels already shifted, ``labels[i]`` what follows
+      ``inputs[i]``; -100 is not trained on;
+    - a dict with ``input_ids`` and, if other than these, ``labels``, integers [S + 1] each, as transformers'
+      collators make them: ``labels[i]`` belongs to ``input_ids[i]`` and is shifted here. Other keys are not
+      read, but that an ``attention_mask`` may be 0 only at the end of a sample, where labels are -100.
+
+    Attributes:
+        digest: Changes whenever the samples do: a run resumes on the same digest alone.
+    """
+
+    digest: str
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Sample ``index``, always the same, on any rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSequences:
+    """Samples of an :class:`OwnCorpus`, checked as they are read.
+
+    Args:
+        corpus: The samples.
+        sequence_length: S.
+        name: What messages call it.
+    """
+
+    corpus: OwnCorpus
+    sequence_length: int
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def window(self, index: int) -> Sample:
+        """Sample ``index``. Raises DataError unless it is one of the shapes of :class:`OwnCorpus`."""
+        sample, length = self.corpus[index], self.sequence_length
+        if isinstance(sample, tuple) and len(sample) == 2:
+            inputs, labels = sample
+            return self._ids(inputs, index, "inputs", length), self._ids(labels, index, "labels", length)
+        if not isinstance(sample, Mapping):
+            return self._ids(sample, index, "token ids", length + 1)
+        if "input_ids" not in sample:
+            raise DataError(f"sample {index} of {self.name}", f"no input_ids among {sorted(sample)}", _SHAPES)
+        ids = self._ids(sample["input_ids"], index, "input_ids", length + 1)
+        labels = self._ids(sample.get("labels", ids), index, "labels", length + 1)
+        if "attention_mask" in sample:
+            self._check_mask(sample["attention_mask"], labels, index)
+        return ids[:-1].contiguous(), labels[1:].contiguous()
+
+    def _ids(self, values: Any, index: int, what: str, length: int) -> Tensor:
+        try:
+            ids = torch.as_tensor(values)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"sample {index} of {self.name}", f"its {what}: {error}", _SHAPES) from None
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.shape != (length,):
+            kind = str(ids.dtype).removeprefix("torch.")
+            what = f"its {what} are {kind} {list(ids.shape)}, not integers [{length}]"
+            raise DataError(f"sample {index} of {self.name}", what, _SHAPES)
+        return ids.long()
+
+    def _check_mask(self, values: Any, labels: Tensor, index: int) -> None:
+        """A causal model never looks at padding behind what it predicts; all other padding it would see."""
+        seen = self._ids(values, index, "attention_mask", len(labels)) != 0
+        ends = int(seen.sum())
+        if not bool(seen[:ends].all()) or not bool((labels[ends:] == _IGNORED).all()):
+            raise DataError(
+                f"sample {index} of {self.name}",
+                "its attention_mask leaves out positions that are trained on, or that others look at",
+                "pad at the end, with -100 as label",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnPart:
+    """The held-out samples, as :class:`~dsx.data.text.Part` has a text's."""
+
+    name: str
+    share: float
+    sequences: OwnSequences
+
+
+class OwnText:
+    """An :class:`OwnCorpus` as a run reads it: what :class:`~dsx.data.text.Text` is for text.
+
+    Args:
+        corpus: The user's.
+        data: The ``dsx.data`` block: sequence length and the seed of the order.
+
+    Raises:
+        DataError: It has no digest or no samples.
+    """
+
+    is_streamed = False
+
+    def __init__(self, corpus: OwnCorpus, data: DataConfig) -> None:
+        self.name = str(getattr(corpus, "name", None) or type(corpus).__name__)
+        if not isinstance(corpus, OwnCorpus) or not isinstance(corpus.digest, str):
+            raise DataError(
+                f"data set {self.name}",
+                "a run needs its length, a sample at each index, and its digest, a string",
+                "add __len__, __getitem__ and digest: any text that changes when the samples do",
+            )
+        self.digest = corpus.digest
+        self._data = data
+        self._train = self._sequences(corpus, self.name)
+        kept = getattr(corpus, "held_out", None)
+        self.held_out: tuple[OwnPart, ...] = ()
+        if kept is not None:
+            name = f"{self.name}, held out"
+            self.held_out = (OwnPart(name=self.name, share=1.0, sequences=self._sequences(kept, name)),)
+        self.parts = self.held_out
+
+    def _sequences(self, corpus: OwnCorpus, name: str) -> OwnSequences:
+        sequences = OwnSequences(corpus, self._data.sequence_length, name)
+        if not len(sequences):
+            raise DataError(f"data set {name}", "it has no samples", "give it some")
+        return sequences
+
+    def check(self) -> tuple[str, ...]:
+        """Read the first samples; what must be the same on all ranks, for people.
+
+        Raises:
+            DataError: A sample of another shape than :class:`OwnCorpus` names.
+        """
+        lengths = []
+        for sequences in (self._train, *(part.sequences for part in self.held_out)):
+            sequences.window(0)
+            lengths.append(f"{len(sequences):,} samples")
+        return (f'digest "{self.digest}"', *lengths)
+
+    def samples(self, *, cursor: int = 0, in_flight: int = 0) -> Samples:
+        """Training samples, shuffled anew in every epoch; see :meth:`Text.samples`."""
+        del cursor, in_flight  # of streams
+        return Shuffled(self._train, seed=self._data.seed)
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """The order follows from the seed: there is nothing to go on from but the cursor."""
+
+    def state(self, cursor: int) -> dict[str, Sequence[Any]]:
+        """None: see :meth:`resume`."""
+        del cursor
+        return {}
+
+    def together(self, states: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, Sequence[Any]]:
+        """None: see :meth:`resume`."""
+        del states
+        return {}
+
+    def news(self) -> list[str]:
+        """Nothing happens to it."""
+        return []
+
+    def mean_loss(self, losses: Mapping[str, float]) -> float:
+        """Of its one part."""
+        (loss,) = losses.values()
+        return loss
+
+    def bits_per_byte(self, loss: float) -> None:
+        """Not known: tokens of one's own stand for no number of bytes."""
+        del loss
+
+    @property
+    def unigram_bits_per_byte(self) -> None:
+        """Not known."""
+        return
+
+    def rows(self, samples: int, shared: int) -> list[tuple[str, str]]:
+        """What a person wants to know before a run; arguments as of :meth:`Text.rows`."""
+        del shared
+        held = sum(len(part.sequences) for part in self.held_out)
+        turns = samples / len(self._train)
+        rows = [
+            (
+                "data",
+                f"{self.name}: {len(self._train):,} samples, read {turns:.3g} times, and {held:,} held out",
+            )
+        ]
+        if self._data.source != OWN:
+            said = f'dsx.data.source = "{self._data.source}" is not read: the data are the program\'s own'
+            rows.append(("note", f'{said}, which "{OWN}" says'))
+        return rows
+
+
+def as_text(corpus: Text | OwnText | OwnCorpus, data: DataConfig) -> Text | OwnText:
+    """What a run reads, of what a recipe gives it. Raises DataError: see :class:`OwnText`."""
+    return corpus if isinstance(corpus, Text | OwnText) else OwnText(corpus, data)
+
+
+def require_same_everywhere(text: OwnText) -> None:
+    """Raise on every rank what one finds, and if ranks have other data. Collective."""
+    mine: tuple[str, ...] | DataError
+    try:
+        mine = text.check()
+    except DataError as error:
+        mine = error
+    found: list[tuple[str, ...] | DataError] = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    errors = [one for one in found if isinstance(one, DataError)]
+    other = next((rank for rank, one in enumerate(found) if one != found[0]), 0)
+    if other and not errors:
+        what = f"rank 0 has {found[0]}, rank {other} has {found[other]}"
+        errors = [
+            DataError(f"data set {text.name}", what, "make the same samples from the same seed or files")
+        ]
+    if errors:
+        errors[0].add_note(AGREED)
+        raise errors[0]

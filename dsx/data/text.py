@@ -1,0 +1,248 @@
+"""The text of a run, whatever ``dsx.data`` says: one source or a mixture, prepared or streamed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from dsx.config.schema import DataConfig
+from dsx.data.batches import Mixed, Samples, Shuffled
+from dsx.data.corpus import Corpus, Sequences, prepare
+from dsx.data.lanes import Stream, StreamedSource, StreamSettings, StreamState, merged
+from dsx.data.order import Shares
+from dsx.data.sources import open_source
+from dsx.data.streamed import open_stream, order_digest, prepare_stream
+from dsx.errors import DataError
+
+
+def prepare_text(data: DataConfig, cache_dir: Path, *, held_out_tokens: int) -> tuple[Path, ...]:
+    """Prepare every source of ``data``, a folder each; streamed ones their held-out text alone.
+
+    Args:
+        data: The ``dsx.data`` block.
+        cache_dir: Folder for prepared corpora.
+        held_out_tokens: Tokens that an evaluation reads.
+
+    Raises:
+        DataError: See :func:`dsx.data.corpus.prepare`.
+    """
+    for part in data.parts():
+        open_source(data.of_part(part))  # what is missing is said before hours of tokenising
+    folders = []
+    for part in data.parts():
+        own = data.of_part(part)
+        if data.streaming:
+            folder = prepare_stream(own, part.called, cache_dir, held_out_tokens=held_out_tokens)
+        else:
+            folder = prepare(own, cache_dir)
+        folders.append(folder)
+    return tuple(folders)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One source of a text.
+
+    Args:
+        name: What metrics call it.
+        share: Its share of all samples, 0 to 1.
+        corpus: Its prepared text; of a streamed source the held-out text alone.
+    """
+
+    name: str
+    share: float
+    corpus: Corpus
+
+    @property
+    def sequences(self) -> Sequences:
+        """Its held-out text."""
+        return self.corpus.held_out
+
+
+class Text:
+    """An opened text.
+
+    Args:
+        data: The ``dsx.data`` block.
+        corpora: What was prepared of each source, in order.
+    """
+
+    def __init__(self, data: DataConfig, corpora: Sequence[Corpus]) -> None:
+        self._data = data
+        parts = data.parts()
+        self._shares = Shares([part.weight for part in parts], seed=data.seed)
+        self.parts = tuple(
+            Part(name=part.called, share=float(share), corpus=corpus)
+            for part, share, corpus in zip(parts, self._shares.shares, corpora, strict=True)
+        )
+        self._stream: Stream | None = None
+        self._stream_state: StreamState = {}
+
+    @classmethod
+    def open(cls, folders: Sequence[Path], data: DataConfig, *, vocab_size: int | None = None) -> Self:
+        """Open what :func:`prepare_text` returned. Raises DataError: see :meth:`Corpus.open`."""
+        length = data.sequence_length
+        return cls(
+            data, [Corpus.open(path, sequence_length=length, vocab_size=vocab_size) for path in folders]
+        )
+
+    @property
+    def name(self) -> str:
+        """Its sources, as the config names them."""
+        return ", ".join(part.corpus.info.source for part in self.parts)
+
+    @property
+    def digest(self) -> str:
+        """Hash of the text and its order: a run resumed on another digest would not continue on the same."""
+        if not self._data.sources and not self._data.streaming:
+            return self.parts[0].corpus.digest
+        rows = [[part.name, repr(part.share), _digest(part.corpus)] for part in self.parts]
+        return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether it is read as the run goes."""
+        return self._data.streaming
+
+    @property
+    def held_out(self) -> tuple[Part, ...]:
+        """The parts that have held-out text."""
+        return tuple(part for part in self.parts if part.corpus.info.held_out.documents)
+
+    def samples(self, *, cursor: int = 0, in_flight: int = 0) -> Samples:
+        """Training sequences from ``cursor`` on.
+
+        A streamed text goes on from where :meth:`resume` said, or where the samples given before stand.
+
+        Args:
+            cursor: First global sample.
+            in_flight: Global samples that may be taken ahead of training.
+        """
+        if self._data.streaming:
+            self._stream_state = self.together([self.state(cursor)])
+            self._stream = Stream(
+                [part.name for part in self.parts],
+                self._open_stream,
+                self._shares,
+                StreamSettings(
+                    lanes=self._data.lanes,
+                    shuffle_buffer=self._data.shuffle_buffer,
+                    sequence_length=self._data.sequence_length,
+                    seed=self._data.seed,
+                ),
+                in_flight=in_flight,
+                state=self._stream_state,
+            )
+            return self._stream
+        if not self._data.sources:
+            return Shuffled(self.parts[0].corpus.train, seed=self._data.seed)
+        parts = {part.name: part.corpus.train for part in self.parts}
+        return Mixed(parts, self._shares, seed=self._data.seed)
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Let :meth:`samples` go on where a checkpoint's client state says."""
+        self._stream_state = state.get("data_stream", {})
+
+    def state(self, cursor: int) -> dict[str, Sequence[Any]]:
+        """This rank's part of what :meth:`resume` needs under "data_stream"; see :meth:`together`."""
+        return {} if self._stream is None else dict(self._stream.state(cursor))
+
+    def together(self, states: Sequence[StreamState]) -> dict[str, Sequence[Any]]:
+        """The states of all ranks as one. Lanes that nobody has read since the resume stay as they were."""
+        return merged([self._stream_state, *states])
+
+    def news(self) -> list[str]:
+        """What has happened to the text since the last call, for people."""
+        return [] if self._stream is None else self._stream.news()
+
+    def mean_loss(self, losses: Mapping[str, float]) -> float:
+        """Mean held-out loss of all parts, each by its share of the samples."""
+        shares = {part.name: part.share for part in self.held_out}
+        return sum(shares[name] * loss for name, loss in losses.items()) / sum(shares.values())
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Bits per held-out byte of a mean cross-entropy per token of ``loss`` nats.
+
+        Raises:
+            DataError: Nothing is held out.
+        """
+        if not self.held_out:
+            return self.parts[0].corpus.bits_per_byte(loss)  # says what is wrong
+        return loss / math.log(2) / self._bytes_per_token()
+
+    @property
+    def unigram_bits_per_byte(self) -> float:
+        """Entropy of the held-out bytes' own frequencies, the parts' bytes by their share.
+
+        Raises:
+            DataError: Nothing is held out.
+        """
+        if len(self.held_out) < 2:
+            return (self.held_out or self.parts)[0].corpus.unigram_bits_per_byte
+        total = np.zeros(256)
+        for part in self.held_out:
+            counts = np.array(part.corpus.info.held_out_byte_counts, np.float64)
+            total += part.share * part.corpus.bytes_per_token * counts / counts.sum()
+        share = total[total > 0] / total.sum()
+        return float(-(share * np.log2(share)).sum())
+
+    def rows(self, samples: int, shared: int) -> list[tuple[str, str]]:
+        """What a person wants to know before a run.
+
+        Args:
+            samples: Training sequences of the whole run.
+            shared: Sequences that all data-parallel ranks' micro-batches take together.
+        """
+        info = self.parts[0].corpus.info
+        held = f"{sum(part.corpus.info.held_out.tokens for part in self.parts):,} held-out tokens"
+        rows = [("data", f"{len(self.parts)} sources, tokenizer {info.tokenizer}: {held}")]
+        if not self._data.sources:
+            train = "streamed" if self._data.streaming else f"{info.train.tokens:,} training"
+            rows = [("data", f"{info.source}, tokenizer {info.tokenizer}: {train} and {held}")]
+        for part in self.parts if self._data.sources else ():
+            text = f"{100 * part.share:.4g}% of the samples"
+            if not self._data.streaming:
+                turns = samples * part.share / len(part.corpus.train)
+                text += f", {part.corpus.info.train.tokens:,} training tokens, read {turns:.3g} times in all"
+            rows.append((f"data {part.name}", text))
+        if self._data.streaming:
+            rows.append(("streaming", self._lanes_of_a_rank(shared)))
+        return rows
+
+    def _lanes_of_a_rank(self, shared: int) -> str:
+        lanes, text = self._data.lanes, f"{self._data.lanes} lanes"
+        if lanes % shared == 0:
+            return f"{text}, each read by one data-parallel rank"
+        return (
+            f"{text}, some read by several ranks: dsx.data.lanes = {math.lcm(lanes, shared)} would avoid it"
+        )
+
+    def _bytes_per_token(self) -> float:
+        shares = [part.share for part in self.held_out]
+        each = [part.corpus.bytes_per_token for part in self.held_out]
+        return sum(share * size for share, size in zip(shares, each, strict=True)) / sum(shares)
+
+    def _open_stream(self, number: int) -> StreamedSource:
+        """On the ranks that read, when the first sequence of a source is taken."""
+        part, wanted = self.parts[number], self._data.parts()[number]
+        data = self._data.of_part(wanted)
+        source = open_stream(data, part.name)
+        if order_digest(data, source) != _digest(part.corpus):
+            raise DataError(
+                f'dsx.data.source = "{wanted.source}"',
+                "its files are others than when the run was prepared, or other than on the first machine",
+                "start again when the files stay as they are, the same on all machines",
+            )
+        return source
+
+
+def _digest(corpus: Corpus) -> str:
+    """Of its tokens; of a streamed source its order."""
+    return str(corpus.info.settings.get("stream", corpus.digest))

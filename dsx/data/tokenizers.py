@@ -1,0 +1,206 @@
+"""Text -> token ids: raw bytes, or any tokenizer of ``transformers``."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dsx.data.files import offline_unless, reachable
+from dsx.errors import DataError
+from dsx.models.custom_code import TOKENIZER_CONFIG, tokenizer_code
+from dsx.models.quiet_transformers import first_line, quiet_transformers
+from dsx.terminal import printable
+
+TokenIds = npt.NDArray[np.integer[Any]]
+
+
+class Tokenizer(Protocol):
+    """What a corpus needs of a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """As the config names it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+
+    @property
+    def end_id(self) -> int:
+        """Id that ends every document."""
+
+    def identity(self) -> str:
+        """Changes whenever the same text could give other ids."""
+
+    def encode(self, documents: Sequence[str]) -> list[TokenIds]:
+        """Ids of every document, without the end of document."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids; the end of a document, and other special tokens, have none."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255, and 256 for the end of a document.
+
+    >>> [ids.tolist() for ids in ByteTokenizer().encode(["é", "ab"])]
+    [[195, 169], [97, 98]]
+    """
+
+    name = "bytes"
+    vocab_size = 257
+    end_id = 256
+
+    def identity(self) -> str:
+        """The same for ever."""
+        return "bytes"
+
+    def encode(self, documents: Sequence[str]) -> list[TokenIds]:
+        """UTF-8 bytes of every document (uint8)."""
+        return [np.frombuffer(document.encode(), np.uint8) for document in documents]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Bytes as UTF-8, ``�`` for what is none, as a model in training may write it.
+
+        A model's vocabulary may be padded beyond 257 ids; those have no text.
+        """
+        return bytes(one for one in token_ids if one < self.end_id).decode(errors="replace")
+
+
+class TransformersTokenizer:
+    """A tokenizer of ``transformers``; its end-of-sequence token ends documents, no other is added.
+
+    Args:
+        name: A local folder or a name on the Hugging Face hub.
+        trust_remote_code: Run code that comes with it.
+
+    Raises:
+        DataError: It cannot be loaded, needs code that is not trusted, or has no end-of-sequence token.
+    """
+
+    def __init__(self, name: str, *, trust_remote_code: bool = False) -> None:
+        self.name = name
+        self._tokenizer = _loaded(name, trust_remote_code=trust_remote_code)
+        with _blamed(name, "cannot be used"):
+            end, ids = self._tokenizer.eos_token_id, self._tokenizer.get_vocab().values()
+            # Ids need not be without gaps: there may be larger ones than there are tokens.
+            vocab_size = max(len(self._tokenizer), 1 + max(ids, default=0))
+        if not isinstance(end, int) or end < 0:
+            raise DataError(
+                _place(name),
+                "it has no end-of-sequence token, which must end every document",
+                "set eos_token in its tokenizer_config.json",
+            )
+        self.end_id = end
+        self.vocab_size = max(vocab_size, end + 1)
+
+    def identity(self) -> str:
+        """A hash of the whole tokenizer, not of its name: a retrained one in the same folder is another."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        with _blamed(self.name, "cannot be used"):
+            whole = (
+                backend.to_str()
+                if backend is not None
+                else json.dumps(sorted(self._tokenizer.get_vocab().items()))
+            )
+        kind = type(self._tokenizer)
+        about = hashlib.sha256(f"{kind.__name__} {self.end_id} {whole}".encode())
+        if not kind.__module__.startswith("transformers."):  # code that came with it
+            about.update(Path(inspect.getfile(kind)).read_bytes())
+        return about.hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write its files into ``folder``."""
+        self._tokenizer.save_pretrained(folder)
+
+    def encode(self, documents: Sequence[str]) -> list[TokenIds]:
+        """Ids of every document (int64), special tokens in the text included, none added."""
+        with _blamed(self.name, "has no ids for a text"):
+            encoded = self._tokenizer(
+                list(documents), add_special_tokens=False, return_attention_mask=False, verbose=False
+            )
+            return [np.asarray(ids, np.int64) for ids in encoded["input_ids"]]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text as the tokenizer joins it."""
+        with _blamed(self.name, "has no text for ids"):
+            return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def _loaded(name: str, *, trust_remote_code: bool) -> Any:
+    """The tokenizer of ``transformers``. Raises DataError."""
+    from transformers import AutoTokenizer
+
+    local = Path(name).expanduser()
+    online = not local.exists() and reachable()
+    if not local.exists() and not online:
+        what = "is no folder, and the Hugging Face hub cannot be reached"
+    else:
+        what = "cannot be loaded"
+    try:
+        with _blamed(name, what), offline_unless(online):
+            for file in (TOKENIZER_CONFIG, "special_tokens_map.json"):
+                if (local / file).is_file():
+                    _check_keys(json.loads((local / file).read_text(encoding="utf-8")), file)
+            return AutoTokenizer.from_pretrained(
+                str(local) if local.exists() else name, trust_remote_code=trust_remote_code
+            )
+    except DataError as error:
+        if not trust_remote_code and "trust_remote_code" in str(error.__cause__):
+            raise tokenizer_code(name) from None
+        raise
+
+
+def _check_keys(node: object, file: str) -> None:
+    """Refuse keys that a terminal would obey: the tokenizers library prints those that it does not know."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if printable(key) != key:
+                raise ValueError(f"{file} has the key {key}")
+            _check_keys(value, file)
+    elif isinstance(node, list):
+        for value in node:
+            _check_keys(value, file)
+
+
+def _place(name: str) -> str:
+    return f'dsx.data.tokenizer = "{name}"'
+
+
+@contextmanager
+def _blamed(name: str, what: str) -> Iterator[None]:
+    """Whatever goes wrong within is the tokenizer's fault: a DataError that says what it cannot do.
+
+    Of a damaged file the tokenizers library raises a bare Exception, transformers anything at all, and a
+    panic in Rust is no Exception.
+    """
+    try:
+        with quiet_transformers():
+            yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        fix = 'name a folder that holds tokenizer.json, a hub tokenizer, or "bytes"'
+        raise DataError(_place(name), f"{what} ({first_line(error)})", fix) from error
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
+    """``"bytes"``, or a tokenizer of ``transformers`` by folder or hub name.
+
+    Args:
+        name: Which.
+        trust_remote_code: Run code that comes with it.
+
+    Raises:
+        DataError: See :class:`TransformersTokenizer`.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    return TransformersTokenizer(name, trust_remote_code=trust_remote_code)

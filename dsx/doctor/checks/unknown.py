@@ -1,0 +1,323 @@
+"""Keys that DeepSpeed does not know: misspelled, in the wrong place, from another tool, or the user's own."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from dsx.config.wording import plain, suggest
+from dsx.doctor.context import ACCUMULATION, MICRO, Context, judge
+from dsx.doctor.finding import ABSENT, Edit, Finding, Path, Severity, dotted
+from dsx.doctor.key import Key, version
+from dsx.doctor.other_names import COMMON, DSX, INSIDE, KEYS, NOTHING, OUTSIDE
+from dsx.doctor.source import same
+from dsx.doctor.table import Slot
+
+# Above it, a similar word is the word that was meant.
+_CERTAIN = 0.84
+# Below it, words have nothing to do with each other.
+_NEAR = 0.7
+# Two words that are nearer to each other than this are equally likely.
+_MARGIN = 0.02
+_MAX_PLACES = 3
+
+
+def check_unknown(context: Context) -> Iterator[Finding]:
+    """Keys that no row describes."""
+    for slot in context.slots:
+        # Reported by the optimizer's check.
+        is_clipping = slot.name == "optimizer.params.max_grad_norm"
+        if slot.key is None and not is_clipping and not _is_comment(slot):
+            yield _unknown(context, slot)
+
+
+def _is_comment(slot: Slot) -> bool:
+    """A key by which strict JSON is commented, in a block that ignores it."""
+    word = str(slot.path[-1])
+    says_so = word.startswith(("_", "//", "#", "$")) or word.lower() in ("comment", "comments")
+    return says_so and slot.block.unknown == "ignored"
+
+
+def _unknown(context: Context, slot: Slot) -> Finding:
+    word = str(slot.path[-1])
+    siblings = context.table.siblings(slot.block)
+    right = next((name for name in siblings if plain(name) == plain(word)), None)
+    if right is not None:
+        why = "keys count as they are spelt"
+        gone = _gone(context, siblings[right])
+        edits = () if gone else _rename(context, slot, right)
+        fix = gone or f'write "{right}"'
+        return _finding(context, slot, "wrong-case", why, fix, edits)
+    for look in (_dotted, _inside, _outside, _wrapped, _in_params, _of_another_type, _elsewhere):
+        if (found := look(context, slot)) is not None:
+            return found
+    near = _nearest(word, siblings)
+    if near is not None:
+        name, ratio = near
+        fits = judge(slot.value, siblings[name]).fault in ("", "auto", "quoted")
+        gone = _gone(context, siblings[name])
+        edits = _rename(context, slot, name) if ratio >= _CERTAIN and fits and not gone else ()
+        fix = gone or f'write "{name}", if that is meant'
+        return _finding(context, slot, "unknown-key", "unknown key", fix, edits)
+    why, fix = "unknown key", suggest(word, [*siblings, *(["dsx"] if not slot.block.path else [])])
+    return _finding(context, slot, "unknown-key", why, fix, (), is_guess=True)
+
+
+def _dotted(context: Context, slot: Slot) -> Finding | None:
+    """``"zero_optimization.stage": 2``: a path where DeepSpeed wants objects in objects."""
+    word = str(slot.path[-1])
+    name = f"{slot.block.path}.{word}".removeprefix(".")
+    key = None
+    if "." in word:
+        key = (
+            context.table.key(name) or context.table.key(name, "adamw") or context.table.key(name, "warmuplr")
+        )
+    if key is None:
+        return None
+    target = (*slot.path[:-1], *word.split("."))
+    edits: tuple[Edit, ...] = ()
+    if judge(slot.value, key).fault in ("", "auto") and context.at(target) is ABSENT:
+        edits = (Edit("remove", slot.path), Edit("set", target, slot.value))
+    owner, _, last = word.rpartition(".")
+    why = f'a path, where objects stand inside objects: "{last}" inside {owner}'
+    return _finding(context, slot, "misplaced-key", why, f'move it into "{owner}"', edits)
+
+
+def _inside(context: Context, slot: Slot) -> Finding | None:
+    """Another tool's name for a key of this very block."""
+    here = (slot.block.path, _word(slot))
+    name = INSIDE.get(here)
+    if name is None:
+        return None
+    if not name:
+        gone = Edit("remove", slot.path)
+        return _finding(context, slot, "unknown-key", "unknown key", NOTHING[here], (gone,), loses=True)
+    key = context.table.siblings(slot.block)[name]
+    fits = judge(slot.value, key).fault in ("", "auto")
+    edits = _rename(context, slot, name) if fits else ()
+    return _finding(context, slot, "unknown-key", f"DeepSpeed calls it {name}", f'write "{name}"', edits)
+
+
+def _of_another_type(context: Context, slot: Slot) -> Finding | None:
+    """A parameter that other optimizers or schedules have."""
+    kind = slot.block.variant
+    others = [variant for path, variant in context.table.keys if path == slot.name] if kind else []
+    if not others:
+        return None
+    name = context.at((*slot.path[:-2], "type"))
+    why = f"{name} has no such parameter (others have, such as {', '.join(others[:3])})"
+    gone = Edit("remove", slot.path)
+    fix = "remove it, or choose another type"
+    return _finding(context, slot, "unknown-key", why, fix, (gone,), loses=True)
+
+
+def _outside(context: Context, slot: Slot) -> Finding | None:
+    """An option of another tool's that DeepSpeed has no key for."""
+    if context.runner == "dsx" and not slot.block.path and str(slot.path[-1]) in DSX:
+        why, fix = "a block of dsx's own", 'move it into "dsx"'
+        return _finding(context, slot, "misplaced-key", why, fix)
+    known = OUTSIDE.get(_word(slot))
+    if known is None or slot.block.path:
+        return None
+    severity, fix = known
+    why = "no key of DeepSpeed's, which would ignore it in silence"
+    return context.find("unknown-key", severity, slot.path, why, fix)
+
+
+def _word(slot: Slot) -> str:
+    return str(slot.path[-1]).lower().replace("-", "_")
+
+
+def _elsewhere(context: Context, slot: Slot) -> Finding | None:
+    """The key under its right name, or in its right place."""
+    word = str(slot.path[-1])
+    names = [key.path for key in context.table.named(word) if not key.path.startswith(slot.name + ".")]
+    # A block's own inner blocks come before everything else's.
+    inner = [name for name in names if slot.block.path and name.startswith(f"{slot.block.path}.")]
+    names = inner or ([] if slot.block.path and word in COMMON else names)
+    other = KEYS.get(_word(slot))
+    if other is not None and slot.block.path and not other.startswith(f"{slot.block.path}."):
+        # A word much like one of the block's own is that one, misspelt.
+        other = None if _nearest(word, context.table.siblings(slot.block)) else other
+    beside = other is not None and other.rpartition(".")[0] == slot.block.path
+    if other is not None and (not names or beside):
+        return _renamed(context, slot, other)
+    if slot.block.path == "bf16" and names and names[0].startswith("fp16."):
+        why, gone = "it is fp16's: bf16 needs no loss scale", (Edit("remove", slot.path),)
+        return _finding(context, slot, "misplaced-key", why, "remove it", gone, loses=True)
+    if not names or len(names) > _MAX_PLACES:
+        return None
+    target = names[0]
+    edits: tuple[Edit, ...] = ()
+    if len(names) == 1:
+        edits = _move(context, slot, context.table.key(target) or context.table.key(target, "adamw"))
+    places = " or ".join(names)
+    return _finding(context, slot, "misplaced-key", f"it belongs to {places}", f"move it to {places}", edits)
+
+
+def _wrapped(context: Context, slot: Slot) -> Finding | None:
+    """A whole config, or several of its blocks, under a key of another tool's."""
+    if slot.block.path or not isinstance(slot.value, dict) or context.table.named(str(slot.path[-1])):
+        return None
+    inside = [word for word in slot.value if word in context.table.siblings(slot.block)]
+    if not inside:
+        return None
+    why = f"{', '.join(inside[:3])} belong{'s' * (len(inside) == 1)} to the top level"
+    return _finding(context, slot, "misplaced-key", why, f'take them out of "{slot.path[-1]}"')
+
+
+def _in_params(context: Context, slot: Slot) -> Finding | None:
+    """A parameter of the optimizer or schedule that stands beside ``params`` and not in it."""
+    params = context.table.block(context.config, f"{slot.block.path}.params")
+    key = None if params is None else context.table.siblings(params).get(str(slot.path[-1]))
+    if params is None or key is None:
+        return None
+    edits = _move(context, slot, key)
+    return _finding(
+        context, slot, "misplaced-key", f"it belongs to {params.path}", f"move it to {params.path}", edits
+    )
+
+
+def _renamed(context: Context, slot: Slot, other: str) -> Finding:
+    key = (
+        context.table.key(other) or context.table.key(other, "adamw") or context.table.key(other, "warmuplr")
+    )
+    owner = other.rpartition(".")[0]
+    edits: tuple[Edit, ...] = ()
+    if owner == slot.block.path:
+        fits = key is not None and judge(slot.value, key).fault in ("", "auto")
+        edits = _rename(context, slot, other.rpartition(".")[2]) if fits else ()
+    elif key is not None and not owner.endswith("params"):
+        edits = _move(context, slot, key)
+    name = other.rpartition(".")[2] if owner == slot.block.path else other
+    return _finding(context, slot, "unknown-key", f"DeepSpeed calls it {name}", f'write "{name}"', edits)
+
+
+def _move(context: Context, slot: Slot, key: Key | None) -> tuple[Edit, ...]:
+    """Edits that move the key into a block that is there, if the value fits and nothing is in its way."""
+    if key is None or judge(slot.value, key).fault not in ("", "auto"):
+        return ()
+    target: Path = tuple(key.path.split("."))
+    owner = target[:-1]
+    if same(context.at(target), slot.value):
+        return (Edit("remove", slot.path),)
+    if owner and not isinstance(context.at(owner), dict) and owner[-1] != "params":
+        return ()
+    if context.at(target) is not ABSENT or not isinstance(context.at(owner[:1]), dict | type(ABSENT)):
+        return ()
+    return (Edit("remove", slot.path), Edit("set", target, slot.value))
+
+
+def _rename(context: Context, slot: Slot, name: str) -> tuple[Edit, ...]:
+    """The edit that renames the key; if the right one is there too, removes it if both say the same."""
+    there = context.at((*slot.path[:-1], name))
+    if there is ABSENT:
+        return (Edit("rename", slot.path, name),)
+    return (Edit("remove", slot.path),) if same(there, slot.value) else ()
+
+
+def _finding(
+    context: Context,
+    slot: Slot,
+    check: str,
+    why: str,
+    fix: str,
+    edits: tuple[Edit, ...] = (),
+    is_guess: bool = False,
+    loses: bool = False,
+) -> Finding:
+    """The finding of an unknown key.
+
+    Its edits are safe where DeepSpeed refuses the key and they keep its value, or where the same value
+    stands under the right name already: a key that DeepSpeed ignores would come to life. ``loses``: they
+    take away what nothing else says.
+    """
+    block = f" in {slot.block.path}" if slot.block.path else ""
+    does = (
+        "DeepSpeed refuses it" if slot.block.unknown == "refused" else "DeepSpeed would ignore it in silence"
+    )
+    # A word that resembles nothing may be somebody's own, which DeepSpeed leaves alone.
+    own = is_guess and slot.block.unknown == "ignored" and context.runner != "dsx"
+    severity: Severity = "warning" if own else "error"
+    if check == "unknown-key" and why == "unknown key":
+        why = f"unknown key{block}; {does}"
+    else:
+        why = f"{why}; here {does}"
+    twice = [edit.kind for edit in edits] == ["remove"]
+    safe = not loses and (slot.block.unknown == "refused" or twice)
+    return context.find(check, severity, slot.path, why, fix, *edits, safe=safe)
+
+
+def _gone(context: Context, key: Key) -> str:
+    """What to do about a word for a key that this DeepSpeed has no more; empty for one that it has."""
+    if not _is_past(context, key):
+        return ""
+    last = key.path.rpartition(".")[2]
+    since = f" DeepSpeed {key.until} has removed" if key.until else " DeepSpeed does not read"
+    instead = f"use {key.replacement}" if key.replacement else "remove it"
+    return f'{instead}, if "{last}" is meant, which{since}'
+
+
+def _nearest(word: str, siblings: Mapping[str, Key]) -> tuple[str, float] | None:
+    """The word that is most like ``word``, and how much; with a second one as near, not enough to be sure."""
+    ratios = {name: difflib.SequenceMatcher(None, word.lower(), name.lower()).ratio() for name in siblings}
+    best = max(ratios, key=ratios.__getitem__, default="")
+    if not best or ratios[best] < _NEAR:
+        return None
+    others = [ratios[name] for name in siblings if siblings[name] is not siblings[best]]
+    is_clear = ratios[best] - max(others, default=0.0) >= _MARGIN
+    return best, ratios[best] if is_clear else min(ratios[best], _NEAR)
+
+
+def check_removed(context: Context) -> Iterator[Finding]:
+    """Keys that this version does not know any more."""
+    for slot in context.slots:
+        key = slot.key
+        if key is None or not _is_past(context, key):
+            continue
+        if key.status == "removed":
+            since = f"DeepSpeed {key.until} has removed it and refuses the config" if key.until else "removed"
+            fix = _REPLACEMENTS.get(key.path) or (
+                f"use {key.replacement}" if key.replacement else "remove it"
+            )
+            gone = Edit("remove", slot.path)
+            yield context.find("removed", "error", slot.path, since, fix, gone, safe=_asks_for_nothing(slot))
+        elif key.status == "dead":
+            found = _dead(context, slot, key)
+            yield from [found] if found else []
+
+
+# What to do without a removed block, where the reference's replacement is not enough.
+_REPLACEMENTS: Final[Mapping[str, str]] = {
+    "amp": 'remove it and use bf16: "bf16": {"enabled": true}',
+    "elasticity": f"remove it and set the batch keys: {MICRO} and {ACCUMULATION}",
+    "nebula": "remove it; checkpoints go through torch.save, or dsx's own",
+    "sparse_gradients": "remove it; embeddings made with sparse=True are reduced sparsely without it",
+    "curriculum_learning": "use data_efficiency.data_sampling.curriculum_learning",
+}
+
+
+def _is_past(context: Context, key: Key) -> bool:
+    return key.status in ("removed", "dead") and (not key.until or context.version >= version(key.until))
+
+
+def _asks_for_nothing(slot: Slot) -> bool:
+    """Whether a removed key was off: else DeepSpeed refuses it so that nobody goes without it unawares."""
+    return not slot.value or (isinstance(slot.value, dict) and slot.value.get("enabled") is False)
+
+
+def _dead(context: Context, slot: Slot, key: Key) -> Finding | None:
+    """A key that is accepted and read by nothing; one that asks for the default does no harm."""
+    if slot.value in (key.default, "auto", None):
+        return None
+    since = f" since {key.until}" if key.until else ""
+    if not key.replacement:
+        severity: Severity = "error" if slot.path[0] == "pipeline" else "warning"
+        why = f"DeepSpeed does not read it{since} ({key.effect})"
+        gone, safe = Edit("remove", slot.path), severity == "warning"
+        return context.find("no-effect", severity, slot.path, why, "remove it", gone, safe=safe)
+    owner, _, last = key.replacement.rpartition(".")
+    edits = _rename(context, slot, last) if owner == dotted(slot.path[:-1]) else ()
+    why = f"DeepSpeed does not read it{since}; it is {key.replacement} now"
+    return context.find("removed", "error", slot.path, why, f'write "{key.replacement}"', *edits)

@@ -1,0 +1,303 @@
+"""Values against the reference: type, range, choice, quotes, null, "auto"; and keys without effect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from dsx.config.wording import plain, show, suggest
+from dsx.doctor.context import (
+    ACCUMULATION,
+    MICRO,
+    STAGE,
+    TRAIN,
+    Context,
+    Verdict,
+    converted,
+    judge,
+    python_word,
+)
+from dsx.doctor.finding import Edit, Finding, Severity, dotted
+from dsx.doctor.key import REQUIRED, Key, NoEffect
+from dsx.doctor.table import Slot
+
+# Examples for blocks that are written as something else than an object.
+_EXAMPLES = {
+    "optimizer": '{"type": "AdamW", "params": {"lr": 3e-4}}',
+    "scheduler": '{"type": "WarmupLR", "params": {...}}',
+    "zero_optimization": '{"stage": 3}',
+    "zero_optimization.offload_optimizer": '{"device": "cpu"}',
+    "zero_optimization.offload_param": '{"device": "cpu"}',
+}
+_RANGES = ("out-of-range", "not-a-choice")
+# Judged by checks of their own: names in some spelling, and bounds that hold for dynamic scaling only.
+_OWN_RANGES = frozenset({"optimizer.type", "scheduler.type", "fp16.loss_scale_window", "fp16.min_loss_scale"})
+# Where DeepSpeed asks for a bool by name (runtime/pipe/engine.py, module_inject/auto_ep_config.py).
+_BOOLEANS = frozenset(
+    {
+        "pipeline.pipe_partitioned",
+        "pipeline.grad_partitioned",
+        "expert_parallel.validate_folding_routing",
+        "expert_parallel.async_split_plan",
+        "expert_parallel.has_shared_experts",
+    }
+)
+_SWITCHES = (STAGE, "fp16.enabled", "bf16.enabled")
+# Numbers outside DeepSpeed's pydantic blocks that fail as strings at the latest in the first step: compared,
+# divided by or passed to an optimizer. Others may never be looked at, or compare unequal in silence.
+_FAIL_QUOTED = frozenset({TRAIN, MICRO, ACCUMULATION, "gradient_clipping", "steps_per_print"})
+_FAIL_QUOTED_IN = ("optimizer.params.", "scheduler.params.")
+# Words outside those blocks that DeepSpeed refuses in another spelling.
+_REFUSED_WORDS = frozenset(
+    {"communication_data_type", "data_types.grad_accum_dtype", "data_types.param_dtype"}
+)
+
+
+def check_values(context: Context) -> Iterator[Finding]:
+    """Every value against its row."""
+    for slot in context.slots:
+        key = slot.key
+        if key is None or key.status in ("removed", "dead"):
+            continue
+        verdict = judge(slot.value, key)
+        if verdict.fault and _is_tuned(context, slot):
+            continue
+        if verdict.fault == "auto":
+            yield from _auto(context, slot, key)
+        elif verdict.fault == "null":
+            fix = "remove it for the default" + ("" if key.default is REQUIRED else f", {show(key.default)}")
+            gone, refused = Edit("remove", slot.path), slot.block.types == "coerced"
+            why = f"not {verdict.expected}"
+            yield context.find("null", "error", slot.path, why, fix, gone, safe=refused)
+        elif verdict.fault and not (verdict.fault in _RANGES and slot.name in _OWN_RANGES):
+            yield from _wrong(context, slot, key, verdict)
+
+
+def _is_tuned(context: Context, slot: Slot) -> bool:
+    """A list of values to try, or "auto" or "all", that the autotuner reads (autotuning/README.md)."""
+    tunable = slot.name in (TRAIN, MICRO, ACCUMULATION) or slot.name.startswith("zero_optimization.")
+    space = isinstance(slot.value, list) or slot.value in ("auto", "all")
+    return context.tunes and tunable and space
+
+
+def _wrong(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Iterator[Finding]:
+    edits = (Edit("set", slot.path, verdict.meant),) if verdict.has_meant else ()
+    works = slot.block.types == "coerced" and converted(slot.value, key) is not None
+    if verdict.fault == "quoted":
+        why = "quoted, where a number or true/false belongs"
+        if python_word(slot.value):
+            why = "Python's spelling; here it is a string"
+        if works and context.runner != "dsx":
+            why += "; DeepSpeed converts it, other readers of the file may not"
+        severity: Severity = "warning" if works and context.runner != "dsx" else "error"
+        fix = f"write {_bare(slot.value, verdict)}"
+        safe = _is_the_only_reading(slot, key, verdict)
+        yield context.find("quoted", severity, slot.path, why, fix, *edits, safe=safe)
+    elif verdict.fault == "wrong-type":
+        if works and isinstance(slot.value, str) and context.runner != "dsx":
+            meant = converted(slot.value, key)
+            why = f"not {verdict.expected}; DeepSpeed converts it, other readers of the file may not"
+            edit = Edit("set", slot.path, meant)
+            yield context.find("quoted", "warning", slot.path, why, f"write {show(meant)}", edit, safe=True)
+            return
+        if verdict.has_meant and context.runner != "dsx":
+            fix = f"write {show(verdict.meant)}"
+            level: Severity = "error" if slot.name in _BOOLEANS else "note"
+            why = "a number for a boolean"
+            yield context.find("wrong-type", level, slot.path, why, fix, *edits, safe=True)
+            return
+        if key.path == "zero_optimization" and isinstance(slot.value, bool) and context.runner != "dsx":
+            return  # checks of ZeRO say what this old form does.
+        words, inside = _type_words(slot, key, verdict), _object(context, slot, key)
+        yield context.find("wrong-type", "error", slot.path, *words, *inside, safe=True)
+    elif verdict.fault == "not-a-choice":
+        yield _not_a_choice(context, slot, key, verdict)
+    else:
+        fix = f"use {verdict.expected} ({key.effect})"
+        if key.default is not REQUIRED:
+            fix += ", or leave it out"
+        yield context.find("out-of-range", "error", slot.path, f"not {verdict.expected}", fix)
+
+
+def _is_the_only_reading(slot: Slot, key: Key, verdict: Verdict) -> bool:
+    """Whether DeepSpeed reads a quoted value as the bare one, or fails on it whatever else is written."""
+    if slot.block.types == "coerced":
+        return converted(slot.value, key) in (None, verdict.meant)
+    is_number = not isinstance(verdict.meant, bool)
+    return is_number and (slot.name in _FAIL_QUOTED or slot.name.startswith(_FAIL_QUOTED_IN))
+
+
+# Names of dtypes -> the only ones that some keys take.
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+
+
+def _not_a_choice(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Finding:
+    why, fix = f"not one of {verdict.expected}", f"use {verdict.expected}"
+    if isinstance(slot.value, str):
+        words = [choice for choice in key.choices if isinstance(choice, str)]
+        meant = {plain(slot.value), _DTYPES.get(slot.value.lower())}
+        spelt = [word for word in words if plain(word) in meant]
+        if len(spelt) == 1:
+            edit = Edit("set", slot.path, spelt[0])
+            safe = slot.block.types == "coerced" or slot.name in _REFUSED_WORDS
+            fix = f'write "{spelt[0]}"'
+            return context.find("not-a-choice", "error", slot.path, why, fix, edit, safe=safe)
+        fix = suggest(slot.value, map(str, key.choices), otherwise=fix)
+    return context.find("not-a-choice", "error", slot.path, why, fix)
+
+
+def _bare(value: str, verdict: Verdict) -> str:
+    """What to write, in the notation of the quoted ``value`` (3e-4, not 0.0003) where it is JSON."""
+    try:
+        return value.strip() if json.loads(value) == verdict.meant else show(verdict.meant)
+    except json.JSONDecodeError:
+        return show(verdict.meant)
+
+
+def _type_words(slot: Slot, key: Key, verdict: Verdict) -> tuple[str, str]:
+    if not key.kinds:
+        return f"JSON has no value for it ({key.effect})", "remove it"
+    if "object" in key.kinds:
+        last = _INSIDE.get(key.path)
+        example = f'{{"{last}": {show(slot.value)}}}' if last and isinstance(slot.value, bool) else "{...}"
+        example = _EXAMPLES.get(key.path, example)
+        return "it must be an object", f'write "{slot.path[-1]}": {example}'
+    why = f"not {verdict.expected}"
+    if isinstance(slot.value, str) and slot.value.lower() == "auto" and key.trainer_auto:
+        return why, 'write "auto", in lower case, for transformers\' Trainer or Accelerate; else a value'
+    if python_word(slot.value):
+        why += "; JSON writes null" if "None" in str(slot.value) else "; JSON writes true and false"
+    return why, f"use {verdict.expected}"
+
+
+# Blocks that are often written as the one value that matters: key -> where it goes.
+_INSIDE = {
+    "bf16": "enabled",
+    "fp16": "enabled",
+    "bfloat16": "enabled",
+    "zero_optimization": "stage",
+    "tensor_parallel": "autotp_size",
+    "compile": "deepcompile",
+    "checkpoint.parallel_write": "pipeline_stage",
+    **dict.fromkeys(("wandb", "tensorboard", "csv_monitor", "comms_logger", "flops_profiler"), "enabled"),
+    "zero_optimization.offload_optimizer": "device",
+    "zero_optimization.offload_param": "device",
+}
+
+
+def _object(context: Context, slot: Slot, key: Key) -> tuple[Edit, ...]:
+    """``"bf16": true`` as ``{"enabled": true}``, ``"offload_param": "cpu"`` as ``{"device": "cpu"}``."""
+    last = _INSIDE.get(key.path)
+    inner = context.table.key(f"{key.path}.{last}")
+    if last is None or inner is None:
+        return ()
+    verdict = judge(slot.value, inner)
+    fits = not verdict.fault or verdict.has_meant
+    return (Edit("set", slot.path, {last: verdict.meant}),) if fits else ()
+
+
+def _auto(context: Context, slot: Slot, key: Key) -> Iterator[Finding]:
+    """The word "auto", which is transformers' and Accelerate's."""
+    if context.runner == "trainer" and key.trainer_auto:
+        if slot.name == STAGE:
+            why = "Accelerate fills it in from its own config; under transformers' Trainer it is silently 0"
+            yield context.find("auto", "warning", slot.path, why, "write the stage")
+        return
+    default = "" if key.default is REQUIRED else f" ({show(key.default)})"
+    fix = "write the value, or leave the key out for DeepSpeed's default"
+    if context.runner == "deepspeed" and key.trainer_auto:
+        fix += "; under transformers' Trainer or Accelerate, say --for trainer"
+    who = 'DeepSpeed itself knows no "auto" here (only transformers\' Trainer and Accelerate do)'
+    if context.runner == "trainer":
+        who = 'neither the Trainer nor Accelerate fills in an "auto" here'
+    if slot.name in _SWITCHES and key.auto == "default":
+        why = f"{who}: it is silently the default{default}"
+        yield context.find("auto", "error", slot.path, why, fix)
+    elif key.auto == "default" and context.runner != "dsx":
+        why = f"{who}: it is dropped, and the default{default} used"
+        # A Trainer that was not seen for one would miss it.
+        safe = not (context.guessed and key.trainer_auto)
+        yield context.find("auto", "warning", slot.path, why, fix, Edit("remove", slot.path), safe=safe)
+    else:
+        yield context.find("auto", "error", slot.path, f"{who}, and uses the word as if it were a value", fix)
+
+
+def check_trainer(context: Context) -> Iterator[Finding]:
+    """Says once that the Trainer fills in what is "auto"."""
+    if context.runner != "trainer":
+        return
+    filled = [slot for slot in context.slots if slot.key and slot.value == "auto" and slot.key.trainer_auto]
+    if len(filled) == 1 and context.guessed and not context.tunes:
+        why = "right under transformers' Trainer or Accelerate, and refused by DeepSpeed alone"
+        fix = "say --for trainer or --for deepspeed"
+        yield context.find("auto", "warning", filled[0].path, why, fix)
+    elif filled:
+        words = ", ".join(dotted(slot.path) for slot in filled[:3]) + (", ..." if len(filled) > 3 else "")
+        why = f'{len(filled)} values are "auto" ({words}): right under transformers\' Trainer or Accelerate'
+        fix = "nothing to do there; DeepSpeed alone would fail, or use defaults (dsx check --for deepspeed)"
+        yield context.find("auto", "note", (), why, fix)
+
+
+def check_no_effect(context: Context) -> Iterator[Finding]:
+    """Keys that do nothing given the others."""
+    for slot in context.slots:
+        key = slot.key
+        if key is None or key.status in ("removed", "dead") or _is_idle(slot.value, key):
+            continue
+        if judge(slot.value, key).fault in ("wrong-type", "null"):
+            continue
+        cause = context.no_effect(key.no_effect)
+        if cause is None or _is_switch(cause, slot) or slot.name in _OWN_CHECKS:
+            continue
+        severity: Severity = "note" if _without_zero(cause) else "warning"
+        yield context.find("no-effect", severity, slot.path, f"it does nothing: {cause.why}", _fix(cause))
+
+
+# Reported by checks of their own.
+_OWN_CHECKS = frozenset({"zero_optimization.offload_param", "zero_optimization.offload_optimizer"})
+
+
+def _is_idle(value: Any, key: Key) -> bool:
+    """A value that asks for nothing."""
+    return value is None or value is False or value == key.default or value in ("none", "auto")
+
+
+def _is_switch(cause: NoEffect, slot: Slot) -> bool:
+    """The block of the key is off: said once for the block, if at all."""
+    owner = ".".join(slot.name.split(".")[:-1])
+    return any(condition.key == f"{owner}.enabled" for condition in cause.conditions)
+
+
+def _without_zero(cause: NoEffect) -> bool:
+    """ZeRO is off as a whole, as where a script's argument sets its stage."""
+    condition = cause.conditions[0]
+    return condition.key == STAGE and condition.operator == "<" and condition.value == 1
+
+
+def _fix(cause: NoEffect) -> str:
+    """The change of the condition, or of the key."""
+    condition = cause.conditions[0]
+    words = {"<": "at least", "<=": "above", ">": "at most", ">=": "below"}
+    if condition.operator in words:
+        return f"remove it, or set {condition.key} to {words[condition.operator]} {show(condition.value)}"
+    if condition.operator in ("falsy", "missing"):
+        return f"remove it, or set {condition.key}"
+    return f"remove it, or change {condition.key}"
+
+
+def check_switched_off(context: Context) -> Iterator[Finding]:
+    """Blocks that are filled in, and do nothing because ``enabled`` is missing."""
+    for slot in context.slots:
+        if slot.key is None or not isinstance(slot.value, dict) or not slot.value:
+            continue
+        switch = context.table.key(f"{slot.name}.enabled")
+        if switch is None or switch.default is not False:
+            continue
+        if any(word.lower().startswith("enable") for word in slot.value):
+            continue
+        if switch.status == "live":
+            why = 'the block does nothing without "enabled": true'
+            yield context.find(
+                "no-effect", "warning", slot.path, why, 'add "enabled": true, or remove the block'
+            )

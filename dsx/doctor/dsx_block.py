@@ -1,0 +1,82 @@
+"""What is wrong with the ``dsx`` block and the whole run, as findings; and how the run resolves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from dsx.doctor.context import step
+from dsx.doctor.finding import ABSENT, Finding, Path
+from dsx.errors import DsxError
+
+if TYPE_CHECKING:
+    from dsx.config.run import RunConfig
+
+_GIB = 1 << 30
+
+
+def resolve_run(
+    config: Mapping[str, Any], world_size: int | None, gpu_memory_gib: float | None = None
+) -> tuple[RunConfig | None, list[Finding]]:
+    """The run of ``config``, or what is wrong with it; without a world size the ``dsx`` block alone is read.
+
+    Args:
+        config: With a ``dsx`` block.
+        world_size: Ranks.
+        gpu_memory_gib: Memory of a GPU that each rank must fit into; None to leave that open.
+    """
+    from dsx.config.load import SeveralProblemsError, load, raise_all
+    from dsx.config.resolve import resolve
+    from dsx.config.sources import missing
+
+    try:
+        _, block = load(config)
+        raise_all("dsx.data", list(missing(block.data)))
+        if world_size is None:
+            return None, []
+        run = resolve(config, world_size=world_size)
+    except DsxError as error:
+        problems = error.problems if isinstance(error, SeveralProblemsError) else (error,)
+        return None, [as_finding(problem, config) for problem in problems]
+    return run, [*_buckets(run, config), *([] if gpu_memory_gib is None else _memory(run, gpu_memory_gib))]
+
+
+def _buckets(run: RunConfig, config: Mapping[str, Any]) -> list[Finding]:
+    """A bucket that is written larger than the whole model, which DeepSpeed allocates all the same."""
+    parameters = run.summary()["model"]["parameters"]
+    path: Path = ("zero_optimization", "reduce_bucket_size")
+    size: Any = reduce(step, path, config)
+    if not isinstance(size, int | float) or size <= parameters:
+        return []
+    why = f"the model has {parameters:,} parameters: the bucket never fills, and its memory is taken"
+    fix = f"use {parameters} or less"
+    return [Finding(check="bucket-size", severity="note", path=path, value=size, why=why, fix=fix)]
+
+
+def _memory(run: RunConfig, gpu_memory_gib: float) -> list[Finding]:
+    from dsx.memory.estimate import estimate_run
+    from dsx.memory.job import job_of
+
+    job = job_of(run, capacity_bytes=int(gpu_memory_gib * _GIB))
+    peak_gib = estimate_run(job).peak_bytes / _GIB
+    if peak_gib <= gpu_memory_gib:
+        return []
+    why = f"a rank needs {peak_gib:.1f} GiB, and a GPU has {gpu_memory_gib:g} GiB"
+    fix = f"see `dsx estimate --gpu-memory {gpu_memory_gib:g}` for changes that fit"
+    return [
+        Finding(check="memory", severity="error", path=("dsx", "parallel"), value=ABSENT, why=why, fix=fix)
+    ]
+
+
+def as_finding(error: DsxError, config: Mapping[str, Any]) -> Finding:
+    """An error of dsx's as a finding about its key in ``config``."""
+    key, _, value = error.where.partition(" = ")
+    if re.fullmatch(r"[\w.\[\]-]+", key) and (value or key.startswith("dsx.")):
+        parts = re.findall(r"[^.\[\]]+", key)
+        path: Path = tuple(int(part) if part.isdigit() else part for part in parts)
+        found: Any = reduce(step, path, config)
+        return Finding(check="dsx", severity="error", path=path, value=found, why=error.what, fix=error.fix)
+    why = f"{error.where}: {error.what}"
+    return Finding(check="dsx", severity="error", path=(), value=ABSENT, why=why, fix=error.fix)

@@ -1,0 +1,518 @@
+"""A config file as the doctor reads it: its values, and the place of each key in the text.
+
+Where each key and value of an HJSON text is: a parser that keeps offsets, for messages and edits.
+
+It reads what the ``hjson`` package reads, with which DeepSpeed loads its configs, and gives the same values
+(tests compare the two). Strict JSON is HJSON too.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path as File
+from typing import Any, Literal, NoReturn
+
+import hjson
+
+from dsx.config.wording import show
+from dsx.doctor.finding import Path, dotted
+from dsx.errors import ConfigError
+
+# Half of a pair of UTF-16 units, which is no character: \ud83d without \ude00 behind it.
+_HALF = re.compile("[\ud800-\udfff]")
+# Objects in objects; DeepSpeed's deepest key has eight above it.
+_MOST_LEVELS = 100
+BEYOND = "a number beyond 1e308, which nothing can hold"
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """One such value.
+
+    Attributes:
+        path: The key, or what holds a key that is none.
+        what: What is wrong.
+        fix: What to write.
+    """
+
+    path: Path
+    what: str
+    fix: str
+
+    @property
+    def key(self) -> str:
+        """``path`` in characters that every terminal can show."""
+        return dotted(self.path).encode("ascii", "backslashreplace").decode()
+
+
+def is_finite(value: float) -> bool:
+    """Whether a float can hold ``value``, and it is not inf or nan."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def unusable(node: object, *, infinite: bool = False, path: Path = ()) -> Iterator[Unusable]:
+    """Every value in ``node`` that no program can use.
+
+    Args:
+        node: A config, or a part of it.
+        infinite: Whether inf and nan are allowed, as in a dictionary that Python has made.
+        path: Of ``node``.
+    """
+    if len(path) > _MOST_LEVELS:
+        what = f"it holds more than {_MOST_LEVELS} objects or lists in one another"
+        yield Unusable(path[:1], what, "write fewer")
+    elif isinstance(node, Mapping):
+        for key, value in node.items():
+            if not isinstance(key, str):
+                yield Unusable(path, f"it holds the key {show(key)}, which is no string", "put it in quotes")
+            else:
+                yield from _half(key, (*path, key), "the key ")
+                yield from unusable(value, infinite=infinite, path=(*path, key))
+    elif isinstance(node, list | tuple):
+        for at, value in enumerate(node):
+            yield from unusable(value, infinite=infinite, path=(*path, at))
+    elif isinstance(node, str):
+        yield from _half(node, path, "it ")
+    elif isinstance(node, int) and not is_finite(node):
+        yield Unusable(path, BEYOND, "write the number that is meant")
+    elif isinstance(node, float) and not infinite and not is_finite(node):
+        yield Unusable(path, f"{node} is no number of JSON's", "write the number that is meant")
+
+
+def _half(word: str, path: Path, subject: str) -> Iterator[Unusable]:
+    found = _HALF.search(word)
+    if found is not None:
+        shown = f"\\u{ord(found[0]):04x}"
+        yield Unusable(path, f"{subject}holds {shown}, half of a character", "write the whole character")
+
+
+# What HJSON has beyond JSON.
+Relaxed = Literal[
+    "comment", "unquoted key", "unquoted string", "single quotes", "multi-line string", "missing comma",
+    "trailing comma", "no outer braces",
+]  # fmt: skip
+
+_BLANK = re.compile(r"[ \t\n\r]*")
+_LINE_END = re.compile(r"[\r\n]|\Z")
+_PUNCTUATION = "{}[],:"
+_NUMBER = re.compile(r"(-?(?:0|[1-9]\d*))(\.\d+)?([eE][-+]?\d+)?\s*")
+_VALUE_END = re.compile(r"[\r\n,}\]#]|//|/\*|\Z")
+_WORDS = {"null": None, "true": True, "false": False}
+# White space behind a word included.
+_LONGEST_WORD = 1000
+# Beyond it hjson leaves a whole number that was written with a point or exponent a float.
+_WHOLE_FLOAT_LIMIT = 1e10
+
+
+class PositionError(ValueError):
+    """The text is not HJSON; ``offset`` says where."""
+
+    def __init__(self, message: str, offset: int) -> None:
+        super().__init__(message)
+        self.offset = offset
+
+
+@dataclass(slots=True)
+class Member:
+    """``key: value`` in an object; offsets into the text, ends exclusive. Of a list item, the key is None."""
+
+    key: str | None
+    key_start: int
+    key_end: int
+    node: Node
+
+
+@dataclass(slots=True)
+class Node:
+    """A value. ``start`` to ``end`` is its text, brackets and quotes included."""
+
+    kind: Literal["object", "list", "scalar"]
+    start: int
+    end: int = 0
+    value: Any = None
+    members: list[Member] = field(default_factory=list)
+
+    def plain(self) -> Any:
+        """The value as Python has it; of keys written twice, the last."""
+        if self.kind == "object":
+            return {member.key: member.node.plain() for member in self.members}
+        return [member.node.plain() for member in self.members] if self.kind == "list" else self.value
+
+
+@dataclass(slots=True)
+class Document:
+    """A parsed text: the top value, and what in it is no strict JSON."""
+
+    root: Node
+    relaxed: list[tuple[Relaxed, int]]
+
+
+def parse(text: str) -> Document:
+    """``text`` with offsets. Raises PositionError."""
+    return _Parser(text).document()
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 1 if text.startswith("\ufeff") else 0
+        self.relaxed: list[tuple[Relaxed, int]] = []
+
+    def document(self) -> Document:
+        self.space()
+        start = self.at
+        if self.peek() in ("{", "["):
+            root = self.value()
+        else:
+            self.relaxed.append(("no outer braces", start))
+            root = Node("object", start)
+            self.members(root, closing="")
+        self.space()
+        if self.at != len(self.text):
+            self.fail("something follows the end")
+        return Document(root, self.relaxed)
+
+    def fail(self, message: str, offset: int | None = None) -> NoReturn:
+        raise PositionError(message, self.at if offset is None else offset)
+
+    def peek(self, length: int = 1) -> str:
+        return self.text[self.at : self.at + length]
+
+    def space(self) -> None:
+        """Skip white space and comments."""
+        while True:
+            blank = _BLANK.match(self.text, self.at)
+            self.at = self.at if blank is None else blank.end()
+            char = self.peek()
+            if char == "#" or self.peek(2) == "//":
+                self.relaxed.append(("comment", self.at))
+                end = _LINE_END.search(self.text, self.at)
+                self.at = end.start() if end else len(self.text)
+            elif self.peek(2) == "/*":
+                self.relaxed.append(("comment", self.at))
+                close = self.text.find("*/", self.at + 2)
+                if close < 0:
+                    self.fail("a comment that does not end")
+                self.at = close + 2
+            else:
+                return
+
+    def value(self) -> Node:
+        char = self.peek()
+        if char == "{":
+            return self.container("object", "}")
+        if char == "[":
+            return self.container("list", "]")
+        start = self.at
+        value = self.quoted() if char in ('"', "'") else self.unquoted()
+        return Node("scalar", start, self.at, value)
+
+    def container(self, kind: Literal["object", "list"], closing: str) -> Node:
+        node = Node(kind, self.at)
+        self.at += 1
+        self.members(node, closing)
+        self.at += len(closing)
+        node.end = self.at
+        return node
+
+    def members(self, node: Node, closing: str) -> None:
+        """Fill ``node`` up to the ``closing`` bracket, which stays; empty: up to the end of the text."""
+        comma = True
+        self.space()
+        while self.peek() != closing:
+            if not self.peek():
+                self.fail(f"{closing!r} is missing", node.start)
+            if not comma:
+                self.relaxed.append(("missing comma", self.at))
+            node.members.append(self.member(node.kind == "object"))
+            self.space()
+            comma = self.peek() == ","
+            if comma:
+                where = self.at
+                self.at += 1
+                self.space()
+                if self.peek() == closing:
+                    self.relaxed.append(("trailing comma", where))
+        node.end = self.at
+
+    def member(self, in_object: bool) -> Member:
+        if not in_object:
+            return Member(None, self.at, self.at, self.value())
+        start = self.at
+        key = self.quoted(multi_line=False) if self.peek() in ('"', "'") else self.bare_key()
+        end = self.at
+        self.space()
+        if self.peek() != ":":
+            self.fail("a key without a colon", start)
+        self.at += 1
+        self.space()
+        if not self.peek():
+            self.fail("a key without a value", start)
+        return Member(key, start, end, self.value())
+
+    def bare_key(self) -> str:
+        start = self.at
+        end = re.compile(r"[\s{}\[\],:]|\Z").search(self.text, start)
+        self.at = end.start() if end else len(self.text)
+        if self.at == start:
+            self.fail("a key is missing")
+        self.relaxed.append(("unquoted key", start))
+        return self.text[start : self.at]
+
+    def quoted(self, multi_line: bool = True) -> str:
+        start, quote = self.at, self.peek()
+        if multi_line and self.peek(3) == "'''":
+            return self.multi_line()
+        body = re.compile(rf"(?:[^\\\x00-\x1f{quote}]|\\.)*{quote}").match(self.text, start + 1)
+        if body is None:
+            self.fail("a string that does not end", start)
+        self.at = body.end()
+        inner = self.text[start + 1 : self.at - 1]
+        if quote == "'":
+            self.relaxed.append(("single quotes", start))
+        inner = re.sub(r'\\.|"', lambda m: {"\\'": "'", '"': '\\"'}.get(m[0], m[0]), inner)
+        try:
+            return str(json.loads(f'"{inner}"'))
+        except json.JSONDecodeError:
+            self.fail("a string with a wrong escape", start)
+
+    def multi_line(self) -> str:
+        start = self.at
+        close = self.text.find("'''", start + 3)
+        if close < 0:
+            self.fail("a string that does not end", start)
+        self.at = close + 3
+        self.relaxed.append(("multi-line string", start))
+        indent = start - (self.text.rfind("\n", 0, start) + 1)
+        first, *rest = self.text[start + 3 : close].replace("\r", "").split("\n")
+        lines = ([first.lstrip(" \t")] if first.strip(" \t") or not rest else []) + [
+            line[min(indent, len(line) - len(line.lstrip(" \t"))) :] for line in rest
+        ]
+        return "\n".join(lines).removesuffix("\n")
+
+    def unquoted(self) -> Any:
+        """A number, true, false, null; or a string up to the end of the line."""
+        start = self.at
+        if self.peek() in _PUNCTUATION:
+            self.fail("a value is missing")
+        end = start
+        for end in _value_ends(self.text, start):
+            self.at = end
+            token = self.text[start : min(end, start + _LONGEST_WORD)].strip()
+            if token in _WORDS:
+                return self.trim(start, _WORDS[token])
+            # By its end in the text: a copy of a long line at each of its commas would take for ever.
+            if number := _NUMBER.fullmatch(self.text, start, end):
+                return self.trim(start, self.number(number, start))
+        # Nothing of these up to the end of the line.
+        self.relaxed.append(("unquoted string", start))
+        return self.trim(start, self.text[start:end].strip())
+
+    def number(self, found: re.Match[str], start: int) -> int | float:
+        """The number; one that no float holds is an error here, as it is sooner or later everywhere."""
+        try:
+            value = _number(found)
+        except ValueError:  # more digits than Python reads
+            value = math.inf
+        if not is_finite(value):
+            self.fail(BEYOND, start)
+        return value
+
+    def trim(self, start: int, value: Any) -> Any:
+        """Move back over the white space behind a value that starts at ``start``."""
+        self.at = start + len(self.text[start : self.at].rstrip())
+        return value
+
+
+def _value_ends(text: str, start: int) -> Iterator[int]:
+    for found in _VALUE_END.finditer(text, start):
+        yield found.start()
+        if found.group() in ("", "\r", "\n"):
+            return
+
+
+def _number(found: re.Match[str]) -> int | float:
+    whole, fraction, exponent = found.groups()
+    if not fraction and not exponent:
+        return int(whole)
+    number = float(found[0])
+    is_short = abs(number) < _WHOLE_FLOAT_LIMIT and number == int(number)
+    return int(number) if is_short else number
+
+
+# Configs have kilobytes; a list of labels in a model's has a few hundred.
+_MOST_BYTES = 4 << 20
+# A word without quotes, not true, false or null, with a bracket behind it on its line.
+_SWALLOWS = re.compile(r":[ \t]*(?!true|false|null)[A-Za-z_][^\n\"']*[}\]]")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A config.
+
+    Attributes:
+        name: Of the file, for messages.
+        text: Of the file; empty for a config that comes as a mapping.
+        config: The values, as DeepSpeed reads them; of a key written twice, the last.
+        document: The text with offsets; None for a mapping.
+    """
+
+    name: str
+    text: str
+    config: dict[str, Any]
+    document: Document | None
+
+    def line_column(self, offset: int) -> tuple[int, int]:
+        """Line and column of ``offset``, both from 1."""
+        return self.text.count("\n", 0, offset) + 1, offset - (self.text.rfind("\n", 0, offset) + 1) + 1
+
+    def written(self, path: Path) -> str:
+        """The text of the value at ``path``; empty if it is not known."""
+        member = None if self.document is None else _member(self.document.root, path)
+        return "" if member is None else self.text[member.node.start : member.node.end]
+
+    def place(self, path: Path) -> tuple[int, int] | None:
+        """Line and column of the key at ``path``, or of the nearest object around it; None if not known."""
+        offset = None if self.document is None or not path else _offset(self.document.root, path)
+        return None if offset is None else self.line_column(offset)
+
+    def twice(self) -> Iterator[tuple[Path, list[int]]]:
+        """Keys written more than once in one object, with their lines."""
+        if self.document is not None:
+            for path, offsets in _twice(self.document.root, ()):
+                yield path, [self.line_column(offset)[0] for offset in offsets]
+
+
+def read_text(path: File) -> str:
+    """The text of a config file, with its line ends as they are. Raises ConfigError."""
+    where = str(path)
+    if path.is_dir():
+        raise ConfigError(where, "it is a folder", "give the JSON file itself")
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            what = f"it has more than {_MOST_BYTES >> 20} MiB, which no config has"
+            raise ConfigError(where, what, "give a DeepSpeed JSON")
+        return content.decode()
+    except FileNotFoundError:
+        raise ConfigError(where, "there is no such file", "give the path of a DeepSpeed JSON") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(where, f"it cannot be read ({error})", "give a readable UTF-8 file") from None
+
+
+def from_mapping(config: Mapping[str, Any], name: str = "config") -> Source:
+    """A config that is no file. Raises ConfigError if a value in it is none of JSON's."""
+    _refuse(Source(name, "", {}, None), unusable(config, infinite=True))
+    return Source(name, "", copy.deepcopy(dict(config)), None)
+
+
+def from_text(text: str, name: str = "config") -> Source:
+    """The config in ``text``.
+
+    Raises:
+        ConfigError: It is no HJSON, or no object.
+    """
+    if not text.strip("\ufeff \t\r\n"):
+        raise ConfigError(name, "the file is empty", 'write a config, {"train_batch_size": 8} at the least')
+    try:
+        config = hjson.loads(text, object_pairs_hook=dict)
+    except (ValueError, OverflowError, IndexError, RecursionError) as error:
+        # hjson's own error is a ValueError, and so is Python's about a number of too many digits.
+        raise _syntax_error(text, name, error) from None
+    if not isinstance(config, dict):
+        raise ConfigError(name, f"it holds {show(config)}, not an object", "write {...}")
+    source = Source(name, text, config, _document(text, config))
+    _refuse(source, unusable(config))
+    return source
+
+
+def _refuse(source: Source, problems: Iterable[Unusable]) -> None:
+    for problem in problems:
+        line = source.place(problem.path)
+        where = f"{source.name}, line {line[0]}, column {line[1]}" if line else source.name
+        raise ConfigError(f"{where}: {problem.key}".removesuffix(": "), problem.what, problem.fix)
+
+
+def _document(text: str, config: dict[str, Any]) -> Document | None:
+    """Offsets, if both parsers read the same."""
+    try:
+        document = parse(text)
+    except (PositionError, RecursionError):
+        return None
+    return document if same(document.root.plain(), config) else None
+
+
+def same(one: object, other: object) -> bool:
+    """Equality that tells 1 from true and from 1.0.
+
+    >>> same({"a": [1]}, {"a": [True]})
+    False
+    """
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def _syntax_error(text: str, name: str, error: Exception) -> ConfigError:
+    """Where the text stops being HJSON, in words that say what to look for."""
+    try:
+        parse(text)
+        message, offset = str(error), 0
+    except PositionError as found:
+        message, offset = str(found), found.offset
+    except RecursionError:
+        message, offset = "nested too deeply", 0
+    if isinstance(error, hjson.HjsonDecodeError):
+        # hjson stops where it gives up; ours points at what was not closed, when that is earlier.
+        offset = min(offset, error.pos) if offset else error.pos
+        message = f"{message}; hjson: {error.msg}"
+    if _SWALLOWS.search(text):
+        message += "; an unquoted word takes the rest of its line, brackets and commas too"
+    line = text.count("\n", 0, offset) + 1
+    column = offset - (text.rfind("\n", 0, offset) + 1) + 1
+    lines = text.splitlines()
+    shown = f": {lines[line - 1].strip()[:60]}" if line <= len(lines) else ""
+    return ConfigError(
+        f"{name}, line {line}, column {column}", f"not JSON ({message}){shown}", "mend the syntax there"
+    )
+
+
+def _offset(root: Node, path: Path) -> int | None:
+    """Of the key at ``path``, or of the innermost object around it that is there."""
+    members = (_member(root, path[:length]) for length in range(len(path), 0, -1))
+    return next((member.key_start for member in members if member is not None), None)
+
+
+def _member(root: Node, path: Path) -> Member | None:
+    node, found = root, None
+    for part in path:
+        if node.kind == "list":
+            found = node.members[part] if isinstance(part, int) and part < len(node.members) else None
+        else:
+            # Of a key written twice, the last counts.
+            found = next((m for m in reversed(node.members) if m.key == part), None)
+        if found is None:
+            return None
+        node = found.node
+    return found
+
+
+def _twice(node: Node, path: Path) -> Iterator[tuple[Path, list[int]]]:
+    counts = Counter(m.key for m in node.members if m.key is not None)
+    for key, count in counts.items():
+        if count > 1:
+            yield (*path, key), [m.key_start for m in node.members if m.key == key]
+    for i, member in enumerate(node.members):
+        yield from _twice(member.node, (*path, i if member.key is None else member.key))

@@ -1,0 +1,1 @@
+"""Does it: DeepSpeed's engines under any schedule, with transfers, chunks and ZeRO."""

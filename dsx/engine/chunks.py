@@ -1,0 +1,270 @@
+"""All layers of one rank, grouped into chunks (virtual stages), as the one module DeepSpeed sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed import checkpointing
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dsx.errors import ModelError
+
+
+def checkpoint_non_reentrant(function: Callable[..., Any], *inputs: Any) -> Any:
+    """Recompute ``function`` in backward (torch.utils.checkpoint, non-reentrant, RNG preserved).
+
+    The states of ``deepspeed.checkpointing.get_cuda_rng_tracker()``, which Megatron's layers draw their
+    dropout from, are preserved too, as DeepSpeed's own checkpoint functions do.
+    """
+    tracker = checkpointing.get_cuda_rng_tracker()
+    if not tracker.get_states():
+        return checkpoint(function, *inputs, use_reentrant=False)
+    return checkpoint(function, *inputs, use_reentrant=False, context_fn=partial(_replaying, tracker))
+
+
+class _Replayed:
+    """Inside, a tracker of random states is where it was when this was made; entered as often as need be."""
+
+    def __init__(self, tracker: Any) -> None:
+        self._tracker, self._then = tracker, tracker.get_states()
+        self._now: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        self._now = self._tracker.get_states()
+        self._tracker.set_states(dict(self._then))
+
+    def __exit__(self, *_error: object) -> None:
+        self._tracker.set_states(self._now)
+
+
+def _replaying(tracker: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _Replayed(tracker)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """Which runs of layers are recomputed in backward.
+
+    Attributes:
+        interval: Layers per recomputed run; 0 turns recomputation off.
+        layer_names: Class names that may be recomputed; None means every run that has parameters.
+        function: Called as ``function(run, *inputs)``.
+        model_name: Class of the PipelineModule, by which DeepSpeed knows Megatron's.
+    """
+
+    interval: int = 0
+    layer_names: tuple[str, ...] | None = None
+    function: Callable[..., Any] = checkpoint_non_reentrant
+    model_name: str = ""
+
+    @property
+    def may_be_reentrant(self) -> bool:
+        """Whether inputs need a gradient for weights to get one: so it is unless the function is known."""
+        known = (checkpoint_non_reentrant, checkpointing.non_reentrant_checkpoint)
+        return not any(self.function is function for function in known)
+
+    def applies(self, layers: Sequence[Callable[..., Any]]) -> bool:
+        """Whether this run of layers is recomputed (deepspeed/runtime/pipe/module.py, _is_checkpointable)."""
+        names = [type(layer).__name__ for layer in layers]
+        allowed = self.layer_names or ()
+        if self.may_be_reentrant and self.model_name in ("GPTModelPipe", "GPT2ModelPipe"):
+            return all("ParallelTransformerLayerPipe" in name or name in allowed for name in names)
+        if self.layer_names is not None:
+            return all(name in allowed for name in names)
+        return any(isinstance(layer, nn.Module) and any(True for _ in layer.parameters()) for layer in layers)
+
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class TiedUse(nn.Module):
+    """One use of a tied module through a function of its own, e.g. an embedding used as the output head.
+
+    A module of its own so that ZeRO-3's hooks, which fire on modules, gather the weight here too.
+    """
+
+    def __init__(self, module: nn.Module, forward_fn: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__()
+        # A tuple, so that the tied module keeps its one place (and name) in tied_modules.
+        self._tied = (module,)
+        self._forward_fn = forward_fn
+
+    @property
+    def tied_module(self) -> nn.Module:
+        """The shared module."""
+        return self._tied[0]
+
+    def forward(self, inputs: Any) -> Any:
+        """``forward_fn(tied_module, inputs)``."""
+        return self._forward_fn(self.tied_module, inputs)
+
+
+class Chunks(nn.Module):
+    """This rank's layers. Children are named by global layer index, tied modules live in ``tied_modules``.
+
+    Args:
+        stages: Virtual stage -> its layers, in order, each under its global index.
+        tied_modules: Tie key -> shared module.
+        loss_fn: ``loss_fn(outputs, labels) -> scalar``; None means that the outputs are the loss.
+        last_stage: The virtual stage that ends with the loss.
+        recompute: Which runs of layers are recomputed; may be replaced between steps.
+        reseed: Called with (global layer index, forwards of its stage so far) before each layer, or None.
+
+    Attributes:
+        loss_noted: Called after each training loss, with no arguments; None calls nothing.
+        running: Global index of the layer that runs, or ran last; None before the first.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: Mapping[int, Sequence[tuple[int, Callable[..., Any]]]],
+        tied_modules: Mapping[str, nn.Module],
+        loss_fn: Loss | None,
+        last_stage: int,
+        recompute: Recompute,
+        reseed: Callable[[int, int], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.tied_modules = nn.ModuleDict(dict(tied_modules))
+        self.loss_fn = loss_fn
+        self._stages = {stage: tuple(layers) for stage, layers in stages.items()}
+        self._last_stage = last_stage
+        self.recompute = recompute
+        self.loss_noted: Callable[[], None] | None = None
+        self.running: int | None = None
+        self._reseed = reseed
+        self._forwards = dict.fromkeys(self._stages, 0)
+        tied = set(map(id, tied_modules.values()))
+        for layers in self._stages.values():
+            for index, layer in layers:
+                if isinstance(layer, nn.Module) and id(layer) not in tied:
+                    self.add_module(str(index), layer)
+
+    def used_parameters(self) -> dict[int, tuple[nn.Parameter, ...]]:
+        """Virtual stage -> the parameters that its layers use, tied ones included."""
+        return {
+            stage: tuple(
+                parameter
+                for _, layer in layers
+                if isinstance(layer, nn.Module)
+                for parameter in (layer.tied_module if isinstance(layer, TiedUse) else layer).parameters()
+            )
+            for stage, layers in self._stages.items()
+        }
+
+    @property
+    def layers(self) -> dict[int, Callable[..., Any]]:
+        """This rank's layers by global index, in order."""
+        return {index: layer for stage in sorted(self._stages) for index, layer in self._stages[stage]}
+
+    @property
+    def forwards(self) -> int:
+        """Micro-batches that this rank has computed so far, of its busiest virtual stage."""
+        return max(self._forwards.values(), default=0)
+
+    def recomputed(self) -> list[bool]:
+        """For each run of layers, in order, whether it is recomputed; nothing without recomputation."""
+        step = self.recompute.interval
+        return [
+            self.recompute.applies([layer for _, layer in layers[start : start + step]])
+            for _, layers in sorted(self._stages.items())
+            for start in range(0, len(layers) if step else 0, step or 1)
+        ]
+
+    def compile_layers(self, *args: Any, **keys: Any) -> None:
+        """``torch.compile`` every layer: modules in place, and functions by what stands in their place."""
+        for stage, layers in self._stages.items():
+            compiled = []
+            for index, layer in layers:
+                if isinstance(layer, nn.Module):
+                    layer.compile(*args, **keys)
+                compiled.append(
+                    (index, layer if isinstance(layer, nn.Module) else torch.compile(layer, *args, **keys))
+                )
+            self._stages[stage] = tuple(compiled)
+
+    def trains(self, stage: int) -> bool:
+        """Whether a virtual stage has parameters to train."""
+        return any(parameter.requires_grad for parameter in self.used_parameters()[stage])
+
+    def forward(
+        self, inputs: Any, stage: int, labels: tuple[Any, ...] = (), *, with_outputs: bool = False
+    ) -> Any:
+        """Output of virtual stage ``stage``; with labels, the loss of the last stage.
+
+        Args:
+            inputs: Tensor or tuple of tensors.
+            stage: One of this rank's virtual stages.
+            labels: ``(labels,)``, the second argument of ``loss_fn``; ``()`` leaves the loss out.
+            with_outputs: Return ``(loss, outputs)`` where the loss is computed.
+        """
+        self._forwards[stage] += 1
+        layers, step = self._stages[stage], self.recompute.interval
+        value = inputs
+        for start in range(0, len(layers), step or len(layers)):
+            run = layers[start : start + (step or len(layers))]
+            function = self._runner(run, self._forwards[stage])
+            if step and self.recompute.applies([layer for _, layer in run]):
+                args = value if isinstance(value, tuple) else (value,)
+                if self.recompute.may_be_reentrant:
+                    args = _with_gradient(args)
+                value = self.recompute.function(function, *args)
+                _require_gradient(run, value)
+            else:
+                value = function(value)
+        if not labels or stage != self._last_stage:
+            return value
+        loss = value if self.loss_fn is None else self.loss_fn(value, *labels)
+        if self.loss_noted is not None and torch.is_grad_enabled():
+            self.loss_noted()
+        return (loss, value) if with_outputs else loss
+
+    def _runner(self, run: Sequence[tuple[int, Callable[..., Any]]], forwards: int) -> Callable[..., Any]:
+        def call(*inputs: Any) -> Any:
+            value: Any = inputs[0] if len(inputs) == 1 else inputs
+            for index, layer in run:
+                self.running = index
+                if self._reseed is not None:
+                    self._reseed(index, forwards)
+                value = layer(value)
+            return value
+
+        return call
+
+
+def _with_gradient(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Inputs of a checkpoint function that may be reentrant: one must want a gradient, or none comes back.
+
+    As stock DeepSpeed does for the first stage (deepspeed/runtime/pipe/engine.py, _exec_load_micro_batch).
+    """
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    if not torch.is_grad_enabled() or any(x.requires_grad for x in tensors):
+        return inputs
+    return tuple(
+        x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for x in inputs
+    )
+
+
+def _require_gradient(run: Sequence[tuple[int, Callable[..., Any]]], outputs: Any) -> None:
+    """Refuse a reentrant checkpoint function that would leave parameters untrained in silence."""
+    if not torch.is_grad_enabled():
+        return
+    tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        return
+    modules = [layer for _, layer in run if isinstance(layer, nn.Module)]
+    if any(p.requires_grad for module in modules for p in module.parameters()):
+        raise ModelError(
+            f"recomputed layers {run[0][0]} to {run[-1][0]}",
+            "their outputs have no gradient though their parameters do: a reentrant checkpoint function "
+            "needs a floating-point input",
+            "leave activation_checkpoint_func and pipeline.use_reentrant out: dsx's default is not reentrant",
+        )

@@ -1,0 +1,486 @@
+"""The engine: the interface of DeepSpeed's PipelineEngine, any schedule, any ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import RepeatingLoader
+
+from dsx.checkpoint.run.saver import Saver
+from dsx.config.run import RunConfig
+from dsx.config.schema import ZeroConfig
+from dsx.engine.executor import Compute, Mode, StepRun
+from dsx.engine.micro_batches import DataWait, LabelCheck, MicroBatches
+from dsx.engine.p2p import Signatures, Tensors, header_group, open_channels
+from dsx.engine.pipeline_module import PipelineModule
+from dsx.engine.recorder import Tracer
+from dsx.engine.stock_engine import EngineNames
+from dsx.engine.whereabouts import Whereabouts
+from dsx.engine.zero import Refuses, adapt, calls, count_samples
+from dsx.errors import ConfigError, ModelError
+from dsx.parallel.groups import Grid
+from dsx.parallel.stages import StageMap
+from dsx.schedules.builders import forward_only
+from dsx.schedules.lowering import lower
+from dsx.schedules.program import Program
+from dsx.schedules.receives import ReceivePlan, receive_plan
+from dsx.schedules.schedule import Schedule
+from dsx.schedules.trace import Trace
+from dsx.schedules.validate import validate
+
+Step = tuple[Schedule, ReceivePlan]
+"""A lowered schedule, and when this rank posts its receives."""
+
+
+@dataclass(slots=True)
+class Programs:
+    """The steps of one pipeline rank.
+
+    Args:
+        program: Schedule of the training steps.
+        stages: The pipeline's virtual stages.
+        pp_rank: This rank's pipeline coordinate.
+    """
+
+    program: Program
+    stages: StageMap
+    pp_rank: int
+    _steps: dict[tuple[bool, int], Step] = field(default_factory=dict)
+
+    def step(self, num_micro_batches: int, *, training: bool) -> Step:
+        """A training step, or the forwards of an evaluation. Raises ScheduleError if there is none."""
+        key = (training, num_micro_batches)
+        if key not in self._steps:
+            self._steps[key] = self._made(self._built(num_micro_batches, training))
+        return self._steps[key]
+
+    def put(self, schedule: Schedule) -> None:
+        """Train with ``schedule``, of compute actions, whenever a step has so many micro-batches."""
+        self._steps[True, schedule.num_micro_batches] = self._made(schedule)
+
+    def _built(self, num_micro_batches: int, training: bool) -> Schedule:
+        ranks, chunks = self.stages.num_ranks, self.stages.num_chunks
+        if training:
+            return self.program.build(ranks, chunks, num_micro_batches)
+        return forward_only(ranks, chunks, num_micro_batches, self.stages.placement)
+
+    def _made(self, schedule: Schedule) -> Step:
+        lowered = lower(schedule)
+        validate(lowered)
+        return lowered, receive_plan(lowered, self.pp_rank)
+
+
+@dataclass(slots=True)
+class Steering:
+    """Asked by an engine in every training step, by all ranks.
+
+    Attributes:
+        sums: [mean loss, ranks that wanted to stop] of the last step, over all ranks: one place for all.
+        stop_wanted: Whether this rank wants no further step; None never does.
+        refuses: ``refuses(loss, grad_norm)``, asked alike on every rank before the weights are updated:
+            whether this step must not be applied. It then counts as one that DeepSpeed skipped.
+    """
+
+    sums: torch.Tensor
+    stop_wanted: Callable[[], bool] | None = None
+    refuses: Callable[[float, float], bool] | None = None
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether any rank wanted to stop by the end of the last step; the same on every rank."""
+        return bool(self.sums[1] > 0)
+
+    def wish(self) -> float:
+        """This rank's part in the second of the sums."""
+        return float(self.stop_wanted is not None and self.stop_wanted())
+
+    def refuser(self, sums: torch.Tensor, reduced: dist.Work) -> Refuses | None:
+        """:attr:`refuses` as a question about the gradient norm alone.
+
+        Args:
+            sums: Of the step under way.
+            reduced: Their all-reduce, which is under way too.
+        """
+        if self.refuses is None:
+            return None
+        asked = self.refuses
+
+        def refuses(norm: torch.Tensor) -> bool:
+            reduced.wait()
+            return asked(float(sums[0]), float(norm))
+
+        return refuses
+
+
+Batch = tuple[Any, Any]
+
+
+class PipelineEngine:
+    """Trains a :class:`~dsx.PipelineModule`. Made by :func:`dsx.initialize`.
+
+    The public methods are those of ``deepspeed.runtime.pipe.engine.PipelineEngine``; whatever is not defined
+    here is looked up on the DeepSpeedEngine underneath (``deepspeed_engine``), e.g. ``lr_scheduler``,
+    ``global_steps`` or ``train_batch_size()``.
+
+    Attributes:
+        whereabouts: Where this rank is, for whoever watches it.
+        steering: What others have to say about training steps.
+        data_wait: How long ``train_batch`` has waited for its iterator.
+        names: Stock PipelineEngine's further names, looked up there.
+        run_config: The resolved dsx config, if it was built from one; ``config`` is DeepSpeed's.
+        at_boundary: Whether the last backward of a step, or the optimizer's step, is under way.
+    """
+
+    def __init__(
+        self,
+        model: PipelineModule,
+        engine: Any,
+        *,
+        clipping: float,
+        config: RunConfig | None,
+        zero: ZeroConfig,
+    ) -> None:
+        self.pipeline = model
+        self.run_config = config
+        self.deepspeed_engine = engine
+        self.groups = model.groups
+        self.grid = Grid(model.groups)
+        self._adapter = adapt(
+            engine,
+            model.groups,
+            model.ties,
+            clipping,
+            uses=model.chunks.used_parameters(),
+            replicas=model.replicas,
+            zero=zero,
+        )
+        self._calls = calls(engine, reduced_here=self._adapter.reduced_here)
+        self._boundary: bool | None = None
+        self.at_boundary = False
+        self._managed = bool(engine.managed_gradient_accumulation())
+        self._signatures = Signatures(
+            dynamic=model.dynamic_shape,
+            shards=model.shards,
+            headers=header_group(model.groups) if model.dynamic_shape else None,
+        )
+        self.programs = Programs(model.program, model.stage_map, model.groups.pp_rank)
+        self._tracer = Tracer(model.groups, model.device)
+        self.batch_function: Callable[[Any], Batch] | None = None
+        self.data_source: Iterator[Any] | None = None
+        self.training_dataloader: Iterable[Any] | None = None
+        self._labels = LabelCheck(model.chunks.loss_fn, due=model.groups.rank == 0)
+        self.data_wait = DataWait()
+        self._saver = Saver(self)
+        self.whereabouts = Whereabouts(model.device)
+        self.steering = Steering(torch.zeros(2, device=model.device))
+        self.names = EngineNames(self, PipelineModule.get_additional_losses)
+        open_channels(model.groups, model.stage_map, model.device)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is one of stock PipelineEngine's names, or the DeepSpeedEngine's."""
+        if name in ("deepspeed_engine", "names"):
+            raise AttributeError(name)
+        return getattr(self.names if self.names.has(name) else self.deepspeed_engine, name)
+
+    @property
+    def module(self) -> PipelineModule:
+        """The PipelineModule: this rank's layers."""
+        return self.pipeline
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline degree."""
+        return self.groups.mesh.pp
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's pipeline coordinate."""
+        return self.groups.pp_rank
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per step."""
+        return int(self.deepspeed_engine.gradient_accumulation_steps())
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first layers (and so needs inputs)."""
+        return self.groups.pp_rank == self.pipeline.stage_map.rank_of(0)
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last layers (and so needs labels and computes the loss)."""
+        return self.groups.pp_rank == self.pipeline.stage_map.rank_of(self.pipeline.stage_map.num_stages - 1)
+
+    def needs_data(self) -> bool:
+        """Whether this rank reads micro-batches."""
+        return self.is_first_stage() or self.is_last_stage()
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """One optimizer step over ``train_batch_size()`` samples.
+
+        Args:
+            data_iter: Yields ``gradient_accumulation_steps()`` pairs ``(inputs, labels)`` of this rank's
+                data-parallel replica; read on ranks of the first and last stage alone. None takes the
+                training data given to :func:`dsx.initialize`, or the last iterator that was set. Nothing
+                shifts labels: a language model's inputs are ``tokens[:, :-1]``, its labels ``tokens[:, 1:]``.
+
+        Returns:
+            Mean loss over all micro-batches and replicas, float32 scalar, the same on every rank.
+
+        Raises:
+            DataError: The iterator ends within the step, or yields something else.
+            ModelError: The loss is no scalar, or a boundary's shape changes.
+        """
+        if not torch.is_grad_enabled():
+            raise ModelError("train_batch", "gradients are disabled", "use eval_batch under torch.no_grad")
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        engine, count = self.deepspeed_engine, self.micro_batches
+        self.pipeline.train()
+        self.names.begin_step()
+        mode = Mode(training=True, release_outputs=self.pipeline.release_outputs)
+        here = self.whereabouts
+        with here.timed_step(int(self.global_steps) + 1), self._tracer.step(self) as around:
+            run = self._step_run(self.data_source, count, mode, around)
+            run.run()
+            here.enter("optimizer step")
+            # Under way during the optimizer's step, whose collectives the ranks wait for anyway.
+            sums, reduced = self._sum_losses(run.losses, count)
+            self._adapter.before_step(self.steering.refuser(sums, reduced))
+            count_samples(engine, count)
+            self.at_boundary = True
+            engine.step()
+            self.at_boundary = False
+            reduced.wait()
+        here.enter("after the step")
+        self.steering.sums.copy_(sums)
+        self.names.end_step(sums[0], count)
+        self._write("train_loss", sums[0])
+        return sums[0]
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Forward only.
+
+        Args:
+            data_iter: As for :meth:`train_batch`.
+            return_logits: Also return the last stage's outputs: a list, one per micro-batch (stock
+                DeepSpeed returns those of the last micro-batch alone); None on other ranks.
+            compute_loss: Compute the loss; without it the list of outputs takes its place.
+            reduce_output: "avg" for the mean loss, None for the list of losses (on the last stage). Outputs
+                are never reduced.
+            bcast_loss: Give the mean loss to every rank, not to those of the last stage alone.
+            num_micro_batches: Micro-batches to read; the number of accumulation steps by default.
+
+        Returns:
+            The loss, or without ``compute_loss`` the outputs; a pair of both with ``return_logits`` (the loss
+            is None without ``compute_loss``).
+        """
+        if reduce_output not in ("avg", None):
+            raise ModelError(f"reduce_output = {reduce_output!r}", "not a reduction", 'use "avg" or None')
+        module, count = self.pipeline, num_micro_batches or self.micro_batches
+        mode = Mode(training=False, compute_loss=compute_loss, keep_outputs=return_logits or not compute_loss)
+        was_training = module.training
+        module.eval()
+        try:
+            with torch.no_grad():
+                source = None if data_iter is None else self._convert(iter(data_iter))
+                run = self._step_run(source, count, mode)
+                run.run()
+        finally:
+            module.train(was_training)
+        outputs = run.kept_outputs if self.is_last_stage() else None
+        if not compute_loss:
+            return (None, outputs) if return_logits else outputs
+        loss: Any = run.losses if self.is_last_stage() else None
+        if reduce_output == "avg":
+            mean = self._mean_loss(run.losses, count)
+            self._write("eval_loss", mean)
+            loss = mean if bcast_loss or self.is_last_stage() else None
+        return (loss, outputs) if return_logits else loss
+
+    def trace(self, steps: int | Iterable[int] = 1) -> list[Trace]:
+        """Record the actions of training steps to come: see :meth:`dsx.engine.recorder.Tracer.expect`."""
+        return self._tracer.expect(steps, done=int(self.global_steps))
+
+    @property
+    def step_applied(self) -> bool:
+        """Whether the last training step changed the weights: it did not if it was skipped."""
+        return bool(self.deepspeed_engine._step_applied)  # noqa: SLF001
+
+    def get_global_grad_norm(self) -> float:
+        """2-norm of the last step's gradient over the whole model, before clipping."""
+        return self._adapter.grad_norm()
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """Micro-batches for the next :meth:`train_batch` calls."""
+        self.training_dataloader = None
+        self.data_source = None if iterator is None else self._convert(self.data_wait.around(iter(iterator)))
+
+    def set_dataloader(self, loader: Iterable[Any] | None) -> None:
+        """A loader to draw micro-batches from, again and again."""
+        self.set_dataiterator(None if loader is None else iter(RepeatingLoader(loader)))
+        self.training_dataloader = loader
+
+    def set_batch_fn(self, function: Callable[[Any], Batch]) -> None:
+        """``function(batch) -> (inputs, labels)`` is applied to every micro-batch."""
+        self.batch_function = function
+
+    def reset_activation_shape(self) -> None:
+        """Call on every rank before shapes at stage boundaries change, e.g. a longer sequence."""
+        self._signatures.reset()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch by changing the number of micro-batches.
+
+        Raises:
+            ConfigError: It is not a multiple of micro-batch size x data-parallel degree.
+        """
+        engine = self.deepspeed_engine
+        unit = engine.train_micro_batch_size_per_gpu() * self.groups.mesh.dp
+        if train_batch_size < 1 or train_batch_size % unit:
+            raise ConfigError(
+                f"train_batch_size = {train_batch_size}",
+                f"it is not a multiple of {unit} (micro-batch size x data-parallel degree)",
+                f"use a multiple of {unit}",
+            )
+        engine.set_train_batch_size(train_batch_size)
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> None:
+        """Not part of a pipeline engine. Raises ModelError."""
+        self._refuse("forward")
+
+    def backward(self, *_args: Any, **_kwargs: Any) -> None:
+        """Not part of a pipeline engine. Raises ModelError."""
+        self._refuse("backward")
+
+    def step(self, *_args: Any, **_kwargs: Any) -> None:
+        """Not part of a pipeline engine. Raises ModelError."""
+        self._refuse("step")
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        background: bool = False,
+        keep: int = 0,
+    ) -> Path:
+        """Write a checkpoint that appears whole or not at all, and that any layout can load. Collective.
+
+        Args:
+            save_dir: Folder of checkpoints, on a file system that all ranks share.
+            tag: Name; ``global_step<N>`` by default.
+            client_state: Plain data that :meth:`load_checkpoint` shall give back.
+            background: Go on training once the states are copied to the host's memory.
+            keep: Delete older checkpoints there but for so many; 0 keeps all.
+
+        Raises:
+            CheckpointError: It cannot be written, or one before that was written in the background has
+                failed.
+        """
+        tag = tag or f"global_step{self.global_steps}"
+        with self.whereabouts.doing(f"saving {tag}"):
+            return self._saver.save(Path(save_dir), tag, client_state or {}, background=background, keep=keep)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait for a save in the background. Collective. Raises CheckpointError if it has failed."""
+        with self.whereabouts.doing("waiting for a save"):
+            self._saver.wait()
+
+    def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[Path, dict[str, Any]]:
+        """Continue from a checkpoint of any layout; see :func:`dsx.checkpoint.run.state.load`."""
+        from dsx.checkpoint.run.state import load
+
+        self.wait_for_checkpoint()
+        with self.whereabouts.doing("loading a checkpoint"):
+            return load(self, Path(load_dir), tag=tag)
+
+    def _refuse(self, name: str) -> None:
+        raise ModelError(
+            f"engine.{name}()", "a pipeline has no such call", "use train_batch() or eval_batch()"
+        )
+
+    def _convert(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        return map(self._convert_one, iterator)
+
+    def _convert_one(self, batch: Any) -> Any:
+        return self._labels.looked_at(batch if self.batch_function is None else self.batch_function(batch))
+
+    def _step_run(self, source: Iterator[Any] | None, count: int, mode: Mode, around: Any = None) -> StepRun:
+        schedule, receives = self.programs.step(count, training=mode.training)
+        uses = int(self.is_first_stage()) + int(self.is_last_stage())
+        return StepRun(
+            schedule=schedule,
+            receives=receives,
+            groups=self.groups,
+            compute=Compute(
+                forward=self._calls.forward,
+                backward=self._backward,
+                backward_weights=self._backward_weights,
+                hooked=self._calls.hooked,
+                trains=self.pipeline.chunks.trains,
+                begin=self._adapter.begin,
+                before_action=self._adapter.before_action,
+                chunk_done=self._adapter.chunk_done,
+            ),
+            batches=MicroBatches(source=source, count=count, device=self.pipeline.device, uses=uses),
+            signatures=self._signatures,
+            mode=mode,
+            split=self.pipeline.split,
+            around=around,
+            whereabouts=self.whereabouts,
+        )
+
+    def _backward(
+        self, outputs: Tensors, gradients: Tensors, stage: int, boundary: bool, is_loss: bool
+    ) -> None:
+        """One backward through DeepSpeed, which reduces (ZeRO-2, 3) or waits for the boundary (ZeRO-0, 1)."""
+        self._adapter.before_backward(stage)
+        if self._managed and boundary is not self._boundary:
+            self.deepspeed_engine.set_gradient_accumulation_boundary(boundary)
+            self._boundary = boundary
+        self.at_boundary = boundary
+        self._calls.backward(outputs, gradients, is_loss=is_loss)
+
+    def _backward_weights(self, loss: torch.Tensor | None, stage: int, boundary: bool) -> None:
+        """The second part of a split backward: a backward like any other for DeepSpeed."""
+        if loss is None:
+            # Nothing to compute, but the boundary's reductions must run.
+            loss = torch.zeros((), device=self.pipeline.device, requires_grad=True).clone()
+        self._calls.announce(loss)
+        self._backward((loss,), (), stage, boundary, is_loss=False)
+
+    def _mean_loss(self, losses: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+        """Mean over micro-batches and replicas, on every rank: one all-reduce of a scalar."""
+        total, reduced = self._sum_losses(losses, count)
+        reduced.wait()
+        return total[0]
+
+    def _sum_losses(self, losses: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, dist.Work]:
+        """:attr:`Steering.sums`, once the all-reduce, which is under way, has been waited for."""
+        total = torch.zeros(2, dtype=torch.float32, device=self.pipeline.device)
+        if losses and self.groups.tp_rank == 0:
+            total[0] = torch.stack([loss.float() for loss in losses]).sum() / (count * self.groups.mesh.dp)
+        total[1] = self.steering.wish()
+        work = dist.all_reduce(total, async_op=True)
+        assert work is not None
+        return total, work
+
+    def _write(self, name: str, loss: torch.Tensor) -> None:
+        """To DeepSpeed's monitors (tensorboard, csv_monitor, wandb, ...), as stock PipelineEngine does."""
+        engine = self.deepspeed_engine
+        if engine.monitor.enabled and self.groups.rank == 0:
+            engine.monitor.write_events([(f"Train/Samples/{name}", loss.item(), engine.global_samples)])

@@ -1,0 +1,367 @@
+"""Walks one rank's row of a schedule: forward, backward and the transfers between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsx.engine.micro_batches import MicroBatches
+from dsx.engine.p2p import HEADER_NUMEL, Headers, Inbox, Outbox, Signature, Signatures, Tensors, channel
+from dsx.engine.whereabouts import Whereabouts
+from dsx.errors import ModelError
+from dsx.nn.split import WeightGradients
+from dsx.parallel.groups import Groups
+from dsx.schedules.lowering import Kind
+from dsx.schedules.receives import Channel, ReceivePlan
+from dsx.schedules.schedule import Action, Op, Schedule
+
+Key = tuple[int, int]
+"""(virtual stage, micro-batch)."""
+
+Around = Callable[[Action], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """The two things that the executor asks of the model.
+
+    Attributes:
+        forward: ``forward(inputs, stage, labels, with_outputs=...)``: see :class:`dsx.engine.chunks.Chunks`.
+        backward: ``backward(outputs, gradients, stage, boundary, is_loss)``; ``gradients`` is empty for a
+            loss, ``boundary`` true on this rank's last backward of the step.
+        backward_weights: ``backward_weights(loss, stage, boundary)`` for the second part of a split backward;
+            ``loss`` is None when there is nothing to compute, on the last backward of the step only.
+        hooked: Whether anybody must hear of each parameter's gradient as it comes.
+        begin: ``begin(schedule)`` before anything else in a step.
+        before_action: ``before_action(position)`` before the action there in the rank's row.
+        trains: ``trains(stage)``: whether a virtual stage has parameters to train.
+        chunk_done: ``chunk_done(stage)`` after the last action of a virtual stage in a training step.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[[Tensors, Tensors, int, bool, bool], None]
+    backward_weights: Callable[[torch.Tensor | None, int, bool], None]
+    hooked: bool
+    trains: Callable[[int], bool]
+    begin: Callable[[Schedule], None]
+    before_action: Callable[[int], None]
+    chunk_done: Callable[[int], None]
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory under a tensor that is no leaf, so that a first layer may write to it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        del ctx
+        return upstream[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """What a step is for.
+
+    Attributes:
+        training: Whether backwards follow, in the schedule and in autograd.
+        compute_loss: Give labels to the last stage.
+        keep_outputs: Keep the last stage's outputs (evaluation only).
+        release_outputs: Free a stage's output once sent.
+    """
+
+    training: bool
+    compute_loss: bool = True
+    keep_outputs: bool = False
+    release_outputs: bool = False
+
+
+class StepRun:
+    """One step on one rank: state and the meaning of every action.
+
+    Args:
+        schedule: Lowered schedule of the step (training or forward-only).
+        receives: When this rank posts the receives of ``schedule``.
+        groups: This rank's groups.
+        compute: Forward and backward of the model.
+        batches: Micro-batches for the first and last stage.
+        signatures: Boundary signatures, kept between steps.
+        mode: What the step is for.
+        split: What the layers were built with, for schedules that split the backward. Layers without it do
+            their whole backward in its first part.
+        around: Entered around every action, to look at it (:mod:`dsx.engine.recorder`); None looks at
+            nothing.
+        whereabouts: Told of every action, for whoever watches the rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: Schedule,
+        receives: ReceivePlan,
+        groups: Groups,
+        compute: Compute,
+        batches: MicroBatches,
+        signatures: Signatures,
+        mode: Mode,
+        split: WeightGradients | None = None,
+        around: Around | None = None,
+        whereabouts: Whereabouts | None = None,
+    ) -> None:
+        self._whereabouts = whereabouts or Whereabouts(batches.device)
+        self._schedule, self._receives, self._groups = schedule, receives, groups
+        self._compute, self._batches, self._signatures = compute, batches, signatures
+        self._mode, self._around = mode, around
+        self._split = split or WeightGradients()
+        self._row = schedule.rows[groups.pp_rank]
+        self._last = schedule.num_stages - 1
+        # A chunk's last transfer included, so that nobody waits for what is done with its gradients.
+        self._ends = {a.stage: i for i, a in enumerate(self._row)} if mode.training else {}
+        self._inputs: dict[Key, Any] = {}
+        self._outputs: dict[Key, Any] = {}
+        self._gradients: dict[Key, Tensors] = {}
+        self._frozen: dict[int, bool] = {}
+        self._outbox = Outbox(groups, signatures.shards, signatures.headers)
+        self._inboxes = {
+            (kind, source): Inbox(
+                messages=messages,
+                source=groups.pipe_peer(source),
+                group=groups.channels[channel(kind, source, groups.pp_rank)],
+                device=batches.device,
+                shards=signatures.shards,
+                headers=self._headers(len(messages), source) if kind == "F" else None,
+            )
+            for (kind, source), messages in receives.messages.items()
+        }
+        self._planned = dict.fromkeys(self._inboxes, 0)
+        self._taken: list[Channel] = []
+        # The planned moments keep a GPU from waiting in a circle; where a posted receive holds nothing up,
+        # earlier ones spare a sender the wait for its receiver. Shapes must be known.
+        self._eager = batches.device.type == "cpu" and not signatures.dynamic
+        self.losses: list[torch.Tensor] = []
+        self.kept_outputs: list[Any] = []
+
+    def run(self) -> None:
+        """Execute the row. Returns when every send has left."""
+        steps = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
+            Op.RECV_F: self._receive_input,
+            Op.SEND_F: self._send_output,
+            Op.RECV_B: self._receive_gradient,
+            Op.SEND_B: self._send_gradient,
+        }
+        varying = [inbox for inbox in self._inboxes.values() if inbox.headers is not None]
+        self._whereabouts.enter("training step" if self._mode.training else "evaluation", self._schedule)
+        self._compute.begin(self._schedule)
+        for due in self._inboxes:
+            self._post_ahead(due)
+        for position, action in enumerate(self._row):
+            self._whereabouts.reach(position)
+            for due in self._receives.posts[position]:
+                self._post(due)
+            for inbox in varying:
+                inbox.post_announced()
+            self._compute.before_action(position)
+            with nullcontext() if self._around is None else self._around(action):
+                steps[action.op](action, position)
+            if self._ends.get(action.stage) == position:
+                self._compute.chunk_done(action.stage)
+            if self._taken and self._is_quiet(position):
+                while self._taken:
+                    self._post_ahead(self._taken.pop())
+        self._whereabouts.reach(len(self._row))
+        self._outbox.flush()
+
+    def _headers(self, count: int, source: int) -> Headers | None:
+        """Headers of the activations that pipeline rank ``source`` sends; None where shapes do not vary."""
+        group = self._signatures.headers
+        if group is None:
+            return None
+        return Headers(count=count, numel=HEADER_NUMEL, source=self._groups.pipe_peer(source), group=group)
+
+    def _post(self, due: Channel) -> None:
+        """Post the receive that is planned for now, unless it was posted ahead."""
+        inbox, (kind, _) = self._inboxes[due], due
+        self._planned[due] += 1
+        if inbox.num_posted >= self._planned[due]:
+            return
+        stage, micro_batch = inbox.due
+        if kind == "B":
+            inbox.post(Signature.of(self._outputs[stage, micro_batch], f"virtual stage {stage}").gradient)
+            return
+        if inbox.headers is not None:
+            inbox.expect()
+            return
+        known = self._signatures.get(stage, self._mode.training)
+        signature = inbox.post(known)
+        if known is None:
+            self._signatures.learn(stage, self._mode.training, signature)
+            self._post_ahead(due)
+
+    def _post_ahead(self, due: Channel) -> None:
+        """Post receives of a channel before their turn, as far as their shapes are known."""
+        inbox, (kind, _) = self._inboxes[due], due
+        while self._eager and inbox.has_room:
+            stage = inbox.due[0]
+            known = self._signatures.get(stage if kind == "F" else stage + 1, self._mode.training)
+            if known is None:
+                return
+            inbox.post(known if kind == "F" else known.gradient)
+
+    def _take(self, kind: Kind, source_stage: int, key: Key) -> tuple[Signature, Tensors]:
+        source = kind, self._schedule.rank_of(source_stage)
+        self._taken.append(source)
+        return self._inboxes[source].take(key)
+
+    def _is_quiet(self, position: int) -> bool:
+        """Nobody waits for what this rank does next: neither its computation on what came, nor its result."""
+        after = self._row[position + 1 : position + 2]
+        sends = bool(after) and after[0].op in (Op.SEND_F, Op.SEND_B)
+        return not sends and self._row[position].op not in (Op.RECV_F, Op.RECV_B)
+
+    def _receive_input(self, action: Action, position: int) -> None:
+        del position
+        key = (action.stage, action.micro_batch)
+        signature, tensors = self._take("F", action.stage - 1, key)
+        for meta, tensor in zip(signature.tensors, tensors, strict=True):
+            tensor.requires_grad_(meta.requires_grad)
+        self._inputs[key] = tensors if signature.is_tuple else tensors[0]
+
+    def _forward(self, action: Action, position: int) -> None:
+        del position
+        key, mode = (action.stage, action.micro_batch), self._mode
+        if action.stage == 0:
+            self._inputs[key] = self._batches.inputs(action.micro_batch)
+        is_last = action.stage == self._last
+        local = not is_last and self._schedule.rank_of(action.stage + 1) == self._groups.pp_rank
+        # Read in any case, so that all ranks that share an iterator move it on alike.
+        labels = (self._batches.labels(action.micro_batch),) if is_last else ()
+        inputs = self._inputs[key] if mode.training else self._inputs.pop(key)
+        output = self._compute.forward(
+            _writable(inputs),
+            action.stage,
+            labels if mode.compute_loss else (),
+            with_outputs=mode.keep_outputs,
+        )
+        if is_last:
+            output = self._finish(action.micro_batch, output)
+        else:
+            Signature.of(output, f"virtual stage {action.stage}")  # the same rule on every layout
+        if local:
+            self._inputs[action.stage + 1, action.micro_batch] = _hand_over(output)
+        if mode.training:
+            self._frozen[action.stage] = frozen = not any(t.requires_grad for t in _tensors(output))
+            if frozen and self._compute.trains(action.stage):
+                raise ModelError(
+                    f"{'loss' if is_last else 'output'} of virtual stage {action.stage}",
+                    "it has no gradient, though the stage has parameters to train, which would get none",
+                    "return it as it was computed, not detached or as integers; or freeze the parameters",
+                )
+        if mode.training or not (is_last or local):
+            self._outputs[key] = output
+
+    def _finish(self, micro_batch: int, output: Any) -> Any:
+        """Note what the last stage gave; the loss, or its outputs if there is none."""
+        if self._mode.keep_outputs:
+            loss, outputs = output if self._mode.compute_loss else (None, output)
+            self.kept_outputs.append(outputs)
+            output = loss
+        if self._mode.compute_loss:
+            if not isinstance(output, torch.Tensor) or output.numel() != 1:
+                raise ModelError(
+                    f"loss of micro-batch {micro_batch}",
+                    f"it is {type(output).__name__}"
+                    + (f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""),
+                    "return a scalar tensor from loss_fn (or from the last layer without a loss_fn)",
+                )
+            self.losses.append(output.detach())
+        return output
+
+    def _send_output(self, action: Action, position: int) -> None:
+        del position
+        key, training = (action.stage, action.micro_batch), self._mode.training
+        output = self._outputs[key] if training else self._outputs.pop(key)
+        signature = Signature.of(output, f"virtual stage {action.stage}")
+        header = None
+        if self._signatures.announce(action.stage + 1, training, signature):
+            header = signature.encode()
+        self._signatures.check("F", action.stage + 1, training, _tensors(output))
+        self._outbox.send(_tensors(output), "F", self._schedule.rank_of(action.stage + 1), header)
+        if self._mode.release_outputs and training:
+            for tensor in _tensors(output):
+                if tensor.grad_fn is not None:
+                    # Only the graph is needed from here on: see _Seed. The shape stays, the storage goes.
+                    gone = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+                    tensor.data = gone.expand(tensor.shape)
+
+    def _receive_gradient(self, action: Action, position: int) -> None:
+        del position
+        key = (action.stage, action.micro_batch)
+        self._gradients[key] = self._take("B", action.stage + 1, key)[1]
+
+    def _backward_input(self, action: Action, position: int) -> None:
+        with self._split.deferring((action.stage, action.micro_batch)):
+            self._backward(action, position)
+
+    def _backward_weight(self, action: Action, position: int) -> None:
+        key, boundary = (action.stage, action.micro_batch), self._is_boundary(position)
+        if not self._compute.hooked:
+            self._split.accumulate(key)
+        with self._split.delivering(key) as loss:
+            if loss is not None or boundary:
+                self._compute.backward_weights(loss, action.stage, boundary)
+
+    def _backward(self, action: Action, position: int) -> None:
+        key = (action.stage, action.micro_batch)
+        inputs, output = self._inputs.pop(key), self._outputs.pop(key)
+        gradients = self._gradients.pop(key, ())
+        if not self._frozen[action.stage]:
+            is_loss = action.stage == self._last
+            roots = tuple(t for t in _tensors(output) if t.requires_grad)
+            self._compute.backward(roots, gradients, action.stage, self._is_boundary(position), is_loss)
+        if action.stage == 0:
+            return
+        wanted = tuple(
+            torch.zeros_like(t) if t.grad is None else t.grad for t in _tensors(inputs) if t.requires_grad
+        )
+        self._gradients[action.stage - 1, action.micro_batch] = wanted
+
+    def _send_gradient(self, action: Action, position: int) -> None:
+        del position
+        gradients = self._gradients.pop((action.stage - 1, action.micro_batch))
+        self._signatures.check("B", action.stage - 1, self._mode.training, gradients)
+        self._outbox.send(gradients, "B", self._schedule.rank_of(action.stage - 1))
+
+    def _is_boundary(self, position: int) -> bool:
+        """No later backward on this rank has anything to do."""
+        backwards = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+        later = (a for a in self._row[position + 1 :] if a.op in backwards)
+        return all(self._frozen.get(a.stage, False) for a in later)
+
+
+def _tensors(value: Any) -> Tensors:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _writable(inputs: Any) -> Any:
+    """A stage's inputs as its first layer gets them: no leaves, which autograd lets nobody write to."""
+    if isinstance(inputs, tuple):
+        return tuple(_writable(item) for item in inputs)
+    needs = isinstance(inputs, torch.Tensor) and inputs.requires_grad and torch.is_grad_enabled()
+    return _Alias.apply(inputs) if needs else inputs
+
+
+def _hand_over(output: Any) -> Any:
+    """An output as the next stage's input on the same rank: a new leaf on the same memory."""
+    leaves = tuple(t.detach().requires_grad_(t.requires_grad) for t in _tensors(output))
+    return leaves if isinstance(output, tuple) else leaves[0]

@@ -1,0 +1,504 @@
+"""``dsx.initialize``: a PipelineModule, a config, an optimizer and a schedule of its rate to an engine.
+
+DeepSpeed's ``pipeline`` block of a config, applied to layers that are built already.
+
+Its keys are those of deepspeed/runtime/config.py (get_pipeline_config), and ``use_reentrant``, which
+deepspeed/runtime/pipe/engine.py reads besides. Stock DeepSpeed reads neither ``stages`` nor ``partition`` nor
+``seed_layers``, nor any key that it does not know, and says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from deepspeed import checkpointing
+from deepspeed.pipe import LayerSpec
+
+from dsx.config.wording import suggest
+from dsx.engine.chunks import checkpoint_non_reentrant
+from dsx.engine.p2p import Shards
+from dsx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dsx.engine.pipeline_module import PipelineModule
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from dsx.errors import LayoutError
+from dsx.launch.entry import AGREED
+
+if TYPE_CHECKING:
+    from dsx.engine.pipeline_module import PipelineModule, Tie
+import warnings
+
+import deepspeed
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.runtime import lr_schedules
+from torch.optim import lr_scheduler as torch_schedules
+from torch.utils.data import DistributedSampler
+
+from dsx.config.run import RunConfig
+from dsx.config.schema import ZeroConfig
+from dsx.config.starter import newer_than_tested
+from dsx.engine.engine import PipelineEngine
+from dsx.engine.pipeline_module import PipelineModule
+from dsx.engine.settings import Config, Settings, settings_of
+from dsx.engine.zero import given_optimizer_kept, require_supported, scope_consistency_checks
+from dsx.errors import ModelError
+from dsx.parallel.groups import Grid, Groups
+
+
+def apply_block(block: Mapping[str, Any], model: PipelineModule, zero_stage: int) -> None:
+    """Do to ``model`` what the block asks for.
+
+    Raises:
+        ConfigError: A key that is unknown, or a value that is wrong or that contradicts the layers as built.
+    """
+    keys: dict[str, Callable[[Any], None]] = {
+        "stages": lambda value: _stages(model, value),
+        "partition": lambda value: _partition(model, value),
+        "seed_layers": lambda value: _seed_layers(model, value),
+        "activation_checkpoint_interval": lambda value: _interval(model, value),
+        "use_reentrant": lambda value: _reentrant(model, value, zero_stage),
+        "pipe_partitioned": _boolean("pipe_partitioned"),
+        "grad_partitioned": _boolean("grad_partitioned"),
+    }
+    for key in block:
+        if key not in keys:
+            raise ConfigError(f"pipeline.{key}", "no such key", suggest(key, keys))
+    for key, value in block.items():
+        keys[key](value)
+    if "pipe_partitioned" in block or "grad_partitioned" in block:
+        _shards(model, block)
+
+
+def _refuse(key: str, value: Any, what: str, fix: str) -> None:
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    raise ConfigError(f"pipeline.{key} = {shown}", what, fix)
+
+
+def _boolean(key: str) -> Callable[[Any], None]:
+    def check(value: Any) -> None:
+        if not isinstance(value, bool):
+            _refuse(key, value, "not a boolean", "use true or false")
+
+    return check
+
+
+def _stages(model: PipelineModule, value: Any) -> None:
+    if value not in ("auto", model.num_stages):
+        what = f"the layers are cut over {model.num_stages} pipeline ranks"
+        _refuse("stages", value, what, 'leave it out, or write "auto": PipelineModule(num_stages=) says it')
+
+
+def _partition(model: PipelineModule, value: Any) -> None:
+    given = model.partition_method
+    same = isinstance(value, str) and isinstance(given, str) and value.lower() == given.lower()
+    if value == "best" or same:
+        return
+    what = f"the layers are cut already, by partition_method = {given!r}"
+    _refuse("partition", value, what, "leave it out; PipelineModule(partition_method=) says it")
+
+
+def _seed_layers(model: PipelineModule, value: Any) -> None:
+    _boolean("seed_layers")(value)
+    if value == model.seed_layers:
+        return
+    if not value:
+        what = "PipelineModule has seed_layers=True"
+        _refuse("seed_layers", value, what, "leave it out, or say the same in both places")
+    if any(isinstance(layer, LayerSpec) for layer in model.layer_specs):
+        what = "the layers of the LayerSpecs were built, unseeded, before this config is read"
+        _refuse("seed_layers", value, what, "pass seed_layers=True to PipelineModule")
+    model.seed_layers = True
+
+
+def _interval(model: PipelineModule, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        fix = "use a positive integer, or 0 to leave it to PipelineModule"
+        _refuse("activation_checkpoint_interval", value, "not a number of layers", fix)
+    if value > 0:
+        model.set_checkpoint_interval(value)
+
+
+def _reentrant(model: PipelineModule, value: Any, zero_stage: int) -> None:
+    """DeepSpeed's functions, which follow ``deepspeed.checkpointing.configure``; torch's at ZeRO-3."""
+    if value is None:
+        return
+    _boolean("use_reentrant")(value)
+    if not value:
+        non_reentrant = checkpointing.non_reentrant_checkpoint
+        model.activation_checkpoint_func = checkpoint_non_reentrant if zero_stage == 3 else non_reentrant
+    elif model.activation_checkpoint_func is checkpoint_non_reentrant:  # a user's own stays, as in stock
+        model.activation_checkpoint_func = checkpointing.checkpoint
+
+
+def _shards(model: PipelineModule, block: Mapping[str, Any]) -> None:
+    """What is divided over tensor-parallel ranks on its way: all that crosses a boundary, or nothing."""
+    tensor_parallel = model.groups.tensor_parallel
+    if tensor_parallel.size == 1:
+        return
+    wanted = {key: block.get(key, True) for key in ("pipe_partitioned", "grad_partitioned")}
+    if len(set(wanted.values())) > 1:
+        key, value = next(item for item in block.items() if item[0] in wanted)
+        what = "dsx divides activations and gradients between stages alike, and the two keys differ"
+        _refuse(key, value, f"{what} (DeepSpeed's default is true)", "set both to the same")
+    model.shards = Shards.over(tensor_parallel) if wanted["pipe_partitioned"] else None
+
+
+Group = dict[str, Any]
+
+
+def prepare(
+    model: PipelineModule,
+    *,
+    zero_stage: int,
+    optimizer: Optimizer | Callable[..., Any] | None,
+    lr_scheduler: Any,
+    model_parameters: Iterable[Any] | None,
+) -> list[Group]:
+    """Parameter groups for ``deepspeed.initialize``; a client optimizer's own are split in place.
+
+    A collective call over all ranks.
+
+    Args:
+        model: The pipeline.
+        zero_stage: ZeRO-1 and 2 cut each group as one flat tensor, and so need :func:`split_tied`.
+        optimizer: The user's, if any.
+        lr_scheduler: The user's, if any.
+        model_parameters: As :func:`dsx.initialize` takes them.
+
+    Raises:
+        ConfigError: A scheduler was built for groups that have to be split; a list mixes parameters and
+            groups.
+        LayoutError: A rank has nothing to train.
+    """
+    flat = zero_stage in (1, 2)
+    if isinstance(optimizer, Optimizer):
+        before = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+        groups = split_tied(optimizer.param_groups, model.ties) if flat else optimizer.param_groups
+        groups = [group for group in groups if group["params"]]  # as DeepSpeed does
+        changed = [[id(p) for p in group["params"]] for group in groups] != before
+        if lr_scheduler is not None and not callable(lr_scheduler):
+            _require_unchanged(model, lr_scheduler, changed=changed)
+        optimizer.param_groups[:] = groups
+    else:
+        given = model.chunks.parameters() if model_parameters is None else model_parameters
+        groups = as_groups(given)
+        if flat:
+            groups = split_tied(groups, model.ties)
+    _require_trainable(model, groups, need_gradients=zero_stage > 0)
+    return groups
+
+
+def as_groups(parameters: Iterable[Any]) -> list[Group]:
+    """Parameters or parameter groups, as a torch optimizer takes them, as groups. Raises ConfigError."""
+    given = list(parameters)
+    if all(isinstance(item, Mapping) for item in given):
+        groups = [dict(item) for item in given]
+    elif any(isinstance(item, Mapping) for item in given):
+        raise ConfigError(
+            "model_parameters",
+            "they mix parameters and parameter groups",
+            'put every parameter into a group: {"params": [...]}',
+        )
+    else:
+        groups = [{"params": given}]
+    for group in groups:
+        members = group["params"]
+        group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
+    return groups
+
+
+def split_tied(groups: Sequence[Group], ties: Sequence[Tie]) -> list[Group]:
+    """Groups in which each tied weight that spans pipeline ranks stands alone.
+
+    ZeRO cuts a group as one flat tensor; alone, a tied weight is cut alike on every rank that holds it.
+    Groups without anything to train, which ZeRO cannot cut, are left out.
+    """
+    keys = {id(p): tie.key for tie in ties for p in tie.parameters if p.requires_grad}
+    result = []
+    for group in groups:
+        parts: dict[str | None, list[nn.Parameter]] = {None: []}
+        for parameter in group["params"]:
+            parts.setdefault(keys.get(id(parameter)), []).append(parameter)
+        trained = [part for part in parts.values() if any(p.requires_grad for p in part)]
+        # The first is the group itself, which an optimizer may know by more ways than its list of groups.
+        halves = [group, *({**group} for _ in trained[1:])]
+        for half, part in zip(halves, trained, strict=False):
+            half["params"] = part
+            result.append(half)
+    return result
+
+
+def _require_unchanged(model: PipelineModule, lr_scheduler: Any, *, changed: bool) -> None:
+    """Raise the same ConfigError on every rank if a schedule was made for groups that one has changed."""
+    if _pipeline_ranks_where(model, changed):
+        error = ConfigError(
+            f"lr_scheduler = {type(lr_scheduler).__name__}(optimizer)",
+            "it follows the optimizer's parameter groups, which are split because of tied weights, or are "
+            "left out where a pipeline rank has nothing of them to train",
+            "pass a callable: lr_scheduler=lambda optimizer: ...",
+        )
+        error.add_note(AGREED)
+        raise error
+
+
+def _pipeline_ranks_where(model: PipelineModule, flag: bool) -> list[int]:
+    """Pipeline ranks of which one has ``flag``, known on every rank. Collective."""
+    flags = torch.zeros(model.groups.mesh.pp, dtype=torch.int32, device=model.device)
+    flags[model.groups.pp_rank] = flag
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return [rank for rank, found in enumerate(flags.tolist()) if found]
+
+
+def _require_trainable(model: PipelineModule, groups: Sequence[Group], *, need_gradients: bool) -> None:
+    """Raise the same LayoutError on every rank if the optimizer of one would be empty."""
+    members = [p for group in groups for p in group["params"]]
+    fine = any(p.requires_grad for p in members) if need_gradients else bool(members)
+    ranks = _pipeline_ranks_where(model, not fine)
+    if not ranks:
+        return
+    layers = {rank: list(model.stage_map.layers_of(rank)) for rank in ranks}
+    error = LayoutError(
+        f"pipeline ranks {ranks} (layers {layers})",
+        "their optimizer has nothing to train, which DeepSpeed does not allow",
+        "cut the stages so that every rank has a trainable parameter (partition_method), or use fewer ranks",
+    )
+    error.add_note(AGREED)
+    raise error
+
+
+_DEEPSPEED = tuple(lr_schedules.VALID_LR_SCHEDULES)
+
+
+def schedule_of(block: Mapping[str, Any] | None, given: Any) -> Any:
+    """The user's schedule, or what makes that of a config's ``scheduler`` block for an optimizer.
+
+    DeepSpeed would give the schedule its own wrapper of the optimizer, which torch's schedules refuse under
+    ZeRO and in bf16, and behind which it may have made the optimizer anew (deepspeed/runtime/engine.py,
+    _scheduler_from_config; zero/stage3.py, initialize_optimizer_states). A callable gets the optimizer
+    itself.
+
+    Args:
+        block: Of the config, if it has one.
+        given: A schedule, or a callable that makes one from an optimizer; None leaves it to the config.
+
+    Returns:
+        ``given``, a callable, or None without a schedule.
+
+    Raises:
+        ConfigError: No such schedule, or one that wants a metric.
+    """
+    if given is not None:
+        _require_no_metric(given)
+        return given
+    name, params = (block or {}).get("type"), (block or {}).get("params") or {}
+    if name is None:
+        return None
+    kind = _kind(name)
+    if kind is None:
+        raise ConfigError(
+            f"scheduler.type = {name!r}",
+            "DeepSpeed and torch know no such schedule (names are case-sensitive)",
+            f"use one of {', '.join(_DEEPSPEED)}, or a class of torch.optim.lr_scheduler",
+        )
+    if issubclass(kind, torch_schedules.ReduceLROnPlateau):
+        raise _wants_a_metric(f"scheduler.type = {name!r}")
+
+    def make(optimizer: Any) -> Any:
+        try:
+            return kind(optimizer, **params)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"scheduler.params = {params!r}",
+                f"{name} of {type(optimizer).__name__} cannot be made: {error}",
+                f"give {name} the parameters that it takes",
+            ) from error
+
+    return make
+
+
+def require_drives(lr_scheduler: Any, optimizer: Any) -> None:
+    """Refuse a schedule of an optimizer that does not train: the learning rate would never change.
+
+    Args:
+        lr_scheduler: As it was made. One that does not say whose it is passes.
+        optimizer: The optimizer that trains, inside of DeepSpeed's wrapper; None if nothing trains.
+
+    Raises:
+        ConfigError: It is another optimizer's, or wants a metric.
+    """
+    _require_no_metric(lr_scheduler)
+    own = getattr(lr_scheduler, "optimizer", None)
+    own = own if hasattr(own, "step") else None
+    if None not in (own, optimizer) and own is not optimizer:
+        raise ConfigError(
+            f"lr_scheduler = {type(lr_scheduler).__name__}(...)",
+            f"it moves the learning rate of another optimizer ({type(own).__name__}), which does not train",
+            "make it from the optimizer that is given to dsx.initialize, or pass a callable: "
+            "lr_scheduler=lambda optimizer: ...",
+        )
+
+
+def _require_no_metric(lr_scheduler: Any) -> None:
+    """Refuse a schedule that wants one: DeepSpeed would pass it the batch size (engine.py:3550)."""
+    if isinstance(lr_scheduler, torch_schedules.ReduceLROnPlateau):
+        raise _wants_a_metric("lr_scheduler = ReduceLROnPlateau(...)")
+
+
+def _kind(name: Any) -> Any:
+    """The class of a schedule that DeepSpeed or torch knows by this name."""
+    if name in _DEEPSPEED:
+        return getattr(lr_schedules, name)
+    kind = getattr(torch_schedules, name, None) if isinstance(name, str) else None
+    base = torch_schedules.LRScheduler
+    known = isinstance(kind, type) and issubclass(kind, base) and kind is not base
+    return kind if known else None
+
+
+def _wants_a_metric(where: str) -> ConfigError:
+    return ConfigError(
+        where,
+        "it wants a metric at every step, and DeepSpeed would give it the batch size",
+        "leave it out; make ReduceLROnPlateau(engine.basic_optimizer) after dsx.initialize, and call its "
+        "step(loss) yourself, on every rank",
+    )
+
+
+def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
+    args: Any = None,
+    model: PipelineModule | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Config | None = None,
+    mesh_param: Any = None,
+    config_params: Config | None = None,
+    *,
+    zero: ZeroConfig | None = None,
+) -> tuple[PipelineEngine, Any, Any, Any]:
+    """``deepspeed.initialize`` for a :class:`~dsx.PipelineModule`. A collective call over all ranks.
+
+    Args:
+        args: Its ``deepspeed_config`` is the config if there is no ``config``.
+        model: The pipeline.
+        optimizer: A torch optimizer or a callable that makes one from parameter groups; the config's by
+            default.
+        model_parameters: Parameters or parameter groups to optimize; all by default.
+        training_data: A torch Dataset, in order, split over data-parallel ranks.
+        lr_scheduler: A scheduler or a callable that makes one from an optimizer; the config's by default.
+        distributed_port: Taken for stock DeepSpeed's sake: the ranks are there already, as a PipelineModule
+            needs them.
+        mpu: Refused, as by stock pipelines: the groups are the PipelineModule's.
+        dist_init_required: Taken for stock DeepSpeed's sake, like ``distributed_port``.
+        collate_fn: For ``training_data``.
+        config: A resolved dsx config (:func:`dsx.load_config`), or an ordinary DeepSpeed config as a dict or
+            path.
+        mesh_param: Refused, like ``mpu``.
+        config_params: Stock DeepSpeed's old name of ``config``.
+        zero: When ZeRO communicates; the config's ``dsx.zero`` by default.
+
+    Returns:
+        ``(engine, optimizer, training_dataloader, lr_scheduler)`` as DeepSpeed returns them.
+
+    Raises:
+        VersionError: A DeepSpeed that dsx has not been checked against.
+        ConfigError: A setting that cannot work with a pipeline.
+        LayoutError: A rank has nothing to train.
+        ModelError: ``model`` is no dsx.PipelineModule, or has groups of its own and is given others.
+    """
+    del distributed_port, dist_init_required
+    require_supported()
+    if mpu is not None or mesh_param is not None:
+        raise ModelError(
+            "dsx.initialize(mpu=)" if mesh_param is None else "dsx.initialize(mesh_param=)",
+            "a PipelineModule has its groups already",
+            "leave it out; give the degrees to PipelineModule (num_stages, topology or groups)",
+        )
+    config = config_params if config is None else config
+    if not isinstance(model, PipelineModule):
+        raise ModelError(
+            f"model of type {type(model).__name__}", "not a dsx.PipelineModule", "build one from the layers"
+        )
+    if model.program.divides and model.split is None and model.groups.rank == 0:
+        warnings.warn(
+            f"schedule {model.program.name} divides the backward, and these layers do not: their weight "
+            "gradients come with the input's. Build layers and pipeline with one WeightGradients (split=).",
+            stacklevel=2,
+        )
+    if model.groups.rank == 0:
+        for newer in newer_than_tested():
+            warnings.warn(newer, stacklevel=2)
+    settings = settings_of(config, args, model.groups.mesh)
+    apply_block(settings.deepspeed.get("pipeline", {}), model, settings.zero_stage)
+    _check_build(model, settings)
+    lr_scheduler = schedule_of(settings.deepspeed.get("scheduler"), lr_scheduler)
+    parameters = prepare(
+        model,
+        zero_stage=settings.zero_stage,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        model_parameters=model_parameters,
+    )
+    if settings.zero_stage == 3:
+        scope_consistency_checks(model.groups)
+    if model.partitioner is not None:
+        model.partitioner.hand_over(model.chunks)
+    with given_optimizer_kept():
+        engine, wrapped, _, scheduler = deepspeed.initialize(
+            model=model.chunks,
+            config=settings.deepspeed,
+            model_parameters=parameters,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            collate_fn=collate_fn,
+            mpu=Grid(model.groups),
+            dist_init_required=False,
+        )
+    require_drives(scheduler, engine.basic_optimizer)
+    run = config if isinstance(config, RunConfig) else None
+    pipeline = PipelineEngine(
+        model,
+        engine,
+        clipping=settings.clipping,
+        config=run,
+        zero=zero or (ZeroConfig() if run is None else run.dsx.zero),
+    )
+    loader = None if training_data is None else _loader(engine, training_data, model.groups)
+    if loader is not None:
+        pipeline.set_dataloader(loader)
+    return pipeline, wrapped, loader, scheduler
+
+
+def _check_build(model: PipelineModule, settings: Settings) -> None:
+    """Refuse layers partitioned for another config; warn of layers built whole for ZeRO-3."""
+    if model.partitioner is not None:
+        model.partitioner.require(settings)
+        return
+    whole = any(not hasattr(parameter, "ds_id") for parameter in model.chunks.parameters())
+    if settings.zero_stage == 3 and model.groups.mesh.dp > 1 and whole and model.groups.rank == 0:
+        warnings.warn(
+            "ZeRO-3: the layers were built before the config was known, and each rank holds all of its own "
+            "whole. Give dsx.PipelineModule the config too (config=), and they are partitioned one by one.",
+            stacklevel=3,
+        )
+
+
+def _loader(engine: Any, dataset: Any, groups: Groups) -> Any:
+    """As stock PipelineEngine's (deepspeed/runtime/pipe/engine.py, _build_data_iter): in order."""
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, num_replicas=groups.mesh.dp, rank=groups.dp_rank, shuffle=False
+    )
+    return engine.deepspeed_io(dataset, data_sampler=sampler)

@@ -1,0 +1,161 @@
+"""What a layer's parameters must be before a pipeline trains it: there, named, and alike where they are."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+
+from dsx.engine.replicas import checksum
+from dsx.errors import ModelError
+from dsx.models.param import ParamSpec
+from dsx.nn.parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from dsx.parallel.groups import Groups
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What tensor-parallel ranks compare of one parameter or buffer.
+
+    Attributes:
+        cut: Each rank has a part of its own.
+        shape: Of this rank's tensor, unless it is cut.
+        seed: What the whole tensor's values were drawn from, if dsx.nn made it.
+        values: Checksum of a tensor that all must hold alike and that dsx.nn has not made.
+    """
+
+    cut: bool
+    shape: tuple[int, ...]
+    seed: int | None
+    values: int | None
+
+
+def settle(layer: nn.Module, name: str, index: int, groups: Groups) -> dict[nn.Parameter, str]:
+    """Check and name what a layer holds, and make replicas over tensor parallelism equal.
+
+    A collective call over the tensor-parallel ranks. What no rank cuts must be the same on all of them, as in
+    Megatron: a parameter counts as cut if it is marked ``tensor_model_parallel``, which dsx.nn's are.
+
+    Args:
+        layer: As it was built.
+        name: Of the layer in the pipeline's module: its index, or where it is kept if it is tied.
+        index: Of the layer in the layer list.
+        groups: This rank's process groups.
+
+    Returns:
+        Names of the parameters that every tensor-parallel rank holds whole, those of dsx's families aside;
+        empty without tensor parallelism.
+
+    Raises:
+        ModelError: Parameters without values, modules of other tensor-parallel ranks than the pipeline's,
+            or ranks whose layers do not fit together.
+    """
+    where = f"layer {index} ({type(layer).__name__})"
+    parameter: Any
+    for path, parameter in layer.named_parameters():
+        if parameter.is_meta or getattr(parameter, "dsx_spec", parameter) is None:
+            raise ModelError(
+                f"{where}: parameter {path}",
+                "it has no values" + (" (it is on the meta device)" if parameter.is_meta else ""),
+                "give it some: build it on a real device, without init=None",
+            )
+    for path, module in layer.named_modules():
+        _require_ranks(module, f"{where}: {path or 'itself'}", groups)
+    if groups.mesh.tp > 1:
+        _make_alike(layer, where, groups)
+    whole = {}
+    for path, parameter in layer.named_parameters():
+        spec, full = getattr(parameter, "dsx_spec", None), f"{name}.{path}"
+        if isinstance(spec, ParamSpec) and spec.name:
+            continue
+        if isinstance(spec, ParamSpec):
+            parameter.dsx_spec = replace(spec, name=full, layer=index, hf=(full,))
+        if groups.mesh.tp > 1 and not getattr(parameter, "tensor_model_parallel", False):
+            whole[parameter] = full
+    return whole
+
+
+def _require_ranks(module: nn.Module, where: str, groups: Groups) -> None:
+    """Refuse a module of dsx.nn that would sum over other ranks than those that share this layer."""
+    tp = getattr(module, "tp", None)
+    if not isinstance(tp, TensorParallel) or tp.size == 1:
+        return
+    ours = groups.tensor_parallel
+    theirs = tp.size, tp.rank, dist.get_process_group_ranks(tp.group)
+    if theirs == (ours.size, ours.rank, dist.get_process_group_ranks(ours.group)):
+        return
+    raise ModelError(
+        where,
+        f"it was built for rank {tp.rank} of {tp.size} tensor-parallel ranks, and this is rank {ours.rank} "
+        f"of {ours.size}, or its process group has other ranks",
+        "build it with groups.tensor_parallel of the groups that dsx.PipelineModule gets",
+    )
+
+
+def _make_alike(layer: nn.Module, where: str, groups: Groups) -> None:
+    """Give every tensor-parallel rank the same of what none of them cuts."""
+    tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
+    mine = {path: _facts(tensor) for path, tensor in tensors.items()}
+    if all(fact.seed is None and fact.values is None for fact in mine.values()):
+        return
+    everyone: list[dict[str, _Facts]] = [{} for _ in range(groups.mesh.tp)]
+    dist.all_gather_object(everyone, mine, group=groups.tensor)
+    first = everyone[0]
+    for theirs in everyone[1:]:
+        _require_fitting(first, theirs, where)
+    different = [
+        path for path, fact in first.items() if any(theirs[path].values != fact.values for theirs in everyone)
+    ]
+    source = groups.mesh.group_of(groups.rank, "tp")[0]
+    for path in different:
+        dist.broadcast(tensors[path].data, source, group=groups.tensor)
+    if different and groups.tp_rank == 0:
+        more = f" and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+        warnings.warn(
+            f"{where}: {', '.join(different[:_SHOWN])}{more} differed between tensor-parallel ranks, which "
+            "must hold the same of what none of them cuts: all take the first rank's. Seed them alike, "
+            "as dsx.distributed does; where the layer itself cuts a parameter, set "
+            "parameter.tensor_model_parallel = True.",
+            stacklevel=2,
+        )
+
+
+def _facts(tensor: Any) -> _Facts:
+    cut = bool(getattr(tensor, "tensor_model_parallel", False))
+    spec, seed = getattr(tensor, "dsx_spec", None), getattr(tensor, "dsx_seed", None)
+    plain = not cut and spec is None
+    return _Facts(
+        cut=cut,
+        shape=() if cut else tuple(tensor.shape),
+        # Named already: dsx's families draw by name.
+        seed=None if spec is not None and spec.name else seed,
+        values=int(checksum(tensor)) if plain else None,
+    )
+
+
+def _require_fitting(first: dict[str, _Facts], theirs: dict[str, _Facts], where: str) -> None:
+    strange = sorted(first.keys() ^ theirs.keys())
+    shapes = [
+        p for p in first if p in theirs and (first[p].cut, first[p].shape) != (theirs[p].cut, theirs[p].shape)
+    ]
+    if strange or shapes:
+        path = (strange or shapes)[0]
+        raise ModelError(
+            f"{where}: {path}",
+            "tensor-parallel ranks do not have it in the same shape, and it is not marked as cut",
+            "where the layer cuts a parameter itself, set parameter.tensor_model_parallel = True",
+        )
+    seeds = [path for path, fact in first.items() if fact.seed != theirs[path].seed]
+    if seeds:
+        raise ModelError(
+            f"{where}: parameter {seeds[0]}",
+            "tensor-parallel ranks drew other random numbers: their parts would not be those of one tensor",
+            "seed these ranks alike before they build: dsx.distributed does, as does seed_layers=True",
+        )

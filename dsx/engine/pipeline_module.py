@@ -1,0 +1,520 @@
+"""A list of layers, cut into pipeline stages: the constructor of deepspeed.pipe.PipelineModule."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.utils import set_random_seed
+from torch import nn
+
+from dsx.engine import stock_module
+from dsx.engine.chunks import Chunks, Loss, Recompute, TiedUse, checkpoint_non_reentrant
+from dsx.engine.layer_parameters import settle
+from dsx.engine.p2p import Shards
+from dsx.engine.settings import Config, settings_of
+from dsx.engine.stock_module import NOT_HERE, OfRecompute, check_recompute, facts, unavailable
+from dsx.engine.zero.building import LayerPartitioner, outside_of_init
+from dsx.errors import LayoutError, ModelError
+from dsx.nn.split import WeightGradients
+from dsx.parallel.groups import Grid, Groups, make_groups, new_group
+from dsx.parallel.mesh import Mesh
+from dsx.parallel.partition import partition
+from dsx.parallel.stages import Placement, StageMap
+from dsx.schedules.program import Program
+
+
+def require_layers(layers: Sequence[Any]) -> None:
+    """Raise the same ModelError on every rank, whichever builds the layer."""
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, LayerSpec) and not callable(layer):
+            raise ModelError(
+                f"layer {index} ({type(layer).__name__})",
+                "it is neither a LayerSpec, a module nor a function",
+                "give each layer as a LayerSpec, a torch.nn.Module or a callable",
+            )
+
+
+def tied_layers(layers: Sequence[Any]) -> dict[str, list[tuple[int, Any]]]:
+    """Tie key -> (index, spec) of its uses. Raises ModelError when the uses name different weights."""
+    tied: dict[str, list[tuple[int, Any]]] = {}
+    for index, spec in enumerate(layers):
+        if isinstance(spec, TiedLayerSpec):
+            tied.setdefault(spec.key, []).append((index, spec))
+    for key, uses in tied.items():
+        names = {tuple(spec.tied_weight_attr) for _, spec in uses}
+        if len(names) > 1:
+            raise ModelError(
+                f"tied layers {key!r}",
+                f"their tied_weight_attr differ: {sorted(names)}",
+                "name the same weights in every TiedLayerSpec of a key",
+            )
+    return tied
+
+
+def cut_layers(
+    layers: Sequence[Any],
+    method: str | Sequence[int],
+    num_ranks: int,
+    num_chunks: int,
+    placement: Placement,
+    *,
+    as_stock_draws: bool,
+) -> StageMap:
+    """The layers as virtual stages.
+
+    Args:
+        layers: The whole list.
+        method: See :func:`dsx.parallel.partition.partition`; the case of a name does not matter, as in
+            DeepSpeed.
+        num_ranks: Pipeline degree.
+        num_chunks: Virtual stages per pipeline rank.
+        placement: Which rank has which virtual stage.
+        as_stock_draws: Where parameters are counted, build each layer for real, and so move the random
+            generators on as stock DeepSpeed does. Without it nothing is allocated.
+    """
+    if isinstance(method, str) and not method.lower().startswith("type:"):
+        method = method.lower()
+    needs_counts = method == "parameters"
+    stages = partition(
+        method,
+        num_ranks * num_chunks,
+        num_ranks,
+        parameters=[_count_parameters(layer, as_stock_draws) if needs_counts else 0 for layer in layers],
+        costs=None,
+        names=[layer_name(layer) for layer in layers],
+    )
+    return replace(stages, placement=placement)
+
+
+def layer_name(layer: Any) -> str:
+    """Class name of a spec or module, name of a function."""
+    if isinstance(layer, LayerSpec):
+        return str(layer.typename.__name__)
+    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", "")
+
+
+def warn_of_copies(layers: Sequence[Any], stages: StageMap) -> None:
+    """Warn of weights that layers of several pipeline ranks share as one Python object.
+
+    Each rank is a process of its own, and so has a copy, which gets the gradients of its own layers alone:
+    stock DeepSpeed trains them apart as well, without a word.
+    """
+    users: dict[int, list[int]] = {}
+    for index, layer in enumerate(layers):
+        for weight in {id(p) for m in _modules_in(layer) for p in m.parameters() if p.requires_grad}:
+            users.setdefault(weight, []).append(index)
+    shared = {
+        tuple(indices): sorted({stages.rank_of(stages.stage_of(index)) for index in indices})
+        for indices in users.values()
+    }
+    apart = {indices: ranks for indices, ranks in shared.items() if len(ranks) > 1}
+    if apart:
+        named = "; ".join(
+            f"layers {', '.join(f'{index} ({layer_name(layers[index])})' for index in indices)} "
+            f"on pipeline ranks {', '.join(map(str, ranks))}"
+            for indices, ranks in sorted(apart.items())
+        )
+        warnings.warn(
+            f"PipelineModule: {named} hold the same weights as one object in this script. Each rank trains a "
+            "copy of its own (stock DeepSpeed does too), and the copies drift apart. To train them as one, "
+            "list each use as a TiedLayerSpec of one key.",
+            stacklevel=3,
+        )
+
+
+def _modules_in(layer: Any) -> Iterator[nn.Module]:
+    """A layer that is a module, and the modules that a function carries: bound, partial or closed over."""
+    if isinstance(layer, LayerSpec):
+        return
+    held: list[Any] = [layer, getattr(layer, "__self__", None)]
+    if isinstance(layer, partial):
+        held += [layer.func, getattr(layer.func, "__self__", None), *layer.args, *layer.keywords.values()]
+    held += [cell.cell_contents for cell in getattr(layer, "__closure__", None) or () if _is_filled(cell)]
+    held += getattr(layer, "__defaults__", None) or ()
+    yield from (item for item in held if isinstance(item, nn.Module))
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a variable that is assigned later
+        return False
+
+
+def _count_parameters(layer: Any, as_stock_draws: bool) -> int:
+    """Trainable elements of a layer; of a spec's, by building it (see :func:`cut_layers`)."""
+    if isinstance(layer, LayerSpec):
+        layer = layer.build() if as_stock_draws else _build_empty(layer.build)
+    if isinstance(layer, nn.Module):
+        return sum(p.numel() for p in layer.parameters() if p.requires_grad)
+    return 0
+
+
+def _build_empty(build: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return build()
+    except Exception:  # noqa: BLE001 - a user's constructor may need values, which meta tensors lack
+        return build()
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """One tied weight whose copies live on several pipeline ranks.
+
+    Attributes:
+        key: The TiedLayerSpec's key.
+        parameters: This rank's copies, in the order of ``tied_weight_attr``.
+        group: The ranks that hold a copy.
+    """
+
+    key: str
+    parameters: tuple[nn.Parameter, ...]
+    group: dist.ProcessGroup
+
+
+class PipelineModule(nn.Module):
+    """A model as a sequence of layers, each rank building only its own stages' layers.
+
+    The arguments up to ``dynamic_shape`` are those of ``deepspeed.pipe.PipelineModule``, with the same
+    meaning; ``layers`` takes DeepSpeed's LayerSpec and TiedLayerSpec, modules and functions.
+
+    Args:
+        layers: The model; each layer takes the previous one's output (a tensor or a tuple of tensors).
+        num_stages: Pipeline degree; every other rank is data-parallel.
+        topology: A DeepSpeed ProcessTopology with axes among pipe, data and model, in place of
+            ``num_stages``.
+        loss_fn: ``loss_fn(outputs, labels)``.
+        seed_layers: Seed the generators before each layer with ``base_seed`` plus its index.
+        seed_fn: Seeds the generators; DeepSpeed's own by default.
+        base_seed: First seed.
+        partition_method: "parameters", "uniform", "type:<regex>", or a list with the number of layers of each
+            virtual stage. "parameters" builds every layer once, one at a time, to count: as in stock
+            DeepSpeed, whose initial weights a seed of torch thus gives here too. The others do not.
+        activation_checkpoint_interval: Recompute runs of so many layers; 0 recomputes nothing.
+        activation_checkpoint_func: Called as ``func(run, *inputs)``; torch's non-reentrant checkpoint by
+            default.
+        checkpointable_layers: Class names that may be recomputed.
+        dynamic_shape: Shapes at stage boundaries may differ from micro-batch to micro-batch.
+        num_chunks: Virtual stages per pipeline rank (interleaved schedule when above 1).
+        schedule: "auto" (interleaved with chunks, else 1f1b), a name of dsx.schedules.builders.NAMES, or a
+            :class:`dsx.schedules.program.Program` with options or rows of its own.
+        groups: Process groups made beforehand (:func:`dsx.distributed`), in place of num_stages and topology.
+        stage_map: Layers of each virtual stage, in place of ``partition_method``.
+        release_outputs: Free a stage's output once it is sent. Right when the last layer of every stage
+            returns fresh tensors that no other operation has taken as an input, as dsx's own models do.
+        shard_transfers: Tensor-parallel ranks each send their share of what crosses a stage boundary, and
+            gather what they receive (:mod:`dsx.engine.p2p`). Right when all of them hold the same there,
+            which is compared at first use: dsx's own models do without sequence parallelism.
+        split: What the layers were built with, for schedules that split the backward (dsx's own can).
+        config: What :func:`dsx.initialize` will be given. At ZeRO-3 each layer is then partitioned over the
+            data-parallel ranks as soon as it is built, so that no rank ever holds more than one whole layer.
+            Its parameters then keep their shape but not their values, until the engine gathers them. A
+            ``deepspeed.zero.Init`` around the call does the same. Without either, layers are built whole.
+        load_layer: Called as ``load_layer(index, layer)`` with each LayerSpec's module once it is built, and
+            before it is partitioned, to load its weights. A tied module comes once, under the first of its
+            indices on this rank.
+
+    Attributes:
+        partitioner: What partitioned the layers as they were built; None if they are whole.
+        replicas: Parameters of the caller's own layers here that every tensor-parallel rank holds whole, with
+            their names; empty without tensor parallelism.
+
+    Raises:
+        ConfigError: A setting of ``config`` that cannot work with a pipeline.
+        LayoutError: The degrees do not fit the number of ranks or layers.
+        ModelError: A tied weight differs between its uses, or nothing matches ``type:``; a parameter without
+            values, or tensor-parallel ranks whose layers do not fit together.
+    """
+
+    chunks: Chunks
+    num_stages: int
+    stage_id: int
+    global_rank: int
+    world_size: int
+    local_rank: int
+    parts: list[int]
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: Any = None,
+        loss_fn: Loss | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], None] | None = None,
+        base_seed: int = 1234,
+        partition_method: str | Sequence[int] = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpoint_non_reentrant,
+        checkpointable_layers: list[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        num_chunks: int = 1,
+        schedule: str | Program = "auto",
+        groups: Groups | None = None,
+        stage_map: StageMap | None = None,
+        release_outputs: bool = False,
+        shard_transfers: bool = False,
+        split: WeightGradients | None = None,
+        config: Config | None = None,
+        load_layer: Callable[[int, nn.Module], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer_specs: tuple[Any, ...] = tuple(layers)
+        require_layers(self.layer_specs)
+        _require_whole(self.layer_specs, groups.mesh if groups else _mesh(num_stages, topology))
+        self.groups = groups or make_groups(_mesh(num_stages, topology))
+        if schedule == "auto":
+            several = (num_chunks if stage_map is None else stage_map.num_chunks) > 1
+            schedule = "interleaved" if several else "1f1b"
+        self.program = Program(name=schedule) if isinstance(schedule, str) else schedule
+        with outside_of_init():  # counting parameters builds layers, too
+            self.stage_map = stage_map or cut_layers(
+                self.layer_specs,
+                partition_method,
+                self.groups.mesh.pp,
+                num_chunks,
+                self.program.placement,
+                as_stock_draws=not seed_layers,
+            )
+        self.partition_method = partition_method if stage_map is None else "stage_map"
+        self._require_stages()
+        if self.groups.rank == 0:
+            warn_of_copies(self.layer_specs, self.stage_map)
+        self.dynamic_shape = dynamic_shape
+        self.release_outputs = release_outputs
+        self.shards = Shards.over(self.groups.tensor_parallel) if shard_transfers else None
+        self.split = split
+        self.device = torch.device(get_accelerator().current_device_name())
+        self.seed_layers, self.base_seed, self.seed_fn = seed_layers, base_seed, seed_fn
+        self.weights_changed: Callable[[], None] | None = None
+        self._load_layer = load_layer
+        self.partitioner = (
+            LayerPartitioner.of_context(self.groups)
+            if config is None
+            else LayerPartitioner.of_settings(settings_of(config, None, self.groups.mesh), self.groups)
+        )
+        self.replicas: dict[nn.Parameter, str] = {}
+        tied_modules: dict[str, nn.Module] = {}
+        with outside_of_init():
+            stages = {
+                stage: [(index, self._build(index, tied_modules)) for index in self.stage_map.layers(stage)]
+                for stage in self.stage_map.stages_of(self.groups.pp_rank)
+            }
+        chunks = Chunks(
+            stages=stages,
+            tied_modules=tied_modules,
+            loss_fn=loss_fn,
+            last_stage=self.stage_map.num_stages - 1,
+            recompute=Recompute(
+                interval=check_recompute("interval", activation_checkpoint_interval),
+                layer_names=check_recompute("layer_names", checkpointable_layers),
+                function=check_recompute("function", activation_checkpoint_func),
+                model_name=type(self).__name__,
+            ),
+            reseed=self._reseed,
+        )
+        self._adopt(chunks)
+        self.to(self.device)
+        self.ties = self._tie()
+        self._grid = Grid(self.groups, topology)
+        self._topo = self._grid.topology()
+        vars(self).update(facts(self.groups, self.stage_map.bounds, self.layer_specs))
+
+    # Names of stock DeepSpeed's class that nothing else of dsx needs.
+    activation_checkpoint_interval = OfRecompute("interval")
+    activation_checkpoint_func = OfRecompute("function")
+    checkpointable_layers = OfRecompute("layer_names")
+    forward_funcs = property(stock_module.forward_funcs)
+    fwd_map = property(stock_module.fwd_map)
+    is_checkpointable_results = property(lambda self: self.chunks.recomputed())
+    micro_offset = property(lambda self: self.chunks.forwards)
+    curr_layer = property(lambda self: self.chunks.running)
+    tied_comms = property(stock_module.tied_comms)
+    tied_weight_attrs = property(stock_module.tied_weight_attrs)
+    topology = stock_module.topology
+    num_pipeline_stages = stock_module.num_pipeline_stages
+    partitions = stock_module.partitions
+    stage_owner = stock_module.stage_owner
+    set_checkpoint_interval = stock_module.set_checkpoint_interval
+    get_tied_weights_and_groups = stock_module.get_tied_weights_and_groups
+    allreduce_tied_weight_gradients = stock_module.allreduce_tied_weight_gradients
+    get_additional_losses = stock_module.get_additional_losses
+    save_state_dict = stock_module.save_state_dict
+    load_state_dir = stock_module.load_state_dir
+    ckpt_prefix = stock_module.ckpt_prefix
+    ckpt_layer_path = stock_module.ckpt_layer_path
+    ckpt_layer_path_list = stock_module.ckpt_layer_path_list
+    forward = stock_module.run_layers
+
+    def __getattr__(self, name: str) -> Any:
+        if name in NOT_HERE:
+            raise unavailable("PipelineModule", name, NOT_HERE[name])
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "loss_fn" and "chunks" in vars(self):
+            self.chunks.loss_fn = value
+
+    def train(self, mode: bool = True) -> PipelineModule:
+        """As of any module."""
+        super().train(mode)
+        if "chunks" in vars(self):
+            self.chunks.training = mode
+        return self
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """``torch.compile`` this rank's layers, each by itself."""
+        self.chunks.compile_layers(*args, **kwargs)
+
+    def _adopt(self, chunks: Chunks) -> None:
+        """Take the layers as children of this module's own: under the names that stock DeepSpeed gives them.
+
+        ``chunks``, which DeepSpeed's engine wraps, has the same children and is none itself.
+        """
+        vars(self)["chunks"] = chunks
+        self.loss_fn = chunks.loss_fn
+        for name, child in chunks.named_children():
+            if name != "loss_fn":
+                self.add_module(name, child)
+
+    def _precompute_checkpointable_values(self) -> None:
+        """For code that calls stock DeepSpeed's: dsx asks at each forward which layers are recomputed."""
+
+    def mpu(self) -> Grid:
+        """The process groups under the names that DeepSpeed and Megatron code asks for."""
+        return self._grid
+
+    def _require_stages(self) -> None:
+        if self.stage_map.num_ranks != self.groups.mesh.pp or self.stage_map.num_layers != len(
+            self.layer_specs
+        ):
+            raise LayoutError(
+                f"stage map of {self.stage_map.num_layers} layers on {self.stage_map.num_ranks} ranks",
+                f"the model has {len(self.layer_specs)} layers and the pipeline {self.groups.mesh.pp} ranks",
+                "partition the same layer list over the same mesh",
+            )
+
+    def _reseed(self, index: int, forwards: int) -> None:
+        """Seed before a layer's forward (deepspeed/runtime/pipe/module.py, exec_range_func)."""
+        if self.seed_layers:
+            (self.seed_fn or set_random_seed)(self.base_seed * (forwards + 1) + index)
+
+    def _build(self, index: int, tied_modules: dict[str, nn.Module]) -> Callable[..., Any]:
+        """Layer ``index`` as something to call; tied modules are built once per rank."""
+        spec = self.layer_specs[index]
+        if self.seed_layers:
+            (self.seed_fn or set_random_seed)(self.base_seed + index)
+        if isinstance(spec, TiedLayerSpec):
+            if spec.key not in tied_modules:
+                made = self._loaded(index, spec.build())
+                tied_modules[spec.key] = self._finished(index, made, f"tied_modules.{spec.key}")
+            module = tied_modules[spec.key]
+            return module if spec.forward_fn is None else TiedUse(module, spec.forward_fn)
+        if isinstance(spec, LayerSpec):
+            return self._finished(index, self._loaded(index, spec.build()), str(index))
+        layer: Callable[..., Any] = spec
+        return self._finished(index, layer, str(index)) if isinstance(layer, nn.Module) else layer
+
+    def _loaded(self, index: int, layer: nn.Module) -> nn.Module:
+        """A layer that a spec has built, with its weights."""
+        if self._load_layer is not None:
+            self._load_layer(index, layer)
+        return layer
+
+    def _finished(self, index: int, layer: nn.Module, name: str) -> nn.Module:
+        """A layer with its weights, its parameters checked and named, partitioned."""
+        self.replicas |= settle(layer, name, index, self.groups)
+        if self.partitioner is not None:
+            self.partitioner.partition(layer)
+        return layer
+
+    def _tie(self) -> tuple[Tie, ...]:
+        """Groups over the copies of each tied weight, first copies broadcast to the others.
+
+        A copy on a later pipeline rank is marked ``ds_pipe_replicated``, DeepSpeed's name for "already
+        counted in the gradient norm elsewhere".
+        """
+        for parameter in self.chunks.parameters():
+            parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
+        ties = []
+        for key, specs in tied_layers(self.layer_specs).items():
+            owners = sorted({self.stage_map.rank_of(self.stage_map.stage_of(index)) for index, _ in specs})
+            if len(owners) == 1:
+                continue
+            if self.groups.pp_rank in owners:
+                ranks = [self.groups.pipe_peer(pp) for pp in owners]
+                ties.append(self._tie_copies(key, specs[0][1].tied_weight_attr, new_group(ranks), ranks))
+        return tuple(ties)
+
+    def _tie_copies(
+        self, key: str, attributes: Sequence[str], group: dist.ProcessGroup, ranks: list[int]
+    ) -> Tie:
+        module = self.chunks.tied_modules[key]
+        try:
+            parameters = tuple(module.get_parameter(attribute) for attribute in attributes)
+        except AttributeError as error:
+            raise ModelError(
+                f"tied layers {key!r}",
+                f"tied_weight_attr = {list(attributes)} does not name its parameters ({error})",
+                f"use some of {[name for name, _ in module.named_parameters()]}",
+            ) from None
+        # A partitioned parameter holds nothing to send: gathered here, and partitioned again.
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+            for parameter in parameters:
+                dist.broadcast(parameter.data, ranks[0], group=group)
+                parameter.ds_pipe_replicated = self.groups.rank != ranks[0]  # type: ignore[attr-defined]
+        if self.partitioner is not None:
+            self.partitioner.stand_in(parameters)
+        return Tie(key, parameters, group)
+
+
+def _require_whole(layers: Sequence[Any], mesh: Mesh) -> None:
+    """Refuse modules that deepspeed.zero.Init has cut over ranks of other stages: gathering would hang."""
+    modules = [layer for layer in layers if isinstance(layer, nn.Module)]
+    if mesh.dp != mesh.size and any(hasattr(p, "ds_id") for module in modules for p in module.parameters()):
+        raise ModelError(
+            "modules built under deepspeed.zero.Init",
+            "their parameters are cut over all ranks, which here hold different layers or parts of them",
+            "give LayerSpecs, which each rank builds for its own layers only, or build the modules outside",
+        )
+
+
+def _mesh(num_stages: int | None, topology: Any) -> Mesh:
+    """Mesh of ``num_stages`` or of a DeepSpeed ProcessTopology."""
+    world_size = dist.get_world_size()
+    if topology is not None:
+        unknown = set(topology.get_axis_names()) - {"pipe", "data", "model"}
+        if unknown:
+            raise LayoutError(
+                f"topology axes {sorted(unknown)}", "dsx does not know them", "use pipe, data, model"
+            )
+        axes = [axis for axis in ("pipe", "data", "model") if axis in topology.get_axis_names()]
+        if list(topology.get_axis_names()) != axes:
+            raise LayoutError(
+                f"topology axes {list(topology.get_axis_names())}",
+                "dsx numbers ranks with data inside pipe and model inside data",
+                f"give the axes in the order {axes}",
+            )
+        pp, dp, tp = (topology.get_dim(axis) or 1 for axis in ("pipe", "data", "model"))
+        return Mesh.of(pp=pp, dp=dp, tp=tp)
+    if num_stages is None:
+        raise LayoutError("PipelineModule", "num_stages and topology are both missing", "give one of them")
+    if num_stages < 1 or world_size % num_stages:
+        raise LayoutError(
+            f"num_stages = {num_stages}",
+            f"it does not divide the {world_size} ranks",
+            f"use a divisor of {world_size}",
+        )
+    return Mesh.of(pp=num_stages, dp=world_size // num_stages)

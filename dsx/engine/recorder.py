@@ -1,0 +1,237 @@
+"""Recording training steps: when each rank did what, by one clock, without a wait inside the step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from dsx.checkpoint import store
+from dsx.engine.executor import Around
+from dsx.errors import ConfigError
+from dsx.parallel.groups import Groups
+from dsx.schedules.perfetto import comparison_trace
+from dsx.schedules.schedule import Action
+from dsx.schedules.simulate import Span
+from dsx.schedules.timeline import comparison_page
+from dsx.schedules.trace import Comparison, Record, Rounds, Trace
+
+if TYPE_CHECKING:
+    from dsx.engine.engine import PipelineEngine
+
+_ROUNDS = 8
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Clock(Protocol):
+    """Takes marks while a step runs, and says when they were once it has run."""
+
+    error_seconds: float
+    """How far what :meth:`seconds` gives can be from ``time.perf_counter``."""
+
+    def mark(self) -> Any:
+        """Now."""
+
+    def seconds(self, marks: list[Any]) -> list[float]:
+        """When the marks were, in order, on the scale of ``time.perf_counter``. May wait for a device."""
+
+
+class HostClock:
+    """``time.perf_counter``."""
+
+    error_seconds = 0.0
+
+    def mark(self) -> float:
+        """Now, in seconds."""
+        return time.perf_counter()
+
+    def seconds(self, marks: list[float]) -> list[float]:
+        """The marks themselves."""
+        return marks
+
+
+class StreamClock:
+    """Events on the accelerator's current stream: the host never waits for them before the end.
+
+    Args:
+        accelerator: DeepSpeed's accelerator, or what has its ``Event`` and ``synchronize``.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self._new_event: Callable[..., Any] = accelerator.Event
+        accelerator.synchronize()
+        before = time.perf_counter()
+        self._origin = self.mark()
+        self._origin.synchronize()
+        after = time.perf_counter()
+        self._origin_seconds, self.error_seconds = (before + after) / 2, (after - before) / 2
+
+    def mark(self) -> Any:
+        """An event, reached when all work before it is done."""
+        event = self._new_event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, marks: list[Any]) -> list[float]:
+        """Summed from event to event: one distance is a float32 in milliseconds, too coarse for minutes."""
+        found, now, last = [], self._origin_seconds, self._origin
+        for event in marks:
+            event.synchronize()
+            now += max(0.0, last.elapsed_time(event)) / 1e3
+            found.append(now)
+            last = event
+        return found
+
+
+class Recorder:
+    """Marks the start and end of every action of one step on one rank.
+
+    Args:
+        clock: What takes the marks.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._actions: list[Action] = []
+        self._marks: list[Any] = []
+
+    @contextmanager
+    def around(self, action: Action) -> Iterator[None]:
+        """Entered around every action by :class:`dsx.engine.executor.StepRun`."""
+        self._actions.append(action)
+        self._marks.append(self._clock.mark())
+        yield
+        self._marks.append(self._clock.mark())
+
+    def finish(self, rounds: Rounds) -> Record:
+        """End of the step."""
+        *times, end = self._clock.seconds([*self._marks, self._clock.mark()])
+        spans: list[Span] = list(zip(self._actions, times[::2], times[1::2], strict=True))
+        return Record(
+            spans=tuple(spans),
+            end=end,
+            rounds=rounds,
+            machine=_machine(),
+            error_seconds=self._clock.error_seconds,
+        )
+
+
+class Tracer:
+    """Which steps of an engine are recorded, and where their traces go.
+
+    Args:
+        groups: This rank's groups.
+        device: What the engine computes on.
+    """
+
+    def __init__(self, groups: Groups, device: torch.device) -> None:
+        self._groups, self._device = groups, device
+        cuda = device.type == "cuda"
+        self._device_name = torch.cuda.get_device_name(device) if cuda else device.type.upper()
+        self._wanted: dict[int, list[list[Trace]]] = {}
+
+    def expect(self, steps: int | Iterable[int], *, done: int) -> list[Trace]:
+        """Record when each rank runs each action. Every rank calls it alike.
+
+        Args:
+            steps: How many of the next steps, or their numbers (``global_steps`` after them, from 1). The
+                first step of a run says little: it also sets things up.
+            done: Steps that are over.
+
+        Returns:
+            A list that gets a :class:`~dsx.schedules.trace.Trace` at the end of each of these steps: on the
+            rank 0 of all, of its own pipeline; on other ranks it stays empty. Ranks agree on the time as well
+            as the trace's ``clock_error_seconds`` say: on one Linux machine they read the same clock.
+
+        Raises:
+            ConfigError: No step, or one that is over.
+        """
+        numbers = list(range(done + 1, done + 1 + steps) if isinstance(steps, int) else steps)
+        late = [number for number in numbers if number <= done]
+        if late or not numbers:
+            raise ConfigError(
+                f"trace(steps={steps})",
+                f"step {late[0]} is over" if late else "no step to record",
+                f"give a number of steps, or steps from {done + 1} on",
+            )
+        traces: list[Trace] = []
+        for number in dict.fromkeys(numbers):
+            self._wanted.setdefault(number, []).append(traces)
+        return traces
+
+    @contextmanager
+    def step(self, engine: PipelineEngine) -> Iterator[Around | None]:
+        """Around one training step: what to enter around its actions, or None for a step not recorded."""
+        number = int(engine.global_steps) + 1
+        wanted = self._wanted.pop(number, None)
+        if wanted is None:
+            yield None
+            return
+        clock: Clock = HostClock() if self._device.type == "cpu" else StreamClock(get_accelerator())
+        rounds = time_rounds(self._groups.pipe, self._device)
+        recorder = Recorder(clock)
+        yield recorder.around
+        records = self._gather(recorder.finish(rounds))
+        if records:
+            schedule, _ = engine.programs.step(engine.micro_batches, training=True)
+            trace = Trace.of(schedule, records, step=number, device=self._device_name)
+            for traces in wanted:
+                traces.append(trace)
+
+    def _gather(self, record: Record) -> list[Record]:
+        """Records of the pipeline of dp 0, tp 0, on its first rank; nothing elsewhere."""
+        groups = self._groups
+        if groups.dp_rank or groups.tp_rank:
+            return []
+        records: list[Any] = [None] * groups.mesh.pp
+        first = groups.pp_rank == 0
+        dist.gather_object(record, records if first else None, dst=groups.pipe_peer(0), group=groups.pipe)
+        return records if first else []
+
+
+def time_rounds(group: dist.ProcessGroup, device: torch.device) -> Rounds:
+    """The clock before and after some all-gathers; also brings the ranks of ``group`` to one start."""
+    mine = torch.zeros(1, device=device)
+    theirs = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+    rounds = []
+    for _ in range(_ROUNDS):
+        before = time.perf_counter()
+        dist.all_gather(theirs, mine, group=group)
+        theirs[-1].item()  # a GPU's collective has only been asked for so far
+        rounds.append((before, time.perf_counter()))
+    return tuple(rounds)
+
+
+def write(comparison: Comparison, folder: Path) -> Path:
+    """Write ``step<N>.json``, ``.html`` and ``.perfetto.json``, each at once.
+
+    Returns:
+        The page.
+
+    Raises:
+        CheckpointError: ``folder`` cannot be made or written.
+    """
+    trace = comparison.trace
+    store.require_writable(folder)
+    page = folder / f"step{trace.step}.html"
+    for path, text in (
+        (folder / f"step{trace.step}.json", trace.to_json()),
+        (folder / f"step{trace.step}.perfetto.json", comparison_trace(comparison)),
+        (page, comparison_page(comparison)),
+    ):
+        store.write_atomically(path, text.encode())
+    return page
+
+
+def _machine() -> str:
+    """The running kernel, whose processes share one monotonic clock (Linux); empty elsewhere."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""

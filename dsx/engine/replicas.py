@@ -1,0 +1,110 @@
+"""Whether ranks that hold the same weights still do, bit by bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dsx.checkpoint.run.stored import Names
+from dsx.fault_tolerance.waits import named
+
+if TYPE_CHECKING:
+    from dsx.engine.engine import PipelineEngine
+
+_TILE = 1 << 22
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SHOWN = 4
+
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+@torch.no_grad()
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """A number of a tensor's bits, int64 scalar on its device; another one whenever one element differs.
+
+    The elements' bits as integers, each times an odd number of its own, summed modulo 2**64: an odd factor
+    loses no bit, and elements that change places show.
+    """
+    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), _TILE):
+        tile = bits[start : start + _TILE].to(torch.int64)
+        odd = torch.arange(2 * start + 1, 2 * (start + tile.numel()) + 1, 2, device=tile.device)
+        total += (tile * odd).sum()
+    return total
+
+
+def differences(engine: PipelineEngine) -> list[str]:
+    """Replicated weights that are not the same everywhere, with the ranks that have them. Collective.
+
+    Compared are, as the model computes with them: below ZeRO-3 all weights over data parallelism (ZeRO-3
+    holds none of them twice), what tensor parallelism does not cut over its ranks, and both ends of a tie.
+
+    Returns:
+        A sentence for each, the same on every rank; empty if all is well.
+    """
+    found = [text for group, tensors in _replicas(engine) for text in _compare(engine, group, tensors)]
+    # Only one rank of each group speaks of it.
+    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    any_found = torch.tensor([len(found)], device=engine.pipeline.device)
+    dist.all_reduce(any_found, op=dist.ReduceOp.MAX)
+    if not int(any_found):
+        return []
+    dist.all_gather_object(everywhere, found)
+    return [*dict.fromkeys(text for texts in everywhere for text in texts)]
+
+
+def summary(texts: Sequence[str]) -> str:
+    """The first few of :func:`differences`."""
+    more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return f"{'; '.join(texts[:_SHOWN])}{more}"
+
+
+def _replicas(engine: PipelineEngine) -> Iterator[tuple[dist.ProcessGroup, Tensors]]:
+    """Groups, and what their ranks hold alike, in the same order on each."""
+    names, groups = Names(engine), engine.groups
+    parameters = list(engine.pipeline.chunks.parameters())
+    if engine.zero_optimization_stage() < 3:
+        yield groups.data, [(names.of(p).name, p) for p in parameters]
+    whole = [p for p in parameters if not getattr(p, "tensor_model_parallel", False)]
+    yield groups.tensor, [(names.of(p).name, _here(p)) for p in whole]
+    for tie in engine.pipeline.ties:
+        yield tie.group, [(f"tied weight {tie.key}", _here(p)) for p in tie.parameters]
+
+
+def _here(parameter: nn.Parameter) -> torch.Tensor:
+    """What this rank has of a parameter: under ZeRO-3 its part."""
+    part = getattr(parameter, "ds_tensor", None)
+    return parameter if part is None else part
+
+
+def _compare(engine: PipelineEngine, group: dist.ProcessGroup, tensors: Tensors) -> list[str]:
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == 1 or not tensors:
+        return []
+    device = engine.pipeline.device
+    sums = torch.stack([checksum(tensor).to(device) for _, tensor in tensors])
+    least, most = sums.clone(), sums.clone()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    wrong = (least != most).nonzero().view(-1).tolist()
+    if not wrong:
+        return []
+    all_sums = [torch.empty_like(sums) for _ in ranks]
+    dist.all_gather(all_sums, sums, group=group)
+    return [_told(tensors[i][0], ranks, [int(theirs[i]) for theirs in all_sums]) for i in wrong]
+
+
+def _told(name: str, ranks: Sequence[int], sums: Sequence[int]) -> str:
+    """Who differs from the majority; without one, that they differ."""
+    (common, count), *_ = Counter(sums).most_common(1)
+    odd = [rank for rank, value in zip(ranks, sums, strict=True) if value != common]
+    if 2 * count <= len(ranks):
+        return f"{name} differs between {named(tuple(ranks))}"
+    others = [rank for rank in ranks if rank not in odd]
+    return f"{name} of {named(odd)} is not what {named(others)} {'have' if len(others) > 1 else 'has'}"

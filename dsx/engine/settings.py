@@ -1,0 +1,129 @@
+"""The DeepSpeed config that the engine is built with: the user's, less what cannot work under a pipeline."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsx.config.deepspeed import is_bf16, zero_stage
+from dsx.config.load import read
+from dsx.config.run import RunConfig
+from dsx.errors import ConfigError
+from dsx.parallel.mesh import Mesh
+
+Config = RunConfig | Mapping[str, Any] | str | Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What :func:`dsx.initialize` makes of a config.
+
+    Attributes:
+        deepspeed: For ``deepspeed.initialize``.
+        zero_stage: ZeRO stage.
+        clipping: Largest norm of the whole model's gradient; 0 for none.
+    """
+
+    deepspeed: dict[str, Any]
+    zero_stage: int
+    clipping: float
+
+
+def settings_of(config: Config | None, args: Any, mesh: Mesh) -> Settings:
+    """Read a config, refuse what a pipeline cannot do, and turn off what dsx does itself.
+
+    Args:
+        config: As :func:`dsx.initialize` takes it.
+        args: Its ``deepspeed_config`` is the config when ``config`` is None, as DeepSpeed has it.
+        mesh: Of the pipeline.
+
+    Raises:
+        ConfigError: None given, or a setting that cannot work.
+    """
+    source = getattr(args, "deepspeed_config", None) if config is None else config
+    if source is None:
+        raise ConfigError(
+            "dsx.initialize(config=None)",
+            "there is no config",
+            "pass config=, or args with a deepspeed_config",
+        )
+    if isinstance(source, RunConfig):
+        deepspeed = copy.deepcopy(dict(source.deepspeed))
+    else:
+        deepspeed = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read(Path(source))
+    _refuse(deepspeed)
+    _refuse_zero(deepspeed.get("zero_optimization", {}), mesh)
+    stage, clipping = zero_stage(deepspeed), deepspeed.get("gradient_clipping", 1.0)
+    if stage == 0 and not is_bf16(deepspeed):
+        deepspeed["gradient_clipping"] = 0.0  # clipped by ReplicatedAdapter, by the whole model's norm
+    zero = deepspeed.get("zero_optimization", {})
+    offload = _device(zero, "offload_optimizer") != "none"
+    # With the boundary managed by backward calls, only the chunk of the last one would reach the CPU. Without
+    # offload the executor manages it, whatever the config says: a step is one train_batch either way.
+    deepspeed["managed_gradient_accumulation"] = not offload
+    if stage in (1, 2):
+        # dsx's own reductions run beside the computation as they are (engine/zero/reduction.py). Where
+        # DeepSpeed reduces (offload, ZeRO-2 after each micro-batch), ZeRO-1 would reduce only the chunk of
+        # the last backward, and both would wait for the whole device at each reduction, transfers included
+        # (stage_1_and_2.py:1028). Stock pipelines turn it off as well.
+        zero["overlap_comm"] = False
+    # It waits for the whole device at each forward (utils/timer.py, ThroughputTimer), and takes a step to
+    # last from the last forward on.
+    timers = deepspeed.get("timers", {})
+    deepspeed["timers"] = {**timers, "throughput": {**timers.get("throughput", {}), "enabled": False}}
+    return Settings(deepspeed=deepspeed, zero_stage=stage, clipping=float(clipping))
+
+
+def _refuse(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what DeepSpeed would take, or ignore, and a pipeline cannot do."""
+    if "dsx" in config:
+        raise ConfigError(
+            'config["dsx"]',
+            "dsx.initialize takes a resolved config when there is a dsx block",
+            "pass dsx.load_config(path) instead of the dict or path",
+        )
+    for key in ("zero_optimization", "bf16", "bfloat16", "fp16", "pipeline", "torch_autocast", "timers"):
+        if not isinstance(config.get(key, {}), Mapping):
+            raise ConfigError(f"{key} = {config[key]!r}", "it must be an object", f'write "{key}": {{...}}')
+    if config.get("fp16", {}).get("enabled", False):
+        raise ConfigError(
+            "fp16.enabled = true",
+            "dynamic loss scaling is not supported across pipeline stages",
+            'use "bf16": {"enabled": true}',
+        )
+    autocast = config.get("torch_autocast", {})
+    if autocast.get("enabled", False) and autocast.get("dtype") not in ("bfloat16", "bf16"):
+        raise ConfigError(
+            f"torch_autocast.dtype = {autocast.get('dtype')!r}",
+            "float16 needs loss scaling, which is not supported across pipeline stages",
+            'use "dtype": "bfloat16"',
+        )
+    clipping = config.get("gradient_clipping", 1.0)
+    if isinstance(clipping, bool) or not isinstance(clipping, int | float) or clipping < 0:
+        raise ConfigError(
+            f"gradient_clipping = {clipping!r}", "not a norm", "use a positive number, or 0 for none"
+        )
+
+
+def _refuse_zero(zero: Mapping[str, Any], mesh: Mesh) -> None:
+    """Raise ConfigError for what ZeRO does wrongly, or in ways not checked, beside other axes than dp."""
+    if _device(zero, "offload_optimizer") == "nvme":
+        raise ConfigError(
+            'zero_optimization.offload_optimizer.device = "nvme"',
+            "gradients on NVMe are out of reach when the norm over the pipeline is taken",
+            'use "cpu"',
+        )
+    for key, off in (("zero_hpz_partition_size", 1), ("zero_quantized_gradients", False)):
+        if zero.get(key, off) != off and mesh.dp != mesh.size:
+            raise ConfigError(
+                f"zero_optimization.{key} = {zero[key]}",
+                "DeepSpeed would group ranks of different tensor and pipeline coordinates",
+                f"use {off}, or tensor and pipeline degrees of 1",
+            )
+
+
+def _device(zero: Mapping[str, Any], block: str) -> str:
+    return str((zero.get(block) or {}).get("device") or "none")

@@ -1,0 +1,351 @@
+"""The names of stock DeepSpeed's PipelineEngine that dsx.PipelineEngine needs nowhere else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from dsx.errors import ModelError
+
+if TYPE_CHECKING:
+    from dsx.engine.pipeline_module import PipelineModule
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.runtime.pipe import engine as stock
+
+from dsx.engine import stock_module
+from dsx.engine.zero.held import adopt_weights
+
+if TYPE_CHECKING:
+    from dsx.engine.engine import PipelineEngine
+
+
+class AdditionalLosses:
+    """Sums over a step's micro-batches of what ``PipelineModule.get_additional_losses`` gives.
+
+    Args:
+        model: Its class says by a method of its own that there are such losses; else nothing is asked.
+        default: The method of a class that has none.
+    """
+
+    def __init__(self, model: PipelineModule, default: object) -> None:
+        self._model = model
+        self._given = getattr(model.get_additional_losses, "__func__", None) is not default
+        self._sums: dict[str, torch.Tensor] = {}
+        self._names: list[str] | None = None
+        if self._given:
+            model.chunks.loss_noted = self._note
+
+    def begin(self) -> None:
+        """Before a step."""
+        self._sums.clear()
+
+    def means(self, micro_batches: int) -> dict[str, torch.Tensor] | None:
+        """Mean of each over micro-batches and replicas, float32 scalars, on every rank; None without any.
+
+        A collective call over all ranks.
+
+        Raises:
+            ModelError: The losses have other names than before, or than on other replicas.
+        """
+        if not self._given:
+            return None
+        if self._names is None:
+            self._names = self._agree()
+        groups = self._model.groups
+        # The last number says whether anybody has other names.
+        total = torch.zeros(len(self._names) + 1, dtype=torch.float32, device=self._model.device)
+        if self._is_last and sorted(self._sums) != self._names:
+            total[-1] = 1
+        elif self._is_last and groups.tp_rank == 0 and self._names:
+            values = torch.stack([self._sums[name] for name in self._names])
+            total[:-1] = values / (micro_batches * groups.mesh.dp)
+        dist.all_reduce(total)
+        if total[-1]:
+            raise ModelError(
+                "PipelineModule.get_additional_losses()",
+                f"it gave {', '.join(self._names) or 'nothing'} at first, and other names later or elsewhere",
+                "give losses of the same names for every micro-batch",
+            )
+        return dict(zip(self._names, total[:-1].unbind(), strict=True)) or None
+
+    @property
+    def _is_last(self) -> bool:
+        stages = self._model.stage_map
+        return self._model.groups.pp_rank == stages.rank_of(stages.num_stages - 1)
+
+    def _agree(self) -> list[str]:
+        """The names on the last stage of the first replica."""
+        found: list[list[str] | None] = [None] * self._model.groups.mesh.size
+        dist.all_gather_object(found, sorted(self._sums) if self._is_last else None)
+        return next(names for names in found if names is not None)
+
+    def _note(self) -> None:
+        for name, value in (self._model.get_additional_losses() or {}).items():
+            loss = value.detach().float().reshape(())
+            self._sums[name] = self._sums[name] + loss if name in self._sums else loss
+
+
+_BUFFERS = "transfers are dsx.engine.p2p's; engine.trace() records what a step does"
+_LOSSES = "train_batch() returns the step's mean loss, which agg_train_loss keeps"
+_OUTPUTS = "eval_batch(return_logits=True) returns the last stage's outputs"
+
+NOT_HERE = {
+    "pipe_buffers": _BUFFERS,
+    "num_pipe_buffers": _BUFFERS,
+    "pipe_recv_buf": _BUFFERS,
+    "grad_layer": _BUFFERS,
+    "meta_buffer": _BUFFERS,
+    "first_output_send": _BUFFERS,
+    "first_gradient_send": _BUFFERS,
+    "pipe_partition_input_meta_cache": _BUFFERS,
+    "pipe_partition_output_meta_cache": _BUFFERS,
+    "pipe_partition_grad_meta_cache": _BUFFERS,
+    "grad_partition_grad_layer_meta_cache": _BUFFERS,
+    "loss": _LOSSES,
+    "total_loss": _LOSSES,
+    "agg_loss": _LOSSES,
+    "dp_group_loss": _LOSSES,
+    "total_additional_losses": "get_additional_losses() has their means",
+    "outputs": _OUTPUTS,
+    "fwd_outputs": _OUTPUTS,
+    "eval_return_logits": _OUTPUTS,
+    "summary_events": "DeepSpeed's monitors get them: see dsx.recipe.Monitor for more",
+    "batch_timer": "dsx.recipe.Monitor measures steps; DeepSpeed's timers wait for the device",
+    "using_bf16_optimizer": "type(engine.optimizer).__name__ says which wrapper DeepSpeed chose",
+    "pipeline_enable_backward_allreduce": "when gradients are reduced is the config's dsx.zero",
+    "no_sync": "train_batch() reduces gradients once per step",
+    "coalesce_grad_reduction": "train_batch() reduces gradients once per step",
+}
+"""Name of stock DeepSpeed's -> what to use."""
+
+
+class EngineNames:
+    """What a PipelineEngine looks up here before it asks the DeepSpeedEngine underneath.
+
+    Args:
+        engine: Whose names they are.
+        default: ``PipelineModule.get_additional_losses``, which reports none.
+
+    Attributes:
+        agg_additional_losses: Means of the last step by name; None if the model reports none.
+        has_attention_mask: Kept for who reads it.
+        has_bool_tensors: Kept for who reads it: boolean tensors cross stage boundaries as they are.
+        log_batch_step_id: As in stock DeepSpeed, where nothing sets it either.
+    """
+
+    ID_TO_DTYPE = stock.PipelineEngine.ID_TO_DTYPE
+    DTYPE_TO_ID = stock.PipelineEngine.DTYPE_TO_ID
+
+    def __init__(self, engine: PipelineEngine, default: object) -> None:
+        self._engine = engine
+        self._losses = AdditionalLosses(engine.pipeline, default)
+        self._began, self._steps = time.perf_counter(), 0
+        self._trained = False
+        self.agg_additional_losses: dict[str, torch.Tensor] | None = None
+        self.has_attention_mask = type(engine.pipeline).__name__ == "GPT2ModelPipe"
+        self.has_bool_tensors = False
+        self.log_batch_step_id = -1
+        engine.pipeline.weights_changed = self._adopt_weights
+
+    def has(self, name: str) -> bool:
+        """Whether ``name`` is looked up here."""
+        if name.startswith("_") or name in ("has", "begin_step", "end_step"):
+            return name == "_reentrant_activation_checkpointing"
+        return name in NOT_HERE or name in vars(self) or hasattr(type(self), name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in NOT_HERE:
+            raise stock_module.unavailable("PipelineEngine", name, NOT_HERE[name])
+        raise AttributeError(name)
+
+    def begin_step(self) -> None:
+        """Before the first micro-batch of a training step."""
+        self._losses.begin()
+
+    def end_step(self, loss: torch.Tensor, micro_batches: int) -> None:
+        """After a training step. Collective where the model reports additional losses.
+
+        Prints stock DeepSpeed's line every ``steps_per_print`` steps of a run without a dsx block, whose own
+        report says more.
+        """
+        self._trained, self._steps = True, self._steps + 1
+        self.agg_additional_losses = self._losses.means(micro_batches)
+        every = self._engine.steps_per_print()
+        if self._engine.run_config is not None or not every or self._engine.global_steps % every:
+            return
+        now = time.perf_counter()
+        seconds = (now - self._began) / self._steps
+        self._began, self._steps = now, 0
+        if self.global_rank == 0:
+            others = (self.agg_additional_losses or {}).items()
+            more = "".join(f"{name}: {value.item():0.4f} " for name, value in others)
+            rate = self._engine.train_batch_size() / seconds
+            _say(
+                f"steps: {self._engine.global_steps} loss: {loss.item():0.4f} {more}"
+                f"iter time (s): {seconds:0.3f} samples/sec: {rate:0.3f}"
+            )
+
+    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
+        """What the model reports beside its loss: means over the last step's micro-batches and replicas."""
+        return self.agg_additional_losses
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """Pipeline coordinate."""
+        return self._engine.stage_id
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Whether the last tensor at a stage boundary is an attention mask. Raises ModelError for no bool.
+
+        Nothing follows from it: stock DeepSpeed casts that tensor to fp16 for the way and to bool on arrival;
+        here every dtype crosses as it is.
+        """
+        if not isinstance(value, bool):
+            raise ModelError(f"set_has_attention_mask({value!r})", "not a bool", "use True or False")
+        self.has_attention_mask = value
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the engine is in the last backward of a step, where it reduces gradients, or steps."""
+        return self._engine.at_boundary
+
+    def log_for_device(self, *msg: object) -> None:
+        """Print on the ranks that deepspeed.runtime.pipe.engine's LOG_STAGE and DATA_PARALLEL_ID name."""
+        stage, replica = self._engine.stage_id, self._engine.groups.dp_rank
+        if stock.LOG_STAGE in (stage, -1) and stock.DATA_PARALLEL_ID in (replica, -1):
+            _say(f"RANK={self.global_rank} PIPE-ID={stage} DATA-ID={replica} ::", *msg)
+
+    def tput_log(self, *msg: object) -> None:
+        """Print on rank 0, every ``steps_per_print`` steps."""
+        every = self._engine.steps_per_print()
+        if self.global_rank == 0 and every and self._engine.global_steps % every == 0:
+            _say(*msg)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """This rank's layers, under the names that stock DeepSpeed's PipelineModule has.
+
+        Raises:
+            ModelError: ZeRO-3 holds the weights in parts.
+        """
+        model = self._engine.pipeline
+        self._require_whole("module_state_dict")
+        state = model.state_dict()
+        frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+        return {name: v for name, v in state.items() if not (exclude_frozen_parameters and name in frozen)}
+
+    def load_module_state_dict(
+        self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None, **_zero3: Any
+    ) -> None:
+        """Fill this rank's layers, and the optimizer's fp32 copies of them.
+
+        Args:
+            checkpoint: ``{"module": state}`` with what :meth:`module_state_dict` gave on this rank.
+            strict: Every tensor of this rank must be there, and no other.
+            custom_load_fn: Not supported, as in stock pipelines.
+
+        Raises:
+            ModelError: No such state, other tensors than this rank's, or ZeRO-3.
+        """
+        self._require_whole("load_module_state_dict")
+        state = checkpoint.get("module") if isinstance(checkpoint, dict) else None
+        if custom_load_fn is not None or not isinstance(state, dict):
+            what = "there is no state under checkpoint['module']"
+            raise ModelError(
+                "engine.load_module_state_dict()",
+                what if custom_load_fn is None else "custom_load_fn is not supported",
+                "pass {'module': engine.module_state_dict()}, or use engine.load_checkpoint(folder)",
+            )
+        try:
+            self._engine.pipeline.load_state_dict(state, strict=strict)
+        except RuntimeError as error:
+            raise ModelError(
+                "engine.load_module_state_dict()", str(error), "give the state of this rank's layers"
+            ) from error
+        self._adopt_weights()
+
+    @property
+    def agg_train_loss(self) -> torch.Tensor | None:
+        """Mean loss of the last step, float32 scalar; None before the first."""
+        return self._engine.steering.sums[0].clone() if self._trained else None
+
+    @property
+    def batch_fn(self) -> Any:
+        """What :meth:`PipelineEngine.set_batch_fn` was given."""
+        return self._engine.batch_function
+
+    @property
+    def data_iterator(self) -> Any:
+        """Where training micro-batches come from; None if nothing was set."""
+        return self._engine.data_source
+
+    @property
+    def dynamic_shape(self) -> bool:
+        """Whether shapes at stage boundaries may vary."""
+        return self._engine.pipeline.dynamic_shape
+
+    @property
+    def global_rank(self) -> int:
+        """Rank over all processes."""
+        return self._engine.groups.rank
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples in a micro-batch."""
+        return int(self._engine.train_micro_batch_size_per_gpu())
+
+    @property
+    def prev_stage(self) -> int:
+        """The pipeline coordinate before this one."""
+        return self._engine.stage_id - 1
+
+    @property
+    def next_stage(self) -> int:
+        """The pipeline coordinate after this one."""
+        return self._engine.stage_id + 1
+
+    @property
+    def is_pipe_parallel(self) -> bool:
+        """Pipeline degree above 1."""
+        return self._engine.groups.mesh.pp > 1
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Data-parallel degree above 1."""
+        return self._engine.groups.mesh.dp > 1
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Tensor-parallel degree above 1."""
+        return self._engine.groups.mesh.tp > 1
+
+    @property
+    def is_pipe_partitioned(self) -> bool:
+        """Whether tensor-parallel ranks each send a share of an activation (``shard_transfers``)."""
+        return self._engine.pipeline.shards is not None
+
+    is_grad_partitioned = is_pipe_partitioned
+
+    def _reentrant_activation_checkpointing(self) -> bool:
+        """Whether layers are recomputed by a function that needs inputs with a gradient."""
+        recompute = self._engine.pipeline.chunks.recompute
+        return recompute.interval > 0 and recompute.may_be_reentrant
+
+    def _adopt_weights(self) -> None:
+        adopt_weights(self._engine.deepspeed_engine)
+
+    def _require_whole(self, call: str) -> None:
+        if self._engine.zero_optimization_stage() == 3:
+            raise ModelError(
+                f"engine.{call}()",
+                "under ZeRO-3 no rank has a layer's weights whole",
+                "use engine.save_checkpoint(folder) and load_checkpoint(folder)",
+            )
+
+
+def _say(*words: object) -> None:
+    """To the console, whatever else writes there."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,189 @@
+"""Everywhere that dsx touches DeepSpeed's private state, one small module per kind of optimizer.
+
+An adapter makes a plain DeepSpeedEngine right for a rank that holds a part of a pipeline: it keeps gradient
+accumulation straight when chunks take turns, sums the gradients of tied weights once, and computes the
+gradient norm over the whole model, each logical element counted once. Checked against the DeepSpeed versions
+of :data:`SUPPORTED_DEEPSPEED`; others are refused, because none of this is a public interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import deepspeed
+from torch import nn
+
+from dsx.config.resolve import zero_problems
+from dsx.config.schema import ZeroConfig
+from dsx.engine.zero.bf16 import Bf16Adapter, HighPrecisionGradients
+from dsx.engine.zero.calls import calls
+from dsx.engine.zero.norm import NormScope, Refuses
+from dsx.engine.zero.partitioned import PartitionedAdapter, PartitionedGradients
+from dsx.engine.zero.reduction import ChunkReduction, GradientStore, Scale, reducible
+from dsx.engine.zero.remade import given_optimizer_kept, share_groups
+from dsx.engine.zero.replicated import ReplicatedAdapter, WholeGradients
+from dsx.engine.zero.stage3 import Stage3Adapter, StepGathers, scope_consistency_checks
+from dsx.errors import ConfigError, ModelError, VersionError
+from dsx.schedules.schedule import Schedule
+
+if TYPE_CHECKING:
+    from dsx.engine.pipeline_module import Tie
+    from dsx.parallel.groups import Groups
+
+SUPPORTED_DEEPSPEED = ("0.19.8",)
+
+_ZERO_OPTIMIZERS = ("BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
+
+__all__ = [
+    "SUPPORTED_DEEPSPEED",
+    "Refuses",
+    "ZeroAdapter",
+    "adapt",
+    "calls",
+    "count_samples",
+    "given_optimizer_kept",
+    "require_supported",
+    "scope_consistency_checks",
+]
+
+
+class ZeroAdapter(Protocol):
+    """What the engine asks of an adapter."""
+
+    @property
+    def reduced_here(self) -> bool:
+        """Whether DeepSpeed need not hear of gradients before the step: dsx reduces them."""
+
+    def begin(self, schedule: Schedule) -> None:
+        """Called when a step of a lowered schedule begins, an evaluation's included."""
+
+    def before_action(self, position: int) -> None:
+        """Called before the action at ``position`` of this rank's row."""
+
+    def before_backward(self, stage: int) -> None:
+        """Called before each backward of virtual stage ``stage``."""
+
+    def chunk_done(self, stage: int) -> None:
+        """Called when virtual stage ``stage`` has nothing more to do on this rank in this step."""
+
+    def before_step(self, refuses: Refuses | None = None) -> None:
+        """Called once all backwards of a step are done, before DeepSpeed's ``step``.
+
+        Args:
+            refuses: Asked, alike on every rank, with the gradient norm before the weights are updated; if it
+                is true the step is not applied, and DeepSpeed counts it as skipped.
+        """
+
+    def grad_norm(self) -> float:
+        """Norm of the last step's gradient over the whole model, before clipping.
+
+        Infinite or NaN if a gradient was (every rank then skips the step, but in fp32 without ZeRO, where
+        as in torch the NaN enters the weights); NaN if DeepSpeed was told not to compute it.
+        """
+
+
+def require_supported() -> None:
+    """Refuse a DeepSpeed whose internals have not been checked. Raises VersionError."""
+    version = deepspeed.__version__.split("+")[0]
+    if version not in SUPPORTED_DEEPSPEED:
+        raise VersionError(
+            f"deepspeed {deepspeed.__version__}",
+            "dsx touches DeepSpeed's internals and has not been checked against this version",
+            f"install one of: {', '.join(SUPPORTED_DEEPSPEED)}",
+        )
+
+
+def count_samples(engine: Any, micro_batches: int) -> None:
+    """Before a step: have DeepSpeed count its samples once.
+
+    Without managed accumulation it counts backwards, of which there is one per chunk (engine.py:3561).
+    """
+    if not engine.managed_gradient_accumulation():
+        engine._unmanaged_backward_count = micro_batches  # noqa: SLF001
+
+
+def adapt(
+    engine: Any,
+    groups: Groups,
+    ties: Sequence[Tie],
+    clipping: float,
+    *,
+    uses: Mapping[int, Iterable[nn.Parameter]],
+    replicas: Mapping[nn.Parameter, str],
+    zero: ZeroConfig,
+) -> ZeroAdapter:
+    """The adapter for the optimizer that DeepSpeed chose.
+
+    Args:
+        engine: The DeepSpeedEngine.
+        groups: This rank's process groups.
+        ties: Tied weights with copies on other pipeline ranks.
+        clipping: Largest gradient norm; 0 leaves gradients as they are.
+        uses: Virtual stage of this rank -> parameters that its layers use.
+        replicas: Parameters whose gradients must be the same on all tensor-parallel ranks, with their names.
+        zero: What to communicate when.
+
+    Raises:
+        ConfigError: An optimizer that dsx has not been checked with, or that cannot have tied weights; a
+            setting of ``zero`` that has no effect.
+        ModelError: The model has MoE layers.
+    """
+    scope, optimizer = NormScope(groups, replicas), type(engine.optimizer).__name__
+    stage = engine.zero_optimization_stage()
+    if engine.has_moe_layers:
+        raise ModelError("the model", "it has MoE layers, whose gradients dsx does not follow", "remove them")
+    if stage > 0 and optimizer not in _ZERO_OPTIMIZERS:
+        raise ConfigError(
+            f"zero_optimization (DeepSpeed chose {optimizer})",
+            "dsx has not been checked with this optimizer",
+            f"choose settings that lead to one of {', '.join(_ZERO_OPTIMIZERS)}",
+        )
+    for problem in zero_problems(zero, stage):
+        raise problem
+    # What is frozen has no gradient to sum, and no place in ZeRO's groups.
+    ties = [tie for tie in ties if any(p.requires_grad for p in tie.parameters)]
+    if stage == 3:
+        share_groups(engine.optimizer)
+        gathers = StepGathers(engine.optimizer, uses, groups.pp_rank, zero.keep_gathered_bytes)
+        return Stage3Adapter(engine, scope, ties, gathers)
+    reduce = partial(_reduction, engine, groups, uses, zero)
+    if optimizer == "BF16_Optimizer":
+        high = HighPrecisionGradients(engine.optimizer)
+        return Bf16Adapter(engine, scope, ties, high, reduce(high))
+    if stage == 0:
+        return ReplicatedAdapter(engine, scope, ties, clipping, reduce(WholeGradients()))
+    parts = PartitionedGradients(engine.optimizer)
+    return PartitionedAdapter(engine, scope, ties, parts, reduce(parts))
+
+
+def _reduction(
+    engine: Any,
+    groups: Groups,
+    uses: Mapping[int, Iterable[nn.Parameter]],
+    zero: ZeroConfig,
+    store: GradientStore,
+) -> ChunkReduction | None:
+    """Reduce gradients in DeepSpeed's place, which from here on does not; None where it had better."""
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if not reducible(engine) or (stage == 2 and zero.reduce == "micro_batch"):
+        return None
+    partitioned = type(optimizer).__name__ == "DeepSpeedZeroOptimizer"
+    parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    if stage > 0:
+        owned = {id(p) for g in (optimizer.bit16_groups if partitioned else optimizer.bf16_groups) for p in g}
+        parameters = {name: p for name, p in parameters.items() if id(p) in owned}
+    engine.enable_backward_allreduce = False
+    return ChunkReduction(
+        store,
+        parameters=parameters,
+        uses=uses,
+        group=groups.data,
+        scale=Scale.of(engine, groups.mesh.dp, always_before=partitioned and optimizer.reduce_scatter),
+        wire_dtype={
+            p: optimizer.get_param_comm_dtype(p) if partitioned else engine.communication_data_type
+            for p in parameters.values()
+        },
+        bucket_elements=engine.zero_reduce_bucket_size(),
+    )

@@ -1,0 +1,253 @@
+"""Forwards and backwards of a DeepSpeedEngine, without what a step of a pipeline does not need.
+
+``DeepSpeedEngine.forward`` and ``backward`` look through some forty settings and hook every output, once per
+chunk and micro-batch. On a CPU that is 0.1 to 0.3 ms a call, a third of what an action costs beyond its
+computation. Where those settings are off, :class:`DirectCalls` does what remains.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+_EPILOGUE = "overlapping_partition_gradients_reduce_epilogue"
+
+
+class GradientHooks:
+    """Skips what ZeRO does with gradients where there are none.
+
+    The input part of a split backward gives weights no gradient. torch calls a parameter's post-accumulate
+    hook all the same (2.13; older ones do not), and DeepSpeed's takes ``parameter.grad`` for granted. After
+    such a backward ZeRO-2's epilogue fails for want of a bucket; it would otherwise add a partition of zeros.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO optimizer.
+        handler: Its method that a hook calls with the parameter whose gradient has come.
+        prepare: What the epilogue needs that ``handler`` would have done.
+    """
+
+    def __init__(self, optimizer: Any, handler: str, prepare: Callable[[], None] | None = None) -> None:
+        self._optimizer, self._prepare = optimizer, prepare
+        self._handle, self._run_epilogue = getattr(optimizer, handler), getattr(optimizer, _EPILOGUE)
+        self._came = False
+        setattr(optimizer, handler, self._on_gradient)
+        setattr(optimizer, _EPILOGUE, self._epilogue)
+
+    def before_backward(self) -> None:
+        """No gradient has come yet."""
+        self._came = False
+
+    def _on_gradient(self, parameter: nn.Parameter, *arguments: Any) -> None:
+        if parameter.grad is not None:
+            self._came = True
+            self._handle(parameter, *arguments)
+
+    def _epilogue(self) -> None:
+        if not self._came:
+            if not self._optimizer.is_gradient_accumulation_boundary():
+                return
+            if self._prepare is not None:
+                self._prepare()
+        self._run_epilogue()
+
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Calls(Protocol):
+    """The two calls that the executor makes for every chunk and micro-batch."""
+
+    hooked: bool
+    """Whether DeepSpeed must hear of each parameter's gradient as it comes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Output of ``engine.module``."""
+
+    def announce(self, loss: torch.Tensor) -> None:
+        """Before the backward of a ``loss`` that did not come from :meth:`forward`."""
+
+    def backward(self, outputs: Tensors, gradients: Tensors, *, is_loss: bool) -> None:
+        """Gradients of everything below ``outputs``, and what ZeRO does around them.
+
+        Args:
+            outputs: What wants a gradient; its memory may be gone.
+            gradients: One per output; none for a scalar.
+            is_loss: The output is a micro-batch's loss, of which its share of the step counts.
+        """
+
+
+class _Seed(torch.autograd.Function):
+    """A scalar whose gradient with respect to a stage's outputs is what the next stage sent back.
+
+    The value is never computed from the outputs, so that their memory may be gone, and the gradient is passed
+    on unscaled whatever multiplies the scalar, so that loss scaling happens once, at the loss.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Tensors, *outputs: torch.Tensor) -> torch.Tensor:
+        del outputs
+        ctx.gradients = gradients
+        return torch.zeros((), device=gradients[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        del upstream
+        return (None, *ctx.gradients)
+
+
+class EngineCalls:
+    """DeepSpeed's own. ZeRO-3 needs them, and what is measured, compiled or cast."""
+
+    hooked = True
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        if engine.flops_profiler_enabled():
+            _profile_whole_steps(engine)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """``engine(...)``."""
+        return self._engine(*args, **kwargs)
+
+    def backward(self, outputs: Tensors, gradients: Tensors, *, is_loss: bool) -> None:
+        """``engine.backward``; the prologue comes with the outputs of ``engine.forward``."""
+        scalar = _Seed.apply(gradients, *outputs) if gradients else outputs[0]
+        self._engine.backward(scalar, scale_wrt_gas=is_loss)
+
+    def announce(self, loss: torch.Tensor) -> None:
+        """Have DeepSpeed notice the start of the backward of a ``loss`` that its forward did not return.
+
+        It hooks the outputs of its own forward alone (runtime/engine.py, register_output_backward_hooks).
+        Without this, ZeRO would see gradients outside of any backward, and BF16_Optimizer without immediate
+        updates would add the previous backward's gradients once more.
+        """
+        loss.register_hook(lambda _: self._engine._backward_prologue())  # noqa: SLF001
+
+
+def _profile_whole_steps(engine: Any) -> None:
+    """Have DeepSpeed's profiler count every forward of its step.
+
+    It starts anew at each forward (runtime/engine.py, _forward_prologue), so that of all chunks and
+    micro-batches only the last would be counted, and divided by the time of all, which the timers add up.
+    """
+    profiler, module = engine.flops_profiler, engine.module
+    start_anew, counted = profiler.reset_profile, -1
+
+    def start_once() -> None:
+        nonlocal counted
+        if counted != engine.global_steps:
+            counted = engine.global_steps
+            start_anew()
+        # Its own hook for this is made inside one of the module's, too late for the forward under way: the
+        # time would be that since 1970.
+        module.__start_time__ = time.time()
+
+    profiler.reset_profile = start_once
+
+
+class DirectCalls:
+    """The module, and autograd between ZeRO's prologue and epilogue (runtime/engine.py, backward)."""
+
+    hooked = True
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._flags = getattr(engine.optimizer, "clear_backward_seen_flag", lambda: None)
+        self._scale = getattr(engine.optimizer, "scale_if_loss", lambda loss: loss)
+        for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+            hook.remove()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's, but for hooks on the outputs: :meth:`backward` hooks the loss."""
+        if self._engine.training_dataloader is None:
+            self._engine.tput_timer.start()
+        self._flags()
+        return self._engine.module(*args, **kwargs)
+
+    def announce(self, loss: torch.Tensor) -> None:
+        """Nothing to do: :meth:`backward` does it for every loss."""
+
+    def backward(self, outputs: Tensors, gradients: Tensors, *, is_loss: bool) -> None:
+        """As DeepSpeed's."""
+        engine = self._engine
+        if is_loss:
+            outputs = (self._scale(outputs[0] / engine.gradient_accumulation_steps()),)
+        _before_backward(outputs, engine._backward_prologue)  # noqa: SLF001
+        engine._running_engine_backward = True  # noqa: SLF001
+        try:
+            torch.autograd.backward(outputs, gradients or None)
+            engine._backward_epilogue()  # noqa: SLF001
+        finally:
+            engine._running_engine_backward = False  # noqa: SLF001
+
+
+def _before_backward(outputs: Sequence[torch.Tensor], prologue: Callable[[], None]) -> None:
+    """Have ``prologue`` run as the backward's first act; inside it, as it queues a callback with autograd."""
+    waiting = [prologue]
+
+    def once(gradient: torch.Tensor) -> None:
+        del gradient
+        if waiting:
+            waiting.pop()()
+
+    for output in outputs:
+        output.register_hook(once)
+
+
+class PlainCalls:
+    """The module and autograd alone, where dsx reduces the gradients and ZeRO has nothing to do meanwhile.
+
+    DeepSpeed's hooks on parameters count them anew in every backward, and prologue and epilogue keep the
+    books of reductions that do not come.
+    """
+
+    hooked = False
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+            hook.remove()
+        for hook in getattr(engine.optimizer, "_grad_acc_hooks", ()):
+            hook.remove()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """``engine.module(...)``."""
+        return self._engine.module(*args, **kwargs)
+
+    def announce(self, loss: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def backward(self, outputs: Tensors, gradients: Tensors, *, is_loss: bool) -> None:
+        """fp32 and bf16 have no loss scale: the loss's share of the step is all."""
+        if is_loss:
+            outputs = (outputs[0] / self._engine.gradient_accumulation_steps(),)
+        torch.autograd.backward(outputs, gradients or None)
+
+
+def calls(engine: Any, *, reduced_here: bool) -> Calls:
+    """The cheapest right ones.
+
+    Args:
+        engine: The DeepSpeedEngine.
+        reduced_here: DeepSpeed takes gradients only when a step begins, all at once.
+    """
+    needed = (
+        engine.zero_optimization_partition_weights(),
+        engine.flops_profiler_enabled(),
+        engine.wall_clock_breakdown(),
+        engine.memory_breakdown(),
+        engine.random_ltd_enabled(),
+        engine.torch_autocast_enabled(),
+        engine.fp16_auto_cast(),
+        engine.is_deepcompile_enabled(),
+        engine._is_compiled_autograd_enabled,  # noqa: SLF001
+        engine.autotuning_profile_model_info(),
+        not engine.managed_gradient_accumulation(),
+    )
+    if any(needed):
+        return EngineCalls(engine)
+    return PlainCalls(engine) if reduced_here else DirectCalls(engine)

@@ -1,0 +1,233 @@
+"""What of each parameter a rank keeps in fp32 with its optimizer state, for each of DeepSpeed's wrappers.
+
+The one place that knows where DeepSpeed 0.19.8 has its master weights. Sources below deepspeed/runtime:
+zero/stage_1_and_2.py and bf16_optimizer.py (one flat partition per group), zero/stage3.py (sub-groups of
+parameters, each cut by itself), fp16/fused_optimizer.py (one flat tensor per group),
+fp16/unfused_optimizer.py and plain torch optimizers (a tensor per parameter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dsx.parallel.zero import ZeroPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements ``start`` to ``stop`` of a flattened local parameter, at ``offset`` in a flat tensor."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """One fp32 tensor that the optimizer updates.
+
+    Attributes:
+        master: It; flattened it has the elements that ``spans`` name, and padding.
+        group: Its optimizer group.
+        spans: What of which parameters it holds.
+        optimizer: Whose ``state[master]`` has its moments.
+    """
+
+    master: torch.Tensor
+    group: int
+    spans: tuple[Span, ...]
+    optimizer: torch.optim.Optimizer
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """Optimizer states as large as the master, flattened, by the optimizer's own name."""
+        return {
+            name: value.view(-1)
+            for name, value in self._state().items()
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == self.master.numel()
+        }
+
+    def numbers(self) -> dict[str, float]:
+        """Optimizer states that are one number, such as ``step``."""
+        return {
+            name: float(value)
+            for name, value in self._state().items()
+            if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and not value.dim())
+        }
+
+    def make(self, moments: Sequence[str], numbers: Mapping[str, float]) -> None:
+        """Give it these states: moments of zeros where it has none, numbers of the kind that it uses."""
+        state = self.optimizer.state[self.master]
+        for name in moments:
+            if name not in state:
+                state[name] = torch.zeros_like(self.master, memory_format=torch.preserve_format)
+        for name, number in numbers.items():
+            if name not in state or isinstance(state[name], torch.Tensor):
+                # A tensor on the host, as torch.optim makes it (adam.py, _init_group).
+                state[name] = torch.tensor(number, dtype=torch.float32)
+            else:
+                state[name] = type(state[name])(number)
+
+    def _state(self) -> Mapping[str, Any]:
+        # .get: asking a defaultdict for it would make it.
+        found: Mapping[str, Any] = self.optimizer.state.get(self.master, {})
+        return found
+
+
+def held(engine: Any) -> tuple[Held, ...]:
+    """Every master of this rank, in the optimizer's order.
+
+    Args:
+        engine: A DeepSpeedEngine.
+    """
+    wrapper = engine.optimizer
+    makers = {
+        "DeepSpeedZeroOptimizer": _zero_1_and_2,
+        "BF16_Optimizer": _bf16,
+        "DeepSpeedZeroOptimizer_Stage3": _zero_3,
+        "FP16_Optimizer": _flat_groups,
+        "FP16_UnfusedOptimizer": _copies,
+    }
+    return tuple(makers.get(type(wrapper).__name__, _plain)(wrapper))
+
+
+def trained_parameters(engine: Any) -> Iterator[nn.Parameter]:
+    """Every parameter that an optimizer of this rank's ZeRO group updates, whichever of them holds it."""
+    wrapper = engine.optimizer
+    names = {
+        "DeepSpeedZeroOptimizer": "bit16_groups",
+        "BF16_Optimizer": "bf16_groups",
+        "DeepSpeedZeroOptimizer_Stage3": "fp16_groups",
+        "FP16_Optimizer": "fp16_groups",
+        "FP16_UnfusedOptimizer": "fp16_groups",
+    }
+    name = names.get(type(wrapper).__name__)
+    groups = getattr(wrapper, name) if name else [group["params"] for group in wrapper.param_groups]
+    for group in groups:
+        yield from group
+
+
+def refresh_weights(engine: Any) -> None:
+    """Make the weights that the model computes with what the masters say. Collective over each ZeRO group."""
+    wrapper = engine.optimizer
+    kind = type(wrapper).__name__
+    with torch.no_grad():
+        if kind in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
+            wrapper.update_lp_params()
+        elif kind == "DeepSpeedZeroOptimizer_Stage3":
+            _refresh_partitions(wrapper)
+        elif kind == "FP16_Optimizer":
+            for low, high in zip(wrapper.fp16_groups_flat, wrapper.fp32_groups_flat, strict=True):
+                low.copy_(high)
+        elif kind == "FP16_UnfusedOptimizer":
+            for lows, highs in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+                for low, high in zip(lows, highs, strict=True):
+                    low.copy_(high)
+
+
+def adopt_weights(engine: Any) -> None:
+    """Make the masters what the model's weights are, which somebody has changed. Not at ZeRO-3."""
+    with torch.no_grad():
+        for part in held(engine):
+            flat = part.master.view(-1)
+            for span in part.spans:
+                weights = span.parameter.detach().view(-1)[span.start : span.stop]
+                flat[span.offset : span.offset + weights.numel()].copy_(weights)
+
+
+def _refresh_partitions(wrapper: Any) -> None:
+    for low, high in zip(
+        wrapper.fp16_partitioned_groups_flat, wrapper.fp32_partitioned_groups_flat, strict=True
+    ):
+        low.data.copy_(high.data)
+    # Parameters below the persistence threshold are never given back: gather them anew (stage3.py, step).
+    if wrapper.persistent_parameters:
+        wrapper.persistent_parameters[0].partition(wrapper.persistent_parameters, has_been_updated=False)
+        wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
+
+
+def _plan_spans(
+    groups: Sequence[Sequence[nn.Parameter]], stage: int, process_group: Any, **options: Any
+) -> list[tuple[Span, ...]]:
+    """The spans of each group's partition on this rank."""
+    named = [
+        tuple((f"{at}.{index}", p.numel()) for index, p in enumerate(group))
+        for at, group in enumerate(groups)
+    ]
+    plan = ZeroPlan(stage=stage, dp=dist.get_world_size(process_group), groups=tuple(named), **options)
+    by_name = {
+        f"{at}.{index}": parameter for at, group in enumerate(groups) for index, parameter in enumerate(group)
+    }
+    return [
+        tuple(Span(by_name[piece.name], piece.start, piece.stop, piece.offset) for piece in buffer.pieces)
+        for buffer in plan.buffers(dist.get_rank(process_group))
+    ]
+
+
+def _zero_1_and_2(wrapper: Any) -> Iterator[Held]:
+    groups = wrapper.bit16_groups
+    element_bytes = groups[0][0].element_size()
+    alignment = max(1, 16 // element_bytes) if wrapper.parameter_alignment else 1
+    spans = _plan_spans(
+        groups,
+        1,
+        wrapper.real_dp_process_group[0],
+        alignment=alignment,
+        round_robin=bool(wrapper.round_robin_gradients),
+    )
+    masters = wrapper.single_partition_of_fp32_groups
+    for group, (master, its) in enumerate(zip(masters, spans, strict=True)):
+        yield Held(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
+
+
+def _bf16(wrapper: Any) -> Iterator[Held]:
+    spans = _plan_spans(wrapper.bf16_groups, 1, wrapper.real_dp_process_group[0])
+    for group, (master, its) in enumerate(zip(wrapper.fp32_groups_flat_partition, spans, strict=True)):
+        yield Held(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
+
+
+def _zero_3(wrapper: Any) -> Iterator[Held]:
+    rank = dist.get_rank(wrapper.dp_process_group)
+    for index, (parameters, master) in enumerate(
+        zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True)
+    ):
+        spans, offset = [], 0
+        for parameter in parameters:
+            size = parameter.partition_numel()
+            start, stop = rank * size, min((rank + 1) * size, parameter.ds_numel)
+            if start < stop:
+                spans.append(Span(parameter, start, stop, offset))
+            offset += size
+        group = wrapper.sub_group_to_group_id[index]
+        yield Held(master=master, group=group, spans=tuple(spans), optimizer=wrapper.optimizer)
+
+
+def _flat_groups(wrapper: Any) -> Iterator[Held]:
+    for group, (parameters, master) in enumerate(
+        zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True)
+    ):
+        spans, offset = [], 0
+        for parameter in parameters:
+            spans.append(Span(parameter, 0, parameter.numel(), offset))
+            offset += parameter.numel()
+        yield Held(master=master, group=group, spans=tuple(spans), optimizer=wrapper.optimizer)
+
+
+def _copies(wrapper: Any) -> Iterator[Held]:
+    for group, (parameters, masters) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)):
+        for parameter, master in zip(parameters, masters, strict=True):
+            spans = (Span(parameter, 0, parameter.numel(), 0),)
+            yield Held(master=master, group=group, spans=spans, optimizer=wrapper.optimizer)
+
+
+def _plain(optimizer: torch.optim.Optimizer) -> Iterator[Held]:
+    for group, settings in enumerate(optimizer.param_groups):
+        for parameter in settings["params"]:
+            spans = (Span(parameter, 0, parameter.numel(), 0),)
+            yield Held(master=parameter, group=group, spans=spans, optimizer=optimizer)

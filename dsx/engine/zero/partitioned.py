@@ -1,0 +1,242 @@
+"""ZeRO-1 and ZeRO-2: flat parameter groups, each data-parallel rank owning an interval of the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dsx.engine.zero.calls import GradientHooks
+from dsx.engine.zero.norm import NormScope, Refuses, all_reduce_sum
+from dsx.engine.zero.reduction import ChunkReduction
+from dsx.errors import ConfigError
+from dsx.schedules.schedule import Schedule
+
+if TYPE_CHECKING:
+    from dsx.engine.pipeline_module import Tie
+
+
+class PartitionedGradients:
+    """Whole gradients that accumulate on this rank, of which it keeps its intervals once they are reduced.
+
+    The intervals lie in the flat buffers that DeepSpeed itself makes for gradients of another precision than
+    the parameters', and whose contents its ``step`` takes as they are (stage_1_and_2.py,
+    _build_compact_grad_partition_buffer, _get_preflattened_grad_partition).
+    """
+
+    in_place = False
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._pieces = {
+            id(parameter): self._piece(group, parameter)
+            for group, parameters in enumerate(optimizer.params_in_partition)
+            for parameter in parameters
+        }
+
+    def accumulate(self, parameter: nn.Parameter) -> None:
+        """Called when a gradient has come: add it in the precision that the user wants sums in."""
+        if not self._optimizer.use_separate_grad_accum:
+            return
+        gradient, parameter.grad = parameter.grad, None
+        dtype, total = self._optimizer.gradient_accumulation_dtype, parameter.grad_accum  # type: ignore[attr-defined]
+        if total is None:
+            parameter.grad_accum = gradient.to(dtype)  # type: ignore[attr-defined,union-attr]
+        else:
+            # What is narrower than the sum is added without a copy of the sum's width.
+            narrower = torch.promote_types(dtype, gradient.dtype) == dtype  # type: ignore[union-attr]
+            total.add_(gradient if narrower else gradient.to(dtype))  # type: ignore[union-attr]
+
+    def take(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The sum over micro-batches."""
+        found: torch.Tensor | None = parameter.grad
+        parameter.grad = None
+        if self._optimizer.use_separate_grad_accum:
+            found, parameter.grad_accum = parameter.grad_accum, None  # type: ignore[attr-defined]
+        return found
+
+    def put(self, parameter: nn.Parameter, gradient: torch.Tensor, start: int = 0) -> None:
+        """Keep this rank's interval, if it has one."""
+        assert start == 0
+        piece = self._pieces.get(id(parameter))
+        if piece is not None:
+            group, begin, at, length = piece
+            self._buffer(group).narrow(0, at, length).copy_(gradient.narrow(0, begin, length))
+
+    def complete(self) -> None:
+        """Before the step: have a buffer for every group, of zeros where no parameter is this rank's."""
+        for group in range(len(self._optimizer.bit16_groups)):
+            self._buffer(group)
+
+    def _buffer(self, group: int) -> torch.Tensor:
+        """This rank's interval of a group's gradient, flat; made once per step."""
+        made = self._optimizer._get_compact_grad_partition_buffer(group)  # noqa: SLF001
+        flat: torch.Tensor = made.flat_partition
+        return flat
+
+    def came_late(self, parameter: nn.Parameter) -> bool:
+        """Whether there is a sum again."""
+        return parameter.grad is not None or getattr(parameter, "grad_accum", None) is not None
+
+    def _piece(self, group: int, parameter: nn.Parameter) -> tuple[int, int, int, int]:
+        """(group, start in the gradient, start in the rank's interval, elements)."""
+        optimizer = self._optimizer
+        rank, key = dist.get_rank(optimizer.real_dp_process_group[group]), optimizer.get_param_id(parameter)
+        start = int(optimizer.grad_start_offset[group][rank][key])
+        at = int(optimizer.grad_partition_insertion_offset[group][rank][key])
+        return group, start, at, min(parameter.numel() - start, int(optimizer.partition_size[group]) - at)
+
+
+class PartitionedAdapter:
+    """Sums tied gradients as a step's first act, and replaces the optimizer's norm by ours.
+
+    Tied weights sit in parameter groups of their own (:func:`dsx.engine.initialize.split_tied`), so
+    that their interval of the gradient is the same on every pipeline rank that holds a copy.
+
+    Raises:
+        ConfigError: They do not, because the user's optimizer was built some other way; or the optimizer
+            cannot have them.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        scope: NormScope,
+        ties: Sequence[Tie],
+        gradients: PartitionedGradients,
+        reduction: ChunkReduction | None,
+    ) -> None:
+        self._engine, self._scope = engine, scope
+        self._reduction = reduction
+        self._optimizer = engine.optimizer
+        self._norm = torch.zeros(())
+        self._refuses: Refuses | None = None
+        self._fresh = True
+        self._tied = [(tie.group, index) for tie in ties for index in self._groups_of(tie)]
+        step = self._optimizer.step
+
+        def step_with_ties(*args: Any, **kwargs: Any) -> Any:
+            self._norm = torch.full((), torch.nan)  # until computed: not at all after an overflow
+            # The one moment at which gradients are final and not yet used, at every stage and with offload.
+            self._reduce_ties()
+            return step(*args, **kwargs)
+
+        self._optimizer.step = step_with_ties
+        self._optimizer.scaled_global_norm = self._global_norm
+        if reduction is not None:
+            self._optimizer.process_gradients = lambda parameter, _: gradients.accumulate(parameter)
+        self._hooks = GradientHooks(
+            self._optimizer, "process_gradients", prepare=self._optimizer.setup_buckets
+        )
+
+    @property
+    def reduced_here(self) -> bool:
+        """Sums in another precision than the parameters' are kept by hooks."""
+        optimizer = self._optimizer
+        separate = optimizer.use_separate_grad_accum or optimizer.use_grad_accum_attribute
+        return self._reduction is not None and not separate
+
+    def begin(self, schedule: Schedule) -> None:
+        """Parameters are always there."""
+        del schedule
+
+    def before_action(self, position: int) -> None:
+        """Nothing to do."""
+        del position
+
+    def before_backward(self, stage: int) -> None:
+        """With offload: start each step from zeroed accumulators and always add.
+
+        DeepSpeed overwrites on a step's first micro-batch, told by a counter that chunks and shared weights
+        upset; ``setup_buckets`` adds one to it before it is read (stage_1_and_2.py:3258, 1855).
+        """
+        del stage
+        self._hooks.before_backward()
+        if not self._optimizer.cpu_offload:
+            return
+        if self._fresh:
+            for accumulator in self._optimizer.accumulated_grads_in_cpu.values():
+                accumulator.zero_()
+            for partition in self._optimizer.single_partition_of_fp32_groups:
+                partition.grad.zero_()  # parameters without a gradient in this step keep the last one's
+            self._fresh = False
+        self._optimizer.micro_step_id = 0
+
+    def chunk_done(self, stage: int) -> None:
+        """Start reducing the chunk's gradients."""
+        if self._reduction is not None:
+            self._reduction.chunk_done(stage)
+
+    def before_step(self, refuses: Refuses | None = None) -> None:
+        """Finish the reductions. The next step starts from nothing."""
+        self._refuses = refuses
+        if self._reduction is not None:
+            self._reduction.finish()
+        self._fresh = True
+
+    def grad_norm(self) -> float:
+        """Norm before clipping."""
+        return float(self._norm)
+
+    def _global_norm(self, norm_type: int = 2) -> torch.Tensor:
+        """Stands in for ``scaled_global_norm``; bf16 and fp32 have no loss scale."""
+        assert norm_type == 2, "only the 2-norm is defined here"
+        self._norm = self._scope.norm(self._pieces(), partitioned=True, device=self._engine.device)
+        if self._refuses is not None and self._refuses(self._norm):
+            self._optimizer.overflow = True  # read after this (stage_1_and_2.py, step)
+        # Where the gradients are that it scales: torch multiplies none on the host by a number on a GPU.
+        return self._norm.to(self._optimizer.device)
+
+    def _reduce_ties(self) -> None:
+        if self._tied and self._optimizer.cpu_offload:
+            self._optimizer._wait_for_offload_copies()  # noqa: SLF001
+        for group, index in self._tied:
+            for tensor in self._gradients(index):
+                all_reduce_sum(tensor, group, self._engine.device)
+
+    def _groups_of(self, tie: Tie) -> list[int]:
+        """The optimizer's groups that hold ``tie``'s weights, and nothing else."""
+        tied = {id(parameter) for parameter in tie.parameters}
+        found = []
+        for index, group in enumerate(self._optimizer.bit16_groups):
+            members = {id(parameter) for parameter in group}
+            if members & tied:
+                found.append(index)
+            if members & tied and any(getattr(parameter, "use_muon", False) for parameter in group):
+                raise ConfigError(
+                    "optimizer = Muon",
+                    f"ZeRO-1 and 2 take its update before tied gradients ({tie.key!r}) are summed",
+                    "use ZeRO-0, another optimizer, or one pipeline rank for all uses of the tied weight",
+                )
+            if members & tied and members - tied:
+                raise ConfigError(
+                    f"optimizer = {type(self._optimizer.optimizer).__name__}",
+                    f"the tied weight {tie.key!r} shares a parameter group with others, which ZeRO-1 and 2 "
+                    "cut as one",
+                    "give initialize() the optimizer itself, or a callable that keeps the groups it is given",
+                )
+        return found
+
+    def _gradients(self, index: int) -> list[torch.Tensor]:
+        """This rank's interval of group ``index``'s gradient, as the tensors that hold it."""
+        if self._optimizer.cpu_offload:
+            return [self._optimizer.single_partition_of_fp32_groups[index].grad]
+        return [t for t in self._optimizer.averaged_gradients[index] if t is not None and t.numel()]
+
+    def _pieces(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """(parameter, this rank's part of its gradient) over all groups."""
+        optimizer = self._optimizer
+        for index, parameters in enumerate(optimizer.params_in_partition):
+            if optimizer.cpu_offload:
+                flat = optimizer.single_partition_of_fp32_groups[index].grad
+                for parameter in parameters:
+                    _, _, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                    yield parameter, flat.narrow(0, start, length)
+            else:
+                gradients = [
+                    g for g in optimizer.averaged_gradients[index] if not getattr(g, "_zero_padding", False)
+                ]
+                yield from zip(parameters, gradients, strict=False)

@@ -1,0 +1,182 @@
+"""ZeRO-0: every data-parallel rank holds whole gradients in ``p.grad``."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dsx.engine.zero.norm import NormScope, Refuses
+from dsx.engine.zero.reduction import ChunkReduction
+from dsx.schedules.schedule import Schedule
+
+if TYPE_CHECKING:
+    from dsx.engine.pipeline_module import Tie
+
+
+class WholeGradients:
+    """Gradients in ``p.grad``."""
+
+    in_place = False
+
+    def take(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """``p.grad``, which becomes None."""
+        gradient, parameter.grad = parameter.grad, None
+        return gradient
+
+    def put(self, parameter: nn.Parameter, gradient: torch.Tensor, start: int = 0) -> None:
+        """Back into ``p.grad``, in the parameter's dtype."""
+        assert start == 0
+        parameter.grad = gradient.view(parameter.shape).to(parameter.dtype)
+
+    def came_late(self, parameter: nn.Parameter) -> bool:
+        """Whether ``p.grad`` is there again."""
+        return parameter.grad is not None
+
+    def complete(self) -> None:
+        """``p.grad`` is all there is."""
+
+
+class ReplicatedAdapter:
+    """Sums tied gradients and clips by the norm of the whole model.
+
+    Plain fp32: the engine is built with clipping off and gradients are scaled here, because stock DeepSpeed
+    counts pipeline stage 0 alone (deepspeed/runtime/utils.py:394). With bf16, DeepSpeed's FP16_Optimizer and
+    FP16_UnfusedOptimizer scale fp32 copies of the gradients; they are handed the true norm.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        scope: NormScope,
+        ties: Sequence[Tie],
+        clipping: float,
+        reduction: ChunkReduction | None,
+    ) -> None:
+        self._engine, self._scope, self._ties, self._clipping = engine, scope, ties, clipping
+        self._reduction = reduction
+        self._norm = torch.zeros(())
+        self.refused = False
+        """Whether this step must not be applied."""
+        self._wrapped = hasattr(engine.optimizer, "unscale_and_clip_grads")
+        if not self._wrapped:
+            self._let_refuse(engine.optimizer)
+        else:
+            # Its own norm then stays local (and unused) instead of a sum that counts shards wrongly.
+            engine.optimizer.mpu = None
+            engine.optimizer.overflow_checker = _NormTells(self)
+            _undo_initial_step(engine.optimizer)
+            original = engine.optimizer.unscale_and_clip_grads
+
+            def with_true_norm(*args: Any, **kwargs: Any) -> Any:
+                *leading, _ = args
+                return original(*leading, self._norm, **kwargs)
+
+            engine.optimizer.unscale_and_clip_grads = with_true_norm
+
+    @property
+    def reduced_here(self) -> bool:
+        """FP16 optimizers around the user's have a part in each backward."""
+        return self._reduction is not None and not self._wrapped
+
+    def begin(self, schedule: Schedule) -> None:
+        """Parameters are always there."""
+        del schedule
+
+    def before_action(self, position: int) -> None:
+        """Nothing to do."""
+        del position
+
+    def before_backward(self, stage: int) -> None:
+        """Gradients accumulate in ``p.grad`` by themselves."""
+        del stage
+
+    def chunk_done(self, stage: int) -> None:
+        """Start reducing the chunk's gradients."""
+        if self._reduction is not None:
+            self._reduction.chunk_done(stage)
+
+    def before_step(self, refuses: Refuses | None = None) -> None:
+        """Finish the reductions, sum ties, then compute the norm and clip."""
+        if self._reduction is not None:
+            self._reduction.finish()
+        for tie in self._ties:
+            for parameter in tie.parameters:
+                if not parameter.requires_grad:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=tie.group)
+        pieces = [(p, p.grad) for p in self._engine.module.parameters() if p.grad is not None]
+        self._norm = self._scope.norm(pieces, partitioned=False, device=self._engine.device)
+        self.refused = refuses is not None and refuses(self._norm)
+        if not self._wrapped:
+            self._engine.optimizer.overflow = self.refused  # DeepSpeed asks every optimizer that has it
+        if self._clipping > 0 and not self._wrapped:
+            # torch.nn.utils.clip_grad_norm_'s rule.
+            scale = torch.clamp(self._clipping / (self._norm + 1e-6), max=1.0)
+            for _, gradient in pieces:
+                gradient.mul_(scale)
+
+    def grad_norm(self) -> float:
+        """Norm before clipping."""
+        return float(self._norm)
+
+    def _let_refuse(self, optimizer: Any) -> None:
+        """Have a plain torch optimizer know steps that are not applied, as DeepSpeed's own do."""
+        step = optimizer.step
+
+        @functools.wraps(step)  # with the marks that torch's schedulers leave on it
+        def unless_refused(*args: Any, **kwargs: Any) -> Any:
+            return None if self.refused else step(*args, **kwargs)
+
+        optimizer.overflow, optimizer.step = False, unless_refused
+
+
+class _NormTells:
+    """Stands in for CheckOverflow: a gradient that is not finite shows in the norm of the whole model.
+
+    Every rank then decides alike, without a look at each parameter and another collective.
+    """
+
+    def __init__(self, adapter: ReplicatedAdapter) -> None:
+        self._adapter = adapter
+
+    def check(self, *_args: Any, **_kwargs: Any) -> bool:
+        """Whether the step must be skipped (FP16_UnfusedOptimizer asks so)."""
+        return self._adapter.refused or not math.isfinite(self._adapter.grad_norm())
+
+    has_overflow = check
+    """FP16_Optimizer asks so."""
+
+    check_using_norm = check
+    """And both so, where the optimizer computes the update from the whole gradient (LAMB)."""
+
+
+@torch.no_grad()
+def _undo_initial_step(optimizer: Any) -> None:
+    """Forget the step that FP16_Optimizer and FP16_UnfusedOptimizer take at construction.
+
+    ``initialize_optimizer_states`` steps on zero gradients to allocate the moments. That decays the fp32
+    weights once and leaves Adam's step count at 1, so that its first real update is about a quarter too small
+    (sqrt(1 - beta2**2) / (1 - beta1**2) against 1 at betas 0.9, 0.95).
+    """
+    for index, group in enumerate(optimizer.fp16_groups):
+        if hasattr(optimizer, "fp32_groups_flat"):
+            flat = torch.cat([p.detach().flatten().float() for p in group])
+            optimizer.fp32_groups_flat[index].copy_(flat)
+        else:
+            for high, low in zip(optimizer.fp32_groups[index], group, strict=True):
+                high.copy_(low)
+    inner = optimizer.optimizer
+    if not isinstance(inner, torch.optim.Adagrad):
+        inner.state.clear()
+        return
+    for state in inner.state.values():  # the one optimizer that makes its state at construction
+        state["step"].zero_()
+        state["sum"].fill_(inner.defaults["initial_accumulator_value"])

@@ -1,0 +1,369 @@
+"""ZeRO-3: parameters and gradients partitioned parameter by parameter, gathered as the schedule needs them.
+
+ZeRO-3's gathers over a whole step of a schedule: ahead of use, and kept between uses under a budget.
+
+DeepSpeed records which modules run in what order and prefetches from the recording. It begins anew at every
+forward of the engine's module, which under a pipeline is every forward of a chunk: what follows is never what
+was recorded, so that it records, discards and records again, compares each recording over the data-parallel
+ranks (which waits for the device), and prefetches next to nothing. Here a recording is a step. Every step of
+a schedule is the same, and so the next action's parameters, of another chunk or not, are on their way while
+this one computes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import partitioned_param_coordinator
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+from deepspeed.utils import z3_leaf_module
+from torch import nn
+
+from dsx.engine.chunks import TiedUse
+from dsx.engine.zero.calls import GradientHooks
+from dsx.engine.zero.norm import NormScope, Refuses, all_reduce_sum
+from dsx.errors import ConfigError
+from dsx.schedules.gathers import GatherPlan, gather_plan
+from dsx.schedules.schedule import Action, Schedule
+
+if TYPE_CHECKING:
+    from dsx.engine.pipeline_module import Tie
+    from dsx.parallel.groups import Groups
+
+
+Parameter: TypeAlias = Any
+"""An nn.Parameter with what ZeRO-3 adds to it (``ds_numel``, ``ds_persist``, ...)."""
+
+_PRIVATE = "_PartitionedParameterCoordinator__"
+
+
+class StepGathers:
+    """What DeepSpeed's coordinator of ZeRO-3 gathers and lets go of in the steps of schedules.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO-3 optimizer.
+        uses: Virtual stage of this rank -> parameters that its layers use.
+        pp_rank: This rank's pipeline coordinate.
+        budget_bytes: Memory for parameters that stay gathered between actions of their chunk. 0 leaves the
+            choice to ``stage3_max_reuse_distance``.
+
+    Raises:
+        ConfigError: A budget with parameters on NVMe, whose buffers follow DeepSpeed's own order.
+    """
+
+    def __init__(
+        self, optimizer: Any, uses: Mapping[int, Iterable[Parameter]], pp_rank: int, budget_bytes: int
+    ) -> None:
+        if budget_bytes and optimizer.parameter_offload.offload_device == OffloadDeviceEnum.nvme:
+            raise ConfigError(
+                f"dsx.zero.keep_gathered_bytes = {budget_bytes}",
+                "parameters on NVMe come through a few buffers that kept ones would fill",
+                'use 0, or "offload_param": {"device": "cpu"}',
+            )
+        self._coordinator = optimizer.parameter_offload.get_param_coordinator()
+        self._pp_rank, self._budget_bytes = pp_rank, budget_bytes
+        # Small parameters are always gathered ("persistent"). What is tied counts for every stage.
+        self._parameters = {
+            stage: tuple(p for p in dict.fromkeys(used) if not p.ds_persist) for stage, used in uses.items()
+        }
+        self._plans: list[tuple[Schedule, GatherPlan]] = []
+        self._schedule: Schedule | None = None
+        self._kept: frozenset[int] = frozenset()
+        self._trace = _Trace(())
+        optimizer.parameter_offload.fwd_pre_hook.remove()  # the reset at every forward
+        setattr(self._coordinator, f"{_PRIVATE}params_to_release", self._releasable)
+        self._release_leftovers = self._coordinator.release_backward_leftovers
+        self._coordinator.release_backward_leftovers = self._release_rest
+        _release_after_every_backward(optimizer.parameter_offload)
+
+    def begin(self, schedule: Schedule) -> None:
+        """A step of ``schedule`` begins. A collective call over data parallelism when it is a new one.
+
+        Its first step records, later ones prefetch from the recording; steps of another schedule between
+        them (an evaluation) make it record once more.
+        """
+        if schedule is not self._schedule and not self._coordinator.is_invalid_trace():
+            self._coordinator._invalidate_trace()  # noqa: SLF001
+        self._schedule = schedule
+        self._coordinator.reset_step()
+        self._keep(frozenset())
+
+    def before(self, position: int) -> None:
+        """The action at ``position`` of this rank's row comes next: hold what the plan keeps after it."""
+        if self._budget_bytes and self._schedule is not None:
+            self._keep(self.plan(self._schedule).kept[position])
+            self._look_again()
+
+    def plan(self, schedule: Schedule) -> GatherPlan:
+        """What stays gathered when, in a step of ``schedule``."""
+        for known, plan in self._plans:
+            if known is schedule:
+                return plan
+        row: tuple[Action, ...] = schedule.rows[self._pp_rank]
+        plan = gather_plan(row, self.stage_bytes(), self._budget_bytes)
+        self._plans.append((schedule, plan))
+        return plan
+
+    def stage_bytes(self) -> dict[int, int]:
+        """Virtual stage -> size of its parameters when they are gathered, persistent ones left out."""
+        return {
+            stage: sum(p.ds_numel * p.element_size() for p in parameters)
+            for stage, parameters in self._parameters.items()
+        }
+
+    def _keep(self, stages: frozenset[int]) -> None:
+        """DeepSpeed does not let go of a parameter that a module is at work with: be that module.
+
+        What is no longer kept goes when the modules of the coming action are done with it.
+        """
+        for stage in self._kept - stages:
+            for parameter in self._parameters[stage]:
+                parameter.ds_active_sub_modules.discard(_holder(stage))
+        for stage in stages - self._kept:
+            for parameter in self._parameters[stage]:
+                parameter.ds_active_sub_modules.add(_holder(stage))
+        self._kept = stages
+
+    def _look_again(self) -> None:
+        """Have prefetching start from here.
+
+        It takes each use off a queue once, also when the parameter is there at that moment. What the plan
+        lets go of before that use has to be found again.
+        """
+        coordinator = self._coordinator
+        if coordinator.is_complete_trace():
+            order = getattr(coordinator, f"{_PRIVATE}param_order")
+            step = getattr(coordinator, f"{_PRIVATE}step_id")
+            here = bisect_left(order, step, key=lambda use: use.step_id_last_used_at)
+            setattr(coordinator, f"{_PRIVATE}param_queue", deque(order[here:]))
+            getattr(coordinator, f"{_PRIVATE}most_recent_step_id_param_fetched_for").clear()
+
+    def _releasable(self, submodule: nn.Module, step: int) -> set[int]:
+        """Stands in for ``__params_to_release``: ids of the parameters to let go of after ``submodule``.
+
+        The same rule (a parameter stays when it is used again within the reuse distance, or when prefetching
+        has passed over that use because it was there), without a walk from each module over the rest of the
+        step, which is now long. With a budget the plan alone decides.
+        """
+        trace, coordinator = self._trace_of_step(), self._coordinator
+        parameters = iter_params(submodule, recurse=z3_leaf_module(submodule))
+        candidates = [p for p in parameters if not p.ds_persist]
+        if self._budget_bytes:
+            return {p.ds_id for p in candidates}
+        passed = getattr(coordinator, f"{_PRIVATE}most_recent_step_id_param_fetched_for")
+        distance = getattr(coordinator, f"{_PRIVATE}max_reuse_dist_in_numel")
+        return {p.ds_id for p in candidates if passed[p] <= step and trace.distance(p, step) >= distance}
+
+    def _release_rest(self) -> None:
+        """After a backward: the modules whose inputs get no gradient (a model's first), by the same rule."""
+        if not self._coordinator.is_complete_trace():
+            self._release_leftovers()
+            return
+        active = getattr(self._coordinator, f"{_PRIVATE}active_backward_submodules")
+        for module in list(reversed(active.values())):
+            self._coordinator.release_sub_module(module, forward=False)
+
+    def _trace_of_step(self) -> _Trace:
+        order = getattr(self._coordinator, f"{_PRIVATE}submodule_order")
+        if self._trace.modules is not order:
+            self._trace = _Trace(order)
+        return self._trace
+
+
+def _release_after_every_backward(offload: Any) -> None:
+    """Have each module's parameters let go of when its backward is done, in every micro-batch.
+
+    DeepSpeed counts the inputs whose gradients are to come on the module, from nothing at each forward
+    (parameter_offload.py, _post_backward_module_hook). With several forwards under way the count goes below
+    zero at the second backward and its release never comes: the whole chunk stays gathered to the end of its
+    backward. Here each forward has a count of its own.
+    """
+    for module in offload.module.modules():
+        if "post_bwd_fn" in vars(module):
+            module.post_bwd_fn = _Inputs(module, offload.post_sub_module_backward_function)
+
+
+class _Inputs:
+    """Stands in for DeepSpeed's PostBackwardFunctionModule of one module."""
+
+    def __init__(self, module: Any, done: Callable[[nn.Module], None]) -> None:
+        self._module, self._done = module, done
+        self._remaining = [0]
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """One tensor among the inputs of a forward. DeepSpeed sets ``ds_grads_remaining`` to 0 before."""
+        if not x.requires_grad:
+            return x
+        if self._module.ds_grads_remaining == 0:
+            self._remaining = [0]
+        self._module.ds_grads_remaining += 1
+        self._remaining[0] += 1
+        y: torch.Tensor = _AfterBackward.apply(x, self._remaining, self._module, self._done)
+        return y
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Identity; the last of a forward's inputs to get its gradient ends the module's backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, remaining: list[int], module: nn.Module, done: Callable[[nn.Module], None]
+    ) -> torch.Tensor:
+        ctx.remaining, ctx.module, ctx.done = remaining, module, done
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.remaining[0] -= 1
+        if ctx.remaining[0] == 0:
+            ctx.done(ctx.module)
+        return gradients[0], None, None, None
+
+
+class _Trace:
+    """A recording: the modules of a step in order, and how far it is from each point to a parameter's use."""
+
+    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
+        self.modules = modules
+        self._uses: dict[int, list[int]] = {}
+        sizes = [0]
+        for index, module in enumerate(modules):
+            parameters = list(iter_params(module, recurse=z3_leaf_module(module)))
+            sizes.append(sum(p.ds_numel for p in parameters))
+            for parameter in parameters:
+                self._uses.setdefault(id(parameter), []).append(index)
+        self._before = list(accumulate(sizes))
+
+    def distance(self, parameter: Parameter, step: int) -> float:
+        """Elements that modules from ``step`` on use before the next one that uses ``parameter``."""
+        uses = self._uses.get(id(parameter), [])
+        next_use = bisect_left(uses, step)
+        return self._before[uses[next_use]] - self._before[step] if next_use < len(uses) else float("inf")
+
+
+def _holder(stage: int) -> int:
+    """Stands for a virtual stage among the ids of modules, which are not negative."""
+    return -1 - stage
+
+
+class Stage3Adapter:
+    """Keeps accumulation straight across chunks; its norm also sums tied gradients first."""
+
+    def __init__(self, engine: Any, scope: NormScope, ties: Sequence[Tie], gathers: StepGathers) -> None:
+        self._engine, self._scope, self._ties, self.gathers = engine, scope, ties, gathers
+        self._optimizer = engine.optimizer
+        self._norm = torch.zeros(())
+        self._refuses: Refuses | None = None
+        self._fresh = True
+        # Called once all gradients are final, on every path that leads to the update.
+        self._optimizer._get_norm_groups = self._reduce_ties_and_norm  # noqa: SLF001
+        self._hooks = GradientHooks(self._optimizer, "reduce_ready_partitions_and_remove_grads")
+        for module in engine.module.modules():
+            if isinstance(module, TiedUse):
+                for parameter in module.tied_module.parameters():
+                    deepspeed.zero.register_external_parameter(module, parameter)
+
+    @property
+    def reduced_here(self) -> bool:
+        """Gradients are reduced and scattered in each backward."""
+        return False
+
+    def begin(self, schedule: Schedule) -> None:
+        """Gather as the steps of ``schedule`` do."""
+        self.gathers.begin(schedule)
+
+    def before_action(self, position: int) -> None:
+        """Keep what the action's chunk needs again soon."""
+        self.gathers.before(position)
+
+    def before_backward(self, stage: int) -> None:
+        """Start each step from zeroed partitions and always add.
+
+        DeepSpeed overwrites on a step's first micro-batch and tells it by counting forwards
+        (stage3.py:2394-2407). Once two backwards follow each other, chunks take turns, or two chunks share a
+        tied weight, that overwrites gradients or adds stale ones, silently.
+        """
+        del stage
+        self._hooks.before_backward()
+        if self._fresh:
+            self._optimizer.grad_partitions_flat_buffer.zero_()
+            self._fresh = False
+        self._optimizer._epilogue_ran_this_backward = False  # noqa: SLF001
+        self._optimizer.micro_step_id = 1
+
+    def chunk_done(self, stage: int) -> None:
+        """Gradients have been reduced and scattered as they came."""
+        del stage
+
+    def before_step(self, refuses: Refuses | None = None) -> None:
+        """The next step starts from nothing."""
+        self._refuses = refuses
+        self._fresh = True
+
+    def grad_norm(self) -> float:
+        """Norm before clipping."""
+        return float(self._norm)
+
+    def _reduce_ties_and_norm(self) -> list[torch.Tensor]:
+        """Stands in for ``_get_norm_groups``: one group, the whole model."""
+        device = self._engine.device
+        for tie in self._ties:
+            ids = {id(parameter) for parameter in tie.parameters}
+            for parameter, gradient in self._pieces():
+                if id(parameter) in ids:
+                    all_reduce_sum(gradient, tie.group, device)
+        self._norm = self._scope.norm(self._pieces(), partitioned=True, device=device)
+        refused = self._refuses is not None and self._refuses(self._norm)
+        # A norm that is none makes DeepSpeed skip the step (stage3.py, step).
+        norm = torch.full_like(self._norm, torch.nan) if refused else self._norm
+        # Where the gradients are that it scales: torch multiplies none on the host by a number on a GPU.
+        return [norm.to(self._optimizer.device)]
+
+    def _pieces(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """(parameter, this rank's part of its gradient, padding included as zeros)."""
+        optimizer = self._optimizer
+        for index, parameters in enumerate(optimizer.fp16_groups):
+            if optimizer.offload_optimizer:
+                flat = optimizer.fp32_partitioned_groups_flat[index].grad
+                for parameter in parameters:
+                    _, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                    yield parameter, flat.narrow(0, start, length)
+            else:
+                yield from zip(parameters, optimizer.averaged_gradients[index], strict=True)
+
+
+def scope_consistency_checks(groups: Groups) -> None:
+    """Compare ZeRO-3's traces over the data-parallel group only.
+
+    The coordinator checks that all ranks gather the same parameters in the same order by a broadcast from
+    world rank 0 (deepspeed/runtime/zero/utils.py, assert_ints_same_as_other_ranks); pipeline ranks rightly
+    differ, so that the stock check deadlocks.
+    """
+    group, source, size = groups.data, groups.mesh.group_of(groups.rank, "dp")[0], groups.mesh.dp
+
+    def same_over_data_parallel(ints: Sequence[int]) -> None:
+        if size == 1:
+            return
+        device = torch.device(deepspeed.accelerator.get_accelerator().current_device_name())
+        mine = torch.tensor([len(ints), *ints], dtype=torch.int64, device=device)
+        length = mine[:1].clone()
+        dist.broadcast(length, source, group=group)
+        theirs = mine.clone() if int(length) == len(ints) else None
+        agree = torch.tensor([theirs is not None], dtype=torch.int32, device=device)
+        dist.all_reduce(agree, op=dist.ReduceOp.MIN, group=group)
+        if bool(agree) and theirs is not None:
+            dist.broadcast(theirs, source, group=group)
+        if not bool(agree) or theirs is None or not torch.equal(mine, theirs):
+            raise RuntimeError(
+                f"ZeRO-3: data-parallel ranks gather different parameters; rank {groups.rank}: {list(ints)}"
+            )
+
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = same_over_data_parallel

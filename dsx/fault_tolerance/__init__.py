@@ -1,0 +1,1 @@
+"""What keeps a run safe: lost peers, hangs, signals, figures gone wrong."""

@@ -1,0 +1,1 @@
+"""From launched processes to process groups: start, preflight, the environment."""

@@ -1,0 +1,152 @@
+"""Before the first step of a run on several machines: do they share the folders, the software, the config?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import torch.distributed as dist
+
+from dsx.checkpoint import store
+from dsx.config.run import RunConfig
+from dsx.errors import DsxError, RunError
+from dsx.fault_tolerance.peers import Peer, hosts_of
+from dsx.fault_tolerance.waits import located
+from dsx.launch.differences import MachineFacts, differences
+from dsx.launch.entry import AGREED
+
+_PACKAGES = ("dsx", "torch", "deepspeed")
+_OUTPUT = "dsx.train.output"
+_NOTE = ".dsx-preflight-"
+_SHARED_SECONDS = 10.0
+"""What a network file system may take to show a new file to another machine: NFS keeps names for seconds."""
+
+_LOOK_SECONDS = 0.2
+
+
+def check_machines(config: RunConfig, peers: Sequence[Peer], rank: int) -> None:
+    """Compare the machines of a run; one machine alone passes at once. A collective call over all ranks.
+
+    The output folder, below which the data cache lies, must be one for all of them, so rank 0 leaves a note
+    there for the others to find and each of the others one for rank 0. Versions of dsx, torch, DeepSpeed and
+    Python and the resolved config must be the same. Clocks and free space are warned of, on rank 0's console.
+
+    Args:
+        config: The resolved config, as this rank has it.
+        peers: Every rank's process.
+        rank: This one.
+
+    Raises:
+        RunError: On every rank: which machine differs, in what, and the fix.
+    """
+    leaders = {peer.machine: peer.rank for peer in reversed(peers)}
+    if len(leaders) < 2:
+        return
+    nonce = [secrets.token_hex(8)]
+    dist.broadcast_object_list(nonce, src=0)
+    leads = rank in leaders.values()
+    note = config.output / f"{_NOTE}{nonce[0]}-{rank}"
+    if leads:
+        with suppress(DsxError, OSError):  # then nobody sees it
+            config.output.mkdir(parents=True, exist_ok=True)
+            store.write_atomically(note, nonce[0].encode())
+    dist.barrier()
+    mine = _facts(config, peers, rank, nonce[0], tuple(leaders.values())) if leads else None
+    told: list[tuple[MachineFacts, list[int]] | None] = [mine] * len(peers)
+    dist.all_gather_object(told, mine)
+    if leads:
+        with suppress(OSError):
+            note.unlink()
+    found = {at: facts for at, facts in enumerate(told) if facts is not None}
+    machines = [_seen_by_first(facts, at, found[0][1], config) for at, (facts, _) in found.items()]
+    _judge(machines, config, rank)
+
+
+def _facts(
+    config: RunConfig, peers: Sequence[Peer], rank: int, nonce: str, leaders: Sequence[int]
+) -> tuple[MachineFacts, list[int]]:
+    """This machine's, and the ranks whose notes it does not find: rank 0 wants all, the others rank 0's."""
+    now, folder = time.time(), config.output.absolute()
+    wanted = [other for other in leaders if other != rank] if rank == 0 else [0]
+    deadline = time.monotonic() + _SHARED_SECONDS
+    while missing := [other for other in wanted if not _has(folder, f"{_NOTE}{nonce}-{other}")]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_LOOK_SECONDS)
+    here = [peer.rank for peer in peers if peer.machine == peers[rank].machine]
+    free = {}
+    with suppress(OSError):
+        free[str(folder)] = shutil.disk_usage(folder).free
+    facts = MachineFacts(
+        name=located(here, hosts_of(peers)),
+        versions={**{package: _version(package) for package in _PACKAGES}, "Python": _python()},
+        config=_digest(config),
+        clock=now,
+        unseen={_OUTPUT: str(folder)} if rank != 0 and missing else {},
+        free_bytes=free,
+    )
+    return facts, missing if rank == 0 else []
+
+
+def _seen_by_first(
+    facts: MachineFacts, leader: int, unseen: Sequence[int], config: RunConfig
+) -> MachineFacts:
+    """A machine whose own note rank 0 does not find has another folder as well, though it sees rank 0's."""
+    if leader not in unseen or facts.unseen:
+        return facts
+    return replace(facts, unseen={_OUTPUT: f"{config.output.absolute()}, perhaps read-only"})
+
+
+def _judge(machines: Sequence[MachineFacts], config: RunConfig, rank: int) -> None:
+    """Alike on every rank."""
+    found = list(differences(machines, checkpoint_bytes=_checkpoint_bytes(config)))
+    stopping = [difference for difference in found if difference.stops]
+    for difference in found if rank == 0 else ():
+        if not difference.stops:
+            said = f"{difference.where}: {difference.what}. Fix: {difference.fix}."
+            sys.stderr.write(f"warning: {said}\n")
+    if stopping:
+        first, *more = stopping
+        what = "; ".join([first.what, *(f"{one.where}: {one.what}" for one in more)])
+        error = RunError(first.where, what, first.fix)
+        error.add_note(AGREED)
+        raise error
+
+
+def _has(folder: Path, name: str) -> bool:
+    # Listing the folder asks the server, where looking for the name may be answered from an old "no".
+    with suppress(OSError):
+        return name in os.listdir(folder)  # noqa: PTH208 (no paths are needed)
+    return False
+
+
+def _checkpoint_bytes(config: RunConfig) -> int:
+    """Of weights, their fp32 masters and two moments, as Adam has them: enough to tell a full disk by."""
+    return config.num_parameters * (14 if config.precision == "bf16" else 12)
+
+
+def _digest(config: RunConfig) -> str:
+    text = json.dumps(config.resolved(), sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _python() -> str:
+    return ".".join(platform.python_version_tuple()[:2])

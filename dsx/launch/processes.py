@@ -1,0 +1,244 @@
+"""From a launched process to process groups and back: where ranks meet, start, seeds, a clean end."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from dsx.errors import ConfigError, DsxError
+from dsx.fault_tolerance.losses import clock
+from dsx.fault_tolerance.waits import named
+from dsx.launch.entry import AGREED, local_rank, rank
+from dsx.launch.extension_locks import extension_locks, extensions_folder
+from dsx.parallel.groups import Groups, make_groups
+from dsx.parallel.mesh import Mesh
+
+_LOOK_SECONDS = 1.0
+_ASK_SECONDS = 0.05
+_FAREWELL_SECONDS = 60.0
+_PATIENCE_SECONDS = 60.0
+
+_ROUND = "dsx/round"
+_DONE = "dsx/done"
+_LEFT = "dsx/left"
+
+
+def meet(timeout: timedelta) -> tuple[Any, int, int]:
+    """A key-value store of this start's ranks alone, when all of them are there; this rank; their number.
+
+    torchrun keeps one store over all restarts (torch 2.13, elastic/rendezvous/dynamic_rendezvous.py,
+    next_rendezvous), so that a new rank might read an address that a dead one has left
+    (https://github.com/pytorch/pytorch/issues/135712). Rank 0 therefore names the start by a word that no
+    earlier one had, each rank greets with a word of its own, and goes on when rank 0 has repeated it.
+
+    Raises:
+        ConfigError: The launcher's port is taken.
+    """
+    _await_listener(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
+    try:
+        store, place, size = next(rendezvous("env://", timeout=timeout))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"port {os.environ['MASTER_PORT']}, where the ranks are to meet",
+            "another program listens there, perhaps another run",
+            "give this run a port of its own: deepspeed --master_port 29501, or torchrun --master_port 29501",
+        ) from None
+    store.set_timeout(timeout)
+    word = _answer(store, place, timeout) if place else _call(store, size)
+    return PrefixStore(f"dsx/{word}", store), place, size
+
+
+def _call(store: Any, size: int) -> str:
+    """Rank 0: name the start, hear everybody, repeat what they said."""
+    word = secrets.token_hex(8)
+    store.set(_ROUND, word)
+    greetings = [_greeting(word, place) for place in range(1, size)]
+    if greetings:
+        _await_all(store, greetings)
+    store.set(f"{word}/heard", json.dumps(["", *(store.get(key).decode() for key in greetings)]))
+    return word
+
+
+def _await_all(store: Any, greetings: list[str]) -> None:
+    """Wait for every rank, and say now and then which have not come: one that died before cannot."""
+    began = time.time()
+    deadline, patience = time.monotonic() + store.timeout.total_seconds(), _PATIENCE_SECONDS
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            store.wait(greetings, timedelta(seconds=max(_ASK_SECONDS, min(left, patience))))
+        except dist.DistStoreError:
+            if left <= patience:
+                raise
+        else:
+            return
+        missing = named([place for place, key in enumerate(greetings, 1) if not store.check([key])])
+        sys.stderr.write(
+            f"[rank 0 on {socket.gethostname()}] waits for {missing} since {clock(began)}: to be started, or "
+            "to read the data; if they have failed, their own machine's console says why\n"
+        )
+        patience *= 2
+
+
+def _answer(store: Any, place: int, timeout: timedelta) -> str:
+    """Another rank: greet whichever start is called, until rank 0 has repeated the greeting."""
+    own = secrets.token_hex(8)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        word = str(store.get(_ROUND).decode())
+        store.set(_greeting(word, place), own)
+        try:
+            store.wait([f"{word}/heard"], timedelta(seconds=_LOOK_SECONDS))
+        except dist.DistStoreError:
+            continue  # the others are not all there yet, or never will be: a start that failed
+        if json.loads(store.get(f"{word}/heard"))[place] == own:
+            return word
+        time.sleep(_ASK_SECONDS)  # an earlier start's word: the new one is still to come
+    raise TimeoutError(f"rank {place} has not met rank 0")
+
+
+def _greeting(word: str, place: int) -> str:
+    return f"{word}/rank/{place}"
+
+
+def _await_listener(address: str, port: int, timeout: timedelta) -> None:
+    """Wait until rank 0, or torchrun, listens. torch itself looks once a minute, after a while."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while rank() != 0 and time.monotonic() < deadline:
+        with suppress(OSError), socket.create_connection((address, port), timeout=_LOOK_SECONDS):
+            return
+        time.sleep(_LOOK_SECONDS)
+
+
+def stand_by(store: Any) -> None:
+    """What a spare rank does: wait for the end of the run, and end with it.
+
+    Raises:
+        SystemExit: Code 0 when the run is done; 1 when the store is gone, the run having failed.
+    """
+    try:
+        while not store.check([_DONE]):
+            time.sleep(_LOOK_SECONDS)
+        store.add(_LEFT, 1)
+    except dist.DistError:
+        sys.exit(1)
+    sys.exit(0)
+
+
+def dismiss(store: Any, spare_ranks: int) -> None:
+    """Let the spare ranks go; rank 0, whose process may hold the store, waits a while until they have."""
+    store.set(_DONE, "1")
+    deadline = time.monotonic() + _FAREWELL_SECONDS
+    while store.add(_LEFT, 0) < spare_ranks and time.monotonic() < deadline:
+        time.sleep(_ASK_SECONDS)
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def distributed(
+    mesh: Mesh,
+    *,
+    sequence_parallel: bool = False,
+    seed: int = 0,
+    start_timeout_seconds: float = 86_400,
+    timeout_seconds: float = 1800,
+    spare_ranks: int = 0,
+) -> Iterator[Groups]:
+    """Process groups of ``mesh`` for the duration of a ``with`` block.
+
+    Works under ``deepspeed``, ``torchrun`` and, for one rank, plain ``python``; NCCL on GPUs, gloo on CPUs.
+    Random generators are seeded from ``seed`` and the pipeline and data-parallel coordinates, equal over
+    tensor parallelism, as dsx's dropout wants them.
+
+    Args:
+        mesh: Axes over the ranks that the launcher started, the spare ones aside.
+        sequence_parallel: Split activations between tensor-parallel blocks along the sequence.
+        seed: Base of every generator's seed.
+        start_timeout_seconds: How long a rank waits for the others to come here: one of them may be
+            tokenising a large corpus meanwhile. Launchers end the others when one fails.
+        timeout_seconds: How long a collective may wait for a peer.
+        spare_ranks: The last so many ranks take no part: they wait here, and end when the others have
+            (:attr:`dsx.RunConfig.spare_ranks`).
+
+    Raises:
+        SystemExit: On a spare rank, at the end of the run.
+        ConfigError: The launcher's port is taken.
+        LayoutError: The mesh does not have as many ranks as were started.
+    """
+    # Imported late: it takes seconds, and errors of the config should not wait for it.
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    cpu = accelerator.device_name() == "cpu"
+    if cpu:
+        # Its C++ build takes a minute, needs a compiler, and gloo does the same without it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # torch keeps a record of each of the last 2,000 collectives. Between the activations of a pipeline
+        # these small blocks fragment the heap: 20 to 50 MiB in a thousand steps of a tiny model.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeedEngine reads it
+    for lock in extension_locks(extensions_folder()) if local_rank() == 0 else ():
+        # Of an operator that this run waits for, DeepSpeed would say nothing. That one it does without.
+        if lock.builder is None and not (cpu and lock.path.parent.name == "deepspeed_shm_comm"):
+            sys.stderr.write(f"warning: {lock.text()}\n")
+    accelerator.set_device(local_rank())
+    backend, timeout = ("gloo" if cpu else "nccl"), timedelta(seconds=timeout_seconds)
+    if "WORLD_SIZE" in os.environ:
+        store, place, size = meet(timedelta(seconds=start_timeout_seconds))
+        if spare_ranks and place >= size - spare_ranks:
+            stand_by(store)
+        dist.init_process_group(
+            backend, store=store, rank=place, world_size=size - spare_ranks, timeout=timeout
+        )
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+    groups = make_groups(mesh, sequence_parallel=sequence_parallel)
+    seed_generators(groups, seed)
+    yield groups
+    # Without this, ranks that end early tear down connections that others still use. An exception skips it:
+    # the others would not come.
+    dist.barrier()
+    if spare_ranks and groups.rank == 0:
+        dismiss(store, spare_ranks)
+    dist.destroy_process_group()
+
+
+def seed_generators(groups: Groups, seed: int) -> None:
+    """Seed every generator by pipeline and data-parallel place: alike over tensor parallelism."""
+    torch.manual_seed(seed + 1 + groups.pp_rank * groups.mesh.dp + groups.dp_rank)
+
+
+def agree(action: Callable[[], T]) -> T:
+    """Run ``action`` on rank 0 and give its result, or its DsxError, to every rank."""
+    outcome: list[T | DsxError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except DsxError as error:
+            outcome[0] = error
+    dist.broadcast_object_list(outcome, src=0)
+    result = outcome[0]
+    if isinstance(result, DsxError):
+        result.add_note(AGREED)
+        raise result
+    return result  # type: ignore[return-value]

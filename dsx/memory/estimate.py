@@ -1,0 +1,319 @@
+"""What the ranks of a run will hold, phase by phase, with the lines that their peaks consist of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsx.memory.attention import MASK_ALIGNMENT
+from dsx.memory.layers import Layers
+from dsx.memory.ledger import Label, Leaf, Ledger, Storage, Tape, Tensor
+from dsx.memory.ops import DeviceKind, Later, Ops, label
+from dsx.memory.partitioned import Bf16, Bucketed, Partitioned, PartitionedOffload
+from dsx.memory.stage3 import Stage3, Stage3Offload, built, uses
+from dsx.memory.states import Flat, States, StateSettings, Unfused
+from dsx.memory.walk import Boundary, Walk
+from dsx.models.params import layer_kinds
+from dsx.models.spec import ModelSpec, Recompute
+from dsx.parallel.layout import Layout
+from dsx.schedules.program import Program
+from dsx.schedules.receives import ReceivePlan, receive_plans
+from dsx.schedules.schedule import Action, Op, Schedule
+
+ROUNDING_BYTES: dict[DeviceKind, int] = {"cuda": 512, "cpu": 1}
+"""To which an allocator rounds a tensor up (CUDACachingAllocator.cpp, kMinBlockSize)."""
+
+STEPS = 2
+"""The first makes the optimizer's moments; those after the second are like it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run, as far as it decides about memory.
+
+    Attributes:
+        model: The architecture.
+        layout: Mesh, stages, parameters and ZeRO stage.
+        schedule: Lowered training schedule.
+        left_out: Micro-batches of a step that ``schedule`` does not have (:func:`enough_micro_batches`).
+        micro_batch: Sequences.
+        sequence_length: Tokens.
+        sequence_parallel: Whether activations are cut along the sequence.
+        recompute: What blocks compute again.
+        states: Precision, optimizer and ZeRO's sizes.
+        device: Kind of device.
+        capacity_bytes: What a device has for tensors, where DeepSpeed asks that; None for enough.
+    """
+
+    model: ModelSpec
+    layout: Layout
+    schedule: Schedule
+    micro_batch: int
+    sequence_length: int
+    sequence_parallel: bool
+    recompute: Recompute
+    states: StateSettings
+    device: DeviceKind = "cuda"
+    capacity_bytes: int | None = None
+    left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A part of a run.
+
+    Attributes:
+        name: build, engine, step 1 (which makes the moments) or step 2 (and all after it).
+        peak_bytes: The most that is held at once.
+        lines: What that consists of, largest first.
+        where: The schedule action during which it is held; "update" after them; "" outside of a step.
+    """
+
+    name: str
+    peak_bytes: int
+    lines: tuple[tuple[Label, int], ...]
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """One rank's memory.
+
+    Attributes:
+        rank: Global rank.
+        phases: In the order of a run.
+        steady_bytes: Held between steps.
+        host_bytes: The most that DeepSpeed keeps on the host for this rank at once: offload, or parameters
+            that it flattens there.
+        host_lines: What that consists of, largest first.
+    """
+
+    rank: int
+    phases: tuple[Phase, ...]
+    steady_bytes: int
+    host_bytes: int = 0
+    host_lines: tuple[tuple[Label, int], ...] = ()
+
+    @property
+    def peak(self) -> Phase:
+        """The highest phase."""
+        return max(self.phases, key=lambda phase: phase.peak_bytes)
+
+
+def estimate(
+    job: Job,
+    rank: int,
+    *,
+    rounding_bytes: int | None = None,
+    receives: ReceivePlan | None = None,
+    replays: bool = True,
+) -> Estimate:
+    """Memory of global rank ``rank``, without the device's context and libraries.
+
+    Args:
+        job: The run.
+        rank: Global rank.
+        rounding_bytes: To which each tensor is rounded up; None for what the device's allocator does.
+        receives: Of its pipeline rank, if already made.
+        replays: Take micro-batches that do what one before them did from notes (:mod:`dsx.memory.ledger`).
+    """
+    at = job.layout.mesh.coords(rank)
+    ledger = Ledger(ROUNDING_BYTES[job.device] if rounding_bytes is None else rounding_bytes)
+    states, walk, later = _rank(job, at["pp"], at["dp"], ledger, receives, replays=replays)
+    phases = []
+    for name, action in (("build", states.build), ("engine", states.start)):
+        ledger.start()
+        action()
+        phases.append(_phase(name, ledger, ""))
+    later += _tables(job, at["pp"], ledger)
+    for step in range(STEPS):
+        ledger.start()
+        watch = _Watch(ledger)
+        walk.run(watch)
+        phases.append(_phase(f"step {step + 1}", ledger, watch.where))
+    host = states.host.ledger
+    apart = host is not ledger
+    return Estimate(
+        rank=rank,
+        phases=tuple(phases),
+        steady_bytes=ledger.current_bytes,
+        host_bytes=host.peak_bytes if apart else 0,
+        host_lines=tuple(sorted(host.at_peak.items(), key=lambda item: -item[1])) if apart else (),
+    )
+
+
+class _Watch:
+    """Notes during which action the peak came."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger, self._peak, self.where = ledger, 0, ""
+
+    def __call__(self, action: Action | None) -> None:
+        if self._ledger.peak_bytes > self._peak:
+            self._peak, self.where = self._ledger.peak_bytes, "update" if action is None else str(action)
+
+
+def _phase(name: str, ledger: Ledger, where: str) -> Phase:
+    lines = sorted(ledger.at_peak.items(), key=lambda item: -item[1])
+    return Phase(name=name, peak_bytes=ledger.peak_bytes, lines=tuple(lines), where=where)
+
+
+def _tables(job: Job, pp_rank: int, ledger: Ledger) -> list[Tensor]:
+    """What the rank's blocks share, made in the first forward: rotary tables, and a mask for each window."""
+    kinds, length, width = layer_kinds(job.model), job.sequence_length, job.states.width
+    first = kinds.index("Block")
+    layers = {spec.layer for spec in job.layout.params_of(pp_rank)}
+    blocks = [layer - first for layer in layers if kinds[layer] == "Block"]
+    found = []
+    if job.model.rope is not None and blocks:
+        what = label("rotary tables", "2 S R w", "nn/attention.py tables")
+        found.append((what, 2 * length * job.model.rotary_size))
+    windows = {job.model.window(block, length) for block in blocks} - {0}
+    what = label("mask of a window", "S S w", "nn/attention.py mask")
+    found += [(what, length * -(-length // MASK_ALIGNMENT) * MASK_ALIGNMENT) for _ in windows]
+    return [Tensor((size,), width, Storage(ledger, what, size * width)) for what, size in found]
+
+
+def _rank(
+    job: Job,
+    pp_rank: int,
+    dp_rank: int,
+    ledger: Ledger,
+    receives: ReceivePlan | None,
+    *,
+    replays: bool,
+) -> tuple[States, Walk, list[Tensor]]:
+    tp, width = job.layout.mesh.tp, job.states.width
+    leaves = {
+        spec.name: Leaf(spec.name, spec.local_shape(tp), width) for spec in job.layout.params_of(pp_rank)
+    }
+    states = _wrapper(job)(ledger, job.layout.zero_plan(pp_rank), dp_rank, leaves, job.states)
+    # On a CPU device and host are one.
+    states.capacity_bytes = job.capacity_bytes if job.device == "cuda" else None
+    sequence = job.sequence_parallel and tp > 1
+    divided = any(action.op is Op.BACKWARD_WEIGHT for action in job.schedule.rows[pp_rank])
+    ops = Ops(
+        tape=Tape(ledger),
+        tp=tp,
+        sequence=sequence,
+        width=width,
+        later=Later() if divided else None,
+        device=job.device,
+    )
+    used = uses(job.layout, pp_rank, leaves)
+    if isinstance(states, Stage3):
+        ops.hooks = states
+        states.plan_build(*built(job.layout, pp_rank, leaves))
+        states.plan_gathers(job.schedule.rows[pp_rank], used)
+    else:
+        states.plan_reduction(used)
+    states.replicated = frozenset(
+        spec.name for spec in job.layout.params_of(pp_rank) if job.layout.owners(spec)[0] != pp_rank
+    )
+    length = job.sequence_length // tp if sequence else job.sequence_length
+    walk = Walk(
+        schedule=job.schedule,
+        rank=pp_rank,
+        stages=job.layout.stages,
+        layers=Layers(model=job.model, ops=ops, weights=leaves, recompute=job.recompute),
+        states=states,
+        boundary=Boundary(shape=(job.micro_batch, length, job.model.hidden_size), width=width),
+        tokens=(job.micro_batch, job.sequence_length),
+        receives=receives,
+        eager=job.device == "cpu",
+        left_out=job.left_out,
+        replays=replays and states.reduction is not None,
+    )
+    return states, walk, []
+
+
+def _wrapper(job: Job) -> type[States]:
+    """deepspeed/runtime/engine.py, _do_optimizer_sanity_check."""
+    stage, settings = job.layout.zero_stage, job.states
+    if stage == 0:
+        low = Flat if settings.fused else Unfused
+        return low if settings.width == 2 else States
+    if stage == 1 and settings.width == 2 and settings.accumulate == 4 and not settings.offload:
+        return Bf16
+    if settings.offload is not None:
+        return Stage3Offload if stage == 3 else PartitionedOffload
+    if stage == 2 and settings.reduce == "micro_batch":
+        return Bucketed
+    return Stage3 if stage == 3 else Partitioned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """Ranks of one pipeline coordinate; tensor- and data-parallel peers differ by padding at most.
+
+    Attributes:
+        pp_rank: Their pipeline coordinate.
+        ranks: Global ranks.
+        estimate: Of the first of them.
+    """
+
+    pp_rank: int
+    ranks: tuple[int, ...]
+    estimate: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMemory:
+    """Memory of every rank.
+
+    Attributes:
+        roles: By pipeline coordinate.
+    """
+
+    roles: tuple[Role, ...]
+
+    @property
+    def highest(self) -> Role:
+        """The role with the highest peak; the first of equals."""
+        return max(self.roles, key=lambda role: role.estimate.peak.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest rank's peak."""
+        return self.highest.estimate.peak.peak_bytes
+
+
+def estimate_run(job: Job) -> RunMemory:
+    """Estimates of all ranks of ``job``."""
+    mesh = job.layout.mesh
+    ranks: dict[int, list[int]] = {}
+    for rank in range(mesh.size):
+        ranks.setdefault(mesh.coords(rank)["pp"], []).append(rank)
+    return RunMemory(
+        roles=tuple(
+            Role(
+                pp_rank=pp_rank,
+                ranks=tuple(ranks[pp_rank]),
+                estimate=estimate(job, ranks[pp_rank][0], receives=receives),
+            )
+            for pp_rank, receives in enumerate(receive_plans(job.schedule))
+        )
+    )
+
+
+def enough_micro_batches(program: Program, num_ranks: int, num_micro_batches: int) -> int:
+    """The least number of micro-batches known to need as much memory as ``num_micro_batches``.
+
+    Found by trying (tests/memory/test_steady.py repeats that): 1F1B and its kind hold most after p + 1,
+    the others after 2 p or 3 p. Interleaved schedules go round in groups of p; a step that ends with a
+    smaller group is another one for every number, and is left whole. GPipe holds all; a schedule from a file
+    or with options is left as it is.
+
+    Args:
+        program: The schedule.
+        num_ranks: Pipeline degree p.
+        num_micro_batches: Of a step.
+    """
+    if program.rows is not None or program.options != type(program.options)():
+        return num_micro_batches
+    if program.name in ("1f1b", "zb_h1"):
+        return min(num_micro_batches, num_ranks + 2)
+    if program.name in ("zbv", "dualpipev"):
+        return min(num_micro_batches, 3 * num_ranks)
+    if program.name in ("interleaved", "interleaved_zb") and num_micro_batches % num_ranks == 0:
+        return min(num_micro_batches, 3 * num_ranks)
+    return num_micro_batches

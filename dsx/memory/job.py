@@ -1,0 +1,342 @@
+"""A config as the memory estimate takes it: layout, optimizer, offload, ZeRO's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dsx.config.load import at
+from dsx.config.run import RunConfig
+from dsx.errors import ConfigError
+from dsx.memory.estimate import Job, enough_micro_batches
+from dsx.memory.ops import DeviceKind
+from dsx.memory.stage3_gathering import Gathering
+from dsx.memory.states import Offload, Optimizer, StateSettings
+from dsx.parallel.layout import Layout
+from dsx.schedules.lowering import lower
+
+LION_STATE_BYTES = 8
+"""DeepSpeed's Lion for CPUs also makes a second moment, which it does not use (ops/lion/cpu_lion.py)."""
+
+
+def offload_of(
+    zero: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
+    declared_bytes: int | None,
+    device: DeviceKind = "cuda",
+) -> Offload | None:
+    """``offload_optimizer`` and ``offload_param``; None if nothing is offloaded.
+
+    Args:
+        zero: ``zero_optimization``.
+        optimizer: The ``optimizer`` block.
+        declared_bytes: ``dsx.optimizer_bytes``.
+        device: What the run is on; on CPUs the host is the device.
+
+    Raises:
+        ConfigError: NVMe, or another kind of offload whose memory dsx does not know.
+    """
+    for name in ("cpu_offload", "cpu_offload_param"):
+        if zero.get(name):
+            fix = "offload_param" if name.endswith("param") else "offload_optimizer"
+            raise ConfigError(
+                at(f"zero_optimization.{name}", zero[name]),
+                "a deprecated key, which the estimate does not read",
+                f'write "{fix}": {{"device": "cpu"}}',
+            )
+    moved, parameters = _block(zero, "offload_optimizer"), _block(zero, "offload_param")
+    if moved is None and parameters is None:
+        return None
+    moved = moved or {}
+    if moved.get("super_offload"):
+        raise ConfigError(
+            at("zero_optimization.offload_optimizer.super_offload", True),
+            "dsx has not learned what memory it takes",
+            "remove it for the estimate",
+        )
+    if zero.get("stage") in (1, 2):
+        _require_usual_reduction(zero)
+    chosen = optimizer_of(optimizer, "cpu", declared_bytes)
+    kernel = chosen.kind == "lion" and declared_bytes is None
+    return Offload(
+        optimizer=bool(moved),
+        parameters=parameters is not None,
+        pinned=bool(moved.get("pin_memory", True)),
+        pinned_parameters=bool((parameters or {}).get("pin_memory", True)),
+        ratio=float(moved.get("ratio", 1.0)),
+        state_bytes=LION_STATE_BYTES if kernel else chosen.rule.state_bytes,
+        step_bytes=chosen.rule.step_bytes,
+        unified=device == "cpu",
+    )
+
+
+def _require_usual_reduction(zero: Mapping[str, Any]) -> None:
+    """At ZeRO-1 and 2 DeepSpeed itself reduces what goes to the host."""
+    for key in ("reduce_scatter", "use_multi_rank_bucket_allreduce"):
+        if zero.get(key, True) is False:
+            raise ConfigError(
+                at(f"zero_optimization.{key}", False),
+                "dsx has not learned what memory it takes with offload",
+                "remove it for the estimate",
+            )
+
+
+def _block(zero: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    block: Mapping[str, Any] = zero.get(name) or {}
+    device = block.get("device") or "none"
+    if device == "nvme":
+        raise ConfigError(
+            at(f"zero_optimization.{name}.device", device),
+            "dsx has not learned what memory NVMe's buffers take",
+            'use "cpu" for the estimate',
+        )
+    return None if device == "none" else block
+
+
+WITH_DECLARED = 8
+"""Bytes that an update of unknown kind is taken to need for each parameter while it runs: two fp32
+temporaries, what torch's updates of many tensors at a time take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What DeepSpeed makes of the block (runtime/engine.py, _configure_basic_optimizer).
+
+    Attributes:
+        rule: Its memory.
+        kind: ``adam`` and the like, in small letters.
+        own: Whether it is torch's, not DeepSpeed's kernel.
+        fused: Whether DeepSpeed's bf16 wrapper without ZeRO flattens for it: its FusedAdam alone.
+        decays: Whether weight decay is added to the gradient, in a copy of it.
+    """
+
+    rule: Optimizer
+    kind: str
+    own: bool
+    fused: bool
+    decays: bool
+
+
+def optimizer_of(block: Mapping[str, Any], device: DeviceKind, declared_bytes: int | None) -> Chosen:
+    """The optimizer of a config.
+
+    Args:
+        block: ``optimizer``.
+        device: Where it runs; on a CPU torch's updates go tensor by tensor.
+        declared_bytes: ``dsx.optimizer_bytes``, which goes before what dsx knows.
+
+    Raises:
+        ConfigError: dsx does not know what it keeps, and nobody has said so.
+    """
+    name, params = block["type"], block.get("params", {})
+    kind = name.lower()
+    if kind == "adam" and params.get("adam_w_mode", True):
+        kind = "adamw"
+    own = kind not in ("adam", "adamw", "lion", "lamb") or bool(params.get("torch_adam", False))
+    decays = kind in ("adam", "sgd") and bool(params.get("weight_decay", 0.0))
+    if declared_bytes is not None:
+        rule = Optimizer(state_bytes=declared_bytes, step_bytes=WITH_DECLARED)
+    elif kind in ("adam", "adamw", "lion", "sgd"):
+        rule = _known(kind, params, own=own, decays=decays, device=device)
+    else:
+        raise ConfigError(
+            at("optimizer.type", name),
+            "dsx does not know how many bytes it keeps for each parameter",
+            'say so, e.g. "dsx": {"optimizer_bytes": 8} for two fp32 numbers',
+        )
+    fused = kind in ("adam", "adamw") and not own
+    return Chosen(rule=rule, kind=kind, own=own, fused=fused, decays=decays)
+
+
+def _known(kind: str, params: Mapping[str, Any], *, own: bool, decays: bool, device: DeviceKind) -> Optimizer:
+    """torch/optim/adam.py and sgd.py; DeepSpeed's kernels take nothing besides their state.
+
+    Of many tensors at a time (_multi_tensor_adam): roots of the second moments, and gradients with decay.
+    Of one at a time (_single_tensor_adam): a root and its quotient, and the gradient with its decay.
+    """
+    state = {"adam": 8, "adamw": 8, "lion": 4, "sgd": 4 * bool(params.get("momentum", 0.0))}[kind]
+    state += 4 * (kind in ("adam", "adamw") and bool(params.get("amsgrad")))
+    if not own or params.get("fused"):
+        return Optimizer(state_bytes=state, step_bytes=0)
+    single = device == "cpu" or params.get("foreach") is False
+    roots = 0 if kind == "sgd" else 8 if single else 4
+    return Optimizer(state_bytes=state, step_bytes=roots + 4 * decays, one_by_one=single)
+
+
+_ANY_STAGE: Mapping[str, Any] = {
+    "torch_autocast.enabled": False,
+    "bf16.check_grad_overflow": False,
+    "bf16.bf16_master_weights_and_grads": False,
+    "bf16.bf16_optimizer_states": False,
+    "bfloat16.check_grad_overflow": False,
+    "bfloat16.bf16_master_weights_and_grads": False,
+    "bfloat16.bf16_optimizer_states": False,
+    "managed_gradient_accumulation": True,
+    "zero_optimization.zenflow": None,
+    "zero_optimization.cpu_offload_use_pin_memory": None,
+}
+"""Key -> what it is by default, which is what the ledger knows."""
+
+_PARTITIONED: Mapping[str, Any] = {
+    "zero_optimization.round_robin_gradients": False,
+    "zero_optimization.parameter_alignment": False,
+}
+"""The same at ZeRO-1 and 2, whose flat tensors these lay out otherwise."""
+
+_BUCKETED: Mapping[str, Any] = {
+    "zero_optimization.overlap_comm": False,
+    "zero_optimization.contiguous_gradients": True,
+    "zero_optimization.reduce_scatter": True,
+    "zero_optimization.use_multi_rank_bucket_allreduce": True,
+}
+"""Where DeepSpeed reduces gradients in its bucket: ``dsx.zero.reduce = "micro_batch"``."""
+
+
+def require_learned(config: RunConfig) -> None:
+    """Raise ConfigError for the first key that the estimate would get wrong."""
+    for key, usual in _concerned(config):
+        value: Any = config.deepspeed
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None and value != usual:
+            raise ConfigError(
+                at(key, value), "dsx has not learned what memory it takes", "remove it for the estimate"
+            )
+
+
+def _concerned(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    yield from _ANY_STAGE.items()
+    if config.zero_stage in (1, 2):
+        yield from _PARTITIONED.items()
+    if config.dsx.zero.reduce == "micro_batch":
+        yield from _BUCKETED.items()
+
+
+_SIZES = {
+    "prefetch": "stage3_prefetch_bucket_size",
+    "reuse_distance": "stage3_max_reuse_distance",
+    "live": "stage3_max_live_parameters",
+    "persistence": "stage3_param_persistence_threshold",
+    "model_persistence": "stage3_model_persistence_threshold",
+    "sub_group": "sub_group_size",
+}
+
+_SWITCHES = {
+    "contiguous": "contiguous_gradients",
+    "reduce_scatter": "reduce_scatter",
+    "sequential": "stage3_allgather_sequential",
+    "all_reduce": "stage3_use_all_reduce_for_fetch_params",
+}
+
+_UNKNOWN = {
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_quantized_gradients": False,
+    "stage3_module_granularity_threshold": 0,
+    "leaf_module": None,
+}
+
+
+def gathering_of(zero: Mapping[str, Any], keep_gathered_bytes: int) -> Gathering:
+    """``zero_optimization`` of ZeRO-3, and ``dsx.zero.keep_gathered_bytes``.
+
+    Raises:
+        ConfigError: A key whose memory dsx does not know, or a size that is no number.
+    """
+    for key, off in _UNKNOWN.items():
+        value = _value(zero, key)
+        if value and value != off:
+            raise ConfigError(
+                at(f"zero_optimization.{key}", value),
+                "dsx has not learned what memory it takes",
+                "remove it for the estimate",
+            )
+    sizes = {field: elements(zero, key) for field, key in _SIZES.items()}
+    switches = {field: _value(zero, key) for field, key in _SWITCHES.items()}
+    if switches["sequential"]:
+        sizes["prefetch"] = 1  # deepspeed/runtime/engine.py, _configure_zero_optimizer
+    given: dict[str, Any] = {field: value for field, value in sizes.items() if value is not None}
+    given.update({field: bool(value) for field, value in switches.items() if value is not None})
+    return Gathering(**given, keep_bytes=keep_gathered_bytes)
+
+
+def elements(zero: Mapping[str, Any], key: str) -> int | None:
+    """A size in ``zero_optimization``; None leaves it to DeepSpeed. Raises ConfigError for no number."""
+    value = _value(zero, key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise ConfigError(
+            at(f"zero_optimization.{key}", value), "not a number of elements", "use e.g. 50000000"
+        )
+    return int(value)
+
+
+def _value(zero: Mapping[str, Any], key: str) -> Any:
+    """Of a key, or of its short form, which DeepSpeed takes as well, as it does "auto" for the default."""
+    value = zero.get(key, zero.get(key.removeprefix("stage3_")))
+    return None if value == "auto" else value
+
+
+_WIDTHS = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2}
+"""Bytes of DeepSpeed's names of dtypes."""
+
+
+def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: int | None = None) -> Job:
+    """The run that ``config`` describes, on a kind of device.
+
+    Args:
+        config: Resolved.
+        device: Whose code paths it takes.
+        capacity_bytes: What a device has for tensors: ZeRO-1 and 2 flatten parameters on the host if it is
+            too little for two copies. None for enough.
+
+    Raises:
+        ConfigError: Something whose memory dsx does not know: an optimizer that nobody has declared
+            (``dsx.optimizer_bytes``), NVMe.
+    """
+    mesh, stages, recompute = config.mesh, config.stage_map, config.dsx.recompute
+    if recompute == "auto":
+        raise ConfigError(
+            at("dsx.recompute", recompute),
+            "what is computed again is chosen when the layers have been measured, at the start of a run",
+            'use "none", "selective" or "full" for the estimate',
+        )
+    require_learned(config)
+    count = enough_micro_batches(config.program, stages.num_ranks, config.accumulation)
+    schedule = config.program.build(stages.num_ranks, stages.num_chunks, count)
+    return Job(
+        model=config.model,
+        layout=Layout(mesh=mesh, stages=stages, params=config.param_specs, zero_stage=config.zero_stage),
+        schedule=lower(schedule),
+        left_out=config.accumulation - count,
+        micro_batch=config.micro_batch_size,
+        sequence_length=config.sequence_length,
+        sequence_parallel=config.dsx.parallel.sequence_parallel,
+        recompute=recompute,
+        states=_states(config, device),
+        device=device,
+        capacity_bytes=capacity_bytes,
+    )
+
+
+def _states(config: RunConfig, device: DeviceKind) -> StateSettings:
+    deepspeed = config.deepspeed
+    zero = deepspeed.get("zero_optimization", {})
+    chosen = optimizer_of(deepspeed["optimizer"], device, config.dsx.optimizer_bytes)
+    width = 2 if config.precision == "bf16" else 4
+    bucket = elements(zero, "reduce_bucket_size")
+    accumulate = deepspeed.get("data_types", {}).get("grad_accum_dtype")
+    return StateSettings(
+        width=width,
+        accumulate=width if accumulate is None else _WIDTHS[accumulate],
+        optimizer=chosen.rule,
+        bucket=500_000_000 if bucket is None else bucket,
+        communication=_WIDTHS.get(deepspeed.get("communication_data_type", "")),
+        reduce=config.dsx.zero.reduce,
+        offload=offload_of(zero, deepspeed["optimizer"], config.dsx.optimizer_bytes, device),
+        fused=chosen.fused,
+        gathering=gathering_of(zero, config.dsx.zero.keep_gathered_bytes) if config.zero_stage == 3 else None,
+    )

@@ -1,0 +1,485 @@
+"""ZeRO-3, deepspeed/runtime/zero/stage3.py, with optimizer or parameters on the device or the host.
+
+Parameters, gradients and optimizer state are cut parameter by parameter over the data-parallel ranks, each
+padded to a multiple of N; what is whole at a time is :mod:`dsx.memory.stage3_gathering`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from dsx.memory.ledger import Leaf, Ledger, Tensor
+from dsx.memory.stage3_gathering import Coordinator, Gathering, Module
+from dsx.memory.states import Offload, States, StateSettings
+from dsx.parallel.layout import Layout
+from dsx.parallel.zero import ZeroPlan
+from dsx.schedules.gathers import GatherPlan, gather_plan
+from dsx.schedules.schedule import Action
+
+_FILE = "zero/stage3.py"
+
+
+class Stage3(States):
+    """DeepSpeedZeroOptimizer_Stage3."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        plan: ZeroPlan,
+        dp_rank: int,
+        leaves: Mapping[str, Leaf],
+        settings: StateSettings,
+    ) -> None:
+        gathering = self.gathering = settings.gathering or Gathering()
+        super().__init__(ledger, replace(plan, sub_group_size=gathering.sub_group), dp_rank, leaves, settings)
+        self.sub_groups = list(self._cut())
+        self.sizes = [sum(map(self.part, group)) for group in self.sub_groups]
+        self.coordinator = Coordinator(
+            ledger, plan.dp, settings.width, gathering, gathering.persistent(self.order)
+        )
+        self.elements = 0
+        self.in_bucket: list[tuple[Leaf, Tensor | None]] = []
+        self.bucket: Tensor | None = None
+        self.masters: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+        self._gathers: GatherPlan | None = None
+        self._layers: Sequence[Sequence[Leaf]] = [self.order]
+        self._ties: Sequence[Leaf] = ()
+        self.stand_ins: list[Tensor] = []
+        self.updated: set[int] = set()
+        self._chunks: Mapping[int, Sequence[Leaf]] = {}
+        for leaf in self.order:
+            leaf.accumulate = self.arrive
+
+    def _cut(self) -> Iterator[list[Leaf]]:
+        """_create_fp16_sub_groups, which :class:`dsx.parallel.zero.ZeroPlan` follows too."""
+        for group in self.plan.groups:
+            held, size = [], 0
+            for name, _ in group:
+                held.append(self.leaves[name])
+                size += self.part(held[-1])
+                if size >= self.plan.sub_group_size:
+                    yield held
+                    held, size = [], 0
+            if held:
+                yield held
+
+    def part(self, leaf: Leaf) -> int:
+        """Elements of a rank's part of a parameter, padding included."""
+        return -(-leaf.numel // self.plan.dp)
+
+    @property
+    def wire(self) -> int:
+        """Bytes of a gradient's element as it is sent (``communication_data_type``)."""
+        return self.settings.communication or self.settings.width
+
+    # The engine
+
+    def plan_build(self, layers: Sequence[Sequence[Leaf]], ties: Sequence[Leaf]) -> None:
+        """Say what is built in which order (:func:`built`).
+
+        Args:
+            layers: Parameters of each layer of this rank.
+            ties: Those of them that other pipeline ranks have copies of.
+        """
+        self._layers, self._ties = layers, ties
+
+    def build(self) -> None:
+        """Layer by layer, each partitioned as it is made (dsx engine/zero/building.py); ties made equal."""
+        for layer in self._layers:
+            kind = ("parameters", "layer being built", "P w of a layer", "dsx nn")
+            whole = [self.new(*kind, leaf.numel, leaf.width) for leaf in reversed(layer)]
+            for leaf in layer:
+                self.keep_part(leaf)
+                whole.pop()
+                source = "dsx engine/zero/building.py stand_in"
+                self.stand_ins.append(self.new("parameters", "stand-ins", "w", source, 1, leaf.width))
+        for leaf in self._ties:
+            self.coordinator.gather_alone(leaf)
+
+    def keep_part(self, leaf: Leaf) -> None:
+        """partition_parameters.py, _partition_param."""
+        source, part = "zero/partition_parameters.py _partition_param", self.part(leaf)
+        self.parameters.append(
+            self.new("parameters", "partitions", "w P/N, padded", source, part, self.settings.width)
+        )
+
+    def start(self) -> None:
+        """One buffer for all partitions; masters; bucket and gradients; hooks."""
+        self.stand_ins.clear()
+        self.flatten()
+        self.make_masters()
+        self.make_gradients()
+        # Hooks are put on whole parameters, one after the other (create_reduce_and_remove_grad_hooks).
+        for leaf in self.order:
+            self.coordinator.gather_alone(leaf)
+
+    def flatten(self) -> None:
+        """Over the host into one buffer (utils.py)."""
+        source, size = "zero/utils.py defragment", self.local * self.settings.width
+        aside = self.host.new("temporaries", "partitions", "w P/N, padded", source, size, pinned=False)
+        self.parameters.clear()
+        self.parameters.append(
+            self.new("parameters", "partitions", "w P/N, padded", source, self.local, self.settings.width)
+        )
+        del aside
+
+    def make_masters(self) -> None:
+        """Also of fp32 parameters: DeepSpeed takes them for parameters of another device."""
+        source, width = f"{_FILE} _create_fp32_partitions", self.settings.width
+        converted: Tensor | None = None
+        for size in self.sizes:
+            if width != 4:
+                converted = self.new("temporaries", "converted", "4 P/N of a sub-group", source, size, 4)
+            self.masters.append(self.new("optimizer", "master weights", "4 P/N, padded", source, size, 4))
+        del converted
+
+    def make_gradients(self) -> None:
+        """Zeros for a moment, as the optimizer's state might have wanted; the bucket; what adds up."""
+        source = f"{_FILE} initialize_optimizer_states"
+        self.new("temporaries", "zero gradients", "4 of the largest sub-group", source, max(self.sizes), 4)
+        self.make_bucket()
+        source, width = f"{_FILE} _setup_for_real_optimizer", self.settings.accumulate
+        formula = f"{width} P/N, padded"
+        self.gradients = [self.new("gradients", "gradient partitions", formula, source, self.local, width)]
+
+    def make_bucket(self) -> None:
+        """``contiguous_gradients``: gradients are copied next to each other as they come."""
+        source, size = f"{_FILE} _setup_for_real_optimizer", self.settings.bucket
+        if self.gathering.contiguous:
+            formula, width = "reduce_bucket_size w", self.wire
+            self.bucket = self.new("buckets", "reduce bucket", formula, source, size, width)
+
+    @property
+    def local(self) -> int:
+        """Elements of all of this rank's partitions."""
+        return sum(self.sizes)
+
+    # Steps
+
+    def plan_gathers(self, row: Sequence[Action], chunks: Mapping[int, Sequence[Leaf]]) -> None:
+        """Take ``dsx.zero.keep_gathered_bytes`` to heart.
+
+        Args:
+            row: This rank's actions.
+            chunks: Virtual stage -> parameters that its layers use.
+        """
+        if not self.gathering.keep_bytes:
+            return
+        small = self.coordinator.persistent
+        self._chunks = {
+            stage: [leaf for leaf in dict.fromkeys(used) if leaf.name not in small]
+            for stage, used in chunks.items()
+        }
+        sizes = {
+            stage: sum(leaf.numel for leaf in used) * self.settings.width
+            for stage, used in self._chunks.items()
+        }
+        self._gathers = gather_plan(row, sizes, self.gathering.keep_bytes)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.coordinator.begin()
+
+    def before_action(self, position: int) -> None:
+        """The action at ``position`` comes next."""
+        if self._gathers is not None:
+            kept = self._gathers.kept[position]
+            self.coordinator.keep({stage: self._chunks[stage] for stage in kept})
+
+    def fetch(self, module: Module, *, forward: bool) -> None:
+        """Before a module's forward or backward."""
+        self.coordinator.fetch(module, forward=forward)
+
+    def release(self, module: Module, *, forward: bool) -> None:
+        """After it."""
+        self.coordinator.release(module, forward=forward)
+
+    # Gradients
+
+    def arrive(self, leaf: Leaf, gradient: Tensor) -> None:
+        """Into the bucket if there is room; else reduced with the next, or at the backward's end."""
+        bucket = self.settings.bucket
+        if self.elements + leaf.numel > bucket and self.elements:
+            self.flush()
+        fits = self.gathering.contiguous and self.elements + leaf.numel <= bucket
+        self.in_bucket.append((leaf, None if fits else gradient))
+        self.elements += leaf.numel
+
+    def flush(self) -> None:
+        """Reduce what has come, and add this rank's part to what it has."""
+        if not self.in_bucket:
+            return
+        if (
+            self.gathering.contiguous
+            and self.elements <= self.settings.bucket
+            and not self.gathering.reduce_scatter
+        ):
+            held = self._all_reduced()
+        else:
+            held = self._scattered()
+        self.add(held)
+        self.in_bucket, self.elements = [], 0
+
+    def add(self, held: list[Tensor]) -> None:
+        """partition_grads: in place; ``held`` are the reduced partitions."""
+        held.clear()
+
+    def _scattered(self) -> list[Tensor]:
+        """reduce_scatter_coalesced: a flat copy with padding, unless one parameter needs none."""
+        width, accumulate = self.wire, self.settings.accumulate
+        apart = [
+            gradient for _, gradient in self.in_bucket if gradient is not None and gradient.width != width
+        ]
+        source = f"{_FILE} __avg_scatter_grads"
+        sent = [
+            self.new("temporaries", "gradient as it is sent", "P", source, gradient.numel, width)
+            for gradient in apart
+        ]
+        padded = sum(self.coordinator.padded(leaf) for leaf, _ in self.in_bucket)
+        copies: list[Tensor] = []
+        if len(self.in_bucket) > 1 or padded != self.in_bucket[0][0].numel:
+            source = "comm/coalesced_collectives.py reduce_scatter_coalesced"
+            formula = "bucket w, padded"
+            copies.append(self.new("temporaries", "flat copy of the bucket", formula, source, padded, width))
+        sent.clear()
+        if accumulate == width:
+            return copies
+        source = f"{_FILE} __avg_scatter_grads"
+        return [
+            self.new("temporaries", "partitions to add", "bucket/N", source, self.part(leaf), accumulate)
+            for leaf, _ in self.in_bucket
+        ]
+
+    def _all_reduced(self) -> list[Tensor]:
+        """``reduce_scatter`` false (__avg_scatter_contiguous_grads): in the bucket, then a scaled copy."""
+        width, accumulate = self.wire, self.settings.accumulate
+        source = f"{_FILE} __avg_scatter_contiguous_grads"
+        held: list[Tensor] = []
+        if self.plan.dp > 1:
+            held.append(self.new("temporaries", "scaled bucket", "bucket w", source, self.elements, width))
+        if accumulate != width:
+            formula = f"bucket {accumulate}"
+            held = [self.new("temporaries", "bucket to add", formula, source, self.elements, accumulate)]
+        return held
+
+    def reduce(self, *, boundary: bool, came: bool) -> None:
+        """The epilogue of a backward: empty the bucket, let go of the model's first modules."""
+        del boundary, came
+        self.flush()
+        self.coordinator.release_rest()
+
+    # The update
+
+    def step(self) -> None:
+        """Sub-group by sub-group."""
+        self.coordinator.release_all()
+        if self.settings.accumulate != 4:
+            self.norm(max(map(self.part, self.order)))
+        for index, size in enumerate(self.sizes):
+            gradient = self.take_gradient(index, size)
+            self.update_group(index, size)
+            del gradient
+        self.coordinator.gather_persistent(self.order)
+
+    def take_gradient(self, index: int, size: int) -> Tensor | None:
+        """_prepare_fp32_grad_for_sub_group: a flat fp32 copy; None for a single one that is fp32 already."""
+        accumulate, source = self.settings.accumulate, f"{_FILE} _prepare_fp32_grad_for_sub_group"
+        flat: Tensor | None = None
+        if len(self.sub_groups[index]) > 1:
+            flat = self.new("temporaries", "flat gradient", "P/N of a sub-group", source, size, accumulate)
+        if accumulate == 4:
+            return flat
+        single = self.new("temporaries", "fp32 gradient", "4 P/N of a sub-group", source, size, 4)
+        del flat
+        return single
+
+
+def built(layout: Layout, pp_rank: int, leaves: Mapping[str, Leaf]) -> tuple[list[list[Leaf]], list[Leaf]]:
+    """What :meth:`Stage3.plan_build` takes: a rank's layers by virtual stage, and its ties."""
+    stages, specs = layout.stages, layout.params_of(pp_rank)
+    layers: dict[int, list[Leaf]] = {layer: [] for layer in stages.layers_of(pp_rank)}
+    for spec in specs:
+        uses = [spec.layer] if spec.tie is None else [spec.layer, stages.num_layers - 1]
+        layers[next(layer for layer in layers if layer in uses)].append(leaves[spec.name])
+    ties = [leaves[spec.name] for spec in specs if len(layout.owners(spec)) > 1]
+    return list(layers.values()), ties
+
+
+def uses(layout: Layout, pp_rank: int, leaves: Mapping[str, Leaf]) -> dict[int, list[Leaf]]:
+    """Virtual stage of a pipeline rank -> the parameters that its layers use, tied ones included."""
+    stages = layout.stages
+    found: dict[int, list[Leaf]] = {
+        stage: [] for stage in range(stages.num_stages) if stages.rank_of(stage) == pp_rank
+    }
+    for spec in layout.params_of(pp_rank):
+        layers = [spec.layer] if spec.tie is None else [spec.layer, stages.num_layers - 1]
+        for stage in dict.fromkeys(map(stages.stage_of, layers)):
+            if stage in found:
+                found[stage].append(leaves[spec.name])
+    return found
+
+
+class Stage3Offload(Stage3):
+    """DeepSpeedZeroOptimizer_Stage3 with ``offload_optimizer`` or ``offload_param``."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        plan: ZeroPlan,
+        dp_rank: int,
+        leaves: Mapping[str, Leaf],
+        settings: StateSettings,
+    ) -> None:
+        super().__init__(ledger, plan, dp_rank, leaves, settings)
+        self.offload = settings.offload or Offload()
+        self.coordinator.offloaded = self.offload.parameters and not self.offload.unified
+        self.on_host: list[Tensor] = []
+        groups = len(self.sub_groups)
+        first = int((1 - self.offload.ratio) * groups) if self.offload.optimizer else groups
+        self.host_groups = range(first, groups)
+
+    # The engine
+
+    def keep_part(self, leaf: Leaf) -> None:
+        """On the host."""
+        if not self.offload.parameters:
+            super().keep_part(leaf)
+            return
+        source, size = "zero/partition_parameters.py _partition_param", self.part(leaf) * self.settings.width
+        pin = self.offload.pinned_parameters
+        self.parameters.append(self.host.pinned("parameters", "partitions", "w P/N", source, size, pin=pin))
+
+    def flatten(self) -> None:
+        """On the host into one pinned buffer for each group."""
+        if not self.offload.parameters:
+            super().flatten()
+            return
+        source = f"{_FILE} _create_param_groups_fp16_flat_cpu_memory"
+        for group in self.plan.groups:
+            size = sum(self.part(self.leaves[name]) for name, _ in group) * self.settings.width
+            self.on_host.append(
+                self.host.pinned("parameters", "partitions", "w P/N, padded", source, size, pin=True)
+            )
+        self.parameters.clear()
+
+    def make_masters(self) -> None:
+        """On the host, or beside a copy that comes from there."""
+        if not self.offload.optimizer and not self.offload.parameters:
+            super().make_masters()
+            return
+        source, aside = f"{_FILE} _create_fp32_partitions", None
+        moves = self.settings.width != 4 or (self.offload.parameters and not self.offload.unified)
+        for index, size in enumerate(self.sizes):
+            host = index in self.host_groups
+            there = self.offload.parameters or self.offload.unified
+            copies = not there or self.settings.width != 4 if host else moves
+            kind, formula = ("temporaries", "converted"), "4 P/N of a sub-group"
+            if copies:
+                aside = (
+                    self.host.new(*kind, formula, source, 4 * size, pinned=False)
+                    if host
+                    else self.new(*kind, formula, source, size, 4)
+                )
+            kind, formula = ("optimizer", "master weights"), "4 P/N, padded"
+            if host:
+                self.on_host.append(self.host.new(*kind, formula, source, 4 * size, pinned=False))
+            else:
+                self.masters.append(self.new(*kind, formula, source, size, 4))
+        del aside
+
+    def make_gradients(self) -> None:
+        """fp32 gradients of the masters, then the partitions in which micro-batches add up."""
+        if not self.offload.optimizer:
+            super().make_gradients()
+            return
+        source = f"{_FILE} initialize_optimizer_states"
+        largest = self.host.new(
+            "temporaries",
+            "zero gradients",
+            "4 of the largest sub-group",
+            source,
+            4 * max(self.sizes),
+            pinned=False,
+        )
+        for index, size in enumerate(self.sizes):
+            kind, formula = ("gradients", "fp32 gradients"), "4 P/N, padded"
+            made = self.host.pinned(*kind, formula, source, 4 * size, pin=self.offload.pinned)
+            if index in self.host_groups:
+                self.on_host.append(made)
+            else:
+                self.gradients.append(self.new(*kind, formula, source, size, 4))
+            del made
+        del largest
+        self.make_bucket()
+        source, width = f"{_FILE} _setup_for_real_optimizer", self.settings.accumulate
+        kind, formula = ("gradients", "gradient partitions"), f"{width} P/N, padded"
+        size = width * self.local
+        self.on_host.append(self.host.pinned(*kind, formula, source, size, pin=self.offload.pinned))
+
+    # Gradients
+
+    def add(self, held: list[Tensor]) -> None:
+        """partition_grads: each partition comes from the host, is added to, and goes back."""
+        if not self.offload.optimizer or self.offload.unified:
+            super().add(held)
+            return
+        source, width = f"{_FILE} partition_grads", self.settings.accumulate
+        before: Tensor | None = None
+        # A gradient beside the bucket goes when its part has been added, in the order of the parameters; a
+        # single one that needed no copy holds the reduced part itself.
+        places = {leaf.name: place for place, leaf in enumerate(self.order)}
+        waiting = sorted(self.in_bucket, key=lambda item: places[item[0].name], reverse=True)
+        alone = None if held else waiting[0][1]
+        self.in_bucket.clear()
+        while waiting:
+            leaf, own = waiting.pop()
+            if self.part(leaf) * self.dp_rank >= leaf.numel:
+                continue
+            kind, formula = ("temporaries", "sum so far"), "P/N of a parameter"
+            now = self.new(*kind, formula, source, self.part(leaf), width)
+            before = now
+            del now, own
+        del before, alone
+
+    def step(self) -> None:
+        """The sums' squares by way of the device, the update on the host."""
+        if not self.offload.optimizer:
+            super().step()
+            return
+        self.finalize()
+        self.coordinator.release_all()
+        for index, size in enumerate(self.sizes):
+            if index in self.host_groups:
+                self.update_on_host(index, size)
+            else:
+                self.update_group(index, size)
+        self.coordinator.gather_persistent(self.order)
+
+    def finalize(self) -> None:
+        """_finalize_offload_gradient_accumulation: the norm in fp64, then fp32 to the host."""
+        source, width = f"{_FILE} _offload_grad_partition_at_boundary", self.settings.accumulate
+        part: Tensor | None = None
+        for leaf in self.order:
+            size = self.part(leaf)
+            if size * self.dp_rank >= leaf.numel:
+                continue
+            if not self.offload.unified:
+                part = self.new("temporaries", "sum of gradients", "P/N of a parameter", source, size, width)
+            self.new("temporaries", "in float64", "8 P/N of a parameter", source, min(size, 250_000_000), 8)
+            if width != 4:
+                self.new("temporaries", "in float32", "4 P/N of a parameter", source, size, 4)
+        del part
+
+    def update_on_host(self, index: int, size: int) -> None:
+        """Moments at the first update; what the update takes besides."""
+        state, source = self.offload.state_bytes, "torch optim, or DeepSpeed's for CPUs"
+        if state and index not in self.updated:
+            formula = f"{state} P/N, padded"
+            size_bytes = state * size
+            self.on_host.append(
+                self.host.new("optimizer", "moments", formula, source, size_bytes, pinned=False)
+            )
+        self.updated.add(index)
+        self.host.taken(source, [size], self.offload.step_bytes)

@@ -1,0 +1,363 @@
+"""ZeRO-3's gathers as :mod:`dsx.memory.stage3` sees them: which parameters are whole when.
+
+DeepSpeed gathers a module's parameters before it runs, what comes soon ahead of time, and lets go of them
+after it unless they come again soon (zero/partitioned_param_coordinator.py). Under dsx that follows the
+recording of a whole step, the first one, and with ``dsx.zero.keep_gathered_bytes`` a plan of what to keep
+(dsx/engine/zero/stage3.py). Here the same decisions are taken again, in the same order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from dsx.memory.ledger import Label, Leaf, Ledger, Storage, Tensor
+
+Module = tuple[Leaf, ...]
+"""A module with these parameters of its own; maybe none."""
+
+NEVER = -1
+"""Before a step's first module."""
+
+_FILE = "zero/partition_parameters.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathering:
+    """``zero_optimization``'s keys for ZeRO-3; sizes in elements.
+
+    What is not here changes nothing that a rank holds: ``overlap_comm`` picks streams (its copies are the
+    allocator's to keep a little longer), ``round_robin_gradients``, ``allgather_*`` and
+    ``use_multi_rank_bucket_allreduce`` belong to ZeRO-1 and 2.
+
+    Attributes:
+        prefetch: ``stage3_prefetch_bucket_size``; the parameter that reaches it still comes along.
+        reuse_distance: ``stage3_max_reuse_distance``.
+        live: ``stage3_max_live_parameters``; bounds prefetching alone.
+        persistence: ``stage3_param_persistence_threshold``.
+        model_persistence: ``stage3_model_persistence_threshold``, of all persistent parameters together.
+        sub_group: ``sub_group_size``.
+        contiguous: ``contiguous_gradients``.
+        reduce_scatter: Whether gradients are scattered, not all-reduced.
+        sequential: ``stage3_allgather_sequential``: a buffer for each parameter.
+        all_reduce: ``stage3_use_all_reduce_for_fetch_params``: parameters lie in the buffer they came in.
+        keep_bytes: ``dsx.zero.keep_gathered_bytes``.
+    """
+
+    prefetch: int = 50_000_000
+    reuse_distance: int = 1_000_000_000
+    live: int = 1_000_000_000
+    persistence: int = 100_000
+    model_persistence: int = 1 << 63
+    sub_group: int = 1_000_000_000
+    contiguous: bool = True
+    reduce_scatter: bool = True
+    sequential: bool = False
+    all_reduce: bool = False
+    keep_bytes: int = 0
+
+    def persistent(self, leaves: Sequence[Leaf]) -> frozenset[str]:
+        """Parameters that stay gathered through a step (parameter_offload.py, mark_persistent_parameters)."""
+        names, total = set(), 0
+        for leaf in leaves:
+            if leaf.numel <= self.persistence and total + leaf.numel <= self.model_persistence:
+                names.add(leaf.name)
+                total += leaf.numel
+        return frozenset(names)
+
+
+class _Handle:
+    """A gathering under way: one flat buffer for several parameters, one's own buffer for a single one."""
+
+    def __init__(self, coordinator: Coordinator, leaves: Sequence[Leaf]) -> None:
+        self._coordinator, self._leaves, self._complete = coordinator, leaves, False
+        apart = len(leaves) == 1 or coordinator.gathering.sequential or coordinator.dp == 1
+        self._own = [coordinator.own_buffer(leaf) for leaf in leaves] if apart else []
+        self._flat = None if apart else coordinator.flat_buffer(leaves)
+
+    def wait(self) -> None:
+        """The parameters are there; the flat buffer stays as long as somebody holds this handle."""
+        if self._complete:
+            return
+        self._complete = True
+        coordinator = self._coordinator
+        for place, leaf in enumerate(self._leaves):
+            whole = self._flat if coordinator.gathering.all_reduce else None
+            if self._own:
+                whole = self._own[place]
+            elif whole is None:
+                whole = coordinator.copied(leaf)
+            coordinator.settle(leaf, whole)
+            coordinator.flying.discard(leaf.name)
+        self._own.clear()
+
+
+class _Recording:
+    """The modules of a step in order, and how far it is from each point to a parameter's use."""
+
+    def __init__(self, modules: Sequence[Module]) -> None:
+        self.uses: list[tuple[int, Leaf]] = [
+            (place, leaf) for place, module in enumerate(modules) for leaf in module
+        ]
+        self._places: dict[str, list[int]] = {}
+        for place, leaf in self.uses:
+            self._places.setdefault(leaf.name, []).append(place)
+        self._before = list(accumulate((sum(leaf.numel for leaf in m) for m in modules), initial=0))
+
+    def distance(self, leaf: Leaf, step: int) -> float:
+        """Elements that modules from ``step`` on use before the next one that uses ``leaf``."""
+        places = self._places.get(leaf.name, [])
+        following = bisect_left(places, step)
+        if following == len(places):
+            return float("inf")
+        return self._before[places[following]] - self._before[step]
+
+    def queue(self, step: int) -> deque[tuple[int, Leaf]]:
+        """Uses from ``step`` on."""
+        begin = bisect_left(self.uses, step, key=lambda use: use[0])
+        return deque(self.uses[begin:] if begin else self.uses)
+
+
+class Coordinator:
+    """PartitionedParameterCoordinator under dsx's StepGathers.
+
+    Args:
+        ledger: Counts.
+        dp: Data-parallel degree.
+        width: Bytes of a parameter.
+        gathering: Settings.
+        persistent: Names of parameters that stay gathered through a step.
+        offloaded: Whether partitions live on the host, and come to the device to be gathered.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        dp: int,
+        width: int,
+        gathering: Gathering,
+        persistent: frozenset[str],
+        *,
+        offloaded: bool = False,
+    ) -> None:
+        self.ledger, self.dp, self.width, self.gathering = ledger, dp, width, gathering
+        self.persistent, self.offloaded = persistent, offloaded
+        self.here: dict[str, Leaf] = {}
+        self.flying: set[str] = set()
+        self._registry: dict[str, _Handle] = {}
+        self._active: dict[str, set[str]] = {}
+        self._backward: list[Module] = []
+        self._kept: Mapping[int, Sequence[Leaf]] = {}
+        self._order: list[Module] = []
+        self._recording: _Recording | None = None
+        self._steps = 0
+        self._queue: deque[tuple[int, Leaf]] = deque()
+        self._passed: dict[str, int] = {}
+        self._step = self._available = 0
+
+    # Memory
+
+    def padded(self, leaf: Leaf) -> int:
+        """Elements of all partitions."""
+        return -(-leaf.numel // self.dp) * self.dp
+
+    def copied(self, leaf: Leaf) -> Tensor:
+        """A parameter copied out of a flat buffer."""
+        return self._new(
+            "gathered parameters", "w P of the parameter", "AllGatherCoalescedHandle", leaf.numel
+        )
+
+    def own_buffer(self, leaf: Leaf) -> Tensor | None:
+        """What a single parameter is gathered into and stays in; None where the only partition is it."""
+        if self.dp == 1:
+            formula = "w P of the parameter"
+            return (
+                self._new("gathered parameters", formula, "NoGatherHandle", leaf.numel)
+                if self.offloaded
+                else None
+            )
+        buffer = self._padded(leaf, "_all_gather_sequential")
+        self.uploads([leaf]).clear()
+        return buffer
+
+    def _padded(self, leaf: Leaf, function: str) -> Tensor:
+        return self._new("gathered parameters", "w P of the parameter, padded", function, self.padded(leaf))
+
+    def flat_buffer(self, leaves: Sequence[Leaf]) -> Tensor:
+        """The buffer that several are gathered into."""
+        numel = sum(map(self.padded, leaves))
+        buffer = self._new("gathering", "w P of the parameters, padded", "_all_gather_dtype", numel)
+        self.uploads(leaves).clear()
+        return buffer
+
+    def uploads(self, leaves: Sequence[Leaf]) -> list[Tensor]:
+        """Partitions that come from the host to be gathered."""
+        if not self.offloaded:
+            return []
+        source = "ds_tensor.to(device)"
+        return [
+            self._new(
+                "partitions on their way", "w P/N of the parameter", source, self.padded(leaf) // self.dp
+            )
+            for leaf in leaves
+        ]
+
+    def _new(self, name: str, formula: str, function: str, numel: int) -> Tensor:
+        what = Label("parameters", name, formula, f"{_FILE} {function}")
+        return Tensor((numel,), self.width, Storage(self.ledger, what, numel * self.width))
+
+    # Steps
+
+    def begin(self) -> None:
+        """StepGathers.begin: the first step records, later ones prefetch."""
+        self._clean()
+        if self._steps == 1:
+            self._recording = _Recording(self._order)
+        self._steps += 1
+        self._queue = self._recording.queue(0) if self._recording is not None else deque()
+        self._passed, self._step, self._available = {}, 0, 0
+        self.keep({})
+
+    def keep(self, chunks: Mapping[int, Sequence[Leaf]]) -> None:
+        """StepGathers.before: of these chunks nothing is let go; prefetching starts anew from here."""
+        for stage in self._kept.keys() - chunks.keys():
+            for leaf in self._kept[stage]:
+                self._workers(leaf).discard(f"chunk {stage}")
+        for stage in chunks.keys() - self._kept.keys():
+            for leaf in chunks[stage]:
+                self._workers(leaf).add(f"chunk {stage}")
+        self._kept = chunks
+        if self._recording is not None and self.gathering.keep_bytes:
+            self._queue, self._passed = self._recording.queue(self._step), {}
+
+    def _workers(self, leaf: Leaf) -> set[str]:
+        """Who is at work with a parameter (ds_active_sub_modules)."""
+        return self._active.setdefault(leaf.name, set())
+
+    def _clean(self) -> None:
+        for name, handle in list(self._registry.items()):
+            handle.wait()
+            self._drop(self.here[name])
+        self._registry.clear()
+
+    # Modules
+
+    def fetch(self, module: Module, *, forward: bool) -> None:
+        """fetch_sub_module: what it needs now, then what comes next."""
+        if self._steps == 1:
+            self._order.append(module)
+        if not forward:
+            self._backward.append(module)
+        self._gather([leaf for leaf in module if self._absent(leaf)])
+        for leaf in module:
+            self._workers(leaf).add(module[0].name)
+            handle = self._registry.pop(leaf.name, None)
+            if handle is not None:
+                handle.wait()
+            del handle
+        if self._recording is not None:
+            self._advance(module)
+        self._step += 1
+
+    def _advance(self, module: Module) -> None:
+        fresh = sum(self._passed.get(leaf.name, NEVER) < self._step for leaf in module)
+        for _ in range(fresh):
+            place, leaf = self._queue.popleft()
+            self._passed[leaf.name] = place
+        most = min(self.gathering.live - self._available, self.gathering.prefetch)
+        ahead: dict[str, Leaf] = {}
+        numel = 0
+        while self._queue and numel < most:
+            place, leaf = self._queue.popleft()
+            self._passed[leaf.name] = max(self._passed.get(leaf.name, NEVER), place)
+            if self._absent(leaf) and leaf.name not in ahead:
+                ahead[leaf.name] = leaf
+                numel += leaf.numel
+        self._gather(list(ahead.values()))
+
+    def _absent(self, leaf: Leaf) -> bool:
+        return leaf.name not in self.here and leaf.name not in self.flying
+
+    def _gather(self, leaves: Sequence[Leaf]) -> None:
+        if not leaves:
+            return
+        self._available += sum(leaf.numel for leaf in leaves)
+        handle = _Handle(self, leaves)
+        for leaf in leaves:
+            self._registry[leaf.name] = handle
+            self.flying.add(leaf.name)
+
+    def release(self, module: Module, *, forward: bool) -> None:
+        """release_sub_module: what is not needed again soon."""
+        if not forward:
+            self._backward.remove(module)
+        for leaf in module:
+            self._workers(leaf).discard(module[0].name)
+            if self._recording is None or self._releasable(leaf):
+                self._drop(leaf)
+
+    def release_rest(self) -> None:
+        """After a backward: modules whose inputs get no gradient, so that nothing told of their end."""
+        for module in self._backward[::-1]:
+            for leaf in module:
+                self._workers(leaf).discard(module[0].name)
+                free = leaf.name not in self.persistent if self._recording is None else self._releasable(leaf)
+                if free:
+                    self._drop(leaf)
+        self._backward.clear()
+
+    def _releasable(self, leaf: Leaf) -> bool:
+        if leaf.name in self.persistent:
+            return False
+        if self.gathering.keep_bytes:
+            return True
+        assert self._recording is not None
+        passed = self._passed.get(leaf.name, NEVER)
+        return (
+            passed <= self._step
+            and self._recording.distance(leaf, self._step) >= self.gathering.reuse_distance
+        )
+
+    def settle(self, leaf: Leaf, whole: Tensor | None) -> None:
+        """A parameter is whole, in this memory; None if in that of its only partition."""
+        if whole is not None:
+            leaf.hold(whole)
+        self.here[leaf.name] = leaf
+
+    def _drop(self, leaf: Leaf) -> None:
+        if leaf.name in self.here and not self._active.get(leaf.name):
+            del self.here[leaf.name]
+            leaf.release()
+            self._available -= leaf.numel
+
+    # The update
+
+    def release_all(self) -> None:
+        """release_and_reset_all: before the update."""
+        self._clean()
+        self._active.clear()
+        for leaf in list(self.here.values()):
+            self._drop(leaf)
+
+    def gather_persistent(self, leaves: Sequence[Leaf]) -> None:
+        """After an update small parameters are gathered for good (stage3.py, _post_step)."""
+        small = [leaf for leaf in leaves if leaf.name in self.persistent]
+        if len(small) == 1 or self.gathering.sequential:
+            for leaf in small:
+                self.settle(leaf, self.gather_alone(leaf))
+            return
+        parts = self.uploads(small) if self.dp > 1 else []
+        for leaf in small:
+            one = self.dp == 1
+            whole = self.own_buffer(leaf) if one else self._padded(leaf, "_allgather_params_coalesced")
+            self.settle(leaf, whole)
+        parts.clear()
+
+    def gather_alone(self, leaf: Leaf) -> Tensor:
+        """_allgather_params_sequential: a buffer of its own, on one rank too."""
+        buffer = self._padded(leaf, "_allgather_params_sequential")
+        self.uploads([leaf]).clear()
+        return buffer

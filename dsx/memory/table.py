@@ -1,0 +1,278 @@
+"""A memory estimate as text and as a picture.
+
+Needs matplotlib (the extra ``plot``), which is imported when it is first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsx.errors import ConfigError
+from dsx.memory.estimate import Phase, Role, RunMemory
+from dsx.schedules.timeline import FAINT, GRID, INK
+from dsx.train.progress import unit_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "buckets",
+    "activations",
+    "logits",
+    "transfers",
+    "temporaries",
+)
+"""Every category of :class:`dsx.memory.ledger.Label`, lasting ones first."""
+
+MOST_ROWS = 10
+"""Pipeline ranks that a table lists; of more, the ends and the fullest."""
+
+_LEAST_SHARE = 0.005  # of the peak: lines below are summed up
+
+
+def by_category(phase: Phase) -> dict[str, int]:
+    """Bytes of each category at the phase's peak."""
+    held = dict.fromkeys(CATEGORIES, 0)
+    for label, size in phase.lines:
+        held[label.category] += size
+    return held
+
+
+def table(memory: RunMemory, traced: Mapping[int, int] | None = None) -> str:
+    """Bytes at each pipeline rank's peak, by category; ``traced`` adds the traced peak of pipeline ranks."""
+    unit = unit_of(memory.peak_bytes)[1]
+    titles = ["pipeline rank", *CATEGORIES, "peak", *(["traced"] if traced else []), "when"]
+    rows = [titles]
+    for role in _listed(memory):
+        peak = role.estimate.peak
+        held = by_category(peak)
+        rows.append(
+            [
+                f"{role.pp_rank} ({_ranks(role)})",
+                *(f"{held[category] / unit:.2f}" for category in CATEGORIES),
+                f"{peak.peak_bytes / unit:.2f}",
+                *([f"{traced[role.pp_rank] / unit:.2f}"] if traced else []),
+                f"{peak.name}{f', {peak.where}' if peak.where else ''}",
+            ]
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(titles))]
+    last = len(titles) - 1
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i in (0, last) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    hidden = len(memory.roles) - len(rows) + 1
+    if hidden:
+        peaks = [role.estimate.peak.peak_bytes for role in memory.roles]
+        lines.append(
+            f"({hidden} more pipeline ranks; all between {min(peaks) / unit:.2f} and {max(peaks) / unit:.2f})"
+        )
+    return "\n".join(lines)
+
+
+def details(role: Role) -> str:
+    """The lines of a role's peak with formula and source, largest first."""
+    peak = role.estimate.peak
+    unit = unit_of(peak.peak_bytes)[1]
+    shown = [(label, size) for label, size in peak.lines if size >= _LEAST_SHARE * peak.peak_bytes]
+    rest = peak.peak_bytes - sum(size for _, size in shown)
+    rows = [
+        (f"{size / unit:.2f}", label.category, label.name, label.formula, label.source)
+        for label, size in shown
+    ]
+    if rest > 0:
+        rows.append((f"{rest / unit:.2f}", "", "all smaller lines", "", ""))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i == 0 else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _listed(memory: RunMemory) -> list[Role]:
+    roles = memory.roles
+    if len(roles) <= MOST_ROWS:
+        return list(roles)
+    wanted = {role.pp_rank: role for role in (*roles[:3], memory.highest, *roles[-2:])}
+    return [wanted[pp_rank] for pp_rank in sorted(wanted)]
+
+
+def _ranks(role: Role) -> str:
+    """``ranks 0-1, 4-5``, or with a count if there are many spans."""
+    spans: list[list[int]] = []
+    for rank in role.ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    if len(spans) > 3:
+        return f"{len(role.ranks)} ranks from {role.ranks[0]}"
+    words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank{'s' if len(role.ranks) > 1 else ''} {words}"
+
+
+MOST_BY_PHASE = 8
+"""Pipeline ranks whose phases are drawn one by one; of more, each rank's highest alone."""
+
+_COLOURS = {
+    # Lasting ones in blues and greens, passing ones in warm colours: Okabe and Ito's hues, readable in print.
+    "parameters": "#0b4f8a",
+    "gradients": "#3b8fd0",
+    "optimizer": "#0f766e",
+    "buckets": "#79c2b8",
+    "activations": "#e07b1a",
+    "logits": "#f2b75c",
+    "transfers": "#b45db0",
+    "temporaries": "#c0392b",
+}
+
+
+def save(memory: RunMemory, output: Path, *, title: str, capacity_gib: float | None = None) -> None:
+    """Draw ``memory`` into ``output``, whose suffix is the format.
+
+    Args:
+        memory: What to draw.
+        output: .svg or .png.
+        title: Printed above.
+        capacity_gib: Memory of a GPU in GiB, drawn as a line.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the file cannot be written.
+    """
+    figure = draw(memory, title=title, capacity_gib=capacity_gib)
+    try:
+        figure.savefig(output, dpi=150)
+    except OSError as error:
+        raise ConfigError(
+            f"--output {output}", f"cannot be written ({error.strerror or error})", "choose another place"
+        ) from None
+
+
+def draw(memory: RunMemory, *, title: str, capacity_gib: float | None = None) -> Figure:
+    """The picture as a matplotlib figure. Raises ConfigError if matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(
+            "dsx estimate --format",
+            "it draws with matplotlib, which is not installed",
+            "pip install 'matplotlib>=3.9' (dsx's extra \"plot\" brings it)",
+        ) from None
+    each = len(memory.roles) <= MOST_BY_PHASE
+    bars, places, groups = _by_phase(memory) if each else _by_rank(memory)
+    capacity_bytes = 0 if capacity_gib is None else round(capacity_gib * (1 << 30))
+    name, unit = unit_of(max(memory.peak_bytes, capacity_bytes))
+    figure = Figure(figsize=(min(16.0, max(7.5, 2.2 + 0.42 * len(bars))), 5.2), layout="constrained")
+    axes = figure.subplots()
+    _stack(axes, bars, places, unit)
+    highest = memory.peak_bytes / unit
+    if capacity_gib is not None:
+        axes.axhline(capacity_gib, color="#b91c1c", linewidth=1.4, linestyle=(0, (5, 3)))
+        axes.annotate(
+            f"{capacity_gib:g} GiB",
+            (1.0, capacity_gib),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            color="#b91c1c",
+        )
+        highest = max(highest, capacity_gib)
+    axes.set_ylim(0, highest * 1.08)
+    axes.set_ylabel(f"{name} per rank")
+    if each:
+        axes.set_xticks(places, [phase.name for phase in bars], rotation=40, ha="right", fontsize="small")
+        for place, title_of in groups:
+            axes.annotate(
+                title_of,
+                (place, 0),
+                xycoords=("data", "axes fraction"),
+                xytext=(0, -44),
+                textcoords="offset points",
+                ha="center",
+                va="top",
+                color=INK,
+            )
+        figure.get_layout_engine().set(rect=(0, 0.04, 1, 0.96))  # type: ignore[union-attr,call-arg]
+    else:
+        axes.set_xlabel("pipeline rank, at its highest moment")
+    _finish(figure, axes, title)
+    return figure
+
+
+def _by_phase(memory: RunMemory) -> tuple[list[Phase], list[float], list[tuple[float, str]]]:
+    """A bar per rank and phase, with a gap between ranks; and where each rank's name goes."""
+    bars: list[Phase] = []
+    places: list[float] = []
+    groups: list[tuple[float, str]] = []
+    left = 0.0
+    for role in memory.roles:
+        phases = role.estimate.phases
+        bars += phases
+        places += [left + index for index in range(len(phases))]
+        groups.append((left + (len(phases) - 1) / 2, f"pipeline rank {role.pp_rank}"))
+        left += len(phases) + 0.8
+    return bars, places, groups
+
+
+def _by_rank(memory: RunMemory) -> tuple[list[Phase], list[float], list[tuple[float, str]]]:
+    return (
+        [role.estimate.peak for role in memory.roles],
+        [float(role.pp_rank) for role in memory.roles],
+        [],
+    )
+
+
+def _stack(axes: Axes, bars: Sequence[Phase], places: Sequence[float], unit: int) -> None:
+    held = [by_category(phase) for phase in bars]
+    below = [0.0] * len(bars)
+    for category in CATEGORIES:
+        heights = [of[category] / unit for of in held]
+        if not any(heights):
+            continue
+        axes.bar(
+            places,
+            heights,
+            0.86,
+            bottom=below,
+            color=_COLOURS[category],
+            label=category,
+            edgecolor="white",
+            linewidth=0.4,
+        )
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    if len(bars) <= 4 * MOST_BY_PHASE:
+        for place, top in zip(places, below, strict=True):
+            axes.annotate(
+                f"{top:.3g}",
+                (place, top),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize="x-small",
+                color=FAINT,
+            )
+
+
+def _finish(figure: Figure, axes: Axes, title: str) -> None:
+    axes.grid(visible=True, axis="y", color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(color=FAINT)
+    head, _, rest = title.partition(": ")
+    axes.set_title(f"{head}\n{rest}" if rest else head, loc="left", fontsize="medium", color=INK)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)

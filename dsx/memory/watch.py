@@ -1,0 +1,172 @@
+"""A run's memory beside its estimate: the check before anything is built, and the peak that was reached."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from dsx.config.run import RunConfig
+from dsx.errors import ConfigError
+from dsx.launch.entry import ALONE, local_rank, local_world_size, rank
+from dsx.memory.estimate import RunMemory, estimate_run
+from dsx.memory.job import job_of
+from dsx.memory.ops import DeviceKind
+from dsx.memory.paper.meter import StorageMeter
+from dsx.train.progress import amount
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+COUNTED_STEP = 2
+"""Of a process on a CPU: the first step makes the optimizer's states, the second is like all that follow."""
+
+
+def check_memory(config: RunConfig) -> None:
+    """Compare the estimate of the fullest rank with the memory that a rank has, before anything is built.
+
+    ``dsx.memory_check`` says what happens if it does not fit: a warning, or a refusal. What a config leaves
+    to be measured (``dsx.profile``) is taken as it stands before.
+
+    The first rank of each machine looks, as in :func:`dsx.recipe.prepare_data`.
+
+    Raises:
+        ConfigError: It does not fit, or is not known to, and ``dsx.memory_check`` is "refuse".
+    """
+    how = config.dsx.memory_check
+    if local_rank() != 0 or how == "off" or config.dsx.recompute == "auto":
+        return
+    memory, capacity = estimated(config), capacity_bytes()
+    if isinstance(memory, Exception):
+        if how == "refuse":
+            raise memory
+        if rank() == 0:
+            sys.stderr.write(f"warning: memory is not checked: {memory}\n")
+        return
+    if memory.peak_bytes <= capacity:
+        return
+    fullest = memory.highest
+    where = f"memory of pipeline rank {fullest.pp_rank}"
+    what = (
+        f"its peak is estimated at {amount(memory.peak_bytes)} ({_when(memory)}), and a rank has "
+        f"{amount(capacity)}"
+    )
+    fix = (
+        "`dsx estimate CONFIG --gpus N --gpu-memory GIB` prints what takes it and which changes make it fit; "
+        'dsx.memory_check "warn" or "off" lets it run'
+    )
+    if how == "refuse":
+        error = ConfigError(where, what, fix)
+        error.add_note(ALONE)
+        raise error
+    if rank() == 0:
+        sys.stderr.write(f"warning: {where}: {what}. {fix}.\n")
+
+
+def estimated(config: RunConfig) -> RunMemory | Exception:
+    """The run's memory on this kind of device, or why it is not known: something that dsx has not learned."""
+    try:
+        return estimate_run(job_of(config, device=device_kind(), capacity_bytes=capacity_bytes()))
+    except Exception as unknown:  # noqa: BLE001 (no run ends because its estimate cannot be made)
+        return unknown
+
+
+def device_kind() -> DeviceKind:
+    """``cuda`` or ``cpu``: whose code paths the estimate is to follow."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def capacity_bytes() -> int:
+    """What one rank of this machine can have: its GPU's memory, or its share of the host's."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(local_rank() % torch.cuda.device_count()).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size()
+
+
+def describe(memory: RunMemory | Exception) -> str:
+    """The estimate in a line of a run's start."""
+    if isinstance(memory, Exception):
+        return f"not estimated: {memory}"
+    where = f"pipeline rank {memory.highest.pp_rank}"
+    return f"estimated peak {amount(memory.peak_bytes)} on {where} ({_when(memory)})"
+
+
+def _when(memory: RunMemory) -> str:
+    peak = memory.highest.estimate.peak
+    return f"{peak.name}{f' at {peak.where}' if peak.where else ''}"
+
+
+def beside(peaks: Mapping[str, int], memory: RunMemory) -> str | None:
+    """What was reached, and how far off the estimate was; None if nothing is known."""
+    reached = peaks.get("peak_allocated_bytes")
+    if reached is None:
+        return None
+    reserved = peaks.get("peak_reserved_bytes")
+    words = f"peak {amount(reached)}" + (f", {amount(reserved)} reserved" if reserved is not None else "")
+    return f"{words}; estimated {amount(memory.peak_bytes)} ({memory.peak_bytes / reached - 1:+.1%})"
+
+
+class PeakMemory:
+    """The highest memory of this rank's training steps.
+
+    On a GPU the allocator knows it. On a CPU the tensors of one step, the second of the process, are counted:
+    counting takes about as long again as the step itself.
+
+    Args:
+        device: Where the run computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._meter: StorageMeter | None = None
+        self._steps = 0
+        self._counted = 0
+
+    def before_step(self, *, counts: bool = True) -> None:
+        """A step begins; without ``counts`` one that nothing must slow down."""
+        self._steps += 1
+        due = self._steps >= COUNTED_STEP and not self._counted and counts
+        if self._device.type == "cpu" and due:
+            self._meter = StorageMeter("cpu")
+            for tensor in _tensors():
+                if tensor.device.type == "cpu":
+                    self._meter.add(tensor)
+            self._meter.__enter__()
+
+    def after_step(self) -> None:
+        """The step is over."""
+        if self._meter is not None:
+            self._meter.__exit__(None, None, None)
+            self._counted = self._meter.peak_bytes.get("", 0)  # nothing if no tensor lives
+            self._meter = None
+
+    def peaks(self) -> dict[str, int]:
+        """``peak_allocated_bytes`` and, on a GPU, ``peak_reserved_bytes`` of the fullest rank so far.
+
+        Empty while a CPU has not counted yet. A collective call over all ranks.
+        """
+        if self._device.type == "cpu":
+            mine = [self._counted]
+        else:
+            accelerator = get_accelerator()
+            mine = [accelerator.max_memory_allocated(), accelerator.max_memory_reserved()]
+        peaks = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        if dist.is_initialized():
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+        names = ("peak_allocated_bytes", "peak_reserved_bytes")
+        return {name: int(value) for name, value in zip(names, peaks.tolist(), strict=False) if value}
+
+
+def _tensors() -> Iterator[torch.Tensor]:
+    """Every tensor that Python knows, and their gradients."""
+    for thing in gc.get_objects():
+        # Not isinstance: some objects answer for their class with code of their own.
+        if issubclass(type(thing), torch.Tensor):
+            yield thing
+            if thing.is_leaf and thing.grad is not None:
+                yield thing.grad

@@ -1,0 +1,257 @@
+"""Process groups of a mesh, made in one place and passed as arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from deepspeed.runtime.pipe.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
+
+from dsx.errors import LayoutError
+from dsx.nn.parallel import TensorParallel
+from dsx.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+CHANNELS = ("F_up", "F_down", "B_up", "B_down")
+"""Transfer kind x direction: activations (F) or gradients (B), to a higher or a lower rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """This rank's process groups.
+
+    Attributes:
+        mesh: The named axes over all ranks.
+        rank: This process's rank in the mesh.
+        data: Ranks that hold the same parameters; ZeRO partitions over it.
+        tensor: Ranks that share each layer's matrices.
+        pipe: Ranks of one pipeline, in stage order.
+        model: Ranks of one model replica (pipe x tensor).
+        channels: One group per transfer kind and direction over the pipe ranks. NCCL runs the transfers of
+            a pair of ranks in a group one after the other, so that each direction and kind needs its own
+            group to be free of the others' order.
+        sequence_parallel: Whether activations between tensor-parallel blocks are split along the sequence.
+        pp_rank: Coordinate on the pipeline axis.
+        dp_rank: Coordinate on the data-parallel axis.
+        tp_rank: Coordinate on the tensor-parallel axis.
+    """
+
+    mesh: Mesh
+    rank: int
+    data: ProcessGroup
+    tensor: ProcessGroup
+    pipe: ProcessGroup
+    model: ProcessGroup
+    channels: Mapping[str, ProcessGroup]
+    sequence_parallel: bool = False
+
+    # Looked up for every message: computed once.
+    pp_rank: int = field(init=False)
+    dp_rank: int = field(init=False)
+    tp_rank: int = field(init=False)
+    _peers: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        at = self.mesh.coords(self.rank)
+        for axis in ("pp", "dp", "tp"):
+            object.__setattr__(self, f"{axis}_rank", at[axis])
+        peers = (self.mesh.rank(pp=stage, dp=at["dp"], tp=at["tp"]) for stage in range(self.mesh.pp))
+        object.__setattr__(self, "_peers", tuple(peers))
+
+    @property
+    def tensor_parallel(self) -> TensorParallel:
+        """What dsx.nn's modules need to know of the tensor axis."""
+        return TensorParallel(
+            size=self.mesh.tp,
+            rank=self.tp_rank,
+            group=self.tensor,
+            sequence_parallel=self.sequence_parallel and self.mesh.tp > 1,
+        )
+
+    def pipe_peer(self, pp_rank: int) -> int:
+        """Global rank of pipeline coordinate ``pp_rank`` with this rank's dp and tp coordinates."""
+        return self._peers[pp_rank]
+
+
+def make_groups(mesh: Mesh, *, sequence_parallel: bool = False) -> Groups:
+    """Create every process group of ``mesh``; a collective call over all ranks.
+
+    Raises:
+        LayoutError: The mesh does not have as many ranks as the launcher started.
+    """
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if mesh.size != world_size:
+        raise LayoutError(
+            f"mesh of {mesh.pp} x {mesh.dp} x {mesh.tp} (pp x dp x tp)",
+            f"it has {mesh.size} ranks and the launcher started {world_size}",
+            "choose degrees whose product is the number of ranks",
+        )
+    own = {axes: mesh.group_of(rank, *axes) for axes in (("dp",), ("tp",), ("pp",), ("pp", "tp"))}
+    return Groups(
+        mesh=mesh,
+        rank=rank,
+        data=new_group(own["dp",]),
+        tensor=new_group(own["tp",]),
+        pipe=new_group(own["pp",]),
+        model=new_group(own["pp", "tp"]),
+        channels={name: new_group(own["pp",]) for name in CHANNELS},
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def new_group(ranks: Sequence[int]) -> ProcessGroup:
+    """A group of ``ranks``, to which this one belongs. A collective call over those ranks alone.
+
+    (Without local synchronisation every rank would take part in making every group: a thousand ranks, some
+    thousands of barriers.)
+    """
+    group: ProcessGroup | None = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert group is not None
+    return group
+
+
+class Grid:
+    """A :class:`Groups` under the names that DeepSpeed asks of its ``mpu`` argument.
+
+    DeepSpeed calls pipe x tensor "model parallel" (deepspeed/runtime/pipe/topology.py,
+    PipelineParallelGrid): the gradient norm is summed and checkpoints are numbered over that.
+
+    Args:
+        groups: This rank's.
+        topology: The DeepSpeed ProcessTopology that the mesh was made from, if any.
+    """
+
+    def __init__(self, groups: Groups, topology: ProcessTopology | None = None) -> None:
+        self._groups = groups
+        self._mesh = groups.mesh
+        self._topo = topology or _topology(groups.mesh)
+
+    def topology(self) -> ProcessTopology:
+        """The DeepSpeed ProcessTopology of all ranks."""
+        return self._topo
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        """Group over which ZeRO partitions."""
+        return self._groups.data
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Global ranks of :meth:`get_data_parallel_group`."""
+        return list(self._mesh.group_of(self._groups.rank, "dp"))
+
+    def get_data_parallel_world_size(self) -> int:
+        """Data-parallel degree."""
+        return self._mesh.dp
+
+    def get_data_parallel_rank(self) -> int:
+        """Data-parallel coordinate."""
+        return self._groups.dp_rank
+
+    def get_data_parallel_id(self) -> int:
+        """Data-parallel coordinate, as PipelineParallelGrid names it."""
+        return self._groups.dp_rank
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        """Group of one model replica, pipe x tensor."""
+        return self._groups.model
+
+    def get_model_parallel_world_size(self) -> int:
+        """Ranks of one model replica."""
+        return self._mesh.pp * self._mesh.tp
+
+    def get_model_parallel_rank(self) -> int:
+        """Index in the model replica, tensor varying fastest; numbers DeepSpeed's ``mp_rank_XX`` files."""
+        return self._groups.pp_rank * self._mesh.tp + self._groups.tp_rank
+
+    def get_tensor_model_parallel_group(self) -> ProcessGroup:
+        """Tensor-parallel group."""
+        return self._groups.tensor
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """Tensor-parallel degree."""
+        return self._mesh.tp
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        """Tensor-parallel coordinate."""
+        return self._groups.tp_rank
+
+    def get_tensor_model_parallel_src_rank(self) -> int:
+        """Global rank of the first member of the tensor-parallel group."""
+        return self._mesh.group_of(self._groups.rank, "tp")[0]
+
+    get_slice_parallel_group = get_tensor_model_parallel_group
+    get_slice_parallel_world_size = get_tensor_model_parallel_world_size
+    get_slice_parallel_rank = get_tensor_model_parallel_rank
+
+    def get_pipe_parallel_group(self) -> ProcessGroup:
+        """Group of one pipeline."""
+        return self._groups.pipe
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """Pipeline-parallel degree."""
+        return self._mesh.pp
+
+    def get_pipe_parallel_rank(self) -> int:
+        """Pipeline coordinate."""
+        return self._groups.pp_rank
+
+    def get_stage_id(self) -> int:
+        """Pipeline coordinate, as PipelineParallelGrid names it."""
+        return self._groups.pp_rank
+
+    get_pipeline_model_parallel_group = get_pipe_parallel_group
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+
+    def get_global_rank(self) -> int:
+        """Rank over all processes."""
+        return self._groups.rank
+
+    def stage_to_global(self, stage_id: int, *, data: int | None = None, model: int | None = None) -> int:
+        """Global rank of pipeline coordinate ``stage_id``; other coordinates default to its own."""
+        dp = self._groups.dp_rank if data is None else data
+        tp = self._groups.tp_rank if model is None else model
+        return self._mesh.rank(pp=stage_id, dp=dp, tp=tp)
+
+    # PipelineParallelGrid's attributes.
+    stage_id = property(get_stage_id)
+    data_parallel_id = property(get_data_parallel_id)
+    global_rank = property(get_global_rank)
+    world_size = property(lambda self: self._mesh.size)
+    pipe_parallel_size = property(get_pipe_parallel_world_size)
+    data_parallel_size = property(get_data_parallel_world_size)
+    model_parallel_size = property(get_tensor_model_parallel_world_size)
+    slice_parallel_size = property(get_tensor_model_parallel_world_size)
+    is_first_stage = property(lambda self: self._groups.pp_rank == 0)
+    is_last_stage = property(lambda self: self._groups.pp_rank == self._mesh.pp - 1)
+    dp_group = property(get_data_parallel_group_ranks)
+    dp_groups = property(lambda self: [list(ranks) for ranks in self._mesh.groups("dp")])
+    dp_proc_group = property(get_data_parallel_group)
+    pp_group = property(lambda self: list(self._mesh.group_of(self._groups.rank, "pp")))
+    pipe_groups = property(lambda self: [list(ranks) for ranks in self._mesh.groups("pp")])
+    pp_proc_group = property(get_pipe_parallel_group)
+    slice_group = property(lambda self: list(self._mesh.group_of(self._groups.rank, "tp")))
+    slice_proc_group = property(get_tensor_model_parallel_group)
+    p2p_groups = property(lambda self: [self._with_next(rank) for rank in range(self._mesh.size)])
+    model_groups = property(lambda self: [list(ranks) for ranks in self._mesh.groups("tp")])
+    ds_model_proc_group = property(get_model_parallel_group)
+    ds_model_world_size = property(get_model_parallel_world_size)
+    ds_model_rank = property(get_model_parallel_rank)
+
+    def _with_next(self, rank: int) -> list[int]:
+        """A rank and the one that follows it in its pipeline, around the end."""
+        ranks = self._mesh.group_of(rank, "pp")
+        return [rank, ranks[(ranks.index(rank) + 1) % len(ranks)]]
+
+
+def _topology(mesh: Mesh) -> ProcessTopology:
+    if mesh.tp > 1:
+        return PipeModelDataParallelTopology(num_pp=mesh.pp, num_mp=mesh.tp, num_dp=mesh.dp)
+    return PipeDataParallelTopology(num_pp=mesh.pp, num_dp=mesh.dp)

@@ -1,0 +1,109 @@
+"""Who holds what: mesh, stages, parameters and ZeRO stage together. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from dsx.errors import LayoutError
+from dsx.models.param import Box, ParamSpec
+from dsx.parallel.mesh import Mesh
+from dsx.parallel.stages import StageMap
+from dsx.parallel.zero import ZeroPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """One rank's share of one parameter.
+
+    Attributes:
+        spec: The logical parameter.
+        shape: Shape of this rank's tensor: the tp cut, vocabulary padding included.
+        boxes: Global boxes that the tensor holds, in local order along the split dim; padding has no box.
+        weights: Interval of the flattened tensor that the rank keeps between uses.
+        state: Interval of the flattened tensor whose master weights and optimizer state the rank keeps.
+    """
+
+    spec: ParamSpec
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    weights: tuple[int, int]
+    state: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A model laid out over ranks.
+
+    Attributes:
+        mesh: Axes pp, dp and tp.
+        stages: Layers of every virtual stage; as many pipeline ranks as the mesh.
+        params: Every parameter of the model (:func:`dsx.models.params.param_specs`). A tied one is used by
+            its own layer and by the last layer, the head.
+        zero_stage: ZeRO stage.
+
+    Raises:
+        LayoutError: Parts that do not fit together, or a parameter that tp does not divide.
+    """
+
+    mesh: Mesh
+    stages: StageMap
+    params: tuple[ParamSpec, ...]
+    zero_stage: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mesh.pp != self.stages.num_ranks:
+            raise LayoutError(
+                f"mesh axis pp = {self.mesh.pp}",
+                f"the stage map is for {self.stages.num_ranks} pipeline ranks",
+                "make both for the same pipeline degree",
+            )
+        for spec in self.params:
+            self.stages.stage_of(spec.layer)
+            spec.local_shape(self.mesh.tp)
+
+    def owners(self, spec: ParamSpec) -> tuple[int, ...]:
+        """Pipeline ranks that hold ``spec``: one, or two for a weight tied across the pipeline."""
+        layers = [spec.layer] if spec.tie is None else [spec.layer, self.stages.num_layers - 1]
+        return tuple(sorted({self.stages.rank_of(self.stages.stage_of(layer)) for layer in layers}))
+
+    def params_of(self, pp_rank: int) -> tuple[ParamSpec, ...]:
+        """Parameters of a pipeline rank, in layer order."""
+        held = set(self.stages.layers_of(pp_rank))
+        head = self.stages.num_layers - 1
+        return tuple(
+            spec for spec in self.params if spec.layer in held or (spec.tie is not None and head in held)
+        )
+
+    def zero_plan(self, pp_rank: int) -> ZeroPlan:
+        """ZeRO's cut of a pipeline rank's parameters, for dsx's own optimizer groups.
+
+        One group in layer order. ZeRO-1 and 2 cut a group as one flat tensor: there, a weight that is tied
+        across pipeline ranks has its own group after it, so that both its holders cut it alike.
+        """
+        plain: list[tuple[str, int]] = []
+        tied: list[tuple[str, int]] = []
+        for spec in self.params_of(pp_rank):
+            held = (spec.name, prod(spec.local_shape(self.mesh.tp)))
+            alone = self.zero_stage in (1, 2) and len(self.owners(spec)) > 1
+            (tied if alone else plain).append(held)
+        groups = (tuple(plain), *((item,) for item in tied))
+        return ZeroPlan(
+            stage=self.zero_stage, dp=self.mesh.dp, groups=tuple(group for group in groups if group)
+        )
+
+    def holdings(self, rank: int) -> tuple[Holding, ...]:
+        """Every parameter that ``rank`` holds a share of, in layer order."""
+        at = self.mesh.coords(rank)
+        plan, tp = self.zero_plan(at["pp"]), self.mesh.tp
+        weights, state = plan.weights(at["dp"]), plan.state(at["dp"])
+        return tuple(
+            Holding(
+                spec=spec,
+                shape=spec.local_shape(tp),
+                boxes=spec.boxes(tp, at["tp"]),
+                weights=weights[spec.name],
+                state=state[spec.name],
+            )
+            for spec in self.params_of(at["pp"])
+        )

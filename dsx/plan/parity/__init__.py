@@ -1,1 +1,0 @@
-"""What it means when a layout trains otherwise than one process: pure functions over numbers."""

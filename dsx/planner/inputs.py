@@ -1,0 +1,398 @@
+"""From a model, a batch and what a config says to the search for its layout, and from that to a config."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
+from dsx.config.load import either, load, read
+from dsx.config.ordinary import complete
+from dsx.config.resolve import resolve
+from dsx.config.run import RunConfig
+from dsx.config.sources import find_model
+from dsx.errors import ConfigError, DsxError
+from dsx.memory.estimate import estimate
+from dsx.memory.job import job_of
+from dsx.planner.cluster import Cluster
+from dsx.planner.costs import Efficiency, Network, Software
+from dsx.planner.layer_times import Machine
+from dsx.planner.layout import Layout, Space, Task, meshes, variants
+from dsx.planner.search import Search
+from dsx.planner.step_time import Predictor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInputs:
+    """What is to be trained.
+
+    Attributes:
+        content: A whole config, but for its layout: DeepSpeed's keys and the ``dsx`` block.
+        run: The same, resolved for one rank.
+        cluster: What to train on.
+        gpus: How many of its GPUs.
+        global_batch: Sequences per step.
+        sequence_length: Tokens.
+    """
+
+    content: dict[str, Any]
+    run: RunConfig
+    cluster: Cluster
+    gpus: int
+    global_batch: int
+    sequence_length: int
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer or parameters live on the host."""
+        return self.lowest_zero_stage > 0
+
+    @property
+    def lowest_zero_stage(self) -> int:
+        """That what is offloaded allows."""
+        return _lowest_stage(self.content)
+
+
+def plan_inputs(
+    *,
+    model: str | None,
+    config: Path | None,
+    cluster: Cluster,
+    gpus: int,
+    global_batch: int | None,
+    sequence_length: int | None,
+) -> PlanInputs:
+    """Read and check everything that a plan needs.
+
+    Args:
+        model: Preset (``llama-3-8b``, ``gpt2/tiny``), Hugging Face ``config.json`` or model folder; None for
+            that of ``config``.
+        config: DeepSpeed JSON whose layout is to be found, without a ``dsx`` block if there is a ``model``;
+            None for usual settings.
+        cluster: What to train on.
+        gpus: How many of its GPUs.
+        global_batch: Sequences per step; None for that of ``config``.
+        sequence_length: Tokens; None for that of ``config``.
+
+    Raises:
+        ConfigError: Something is missing, unknown or cannot be.
+        ModelError: A Hugging Face config that dsx cannot build.
+    """
+    _check_gpus(cluster, gpus)
+    for name, size in (("--global-batch", global_batch), ("--sequence-length", sequence_length)):
+        if size is not None and size < 1:
+            raise ConfigError(f"{name} {size}", "not a size", "use 1 or more")
+    written = None if config is None else _written(config, model)
+    content = _usual(cluster) if written is None else _without_layout(written)
+    block = content["dsx"]
+    if model is not None:
+        block["model"] = find_model(model)[0]
+    elif config is None:
+        raise ConfigError("--model", "no model is named", "give --model, or a CONFIG with a dsx.model")
+    batch = global_batch or content.get(TRAIN) or _batch_of(written, gpus)
+    length = sequence_length or block["data"].get("sequence_length")
+    for name, value in (("--global-batch", batch), ("--sequence-length", length)):
+        if value is None:
+            raise ConfigError(name, "it is needed", f"give {name} N")
+    content[TRAIN], block["data"]["sequence_length"] = batch, length
+    assert batch is not None
+    zero = content.get("zero_optimization", {}) | {"stage": _lowest_stage(content)}
+    run = resolve(content | {MICRO: 1, "zero_optimization": zero}, world_size=1)
+    return PlanInputs(
+        content=content,
+        run=run,
+        cluster=cluster,
+        gpus=gpus,
+        global_batch=batch,
+        sequence_length=length,
+    )
+
+
+def _lowest_stage(content: Mapping[str, Any]) -> int:
+    """ZeRO partitions what is offloaded: the optimizer from stage 1, parameters from stage 3."""
+    zero = content.get("zero_optimization", {})
+    for key, stage in (("offload_param", 3), ("offload_optimizer", 1)):
+        if (zero.get(key) or {}).get("device", "none") != "none":
+            return stage
+    return 0
+
+
+def _written(config: Path, model: str | None) -> dict[str, Any]:
+    """What the file says; of an ordinary DeepSpeed JSON with ``model`` no batch and no length are assumed."""
+    content = read(config)
+    if "dsx" in content:
+        load(config)  # Strict: unknown keys are named with their file.
+        return content
+    whole = complete(content, model, where=str(config))
+    for key in {each.key for each in whole.assumed} & {MICRO, ACCUMULATION}:
+        del whole.content[key]
+    block = whole.content["dsx"]
+    del block["data"]["sequence_length"]
+    block["data"] |= {"source": "python-stdlib"}
+    block["train"] |= {"steps": 100, "output": "runs/planned-{layout}"}
+    return whole.content
+
+
+def _batch_of(written: Mapping[str, Any] | None, gpus: int) -> int | None:
+    """The global batch of a config that says micro-batch and accumulation, in its own layout."""
+    if written is None:
+        return None
+    try:
+        return resolve(written, world_size=gpus).global_batch_size
+    except DsxError:
+        return None
+
+
+def _check_gpus(cluster: Cluster, gpus: int) -> None:
+    key, node = f"--gpus {gpus}", cluster.gpus_per_node
+    if gpus < 1:
+        raise ConfigError(key, "not a number of GPUs", "use 1 or more")
+    if gpus > node and gpus % node:
+        near = gpus // node * node
+        raise ConfigError(
+            key, f"nodes of {cluster.name} have {node} GPUs each", f"use whole nodes: {near} or {near + node}"
+        )
+    if cluster.nodes is not None and gpus > cluster.nodes * node:
+        most = cluster.nodes * node
+        raise ConfigError(key, f"{cluster.name} has {cluster.nodes} nodes of {node}", f"use at most {most}")
+
+
+def _usual(cluster: Cluster) -> dict[str, Any]:
+    """A config for a first run: AdamW, bf16 on GPUs, text that needs no network."""
+    parameters: dict[str, Any] = {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    return {
+        "gradient_clipping": 1.0,
+        **({} if cluster.is_host else {"bf16": {"enabled": True}}),
+        "optimizer": {
+            "type": "AdamW",
+            "params": parameters | ({"torch_adam": True} if cluster.is_host else {}),
+        },
+        "dsx": {
+            "data": {"source": "python-stdlib", "tokenizer": "bytes"},
+            "train": {"steps": 100, "output": "runs/planned-{layout}"},
+        },
+    }
+
+
+def _without_layout(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what a plan decides."""
+    out = {key: value for key, value in content.items() if key not in (MICRO, ACCUMULATION)}
+    block = dict(out.get("dsx") or {})
+    for key in ("parallel", "schedule", "partition", "profile", "recompute"):
+        block.pop(key, None)
+    block["data"] = dict(block.get("data") or {})
+    out["dsx"] = block
+    zero = dict(out.get("zero_optimization") or {})
+    zero.pop("stage", None)
+    if zero:
+        out["zero_optimization"] = zero
+    else:
+        out.pop("zero_optimization", None)
+    return out
+
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """What a user has already decided; None is open.
+
+    Attributes:
+        tensor: Tensor-parallel degree.
+        pipeline: Pipeline degree.
+        zero: ZeRO stage.
+        micro_batch: Sequences.
+        gpu_memory: GiB of a GPU that tensors may take.
+    """
+
+    tensor: int | None = None
+    pipeline: int | None = None
+    zero: int | None = None
+    micro_batch: int | None = None
+    gpu_memory: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What to plan with.
+
+    Attributes:
+        cluster: The cluster, with its rates.
+        efficiency: Shares of them that are reached.
+        text: What was measured, in words; empty if nothing was.
+    """
+
+    cluster: Cluster
+    efficiency: Efficiency
+    text: str = ""
+
+
+def plan_search(inputs: PlanInputs, fixed: Fixed, measured: Calibration | None = None) -> Search:
+    """A search, ready to run.
+
+    Args:
+        inputs: What is trained, and on what.
+        fixed: What is not to be chosen.
+        measured: What takes the place of the cluster's usual rates.
+
+    Raises:
+        ConfigError: A fixed value that cannot be.
+        LayoutError: A fixed degree that the model or the number of GPUs does not allow.
+    """
+    _check(inputs, fixed)
+    used = measured or Calibration(cluster=inputs.cluster, efficiency=Efficiency.of(inputs.cluster))
+    cluster = used.cluster
+    task = Task(
+        model=inputs.run.model,
+        machine=Machine(
+            network=Network(cluster, used.efficiency),
+            software=Software(),
+            precision=inputs.run.precision,
+        ),
+        global_batch=inputs.global_batch,
+        sequence_length=inputs.sequence_length,
+        vocab_multiple=inputs.run.dsx.model.vocab_multiple,
+    )
+    cluster.peak(inputs.run.precision)
+    space = _space(inputs, fixed)
+    _check_space(task, space, fixed)
+    job_of(inputs.run, device="cpu" if cluster.is_host else "cuda")  # Refuses what no layout could mend.
+    search = Search(
+        task=task,
+        space=space,
+        memory=lambda _: 0,
+        cap_bytes=None if fixed.gpu_memory is None else int(fixed.gpu_memory * _GIB),
+        update_bytes=_update_bytes(inputs),
+    )
+    memory = LayoutMemory(inputs, search.predictor, cluster.is_host, search.cap)
+    return replace(search, memory=memory)
+
+
+def _check(inputs: PlanInputs, fixed: Fixed) -> None:
+    for name, value in (("--tensor", fixed.tensor), ("--pipeline", fixed.pipeline)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} {value}", "not a degree", "use 1 or more")
+    if fixed.zero is not None and not 0 <= fixed.zero <= 3:
+        raise ConfigError(f"--zero {fixed.zero}", "ZeRO has stages 0 to 3", "use 0, 1, 2 or 3")
+    if fixed.zero is not None and fixed.zero < inputs.lowest_zero_stage:
+        raise ConfigError(
+            f"--zero {fixed.zero}",
+            f"what the config offloads needs stage {inputs.lowest_zero_stage} or more",
+            "use that, or remove zero_optimization.offload_optimizer and offload_param",
+        )
+    micro, batch = fixed.micro_batch, inputs.global_batch
+    if micro is not None and (micro < 1 or batch % micro):
+        raise ConfigError(
+            f"--micro-batch {micro}", f"it does not divide the global batch {batch}", "use a divisor of it"
+        )
+    if fixed.gpu_memory is not None and not 0 < fixed.gpu_memory < 1e6:
+        raise ConfigError(f"--gpu-memory {fixed.gpu_memory:g}", "it is the GiB of one GPU", "use 80, say")
+
+
+def _check_space(task: Task, space: Space, fixed: Fixed) -> None:
+    """Raise unless there is something to search."""
+    found = tuple(meshes(task, space))
+    if any(True for mesh in found for _ in variants(task, space, mesh)):
+        return
+    shares = sorted({task.global_batch // mesh.data for mesh in found})
+    raise ConfigError(
+        f"--micro-batch {fixed.micro_batch}",
+        f"it divides no rank's share of the global batch ({either(shares[:6])} sequences)",
+        "use a divisor of one of these",
+    )
+
+
+def _space(inputs: PlanInputs, fixed: Fixed) -> Space:
+    space = Space(gpus=inputs.gpus, zero_stages=tuple(range(inputs.lowest_zero_stage, 4)))
+    if fixed.zero is not None:
+        space = replace(space, zero_stages=(fixed.zero,))
+    return replace(
+        space,
+        tensor=None if fixed.tensor is None else (fixed.tensor,),
+        pipeline=None if fixed.pipeline is None else (fixed.pipeline,),
+        micro_batches=None if fixed.micro_batch is None else (fixed.micro_batch,),
+    )
+
+
+def _update_bytes(inputs: PlanInputs) -> int:
+    """What an optimizer keeps at least on the device for a parameter that it updates."""
+    if inputs.offloads:
+        return 0
+    kind = inputs.run.deepspeed["optimizer"]["type"].lower()
+    moments = {"adam": 8, "adamw": 8, "lion": 4}.get(kind, 0)
+    return moments + (4 if inputs.run.precision == "bf16" else 0)
+
+
+def layout_config(inputs: PlanInputs, layout: Layout, predictor: Predictor) -> dict[str, Any]:
+    """The DeepSpeed JSON of a layout, ``dsx`` block and all: what :func:`~dsx.config.resolve.resolve` takes.
+
+    The cut into stages is written out, as the plan's times are for that one.
+    """
+    content = copy.deepcopy(inputs.content)
+    content[MICRO] = layout.micro_batch
+    zero = content.pop("zero_optimization", {})
+    content["zero_optimization"] = zero | {"stage": layout.zero_stage}
+    block = content["dsx"]
+    block["parallel"] = {
+        "tensor": layout.tensor,
+        "pipeline": layout.pipeline,
+        "chunks": layout.chunks,
+        "sequence_parallel": layout.sequence_parallel,
+    }
+    if layout.pipeline > 1:
+        stages = predictor.stages(layout)
+        counts = [len(stages.layers(stage)) for stage in range(stages.num_stages)]
+        block["schedule"], block["partition"] = {"name": layout.schedule}, {"method": counts}
+    block["recompute"] = layout.recompute
+    if layout.reduces_micro_batches:
+        block["zero"] = block.get("zero", {}) | {"reduce": "micro_batch"}
+    elif layout.zero_stage != 2 and "zero" in block:
+        block["zero"].pop("reduce", None)
+    return content
+
+
+_ALL = 4
+"""Pipeline ranks that are all looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutMemory:
+    """Peak memory of layouts, by the ledger.
+
+    Attributes:
+        inputs: What is trained.
+        predictor: Cuts it into stages.
+        on_cpu: Whether the ranks are CPU processes.
+        cap_bytes: Above this it does not matter how far above.
+    """
+
+    inputs: PlanInputs
+    predictor: Predictor
+    on_cpu: bool
+    cap_bytes: int
+
+    def __call__(self, layout: Layout) -> int:
+        """Bytes of the fullest pipeline rank, or of one above the cap.
+
+        Of many ranks the first two, the last and the one with most parameters are looked at: one of these is
+        the fullest, or within a few per mille of it.
+
+        Raises:
+            DsxError: The layout cannot be run.
+        """
+        config = layout_config(self.inputs, layout, self.predictor)
+        run = resolve(config, world_size=self.inputs.gpus)
+        job = job_of(run, device="cpu" if self.on_cpu else "cuda", capacity_bytes=self.cap_bytes)
+        ranks = list(range(layout.pipeline))
+        if layout.pipeline > _ALL:
+            ranks = list(dict.fromkeys((0, ranks[-1], max(ranks, key=run.local_parameters), 1)))
+        peak = 0
+        for rank in ranks:
+            peak = max(peak, estimate(job, run.mesh.rank(pp=rank)).peak.peak_bytes)
+            if peak > self.cap_bytes:
+                break
+        return peak

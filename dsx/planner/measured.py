@@ -1,0 +1,230 @@
+"""What "auto" becomes when the layers have been measured: schedule, chunks, recompute and cut together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dsx.config.cuts import cut_layers
+from dsx.config.load import at
+from dsx.config.run import RunConfig
+from dsx.config.schema import DsxConfig, PartitionConfig
+from dsx.errors import ConfigError, LayoutError, ScheduleError
+from dsx.models.spec import ModelSpec, Recompute
+from dsx.parallel.mesh import Mesh
+from dsx.planner.choose import Ranking, Space, choose
+from dsx.planner.partition_search import Bounds
+from dsx.planner.profile import RECOMPUTE, Conditions, Profile, digest
+from dsx.schedules.builders import NAMES
+
+MEASURE = "measure"
+
+PENDING = (
+    "dsx.profile: schedule, chunks, recompute and partition, where they are left open, are chosen from "
+    "measured times when the run starts"
+)
+"""The note of a run that is resolved but not yet measured."""
+
+NOT_SHAPES = frozenset({"device", "dsx"})
+"""Conditions of a profile that decide times alone."""
+
+_MOST_OTHERS = 6
+_GIB = 1 << 30
+
+
+def is_wanted(dsx: DsxConfig, num_ranks: int) -> bool:
+    """Whether a run's pipeline is to be chosen from measured costs.
+
+    With one pipeline rank only recompute and the memory cap leave anything to find out.
+    """
+    open_alone = dsx.recompute == "auto" or dsx.schedule.activation_gib is not None
+    return source(dsx) is not None and (num_ranks > 1 or open_alone)
+
+
+def source(dsx: DsxConfig) -> str | None:
+    """``measure``, the path of a saved profile, or None. A partition by time alone means ``measure``."""
+    return MEASURE if dsx.profile is None and dsx.partition.method == "time" else dsx.profile
+
+
+def problems(dsx: DsxConfig) -> Iterator[ConfigError]:
+    """Keys that mean nothing without a profile."""
+    if source(dsx) is not None:
+        return
+    cap = dsx.schedule.activation_gib
+    for key, value, is_set in (
+        ("dsx.recompute", dsx.recompute, dsx.recompute == "auto"),
+        ("dsx.schedule.activation_gib", cap, cap is not None),
+    ):
+        if is_set:
+            yield ConfigError(
+                at(key, value), "nothing is measured that it could go by", 'set dsx.profile to "measure"'
+            )
+
+
+def notes(dsx: DsxConfig, num_ranks: int) -> Iterator[str]:
+    """What the user should know before anything is measured."""
+    if is_wanted(dsx, num_ranks):
+        yield PENDING
+    elif source(dsx) is not None:
+        yield f"{at('dsx.profile', source(dsx))}: one pipeline rank leaves nothing to choose"
+
+
+def recompute_modes(dsx: DsxConfig) -> tuple[Recompute, ...]:
+    """Modes to measure; what is never computed again must be known for what recomputation holds at once."""
+    if dsx.recompute == "auto":
+        return RECOMPUTE
+    return ("none",) if dsx.recompute == "none" else ("none", dsx.recompute)
+
+
+def conditions(
+    dsx: DsxConfig,
+    model: ModelSpec,
+    *,
+    mesh: Mesh,
+    micro_batch_size: int,
+    precision: str,
+    device: str = "",
+    version: str = "",
+) -> Conditions:
+    """What a profile must have been measured with."""
+    return Conditions(
+        model=digest(model, vocab_multiple=dsx.model.vocab_multiple),
+        micro_batch_size=micro_batch_size,
+        sequence_length=dsx.data.sequence_length,
+        tensor=mesh.tp,
+        sequence_parallel=dsx.parallel.sequence_parallel and mesh.tp > 1,
+        precision=precision,
+        device=device,
+        dsx=version,
+    )
+
+
+def conditions_of(run: RunConfig, *, device: str, version: str) -> Conditions:
+    """The same of a resolved run, with its accelerator's name and dsx's version."""
+    return conditions(
+        run.dsx,
+        run.model,
+        mesh=run.mesh,
+        micro_batch_size=run.micro_batch_size,
+        precision=run.precision,
+        device=device,
+        version=version,
+    )
+
+
+def read_saved(path: Path, key: str | None = None) -> Profile:
+    """The profile in the file at ``path``, which the config's ``key`` names.
+
+    Raises:
+        ConfigError: It cannot be read, or is none.
+    """
+    where = str(path) if key is None else at(key, str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            where, f"it cannot be read ({reason})", 'give a profile.json, or "measure"'
+        ) from None
+    return Profile.from_json(text, name=where)
+
+
+def check_saved(dsx: DsxConfig, wanted: Conditions) -> None:
+    """Raise ConfigError unless the saved profile, if one is named, fits as far as is known so early."""
+    if source(dsx) in (None, MEASURE):
+        return
+    assert dsx.profile is not None
+    profile, name = read_saved(Path(dsx.profile), "dsx.profile"), at("dsx.profile", dsx.profile)
+    profile.require(wanted, name=name, ignore=NOT_SHAPES)
+    for mode in recompute_modes(dsx):
+        profile.require_mode(mode, name=name)
+
+
+def settle(run: RunConfig, profile: Profile, path: Path) -> RunConfig:
+    """``run`` with everything that was left open chosen by simulated step.
+
+    Args:
+        run: A resolved config for which :func:`is_wanted`.
+        profile: Costs of its layers.
+        path: Where that is saved; the result's own config names it, so that loading it gives the result.
+
+    Raises:
+        ConfigError: Nothing that may be chosen stays within the cap, or can be built.
+    """
+    try:
+        ranking = choose(
+            profile, num_ranks=run.mesh.pp, num_micro_batches=run.accumulation, space=_space(run)
+        )
+    except (LayoutError, ScheduleError) as error:
+        raise ConfigError(error.where, error.what, error.fix) from None
+    cut = ranking.chosen.cut
+    return replace(
+        run,
+        dsx=_written_out(run, ranking, path),
+        chunks=cut.stage_map.num_chunks,
+        program=cut.program,
+        stage_map=cut.stage_map,
+        notes=(*(note for note in run.notes if note != PENDING), *_explained(ranking)),
+    )
+
+
+def _space(run: RunConfig) -> Space:
+    dsx, block, many = run.dsx, run.dsx.schedule, run.mesh.pp > 1
+    method, cap = dsx.partition.method, block.activation_gib
+    by_hand = run.program.rows is not None
+    chunks: tuple[int, ...] | None = None
+    if dsx.parallel.chunks != "auto" or isinstance(method, list) or not many:
+        chunks = (run.chunks,)
+    return Space(
+        names=NAMES if many and block.name == "auto" else (run.program.name,),
+        chunks=chunks,
+        group_size=block.group_size if many else None,
+        warmup_per_rank=block.warmup if many else None,
+        most_live=block.most_live if many else None,
+        rows=run.program if by_hand else None,
+        recompute=RECOMPUTE if dsx.recompute == "auto" else (dsx.recompute,),
+        cut=None if method == "time" else partial(_cut, run),
+        most_bytes=None if cap is None else int(cap * _GIB),
+    )
+
+
+def _cut(run: RunConfig, num_stages: int) -> Bounds:
+    ranks = run.mesh.pp
+    try:
+        return cut_layers(
+            run.dsx, run.model, run.param_specs, num_ranks=ranks, num_chunks=num_stages // ranks
+        ).bounds
+    except ConfigError as error:
+        raise LayoutError(error.where, error.what, error.fix) from None
+
+
+def _written_out(run: RunConfig, ranking: Ranking, path: Path) -> DsxConfig:
+    dsx, chosen = run.dsx, ranking.chosen
+    stages, options = chosen.cut.stage_map, chosen.options
+    schedule: Mapping[str, Any] = {}
+    if chosen.cut.program.rows is None and run.mesh.pp > 1:
+        schedule = {
+            "name": chosen.cut.program.name,
+            "group_size": options.group_size,
+            "warmup": options.warmup_per_rank,
+        }
+    counts = [len(stages.layers(stage)) for stage in range(stages.num_stages)]
+    return dsx.model_copy(
+        update={
+            "parallel": dsx.parallel.model_copy(update={"chunks": stages.num_chunks}),
+            "schedule": dsx.schedule.model_copy(update=schedule),
+            "partition": PartitionConfig(method=counts),
+            "profile": str(path),
+            "recompute": chosen.recompute,
+        }
+    )
+
+
+def _explained(ranking: Ranking) -> Iterator[str]:
+    chosen = ranking.chosen
+    yield f"chosen by simulation: {chosen.label}: {chosen.figures}"
+    for other in ranking.next_best(_MOST_OTHERS):
+        yield f"not {other.label}: {ranking.reason(other)}"

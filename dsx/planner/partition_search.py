@@ -1,0 +1,335 @@
+"""Cut layers into virtual stages so that the simulated step is shortest.
+
+The least largest stage does not give the shortest step: with several chunks a rank's sum counts, and while
+the pipeline fills and drains every stage counts, in its own place. So the cut with the least largest stage
+(:func:`dsx.parallel.partition.balanced`) is only where the search starts; what it compares are simulated
+steps of the run's own schedule with the layers' own times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise
+from math import comb
+
+from dsx.parallel.partition import balanced, partition
+from dsx.parallel.stages import StageMap
+from dsx.planner.profile import LayerCost, StageCosts, stage_costs
+from dsx.schedules.program import Program
+from dsx.schedules.schedule import Op, Schedule
+from dsx.schedules.simulate import simulate
+from dsx.schedules.validate import execution_order
+
+
+def peak_bytes(schedule: Schedule, stages: StageCosts) -> tuple[int, ...]:
+    """Per rank, the most that its activations take, of all of its virtual stages together.
+
+    A forward keeps its stage's ``kept_bytes``, a whole backward frees them. The first part of a divided one
+    leaves ``pending_bytes`` until the second. While a backward recomputes, its ``working_bytes`` come on top.
+    (Transfer buffers, a few boundary tensors, are not counted.)
+    """
+    kept, pending, working = stages.kept_bytes, stages.pending_bytes, stages.working_bytes
+    peaks = []
+    for row in schedule.rows:
+        live = peak = 0
+        for action in row:
+            stage = action.stage
+            match action.op:
+                case Op.FORWARD:
+                    live += kept[stage]
+                case Op.BACKWARD:
+                    peak = max(peak, live + working[stage])
+                    live -= kept[stage]
+                case Op.BACKWARD_INPUT:
+                    peak = max(peak, live + working[stage])
+                    live += pending[stage] - kept[stage]
+                case Op.BACKWARD_WEIGHT:
+                    live -= pending[stage]
+            peak = max(peak, live)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+Bounds = tuple[int, ...]
+Key = tuple[int, float, float, Bounds]
+"""(bytes above the cap, seconds, sum of squares of stages' seconds, bounds): less is better."""
+
+_BETTER = 1 - 1e-9
+_REFILLS = 4
+# Building and simulating a schedule takes so many times what replaying it does; more with weight gradients to
+# place (dsx.schedules.weight_fill).
+_REBUILD, _REFILL = 10, 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Layers cut for a pipeline, and what the simulator says of it.
+
+    Attributes:
+        stage_map: The cut.
+        program: The schedule, its weight gradients placed for this cut's times.
+        schedule: The same for the step's micro-batches.
+        step_seconds: Simulated step: all forwards and backwards, without the optimizer.
+        bubble: Idle time over ideal time.
+        peak_bytes: Most activations alive, per pipeline rank.
+    """
+
+    stage_map: StageMap
+    program: Program
+    schedule: Schedule = field(repr=False)
+    step_seconds: float
+    bubble: float
+    peak_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """What a cut is judged by.
+
+    Attributes:
+        layers: Measured costs of the layer list.
+        program: The schedule.
+        num_ranks: Pipeline degree.
+        num_chunks: Virtual stages per rank.
+        num_micro_batches: Micro-batches per step.
+        transfer_seconds: Of one transfer between ranks.
+        most_bytes: Activation memory of a rank; None for any.
+    """
+
+    layers: Sequence[LayerCost]
+    program: Program
+    num_ranks: int
+    num_chunks: int
+    num_micro_batches: int
+    transfer_seconds: float = 0.0
+    most_bytes: int | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """Virtual stages."""
+        return self.num_ranks * self.num_chunks
+
+    def balanced(self) -> Bounds:
+        """The cut with the least largest stage time. Raises LayoutError for more stages than layers."""
+        seconds = [layer.seconds for layer in self.layers]
+        names = [""] * len(seconds)
+        return partition(
+            "flops", self.num_stages, self.num_ranks, parameters=(), costs=seconds, names=names
+        ).bounds
+
+    def costs(self, bounds: Bounds) -> StageCosts:
+        """The layers added up."""
+        return stage_costs(self.layers, bounds, self.transfer_seconds)
+
+    def judge(self, bounds: Bounds) -> Cut:
+        """Build the schedule for this cut's times, and simulate it.
+
+        Raises:
+            LayoutError: Bounds that are none.
+            ScheduleError: The schedule cannot have this size.
+        """
+        costs, program = self.costs(bounds), self.program
+        if program.rows is None:
+            program = replace(program, options=replace(program.options, costs=costs.seconds))
+        schedule = program.build(self.num_ranks, self.num_chunks, self.num_micro_batches)
+        timeline = simulate(schedule, costs.seconds)
+        return Cut(
+            stage_map=StageMap(bounds, self.num_ranks, program.placement),
+            program=program,
+            schedule=schedule,
+            step_seconds=timeline.seconds,
+            bubble=timeline.bubble,
+            peak_bytes=peak_bytes(schedule, costs),
+        )
+
+    def key(self, cut: Cut) -> Key:
+        """What the search makes least."""
+        return self.key_for(cut.stage_map.bounds, cut.step_seconds, max(cut.peak_bytes))
+
+    def key_for(self, bounds: Bounds, seconds: float, most: int) -> Key:
+        """The same from a step's length and the most activation bytes of a rank."""
+        over = 0 if self.most_bytes is None else max(0, most - self.most_bytes)
+        times = [sum(layer.seconds for layer in self.layers[start:stop]) for start, stop in pairwise(bounds)]
+        return over, seconds, sum(time * time for time in times), bounds
+
+
+def search(pipeline: Pipeline, *, most_exhaustive: int = 64, most_actions: int = 4_000_000) -> Cut:
+    """The cut with the shortest simulated step within the memory cap; if none is within, the nearest to it.
+
+    With at most ``most_exhaustive`` possible cuts all are tried. Otherwise layers are moved from stage to
+    stage, one at a time and with the stages between shifted along, as long as the step gets shorter, from
+    several starts. Deterministic; never worse than the cut with the least largest stage.
+
+    Args:
+        pipeline: The layers and the schedule.
+        most_exhaustive: Try all of so many cuts.
+        most_actions: Bound on the work: actions simulated in all, about half a microsecond each. What is
+            begun is ended, so that the least is one cut.
+
+    Raises:
+        LayoutError: More stages than layers.
+        ScheduleError: The schedule cannot have this size.
+    """
+    num_layers, num_stages = len(pipeline.layers), pipeline.num_stages
+    if comb(num_layers - 1, num_stages - 1) <= most_exhaustive:
+        every = combinations(range(1, num_layers), num_stages - 1)
+        cuts = (pipeline.judge((0, *inner, num_layers)) for inner in every)
+        return min((pipeline.judge(pipeline.balanced()), *cuts), key=pipeline.key)
+    work = _Search(pipeline, most_actions // 2)
+    best = work.judge(pipeline.balanced())
+    for start in _starts(pipeline):
+        if work.left <= 0:
+            break
+        best = work.better(best, work.descend(work.judge(start)))
+    if pipeline.program.divides:
+        work.left = most_actions - most_actions // 2
+        best = work.polish(best)
+    return best
+
+
+def _starts(pipeline: Pipeline) -> Iterator[Bounds]:
+    """Different enough to end in different places."""
+    n, stages = len(pipeline.layers), pipeline.num_stages
+    seen = set()
+    mean = sum(layer.seconds for layer in pipeline.layers) / n
+    for weights in (
+        [layer.seconds for layer in pipeline.layers],
+        [layer.forward_seconds for layer in pipeline.layers],
+        # Every layer towards the mean: a heavy last layer shares its stage.
+        [layer.seconds + mean for layer in pipeline.layers],
+        [1.0] * n,
+    ):
+        bounds = balanced(weights, stages)
+        if bounds not in seen:
+            seen.add(bounds)
+            yield bounds
+
+
+class _Search:
+    """Walks downhill, within a number of simulated actions."""
+
+    def __init__(self, pipeline: Pipeline, left: int) -> None:
+        self.left = left
+        self._pipeline = pipeline
+        self._judged: dict[Bounds, Cut] = {}
+
+    def judge(self, bounds: Bounds) -> Cut:
+        """Exactly, each cut once."""
+        if bounds not in self._judged:
+            cut = self._judged[bounds] = self._pipeline.judge(bounds)
+            self.left -= self._work(cut)
+        return self._judged[bounds]
+
+    def better(self, one: Cut, other: Cut) -> Cut:
+        """The better of two, the first if they are alike."""
+        return other if _less(self._pipeline.key(other), self._pipeline.key(one)) else one
+
+    def descend(self, cut: Cut) -> Cut:
+        """From ``cut`` to where no move helps, with the order of actions that ``cut`` has.
+
+        Where that order depends on the times, it is made anew for the cut that was found, and the search goes
+        on from there.
+        """
+        for _ in range(_REFILLS if self._pipeline.program.divides else 1):
+            replay = _Replay(cut.schedule)
+            bounds = self._walk(replay.key_of(self._pipeline), replay.num_actions, cut.stage_map.bounds)
+            if bounds == cut.stage_map.bounds:
+                break
+            found = self.better(cut, self.judge(bounds))
+            if found is cut or self.left <= 0:
+                return found
+            cut = found
+        return cut
+
+    def polish(self, cut: Cut) -> Cut:
+        """Downhill with the weight gradients placed anew for every cut: exact, and many times the work."""
+
+        def key(bounds: Bounds) -> Key:
+            return self._pipeline.key(self.judge(bounds))
+
+        if self.left < 2 * self._work(cut):
+            return cut
+        return self.better(cut, self.judge(self._walk(key, 0, cut.stage_map.bounds)))
+
+    def _walk(self, key: Callable[[Bounds], Key], work: int, bounds: Bounds) -> Bounds:
+        """Take moves that make ``key`` less, for ``work`` actions each, until none does."""
+        best, improved = key(bounds), True
+        while improved:
+            improved = False
+            for candidate in _moves(bounds):
+                self.left -= work
+                if self.left <= 0:
+                    return bounds
+                found = key(candidate)
+                if _less(found, best):
+                    bounds, best, improved = candidate, found, True
+                    break
+        return bounds
+
+    def _work(self, cut: Cut) -> int:
+        factor = _REFILL if self._pipeline.program.divides else _REBUILD
+        return factor * sum(map(len, cut.schedule.rows))
+
+
+def _moves(bounds: Bounds) -> Iterator[Bounds]:
+    """Cuts near ``bounds``: layers go from one stage to another, the stages between are shifted along."""
+    inner = range(1, len(bounds) - 1)
+    for layers in (1, 2, 3):
+        for width in range(1, len(bounds) - 1):
+            for first in inner[: len(inner) - width + 1]:
+                for step in (-layers, layers):
+                    moved = [b + step * (first <= i < first + width) for i, b in enumerate(bounds)]
+                    if all(a < b for a, b in pairwise(moved)):
+                        yield tuple(moved)
+
+
+class _Replay:
+    """A schedule's order of actions, to be timed again and again with other costs."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        index = {}
+        self._steps: list[tuple[int, Op, int, int, bool]] = []
+        for number, (rank, action, need) in enumerate(execution_order(schedule)):
+            index[action] = number
+            crosses = need is not None and schedule.rank_of(need.stage) != rank
+            self._steps.append((rank, action.op, action.stage, -1 if need is None else index[need], crosses))
+
+    @property
+    def num_actions(self) -> int:
+        """Work of one :meth:`seconds`."""
+        return len(self._steps)
+
+    def key_of(self, pipeline: Pipeline) -> Callable[[Bounds], Key]:
+        """Judges cuts of ``pipeline`` by this order of actions."""
+
+        def key(bounds: Bounds) -> Key:
+            costs = pipeline.costs(bounds)
+            most = 0 if pipeline.most_bytes is None else max(peak_bytes(self._schedule, costs))
+            return pipeline.key_for(bounds, self.seconds(costs), most)
+
+        return key
+
+    def seconds(self, costs: StageCosts) -> float:
+        """Length of the step, as :func:`dsx.schedules.simulate.simulate` finds it."""
+        lengths, hop = costs.seconds.by_op(self._schedule.num_stages), costs.seconds.transfer_seconds
+        clocks = [0.0] * self._schedule.num_ranks
+        ends: list[float] = []
+        for rank, op, stage, need, crosses in self._steps:
+            start = clocks[rank]
+            if need >= 0:
+                arrival = ends[need] + hop if crosses else ends[need]
+                start = max(start, arrival)
+            clocks[rank] = start + lengths[op][stage]
+            ends.append(clocks[rank])
+        return max(clocks)
+
+
+def _less(one: Key, other: Key) -> bool:
+    """Whether ``one`` is better by more than rounding."""
+    if one[0] != other[0]:
+        return one[0] < other[0]
+    if one[1] < other[1] * _BETTER or other[1] < one[1] * _BETTER:
+        return one[1] < other[1]
+    return one[2] < other[2] * _BETTER

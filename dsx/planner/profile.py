@@ -1,0 +1,237 @@
+"""What a model's layers and its pipeline's links take, as measured: the base of every measured "auto"."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import groupby, pairwise
+from math import isfinite
+from typing import Any, Self, get_args
+
+from dsx.errors import ConfigError
+from dsx.models.spec import ModelSpec, Recompute
+from dsx.schedules.simulate import Costs
+
+VERSION = 1
+"""Of the JSON format."""
+
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+"""Every mode, the one that computes least again first."""
+
+_MOST_LAYERS = 100_000
+_ANEW = 'measure anew (dsx.profile = "measure")'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """One layer and one micro-batch, on one rank.
+
+    Attributes:
+        forward_seconds: A forward.
+        backward_seconds: A whole backward.
+        backward_input_seconds: The first part of a divided backward, the gradient of the input.
+        backward_weight_seconds: The second part.
+        kept_bytes: Activations kept from the forward to the backward.
+        pending_bytes: What is kept between the two parts of a divided backward.
+        working_bytes: What the backward computes again and holds at once, beyond ``kept_bytes``.
+        boundary_bytes: The output, if a stage ends here; 0 for the last layer, whose output stays.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    backward_input_seconds: float
+    backward_weight_seconds: float
+    kept_bytes: int = 0
+    pending_bytes: int = 0
+    working_bytes: int = 0
+    boundary_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Forward and whole backward."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What a profile was measured with: figures mean nothing under others.
+
+    Attributes:
+        model: :func:`digest` of the architecture, or any name for a layer list of one's own.
+        micro_batch_size: Sequences (samples) per micro-batch.
+        sequence_length: Tokens per sequence; 0 where there is no such thing.
+        tensor: Tensor-parallel degree.
+        sequence_parallel: Activations between layers cut along the sequence.
+        precision: Dtype that is computed in.
+        device: The accelerator's name.
+        dsx: Version of dsx.
+    """
+
+    model: str
+    micro_batch_size: int
+    sequence_length: int
+    tensor: int
+    sequence_parallel: bool
+    precision: str
+    device: str
+    dsx: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Measured figures of every layer of a layer list, per way of recomputing, and of the links.
+
+    Attributes:
+        conditions: What was measured.
+        layers: Recompute mode -> cost of every layer, in order. The modes have equally many.
+        latency_seconds: Of a transfer between pipeline neighbours, without its bytes.
+        bytes_per_second: Of such a transfer; None where there was no neighbour to measure, and transfers
+            count as free.
+    """
+
+    conditions: Conditions
+    layers: Mapping[Recompute, tuple[LayerCost, ...]]
+    latency_seconds: float = 0.0
+    bytes_per_second: float | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Length of the layer list."""
+        return len(next(iter(self.layers.values())))
+
+    def transfer_seconds(self, recompute: Recompute) -> float:
+        """A transfer of the largest tensor that can cross between stages."""
+        if self.bytes_per_second is None:
+            return 0.0
+        largest = max(layer.boundary_bytes for layer in self.layers[recompute])
+        return self.latency_seconds + largest / self.bytes_per_second
+
+    def require(self, wanted: Conditions, *, name: str, ignore: Collection[str] = ()) -> None:
+        """Raise ConfigError, naming key and values, unless measured under ``wanted``.
+
+        Args:
+            wanted: What the figures are needed for.
+            name: What the error calls this profile.
+            ignore: Fields of :class:`Conditions` that may differ.
+        """
+        for field in fields(Conditions):
+            have, want = getattr(self.conditions, field.name), getattr(wanted, field.name)
+            if have != want and field.name not in ignore:
+                raise ConfigError(
+                    f"{name}, {field.name} = {have}", f"it was not measured for this run's {want}", _ANEW
+                )
+
+    def require_mode(self, recompute: Recompute, *, name: str) -> None:
+        """Raise ConfigError unless ``recompute`` was measured."""
+        if recompute not in self.layers:
+            raise ConfigError(
+                f"{name}, recompute {recompute}", f"only {', '.join(self.layers)} was measured", _ANEW
+            )
+
+    def to_json(self) -> str:
+        """Text that :meth:`from_json` reads; equal neighbours are written once, with their number."""
+        layers = {
+            mode: [{"count": len([*same]), **asdict(cost)} for cost, same in groupby(costs)]
+            for mode, costs in self.layers.items()
+        }
+        content = {
+            "version": VERSION,
+            "conditions": asdict(self.conditions),
+            "latency_seconds": self.latency_seconds,
+            "bytes_per_second": self.bytes_per_second,
+            "layers": layers,
+        }
+        return json.dumps(content, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, name: str = "profile") -> Self:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ConfigError: Not such a text, of another version, or with figures that cannot be.
+        """
+        try:
+            content = json.loads(text)
+            if content["version"] != VERSION:
+                raise ConfigError(
+                    f"{name}, version = {content['version']}", f"this dsx reads version {VERSION}", _ANEW
+                )
+            profile = cls(
+                conditions=Conditions(**content["conditions"]),
+                layers={m: _layers(content["layers"][m]) for m in RECOMPUTE if m in content["layers"]},
+                latency_seconds=content["latency_seconds"],
+                bytes_per_second=content["bytes_per_second"],
+            )
+            reason = _objection(profile)
+        except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError, RecursionError) as error:
+            reason = f"it is no profile that dsx wrote ({type(error).__name__}: {error})"
+        if reason is not None:
+            raise ConfigError(name, reason, _ANEW)
+        return profile
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """What a cut into virtual stages takes: seconds for the simulator, bytes per micro-batch and stage."""
+
+    seconds: Costs
+    kept_bytes: tuple[int, ...]
+    pending_bytes: tuple[int, ...]
+    working_bytes: tuple[int, ...]
+
+
+def stage_costs(
+    layers: Sequence[LayerCost], bounds: Sequence[int], transfer_seconds: float = 0.0
+) -> StageCosts:
+    """Layers added up per virtual stage ``[bounds[s], bounds[s + 1])``.
+
+    Recomputation happens layer by layer, so that of ``working_bytes`` the largest counts.
+    """
+    stages = [layers[start:stop] for start, stop in pairwise(bounds)]
+    return StageCosts(
+        Costs(
+            forward_seconds=tuple(sum(x.forward_seconds for x in stage) for stage in stages),
+            backward_seconds=tuple(sum(x.backward_seconds for x in stage) for stage in stages),
+            backward_input_seconds=tuple(sum(x.backward_input_seconds for x in stage) for stage in stages),
+            backward_weight_seconds=tuple(sum(x.backward_weight_seconds for x in stage) for stage in stages),
+            transfer_seconds=transfer_seconds,
+        ),
+        tuple(sum(x.kept_bytes for x in stage) for stage in stages),
+        tuple(sum(x.pending_bytes for x in stage) for stage in stages),
+        tuple(max(x.working_bytes for x in stage) for stage in stages),
+    )
+
+
+def digest(model: ModelSpec, *, vocab_multiple: int) -> str:
+    """Name of an architecture: equal for equal numbers, 16 hexadecimal digits."""
+    text = json.dumps([asdict(model), vocab_multiple], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _layers(rows: Sequence[dict[str, Any]]) -> tuple[LayerCost, ...]:
+    costs: list[LayerCost] = []
+    for row in rows:
+        values = dict(row)
+        count = values.pop("count")
+        if not isinstance(count, int) or len(costs) + count > _MOST_LAYERS:
+            raise ValueError(f"count = {count!r}")
+        costs += [LayerCost(**values)] * count
+    return tuple(costs)
+
+
+def _objection(profile: Profile) -> str | None:
+    """Why the figures cannot be; None if they can."""
+    if not profile.layers or len({len(costs) for costs in profile.layers.values()}) != 1:
+        return "its recompute modes have no layers, or not equally many"
+    if not profile.num_layers:
+        return "it has no layers"
+    numbers = [getattr(x, f.name) for costs in profile.layers.values() for x in costs for f in fields(x)]
+    numbers.append(profile.latency_seconds)
+    rate = profile.bytes_per_second
+    if rate is not None and not (isinstance(rate, int | float) and isfinite(rate) and rate > 0):
+        return f"bytes_per_second = {rate!r}"
+    if not all(isinstance(n, int | float) and isfinite(n) and n >= 0 for n in numbers):
+        return "it holds figures below 0, or that are no numbers"
+    return None

@@ -1,0 +1,505 @@
+"""Predicted time of a training step of one layout, and what it consists of.
+
+A step is the pipeline's schedule on the layers' times (:mod:`dsx.planner.layer_times`),
+then the part of the gradients' reduction that is not hidden, then the update and the gathering of what it
+changed.
+
+A schedule's step from dsx's simulator, with a short simulation standing in for a long one.
+
+Once a pipeline is full, each further round of micro-batches takes as long as the one before. So two short
+simulations tell the length of a round, and the rest is counting; tests/planner/test_planner_pipeline.py
+compares with simulations at full length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+
+from dsx.models.params import layer_kinds, param_specs
+from dsx.parallel.partition import balanced
+from dsx.parallel.stages import StageMap
+from dsx.planner.cluster import Group
+from dsx.planner.costs import Kind
+from dsx.planner.layer_times import LayerTime, Machine, Shape, layer_times
+from dsx.planner.layout import Layout, Task
+from dsx.schedules.program import Program
+from dsx.schedules.schedule import Op, Schedule
+from dsx.schedules.simulate import Costs, Timeline, simulate
+
+__all__ = ["Layout", "Predictor", "StepTime", "Task"]
+
+
+MOST_ACTIONS = 8_000
+"""Computations that are simulated one by one whatever the schedule."""
+
+_ROUNDS = ((4, 6), (3, 4), (2, 3))
+"""Micro-batches per rank of the two short simulations: the longest that stay below twice MOST_ACTIONS."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A schedule of some size.
+
+    Attributes:
+        program: Which.
+        num_ranks: Pipeline degree.
+        num_chunks: Virtual stages per rank.
+        num_micro_batches: Per step.
+    """
+
+    program: Program
+    num_ranks: int
+    num_chunks: int
+    num_micro_batches: int
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Micro-batches to simulate: all of them, or two numbers that leave the same remainder."""
+        p, m = self.num_ranks, self.num_micro_batches
+        each = p * self.num_chunks * (3 if self.program.divides else 2)
+        if each * m <= MOST_ACTIONS or self.program.rows is not None:
+            return (m,)
+        choices = [tuple(rounds * p + m % p for rounds in pair) for pair in _ROUNDS]
+        few = [short for short in choices if each * short[-1] <= 2 * MOST_ACTIONS] or choices[-1:]
+        return few[0] if few[0][-1] < m else (m,)
+
+    @cached_property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """Of these lengths."""
+        return tuple(self.program.build(self.num_ranks, self.num_chunks, m) for m in self.lengths)
+
+    @cached_property
+    def divided_share(self) -> float:
+        """Part of all backwards that are divided, 0 to 1: some schedules leave some of them whole."""
+        counts = []
+        for schedule in self.schedules:
+            ops = [action.op for row in schedule.rows for action in row]
+            counts.append((float(ops.count(Op.BACKWARD_INPUT)), float(ops.count(Op.BACKWARD))))
+        divided, whole = counts[0] if len(counts) == 1 else self._further(*counts)
+        return divided / (divided + whole)
+
+    def run(self, costs: Costs) -> PipelineTime:
+        """Simulate with these costs."""
+        timelines = [simulate(schedule, costs) for schedule in self.schedules]
+        figures = [
+            (timeline.seconds, *timeline.busy_seconds, *_left(schedule, timeline))
+            for schedule, timeline in zip(self.schedules, timelines, strict=True)
+        ]
+        seconds, *rest = figures[-1] if len(figures) == 1 else self._further(*figures)
+        return PipelineTime(seconds, tuple(rest[: self.num_ranks]), tuple(rest[self.num_ranks :]))
+
+    def _further(self, before: tuple[float, ...], now: tuple[float, ...]) -> tuple[float, ...]:
+        """Figures of two simulations, continued in a straight line."""
+        first, second = self.lengths
+        steps = (self.num_micro_batches - second) / (second - first)
+        return tuple(b + steps * (b - a) for a, b in zip(before, now, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineTime:
+    """All actions of a step.
+
+    Attributes:
+        seconds: From the first to the last.
+        busy_seconds: Computing, per rank.
+        left_seconds: Per virtual stage, from its last action to the end.
+    """
+
+    seconds: float
+    busy_seconds: tuple[float, ...]
+    left_seconds: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Idle time over ideal time, as :attr:`dsx.schedules.simulate.Timeline.bubble`."""
+        return self.seconds * len(self.busy_seconds) / sum(self.busy_seconds) - 1.0
+
+
+def _left(schedule: Schedule, timeline: Timeline) -> tuple[float, ...]:
+    ends = [0.0] * schedule.num_stages
+    for row in timeline.spans:
+        for action, _, end in row:
+            ends[action.stage] = max(ends[action.stage], end)
+    return tuple(timeline.seconds - end for end in ends)
+
+
+def least_seconds(program: Program, num_ranks: int, num_micro_batches: int, costs: Costs) -> float:
+    """A bound that no simulation of the schedule is below.
+
+    A rank starts when a first micro-batch has come through the stages before its own, and has all its work
+    still to do. If backwards are whole, a last one then goes back through those stages.
+    """
+    by_op = costs.by_op(num_stages := len(_per_stage(costs)))
+    forward, backward = by_op[Op.FORWARD], by_op[Op.BACKWARD]
+    if program.divides:  # Some of them leave some backwards whole.
+        parts = zip(by_op[Op.BACKWARD_INPUT], by_op[Op.BACKWARD_WEIGHT], strict=True)
+        divided = (first + second for first, second in parts)
+        backward = tuple(map(min, backward, divided))
+    busy = [0.0] * num_ranks
+    for stage in range(num_stages):
+        chunk, place = divmod(stage, num_ranks)
+        mirrored = program.placement == "v" and chunk % 2
+        busy[num_ranks - 1 - place if mirrored else place] += forward[stage] + backward[stage]
+    least = come = 0.0
+    for rank in range(num_ranks):
+        least = max(least, come + num_micro_batches * busy[rank])
+        come += forward[rank] + (0.0 if program.divides else backward[rank])
+    return least
+
+
+def _per_stage(costs: Costs) -> tuple[float, ...]:
+    forward = costs.forward_seconds
+    return forward if isinstance(forward, tuple) else (forward,)
+
+
+_FP32_BYTES = 4
+
+
+class Wire:
+    """Pipeline transfers: what an action takes longer for one, and the delay until it has arrived."""
+
+    def __init__(self, machine: Machine, shape: Shape, layout: Layout) -> None:
+        self.action = self.delay = 0.0
+        if layout.pipeline == 1:
+            return
+        network, software = machine.network, machine.software
+        group = Group(layout.tensor)
+        shares = layout.tensor if shape.cuts_sequence or software.shards_transfers else 1
+        leaves = layout.gpus > network.cluster.gpus_per_node
+        seconds = network.transfer_seconds(shape.boundary_bytes / shares, leaves_node=leaves)
+        if shares > 1 and not shape.cuts_sequence:
+            self.action = network.seconds("all_gather", shape.boundary_bytes, group)
+        if software.hides_transfers and machine.hides:
+            self.delay = seconds
+        else:
+            self.action += seconds
+
+
+class ZeroActions:
+    """Actions of a chunk with what ZeRO communicates during them.
+
+    Stage 3 gathers parameters for each forward and each backward and reduces gradients after each backward,
+    beside computation (docs/adr/0009). Stage 2 with a reduction per micro-batch waits for it (docs/adr/0008).
+    """
+
+    def __init__(self, task: Task, layout: Layout) -> None:
+        self._machine, self._group = task.machine, Group(layout.data, layout.tensor)
+        self._width, self._share = task.width, task.machine.software.gather_share
+        self._stage, self._each = layout.zero_stage, layout.reduces_micro_batches
+        self._layers = task.machine.network.efficiency.gather_seconds if layout.zero_stage == 3 else 0.0
+        self._action = task.machine.network.efficiency.action_seconds
+
+    def forward(self, seconds: float, elements: int, layers: int) -> float:
+        """A forward."""
+        return self._beside(seconds, self._gather(elements), layers * self._layers)
+
+    def backward(self, seconds: float, elements: int, layers: int, *, reduces: bool = True) -> float:
+        """A whole backward, or the first part of one."""
+        beside = self._gather(elements) + (self._reduce(elements) if reduces else 0.0)
+        after = self._reduce_after(elements) if reduces else 0.0
+        return self._beside(seconds, beside, 2 * layers * self._layers) + after
+
+    def weights(self, seconds: float, elements: int) -> float:
+        """The second part of a divided backward."""
+        return self._beside(seconds, self._reduce(elements), 0.0) + self._reduce_after(elements)
+
+    def _beside(self, seconds: float, wire: float, hooks: float) -> float:
+        return self._machine.host(self._machine.beside(seconds, wire), self._action + hooks)
+
+    def _gather(self, elements: int) -> float:
+        return self._collective("all_gather", elements) if self._stage == 3 else 0.0
+
+    def _reduce(self, elements: int) -> float:
+        return self._collective("reduce_scatter", elements) if self._stage == 3 else 0.0
+
+    def _reduce_after(self, elements: int) -> float:
+        if not self._each or self._stage != 2:
+            return 0.0
+        return self._machine.network.seconds("all_reduce", elements * self._width, self._group)
+
+    def _collective(self, kind: Kind, elements: int) -> float:
+        return self._machine.network.seconds(kind, elements * self._width, self._group, self._share)
+
+
+def update_bytes(width: int) -> int:
+    """Memory traffic of an AdamW step per parameter.
+
+    Gradient read, written in fp32, read for the norm and for clipping, written; parameter and two moments
+    read and written; in bf16 the new parameter copied.
+    """
+    gradient = width + 4 * _FP32_BYTES
+    return gradient + (3 + 1 + 3) * _FP32_BYTES + (0 if width == _FP32_BYTES else _FP32_BYTES + width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of a step: the parts add up to the whole. Parts within the schedule are means over ranks.
+
+    Attributes:
+        compute: Forward and backward.
+        recompute: Forward done again, without its communication.
+        tensor: Tensor-parallel communication that somebody waits for.
+        transfers: Pipeline transfers that a rank cannot compute beside; others show as bubble.
+        gathers: ZeRO-3's gathers, and reductions after each micro-batch, where they are longer than what they
+            run beside.
+        bubble: Waiting for other pipeline ranks.
+        gradients: Reduction of gradients after everything else.
+        update: The optimizer step.
+        parameters: Gathering what ZeRO-1 and 2 have updated.
+        bubble_over_ideal: Idle over ideal time, with equal ranks the usual figure of a schedule.
+    """
+
+    compute: float
+    recompute: float
+    tensor: float
+    transfers: float
+    gathers: float
+    bubble: float
+    gradients: float
+    update: float
+    parameters: float
+    bubble_over_ideal: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """The parts by name."""
+        return {
+            "compute": self.compute,
+            "recompute": self.recompute,
+            "tensor-parallel communication": self.tensor,
+            "transfers": self.transfers,
+            "ZeRO gathers": self.gathers,
+            "bubble": self.bubble,
+            "gradient reduction": self.gradients,
+            "optimizer": self.update,
+            "parameter gathering": self.parameters,
+        }
+
+    @property
+    def communication_share(self) -> float:
+        """Part of the step that communication alone takes, 0 to 1."""
+        waits = self.tensor + self.transfers + self.gathers + self.gradients + self.parameters
+        return waits / self.seconds
+
+
+@dataclass(slots=True)
+class Predictor:
+    """Predicts layouts of one task; what several have in common is computed once."""
+
+    task: Task
+    _times: dict[object, tuple[LayerTime, ...]] = field(default_factory=dict)
+    _bounds: dict[object, tuple[int, ...]] = field(default_factory=dict)
+    _elements: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _totals: dict[object, tuple[tuple[LayerTime, int], ...]] = field(default_factory=dict)
+    _pipelines: dict[object, Pipeline] = field(default_factory=dict)
+    _runs: dict[object, PipelineTime] = field(default_factory=dict)
+
+    def shape(self, layout: Layout) -> Shape:
+        """A micro-batch of the layout."""
+        return Shape(
+            model=self.task.model,
+            tensor=layout.tensor,
+            sequence_parallel=layout.sequence_parallel,
+            micro_batch=layout.micro_batch,
+            sequence_length=self.task.sequence_length,
+            width=self.task.width,
+            vocab_multiple=self.task.vocab_multiple,
+        )
+
+    def times(self, layout: Layout) -> tuple[LayerTime, ...]:
+        """Of every layer."""
+        key = _timing(layout)
+        if key not in self._times:
+            self._times[key] = layer_times(self.task.machine, self.shape(layout), layout.recompute)
+        return self._times[key]
+
+    def elements(self, tensor: int) -> tuple[int, ...]:
+        """Parameters of every layer on one rank; a tied table counts again in the head."""
+        if tensor not in self._elements:
+            one = replace(self.task.model, num_layers=1)
+            kinds = layer_kinds(one)
+            counts = dict.fromkeys(kinds, 0)
+            for spec in param_specs(one, pad_multiple=self.task.vocab_multiple):
+                number = prod(spec.local_shape(tensor))
+                counts[kinds[spec.layer]] += number
+                if spec.tie is not None:
+                    counts[kinds[-1]] += number
+            self._elements[tensor] = tuple(counts[kind] for kind in layer_kinds(self.task.model))
+        return self._elements[tensor]
+
+    def stages(self, layout: Layout) -> StageMap:
+        """Layers over virtual stages."""
+        count = layout.pipeline * layout.chunks
+        bounds = layout.bounds
+        if bounds is None:
+            key = (_timing(layout), count)
+            if key not in self._bounds:
+                self._bounds[key] = balanced([time.seconds for time in self.times(layout)], count)
+            bounds = self._bounds[key]
+        return StageMap(bounds, layout.pipeline, layout.program.placement)
+
+    def costs(self, layout: Layout) -> Costs:
+        """Of every virtual stage, for the simulator."""
+        stages = self.stages(layout)
+        totals = self._stage_totals(layout, stages.bounds)
+        wire = Wire(self.task.machine, self.shape(layout), layout)
+        zero = ZeroActions(self.task, layout)
+        last = len(totals) - 1
+        forward, whole, first, second = [], [], [], []
+        for stage, (time, number) in enumerate(totals):
+            layers = len(stages.layers(stage))
+            into = stage > 0 and stages.rank_of(stage - 1) != stages.rank_of(stage)
+            back = stage < last and stages.rank_of(stage + 1) != stages.rank_of(stage)
+            received, returned = wire.action * into, wire.action * back
+            forward.append(zero.forward(time.forward_seconds, number, layers) + received)
+            whole.append(zero.backward(time.backward_seconds, number, layers) + returned)
+            first.append(zero.backward(time.input_seconds, number, layers, reduces=False) + returned)
+            second.append(zero.weights(time.weight_seconds, number))
+        return Costs(
+            forward_seconds=tuple(forward),
+            backward_seconds=tuple(whole),
+            backward_input_seconds=tuple(first),
+            backward_weight_seconds=tuple(second),
+            transfer_seconds=wire.delay,
+        )
+
+    def _stage_totals(self, layout: Layout, bounds: tuple[int, ...]) -> tuple[tuple[LayerTime, int], ...]:
+        """Time and parameters of every virtual stage."""
+        key = (_timing(layout), bounds)
+        if key not in self._totals:
+            times, elements = self.times(layout), self.elements(layout.tensor)
+            self._totals[key] = tuple(
+                (LayerTime.total(times[a:b]), sum(elements[a:b])) for a, b in pairwise(bounds)
+            )
+        return self._totals[key]
+
+    def bound(self, layout: Layout) -> float:
+        """Seconds that the prediction of a layout cannot be below."""
+        costs = self.costs(layout)
+        count = layout.micro_batches(self.task.global_batch)
+        return least_seconds(layout.program, layout.pipeline, count, costs)
+
+    def predict(self, layout: Layout) -> StepTime:
+        """The layout's step.
+
+        Raises:
+            ScheduleError: The schedule has no such size.
+            LayoutError: More virtual stages than layers.
+        """
+        count = layout.micro_batches(self.task.global_batch)
+        pipeline, stages = self._pipeline(layout, count), self.stages(layout)
+        ran = self._run(layout, pipeline)
+        mean = _Mean.of(self, layout, ran, pipeline)
+        ends = [self._end(layout, stages, ran, rank) for rank in range(layout.pipeline)]
+        gradients = max(end[0] for end in ends)
+        update, parameters = max((end[1:] for end in ends), key=sum)
+        return StepTime(
+            compute=mean.compute,
+            recompute=mean.recompute,
+            tensor=mean.tensor,
+            transfers=mean.transfers,
+            gathers=mean.gathers,
+            bubble=ran.seconds - sum(ran.busy_seconds) / layout.pipeline,
+            gradients=gradients,
+            update=update,
+            parameters=parameters,
+            bubble_over_ideal=ran.bubble,
+        )
+
+    def _pipeline(self, layout: Layout, count: int) -> Pipeline:
+        key = (layout.schedule, layout.pipeline, layout.chunks, count)
+        if key not in self._pipelines:
+            self._pipelines[key] = Pipeline(layout.program, layout.pipeline, layout.chunks, count)
+        return self._pipelines[key]
+
+    def _run(self, layout: Layout, pipeline: Pipeline) -> PipelineTime:
+        key = (pipeline, self.costs(layout))
+        if key not in self._runs:
+            self._runs[key] = pipeline.run(key[1])
+        return self._runs[key]
+
+    def _end(
+        self, layout: Layout, stages: StageMap, ran: PipelineTime, rank: int
+    ) -> tuple[float, float, float]:
+        """After the schedule, on one pipeline rank: reduction, update, gathering."""
+        elements, task = self.elements(layout.tensor), self.task
+        chunks = [
+            (ran.left_seconds[s], sum(elements[layer] for layer in stages.layers(s)))
+            for s in stages.stages_of(rank)
+        ]
+        number = sum(count for _, count in chunks)
+        network, software = task.machine.network, task.machine.software
+        group = Group(layout.data, layout.tensor)
+        reduction = 0.0
+        if layout.zero_stage < 3 and not layout.reduces_micro_batches:
+            reduction = self._reduction(chunks, group)
+            if software.gradients == "backward":
+                last = max(self.costs(layout).by_op(stages.num_stages)[Op.BACKWARD])
+                reduction = max(0.0, reduction - last)
+        if task.model.tied_embeddings and layout.pipeline > 1:
+            pair = Group(2, (layout.pipeline - 1) * layout.data * layout.tensor)
+            reduction += network.seconds("all_reduce", elements[-1] * task.width, pair)
+        own = number / (layout.data if layout.zero_stage else 1)
+        update = task.machine.traffic(own * update_bytes(task.width))
+        gathered = 0.0
+        if layout.zero_stage in (1, 2):
+            gathered = network.seconds("all_gather", number * task.width, group)
+        return reduction, update, gathered
+
+    def _reduction(self, chunks: list[tuple[float, int]], group: Group) -> float:
+        """What of an all-reduce of all gradients is left after the schedule has ended."""
+        network, software = self.task.machine.network, self.task.machine.software
+        if software.gradients != "chunk":
+            whole = sum(count for _, count in chunks)
+            started = -min(left for left, _ in chunks) if software.gradients == "end" else 0.0
+            return max(0.0, started + network.seconds("all_reduce", whole * self.task.width, group))
+        now = -max(left for left, _ in chunks)
+        for left, count in sorted(chunks, reverse=True):
+            now = max(now, -left) + network.seconds("all_reduce", count * self.task.width, group)
+        return max(0.0, now)
+
+
+def _timing(layout: Layout) -> object:
+    """What the layers' times depend on."""
+    return layout.tensor, layout.sequence_parallel, layout.micro_batch, layout.recompute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mean:
+    """What the ranks' busy time consists of, per step and mean over ranks."""
+
+    compute: float
+    recompute: float
+    tensor: float
+    transfers: float
+    gathers: float
+
+    @classmethod
+    def of(cls, predictor: Predictor, layout: Layout, ran: PipelineTime, pipeline: Pipeline) -> _Mean:
+        total, ranks = LayerTime.total(predictor.times(layout)), layout.pipeline
+        divided, stages = pipeline.divided_share, predictor.stages(layout)
+        waits = total.forward_wait + total.again_wait + (1 - divided) * total.backward_wait
+        waits += divided * (total.input_wait + total.weight_wait)
+        each = pipeline.num_micro_batches / ranks
+        compute = each * (total.forward + total.grad_input + total.grad_weight)
+        recompute, tensor = each * total.again, each * waits
+        wire = Wire(predictor.task.machine, predictor.shape(layout), layout)
+        crossings = sum(a != b for a, b in pairwise(map(stages.rank_of, range(stages.num_stages))))
+        transfers = each * 2 * crossings * wire.action
+        rest = sum(ran.busy_seconds) / ranks - compute - recompute - tensor - transfers
+        # What is left are gathers, or Python where actions are too short to hide it.
+        gathers = rest if layout.zero_stage >= 2 else 0.0
+        return cls(
+            compute=compute + rest - gathers,
+            recompute=recompute,
+            tensor=tensor,
+            transfers=transfers,
+            gathers=gathers,
+        )

@@ -1,1 +1,0 @@
-"""Effects: process groups, transfers, the engine over DeepSpeed, data, tracking."""

@@ -1,0 +1,1 @@
+"""In what order: pipeline schedules as data, from builders to simulation, proof and pictures."""

@@ -1,0 +1,131 @@
+"""Which chunks' parameters stay gathered between their actions, under a budget of memory.
+
+ZeRO-3 gathers a chunk's parameters for every forward and backward and lets go of them after it. Between two
+actions of one chunk that follow each other on a rank, the second gather can be saved by keeping what the
+first one brought, for as long as it lies there. Which gaps to bridge, when not all fit, is the caching
+problem whose answer for pages of one size is to give up the page whose next use is farthest away
+(Belady 1966, "A study of replacement algorithms for virtual-storage computers").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dsx.schedules.schedule import Action, Op
+
+GATHERED = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT})
+"""Actions that need a chunk's parameters. The second part of a split backward needs none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Two neighbouring actions of one virtual stage that need its parameters, by position in the row."""
+
+    stage: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """What one rank keeps.
+
+    Attributes:
+        kept: For each position of the row, the virtual stages whose parameters stay gathered when the action
+            there is done.
+        gathers: For each virtual stage, how often its parameters are gathered in the step.
+        peak_bytes: Most memory that kept parameters take at once; one chunk's while it acts included, if it
+            is kept before or after.
+    """
+
+    kept: tuple[frozenset[int], ...]
+    gathers: Mapping[int, int]
+    peak_bytes: int
+
+
+def gather_plan(row: Sequence[Action], stage_bytes: Mapping[int, int], budget_bytes: int) -> GatherPlan:
+    """Bridge gaps greedily: all that fit, and where they do not, never the one that ends last.
+
+    Optimal when chunks are of one size; never above the budget in any case, and no gap that is left would
+    still fit.
+
+    Args:
+        row: A rank's actions.
+        stage_bytes: Virtual stage -> size of its gathered parameters.
+        budget_bytes: Memory for them.
+
+    >>> row = [Action.parse(text) for text in "0F0 0F1 1F0 1B0 0B0 0B1".split()]
+    >>> plan = gather_plan(row, {0: 100, 1: 100}, 100)
+    >>> [sorted(stages) for stages in plan.kept], dict(plan.gathers)
+    ([[0], [], [1], [], [0], []], {0: 2, 1: 1})
+    """
+    ledger = _Ledger(len(row), stage_bytes, budget_bytes)
+    left: list[Gap] = []
+    for gap in _gaps(row):
+        while not ledger.fits(gap):
+            last = max([*ledger.at(gap.begin), gap], key=lambda other: (other.end, other.stage))
+            left.append(last)
+            if last is gap:
+                break
+            ledger.give_up(last)
+        else:
+            ledger.bridge(gap)
+    # Giving up a large gap can have made room for a smaller one.
+    for gap in sorted(left, key=lambda gap: -stage_bytes[gap.stage]):
+        if ledger.fits(gap):
+            ledger.bridge(gap)
+    needs = [action.stage for action in row if action.op in GATHERED]
+    bridged = [gap.stage for gap in ledger.held]
+    return GatherPlan(
+        kept=tuple(
+            frozenset(gap.stage for gap in ledger.at(position) if gap.end > position)
+            for position in range(len(row))
+        ),
+        gathers={stage: needs.count(stage) - bridged.count(stage) for stage in sorted(set(needs))},
+        peak_bytes=max(map(ledger.bytes_at, range(len(row))), default=0),
+    )
+
+
+class _Ledger:
+    """The gaps that are bridged, and the memory that they take at each position, both ends included."""
+
+    def __init__(self, positions: int, stage_bytes: Mapping[int, int], budget_bytes: int) -> None:
+        self._stage_bytes, self._budget_bytes = stage_bytes, budget_bytes
+        self._open: list[list[Gap]] = [[] for _ in range(positions)]
+        self.held: set[Gap] = set()
+
+    def at(self, position: int) -> list[Gap]:
+        """Bridged gaps that are open there, or begin or end."""
+        return self._open[position]
+
+    def bytes_at(self, position: int, *more: Gap) -> int:
+        """Memory there; a stage counts once."""
+        stages = {gap.stage for gap in (*self._open[position], *more)}
+        return sum(self._stage_bytes[stage] for stage in stages)
+
+    def fits(self, gap: Gap) -> bool:
+        """Whether ``gap`` can be bridged as well."""
+        positions = range(gap.begin, gap.end + 1)
+        return all(self.bytes_at(position, gap) <= self._budget_bytes for position in positions)
+
+    def bridge(self, gap: Gap) -> None:
+        self.held.add(gap)
+        for position in range(gap.begin, gap.end + 1):
+            self._open[position].append(gap)
+
+    def give_up(self, gap: Gap) -> None:
+        self.held.remove(gap)
+        for position in range(gap.begin, gap.end + 1):
+            self._open[position].remove(gap)
+
+
+def _gaps(row: Sequence[Action]) -> list[Gap]:
+    """In order of their begin."""
+    found, latest = [], dict[int, int]()
+    for position, action in enumerate(row):
+        if action.op in GATHERED:
+            if action.stage in latest:
+                found.append(Gap(action.stage, latest[action.stage], position))
+            latest[action.stage] = position
+    return sorted(found, key=lambda gap: gap.begin)

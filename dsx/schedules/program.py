@@ -1,0 +1,112 @@
+"""Which training schedule a pipeline runs: a builder with its options, or one written by hand, from CSV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from dsx.errors import ScheduleError
+from dsx.parallel.stages import Placement
+from dsx.schedules.builders import Options, build, divides_backward, placement_of
+from dsx.schedules.schedule import Action, Op, Schedule
+from dsx.schedules.validate import validate
+
+
+def parse(text: str, *, name: str, placement: Placement = "loop") -> Schedule:
+    """The schedule whose rows ``text`` lists, one line per rank.
+
+    The numbers of stages and micro-batches are read off the actions. Empty cells, which torch writes where a
+    rank idles, are skipped. :func:`load` also proves that the result can run.
+
+    Raises:
+        ScheduleError: No action at all, one that cannot be read, or stages that the ranks do not divide.
+    """
+    lines = text.strip().splitlines()
+    rows = tuple(tuple(Action.parse(cell) for cell in line.split(",") if cell.strip()) for line in lines)
+    actions = [action for row in rows for action in row]
+    if not actions:
+        raise ScheduleError(f"schedule {name}", "it has no actions", "write one line of actions per rank")
+    num_stages = 1 + max(action.stage for action in actions)
+    num_chunks, rest = divmod(num_stages, len(rows))
+    if rest:
+        raise ScheduleError(
+            f"schedule {name}",
+            f"its {num_stages} virtual stages do not divide over its {len(rows)} rows",
+            "write one line per pipeline rank",
+        )
+    num_micro_batches = 1 + max(action.micro_batch for action in actions)
+    return Schedule(name, len(rows), num_chunks, num_micro_batches, rows, placement)
+
+
+def load(text: str, *, name: str, placement: Placement | None = None) -> Schedule:
+    """The schedule that ``text`` lists, with :func:`dsx.schedules.validate.validate` passed.
+
+    Args:
+        text: One line of actions per rank.
+        name: What errors and tables call it: a file name, say.
+        placement: How stages lie on ranks. By default what the rows show: ``v`` where the second chunk of the
+            first rank is the mirrored one, else ``loop``.
+
+    Raises:
+        ScheduleError: It cannot be read or cannot run, with the actions at fault.
+    """
+    schedule = parse(text, name=name, placement=placement or "loop")
+    first = {action.stage for action in schedule.rows[0]}
+    if placement is None and schedule.num_chunks > 1 and schedule.num_ranks not in first:
+        mirrored = replace(schedule, placement="v")
+        schedule = mirrored if mirrored.stages_of(0)[1] in first else schedule
+    validate(schedule)
+    return schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A schedule for whatever number of micro-batches comes, or for one number alone if written by hand.
+
+    Attributes:
+        name: One of :data:`dsx.schedules.builders.NAMES`; for a schedule written by hand, what errors call
+            it.
+        options: For the builder.
+        rows: The schedule written by hand, proved to run; None for a builder's.
+
+    >>> Program(name="zbv").placement, Program(name="zbv").divides
+    ('v', True)
+    """
+
+    name: str
+    options: Options = field(default_factory=Options)
+    rows: Schedule | None = None
+
+    @classmethod
+    def read(cls, text: str, *, name: str) -> Program:
+        """A schedule from CSV (:mod:`dsx.schedules.program`). Raises ScheduleError unless it can run."""
+        return cls(name=name, rows=load(text, name=name))
+
+    @property
+    def placement(self) -> Placement:
+        """How virtual stages lie on ranks."""
+        return placement_of(self.name) if self.rows is None else self.rows.placement
+
+    @property
+    def divides(self) -> bool:
+        """Whether weight gradients are computed apart from the rest of a backward."""
+        if self.rows is None:
+            return divides_backward(self.name)
+        return any(action.op is Op.BACKWARD_WEIGHT for row in self.rows.rows for action in row)
+
+    def build(self, num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedule:
+        """The schedule's compute actions for this size.
+
+        Raises:
+            ScheduleError: The builder cannot, or the schedule was written by hand for another size.
+        """
+        if self.rows is None:
+            return build(self.name, num_ranks, num_chunks, num_micro_batches, self.options)
+        have = (self.rows.num_ranks, self.rows.num_chunks, self.rows.num_micro_batches)
+        if have != (num_ranks, num_chunks, num_micro_batches):
+            raise ScheduleError(
+                f"schedule {self.name}",
+                "it is written for {} pipeline ranks x {} chunks and {} micro-batches, ".format(*have)
+                + f"not for {num_ranks} x {num_chunks} and {num_micro_batches}",
+                "write one for this size, or use a builder's: dsx.schedule.name",
+            )
+        return self.rows

@@ -1,0 +1,452 @@
+"""A schedule's timeline as a picture: SVG, or an HTML page that stands alone.
+
+One row per rank, time from left to right; colour is the op, shade the chunk, the number the micro-batch. Of a
+measured step, two: as it ran, and below, as simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from dsx.schedules.schedule import Action, Op, Schedule
+from dsx.schedules.simulate import Span, Timeline
+from dsx.schedules.trace import Comparison, Executed, computation
+from dsx.schedules.validate import peak_activations
+
+INK, FAINT, GRID = "#1f2937", "#6b7280", "#e5e7eb"
+"""Text, lesser text, lines."""
+FONT = "Inter, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
+
+_HUES: dict[Op, tuple[str, int, int]] = {
+    Op.FORWARD: ("forward", 217, 72),
+    Op.BACKWARD: ("backward", 152, 52),
+    Op.BACKWARD_INPUT: ("backward: input gradient", 184, 62),
+    Op.BACKWARD_WEIGHT: ("backward: weight gradients", 30, 84),
+}
+"""Of every op that computes: what the legend calls it, hue in degrees, saturation in percent."""
+
+NAMES = {op: name for op, (name, _, _) in _HUES.items()}
+"""What legends call the ops that compute."""
+
+
+def shade(op: Op, chunk: int, num_chunks: int) -> tuple[str, str]:
+    """Fill and text colours: the first chunk dark, the last one light.
+
+    >>> shade(Op.FORWARD, 1, 2)
+    ('#96b8ee', '#1f2937')
+    """
+    _, hue, saturation = _HUES[op]
+    darkest, lightest = (40, 76) if op is not Op.BACKWARD_WEIGHT else (50, 80)
+    light = darkest + (lightest - darkest) * chunk / max(1, num_chunks - 1)
+    red, green, blue = _rgb(hue, saturation / 100, light / 100)
+    bright = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2  # relative luminance, nearly
+    fill = "#" + "".join(f"{round(255 * channel):02x}" for channel in (red, green, blue))
+    return fill, INK if bright > 0.35 else "#ffffff"
+
+
+def _rgb(hue: float, saturation: float, light: float) -> tuple[float, float, float]:
+    """HSL to RGB, 0 to 1: not every SVG renderer reads hsl()."""
+    amplitude = saturation * min(light, 1 - light)
+
+    def channel(offset: int) -> float:
+        k = (offset + hue / 30) % 12
+        return light - amplitude * max(-1.0, min(k - 3, 9 - k, 1.0))
+
+    return channel(0), channel(8), channel(4)
+
+
+def page(title: str, picture: str, *, rows: Sequence[str] = ()) -> str:
+    """A page around an SVG timeline; pointing at an action says what its title does.
+
+    Args:
+        title: Of the page.
+        picture: The SVG: its actions are groups with a ``data-m``, the micro-batch, and a title.
+        rows: Classes of what can be hidden in the picture.
+    """
+    boxes = "".join(f'<label><input type="checkbox" value="{row}" checked> {row}</label>\n' for row in rows)
+    hide = f'<p class="rows">show\n{boxes}</p>\n' if rows else ""
+    return _PAGE.format(title=escape(title), picture=picture, rows=hide, font=FONT, ink=INK)
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ margin: 0; background: #fff; overflow: auto; font: 15px {font}; color: {ink} }}
+.one g[data-m] {{ opacity: 0.18 }}
+.one g.on {{ opacity: 1 }}
+.off {{ visibility: hidden }}
+.rows {{ position: sticky; left: 0; width: max-content; margin: 0; padding: 12px 24px 0 }}
+.says {{ position: fixed; bottom: 0; left: 0; right: 0; margin: 0; padding: 8px 24px; background: #f6f7f9 }}
+.says:empty {{ display: none }}
+</style>
+{rows}{picture}<p class="says"></p>
+<script>
+// Pointing at an action says when it ran, keeps its micro-batch bright and dims the others.
+const picture = document.querySelector("svg");
+const says = document.querySelector(".says");
+picture.addEventListener("mouseover", (event) => {{
+  const box = event.target.closest("g[data-m]");
+  picture.classList.toggle("one", box !== null);
+  says.textContent = box ? box.querySelector("title").textContent : "";
+  for (const other of picture.querySelectorAll("g.on")) other.classList.remove("on");
+  if (box)
+    for (const other of picture.querySelectorAll(`g[data-m="${{box.dataset.m}}"]`)) other.classList.add("on");
+}});
+picture.addEventListener("mouseleave", () => picture.classList.remove("one"));
+for (const input of document.querySelectorAll(".rows input"))
+  input.addEventListener("change", () => {{
+    for (const row of picture.querySelectorAll(`.${{input.value}}`))
+      row.classList.toggle("off", !input.checked);
+  }});
+</script>
+</html>
+"""
+
+
+_RIGHT, _TOP = 120.0, 128.0
+_NARROWEST, _WIDEST, _MOST_ZOOM = 1180.0, 1600.0, 4.0
+_DIGIT = 0.68  # width of a bold digit over the font size, in the widest of the fonts above
+_SMALLEST_TEXT, _LARGEST_TEXT = 6.0, 16.0
+_MILLISECONDS = 1e3
+
+
+def svg(schedule: Schedule, timeline: Timeline, *, unit: str = "s", title: str | None = None) -> str:
+    """Draw ``timeline`` of ``schedule`` as an SVG document.
+
+    Args:
+        schedule: What ran.
+        timeline: When it ran, simulated or measured.
+        unit: What one unit of the timeline's time is called: ``s``, or ``forwards`` when a forward costs 1.
+        title: Headline; by default the schedule's name and size.
+    """
+    return _draw(
+        _Picture(
+            schedule=schedule,
+            lanes=tuple(
+                _Lane(rank, timeline, _TOP + 49.0 * rank, 40.0) for rank in range(schedule.num_ranks)
+            ),
+            title=title or _title(schedule),
+            bubble=f"bubble {100 * timeline.bubble:.3g}% of the ideal time",
+            facts=f"step: {timeline.seconds:.4g} {unit}; {_peak(schedule)}",
+            unit=unit,
+        )
+    )
+
+
+def html(schedule: Schedule, timeline: Timeline, *, unit: str = "s", title: str | None = None) -> str:
+    """As :func:`svg`, in a page that needs nothing else: pointing at an action follows its micro-batch."""
+    picture = svg(schedule, timeline, unit=unit, title=title)
+    return page(title or _title(schedule), picture)
+
+
+def comparison_svg(comparison: Comparison) -> str:
+    """Draw a measured step in milliseconds, each rank's simulated row below its measured one."""
+    schedule = computation(comparison.trace.schedule)
+    measured, simulated = _in_milliseconds(comparison.measured), _in_milliseconds(comparison.simulated)
+    lanes = []
+    for rank in range(schedule.num_ranks):
+        y = _TOP + 71.0 * rank
+        lanes += [
+            _Lane(rank, measured, y, 34.0, "measured"),
+            _Lane(rank, simulated, y + 36.0, 20.0, "simulated"),
+        ]
+    return _draw(
+        _Picture(
+            schedule=schedule,
+            lanes=tuple(lanes),
+            title=comparison_title(comparison),
+            bubble=f"bubble {100 * measured.bubble:.3g}% of the ideal time, "
+            f"simulated {100 * simulated.bubble:.3g}%",
+            facts=f"step: {milliseconds(comparison.measured.seconds)}, "
+            f"simulated {milliseconds(comparison.simulated.seconds)} ({comparison.excess:+.1%})",
+            unit="ms",
+            tips={executed.action: _tip(executed) for row in comparison.actions for executed in row},
+        )
+    )
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """As :func:`comparison_svg`, in a page that needs nothing else: pointing at an action says its error.
+
+    Either row can be hidden.
+    """
+    return page(comparison_title(comparison), comparison_svg(comparison), rows=("measured", "simulated"))
+
+
+def comparison_title(comparison: Comparison) -> str:
+    """The schedule's name and size, the step and the device."""
+    trace = comparison.trace
+    device = f" on {trace.device}" if trace.device else ""
+    return f"{_title(trace.schedule)}; step {trace.step}{device}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """One row of boxes: a rank's actions. Two lanes of a rank have names."""
+
+    rank: int
+    timeline: Timeline
+    y: float
+    height: float
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Picture:
+    schedule: Schedule
+    lanes: tuple[_Lane, ...]
+    title: str
+    bubble: str
+    facts: str
+    unit: str
+    tips: Mapping[Action, str] | None = None
+    """What pointing at an action says; by default when it runs."""
+
+    @property
+    def seconds(self) -> float:
+        """The longest lane's, in the picture's unit."""
+        return max(lane.timeline.seconds for lane in self.lanes) or 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Where things lie, in the units of the picture; it is shown ``zoom`` pixels per unit large."""
+
+    left: float
+    bottom: float
+    """Where the last lane ends."""
+    digits: int
+    """Of the largest micro-batch number."""
+    largest_text: float
+    scale: float
+    """Units of the picture per unit of time."""
+    plot_width: float
+    zoom: float
+
+    @classmethod
+    def of(cls, picture: _Picture) -> _Frame:
+        """Wide enough for a legible number in the shortest actions but a tenth, within reason."""
+        spans = (span for lane in picture.lanes for span in lane.timeline.spans[lane.rank])
+        lengths = sorted(end - start for _, start, end in spans if end > start)
+        short = lengths[len(lengths) // 10] if lengths else 1.0
+        digits = len(str(picture.schedule.num_micro_batches - 1))
+        wanted = picture.seconds / short * (5 + 7 * digits)
+        plot_width = min(max(wanted, _NARROWEST), _WIDEST)
+        scale = plot_width / picture.seconds
+        last = picture.lanes[-1]
+        return cls(
+            left=158.0 if last.name else 92.0,
+            bottom=last.y + last.height,
+            digits=digits,
+            largest_text=min(_LARGEST_TEXT, 1.4 * _fitting(short * scale, digits)),
+            scale=scale,
+            plot_width=plot_width,
+            zoom=min(max(wanted / _WIDEST, 1.0), _MOST_ZOOM),
+        )
+
+    @property
+    def width(self) -> float:
+        """Of the picture."""
+        return self.left + self.plot_width + _RIGHT
+
+    @property
+    def height(self) -> float:
+        """Of the picture."""
+        return self.bottom + 104
+
+    def x(self, time: float) -> float:
+        """Of a point in time."""
+        return self.left + time * self.scale
+
+
+def _draw(picture: _Picture) -> str:
+    frame = _Frame.of(picture)
+    body = "\n".join(
+        (
+            *_defs(picture.schedule),
+            f'<rect width="{frame.width:.0f}" height="{frame.height:.0f}" fill="white"/>',
+            *_heading(frame, picture),
+            *_axis(frame, picture),
+            *(line for lane in picture.lanes for line in _row(frame, picture, lane)),
+            *_legend(frame, picture.schedule),
+        )
+    )
+    size = f'width="{frame.width * frame.zoom:.0f}" height="{frame.height * frame.zoom:.0f}"'
+    box = f'viewBox="0 0 {frame.width:.0f} {frame.height:.0f}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {box} font-family="{FONT}">\n{body}\n</svg>\n'
+
+
+def _fitting(width: float, digits: int) -> float:
+    """Font size at which so many digits fill a box."""
+    return 0.9 * width / (_DIGIT * digits)
+
+
+def _tip(ran: Executed) -> str:
+    """Both runs of an action, in milliseconds."""
+    times = (ran.start, ran.end, ran.simulated_start, ran.simulated_end, ran.start_error, ran.duration_error)
+    start, end, on_paper, until, late, longer = (_MILLISECONDS * value for value in times)
+    return (
+        f"{ran.action}: {start:.2f} to {end:.2f} ms; simulated {on_paper:.2f} to {until:.2f} ms "
+        f"(start {late:+.2f}, duration {longer:+.2f} ms)"
+    )
+
+
+def milliseconds(duration: float) -> str:
+    """Seconds as milliseconds, with about four figures.
+
+    >>> [milliseconds(value) for value in (1.23456, 0.0123456, 0.00001234, -0.0005, 0.0099999999)]
+    ['1234.6 ms', '12.35 ms', '0.012 ms', '-0.500 ms', '10.00 ms']
+    """
+    value = _MILLISECONDS * duration
+    size = abs(float(f"{value:.4g}"))
+    digits = 1 if size >= 100 else 2 if size >= 10 else 3
+    return f"{value:.{digits}f} ms"
+
+
+def _in_milliseconds(timeline: Timeline) -> Timeline:
+    rows = (((a, start * _MILLISECONDS, end * _MILLISECONDS) for a, start, end in r) for r in timeline.spans)
+    return Timeline(tuple(tuple(row) for row in rows))
+
+
+def _title(schedule: Schedule) -> str:
+    sizes = [(schedule.num_ranks, "rank", "ranks")]
+    if schedule.num_chunks > 1:
+        sizes.append((schedule.num_chunks, "chunk", "chunks"))
+    sizes.append((schedule.num_micro_batches, "micro-batch", "micro-batches"))
+    return f"{schedule.name}: " + ", ".join(f"{n} {one if n == 1 else many}" for n, one, many in sizes)
+
+
+def _peak(schedule: Schedule) -> str:
+    peak = max(peak_activations(schedule)) / schedule.num_chunks
+    return f"peak activations: {peak:.4g} micro-batches a rank"
+
+
+def _heading(frame: _Frame, picture: _Picture) -> Iterator[str]:
+    yield (
+        f'<text x="{frame.left:.0f}" y="50" font-size="27" font-weight="700" fill="{INK}">'
+        f"{escape(picture.title)}</text>"
+    )
+    yield (
+        f'<text x="{frame.left:.0f}" y="84" font-size="18" fill="{INK}"><tspan font-weight="700">'
+        f'{escape(picture.bubble)}</tspan><tspan fill="{FAINT}" dx="18">{escape(picture.facts)}</tspan>'
+        "</text>"
+    )
+
+
+def _axis(frame: _Frame, picture: _Picture) -> Iterator[str]:
+    seconds = picture.seconds
+    step = _round_step(seconds * 90 / frame.plot_width)
+    base = frame.bottom + 8
+    for i in range(int(seconds / step * (1 + 1e-9)) + 1):
+        x = frame.x(i * step)
+        yield f'<path d="M{x:.1f} {_TOP - 8:.1f}V{base:.1f}" stroke="{GRID}"/>'
+        yield (
+            f'<text x="{x:.1f}" y="{base + 17:.1f}" font-size="13" fill="{FAINT}" '
+            f'text-anchor="middle">{i * step:.6g}</text>'
+        )
+    yield (
+        f'<text x="{frame.x(seconds) + 24:.1f}" y="{base + 17:.1f}" font-size="13" fill="{FAINT}">'
+        f"{escape(picture.unit)}</text>"
+    )
+
+
+def _round_step(least: float) -> float:
+    """1, 2 or 5 times a power of ten, at least ``least``."""
+    power = 10.0 ** len(str(int(least))) if least >= 1 else 1.0
+    while power >= least > 0:
+        power /= 10
+    return next(power * factor for factor in (1, 2, 5, 10, 20) if power * factor >= least)
+
+
+def _row(frame: _Frame, picture: _Picture, lane: _Lane) -> Iterator[str]:
+    middle = lane.y + lane.height / 2 + 5.5
+    busy = lane.timeline.busy_seconds[lane.rank] / (lane.timeline.seconds or 1.0)
+    if lane.name != "simulated":
+        yield (
+            f'<text x="{78 if lane.name == "" else 70}" y="{middle:.1f}" font-size="16" text-anchor="end" '
+            f'fill="{INK}">rank {lane.rank}</text>'
+        )
+    named = f' class="{lane.name}"' if lane.name else ""
+    if lane.name:
+        yield (
+            f'<text{named} x="{frame.left - 10:.0f}" y="{middle - 1:.1f}" font-size="12.5" '
+            f'text-anchor="end" fill="{FAINT}">{lane.name}</text>'
+        )
+    idle = (
+        f'<rect{named} x="{frame.left:.1f}" y="{lane.y:.1f}" '
+        f'width="{lane.timeline.seconds * frame.scale:.1f}" height="{lane.height:.0f}" fill="url(#idle)"/>'
+    )
+    boxes = "\n".join(_box(frame, picture, lane, span) for span in lane.timeline.spans[lane.rank])
+    yield f"{idle}\n<g{named}>\n{boxes}\n</g>" if lane.name else f"{idle}\n{boxes}"
+    yield (
+        f'<text{named} x="{frame.x(picture.seconds) + 14:.1f}" y="{middle:.1f}" '
+        f'font-size="{14 if lane.height > 30 else 12.5}" fill="{FAINT}">{busy:.1%} busy</text>'
+    )
+
+
+def _box(frame: _Frame, picture: _Picture, lane: _Lane, span: Span) -> str:
+    action, start, end = span
+    x, width = frame.x(start), (end - start) * frame.scale
+    number = str(action.micro_batch)
+    size = min(frame.largest_text, _fitting(width, frame.digits), 0.7 * lane.height)
+    text = ""
+    if size * frame.zoom >= _SMALLEST_TEXT:
+        text = f'<text x="{x + width / 2:.2f}" y="{lane.y + lane.height / 2 + size * 0.36:.1f}" '
+        text += f'font-size="{size:.1f}">{number}</text>'
+    tip = f"{action}: {start:.6g} to {end:.6g}" if picture.tips is None else picture.tips[action]
+    apart = min(1.0, width / 10)
+    return (
+        f'<g class="{_style(picture.schedule, action)}" data-m="{number}"><title>{escape(tip)}</title>'
+        f'<rect x="{x:.2f}" y="{lane.y:.1f}" width="{width - apart:.2f}" height="{lane.height:.0f}" '
+        f'rx="{2.5 * apart:.2g}"/>'
+        f"{text}</g>"
+    )
+
+
+def _style(schedule: Schedule, action: Action) -> str:
+    return f"{action.op}{schedule.chunk_of(action.stage)}"
+
+
+def _used(schedule: Schedule) -> list[Op]:
+    used = {action.op for row in schedule.rows for action in row}
+    return [op for op in NAMES if op in used]
+
+
+def _defs(schedule: Schedule) -> Iterator[str]:
+    yield "<style>"
+    yield "g text{text-anchor:middle;font-weight:600}"
+    for op in _used(schedule):
+        for chunk in range(schedule.num_chunks):
+            fill, ink = shade(op, chunk, schedule.num_chunks)
+            yield f".{op}{chunk} rect{{fill:{fill}}}.{op}{chunk} text{{fill:{ink}}}"
+    yield "</style>"
+    yield (
+        '<defs><pattern id="idle" width="7" height="7" patternUnits="userSpaceOnUse" '
+        'patternTransform="rotate(45)"><rect width="7" height="7" fill="#f6f7f9"/>'
+        '<path d="M0 0V7" stroke="#dde1e7" stroke-width="2"/></pattern></defs>'
+    )
+
+
+def _legend(frame: _Frame, schedule: Schedule) -> Iterator[str]:
+    x, y = frame.left, frame.bottom + 66.0
+    for op in _used(schedule):
+        for chunk in range(schedule.num_chunks):
+            fill, _ = shade(op, chunk, schedule.num_chunks)
+            yield f'<rect x="{x:.0f}" y="{y - 14:.0f}" width="18" height="18" rx="2.5" fill="{fill}"/>'
+            x += 21
+        name = NAMES[op]
+        yield f'<text x="{x + 5:.0f}" y="{y:.0f}" font-size="15" fill="{INK}">{name}</text>'
+        x += 5 + 7.6 * len(name) + 26
+    yield f'<rect x="{x:.0f}" y="{y - 14:.0f}" width="18" height="18" fill="url(#idle)" stroke="#dde1e7"/>'
+    notes = ["idle"]
+    if schedule.num_chunks > 1:
+        notes.append(f"dark to light: chunk 0 to {schedule.num_chunks - 1}")
+    notes.append("number: micro-batch")
+    yield (
+        f'<text x="{x + 26:.0f}" y="{y:.0f}" font-size="15" fill="{INK}">{notes[0]}'
+        f'<tspan dx="28" fill="{FAINT}">{"; ".join(notes[1:])}</tspan></text>'
+    )

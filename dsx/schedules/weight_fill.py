@@ -1,0 +1,168 @@
+"""Place weight gradients: into the idle time of a schedule, within a bound on live activations."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from dsx.schedules.schedule import Action, Op, Schedule
+from dsx.schedules.simulate import Costs
+from dsx.schedules.validate import RELEASES, Dependencies, execution_order
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """When a rank prefers a pending ``W`` to the next action of its row.
+
+    Attributes:
+        least_wait: If it would wait for at least this part of the length of the ``W``.
+        hold: If more of them are pending than the rank's number, as in torch's ScheduleInterleavedZeroBubble.
+    """
+
+    least_wait: float
+    hold: bool = False
+
+
+# With parts of equal length the first reaches the floor, and the others are not tried. With unequal ones no
+# single policy is the best everywhere: a W longer than its wait delays other ranks, or saves time at the end.
+_POLICIES = (_Policy(0.5), _Policy(1.0), _Policy(1e-6), _Policy(inf, hold=True))
+
+
+def fill(schedule: Schedule, most_live: Sequence[int], costs: Costs | None = None) -> Schedule:
+    """``schedule``, whose backwards are ``I``, with every ``W`` put where it costs least.
+
+    The order of forwards and input gradients stays: they are the critical path. The schedule is run on paper,
+    and a rank runs its oldest pending ``W`` when it would otherwise wait, when one more forward would exceed
+    its bound, or when nothing else is left. So a complete schedule free of deadlock stays so. How long a wait
+    must be is tried out; the shortest step wins.
+
+    Args:
+        schedule: Not lowered; forwards, ``I`` and ``B`` in the order that they are to have.
+        most_live: Per rank, stage activations alive at once
+            (:func:`dsx.schedules.validate.peak_activations`). The peak is higher only where the order of
+            forwards alone demands it.
+        costs: What to fill for; by default a forward, an ``I`` and a ``W`` of the same length and free
+            transfers, as in arXiv:2401.10241.
+
+    Raises:
+        ScheduleError: It deadlocks.
+    """
+    costs = costs or Costs()
+    floor = _floor(schedule, costs) * (1 + 1e-9)
+    best: _Filler | None = None
+    for policy in _POLICIES:
+        filler = _Filler(schedule, most_live, costs, policy)
+        filler.run()
+        if best is None or filler.seconds < best.seconds * (1 - 1e-9):
+            best = filler
+        if best.seconds <= floor:
+            break
+    assert best is not None
+    return replace(schedule, rows=best.rows())
+
+
+def _floor(schedule: Schedule, costs: Costs) -> float:
+    """No rank ends before its first input has arrived and all of its work is done."""
+    seconds = costs.by_op(schedule.num_stages)
+    arrival, reached = 0.0, [0.0] * schedule.num_ranks
+    for stage in range(schedule.num_ranks):
+        reached[schedule.rank_of(stage)] = arrival
+        arrival += seconds[Op.FORWARD][stage] + costs.transfer_seconds
+    for rank, row in enumerate(schedule.rows):
+        for action in row:
+            reached[rank] += seconds[action.op][action.stage]
+            if action.op is Op.BACKWARD_INPUT:
+                reached[rank] += seconds[Op.BACKWARD_WEIGHT][action.stage]
+    return max(reached)
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank on its way through its row."""
+
+    todo: deque[Action]
+    most_live: int
+    most_pending: int | None
+    clock: float = 0.0
+    live: int = 0
+    pending: deque[Action] = field(default_factory=deque)
+    done: list[Action] = field(default_factory=list)
+
+
+class _Filler:
+    """Runs the schedule on paper under one policy."""
+
+    def __init__(self, schedule: Schedule, most_live: Sequence[int], costs: Costs, policy: _Policy) -> None:
+        self._schedule, self._depends, self._policy = schedule, Dependencies(schedule), policy
+        self._lengths, self._hop = costs.by_op(schedule.num_stages), costs.transfer_seconds
+        self._ends: dict[Action, float] = {}
+        self._ranks = [
+            _Rank(deque(row), most_live[r], r if policy.hold else None) for r, row in enumerate(schedule.rows)
+        ]
+
+    @property
+    def seconds(self) -> float:
+        """Length of the step."""
+        return max(rank.clock for rank in self._ranks)
+
+    def rows(self) -> tuple[tuple[Action, ...], ...]:
+        """Every rank's row, filled."""
+        return tuple(tuple(rank.done) for rank in self._ranks)
+
+    def run(self) -> None:
+        """Every rank to the end of its row."""
+        running = [rank for rank in self._ranks if rank.todo]
+        while running:
+            # The rank whose clock is lowest knows everything that can arrive up to now.
+            running.sort(key=lambda rank: rank.clock)
+            if not any(map(self._step, running)):
+                deque(execution_order(self._schedule), maxlen=0)  # raises, saying where it deadlocks
+                raise AssertionError("only the fill deadlocks")
+            running = [rank for rank in running if rank.todo or rank.pending]
+
+    def _step(self, rank: _Rank) -> bool:
+        """Run one action of ``rank``; False if it can only wait."""
+        if not rank.todo:
+            return self._weight(rank)
+        action = rank.todo[0]
+        ready = self._ready(rank, action)
+        if rank.pending and self._prefers_weight(rank, action, ready):
+            return self._weight(rank)
+        if ready is None:
+            return False
+        self._run(rank, rank.todo.popleft(), max(rank.clock, ready))
+        return True
+
+    def _prefers_weight(self, rank: _Rank, action: Action, ready: float | None) -> bool:
+        if ready is None or (action.op is Op.FORWARD and rank.live >= rank.most_live):
+            return True
+        if rank.most_pending is not None and len(rank.pending) > rank.most_pending:
+            return True
+        oldest = rank.pending[0]
+        wait, length = ready - rank.clock, self._lengths[oldest.op][oldest.stage]
+        return wait > 0 and wait >= self._policy.least_wait * length
+
+    def _weight(self, rank: _Rank) -> bool:
+        self._run(rank, rank.pending.popleft(), rank.clock)
+        return True
+
+    def _ready(self, rank: _Rank, action: Action) -> float | None:
+        need = self._depends.on(action)
+        if need is None:
+            return 0.0
+        if need not in self._ends:
+            return None
+        local = self._ranks[self._schedule.rank_of(need.stage)] is rank
+        return self._ends[need] + (0.0 if local else self._hop)
+
+    def _run(self, rank: _Rank, action: Action, start: float) -> None:
+        rank.clock = self._ends[action] = start + self._lengths[action.op][action.stage]
+        rank.done.append(action)
+        if action.op is Op.FORWARD:
+            rank.live += 1
+        elif action.op in RELEASES:
+            rank.live -= 1
+        else:
+            rank.pending.append(replace(action, op=Op.BACKWARD_WEIGHT))

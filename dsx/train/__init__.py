@@ -1,0 +1,1 @@
+"""A run as people see it: recipe, console, metrics, curves, generated text."""

@@ -1,0 +1,271 @@
+"""Curves of training runs from their ``metrics.jsonl``: read, choose, draw.
+
+One panel per quantity, steps on x, a colour per run. Drawing needs matplotlib (the extra ``plot``), which is
+imported when it is first needed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsx.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+METRICS_FILE = "metrics.jsonl"
+STEP = "train/step"
+SUFFIXES = (".png", ".svg", ".pdf")
+
+# In a cycle that stays apart in print and for the colour-blind (Okabe and Ito 2008, without yellow).
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+_GREY = "#6B6B6B"
+_LOG_SCALE_FROM = 20.0  # largest over smallest value from which a panel of positive values is logarithmic
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric of one run: a value per recorded step; NaN where the run had one."""
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The records of one run.
+
+    Attributes:
+        name: What its curves are called.
+        series: Metric name -> values.
+    """
+
+    name: str
+    series: Mapping[str, Series]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One set of axes.
+
+    Attributes:
+        title: Printed above it.
+        metric: Drawn as a line.
+        points: A second metric, recorded at fewer steps and drawn as joined points; None for none.
+        from_zero: Whether the y axis starts at 0.
+    """
+
+    title: str
+    metric: str
+    points: str | None = None
+    from_zero: bool = False
+
+
+PANELS = (
+    Panel(title="loss, nats per token", metric="train/loss", points="eval/loss"),
+    Panel(title="gradient norm before clipping", metric="train/grad_norm_preclip"),
+    Panel(title="tokens per second, all ranks", metric="perf/tokens_per_second_global", from_zero=True),
+)
+"""What is drawn when nothing is asked for by name."""
+
+
+def read_runs(places: Sequence[Path]) -> list[Run]:
+    """Runs from their folders, or from metrics files themselves, under names that tell them apart.
+
+    Raises:
+        DataError: No metrics there, unreadable ones, or none yet.
+    """
+    files = [place if place.is_file() else place / METRICS_FILE for place in places]
+    names = _names([file.absolute().parent for file in files])
+    return [Run(name, read_series(file)) for name, file in zip(names, files, strict=True)]
+
+
+def read_series(file: Path) -> dict[str, Series]:
+    """Every metric of a ``metrics.jsonl``, as :class:`dsx.train.tracking.Tracker` writes it.
+
+    A last line that a kill has torn is passed over.
+
+    Raises:
+        DataError: Missing, unreadable, empty, or a line that is no record.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise DataError(str(file), "there is no such file", _other_folders(file.parent)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(str(file), f"cannot be read ({error})", "name a run's folder") from None
+    columns: dict[str, tuple[list[int], list[float]]] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            step = int(record[STEP])
+            values = {name: float(value) for name, value in record.items() if name != STEP}
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            if number == len(lines):
+                break
+            raise DataError(
+                f"{file}, line {number}", f"not a record with {STEP} and numbers", "remove the line"
+            ) from None
+        for name, value in values.items():
+            steps, column = columns.setdefault(name, ([], []))
+            steps.append(step)
+            column.append(value)
+    if not columns:
+        raise DataError(str(file), "it holds no records yet", "wait for the first step of the run")
+    return {name: Series(tuple(steps), tuple(column)) for name, (steps, column) in columns.items()}
+
+
+def choose(runs: Sequence[Run], metrics: Sequence[str]) -> list[Panel]:
+    """A panel per metric asked for; without any, those of :data:`PANELS` that some run has.
+
+    Raises:
+        ConfigError: A metric that no run has.
+    """
+    known = {name for run in runs for name in run.series}
+    for metric in metrics:
+        if metric not in known:
+            raise ConfigError(
+                f"--metric {metric}", "no run has it", f"use one of: {', '.join(sorted(known))}"
+            )
+    if metrics:
+        return [_panel(metric) for metric in dict.fromkeys(metrics)]
+    usual = [panel for panel in PANELS if known & {panel.metric, panel.points}]
+    return usual or [_panel(metric) for metric in sorted(known)]
+
+
+def save(runs: Sequence[Run], panels: Sequence[Panel], output: Path) -> None:
+    """Draw ``panels`` of ``runs`` into ``output``, whose suffix is the format (:data:`SUFFIXES`).
+
+    Raises:
+        ConfigError: matplotlib is missing, another suffix, or the file cannot be written.
+    """
+    if output.suffix.lower() not in SUFFIXES:
+        raise ConfigError(
+            f"--output {output}",
+            f"{output.suffix or 'no suffix'!r} is no format",
+            f"end it in {_or(SUFFIXES)}",
+        )
+    figure = draw(runs, panels)
+    try:
+        figure.savefig(output, dpi=150)
+    except OSError as error:
+        raise ConfigError(
+            f"--output {output}", f"cannot be written ({error.strerror or error})", "choose another place"
+        ) from None
+
+
+def draw(runs: Sequence[Run], panels: Sequence[Panel]) -> Figure:
+    """The picture as a matplotlib figure. Raises ConfigError if matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(
+            "dsx plot",
+            "it draws with matplotlib, which is not installed",
+            "pip install 'matplotlib>=3.9' (dsx's extra \"plot\" brings it)",
+        ) from None
+    heights = [1.6 if panel.points else 1.0 for panel in panels]
+    figure = Figure(figsize=(8.0, 0.9 + 1.75 * sum(heights)), layout="constrained")
+    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
+    for panel, axes in zip(panels, grid[:, 0], strict=True):
+        for index, run in enumerate(runs):
+            # Earlier runs wider, so that they show where a later one lies on them: layouts that train alike.
+            width = 1.2 + 1.4 * min(len(runs) - 1 - index, 3)
+            _draw_run(axes, panel, run, _COLOURS[index % len(_COLOURS)], width)
+        _finish(axes, panel, runs)
+    grid[-1, 0].set_xlabel("optimizer step")
+    if len(runs) == 1:
+        figure.suptitle(runs[0].name, x=0.01, ha="left", fontweight="bold")
+    else:
+        handles = [_handle(run.name, _COLOURS[i % len(_COLOURS)], 2.5) for i, run in enumerate(runs)]
+        columns = max(1, min(len(runs), 100 // max(len(run.name) + 8 for run in runs)))
+        figure.legend(handles=handles, loc="outside upper left", ncols=columns, frameon=False)
+    return figure
+
+
+def _draw_run(axes: Axes, panel: Panel, run: Run, colour: str, width: float) -> None:
+    line, points = run.series.get(panel.metric), run.series.get(panel.points or "")
+    if line is not None:
+        marker = "." if len(line.steps) < 20 else None  # else one value shows nothing, and a few only slopes
+        axes.plot(line.steps, line.values, color=colour, linewidth=width, marker=marker)
+    if points is not None:
+        axes.plot(points.steps, points.values, color=colour, **_points_style(width))
+
+
+def _points_style(width: float) -> dict[str, Any]:
+    """Joined points with a white rim, over the lines."""
+    return {
+        "linestyle": (0, (2, 2)),
+        "linewidth": 1.0,
+        "marker": "o",
+        "markersize": 4.8 + width,
+        "markeredgecolor": "white",
+        "zorder": 3,
+    }
+
+
+def _finish(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
+    axes.set_title(panel.title, loc="left", fontsize="medium")
+    axes.grid(visible=True, color="#E3E3E3", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(color=_GREY)
+    names = {panel.metric, panel.points or panel.metric}
+    shown = [run.series[name] for run in runs for name in names if name in run.series]
+    finite = [value for series in shown for value in series.values if math.isfinite(value)]
+    if panel.from_zero:
+        axes.set_ylim(bottom=0)
+    elif finite and 0 < min(finite) < max(finite) / _LOG_SCALE_FROM:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    if any(value >= 10_000 for value in finite) and axes.get_yscale() == "linear":
+        axes.yaxis.set_major_formatter(_thousands)
+    if panel.points is not None and any(panel.points in run.series for run in runs):
+        handles = [_handle("train", _GREY, 1.2), _handle("held out", _GREY, **_points_style(1.2))]
+        axes.legend(handles=handles, frameon=False, labelcolor=_GREY)
+
+
+def _handle(label: str, colour: str, linewidth: float, **style: Any) -> Line2D:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], label=label, color=colour, linewidth=linewidth, **style)
+
+
+def _thousands(value: float, _position: float) -> str:
+    return f"{value / 1e6:g}M" if abs(value) >= 1e6 else f"{value / 1000:g}k" if value else "0"
+
+
+def _panel(metric: str) -> Panel:
+    usual = {panel.metric: panel for panel in PANELS}
+    return usual.get(metric, Panel(title=metric, metric=metric))
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Each folder's last parts, as many as it takes to tell all of them apart.
+
+    >>> _names([Path("/a/zero1"), Path("/a/zero3")]), _names([Path("/a/run"), Path("/b/run")])
+    (['zero1', 'zero3'], ['a/run', 'b/run'])
+    """
+    deepest = max(len(folder.parts) for folder in folders)
+    for count in range(1, deepest + 1):
+        names = ["/".join(folder.parts[-count:]) for folder in folders]
+        if len(set(names)) == len(set(folders)):
+            break
+    return names
+
+
+def _other_folders(folder: Path) -> str:
+    below = sorted(str(file.parent) for file in folder.glob(f"*/{METRICS_FILE}")) if folder.is_dir() else []
+    if below:
+        return f"name one of the runs below it: {', '.join(below)}"
+    return "name the folder that a run wrote (dsx.train.output)"
+
+
+def _or(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"

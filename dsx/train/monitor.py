@@ -1,0 +1,314 @@
+"""One rank speaks: console, ``metrics.jsonl`` and Weights & Biases from the same figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from dsx.config.run import RunConfig
+from dsx.data.own import OwnCorpus, OwnText, as_text
+from dsx.data.text import Text
+from dsx.engine.engine import PipelineEngine
+from dsx.engine.recorder import write
+from dsx.errors import CheckpointError
+from dsx.memory.estimate import RunMemory
+from dsx.memory.watch import PeakMemory, beside, describe, estimated
+from dsx.schedules.tables import summary
+from dsx.schedules.trace import Comparison, Trace, compare
+from dsx.train.progress import EvaluationReport, Progress, RunRates, StepReport, end_rows, start_rows
+from dsx.train.run_folder import own_checkpoint, standing
+from dsx.train.tracking import Tracker, environment
+
+_FIRST_LINES, _MOST_LINES = 10, 200
+"""Console lines of ``dsx.train.log_every`` "auto": of a run's first steps, and of the whole run about."""
+
+
+class Monitor:
+    """Follows a run. Every rank makes one and calls it alike; rank 0 writes and prints.
+
+    Args:
+        config: The resolved config.
+        engine: The engine, already resumed if it is to be.
+        corpus: The data, for its sizes and the bits per byte: the text of ``dsx.data``, or a data set of
+            one's own (:class:`dsx.OwnCorpus`).
+        state: What :attr:`state` was when the checkpoint was saved that the run continues from; empty for a
+            fresh start.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: PipelineEngine,
+        corpus: Text | OwnText | OwnCorpus,
+        state: Mapping[str, Any],
+    ) -> None:
+        self._config, self._engine = config, engine
+        self._corpus = as_text(corpus, config.dsx.data)
+        self._progress = Progress(quiet=engine.groups.rank != 0)
+        self._written: dict[str, str | Path] = {}
+        self._saved: tuple[Path, int] | None = None
+        self._untrained_loss: float | None = state.get("untrained_loss")
+        self._last_evaluation: EvaluationReport | None = None
+        self._last_step, last = int(engine.global_steps), config.dsx.train.steps
+        self._resumed_after = self._last_step
+        device = device_name()
+        more = self._corpus.rows(last * config.global_batch_size, config.micro_batch_size * config.mesh.dp)
+        self._peaks: dict[str, int] = {}
+        self._memory = PeakMemory(engine.pipeline.device)
+        self._estimate: RunMemory | None = None
+        if engine.groups.rank == 0:
+            memory = estimated(config)
+            more.append(("memory", describe(memory)))
+            self._estimate = None if isinstance(memory, Exception) else memory
+        if self._last_step >= last:
+            more.append(("complete", _complete(self._last_step, config)))
+        elif self._last_step:
+            more.append(("resumed", f"after step {self._last_step}"))
+        self._rates = RunRates.of(config, device_name=device)
+        self._tracker: Tracker | None = None
+        if engine.groups.rank == 0 and self._last_step < last:
+            self._tracker = self._open_tracker(state.get("wandb_run_id"))
+        begun = bool(self._last_step)
+        self._progress.rows("dsx", start_rows(config, device_name=device, resumed=begun, more=more))
+        left = [step for step in config.dsx.train.trace_steps if step > self._last_step]
+        self._traces: list[Trace] = engine.trace(left) if left else []
+        self._begun = self._last_time = self._step_ended = time.perf_counter()
+        self._used_lr = self._waited_seconds = 0.0
+        self._pace: tuple[int, float] | None = None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint, on rank 0: what a resumed run continues its records with."""
+        run_id = self._tracker.run_id if self._tracker is not None else None
+        return {"wandb_run_id": run_id, "untrained_loss": self._untrained_loss}
+
+    def step(self, loss: torch.Tensor) -> None:
+        """Report the step that has just ended, if its turn has come."""
+        self._memory.after_step()
+        step, train = int(self._engine.global_steps), self._config.dsx.train
+        every = 1 if train.log_every == "auto" else train.log_every
+        if is_due(step, every=every, last=train.steps) or step in train.trace_steps:
+            self._report(step, loss.item())  # waits for the device, so that the time is the steps' own
+        self._step_ended = time.perf_counter()
+
+    def _report(self, step: int, loss: float) -> None:
+        now = time.perf_counter()
+        train = self._config.dsx.train
+        comparison = compare(self._traces.pop()) if self._traces else None
+        self._peaks = self._memory.peaks()
+        report = StepReport(
+            rates=self._rates,
+            step=step,
+            loss=loss,
+            grad_norm=self._engine.get_global_grad_norm(),
+            lr=self._used_lr,
+            tokens=self._tokens(step),
+            step_seconds=(now - self._last_time) / (step - self._last_step),
+            data_share=self._data_share(now - self._last_time),
+            bubble=None if comparison is None else comparison.measured.bubble,
+            simulated_bubble=None if comparison is None else comparison.simulated.bubble,
+            estimated_bytes=None if self._estimate is None else self._estimate.peak_bytes,
+            elapsed_seconds=now - self._begun,
+            left_seconds=self._left_seconds(step, now),
+            **self._peaks,
+        )
+        self._last_step, self._last_time = step, now
+        auto, done = train.log_every == "auto", step - self._resumed_after
+        if not auto or done <= _FIRST_LINES or is_due(step, every=lines_apart(train.steps), last=train.steps):
+            self._progress.step(report)
+        if self._tracker is not None:
+            self._tracker.log(step, report.metrics())
+        for text in self._corpus.news():
+            self._progress.note(text)
+        if comparison is not None:
+            self._write_trace(comparison)
+
+    def _left_seconds(self, step: int, now: float) -> float | None:
+        """Until the last step, at the pace since the first report: that step's warm-up is no other's."""
+        if self._pace is None:
+            self._pace = step, now
+            return None
+        first, since = self._pace
+        if step == first:
+            return None
+        return (now - since) / (step - first) * (self._config.dsx.train.steps - step)
+
+    def _data_share(self, elapsed_seconds: float) -> float:
+        """How much of the time since the last report this rank, which reads inputs, waited for data."""
+        before, self._waited_seconds = self._waited_seconds, self._engine.data_wait.seconds
+        return (self._waited_seconds - before) / elapsed_seconds
+
+    def _write_trace(self, comparison: Comparison) -> None:
+        """On rank 0. A run does not end because a picture cannot be written."""
+        title = f"trace of step {comparison.trace.step}"
+        self._progress.rows(title, summary(comparison))
+        try:
+            self.wrote(title, write(comparison, self._config.output / "trace"))
+        except CheckpointError as error:
+            self._progress.warning(f"{title} is lost: {error}")
+
+    def before_step(self) -> None:
+        """Take the clock up again, and note the learning rate: schedulers move it at the end of a step.
+
+        What has passed since the last step, evaluation, saving and printing, is no step's time.
+        """
+        self._used_lr = float(self._engine.get_lr()[0])
+        self._last_time += time.perf_counter() - self._step_ended
+        to_come = int(self._engine.global_steps) + 1
+        self._memory.before_step(counts=to_come not in self._config.dsx.train.trace_steps)
+
+    def warn(self, text: str) -> None:
+        """Say something that the user should know, on rank 0."""
+        self._progress.warning(text)
+
+    def went_back(self) -> None:
+        """The engine has loaded an older checkpoint: the steps since then will come again."""
+        self._last_step, self._last_time = int(self._engine.global_steps), time.perf_counter()
+        self._step_ended, self._pace = self._last_time, None
+        if self._tracker is not None:
+            self._tracker.went_back(self._last_step)
+
+    def evaluation(self, loss: float | Mapping[str, float] | None) -> None:
+        """Report a held-out loss, in nats per token, or that of each source of a mixture, by name.
+
+        None (nothing held out) is passed over.
+        """
+        if loss is None:
+            return
+        by_source = loss if isinstance(loss, Mapping) else {}
+        loss = self._corpus.mean_loss(by_source) if isinstance(loss, Mapping) else loss
+        report = EvaluationReport(
+            step=int(self._engine.global_steps),
+            steps=self._config.dsx.train.steps,
+            loss=loss,
+            bits_per_byte=self._corpus.bits_per_byte(loss),
+            by_source=by_source,
+        )
+        if report.step == 0:
+            self._untrained_loss = loss
+        self._last_evaluation = report
+        self._progress.evaluation(report)
+        if self._tracker is not None:
+            # With the tokens, so that W&B can draw it over them.
+            self._tracker.log(report.step, {**report.metrics(), "train/tokens": self._tokens(report.step)})
+
+    def wrote(self, label: str, path: Path) -> None:
+        """Remember something that was written, for the summary."""
+        self._written[label] = path
+
+    def saved(self, checkpoint: Path, *, background: bool) -> None:
+        """Tell W&B of the checkpoint of this step.
+
+        Args:
+            checkpoint: Its folder.
+            background: It is still being written: W&B hears of it at the next save, which has waited for it,
+                or at the end.
+        """
+        self._refer_to_saved()
+        self._saved = checkpoint, int(self._engine.global_steps)
+        if not background:
+            self._refer_to_saved()
+
+    def exported(self, folder: Path) -> None:
+        """Tell W&B of the Hugging Face folder of this step, and remember it for the summary."""
+        self.wrote("Hugging Face model", folder)
+        self._refer_to("model", folder, int(self._engine.global_steps))
+
+    def _refer_to_saved(self) -> None:
+        if self._saved is not None:
+            self._refer_to("checkpoint", *self._saved)
+        self._saved = None
+
+    def _refer_to(self, kind: Literal["checkpoint", "model"], folder: Path, step: int) -> None:
+        if self._tracker is not None:
+            about = {"tokens": self._tokens(step), "mesh": dict(self._config.mesh.axes)}
+            self._tracker.refer_to(kind, folder, step=step, about=about)
+
+    def _tokens(self, step: int) -> int:
+        """Trained on after so many steps."""
+        return step * self._config.tokens_per_step
+
+    def finish(self) -> None:
+        """Wait for a checkpoint in the background, print what came of the run and close its records."""
+        self._engine.wait_for_checkpoint()
+        if self._tracker is None:  # another rank, or nothing was left to train
+            if self._written:
+                self._progress.rows("done", [(label, str(path)) for label, path in self._written.items()])
+            return
+        self._refer_to_saved()
+        self._tracker.finish()
+        written = {"metrics": self._tracker.metrics_path, **self._written}
+        if self._tracker.wandb_path is not None:
+            written["W&B run"] = self._tracker.wandb_path
+        steps, evaluation = int(self._engine.global_steps), self._last_evaluation
+        rows = end_rows(
+            steps=steps,
+            tokens=self._tokens(steps),
+            elapsed_seconds=time.perf_counter() - self._begun,
+            resumed_after=self._resumed_after,
+            evaluation=evaluation,
+            unigram_bits_per_byte=self._corpus.unigram_bits_per_byte if evaluation else None,
+            memory=None if self._estimate is None else beside(self._peaks, self._estimate),
+            written=written,
+        )
+        if self._untrained_loss is not None:
+            rows.insert(1, ("loss before", f"{self._untrained_loss:.4f} nats/token, held out"))
+        ended = steps >= self._config.dsx.train.steps
+        self._progress.rows("done" if ended else "stopped", rows)
+        if not ended:
+            self._progress.note(standing(self._config, steps))
+
+    def _open_tracker(self, run_id: str | None) -> Tracker:
+        return Tracker(
+            self._config.output,
+            self._config.dsx.tracking.wandb,
+            run_config={
+                "config": self._config.resolved(),
+                **self._config.summary(),
+                "environment": environment(),
+            },
+            # A fresh start drops all that an earlier run left, its evaluation before step 1 included.
+            first_step=self._last_step + 1 if self._last_step else 0,
+            run_id=run_id,
+            warn=self._progress.warning,
+        )
+
+
+def is_due(step: int, *, every: int, last: int) -> bool:
+    """Whether something falls due after ``step``: every so many steps (0: never), and after the last.
+
+    >>> [step for step in range(1, 8) if is_due(step, every=3, last=7)]
+    [3, 6, 7]
+    """
+    return step == last or (every > 0 and step % every == 0)
+
+
+def lines_apart(steps: int) -> int:
+    """Steps between the console's lines of a run so long: 1, 2 or 5 times a power of ten.
+
+    >>> [lines_apart(steps) for steps in (200, 300, 1000, 20_000)]
+    [1, 2, 5, 100]
+    """
+    every = 1
+    while steps > _MOST_LINES * every:
+        every = every * 5 // 2 if str(every).startswith("2") else every * 2
+    return every
+
+
+def device_name() -> str:
+    """What one rank computes on, e.g. ``NVIDIA H100 80GB HBM3`` or ``CPU``."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def _complete(step: int, config: RunConfig) -> str:
+    done, resume = (
+        f"step {step} of dsx.train.steps = {config.dsx.train.steps} is done in",
+        config.dsx.train.resume,
+    )
+    if resume not in ("auto", "never") and own_checkpoint(config) is None:
+        return f"{done} {resume}, which this run begins from: raise steps to train on"
+    return f"{done} {config.output}: raise steps to train on, or choose another dsx.train.output"

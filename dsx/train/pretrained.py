@@ -1,0 +1,114 @@
+"""A model folder as transformers loads it, held to what its files hold.
+
+A config.json is small whatever it claims, and transformers gives what the files lack random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from dsx.checkpoint.catalog import Catalog
+from dsx.checkpoint.formats.huggingface import names
+from dsx.config.wording import at
+from dsx.errors import CheckpointError
+from dsx.models.quiet_transformers import first_line, quiet_transformers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_PACKED = 16  # at most so many quantised weights in one stored element
+_FIX = "use the config.json that was saved with these weights"
+
+
+def pretrained(source: Catalog, dtype: torch.dtype | None, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The model of a Hugging Face folder, as transformers loads it; pickles stay unread.
+
+    Args:
+        source: The folder.
+        dtype: Of the weights; None for their own.
+        trust_remote_code: Run code that the folder brings.
+
+    Raises:
+        CheckpointError: Transformers cannot load it, or its config claims what the files do not hold.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with quiet_transformers():
+            if not trust_remote_code:
+                described = AutoConfig.from_pretrained(
+                    source.root, trust_remote_code=False, local_files_only=True
+                )
+                _check_claims(source, described, str(source.root / names.CONFIG))
+            model, told = AutoModelForCausalLM.from_pretrained(
+                source.root,
+                dtype="auto" if dtype is None else dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged folder makes transformers raise anything
+        raise CheckpointError(
+            str(source.root),
+            f"transformers cannot load it ({first_line(error)})",
+            "export or download it again",
+        ) from error
+    if told["missing_keys"]:  # transformers fills them with random numbers
+        raise CheckpointError(
+            f"{source.root}: tensor {min(told['missing_keys'])}",
+            "the model of its config has it, and the files do not",
+            _FIX,
+        )
+    return cast("PreTrainedModel", model)
+
+
+def check_layers(source: Catalog, hf_config: Mapping[str, Any], file: str) -> None:
+    """Refuse a config that claims more layers than a checkpoint has tensors, before transformers reads it.
+
+    Some of its configs make lists of so many.
+
+    Args:
+        source: The checkpoint.
+        hf_config: Content of ``config.json``, or of a part of it.
+        file: Where that was read, for the message.
+
+    Raises:
+        CheckpointError: With the key.
+    """
+    held = len({entry.name for entry in source.entries})
+    for key, value in hf_config.items():
+        if key in _LAYERS and isinstance(value, int) and value > held:
+            raise CheckpointError(at(f"{file}: {key}", value), f"{source.root} has {held:,} tensors", _FIX)
+        if isinstance(value, Mapping):  # the part for text of a model for more
+            check_layers(source, value, file)
+
+
+def _check_claims(source: Catalog, described: PretrainedConfig, file: str) -> None:
+    """Refuse a config that claims a larger model than a checkpoint holds, before that is made.
+
+    Args:
+        source: The checkpoint.
+        described: Its model's config, of a class of transformers' own.
+        file: Where that was read, for the message.
+
+    Raises:
+        CheckpointError: It claims more parameters than the checkpoint has elements.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(described, trust_remote_code=False)
+    claimed = sum(parameter.numel() for parameter in model.parameters())
+    held = sum(entry.numel for entry in source.entries if entry.state in ("weight", "master"))
+    packed = 1 if getattr(described, "quantization_config", None) is None else _PACKED
+    if claimed > held * packed:
+        raise CheckpointError(
+            f"{file}: a model of {claimed:,} parameters", f"{source.root} holds {held:,} elements", _FIX
+        )

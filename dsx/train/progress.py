@@ -1,0 +1,390 @@
+"""A training run as people follow it: what starts, one line per logged step, what came of it.
+
+The same figures under the names that ``metrics.jsonl`` and W&B use: ``StepReport.metrics``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from dsx.config.run import RunConfig
+from dsx.models.flops import flops_per_token, peak_flops
+from dsx.terminal import printable
+
+Rows = Iterable[tuple[str, str]]
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRates:
+    """What turns a step's time into throughput.
+
+    Args:
+        steps: Optimizer steps of the whole run.
+        world_size: Ranks, one accelerator each.
+        tokens_per_step: Tokens of one optimizer step over all ranks.
+        flops_per_token: Model FLOPs of a token's forward and backward (see :mod:`dsx.models.flops`).
+        peak_flops: Peak FLOP/s of one accelerator in the compute dtype; None if unknown.
+    """
+
+    steps: int
+    world_size: int
+    tokens_per_step: int
+    flops_per_token: float
+    peak_flops: float | None = None
+
+    @classmethod
+    def of(cls, run: RunConfig, *, device_name: str) -> Self:
+        """Of a resolved run on accelerators called ``device_name`` (as ``torch.cuda.get_device_name()``)."""
+        return cls(
+            steps=run.dsx.train.steps,
+            world_size=run.mesh.size,
+            tokens_per_step=run.tokens_per_step,
+            flops_per_token=flops_per_token(run.model, run.sequence_length),
+            peak_flops=peak_flops(device_name, run.precision),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One optimizer step.
+
+    Args:
+        rates: The run's constants.
+        step: Steps done, from 1.
+        loss: Mean cross-entropy per token of the step's global batch, in nats.
+        grad_norm: Global gradient norm before clipping; None if unknown.
+        lr: Learning rate that the step used.
+        tokens: Tokens trained on since the run began, resumed parts included.
+        step_seconds: Wall time of a step; the mean since the last report if steps lie between.
+        data_share: Share of that time that the rank which reports waited for data; None if unknown.
+        bubble: Idle over ideal time of the pipeline ranks, measured; None for a step that is not traced.
+        simulated_bubble: The same of the schedule, simulated with that step's own times.
+        elapsed_seconds: Since this process began to train; None if unknown.
+        left_seconds: Until the last step, at the pace so far; None if unknown.
+        peak_allocated_bytes: Largest memory in use on the fullest rank; None on a CPU until it is counted.
+        peak_reserved_bytes: Largest memory held by the allocator on the fullest rank; None on a CPU.
+        estimated_bytes: What the estimator predicted for the fullest rank.
+    """
+
+    rates: RunRates
+    step: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    step_seconds: float
+    data_share: float | None = None
+    bubble: float | None = None
+    simulated_bubble: float | None = None
+    elapsed_seconds: float | None = None
+    left_seconds: float | None = None
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    estimated_bytes: int | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput of all ranks together."""
+        return self.rates.tokens_per_step / self.step_seconds
+
+    @property
+    def flops_per_gpu(self) -> float:
+        """Model FLOP/s of one rank."""
+        return self.tokens_per_second * self.rates.flops_per_token / self.rates.world_size
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation, 0 to 1; None where the accelerator's peak is unknown."""
+        peak = self.rates.peak_flops
+        return None if peak is None else self.flops_per_gpu / peak
+
+    def metrics(self) -> dict[str, float | int]:
+        """Metrics by name, units in the names; what is unknown is left out."""
+        values: dict[str, float | int | None] = {
+            "train/loss": self.loss,
+            "train/grad_norm_preclip": self.grad_norm,
+            "train/lr": self.lr,
+            "train/tokens": self.tokens,
+            "perf/tokens_per_second_global": self.tokens_per_second,
+            "perf/tokens_per_second_per_gpu": self.tokens_per_second / self.rates.world_size,
+            "perf/tflops_per_gpu": self.flops_per_gpu / 1e12,
+            "perf/mfu_percent": _scaled(self.mfu, 100),
+            "perf/step_seconds": self.step_seconds,
+            "perf/data_percent": _scaled(self.data_share, 100),
+            "perf/bubble_percent": _scaled(self.bubble, 100),
+            "perf/bubble_simulated_percent": _scaled(self.simulated_bubble, 100),
+            "memory/peak_allocated_gib": _scaled(self.peak_allocated_bytes, 1 / _GIB),
+            "memory/peak_reserved_gib": _scaled(self.peak_reserved_bytes, 1 / _GIB),
+            "memory/estimated_gib": _scaled(self.estimated_bytes, 1 / _GIB),
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    def line(self) -> str:
+        """One console line; lines of a run are aligned."""
+        parts = [
+            _count(self.step, self.rates.steps, "step"),
+            f"loss {self.loss:7.4f}",
+            f"grad norm {'-' if self.grad_norm is None else format(self.grad_norm, '.3g'):>7}",
+            f"lr {self.lr:.2e}",
+            f"{compact(self.tokens_per_second):>6} tok/s",
+            f"{seconds(self.step_seconds):>7}/step",
+        ]
+        if self.mfu is not None:
+            parts.append(f"MFU {100 * self.mfu:4.1f}%")
+        if self.peak_allocated_bytes is not None:
+            parts.append(amount(self.peak_allocated_bytes))
+        if self.elapsed_seconds is not None:
+            left = f", {seconds(self.left_seconds)} left" if self.left_seconds else ""
+            parts.append(f"{seconds(self.elapsed_seconds)}{left}")
+        return " | ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationReport:
+    """One evaluation on the held-out text.
+
+    Args:
+        step: Optimizer steps done.
+        steps: Steps of the whole run.
+        loss: Mean cross-entropy per token, in nats.
+        bits_per_byte: The same per byte of text; None for data without bytes.
+        by_source: The loss of each source of a mixture, by its name.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    bits_per_byte: float | None = None
+    by_source: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    def metrics(self) -> dict[str, float | int]:
+        """Metrics by name; what is unknown is left out."""
+        values = {
+            "eval/loss": self.loss,
+            "eval/perplexity": self.perplexity,
+            "eval/bits_per_byte": self.bits_per_byte,
+            **{f"eval/loss/{name}": loss for name, loss in self.by_source.items()},
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    def line(self) -> str:
+        """One console line, aligned with the steps' lines."""
+        parts = [
+            _count(self.step, self.steps, "eval"),
+            f"loss {self.loss:7.4f}",
+            f"perplexity {self.perplexity:.4g}",
+        ]
+        if self.bits_per_byte is not None:
+            parts.append(f"{self.bits_per_byte:.3f} bits/byte")
+        parts += [f"{name} {loss:.4f}" for name, loss in self.by_source.items()]
+        return " | ".join(parts)
+
+
+class Progress:
+    """Prints a run: in colour on a terminal, as plain lines elsewhere.
+
+    Args:
+        stream: Where to; None for standard output.
+        quiet: Print nothing: for all ranks but the one that speaks.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
+        self._console = Console(file=stream or sys.stdout, highlight=False, quiet=quiet)
+
+    def rows(self, title: str, rows: Rows) -> None:
+        """Print a title and label-and-value rows, such as :func:`start_rows` gives."""
+        listed = list(rows)
+        width = max((len(label) for label, _ in listed), default=0)
+        self._print((title, "bold"))
+        for label, value in listed:
+            self._print((f"  {label:<{width}}  ", "cyan"), (value, ""))
+
+    def step(self, report: StepReport) -> None:
+        """Print a step's line; a loss that is not finite in red."""
+        count, loss, *rest = report.line().split(" | ")
+        style = "bold" if math.isfinite(report.loss) else "bold red"
+        self._print((f"{count} | ", "dim"), (loss, style), (f" | {' | '.join(rest)}", ""))
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        """Print an evaluation's line."""
+        self._print((report.line(), "green"))
+
+    def note(self, text: str) -> None:
+        """Print a remark."""
+        self._print((text, "dim"))
+
+    def warning(self, text: str) -> None:
+        """Print something that the user should look at."""
+        self._print(("warning: ", "bold yellow"), (text, "yellow"))
+
+    def _print(self, *parts: tuple[str, str]) -> None:
+        # soft_wrap: a line stays one line, in a log file and in a narrow terminal.
+        shown = Text.assemble(*((printable(text), style) for text, style in parts))
+        self._console.print(shown, soft_wrap=True)
+
+
+def start_rows(
+    run: RunConfig, *, device_name: str, resumed: bool = False, more: Rows = ()
+) -> list[tuple[str, str]]:
+    """What is about to run: model, layout, batch, and what "auto" became.
+
+    Args:
+        run: The resolved config.
+        device_name: The accelerator's name.
+        resumed: The weights are a checkpoint's.
+        more: Rows to add before the notes, such as the data's.
+    """
+    mesh, model = run.mesh, run.model
+    layout = f"{mesh.size} x {device_name}: pipeline {mesh.pp} x data {mesh.dp} x tensor {mesh.tp}"
+    if run.chunks > 1:
+        layout += f", {run.chunks} chunks"
+    if mesh.tp > 1 and run.dsx.parallel.sequence_parallel:
+        layout += ", sequence parallel"
+    training = f"ZeRO-{run.zero_stage}, {run.precision}"
+    if mesh.pp > 1:
+        training = f"{run.schedule_name}, {training}"
+    if run.dsx.recompute != "none":
+        training += f", recompute {run.dsx.recompute}"
+    batch = (
+        f"{run.global_batch_size} sequences x {run.sequence_length} = {compact(run.tokens_per_step)} tokens "
+        f"a step (micro-batch {run.micro_batch_size} x {run.accumulation} x data {mesh.dp})"
+    )
+    weights = ", fresh weights" if run.weights is None else f", weights from {run.weights}"
+    described = f"{model.family}, {compact(run.num_parameters)} parameters{'' if resumed else weights}"
+    rows = [
+        ("model", described),
+        ("layout", layout),
+        ("training", training),
+        ("batch", batch),
+    ]
+    if mesh.pp * run.chunks > 1:
+        rows.append(("stages", _stages(run)))
+    return [*rows, *more, *(("note", note) for note in run.notes)]
+
+
+def end_rows(
+    *,
+    steps: int,
+    tokens: int,
+    elapsed_seconds: float,
+    resumed_after: int = 0,
+    evaluation: EvaluationReport | None,
+    unigram_bits_per_byte: float | None = None,
+    memory: str | None = None,
+    written: Mapping[str, str | Path],
+) -> list[tuple[str, str]]:
+    """What came of a run.
+
+    Args:
+        steps: Optimizer steps done in all.
+        tokens: Tokens trained on in all.
+        elapsed_seconds: Wall time of this process's training.
+        resumed_after: Steps that were done before.
+        evaluation: The last evaluation, if there was one.
+        unigram_bits_per_byte: Entropy of the held-out bytes' own frequencies, the bar to clear.
+        memory: Peak beside its estimate, if known.
+        written: Label -> path of everything that was written.
+    """
+    took = seconds(elapsed_seconds)
+    if resumed_after:
+        took = f"those after {resumed_after} in {took}"
+    rows = [("trained", f"{steps} steps, {compact(tokens)} tokens, {took}")]
+    if memory is not None:
+        rows.append(("memory", memory))
+    if evaluation is not None:
+        rows.append(
+            ("held-out loss", f"{evaluation.loss:.4f} nats/token, perplexity {evaluation.perplexity:.4g}")
+        )
+        if evaluation.bits_per_byte is not None:
+            text = f"{evaluation.bits_per_byte:.3f} bits/byte"
+            if unigram_bits_per_byte is not None:
+                text += f" (the bytes' own frequencies: {unigram_bits_per_byte:.3f})"
+            rows.append(("held-out text", text))
+    return [*rows, *((label, str(path)) for label, path in written.items())]
+
+
+def compact(number: float) -> str:
+    """Three significant digits and a power-of-1000 suffix.
+
+    >>> [compact(n) for n in (7, 12345, 999_950, 1.24e9, 0.5)]
+    ['7', '12.3k', '1M', '1.24B', '0.5']
+    """
+    if not math.isfinite(number):
+        return str(number)
+    for suffix in ("", "k", "M", "B", "T"):
+        rounded = float(f"{number:.3g}")
+        if abs(rounded) < 1000 or suffix == "T":
+            return f"{rounded:g}{suffix}"
+        number /= 1000
+    raise AssertionError
+
+
+def seconds(duration: float) -> str:
+    """A duration in the unit that suits it.
+
+    >>> [seconds(d) for d in (0.0123, 0.66, 12.34, 75.2, 7384)]
+    ['12 ms', '0.66 s', '12.3 s', '1 min 15 s', '2 h 03 min']
+    """
+    if duration < 0.1:
+        return f"{1000 * duration:.0f} ms"
+    if duration < 60:
+        return f"{duration:.2f} s" if duration < 10 else f"{duration:.1f} s"
+    minutes, rest = divmod(round(duration), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def unit_of(size_bytes: int) -> tuple[str, int]:
+    """The unit to show sizes up to this one in: its name and bytes.
+
+    >>> unit_of(3 << 30), unit_of(5 << 20)
+    (('GiB', 1073741824), ('MiB', 1048576))
+    """
+    return ("GiB", 1 << 30) if size_bytes >= 1 << 30 else ("MiB", 1 << 20)
+
+
+def amount(size_bytes: int) -> str:
+    """Bytes with a unit.
+
+    >>> amount(3 << 30), amount(5 << 20)
+    ('3.00 GiB', '5.00 MiB')
+    """
+    name, unit = unit_of(size_bytes)
+    return f"{size_bytes / unit:.2f} {name}"
+
+
+def _stages(run: RunConfig) -> str:
+    """``pipeline rank 0: layers 0-2, 6-7 · 1: 3-5, 8``: a span per chunk."""
+    spans = []
+    for rank in range(run.mesh.pp):
+        layers = (run.stage_map.layers(stage) for stage in run.stage_map.stages_of(rank))
+        held = (f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in layers)
+        spans.append(f"{rank}: {', '.join(held)}")
+    return f"pipeline rank {' · '.join(spans)}".replace(": ", ": layers ", 1)
+
+
+def _count(step: int, steps: int, word: str) -> str:
+    return f"{word} {step:>{len(str(steps))}}/{steps}"
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor

@@ -1,0 +1,370 @@
+"""From a resolved config to an engine: the steps that every recipe on dsx's own models shares."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+import dsx
+from dsx.checkpoint import store
+from dsx.checkpoint.run.state import kept_settings
+from dsx.checkpoint.run.stored import export_hf, layer_weights
+from dsx.config.run import RunConfig
+from dsx.config.schema import OWN, DsxConfig
+from dsx.config.wording import at
+from dsx.data.batches import Batches, EvaluationBatches, Prefetched, pins
+from dsx.data.own import OwnCorpus, OwnPart, OwnText, as_text, require_same_everywhere
+from dsx.data.text import Part, Text, prepare_text
+from dsx.engine.engine import PipelineEngine
+from dsx.engine.initialize import initialize
+from dsx.engine.pipeline_module import PipelineModule
+from dsx.errors import CheckpointError, ConfigError, DataError, DsxError
+from dsx.fault_tolerance.guard import Guard
+from dsx.launch.entry import ALONE, local_rank
+from dsx.launch.processes import agree
+from dsx.memory.watch import check_memory
+from dsx.models import families
+from dsx.models.spec import Recompute
+from dsx.nn.split import WeightGradients
+from dsx.parallel.groups import Groups
+from dsx.planner import measured
+from dsx.planner.profile import Profile
+from dsx.planner.profiler import measure_model
+from dsx.terminal import printable
+from dsx.train.monitor import Monitor, device_name, is_due
+from dsx.train.run_folder import CONFIG, own_checkpoint, start_of
+from dsx.waiting import Waiting
+
+__all__ = [
+    "Guard",
+    "Monitor",
+    "build_engine",
+    "build_model",
+    "check_memory",
+    "evaluate",
+    "export",
+    "is_due",
+    "measure",
+    "open_data",
+    "prepare_data",
+    "resume",
+    "save",
+    "training_batches",
+]
+
+PROFILE = "profile.json"
+
+RunData = Text | OwnText | OwnCorpus
+"""The text of ``dsx.data``, or a data set of one's own."""
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
+    """This rank's layers of the config's model, freshly initialised or read from its Hugging Face folder.
+
+    Fresh weights depend on the seed alone, not on the layout. At ZeRO-3 each layer is partitioned as soon as
+    it has its weights.
+
+    Raises:
+        CheckpointError: The folder's weights do not fit the model.
+    """
+    settings = config.dsx
+    split = WeightGradients() if config.program.divides else None
+    layers = families.layers(
+        config.model,
+        groups.tensor_parallel,
+        dtype=_DTYPES[config.precision],
+        device=get_accelerator().current_device_name(),
+        seed=settings.train.seed,
+        recompute=_recompute(settings),
+        pad_multiple=settings.model.vocab_multiple,
+        split=split,
+    )
+    with ExitStack() as files:
+        load_layer = None
+        if config.weights is not None:
+            reading = f"reading the weights in {config.weights}"
+            files.enter_context(Waiting(reading, quiet=groups.rank != 0))
+            load_layer = files.enter_context(layer_weights(config.weights, config.param_specs, groups))
+        return PipelineModule(
+            layers,
+            # The engine drops the logits, so that their memory can take the gradient.
+            loss_fn=families.loss(config.model, groups.tensor_parallel, overwrite_logits=True),
+            groups=groups,
+            stage_map=config.stage_map,
+            schedule=config.program,
+            release_outputs=True,
+            shard_transfers=not groups.tensor_parallel.sequence,
+            split=split,
+            config=config,
+            load_layer=load_layer,
+        )
+
+
+def measure(config: RunConfig, groups: Groups) -> RunConfig:
+    """The config with everything that it leaves to a profile chosen; itself if it leaves nothing.
+
+    Layers and links are measured (:func:`dsx.planner.profiler.measure_model`) unless ``dsx.profile`` names a
+    saved profile; the profile goes to ``profile.json`` in the output folder. A run that continues from a
+    checkpoint there uses that file again, so that its layout stays the checkpoint's. Rank 0 then chooses by
+    simulated step (:func:`dsx.planner.choose.choose`) and the others get what it chose; why is in the
+    config's notes. A collective call over all ranks, before the model is built, whose numbers do not depend
+    on it.
+
+    Raises:
+        CheckpointError: The profile cannot be written.
+        ConfigError: A saved profile is of another run, naming what differs, or nothing stays within
+            ``dsx.schedule.activation_gib``, naming the nearest.
+    """
+    if not measured.is_wanted(config.dsx, config.mesh.pp):
+        return config
+    own = config.output / PROFILE
+    found: tuple[Path, Profile] | None = agree(lambda: _saved_profile(config, own))
+    said = "used again"
+    if found is None:
+        began = time.perf_counter()
+        with Waiting("measuring layers and links", quiet=groups.rank != 0):
+            found = own, measure_model(config, groups)
+        text = found[1].to_json()
+        agree(lambda: store.write_atomically(own, text.encode()))
+        said = f"measured in {time.perf_counter() - began:.1f} s"
+    path, profile = found
+    with Waiting("choosing by simulated step", quiet=groups.rank != 0):
+        settled = agree(lambda: measured.settle(config, profile, path))
+    return replace(settled, notes=(*settled.notes, f"dsx.profile: {said}: {path}"))
+
+
+def build_engine(config: RunConfig, groups: Groups) -> PipelineEngine:
+    """:func:`build_model` under the optimizer, precision, ZeRO stage and schedule of the config."""
+    return initialize(model=build_model(config, groups), config=config)[0]
+
+
+def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
+    """Tokenise the config's text, once per machine, before any process group exists.
+
+    The first rank of each machine does the work and gives a folder for each source; the others give None at
+    once and wait for it in :func:`dsx.distributed`. Of a streamed text only what is held out is tokenised.
+    Whatever is wrong with the data or the output folder is found here.
+
+    Raises:
+        CheckpointError: The output folder cannot be written.
+        DataError: The text is missing, unreadable, empty or too short for one step.
+    """
+    if local_rank() != 0:
+        return None
+    try:
+        if config.dsx.data.source == OWN:
+            raise DataError(
+                at("dsx.data.source", OWN),
+                "this program reads text, and the data of no other program",
+                "name a text (files, a folder, a hub data set), or run the program that has the data",
+            )
+        store.require_writable(config.output / store.CHECKPOINTS)
+        start_of(config)
+        tokens = max(config.dsx.train.eval_tokens, config.tokens_per_step) + config.sequence_length + 1
+        folders = prepare_text(config.dsx.data, config.output / "data", held_out_tokens=tokens)
+        corpus = _open(config, folders)
+        training_batches(config, corpus, dp_rank=0)
+        for part in corpus.held_out:
+            _evaluation_batches(config, corpus, part, dp_rank=0)
+    except DsxError as error:
+        error.add_note(ALONE)
+        raise
+    return folders
+
+
+def open_data(config: RunConfig, folders: tuple[Path, ...] | None) -> Text:
+    """The text that :func:`prepare_data` made ready. A collective call over all ranks."""
+    holder = [folders]
+    dist.broadcast_object_list(holder, src=0)
+    assert holder[0] is not None
+    return _open(config, holder[0])
+
+
+def training_batches(
+    config: RunConfig, corpus: RunData, *, dp_rank: int, cursor: int = 0
+) -> Batches | Prefetched:
+    """Endless ``(inputs, labels)`` of one data-parallel rank, from global sample ``cursor`` on.
+
+    A thread makes ``dsx.data.prefetch`` of them ahead, once the first is asked for. A streamed text goes on
+    from where :func:`resume` has put it, or where the batches before these stand.
+    """
+    ahead, shared = config.dsx.data.prefetch, config.micro_batch_size * config.mesh.dp
+    batches = Batches(
+        as_text(corpus, config.dsx.data).samples(cursor=cursor, in_flight=(ahead + 2) * shared),
+        micro_batch_size=config.micro_batch_size,
+        accumulation=config.accumulation,
+        dp=config.mesh.dp,
+        dp_rank=dp_rank,
+        cursor=cursor,
+    )
+    return Prefetched(batches, depth=ahead, pin=pins()) if ahead else batches
+
+
+def evaluate(config: RunConfig, engine: PipelineEngine, corpus: RunData) -> float | dict[str, float] | None:
+    """Mean held-out loss in nats per token, the same on every rank; None if nothing is held out.
+
+    Of a mixture the loss of each source by its name; together they read ``dsx.train.eval_tokens``.
+    """
+    losses, text = {}, as_text(corpus, config.dsx.data)
+    for part in text.held_out:
+        batches = _evaluation_batches(config, text, part, dp_rank=engine.groups.dp_rank)
+        total, mute = len(batches), engine.groups.rank != 0
+        with Waiting("evaluating", total=total, unit="micro-batches", quiet=mute) as waiting:
+            losses[part.name] = float(engine.eval_batch(waiting.counts(batches), num_micro_batches=total))
+    if len(text.parts) == 1:
+        return next(iter(losses.values()), None)
+    return losses or None
+
+
+def resume(config: RunConfig, engine: PipelineEngine, corpus: RunData) -> dict[str, Any]:
+    """Continue from the newest checkpoint below the config's output folder, or from what ``resume`` names.
+
+    Returns:
+        The ``client_state`` of that checkpoint; empty for a fresh start.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model, or of other training text.
+    """
+    text = as_text(corpus, config.dsx.data)
+    if isinstance(text, OwnText):
+        require_same_everywhere(text)
+    start = agree(lambda: start_of(config))
+    if start is None:
+        return {}
+    root, tag = start
+    with Waiting(f"reading the checkpoint in {root}", quiet=engine.groups.rank != 0):
+        path, state = engine.load_checkpoint(root, tag)
+    agree(lambda: _require_same_text(path, state, text))
+    text.resume(state)
+    if engine.groups.rank == 0:
+        wanted = config.deepspeed["optimizer"].get("params", {})
+        for key, value in kept_settings(engine, wanted).items():
+            what = f"{at(f'optimizer.params.{key}', wanted[key])} is not taken"
+            said = f"{what}: the optimizer goes on with the checkpoint's {value}"
+            sys.stderr.write(f"warning: {printable(said)}\n")
+    return state
+
+
+def save(
+    config: RunConfig, engine: PipelineEngine, corpus: RunData, monitor: Monitor, guard: Guard | None = None
+) -> None:
+    """Save a checkpoint with what :func:`resume` needs, and the resolved config beside it."""
+    root = config.output / store.CHECKPOINTS
+    samples, text = int(engine.global_samples), as_text(corpus, config.dsx.data)
+    client_state = {
+        "data_cursor": samples,
+        "data_digest": text.digest,
+        "data_stream": _stream_state(text, samples if guard is None else guard.data_cursor),
+        "tokens": samples * config.sequence_length,
+        "tokenizer": config.dsx.data.tokenizer,
+        **({} if guard is None else guard.state),
+        **agree(lambda: monitor.state),
+    }
+    train = config.dsx.train
+    path = engine.save_checkpoint(
+        root, client_state=client_state, background=train.save_in_background, keep=train.keep_checkpoints
+    )
+    if engine.groups.rank == 0:
+        content = json.dumps(config.resolved(), indent=2) + "\n"
+        store.write_atomically(config.output / CONFIG, content.encode())
+    monitor.saved(path, background=train.save_in_background)
+    monitor.wrote("checkpoints", root)
+    monitor.wrote("resolved config", config.output / CONFIG)
+
+
+def export(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
+    """Write the weights as a Hugging Face model folder, with the tokenizer, below the output folder.
+
+    One that an earlier run left there for the same step is replaced.
+    """
+    folder = config.output / "hf" / f"step{engine.global_steps}"
+    agree(lambda: shutil.rmtree(folder, ignore_errors=True))
+    export_hf(engine, folder)
+    monitor.exported(folder)
+
+
+def _saved_profile(config: RunConfig, own: Path) -> tuple[Path, Profile] | None:
+    """The profile that the checkpoint to be continued was laid out by, or the one that the config names."""
+    wanted = measured.conditions_of(config, device=device_name(), version=dsx.__version__)
+    source = measured.source(config.dsx)
+    named = None if source in (None, measured.MEASURE) else Path(str(source))
+    if (
+        own_checkpoint(config) is not None
+        and own.exists()
+        and (named is None or named.resolve() == own.resolve())
+    ):
+        profile = measured.read_saved(own)
+        try:
+            # Another device or version would choose another layout, which the checkpoint does not have.
+            profile.require(wanted, name=str(own), ignore=measured.NOT_SHAPES)
+        except ConfigError as error:
+            raise ConfigError(
+                error.where,
+                f"{error.what}, and the checkpoint that this run continues is laid out by it",
+                "set that back, or start anew in another dsx.train.output",
+            ) from None
+        return own, profile
+    if named is None:
+        return None
+    profile = measured.read_saved(named, "dsx.profile")
+    profile.require(wanted, name=str(named))
+    return named, profile
+
+
+def _recompute(settings: DsxConfig) -> Recompute:
+    if settings.recompute == "auto":
+        raise ConfigError(
+            'dsx.recompute = "auto"',
+            "nothing has been measured yet",
+            "call dsx.recipe.measure before the model is built",
+        )
+    return settings.recompute
+
+
+def _open(config: RunConfig, folders: Sequence[Path]) -> Text:
+    return Text.open(folders, config.dsx.data, vocab_size=config.model.vocab_size)
+
+
+def _stream_state(corpus: Text | OwnText, cursor: int) -> dict[str, Any]:
+    """Where every lane of a streamed text stands, as the ranks that read them know. Collective."""
+    if not corpus.is_streamed:
+        return {}
+    states: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(states, corpus.state(cursor))
+    return corpus.together(states)
+
+
+def _require_same_text(path: Path, state: Mapping[str, Any], corpus: Text | OwnText) -> None:
+    if state.get("data_digest", corpus.digest) != corpus.digest:
+        raise CheckpointError(
+            str(path),
+            f"it was trained on other text than {corpus.name}, or on the same in another mixture or order: "
+            "the data position would mean nothing",
+            "restore the text (dsx.data), or start anew in another dsx.train.output",
+        )
+
+
+def _evaluation_batches(
+    config: RunConfig, corpus: Text | OwnText, part: Part | OwnPart, *, dp_rank: int
+) -> EvaluationBatches:
+    share = part.share / sum(other.share for other in corpus.held_out)
+    return EvaluationBatches(
+        part.sequences,
+        micro_batch_size=config.micro_batch_size,
+        dp=config.mesh.dp,
+        dp_rank=dp_rank,
+        max_tokens=round(config.dsx.train.eval_tokens * share),
+    )

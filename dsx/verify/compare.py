@@ -1,0 +1,495 @@
+"""A layout's training against the reference: findings, evidence, and a table of how near each step is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsx.verify import diagnosis
+from dsx.verify import seen as assemble
+from dsx.verify.diagnosis import (
+    Degrees,
+    Finding,
+    GradientFacts,
+    LossFacts,
+    NormFacts,
+    StepRow,
+    UpdateFacts,
+    diagnose_clipping,
+    diagnose_gradients,
+    diagnose_loss,
+    diagnose_norm,
+    diagnose_updates,
+)
+from dsx.verify.masks import fit, relative, scale_of, shares_of
+from dsx.verify.reference import Batch, Evaluation, Reference, Updates
+from dsx.verify.seen import Known, Seen, Whole, WholeStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where a layout has its tensors.
+
+    Attributes:
+        known: Logical name -> what its first holder knows of it.
+        holders: Logical name -> pipeline ranks that hold it, the first holder first.
+        degrees: Of the layout.
+    """
+
+    known: Mapping[str, Known]
+    holders: Mapping[str, tuple[int, ...]]
+    degrees: Degrees
+
+    def replicated(self, name: str) -> bool:
+        """Whether several tensor-parallel ranks hold all of it."""
+        spec = self.known[name].spec
+        return self.degrees.tp > 1 and (spec is None or spec.split is None)
+
+    def copies(self, name: str, whole: Whole) -> list[Tensor]:
+        """All copies of a tensor but the first."""
+        return [*whole.copies, *(whole.shards[1:] if self.replicated(name) else ())]
+
+    def first_shard(self, name: str, tensor: Tensor) -> Tensor:
+        """What tensor-parallel rank 0 holds of a logical tensor, flat."""
+        spec = self.known[name].spec
+        if spec is None or spec.split is None:
+            return tensor.flatten()
+        boxes = spec.boxes(self.degrees.tp, 0)
+        return torch.cat([tensor[tuple(slice(*span) for span in box)].flatten() for box in boxes])
+
+
+def gradient_facts(
+    places: Places,
+    name: str,
+    step: WholeStep,
+    each: Sequence[Mapping[str, Tensor]],
+    error: float,
+    previous: Tensor | None,
+) -> GradientFacts:
+    """One tensor's gradient against the reference's.
+
+    Args:
+        places: Of the layout.
+        name: The tensor.
+        step: The layout's step.
+        each: Every micro-batch's gradients in the reference, replica fastest.
+        error: As the comparison measured it.
+        previous: The reference's gradient in the step before.
+    """
+    parts = torch.stack([gradients[name] for gradients in each]) / len(each)
+    wanted = parts.sum(0)
+    whole = step.gradients.get(name) or Whole(
+        values=torch.zeros_like(wanted), shards=(), copies=(), padding=0.0
+    )
+    replicated = places.replicated(name)
+    shards = whole.shards if replicated else whole.shards[:1]
+    shares, left = shares_of(whole.values, parts, places.degrees.dp)
+    return GradientFacts(
+        name=name,
+        error=error,
+        max_abs=float((whole.values - wanted).abs().max()),
+        stage=places.holders[name][0],
+        replicated=replicated,
+        holders=len(places.holders[name]),
+        fit=fit(whole.values, wanted),
+        shares=shares,
+        shares_residual=left,
+        tensor_spread=max((relative(shard, whole.values) for shard in shards[1:]), default=0.0),
+        tensor_sum=fit(_sum_of(shards), wanted) if len(shards) > 1 else None,
+        holder_spread=max((relative(t, whole.values) for t in whole.copies), default=0.0),
+        holder_sum=fit(_sum_of([whole.values, *whole.copies]), wanted) if whole.copies else None,
+        previous=None if previous is None else fit(whole.values - wanted, previous),
+        padding=whole.padding / max(scale_of(wanted), 1e-30),
+    )
+
+
+def norm_facts(
+    places: Places, seen: float | None, norm: float, squares: Mapping[str, float], expected: Evaluation
+) -> NormFacts:
+    """A norm against the reference's, with the sums of squares that it is made of."""
+    return NormFacts(
+        seen=seen,
+        expected=norm,
+        squares=squares,
+        stages={name: places.holders[name][0] for name in squares},
+        holders={name: len(places.holders[name]) for name in squares},
+        replicated=frozenset(name for name in squares if places.replicated(name)),
+        first_shard={
+            name: float(places.first_shard(name, expected.gradients[name]).double().square().sum())
+            for name in squares
+        },
+    )
+
+
+def update_facts(
+    name: str, before: Tensor, after: Tensor, expected: Tensor, *, rate: float, decay: float
+) -> UpdateFacts:
+    """One update against torch's; differences below two roundings of the weight itself are none."""
+    moved, wanted = after - before, expected - before
+    rounding = 2 * torch.finfo(torch.float32).eps * before.abs()
+    off = ((moved - wanted).abs() - rounding).clamp_min(0.0)
+    size = max(scale_of(wanted), scale_of(moved) * 1e-3, 1e-30)
+    return UpdateFacts(
+        name=name,
+        error=float(off.max()) / size,
+        max_abs=float((moved - wanted).abs().max()),
+        fit=fit(moved, wanted),
+        decay=fit(moved - wanted, before),
+        learning_rate=rate,
+        weight_decay=decay,
+    )
+
+
+def not_gathered(step: WholeStep, name: str, number: int) -> Finding:
+    """The finding for a weight in the model that is not what its optimizer holds after a step."""
+
+    def flat(wholes: Mapping[str, Whole]) -> Tensor:
+        return torch.cat([wholes[key].values.flatten() for key in sorted(step.after)])
+
+    now, held, old = flat(step.next_weights), flat(step.after), flat(step.weights)
+    what = f"weight {name} in the model is not what its optimizer holds after the step"
+    if torch.equal(now, old):
+        cause, why = (
+            diagnosis.NOT_GATHERED,
+            "the model has the weights from before the step: the new ones never came",
+        )
+    elif any(torch.equal(now.sort().values, kept.sort().values) for kept in (held, held.bfloat16().float())):
+        cause = diagnosis.PARTITION_ORDER
+        why = "the model has the right numbers in the wrong places: ZeRO's parts are joined in another order"
+    else:
+        cause, why = (
+            diagnosis.NOT_GATHERED,
+            "parts of the new weights have not come, or others have come in their place",
+        )
+    return Finding(cause=cause, what=what, why=why, step=number, tensor=name)
+
+
+def _sum_of(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)).sum(0)
+
+
+def outputs_of(parts: Sequence[Tensor], wanted: Tensor) -> Iterator[Tensor]:
+    """A layer's output on each tensor-parallel rank, or put together where it is cut, in the wanted shape.
+
+    Args:
+        parts: One per tensor-parallel rank, in order.
+        wanted: What one process gives.
+    """
+    if not parts:
+        return
+    if all(part.shape == wanted.shape for part in parts):
+        yield from parts
+        return
+    for dim in range(wanted.dim()):
+        whole = list(wanted.shape)
+        rest = [size for at, size in enumerate(whole) if at != dim]
+        if all([s for at, s in enumerate(p.shape) if at != dim] == rest for p in parts):
+            joined = torch.cat(list(parts), dim)
+            # Columns that pad the vocabulary are no part of what is compared.
+            yield joined.narrow(dim, 0, min(joined.shape[dim], whole[dim]))
+            return
+
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerances:
+    """Largest differences that pass, relative.
+
+    Attributes:
+        value: Of losses and norms.
+        gradient: Of a gradient's elements to its largest.
+        update: Of an update's elements to the largest update.
+        weight: Of weights that should be the same to their largest element.
+        held: Of a weight in the model to what its optimizer holds.
+    """
+
+    value: float
+    gradient: float
+    update: float
+    weight: float
+    held: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What a layout is compared with.
+
+    Attributes:
+        reference: One process.
+        batches: Step -> the micro-batches of all replicas, replica fastest.
+        updates: Makes torch's optimizer.
+        tolerances: What passes.
+        suppose: (weights, micro-batches) -> losses under mistakes, by cause.
+        layers: The layout's own layers in one process, for the outputs of each; None if they are the
+            reference.
+        built: The weights that the model should be built with; None if that is not known.
+    """
+
+    reference: Reference
+    batches: Callable[[int], Sequence[Batch]]
+    updates: Callable[[], Updates]
+    tolerances: Tolerances
+    suppose: Callable[[Weights, Sequence[Batch]], Mapping[str, float]]
+    layers: Reference | None = None
+    built: Weights | None = None
+
+
+class Comparison:
+    """One pass of a layout beside the reference, step by step until something differs.
+
+    Every step of the reference starts from the layout's own weights, so that rounding does not grow from
+    step to step and a difference is that step's.
+    """
+
+    def __init__(self, seen: Seen, bench: Bench) -> None:
+        self._seen, self._bench = seen, bench
+        mesh = seen.mesh
+        self._degrees = Degrees(tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, micro_batches=seen.micro_batches)
+        self._places = Places(
+            known=assemble.known(seen), holders=assemble.holders(seen), degrees=self._degrees
+        )
+        self._updates = bench.updates()
+        self._previous: dict[str, Tensor] = {}
+        self.rows: list[StepRow] = []
+
+    def findings(self) -> list[Finding]:
+        """What differs; of several things that differ in one step, what comes first in it."""
+        found = self._built()
+        if found is not None:
+            return [found]
+        for index, step in enumerate(assemble.whole_steps(self._seen)):
+            finding = self._step(index, step)
+            if finding is not None:
+                return [finding]
+        return []
+
+    def _built(self) -> Finding | None:
+        expected = self._bench.built
+        if expected is None:
+            return None
+        whole = assemble.built_weights(self._seen)
+        for name in self._bench.reference.order:
+            for values in (whole[name].values, *whole[name].copies):
+                off = relative(values, expected[name])
+                if off > self._bench.tolerances.weight:
+                    return Finding(
+                        cause=diagnosis.INITIAL_WEIGHTS,
+                        what=f"weight {name} as built is off by {off:.2g} of its largest element",
+                        why="the layout starts from other weights than one process: its init, or what it "
+                        "loads, depends on the layout",
+                        step=0,
+                        tensor=name,
+                    )
+        return None
+
+    def _step(self, index: int, step: WholeStep) -> Finding | None:
+        copies = self._copies(index, step)
+        if copies is not None:
+            return copies
+        batches = self._bench.batches(index)
+        weights = {name: whole.values for name, whole in step.weights.items()}
+        expected = self._bench.reference.evaluate(weights, batches)
+        finding = self._compare(index, step, weights, expected, batches)
+        self._previous = expected.gradients
+        return finding
+
+    def _copies(self, index: int, step: WholeStep) -> Finding | None:
+        """Ranks that should hold the same weight hold the same."""
+        for name in self._bench.reference.order:
+            whole = step.weights[name]
+            same = self._places.copies(name, whole)
+            axes = {
+                "pipeline or tensor-parallel ranks": max(
+                    (relative(t, whole.values) for t in same), default=0.0
+                ),
+                "data-parallel ranks": step.weight_spread[name] / scale_of(whole.values),
+            }
+            for axis, off in axes.items():
+                if off > self._bench.tolerances.weight:
+                    start = "at the start" if index == 0 else f"after step {index}"
+                    return Finding(
+                        cause=diagnosis.REPLICAS_DRIFT,
+                        what=f"copies of {name} on {axis} differ by {off:.2g} {start}",
+                        why="they are not built alike" if index == 0 else "they are not updated alike",
+                        step=index,
+                        tensor=name,
+                    )
+        return None
+
+    def _compare(
+        self, index: int, step: WholeStep, weights: Weights, expected: Evaluation, batches: Sequence[Batch]
+    ) -> Finding | None:
+        squares = {name: float(g.double().square().sum()) for name, g in expected.gradients.items()}
+        norm = sum(squares.values()) ** 0.5
+        clipping = self._seen.clipping
+        scale = min(1.0, clipping / (norm + 1e-6)) if clipping else 1.0
+        errors = {name: self._error(step, expected, name, scale) for name in self._backward(expected)}
+        worst = max(errors, key=lambda name: errors[name])
+        self._row(index, step, expected, norm, (errors[worst], worst))
+        tolerances = self._bench.tolerances
+        loss_equal = abs(step.losses[0] - expected.loss) <= tolerances.value * max(1e-6, abs(expected.loss))
+        wrong = [name for name, error in errors.items() if not error <= tolerances.gradient]
+        if not loss_equal:
+            return self._loss_finding(index, step, weights, expected, batches, wrong)
+        if wrong and clipping:
+            return self._clipping_finding(index, step, expected, norm, squares)
+        if wrong:
+            return self._gradient_finding(index, step, weights, batches, wrong, errors, loss_equal=True)
+        seen = step.norms[0]
+        if seen is not None and not abs(seen - norm) <= tolerances.value * norm * 10:
+            return diagnose_norm(
+                norm_facts(self._places, seen, norm, squares, expected), self._degrees, step=index + 1
+            )
+        return self._update_finding(index, step)
+
+    def _backward(self, expected: Evaluation) -> list[str]:
+        """Tensors with a gradient, in the order of the backward."""
+        return [name for name in reversed(self._bench.reference.order) if name in expected.gradients]
+
+    def _error(self, step: WholeStep, expected: Evaluation, name: str, scale: float) -> float:
+        """Largest difference of a gradient over all its copies, relative."""
+        wanted = expected.gradients[name] * scale
+        whole = step.gradients.get(name)
+        if whole is None:
+            return 0.0 if not float(wanted.abs().max()) else 1.0
+        floor = self._floor(expected) * scale
+        same = [whole.values, *self._places.copies(name, whole)]
+        size = max(scale_of(wanted), floor)
+        error = max(float((values - wanted).abs().max()) for values in same)
+        # A data-parallel rank's own copy strays as the first one's does.
+        return max(error, step.data_spread.get(name, 0.0), whole.padding) / size
+
+    def _floor(self, expected: Evaluation) -> float:
+        """What counts as large for a gradient that is nothing but rounding: a thousandth of the largest."""
+        return 1e-3 * max(scale_of(gradient) for gradient in expected.gradients.values())
+
+    def _row(
+        self, index: int, step: WholeStep, expected: Evaluation, norm: float, worst: tuple[float, str]
+    ) -> None:
+        self.rows.append(
+            StepRow(
+                clipping=self._seen.clipping,
+                step=index + 1,
+                loss=step.losses[0],
+                expected_loss=expected.loss,
+                norm=step.norms[0],
+                expected_norm=norm,
+                gradient=worst[0],
+                gradient_of=worst[1],
+                update=None,
+                update_of="",
+            )
+        )
+
+    def _loss_finding(
+        self,
+        index: int,
+        step: WholeStep,
+        weights: Weights,
+        expected: Evaluation,
+        batches: Sequence[Batch],
+        wrong: Sequence[str],
+    ) -> Finding:
+        if wrong and not self._seen.clipping:
+            # Data that is read twice, or by the wrong replica, shows in what the gradient is a sum of.
+            errors = dict.fromkeys(wrong, 1.0)
+            found = self._gradient_finding(index, step, weights, batches, wrong, errors, loss_equal=False)
+            if found.cause in (diagnosis.SAME_DATA, diagnosis.DATA_ORDER):
+                return found
+        supposed = dict(self._bench.suppose(weights, batches))
+        own = expected if self._bench.layers is None else self._bench.layers.evaluate(weights, batches)
+        first = self._first_layer(own) if index == 0 else None
+        tolerance = self._bench.tolerances.value * 10
+        facts = LossFacts(
+            seen=step.losses[0],
+            expected=expected.loss,
+            supposed=supposed,
+            first_layer=first,
+            other_family=self._bench.layers is not None
+            and abs(own.loss - step.losses[0]) <= tolerance * abs(own.loss),
+        )
+        return diagnose_loss(facts, self._degrees, tolerance, step=index + 1)
+
+    def _first_layer(self, own: Evaluation) -> tuple[str, float] | None:
+        """The first layer whose output for the first micro-batch is another one than in one process."""
+        for name, wanted in own.outputs.items():
+            parts = [
+                rank.outputs[name]
+                for rank in self._seen.ranks
+                if self._seen.mesh.coords(rank.rank)["dp"] == 0 and name in rank.outputs
+            ]
+            real = wanted.isfinite()  # logits of padding are not
+            errors = [relative(values[real], wanted[real]) for values in outputs_of(parts, wanted)]
+            if errors and max(errors) > self._bench.tolerances.gradient:
+                return name, max(errors)
+        return None
+
+    def _gradient_finding(
+        self,
+        index: int,
+        step: WholeStep,
+        weights: Weights,
+        batches: Sequence[Batch],
+        wrong: Sequence[str],
+        errors: Mapping[str, float],
+        *,
+        loss_equal: bool,
+    ) -> Finding:
+        each = [self._bench.reference.evaluate(weights, [batch]).gradients for batch in batches]
+        facts = [
+            gradient_facts(self._places, name, step, each, errors[name], self._previous.get(name))
+            for name in wrong
+        ]
+        names = [name for name in step.gradients if name not in wrong]
+        return diagnose_gradients(facts, names, self._degrees, step=index + 1, loss_equal=loss_equal)
+
+    def _clipping_finding(
+        self, index: int, step: WholeStep, expected: Evaluation, norm: float, squares: Mapping[str, float]
+    ) -> Finding:
+        """Without clipping the gradients of this step were right (else that pass has a finding)."""
+        scales: dict[int, list[tuple[float, float]]] = {}
+        for name, gradient in expected.gradients.items():
+            whole = step.gradients.get(name)
+            if whole is not None:
+                product = float((whole.values.double() * gradient.double()).sum())
+                scales.setdefault(self._places.holders[name][0], []).append((product, squares[name]))
+        by_stage = {
+            stage: sum(p for p, _ in pairs) / max(sum(s for _, s in pairs), 1e-30)
+            for stage, pairs in scales.items()
+        }
+        facts = norm_facts(self._places, None, norm, squares, expected)
+        return diagnose_clipping(facts, by_stage, self._seen.clipping, self._degrees, step=index + 1)
+
+    def _update_finding(self, index: int, step: WholeStep) -> Finding | None:
+        if self._updates.is_known:
+            finding = self._moved(index, step)
+            if finding is not None:
+                return finding
+        for name, weight in step.next_weights.items():
+            held = step.after.get(name)
+            if held is not None and relative(weight.values, held.values) > self._bench.tolerances.held:
+                return not_gathered(step, name, index + 1)
+        return None
+
+    def _moved(self, index: int, step: WholeStep) -> Finding | None:
+        before = {name: whole.values for name, whole in step.before.items()}
+        given = {name: whole.values for name, whole in step.gradients.items()}
+        expected = self._updates.step(before, given)
+        rate, decay = self._updates.learning_rate, self._updates.weight_decay
+        self._updates.advance()
+        facts = {}
+        for name in reversed(self._bench.reference.order):
+            if name in before:
+                facts[name] = update_facts(
+                    name, before[name], step.after[name].values, expected[name], rate=rate, decay=decay
+                )
+        worst = max(facts.values(), key=lambda item: item.error)
+        self.rows[-1] = replace(self.rows[-1], update=worst.error, update_of=worst.name)
+        wrong = [item for item in facts.values() if not item.error <= self._bench.tolerances.update]
+        right = [name for name, item in facts.items() if item not in wrong]
+        return diagnose_updates(wrong, right, step=index + 1) if wrong else None

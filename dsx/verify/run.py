@@ -1,0 +1,387 @@
+"""``verify``: run the layout, run the reference, compare."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsx.config import load
+from dsx.config.batch import resolve_batch
+from dsx.config.deepspeed import is_bf16
+from dsx.config.resolve import RunConfig, resolve
+from dsx.errors import ConfigError, LayoutError
+from dsx.launch import entry
+from dsx.launch.processes import agree, distributed, seed_generators
+from dsx.parallel.groups import make_groups
+from dsx.parallel.mesh import Mesh
+from dsx.verify import diagnosis
+from dsx.verify.compare import Bench, Comparison, Tolerances, Weights
+from dsx.verify.diagnosis import Finding, StepRow
+from dsx.verify.entry_point import UserModel, user_model
+from dsx.verify.masks import judge_masks, random_tokens
+from dsx.verify.processes import run_ranks, start_server
+from dsx.verify.reference import Batch, Layers, Transformers, Updates, family_layers, fresh_weights
+from dsx.verify.seen import Witness
+from dsx.verify.shrunk import trial
+from dsx.verify.subject import Job, witness
+from dsx.waiting import Waiting
+
+EXACT = Tolerances(value=1e-5, gradient=1e-4, update=5e-4, weight=1e-6, held=1e-6)
+"""For float32: several times the rounding seen over many layouts, and a hundredth of the least mistake."""
+
+ROUGH = Tolerances(value=5e-3, gradient=0.1, update=5e-4, weight=1e-6, held=2**-8)
+"""For bf16, whose numbers have 8 bits; the optimizer works in fp32 there, too."""
+
+_CLIP_AT = 0.5
+"""Clipping is tried at this part of the first step's norm, where the config's own would never clip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to verify.
+
+    Attributes:
+        source: A DeepSpeed JSON, with a ``dsx`` block unless there is an ``entry``.
+        world_size: Number of ranks.
+        overrides: ``key=value`` items over the config.
+        steps: Steps to train.
+        full: Keep all sizes.
+        keep_precision: Keep bf16.
+        tolerance: On gradients, in place of the default.
+        entry: A user's function in place of dsx's families.
+        stock: Run it under stock DeepSpeed.
+        timeout_seconds: Until every rank must have ended.
+    """
+
+    source: str | Path | Mapping[str, Any]
+    world_size: int
+    overrides: Sequence[str] = ()
+    steps: int = 3
+    full: bool = False
+    keep_precision: bool = False
+    tolerance: float | None = None
+    entry: str | None = None
+    stock: bool = False
+    timeout_seconds: float = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What came of it.
+
+    Attributes:
+        layout: The layout, in words.
+        reference: What it was compared with.
+        optimizer: What its updates were compared with.
+        changes: What was made other than in the config.
+        rows: How near each step came.
+        findings: What is not as in one process; empty if all is.
+        masks: Number of dropout masks that were compared.
+        ranks_seconds: Wall time of the ranks.
+        reference_seconds: Wall time of the reference and the comparison.
+    """
+
+    layout: str
+    reference: str
+    optimizer: str
+    changes: tuple[str, ...]
+    rows: tuple[StepRow, ...]
+    findings: tuple[Finding, ...]
+    masks: int = 0
+    ranks_seconds: float = 0.0
+    reference_seconds: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        """Whether the layout trains as one process does."""
+        return not self.findings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A request made ready.
+
+    Attributes:
+        job: For the ranks.
+        bench: For the comparison.
+        changes: Against the config.
+        layout: In words.
+        mesh: Of the ranks.
+        optimizer: What updates are compared with.
+    """
+
+    job: Job
+    bench: Bench
+    changes: tuple[str, ...]
+    layout: str
+    mesh: Mesh
+    optimizer: str
+
+
+def verify(request: Request) -> Verdict | None:
+    """Train the layout beside one process.
+
+    Starts its own ranks, on GPUs if the machine has one for each, else on gloo. Launched by ``deepspeed`` or
+    ``torchrun`` it is one of the ranks itself: rank 0 gives the verdict, the others None.
+
+    Raises:
+        DsxError: The config or model cannot run; a rank failed or missed the deadline.
+    """
+    began = time.perf_counter()
+    launched = entry.world_size() > 1
+    if launched and entry.world_size() != request.world_size:
+        raise LayoutError(
+            f"--gpus {request.world_size}",
+            f"the launcher started {entry.world_size()} ranks",
+            "give both the same number",
+        )
+    if not request.full:
+        torch.set_num_threads(1)  # threads cost more than they give on operations of microseconds
+    use_gpus = torch.cuda.is_available() and (launched or torch.cuda.device_count() >= request.world_size)
+    if launched:
+        return _launched(request, use_gpus=use_gpus)
+    start_server(request.world_size, use_gpus=use_gpus)  # imports while this process prepares
+    with Waiting("training in one process"):
+        plan = prepare(request, on_cpu=not use_gpus)
+    prepared = time.perf_counter()
+    with Waiting(f"training {request.steps} steps on {request.world_size} ranks"):
+        found: Witness = run_ranks(
+            spawned,
+            request.world_size,
+            plan.job,
+            timeout_seconds=request.timeout_seconds,
+            use_gpus=use_gpus,
+        )
+    ran = time.perf_counter()
+    with Waiting("comparing with one process"):
+        verdict = judge(plan, found)
+    compared = time.perf_counter() - ran + prepared - began
+    return replace(verdict, ranks_seconds=ran - prepared, reference_seconds=compared)
+
+
+def spawned(_rank: int, job: Job) -> Witness | None:
+    """What a rank that :func:`verify` has started does."""
+    groups = make_groups(job.mesh(), sequence_parallel=job.sequence_parallel)
+    seed_generators(groups, job.seed)
+    return witness(job, groups)
+
+
+def _launched(request: Request, *, use_gpus: bool) -> Verdict | None:
+    job = _job(request, on_cpu=not use_gpus)[0]
+    with distributed(job.mesh(), sequence_parallel=job.sequence_parallel, seed=job.seed) as groups:
+        plans: list[Plan] = []
+
+        def prepared() -> Job:
+            """On rank 0 alone, which has the reference; the others need the clipping that it chooses."""
+            plans.append(prepare(request, on_cpu=not use_gpus))
+            return plans[0].job
+
+        began = time.perf_counter()
+        job = agree(prepared)
+        prepared_at = time.perf_counter()
+        found = witness(job, groups)
+        ran = time.perf_counter()
+        if found is None:
+            return None
+        verdict = judge(plans[0], found)
+        compared = time.perf_counter() - ran + prepared_at - began
+        return replace(verdict, ranks_seconds=ran - prepared_at, reference_seconds=compared)
+
+
+def prepare(request: Request, *, on_cpu: bool = True) -> Plan:
+    """The ranks' job and the bench to compare on, clipping chosen so that it is at work."""
+    job, config, model, changes = _job(request, on_cpu=on_cpu)
+    plan = _family_plan(job, config, changes) if config is not None else _user_plan(job, model, changes)
+    clipping = float(job.content.get("gradient_clipping", 1.0))
+    if clipping > 0.0:
+        clipping, said = _clipping(plan.bench, clipping)
+        plan = replace(plan, job=replace(job, clipping=clipping), changes=(*plan.changes, *said))
+    tolerances = ROUGH if is_bf16(job.content) else EXACT
+    if request.tolerance is not None:
+        tolerances = replace(tolerances, gradient=request.tolerance)
+    return replace(plan, bench=replace(plan.bench, tolerances=tolerances))
+
+
+def judge(plan: Plan, found: Witness) -> Verdict:
+    """Compare what the ranks brought home with the bench's reference."""
+    rows: list[StepRow] = []
+    findings: list[Finding] = []
+    for seen in found.passes:
+        comparison = Comparison(seen, plan.bench)
+        findings += comparison.findings()
+        rows += comparison.rows
+        if findings:
+            break  # the pass with clipping would only say the same in other words
+    findings += judge_masks(found.masks, plan.mesh)
+    return Verdict(
+        layout=plan.layout,
+        reference=plan.bench.reference.title,
+        optimizer=plan.optimizer,
+        changes=plan.changes,
+        rows=tuple(rows),
+        findings=tuple(findings),
+        masks=len({name for masks in found.masks for name in masks}),
+    )
+
+
+def _job(
+    request: Request, *, on_cpu: bool
+) -> tuple[Job, RunConfig | None, UserModel | None, tuple[str, ...]]:
+    size, steps = request.world_size, request.steps
+    if request.entry is not None:
+        content = load.content_of(request.source, request.overrides)
+        content.pop("dsx", None)
+        changes = _user_changes(content, on_cpu=on_cpu, keep_precision=request.keep_precision)
+        job = Job(
+            content=content,
+            world_size=size,
+            steps=steps,
+            clipping=0.0,
+            entry=request.entry,
+            stock=request.stock,
+        )
+        model = user_model(request.entry)
+        if size % model.num_stages:
+            raise LayoutError(
+                f"--gpus {size}",
+                f"{request.entry} gives num_stages = {model.num_stages}, which does not divide it",
+                f"use a multiple of {model.num_stages}",
+            )
+        return job, None, model, changes
+    config = resolve(request.source, world_size=size, overrides=request.overrides)
+    small = trial(config, full=request.full, keep_precision=request.keep_precision, on_cpu=on_cpu)
+    job = Job(content=small.content, world_size=size, steps=steps, clipping=0.0, dropout=small.dropout)
+    return job, job.config(), None, small.changes
+
+
+def _user_changes(content: dict[str, Any], *, on_cpu: bool, keep_precision: bool) -> tuple[str, ...]:
+    """Make a config without a ``dsx`` block ready for a trial, in place; what was changed."""
+    changes = []
+    block = content.get("optimizer")
+    if not isinstance(block, dict):
+        raise ConfigError("optimizer", "the config has none", 'add {"type": "AdamW", "params": {"lr": 1e-3}}')
+    params = block.setdefault("params", {})
+    if on_cpu and str(block.get("type", "")).lower() in ("adam", "adamw") and not params.get("torch_adam"):
+        params["torch_adam"] = True
+        changes.append("optimizer: torch's Adam instead of DeepSpeed's compiled one")
+    if is_bf16(content) and not keep_precision:
+        content.pop("bf16", None)
+        content.pop("bfloat16", None)
+        changes.append("bf16 -> fp32, whose rounding hides no mistake (--precision config keeps bf16)")
+    return tuple(changes)
+
+
+def _family_plan(job: Job, config: RunConfig, changes: tuple[str, ...]) -> Plan:
+    reference, layers = Transformers(config), family_layers(config)
+    mesh, m = config.mesh, config.accumulation
+    width = mesh.tp * config.dsx.model.vocab_multiple
+    padded = -(-config.model.vocab_size // width) * width - config.model.vocab_size
+
+    def batches(step: int) -> list[Batch]:
+        return [random_tokens(config, step, index) for index in range(m * mesh.dp)]
+
+    def suppose(weights: Weights, given: Sequence[Batch]) -> Mapping[str, float]:
+        found = {}
+        if mesh.tp > 1:
+            found[diagnosis.BIAS_PER_RANK] = reference.supposed_loss(weights, given, bias_factor=mesh.tp)
+        if padded:
+            found[diagnosis.PADDING] = reference.supposed_loss(weights, given, padded_columns=padded)
+        if mesh.dp > 1:
+            found[diagnosis.SAME_DATA] = reference.supposed_loss(weights, given[:: mesh.dp])
+        return found
+
+    updates = Updates(config.deepspeed)
+    bench = Bench(
+        reference=reference,
+        batches=batches,
+        updates=lambda: Updates(config.deepspeed),
+        tolerances=EXACT,
+        suppose=suppose,
+        layers=layers,
+        built=fresh_weights(config) if config.weights is None and config.precision == "fp32" else None,
+    )
+    return Plan(
+        job=job, bench=bench, changes=changes, layout=_layout(config), mesh=mesh, optimizer=updates.title
+    )
+
+
+def _user_plan(job: Job, model: UserModel | None, changes: tuple[str, ...]) -> Plan:
+    assert model is not None
+    assert job.entry is not None
+    arguments = model.arguments
+    # A second set of layers: a module given as such would be the layout's own.
+    reference = _in_one_process(job.entry, arguments)
+    mesh = job.mesh()
+    batch = resolve_batch(job.content, mesh.dp)
+
+    def batches(step: int) -> list[Batch]:
+        return [model.batch(step, index, batch.micro) for index in range(batch.accumulation * mesh.dp)]
+
+    def suppose(weights: Weights, given: Sequence[Batch]) -> Mapping[str, float]:
+        if mesh.dp == 1:
+            return {}
+        return {diagnosis.SAME_DATA: reference.evaluate(weights, given[:: mesh.dp]).loss}
+
+    bench = Bench(
+        reference=reference,
+        batches=batches,
+        updates=lambda: Updates(job.content),
+        tolerances=EXACT,
+        suppose=suppose,
+        built=reference.weights() if _is_seeded(arguments) else None,
+    )
+    zero = job.content.get("zero_optimization", {}).get("stage", 0)
+    engine = "stock DeepSpeed" if job.stock else "dsx"
+    layout = (
+        f"{engine}, pipeline {mesh.pp} x data {mesh.dp} = {mesh.size} ranks, ZeRO-{zero}, "
+        f"{batch.accumulation} micro-batches of {batch.micro}"
+    )
+    title = Updates(job.content).title
+    return Plan(job=job, bench=bench, changes=changes, layout=layout, mesh=mesh, optimizer=title)
+
+
+def _is_seeded(arguments: Mapping[str, Any]) -> bool:
+    """Whether the layers' first weights do not depend on who builds them: modules are there already."""
+    modules = any(isinstance(layer, torch.nn.Module) for layer in arguments["layers"])
+    return bool(arguments.get("seed_layers")) and not modules
+
+
+def _in_one_process(name: str, arguments: Mapping[str, Any]) -> Layers:
+    """The user's layers, built as PipelineModule builds them."""
+    from deepspeed.runtime.utils import set_random_seed
+
+    layers = user_model(name).arguments["layers"]
+    seed_fn = arguments.get("seed_fn") or set_random_seed
+    base = arguments.get("base_seed", 1234) if arguments.get("seed_layers") else None
+    return Layers(
+        layers,
+        arguments.get("loss_fn"),
+        "the same layers called in order, one process, fp32",
+        before=None if base is None else lambda index: seed_fn(base + index),
+    )
+
+
+def _clipping(bench: Bench, clipping: float) -> tuple[float, tuple[str, ...]]:
+    """A clipping that is at work in the first step: the config's own, or below the step's norm."""
+    weights = bench.built if bench.built is not None else bench.reference.weights()
+    gradients = bench.reference.evaluate(weights, bench.batches(0)).gradients
+    norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
+    if clipping < norm:
+        return clipping, ()
+    return _CLIP_AT * norm, (f"gradient_clipping: {clipping:g} -> {_CLIP_AT * norm:.4g}, so that it clips",)
+
+
+def _layout(config: RunConfig) -> str:
+    mesh = config.mesh
+    sequence = config.dsx.parallel.sequence_parallel and mesh.tp > 1
+    tp = f"tensor {mesh.tp}{' (sequence parallel)' if sequence else ''}"
+    return (
+        f"dsx, {tp} x pipeline {mesh.pp} x data {mesh.dp} = {mesh.size} ranks, chunks {config.chunks}, "
+        f"{config.schedule_name}, ZeRO-{config.zero_stage}, {config.precision}, recompute "
+        f"{config.dsx.recompute}, {config.accumulation} micro-batches of {config.micro_batch_size}"
+    )

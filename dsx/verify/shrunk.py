@@ -1,0 +1,253 @@
+"""A config made small without a change of structure, for a trial that takes seconds.
+
+What decides how ranks cooperate stays: degrees, chunks, schedule, ZeRO stage, recompute, tied weights,
+biases, heads per key/value head, whether layers divide over stages, whether the vocabulary is padded or
+odd, how micro-batches relate to the pipeline. Widths, depth, sequence, vocabulary and batch become small.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dsx.config.run import RunConfig
+from dsx.models.hf_config import own_keys, without_names_of
+from dsx.models.params import layer_kinds
+from dsx.models.presets import BYTES_VOCABULARY
+from dsx.models.spec import ModelSpec
+
+_HEAD_DIM = 8
+_TOKENS_PER_RANK = 8
+_FEW_MICRO_BATCHES = 3
+_FEW_HEADS, _MANY_HEADS = 4, 32
+_INIT = 0.1
+_BUCKET_ELEMENTS = 20_000
+_PERSISTENT_ELEMENTS = 100
+_UNTRAINED = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning")
+_BUCKETS = (
+    "reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size", "prefetch_bucket_size",
+)  # fmt: skip
+_GPT2_DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+_DROPOUTS = ("attention_dropout",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A config to train a few steps with.
+
+    Attributes:
+        content: DeepSpeed's JSON with its ``dsx`` block.
+        changes: What is other than in the user's config, for people.
+        dropout: The same with dropout on; None if the model has none.
+    """
+
+    content: dict[str, Any]
+    changes: tuple[str, ...]
+    dropout: dict[str, Any] | None
+
+
+def trial(
+    config: RunConfig, *, full: bool = False, keep_precision: bool = False, on_cpu: bool = True
+) -> Trial:
+    """A config for a few steps of training beside one process.
+
+    Args:
+        config: The user's, resolved.
+        full: Keep all sizes, and the weights that the model starts from.
+        keep_precision: Keep bf16; else it trains in fp32.
+        on_cpu: There is no GPU: nothing that compiles for one.
+    """
+    changes: list[str] = []
+    content = _deepspeed(config, changes, keep_precision=keep_precision, on_cpu=on_cpu, full=full)
+    block = config.resolved()["dsx"]
+    block["profile"] = None
+    block["train"] |= {"resume": "never", "trace_steps": [], "eval_every": 0}
+    block["tracking"] = {}
+    if block["recompute"] == "auto":
+        block["recompute"] = "none"
+        changes.append("dsx.recompute: auto -> none (there is no profile)")
+    hf_config = dict(config.hf_config)
+    if not full:
+        sizes = _sizes(config)
+        changes += [
+            f"{key}: {hf_config.get(key)} -> {value}"
+            for key, value in sizes.items()
+            if hf_config.get(key) != value
+        ]
+        hf_config = {**without_names_of(config.model.family, sizes, hf_config), **sizes}
+        block["data"] |= {"sequence_length": _sequence_length(config), "tokenizer": "bytes"}
+        changes.append(f"sequence_length: {config.sequence_length} -> {block['data']['sequence_length']}")
+        block["partition"] = {"method": _layers_of_stages(config)}
+    elif block["partition"]["method"] == "time":
+        stages = config.stage_map
+        block["partition"] = {"method": [len(stages.layers(s)) for s in range(stages.num_stages)]}
+    without = dict.fromkeys(_GPT2_DROPOUTS if config.model.family == "gpt2" else _DROPOUTS, 0.0)
+    dropout = None
+    if _has_dropout(config):
+        model = _model(config, hf_config, {}, full=full)
+        dropout = copy.deepcopy({**content, "dsx": {**block, "model": model}})
+        changes.append("dropout: off for the comparison; its masks are compared apart")
+    block["model"] = _model(config, hf_config, without, full=full)
+    return Trial(content={**content, "dsx": block}, changes=tuple(changes), dropout=dropout)
+
+
+def _has_dropout(config: RunConfig) -> bool:
+    model = config.model
+    return max(model.embedding_dropout, model.attention_dropout, model.residual_dropout) > 0.0
+
+
+def _model(
+    config: RunConfig, hf_config: Mapping[str, Any], changed: Mapping[str, Any], *, full: bool
+) -> dict[str, Any]:
+    """The ``dsx.model`` block: the whole Hugging Face config, or the user's folder with its weights."""
+    user = config.dsx.model
+    if full and config.weights is not None:
+        overrides = {**user.overrides, **changed}
+        return {
+            "path": user.path,
+            "weights": "load",
+            "vocab_multiple": user.vocab_multiple,
+            "overrides": overrides,
+        }
+    return {"config": {**hf_config, **changed}, "vocab_multiple": user.vocab_multiple}
+
+
+def _deepspeed(
+    config: RunConfig, changes: list[str], *, keep_precision: bool, on_cpu: bool, full: bool
+) -> dict[str, Any]:
+    """DeepSpeed's part: no monitors, no compiled optimizer without a GPU, small buckets and batches."""
+    content = {key: value for key, value in copy.deepcopy(config.deepspeed).items() if key not in _UNTRAINED}
+    if config.precision == "bf16" and not keep_precision:
+        for key in ("bf16", "bfloat16", "data_types"):
+            content.pop(key, None)
+        changes.append("bf16 -> fp32, whose rounding hides no mistake (--precision config keeps bf16)")
+    params = content["optimizer"].get("params", {})
+    adam = content["optimizer"]["type"].lower() in ("adam", "adamw")
+    if on_cpu and adam and not params.get("torch_adam"):
+        content["optimizer"]["params"] = {**params, "torch_adam": True}
+        changes.append("optimizer: torch's Adam instead of DeepSpeed's compiled one")
+    zero = content.get("zero_optimization", {})
+    if on_cpu and adam and isinstance(zero.get("offload_optimizer"), dict):
+        content["zero_force_ds_cpu_optimizer"] = False
+    if not full:
+        _shrink_zero(zero, config.zero_stage)
+        m = _micro_batches(config)
+        size = min(config.micro_batch_size, 2)
+        before = f"{config.micro_batch_size} x {config.accumulation}"
+        changes.append(f"micro-batch x accumulation: {before} -> {size} x {m}")
+        content.pop("train_batch_size", None)
+        content |= {"train_micro_batch_size_per_gpu": size, "gradient_accumulation_steps": m}
+    return content
+
+
+def _shrink_zero(zero: dict[str, Any], stage: int) -> None:
+    """Buckets and thresholds in proportion: several buckets, and matrices that are really cut."""
+    for key in _BUCKETS:
+        if isinstance(zero.get(key), int):
+            zero[key] = min(zero[key], _BUCKET_ELEMENTS)
+    if stage > 0:
+        zero.setdefault("reduce_bucket_size", _BUCKET_ELEMENTS)
+    if stage == 3:
+        short, key = "param_persistence_threshold", "stage3_param_persistence_threshold"
+        key = short if short in zero else key
+        zero[key] = min(int(zero.get(key, _PERSISTENT_ELEMENTS)), _PERSISTENT_ELEMENTS)
+
+
+def _micro_batches(config: RunConfig) -> int:
+    """Few micro-batches with the same remainder over the pipeline: m as it is if it is small."""
+    pp, m = config.mesh.pp, config.accumulation
+    if config.program.rows is not None:
+        return m
+    if pp == 1:
+        return min(m, _FEW_MICRO_BATCHES)
+    group = config.dsx.schedule.group_size or 1
+    return min(m, max(2 * pp, 2 * group) + m % pp)
+
+
+def _sequence_length(config: RunConfig) -> int:
+    return min(config.sequence_length, _TOKENS_PER_RANK * config.mesh.tp)
+
+
+def _sizes(config: RunConfig) -> dict[str, Any]:
+    """Hugging Face keys with their small values."""
+    model, tp = config.model, config.mesh.tp
+    per_kv_head = model.num_heads // model.num_kv_heads
+    kv_heads = min(model.num_kv_heads, tp * (2 if per_kv_head <= _FEW_HEADS else 1))
+    heads = kv_heads * per_kv_head
+    head_dim = _head_dim(model, heads)
+    # Heads x head_dim stays above, below or at the hidden size, which Llama wants to divide by the heads.
+    wider, narrower = model.query_size < model.hidden_size, model.query_size > model.hidden_size
+    hidden = heads * (head_dim + 2 if wider else head_dim // 2 if narrower else head_dim)
+    ffn = max(1, min(model.ffn_size, 2 * hidden) // tp) * tp
+    length = _sequence_length(config)
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden,
+        "num_hidden_layers": model.num_layers - config.stage_map.num_layers + sum(_layers_of_stages(config)),
+        "num_attention_heads": heads,
+        "intermediate_size": ffn,
+        "vocab_size": _vocabulary(config),
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "initializer_range": max(model.init_std, _INIT),
+    }
+    if model.rope is None:  # a table of them; the rope's scaling depends on their number
+        sizes["max_position_embeddings"] = min(model.max_positions, 2 * length)
+    sizes |= _windows(config, sizes["num_hidden_layers"], length)
+    return own_keys(model.family, sizes)
+
+
+def _head_dim(model: ModelSpec, heads: int) -> int:
+    """A small head with a whole number of pairs to rotate, and a part that is not rotated if there is one."""
+    least = min(model.head_dim, _HEAD_DIM if heads <= _MANY_HEADS else _HEAD_DIM // 2)
+    partial = model.rope is not None and model.rotary_size < model.head_dim
+    for head_dim in range(least, model.head_dim):
+        rotated = replace(model, head_dim=head_dim).rotary_size
+        if model.rope is None or (
+            head_dim % 2 == 0 < rotated and rotated % 2 == 0 and partial == (rotated < head_dim)
+        ):
+            return head_dim
+    return model.head_dim
+
+
+def _windows(config: RunConfig, num_layers: int, length: int) -> dict[str, Any]:
+    """Keys that say which of the fewer layers have a window, as short for the sequence as the user's."""
+    given, windows = config.hf_config, config.model.windows
+    sizes: dict[str, Any] = {}
+    window = given.get("sliding_window")
+    if isinstance(window, int) and window < config.sequence_length:
+        sizes["sliding_window"] = max(2, length // 2)
+    for key, value in given.items():  # one entry per block, e.g. layer_types
+        if isinstance(value, list) and len(value) == config.model.num_layers:
+            starts = range(len(value) - num_layers + 1)
+            first = max(starts, key=lambda start: len(set(value[start : start + num_layers])))
+            sizes[key] = value[first : first + num_layers]
+    if isinstance(given.get("max_window_layers"), int) and any(windows):
+        full = sum(window == 0 for window in windows)  # the first layers, which have none
+        sizes["max_window_layers"] = min(full, max(num_layers - 1, 0))
+    return sizes
+
+
+def _layers_of_stages(config: RunConfig) -> list[int]:
+    """Layers of every virtual stage: its blocks cut to one, but two where the user's stages are uneven.
+
+    A stage without blocks stays without, so that what is special about a cut stays in it.
+    """
+    kinds, stages = layer_kinds(config.model), config.stage_map
+    names = [[kinds[layer] for layer in stages.layers(stage)] for stage in range(stages.num_stages)]
+    blocks = [own.count("Block") for own in names]
+    most = blocks.index(max(blocks))
+    uneven = len(blocks) == 1 or min(blocks) < max(blocks)
+    kept = [min(n, 2 if stage == most and uneven else 1) for stage, n in enumerate(blocks)]
+    return [len(own) - n + k for own, n, k in zip(names, blocks, kept, strict=True)]
+
+
+def _vocabulary(config: RunConfig) -> int:
+    """As odd as the user's, and padded if that is."""
+    size = config.model.vocab_size
+    rows = config.mesh.tp * config.dsx.model.vocab_multiple
+    if size % rows == 0:
+        return min(size, -(-BYTES_VOCABULARY // rows) * rows)
+    small = BYTES_VOCABULARY + (size - BYTES_VOCABULARY) % 2
+    return min(size, small + 2 if small % rows == 0 else small)

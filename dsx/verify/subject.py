@@ -1,0 +1,341 @@
+"""On a rank: build what is to be verified, look at it while it trains, and bring home what it did."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dsx.checkpoint.run.stored import spec_of
+from dsx.config.batch import Batch, resolve_batch
+from dsx.config.resolve import RunConfig, resolve
+from dsx.engine.initialize import initialize
+from dsx.engine.pipeline_module import PipelineModule
+from dsx.engine.zero.held import held
+from dsx.models.param import ParamSpec
+from dsx.parallel.groups import Groups
+from dsx.parallel.mesh import Mesh
+from dsx.train import recipe
+from dsx.verify.entry_point import UserModel, user_model
+from dsx.verify.masks import masks_of, random_tokens
+from dsx.verify.reference import put
+from dsx.verify.seen import Known, Mask, Piece, RankSeen, RankStep, Seen, Weight, Witness
+
+Batches = Callable[[int], Iterator[tuple[Any, Any]]]
+"""Step -> this replica's micro-batches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """An engine to look at.
+
+    Attributes:
+        engine: With ``train_batch`` and ``get_global_grad_norm``: dsx's, or stock DeepSpeed's.
+        inner: The DeepSpeedEngine.
+        module: This rank's layers; children with a number for a name are layers.
+        known: This rank's parameters by logical name.
+        parameters: The same, themselves.
+        rank: In the mesh.
+        dp_rank: Data-parallel coordinate.
+        data: Ranks that hold the same parameters.
+    """
+
+    engine: Any
+    inner: Any
+    module: nn.Module
+    known: dict[str, Known]
+    parameters: dict[str, nn.Parameter]
+    rank: int
+    dp_rank: int
+    data: dist.ProcessGroup
+
+
+def observe(subject: Subject, built: dict[str, Tensor], batches: Batches, steps: int) -> RankSeen:
+    """Train ``steps`` steps and note everything. A collective call over all ranks."""
+    watch = _Watch(subject)
+    weights, seen = [watch.weights()], []
+    outputs: dict[str, Tensor] = {}
+    for step in range(steps):
+        with watch.outputs(outputs) if step == 0 and subject.dp_rank == 0 else nullcontext():
+            seen.append(watch.step(batches(step)))
+        weights.append(watch.weights())
+    return RankSeen(
+        rank=subject.rank, known=subject.known, built=built, weights=weights, steps=seen, outputs=outputs
+    )
+
+
+class _Watch:
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._names = {id(parameter): name for name, parameter in subject.parameters.items()}
+        self._given: dict[int, tuple[Tensor, Tensor | None]] = {}
+        wrapper = subject.inner.optimizer
+        # torch's own hook: whatever DeepSpeed wraps around it, this is the optimizer that moves the weights.
+        getattr(wrapper, "optimizer", wrapper).register_step_pre_hook(self._before_step)
+        self._partitioned = subject.inner.zero_optimization_stage() > 0
+
+    def _before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                gradient = None if master.grad is None else _copy(master.grad)
+                self._given[id(master)] = _copy(master), gradient
+
+    def step(self, batches: Iterator[tuple[Any, Any]]) -> RankStep:
+        """One training step."""
+        subject = self._subject
+        self._given.clear()
+        loss = float(subject.engine.train_batch(batches))
+        norm = subject.engine.get_global_grad_norm()
+        pieces, spread = [], {}
+        for kept in held(subject.inner):
+            before, gradient = self._given.get(id(kept.master), (_copy(kept.master), None))
+            after = _copy(kept.master)
+            for span in kept.spans:
+                name, at = (
+                    self._names[id(span.parameter)],
+                    slice(span.offset, span.offset + span.stop - span.start),
+                )
+                own = None if gradient is None else gradient[at]
+                if not self._partitioned:
+                    spread[name] = self._spread(after[at] if own is None else own)
+                if self._partitioned or subject.dp_rank == 0:
+                    pieces.append(
+                        Piece(name=name, start=span.start, before=before[at], after=after[at], gradient=own)
+                    )
+        return RankStep(loss=loss, norm=None if norm is None else float(norm), pieces=pieces, spread=spread)
+
+    def weights(self) -> dict[str, Weight]:
+        """Every weight as the model computes with it."""
+        found = {}
+        for name, parameter in self._subject.parameters.items():
+            gathered: Any = nullcontext()
+            if hasattr(parameter, "ds_id"):
+                gathered = deepspeed.zero.GatheredParameters([parameter])
+            with gathered:
+                values = parameter.detach().float().cpu().clone()
+            spread = self._spread(values)
+            if self._subject.dp_rank == 0:
+                found[name] = Weight(values=values, spread=spread)
+        return found
+
+    def _spread(self, values: Tensor) -> float:
+        """Largest difference over data-parallel ranks, each with all of ``values``."""
+        if not values.numel() or dist.get_world_size(self._subject.data) == 1:
+            return 0.0
+        ends = torch.stack((values, -values)).to(self._subject.inner.device)
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._subject.data)
+        return float((ends[0] + ends[1]).abs().max())
+
+    @contextmanager
+    def outputs(self, into: dict[str, Tensor]) -> Iterator[None]:
+        """Note the first output of every layer that is a module of its own."""
+
+        def hook(name: str) -> Callable[..., None]:
+            def note(_module: Any, _inputs: Any, output: Any) -> None:
+                first = output[0] if isinstance(output, tuple) else output
+                if name not in into and isinstance(first, Tensor) and first.is_floating_point():
+                    into[name] = _copy(first).view(first.shape)
+
+            return note
+
+        children = self._subject.module.named_children()
+        handles = [child.register_forward_hook(hook(name)) for name, child in children if name.isdigit()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Flat, float32, on the host, its own memory."""
+    return tensor.detach().float().reshape(-1).to("cpu", copy=True)
+
+
+NOISE = 0.1
+"""What fresh norms and biases are moved by: at exactly 1 and 0 they would hide mistakes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What ranks are told to do.
+
+    Attributes:
+        content: DeepSpeed's JSON, with its ``dsx`` block unless there is an ``entry``.
+        world_size: Number of ranks.
+        steps: Steps to train.
+        clipping: Largest norm in the pass with clipping; 0 leaves that pass out.
+        entry: A user's function (:mod:`dsx.verify.entry_point`); None for dsx's families.
+        stock: Run ``entry``'s model under stock DeepSpeed.
+        dropout: The JSON with dropout on, to look at its masks; None if the model has none.
+    """
+
+    content: Mapping[str, Any]
+    world_size: int
+    steps: int
+    clipping: float
+    entry: str | None = None
+    stock: bool = False
+    dropout: Mapping[str, Any] | None = None
+
+    def config(self, clipping: float = 0.0) -> RunConfig:
+        """The resolved config of a job without ``entry``."""
+        return resolve({**self.content, "gradient_clipping": clipping}, world_size=self.world_size)
+
+    def mesh(self) -> Mesh:
+        """The layout's axes."""
+        if self.entry is None:
+            return self.config().mesh
+        stages = user_model(self.entry).num_stages
+        return Mesh.of(pp=stages, dp=self.world_size // stages)
+
+    def batch(self) -> Batch:
+        """Sizes of a step."""
+        return resolve_batch(self.content, dict(self.mesh().axes)["dp"])
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Of dsx's families."""
+        return self.entry is None and self.config().dsx.parallel.sequence_parallel
+
+    @property
+    def seed(self) -> int:
+        """Of the generators that dropout draws from."""
+        return 0 if self.entry is not None else self.config().dsx.train.seed
+
+
+def witness(job: Job, groups: Groups) -> Witness | None:
+    """Run the layout and give all that was seen to rank 0. A collective call over all ranks."""
+    passes = [
+        _passed(job, groups, clipping) for clipping in ((0.0, job.clipping) if job.clipping else (0.0,))
+    ]
+    masks: list[dict[str, Mask]] | None = None
+    if job.dropout is not None:
+        masks = _gathered(masks_of(resolve(job.dropout, world_size=job.world_size), groups))
+    if groups.rank != 0:
+        return None
+    return Witness(passes=[seen for seen in passes if seen is not None], masks=masks or ())
+
+
+def _passed(job: Job, groups: Groups, clipping: float) -> Seen | None:
+    config = job.config(clipping) if job.entry is None else None
+    model = None if job.entry is None else user_model(job.entry)
+    batch = job.batch()
+
+    def batches(step: int) -> Iterator[Any]:
+        for index in range(batch.accumulation):
+            at = index * groups.mesh.dp + groups.dp_rank
+            if model is not None:
+                yield model.batch(step, at, batch.micro)
+            else:
+                assert config is not None
+                yield random_tokens(config, step, at)
+
+    if model is None:
+        assert config is not None
+        subject, built = _family(config, groups)
+    elif job.stock:
+        subject, built = _stock(job, model, groups, clipping)
+    else:
+        subject, built = _user(job, model, groups, clipping)
+    ranks: list[RankSeen] | None = _gathered(observe(subject, built, batches, job.steps))
+    if ranks is None:
+        return None
+    return Seen(mesh=groups.mesh, micro_batches=batch.accumulation, clipping=clipping, ranks=ranks)
+
+
+def _gathered(mine: Any) -> list[Any] | None:
+    """Everybody's, on rank 0."""
+    everybody: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, everybody)
+    return everybody
+
+
+def _family(config: RunConfig, groups: Groups) -> tuple[Subject, dict[str, Tensor]]:
+    pipeline = recipe.build_model(config, groups)
+    names = {spec_of(parameter).name: parameter for parameter in pipeline.chunks.parameters()}
+    built = _prepare(names, groups, fresh=config.weights is None)
+    engine = initialize(model=pipeline, config=config)[0]
+    return _subject(engine, engine.deepspeed_engine, pipeline.chunks, names, groups, groups.data), built
+
+
+def _user(job: Job, model: UserModel, groups: Groups, clipping: float) -> tuple[Subject, dict[str, Tensor]]:
+    config = _plain(job, clipping)
+    pipeline = PipelineModule(**{**model.arguments, "groups": groups, "config": config})
+    names = dict(pipeline.chunks.named_parameters())
+    built = _prepare(names, groups, fresh=True)
+    engine = initialize(model=pipeline, config=config)[0]
+    return _subject(engine, engine.deepspeed_engine, pipeline.chunks, names, groups, groups.data), built
+
+
+def _stock(job: Job, model: UserModel, groups: Groups, clipping: float) -> tuple[Subject, dict[str, Tensor]]:
+    from deepspeed.pipe import PipelineModule as StockModule
+
+    net = StockModule(**model.arguments)
+    names = dict(net.named_parameters())
+    built = _prepare(names, groups, fresh=True)
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=trained, config=_plain(job, clipping))
+    data = engine.grid.get_data_parallel_group()
+    return _subject(engine, engine, net, names, groups, data), built
+
+
+def _plain(job: Job, clipping: float) -> dict[str, Any]:
+    """DeepSpeed's part of the JSON."""
+    content = {key: value for key, value in job.content.items() if key != "dsx"}
+    return {**content, **job.batch().keys(), "gradient_clipping": clipping, "steps_per_print": None}
+
+
+def _prepare(names: Mapping[str, nn.Parameter], groups: Groups, *, fresh: bool) -> dict[str, Tensor]:
+    """The weights as built; then move fresh vectors away from the 1 and 0 that they start from."""
+    built = {}
+    for name, parameter in names.items():
+        # At ZeRO-3 layers are partitioned as they are built; what is whole passes through.
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            built[name] = parameter.detach().float().cpu().clone()
+            spec = getattr(parameter, "dsx_spec", None)
+            shape = spec.shape if isinstance(spec, ParamSpec) else tuple(parameter.shape)
+            if fresh and len(shape) == 1:
+                seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
+                noise = NOISE * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+                moved = torch.zeros_like(parameter, device="cpu", dtype=torch.float32)
+                moved.dsx_spec = spec  # type: ignore[attr-defined]  # as the parameter's: says how it is cut
+                put(moved, noise, tp=groups.mesh.tp, tp_rank=groups.tp_rank)
+                parameter.add_(moved.to(parameter))
+    return built if groups.dp_rank == 0 else {}
+
+
+def _subject(
+    engine: Any,
+    inner: Any,
+    module: nn.Module,
+    names: dict[str, nn.Parameter],
+    groups: Groups,
+    data: Any,
+) -> Subject:
+    known = {
+        name: Known(
+            shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),
+            spec=getattr(parameter, "dsx_spec", None),
+            copy=bool(getattr(parameter, "ds_pipe_replicated", False)),
+            trained=parameter.requires_grad,
+        )
+        for name, parameter in names.items()
+    }
+    return Subject(
+        engine=engine,
+        inner=inner,
+        module=module,
+        known=known,
+        parameters=names,
+        rank=groups.rank,
+        dp_rank=groups.dp_rank,
+        data=data,
+    )

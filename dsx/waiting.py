@@ -1,0 +1,118 @@
+"""A word to a person who waits: nothing for three seconds, then what is being done and how far it is."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Self, TextIO, TypeVar
+
+from rich.console import Console
+from rich.text import Text
+
+from dsx.terminal import printable
+from dsx.train.progress import amount, seconds
+
+T = TypeVar("T")
+
+FIRST_SECONDS = 3.0
+"""What takes less is done before anybody wonders."""
+
+_LINES_APART = 3.0
+"""Each line in a log file comes after this many times the seconds of the one before: 3, 9, 27, then ..."""
+
+_MOST_SECONDS = 60.0
+"""... one a minute."""
+
+
+class Waiting:
+    """Says on standard error what takes long; on a terminal in one line that is rewritten and disappears.
+
+    Use it as a context manager. A thread speaks, so that a single call that blocks is told of as well.
+
+    Args:
+        what: What is being done: ``tokenising my.jsonl``.
+        total: How many units there are; None if nobody knows.
+        unit: What is counted, in the plural; ``bytes`` are shown with their prefix. Empty counts nothing.
+        stream: Where to; None for standard error.
+        quiet: Say nothing: for all ranks but one.
+        first_seconds: How long to be silent.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        total: int | None = None,
+        unit: str = "",
+        stream: TextIO | None = None,
+        quiet: bool = False,
+        first_seconds: float = FIRST_SECONDS,
+    ) -> None:
+        self._what, self._total, self._unit = printable(what), total, unit
+        self._stream, self._quiet, self._first_seconds = stream, quiet, first_seconds
+        self._count, self._began = 0, 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._speak, name="dsx-waiting", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        if not self._quiet:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if not self._quiet:
+            self._thread.join()
+
+    def advance(self, units: int = 1) -> None:
+        """So many more units are done."""
+        self._count += units
+
+    def reach(self, units: int) -> None:
+        """So many units are done in all."""
+        self._count = units
+
+    def counts(self, units: Iterable[T]) -> Iterator[T]:
+        """``units`` as they are, each counted when the next is asked for."""
+        for unit in units:
+            yield unit
+            self.advance()
+
+    @property
+    def text(self) -> str:
+        """What is said now."""
+        elapsed = time.monotonic() - self._began
+        parts = [self._counted()] if self._unit else []
+        parts.append(seconds(elapsed))
+        if self._total and 0 < self._count < self._total:
+            parts.append(f"about {seconds(elapsed * (self._total - self._count) / self._count)} left")
+        return f"... {self._what}: {', '.join(parts)}"
+
+    def _counted(self) -> str:
+        if self._unit == "bytes":
+            return amount(self._count) + (f" of {amount(self._total)}" if self._total else "")
+        return f"{self._count:,}{f' of {self._total:,}' if self._total else ''} {self._unit}"
+
+    def _speak(self) -> None:
+        if self._ended.wait(self._first_seconds):
+            return
+        console = Console(file=self._stream or sys.stderr, highlight=False)
+        if console.is_terminal:
+            with console.status(Text(self.text)) as status:
+                while not self._ended.wait(0.5):
+                    status.update(Text(self.text))
+            return
+        pause = max(self._first_seconds, 1.0)
+        while True:
+            console.print(self.text, soft_wrap=True, markup=False)
+            pause = min(pause * _LINES_APART, _MOST_SECONDS)
+            if self._ended.wait(pause):
+                took = seconds(time.monotonic() - self._began)
+                console.print(f"... {self._what}: done in {took}", soft_wrap=True, markup=False)
+                return

@@ -1,0 +1,288 @@
+"""When gradients cross data parallelism, how many bytes, and that it changes no result."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ranks
+from dsx.config.schema import ZeroConfig
+from dsx.errors import ModelError
+from engine import toy_pipeline as toy
+from engine.toy_pipeline import Case
+
+PP, DP, MICRO_BATCHES = 2, 2, 4
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}  # with bf16 and ZeRO-1: BF16_Optimizer
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter")
+
+
+@contextmanager
+def recorded(engine: Any, log: list[Any]) -> Iterator[None]:
+    """Log every action as it ends, and how many elements are summed over data parallelism when."""
+
+    @contextmanager
+    def around(action: Any) -> Iterator[None]:
+        yield
+        log.append(str(action))
+
+    make_run = engine._step_run
+    data = engine.groups.data
+    with pytest.MonkeyPatch.context() as mp:
+        mp.setattr(engine, "_step_run", lambda source, count, mode, _: make_run(source, count, mode, around))
+        for name in REDUCTIONS:
+            if (real := getattr(dist, name, None)) is None:
+                continue
+
+            def call(tensor: Any, *args: Any, real: Any = real, **kwargs: Any) -> Any:
+                if kwargs.get("group") is data:
+                    log.append(tensor.numel())
+                return real(tensor, *args, **kwargs)
+
+            mp.setattr(dist, name, call)
+        yield
+
+
+def _logs(
+    rank: int, world_size: int, cases: list[tuple[Case, str]]
+) -> list[tuple[list[Any], list[Any], int]]:
+    """(what happened in the second step, what should have, elements of all trainable parameters)."""
+    found = []
+    for case, reduce in cases:
+        made = toy.engine(case, zero=ZeroConfig(reduce=reduce))
+        log: list[Any] = []
+        toy.train(case, made)
+        with recorded(made, log):
+            made.train_batch(toy.batches(0, MICRO_BATCHES, DP, made.groups.dp_rank))
+        row = made.programs.step(MICRO_BATCHES, training=True)[0].rows[made.groups.pp_rank]
+        ends = {action.stage: position for position, action in enumerate(row)}
+        users: dict[nn.Parameter, int] = {}
+        for stage in sorted(ends, key=ends.get):
+            users |= dict.fromkeys(made.pipeline.chunks.used_parameters()[stage], stage)
+        expected: list[Any] = []
+        for position, action in enumerate(row):
+            expected.append(str(action))
+            ready = [p for p, stage in users.items() if p.requires_grad and ends[stage] == position]
+            expected += [sum(p.numel() for p in ready)] if ready else []
+        total = sum(p.numel() for p in made.pipeline.parameters() if p.requires_grad)
+        found.append((log, expected, total))
+    return found
+
+
+ONCE = [
+    (Case(layers=layers, zero=zero, pp=PP, chunks=2, micro_batches=MICRO_BATCHES, steps=1, **more), "step")
+    for zero in (0, 1, 2)
+    for layers, more in (
+        ("plain", {}),
+        ("tied", {"module": {"schedule": "zbv"}}),
+        ("plain", {"prepare": "frozen start"}),
+    )
+]
+ALWAYS = Case(zero=2, pp=PP, chunks=2, micro_batches=MICRO_BATCHES, steps=1)
+
+
+def test_each_chunk_is_reduced_once_right_after_its_last_action() -> None:
+    """Between the actions of the other chunks; a weight that two chunks share after the second of them."""
+    for results in ranks.run(_logs, PP * DP, ONCE):
+        for (case, _), (log, expected, total) in zip(ONCE, results, strict=True):
+            assert log == expected, case
+            assert sum(x for x in log if isinstance(x, int)) == total
+            reductions = [i for i, x in enumerate(log) if isinstance(x, int)]
+            computations = [i for i, x in enumerate(log) if re.fullmatch(r"\d+[BIW]\d+", str(x))]
+            if (case.layers, case.prepare) == (
+                "plain",
+                "nothing",
+            ):  # the first chunk to be done leaves while others compute
+                assert reductions[0] < computations[-1]
+
+
+def test_zero2_reduces_every_micro_batch_when_asked() -> None:
+    for [(log, _, total)] in ranks.run(_logs, PP * DP, [(ALWAYS, "micro_batch")]):
+        sent = [x for x in log if isinstance(x, int)]
+        assert sum(sent) == MICRO_BATCHES * total
+
+
+def _against_deepspeed(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Any, Any, bool]]:
+    """Losses and norms of both ways, and whether DeepSpeed's own reduction took part in the second."""
+    from dsx.engine import zero as zero_adapters
+
+    found = []
+    for case in cases:
+        ours = toy.train(case)
+        with pytest.MonkeyPatch.context() as mp:
+            mp.setattr(zero_adapters, "reducible", lambda engine: False)
+            made = toy.engine(case)
+            found.append((ours, toy.train(case, made), made.enable_backward_allreduce))
+    return found
+
+
+SAME = [
+    Case(
+        layers="tied", zero=zero, pp=PP, chunks=2, micro_batches=3, bf16=bf16, zero_keys=zero_keys, keys=keys
+    )
+    for zero, bf16, zero_keys, keys in (
+        (0, False, {}, {}),
+        (0, False, {"reduce_bucket_size": 60}, {"prescale_gradients": True}),
+        (0, True, {}, {"gradient_predivide_factor": 4.0}),
+        (1, False, {"reduce_scatter": False}, {"gradient_predivide_factor": 4.0}),
+        (1, False, {"round_robin_gradients": True}, {}),
+        (1, True, {}, {"data_types": {"grad_accum_dtype": "bf16"}}),
+        (1, True, {}, {**FP32_SUMS, "communication_data_type": "fp32"}),
+        (1, True, {}, FP32_SUMS),
+        (1, True, {"reduce_bucket_size": 50}, FP32_SUMS),  # a weight of 64 elements in two of them
+    )
+]
+
+
+def test_the_same_bits_as_deepspeeds_own_reduction() -> None:
+    """Two ranks: a sum of two has one order. Every way to scale, precision and cut."""
+    for case, (ours, theirs, used) in zip(SAME, ranks.run(_against_deepspeed, PP * DP, SAME)[0], strict=True):
+        assert used, case
+        assert ours == theirs, case
+
+
+def test_zero2_sums_micro_batches_in_the_precision_that_is_asked_for() -> None:
+    """Reduced at the end or after every micro-batch: the same but for rounding, far below bf16's."""
+    cases = [
+        Case(zero=2, pp=PP, chunks=2, micro_batches=8, bf16=bf16, keys=keys)
+        for bf16, keys in (
+            (False, {}),
+            (True, {**FP32_SUMS, "communication_data_type": "fp32"}),
+        )
+    ]
+    for case, (ours, theirs, _) in zip(cases, ranks.run(_against_deepspeed, PP * DP, cases)[0], strict=True):
+        # Weights are rounded to bf16 after every step, which turns the last bit now and then.
+        assert toy.flat(ours)[:2] == pytest.approx(toy.flat(theirs)[:2], rel=1e-6), case
+        assert toy.flat(ours) == pytest.approx(toy.flat(theirs), rel=1e-3 if case.bf16 else 1e-6), case
+
+
+BUCKET = 50
+
+
+def _buckets(rank: int, world_size: int, case: Case) -> tuple[list[Any], int, int, int]:
+    """(what happened in a step, buckets alive at once, bf16 gradients seen, elements of all parameters)."""
+    made = toy.engine(case)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = [0]
+    gradients = [0]
+    log: list[Any] = []
+    with recorded(made, log), pytest.MonkeyPatch.context() as mp:
+        real, before_action = dist.all_reduce, made._adapter.before_action
+
+        def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("group") is made.groups.data:
+                alive.append(weakref.ref(tensor))
+                most[0] = max(most[0], sum(ref() is not None for ref in alive))
+            return real(tensor, *args, **kwargs)
+
+        def look(position: int) -> None:
+            gradients[0] += sum(p.grad is not None for p in made.module.parameters())
+            before_action(position)
+
+        mp.setattr(dist, "all_reduce", all_reduce)
+        mp.setattr(made._adapter, "before_action", look)
+        made.train_batch(toy.batches(0, MICRO_BATCHES, DP, made.groups.dp_rank, dtype=case.dtype))
+    return log, most[0], gradients[0], sum(p.numel() for p in made.pipeline.parameters())
+
+
+def test_sums_in_fp32_take_two_buckets_and_no_bf16_gradients() -> None:
+    """BF16_Optimizer keeps its fp32 gradients where they are: what is under way comes on top."""
+    case = Case(
+        zero=1,
+        pp=PP,
+        chunks=2,
+        micro_batches=MICRO_BATCHES,
+        bf16=True,
+        keys=FP32_SUMS,
+        zero_keys={"reduce_bucket_size": BUCKET},
+    )
+    for log, most, gradients, total in ranks.run(_buckets, PP * DP, case):
+        sent = [x for x in log if isinstance(x, int)]
+        assert sum(sent) == total
+        assert max(sent) == BUCKET
+        assert len(sent) == 4  # of each chunk's 72 elements, 50 and 22
+        assert (most, gradients) == (2, 0)
+        computations = [i for i, x in enumerate(log) if re.fullmatch(r"\d+[BIW]\d+", str(x))]
+        assert log.index(BUCKET) < computations[-1]
+
+
+class Borrower(nn.Module):
+    """Uses another layer's weight without saying so."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.linear = nn.Linear(toy.WIDTH, toy.WIDTH)
+        self._other = (other,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) @ self._other[0].weight
+
+
+def _borrow(rank: int, world_size: int) -> list[str]:
+    import dsx
+
+    messages = []
+    sums = {"bf16": True, "keys": FP32_SUMS, "zero_keys": {"reduce_bucket_size": 10}}
+    for case in (*(Case(zero=zero) for zero in range(3)), Case(zero=1, **sums)):
+        owner = nn.Linear(toy.WIDTH, toy.WIDTH)
+        module = dsx.PipelineModule(
+            [Borrower(owner), owner],
+            num_stages=1,
+            num_chunks=2,
+            loss_fn=toy.loss_fn,
+            partition_method="uniform",
+        )
+        engine = dsx.initialize(model=module, config=toy.config(case))[0]
+        try:
+            engine.train_batch(toy.batches(0, 2, dtype=case.dtype))
+        except ModelError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_weight_shared_in_secret_is_an_error() -> None:
+    for messages in ranks.run(_borrow, 2):
+        assert len(messages) == 4
+        assert all("parameter '1.weight'" in message and "TiedLayerSpec" in message for message in messages)
+
+
+class Unused(nn.Module):
+    """Uses one of two weights, which one depends on the data: another one on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(toy.WIDTH, toy.WIDTH), nn.Linear(toy.WIDTH, toy.WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) if dist.get_rank() == 0 else self.b(x)
+
+
+def _unused(rank: int, world_size: int) -> list[list[float]]:
+    import dsx
+
+    found = []
+    for case in (*(Case(zero=zero) for zero in range(3)), Case(zero=1, bf16=True, keys=FP32_SUMS)):
+        torch.manual_seed(0)
+        module = dsx.PipelineModule([Unused(), nn.Linear(toy.WIDTH, toy.WIDTH)], 1, loss_fn=toy.loss_fn)
+        engine = dsx.initialize(model=module, config=toy.config(case))[0]
+        for step in range(2):
+            engine.train_batch(toy.batches(step, 2, dtype=case.dtype))
+        found.append([engine.get_global_grad_norm(), *(float(p.double().sum()) for p in module.parameters())])
+    return found
+
+
+def test_ranks_may_use_different_weights() -> None:
+    """A rank without a gradient counts as zero; all ranks and all ZeRO stages end with the same weights."""
+    first, second = ranks.run(_unused, 2)
+    assert first == second
+    *whole, half = first
+    for other in whole[1:]:
+        assert other == pytest.approx(whole[0], rel=1e-6)
+    assert half == pytest.approx(whole[0], rel=2e-2)

@@ -1,0 +1,117 @@
+"""How a process ends, whatever ends it: message, rank and exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ranks
+from dsx.launch import entry
+
+
+def ended(body: str, *, rank: int = 0) -> tuple[int, str, str]:
+    """Exit code, output and errors of a process that runs ``body`` as its main function."""
+    source = "import dsx\nfrom dsx.launch import entry\ndef main():\n" + textwrap.indent(body, "    ")
+    done = subprocess.run(
+        [sys.executable, "-c", f"{source}\ndsx.run(main)"],
+        env=os.environ | {"RANK": str(rank)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+ERROR = "error = dsx.DataError('my.jsonl', 'it is empty', 'name another')\n"
+
+
+def test_a_good_end():
+    assert ended("print('done')") == (0, "done\n", "")
+
+
+def test_what_main_returns_is_the_exit_code():
+    assert ended("return 143") == (143, "", "")
+
+
+def test_an_error_of_all_ranks_is_told_by_one():
+    assert ended(ERROR + "raise error") == (2, "", "error: my.jsonl: it is empty. Fix: name another.\n")
+    assert ended(ERROR + "raise error", rank=1) == (2, "", "")
+
+
+def test_an_error_of_one_rank_is_told_by_it():
+    body = ERROR + "error.add_note(entry.ALONE)\nraise error"
+    said = f"[rank 8 on {socket.gethostname()}] error: my.jsonl: it is empty. Fix: name another.\n"
+    assert ended(body, rank=8) == (2, "", said)
+
+
+def test_anything_else_is_a_traceback_with_the_rank():
+    code, out, err = ended("raise ValueError('seven')", rank=3)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"[rank 3 on {socket.gethostname()}] Traceback")
+    assert "ValueError: seven" in err
+
+
+def test_ctrl_c_is_silent():
+    assert ended("raise KeyboardInterrupt") == (130, "", "")
+
+
+def lose_a_peer(rank: int, world_size: int) -> str:
+    """What rank 0 hears when rank 1 leaves a collective."""
+    said = ""
+    if rank == 0:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            said = str(error)
+    dist.destroy_process_group()
+    return said
+
+
+def test_a_lost_peer_is_recognised():
+    """By gloo's own words: the message of the rank that ended is the one to show."""
+    said, _ = ranks.run(lose_a_peer, 2)
+    assert entry._PEER_GONE.search(said), said
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.3]:1769: "
+LOST = (
+    GLOO + "Connection reset by peer. This is typically caused by a remote worker hanging",
+    GLOO + "Connection timed out",
+    GLOO + "No route to host",
+    "recvValue failed on SocketImpl(fd=5): Connection was likely closed. Did the remote server crash?",
+    "NCCL error: remote process exited or there was a network error\nncclRemoteError: A call failed possibly",
+)
+
+
+@pytest.mark.parametrize("message", LOST)
+def test_a_broken_connection_is_one_line(message):
+    """Outside of a Guard, where nobody knows more."""
+    code, out, err = ended(f"entry._SPEAKER_SECONDS = 0\nraise RuntimeError({message!r})", rank=3)
+    assert (code, out) == (1, "")
+    first = re.escape(message.splitlines()[0])
+    where = re.escape(socket.gethostname())
+    line = (
+        rf"\[rank 3 on {where}\] ended because its connection to another rank broke at [\d:]{{8}}: {first}\n"
+    )
+    assert re.fullmatch(line, err), err
+
+
+OTHERS = (
+    "",
+    "gloo/transport/tcp/pair.cc: Timed out waiting 1800000ms",
+    "[enforce fail at gloo/transport/tcp/pair.cc:454] op.preamble.length <= op.nbytes. 8 vs 4",
+    "https://host/api: Connection reset by peer",
+)
+
+
+@pytest.mark.parametrize("message", OTHERS)
+def test_other_errors_are_not_a_lost_peer(message):
+    assert not entry._PEER_GONE.search(message)

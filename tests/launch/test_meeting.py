@@ -1,0 +1,84 @@
+"""Ranks of one start meet, whatever an earlier start has left in the launcher's store."""
+
+import json
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from dsx.launch import processes
+
+SOON = timedelta(seconds=20)
+
+
+def gather(store, size):
+    """What each rank of a start takes as its word; the others come before rank 0."""
+    words = [""] * size
+
+    def answer(place):
+        words[place] = processes._answer(store, place, SOON)
+
+    others = [threading.Thread(target=answer, args=(place,)) for place in range(1, size)]
+    for other in others:
+        other.start()
+    words[0] = processes._call(store, size)
+    for other in others:
+        other.join()
+    return words
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_all_ranks_agree_on_a_word_and_starts_do_not_share_it(size):
+    store = dist.HashStore()
+    first, second = gather(store, size), gather(store, size)
+    assert len(set(first)) == len(set(second)) == 1
+    assert first[0] != second[0]
+
+
+def test_a_start_that_failed_half_way_is_passed_over():
+    """Its rank 0 has called, and perhaps heard other ranks than those that come now, or never did."""
+    store = dist.HashStore()
+    store.set("dsx/round", "dead")
+    store.set("dead/rank/1", "someone")
+    assert len(set(gather(store, 3))) == 1
+    store.set("dsx/round", "gone")
+    store.set("gone/heard", json.dumps(["", "someone", "another"]))
+    assert len(set(gather(store, 3))) == 1
+
+
+def test_a_spare_rank_ends_with_the_run():
+    store = dist.HashStore()
+    codes = []
+
+    def spare():
+        with pytest.raises(SystemExit) as ended:
+            processes.stand_by(store)
+        codes.append(ended.value.code)
+
+    waiting = threading.Thread(target=spare)
+    waiting.start()
+    processes.dismiss(store, 1)
+    waiting.join(20)
+    assert codes == [0]
+
+
+def test_rank_0_says_who_has_not_come(monkeypatch, capfd):
+    """They may be reading their data, or have died before anybody could know of them."""
+    monkeypatch.setattr(processes, "_PATIENCE_SECONDS", 0.3)
+    store = dist.HashStore()
+    store.set_timeout(SOON)
+    words = []
+    first = threading.Thread(target=lambda: words.append(processes._call(store, 3)))
+    first.start()
+    second = threading.Thread(target=processes._answer, args=(store, 1, SOON))
+    second.start()
+    said = ""
+    while "waits for rank 2 since" not in said:
+        said += capfd.readouterr().err
+    assert said.startswith(f"[rank 0 on {socket.gethostname()}] waits for rank")
+    words.append(processes._answer(store, 2, SOON))
+    first.join(20)
+    second.join(20)
+    assert words[0] == words[1]

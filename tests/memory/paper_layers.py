@@ -1,0 +1,204 @@
+"""Chunks of dsx's layers on the paper device or a CPU, and on the tape: a script for test_memory_layers.py.
+
+Runs every case and prints one JSON line each: the case, and torch's and the tape's bytes at every stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from dataclasses import replace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dsx.memory.layers import Layers
+from dsx.memory.ledger import Label, Leaf, Ledger, Tape, Tensor
+from dsx.memory.ops import Later, Ops
+from dsx.memory.paper import device as paper
+from dsx.memory.paper.meter import StorageMeter
+from dsx.models import families
+from dsx.models.params import layer_kinds, param_specs
+from dsx.models.spec import ModelSpec, Rope
+from dsx.nn.parallel import TensorParallel
+from dsx.nn.split import WeightGradients
+
+BATCH, LENGTH = 2, 128
+
+
+# What the families beside GPT-2 and Llama have of their own.
+_OWN = {
+    "llama": {},
+    "mistral": {"windows": (48, 0)},
+    "qwen2": {"attention_bias": True, "tied_embeddings": True},
+    "qwen3": {"qk_norm": True},
+    "gpt_neox": {
+        "rope": Rope(share=0.25),
+        "num_kv_heads": 4,
+        "norm": "layernorm",
+        "activation": "gelu",
+        "gated_mlp": False,
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "interleaved_qkv": True,
+        "parallel_residual": True,
+    },
+}
+
+
+def model(family, dropout):
+    """Two blocks; a vocabulary that needs padding and several chunks of logits."""
+    gpt2 = family == "gpt2"
+    spec = ModelSpec(
+        family=family,
+        num_layers=2,
+        hidden_size=128,
+        num_heads=4,
+        num_kv_heads=4 if gpt2 else 2,
+        head_dim=32,
+        ffn_size=384,
+        vocab_size=50001,
+        max_positions=256,
+        norm_epsilon=1e-5,
+        norm="layernorm" if gpt2 else "rmsnorm",
+        activation="gelu_new" if gpt2 else "silu",
+        gated_mlp=not gpt2,
+        attention_bias=gpt2,
+        attention_out_bias=gpt2,
+        mlp_bias=gpt2,
+        tied_embeddings=gpt2,
+        rope=None if gpt2 else Rope(),
+        residual_dropout=dropout,
+        attention_dropout=dropout,
+        embedding_dropout=dropout,
+    )
+    return replace(spec, **_OWN.get(family, {}))
+
+
+def modules(spec, device, tp, width, recompute, split, layers):
+    """The layers as functions, tied ones with the first one's table."""
+    dtype = {2: torch.bfloat16, 4: torch.float32}[width]
+    built, tied = [], None
+    everything = families.layers(spec, tp, dtype=dtype, device=device, recompute=recompute, split=split)
+    for index in layers:
+        layer = everything[index]
+        shared = hasattr(layer, "key")
+        if shared and tied is None:
+            tied = layer.build()
+        module = tied if shared else layer.build()
+        use = getattr(layer, "forward_fn", None)
+        built.append(module if use is None else lambda x, module=module, use=use: use(module, x))
+    return built
+
+
+def by_torch(spec, device, tp, sequence, width, recompute, divided, layers):
+    """Live bytes, and the highest, at every stage of two forwards and backwards."""
+    ranks = TensorParallel(
+        size=tp, rank=0, group=dist.group.WORLD if tp > 1 else None, sequence_parallel=sequence
+    )
+    meter, split, found = StorageMeter(device), WeightGradients() if divided else None, {}
+    with paper.without_storage(), mock.patch("dsx.nn.parameters.fill"), meter:
+        chain = modules(spec, device, ranks, width, recompute, split, layers)
+        loss = families.loss(spec, ranks, overwrite_logits=True)
+        ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device=device)
+        inputs = ids
+        if layers[0]:
+            length = LENGTH // tp if sequence else LENGTH
+            dtype = {2: torch.bfloat16, 4: torch.float32}[width]
+            inputs = torch.zeros(BATCH, length, spec.hidden_size, dtype=dtype, device=device)
+            inputs.requires_grad_()
+        for module in chain:
+            # What blocks share is made before, as the estimate counts it once.
+            attention, dtype = (
+                getattr(module, "attention", None),
+                {2: torch.bfloat16, 4: torch.float32}[width],
+            )
+            if getattr(attention, "rotary", None) is not None:
+                attention.rotary.tables(LENGTH, dtype, ids.device)
+            if getattr(attention, "window", None) is not None:
+                attention.window.mask(LENGTH, dtype, ids.device)
+        before = meter.current_bytes
+
+        def forward():
+            x = inputs
+            for module in chain:
+                x = module(x)
+            return loss(x, ids) if layers[-1] == len(layer_kinds(spec)) - 1 else x
+
+        for turn in range(2):
+            with meter.phase(f"forward {turn}"):
+                y = forward()
+            seed = torch.zeros_like(y)
+            with meter.phase(f"backward {turn}"), contextlib.ExitStack() as stack:
+                if divided:
+                    stack.enter_context(split.deferring((0, 0)))
+                y.backward(seed)
+                del y, seed
+            if divided:
+                with meter.phase(f"weights {turn}"), split.delivering((0, 0)) as token:
+                    token.backward()
+                    del token
+            found[f"left {turn}"] = meter.current_bytes - before
+    return found | {name: peak - before for name, peak in meter.peak_bytes.items() if name}
+
+
+def by_tape(spec, device, tp, sequence, width, recompute, divided, layers):
+    """The same on the tape."""
+    ledger = Ledger()
+    tape, later, found = Tape(ledger), Later() if divided else None, {}
+    kind = "cpu" if device == "cpu" else "cuda"
+    ops = Ops(tape=tape, tp=tp, sequence=sequence and tp > 1, width=width, later=later, device=kind)
+    weights = {p.name: Leaf(p.name, p.local_shape(tp), width) for p in param_specs(spec)}
+    run = Layers(model=spec, ops=ops, weights=weights, recompute=recompute)
+    ids = Tensor((BATCH, LENGTH), 8, None)
+    inputs = ids
+    if layers[0]:
+        length = LENGTH // tp if sequence else LENGTH
+
+        def accumulate(leaf, gradient):
+            if leaf.grad is None:
+                alone = gradient.storage.holders == 1
+                leaf.grad = gradient if alone else ops.like(Label("activations", "copy", "", ""), gradient)
+
+        inputs = Leaf("x", (BATCH, length, spec.hidden_size), width, accumulate=accumulate)
+    last = layers[-1] == len(layer_kinds(spec)) - 1
+    for turn in range(2):
+        ledger.start()
+        y = run.run(layers, inputs, ids if last else None)
+        found[f"forward {turn}"] = ledger.peak_bytes
+        seed = tape.new(Label("activations", "seed", "", ""), y.width, *y.shape)
+        ledger.start()
+        if later is not None:
+            later.active = True
+        tape.backward(y, seed)
+        del y, seed
+        found[f"backward {turn}"] = ledger.peak_bytes
+        if later is not None:
+            later.active = False
+            ledger.start()
+            later.deliver(tape)
+            found[f"weights {turn}"] = ledger.peak_bytes
+        found[f"left {turn}"] = ledger.current_bytes
+    return found
+
+
+def main():
+    """Cases from the command line."""
+    torch.set_num_threads(1)
+    paper.install()
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    for case in json.loads(sys.argv[1]):
+        device, family, dropout, *rest = case
+        spec = model(family, dropout)
+        print(json.dumps([case, by_torch(spec, device, *rest), by_tape(spec, device, *rest)]), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # fake tensors outlive their mode
+
+
+if __name__ == "__main__":
+    main()

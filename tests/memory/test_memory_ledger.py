@@ -1,0 +1,198 @@
+"""A rank's estimate is what the real engine holds on paper: every phase, and between steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dsx.config.resolve import resolve
+from dsx.memory.estimate import estimate
+from dsx.memory.job import job_of
+from often import often
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 1.0,
+    "zero_allow_untested_optimizer": True,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True}},
+    "dsx": {
+        "model": {"family": "gpt2", "preset": "tiny"},
+        "parallel": {"tensor": 1, "pipeline": 1},
+        "data": {"sequence_length": 64},
+        "train": {"steps": 2, "output": "runs/paper"},
+    },
+}
+
+CASES = {
+    "zero1_summed_in_fp32": (
+        4,
+        [
+            "zero_optimization.stage=1",
+            "bf16.enabled=true",
+            "zero_optimization.reduce_bucket_size=20000",
+            "data_types.grad_accum_dtype=fp32",
+            "dsx.parallel.pipeline=2",
+            "dsx.parallel.chunks=2",
+            "dsx.schedule.name=interleaved_zb",
+            "dsx.recompute=selective",
+        ],
+    ),
+    "zero0_bf16_fused_tied": (
+        4,
+        [
+            "zero_optimization.stage=0",
+            "bf16.enabled=true",
+            "optimizer.params.torch_adam=false",
+            "dsx.parallel.pipeline=2",
+        ],
+    ),
+    "zero2_per_micro_batch_interleaved": (
+        4,
+        [
+            "zero_optimization.stage=2",
+            "zero_optimization.reduce_bucket_size=20000",
+            "dsx.zero.reduce=micro_batch",
+            "bf16.enabled=true",
+            "dsx.parallel.pipeline=2",
+            "dsx.parallel.chunks=2",
+            "dsx.schedule.name=interleaved",
+            "optimizer.type=SGD",
+            'optimizer.params={"lr": 0.001, "momentum": 0.9}',
+        ],
+    ),
+    "zero1_windows_and_head_norms": (
+        4,
+        [
+            "zero_optimization.stage=1",
+            "bf16.enabled=true",
+            "dsx.model.family=qwen3",
+            'dsx.model.overrides={"use_sliding_window": true, "sliding_window": 20, "max_window_layers": 3}',
+            "dsx.parallel.tensor=2",
+            "dsx.parallel.pipeline=2",
+        ],
+    ),
+    "zero2_divided_backward": (
+        4,
+        [
+            "zero_optimization.stage=2",
+            "bf16.enabled=true",
+            "data_types.grad_accum_dtype=fp32",
+            "dsx.parallel.pipeline=2",
+            "dsx.schedule.name=zb_h1",
+        ],
+    ),
+    "zero2_per_micro_batch_summed_in_fp32": (
+        4,
+        [
+            "zero_optimization.stage=2",
+            "zero_optimization.reduce_bucket_size=5000",
+            "dsx.zero.reduce=micro_batch",
+            "bf16.enabled=true",
+            "data_types.grad_accum_dtype=fp32",
+        ],
+    ),
+}
+
+_TRACE = """
+import json, os, sys, warnings
+warnings.filterwarnings("ignore")
+import torch
+torch.set_num_threads(1)
+from dsx.config.resolve import resolve
+from dsx.memory.paper import run
+made, initialize = [], run.initialize
+run.initialize = lambda **given: made.append(initialize(**given)) or made[-1]
+config, sets, rank, world = json.loads(sys.argv[1])
+peaks = run.trace(resolve(config, world_size=world, overrides=sets), rank)
+optimizer = made[0][0].deepspeed_engine.optimizer
+
+def size(*names):
+    found = [tensor for name in names for tensor in getattr(optimizer, name, ())]
+    return sum(tensor.numel() * tensor.element_size() for tensor in found)
+
+states = [t for state in optimizer.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+print(json.dumps({
+    "steady": peaks.steady_bytes,
+    "phases": peaks.phases,
+    "states": {
+        "parameters": size("bit16_groups_flat", "bf16_groups_flat", "fp16_groups_flat"),
+        "master weights": size("single_partition_of_fp32_groups", "fp32_groups_flat_partition",
+                               "fp32_groups_flat"),
+        "moments": sum(t.numel() * t.element_size() for t in states if t.device.type == "paper"),
+        "fp32 gradients": size("fp32_groups_gradients_flat"),
+    },
+}))
+sys.stdout.flush()
+os._exit(0)  # fake tensors outlive their mode
+"""
+
+_STATES = ("parameters", "optimizer", "gradients")
+
+_SCALARS = 20 * 512
+"""Losses' sums, norms and the like, 512 bytes each on a GPU, which the ledger leaves out."""
+
+
+@pytest.mark.parametrize("name", often(CASES, 2))
+def test_estimate_is_what_the_engine_holds(name):
+    world, sets = CASES[name]
+    sets = ["gradient_accumulation_steps=4", *sets]
+    rank = world - 1
+    done = subprocess.run(
+        [sys.executable, "-c", _TRACE, json.dumps([CONFIG, sets, rank, world])],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    traced = json.loads(done.stdout.splitlines()[-1])
+    job = job_of(resolve(CONFIG, world_size=world, overrides=sets))
+    found = estimate(job, rank)
+    ours = {phase.name: phase.peak_bytes for phase in found.phases}
+    assert ours == pytest.approx(traced["phases"], abs=_SCALARS)
+    assert found.steady_bytes == pytest.approx(traced["steady"], abs=_SCALARS)
+    # DeepSpeed's tensors, padding included, to the byte.
+    exact = estimate(job, rank, rounding_bytes=1).phases[-1].lines
+    for what, size in traced["states"].items():
+        held = [n for label, n in exact if what in (label.category, label.name) and label.category in _STATES]
+        assert sum(held) == size, what
+    # A phase's lines are all of it.
+    for phase in found.phases:
+        assert sum(size for _, size in phase.lines) == phase.peak_bytes
+        assert all(label.formula and label.source for label, _ in phase.lines)
+
+
+@pytest.mark.parametrize("bucket", [20_000, 500_000_000])
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("dp", [1, 4])
+def test_bf16_summed_in_fp32_takes_6_and_12_by_n_and_two_buckets(dp, degrees, bucket):
+    pipeline, chunks = degrees
+    sets = [
+        "gradient_accumulation_steps=4",
+        "zero_optimization.stage=1",
+        "bf16.enabled=true",
+        "data_types.grad_accum_dtype=fp32",
+        f"zero_optimization.reduce_bucket_size={bucket}",
+        f"dsx.parallel.pipeline={pipeline}",
+        f"dsx.parallel.chunks={chunks}",
+        f"dsx.schedule.name={'interleaved' if chunks > 1 else '1f1b'}",
+    ]
+    job = job_of(resolve(CONFIG, world_size=dp * pipeline, overrides=sets))
+    for pp in range(pipeline):
+        rank = job.layout.mesh.rank(pp=pp)
+        found = estimate(job, rank, rounding_bytes=1)
+        plan = job.layout.zero_plan(pp)
+        padded = sum(buffer.numel for buffer in plan.buffers(0)) * dp
+        largest = max(numel for group in plan.groups for _, numel in group)
+        assert found.steady_bytes == (6 + 12 / dp) * padded
+        for phase in found.phases:
+            held = {label.name: size for label, size in phase.lines if label.category == "buckets"}
+            assert held.get("gradients under way", 0) <= 2 * 2 * bucket
+            of = {label.name: size for label, size in phase.lines if label.category == "gradients"}
+            # Besides them one gradient, with its bias's, on its way into the buffer.
+            assert sum(of.values()) - of.get("fp32 gradients", 0) <= 2 * 1.1 * largest

@@ -1,0 +1,113 @@
+"""What a rank holds on paper is what a real gloo rank holds, to the byte, and what its estimate says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ranks
+from dsx.config.resolve import resolve
+from dsx.memory.estimate import estimate
+from dsx.memory.job import job_of
+from dsx.memory.paper.meter import StorageMeter
+from often import often
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "dsx": {
+        "model": {"family": "llama", "preset": "tiny"},
+        "data": {"sequence_length": 64},
+        "train": {"steps": 2, "output": "runs/paper"},
+    },
+}
+
+CASES = {
+    "zero1_bf16_summed_in_fp32_gpt2_with_dropout": [
+        "zero_optimization.stage=1",
+        "bf16.enabled=true",
+        "data_types.grad_accum_dtype=fp32",
+        "dsx.parallel.pipeline=1",
+        "dsx.parallel.tensor=1",
+        "dsx.model.family=gpt2",
+        'dsx.model.overrides={"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}',
+    ],
+    "zero2_pipeline": ["zero_optimization.stage=2", "dsx.parallel.pipeline=2", "dsx.parallel.tensor=1"],
+    "zero3": ["zero_optimization.stage=3", "dsx.parallel.pipeline=1", "dsx.parallel.tensor=1"],
+    "zero1_tensor": ["zero_optimization.stage=1", "dsx.parallel.pipeline=1", "dsx.parallel.tensor=2"],
+}
+
+SCALARS = 2048
+"""Bytes of sums of losses and the like, and of the batch that is used again, which an estimate leaves out."""
+
+_TRACE = """
+import json, os, sys, warnings
+warnings.filterwarnings("ignore")
+import torch
+torch.set_num_threads(1)
+from dsx.config.resolve import resolve
+from dsx.memory.paper.run import trace
+config, sets, rank, world = json.loads(sys.argv[1])
+peaks = trace(resolve(config, world_size=world, overrides=sets), rank, device="cpu")
+print(json.dumps({"steady": peaks.steady_bytes, "phases": peaks.phases}))
+sys.stdout.flush()
+os._exit(0)  # fake tensors outlive their mode
+"""
+
+
+def measured(rank, world, sets):
+    """A real rank under the same meter."""
+    import deepspeed
+
+    from dsx.memory.paper.run import measure
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    peaks = measure(resolve(CONFIG, world_size=world, overrides=sets))
+    return {"steady": peaks.steady_bytes, "phases": peaks.phases}
+
+
+def traced(rank, world, sets):
+    done = subprocess.run(
+        [sys.executable, "-c", _TRACE, json.dumps([CONFIG, sets, rank, world])],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"},
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", often(CASES, 2))
+def test_steps_are_those_of_a_real_rank(name):
+    sets = ["gradient_accumulation_steps=4", "zero_optimization.reduce_bucket_size=50000", *CASES[name]]
+    real = ranks.run(measured, 2, sets)
+    paper = traced(1, 2, sets)
+    job = job_of(resolve(CONFIG, world_size=2, overrides=sets), device="cpu")
+    estimated = {phase.name: phase.peak_bytes for phase in estimate(job, 1).phases}
+    for step in ("step 1", "step 2"):
+        assert paper["phases"][step] == real[1]["phases"][step]
+        assert estimated[step] == pytest.approx(real[1]["phases"][step], abs=SCALARS)
+    # A scalar or two are kept on one side alone.
+    assert paper["steady"] == pytest.approx(real[1]["steady"], abs=16)
+
+
+def test_a_workspace_that_is_looked_at_does_not_count():
+    """gloo's reduce-scatter splits its own copy: in the caller's thread, or in its own, as it happens."""
+    workspace = torch.zeros(8)
+    with StorageMeter("cpu") as meter:
+        parts = workspace.split(4)
+        assert meter.current_bytes == 0
+        made = parts[0] + 1
+        seen = made.view(2, 2)
+        assert meter.current_bytes == 16
+        del made
+        assert meter.current_bytes == 16
+        del seen
+        assert meter.current_bytes == 0

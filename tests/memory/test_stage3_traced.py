@@ -1,0 +1,241 @@
+"""The ledger of ZeRO-3 and of offload against DeepSpeed itself: its tensors, each of its gathers, its peaks.
+
+DeepSpeed runs on paper (dsx.memory.paper: the real engine on fake tensors) in a process of its own, as rank
+1 of a run whose other ranks are not there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from dsx.config.resolve import resolve
+from dsx.memory.estimate import estimate
+from dsx.memory.job import job_of
+from dsx.memory.stage3_gathering import Coordinator
+
+RANK, WORLD = 1, 6
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": 20000},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "dsx": {
+        "model": {
+            "family": "llama",
+            "preset": "tiny",
+            "overrides": {"num_hidden_layers": 4, "hidden_size": 80, "vocab_size": 259},
+        },
+        "parallel": {"pipeline": 2, "tensor": 1, "chunks": 2},
+        "partition": {"method": "uniform"},
+        "schedule": {"name": "interleaved"},
+        "recompute": "full",
+        "data": {"sequence_length": 32},
+        "train": {"steps": 2, "output": "runs/paper"},
+    },
+}
+
+PREFETCHING = [
+    "zero_optimization.stage3_prefetch_bucket_size=30000",
+    "zero_optimization.stage3_max_live_parameters=90000",
+    "zero_optimization.stage3_max_reuse_distance=40000",
+    "zero_optimization.stage3_param_persistence_threshold=60",
+    "zero_optimization.sub_group_size=20000",
+]
+
+CASES = {
+    "prefetching": PREFETCHING,
+    "keeping": [*PREFETCHING, "dsx.zero.keep_gathered_bytes=400000", "data_types.grad_accum_dtype=fp32"],
+    "head_norms": [
+        *PREFETCHING,
+        "dsx.model.family=qwen3",
+        'dsx.model.overrides={"hidden_size": 80, "head_dim": 16, "vocab_size": 259}',
+    ],
+    "offload": [
+        "zero_optimization.offload_optimizer.device=cpu",
+        "zero_optimization.offload_param.device=cpu",
+        "zero_optimization.offload_param.pin_memory=false",
+    ],
+}
+
+_RUN = """
+import json, os, sys, warnings
+warnings.filterwarnings("ignore")
+import torch
+torch.set_num_threads(1)
+from deepspeed.runtime.zero import partitioned_param_coordinator
+from dsx.config.resolve import resolve
+from dsx.memory.paper import run
+
+Coordinator = partitioned_param_coordinator.PartitionedParameterCoordinator
+events, engines, private = [], [], "_PartitionedParameterCoordinator"
+gather, drop, reset = (getattr(Coordinator, name) for name in (
+    private + "__all_gather_params_", private + "__release_param", "reset_step"))
+
+def gathering(self, params, forward, quantize=False):
+    absent = sorted(p.ds_numel for p in params if p.ds_status.name == "NOT_AVAILABLE")
+    if absent:
+        events.append(["gather", absent])
+    return gather(self, params, forward, quantize)
+
+def dropping(self, param, free_data=True):
+    if param.ds_status.name == "AVAILABLE" and not param.ds_active_sub_modules:
+        events.append(["drop", [param.ds_numel]])
+    return drop(self, param, free_data)
+
+def resetting(self):
+    events.append(["begin", []])
+    return reset(self)
+
+setattr(Coordinator, private + "__all_gather_params_", gathering)
+setattr(Coordinator, private + "__release_param", dropping)
+Coordinator.reset_step = resetting
+make = run.initialize
+
+def initialize(**arguments):
+    made = make(**arguments)
+    engines.append(made[0].deepspeed_engine)
+    return made
+
+run.initialize = initialize
+config, sets, rank, world, host = json.loads(sys.argv[1])
+peaks = run.trace(resolve(config, world_size=world, overrides=sets), rank, host=host)
+optimizer = engines[0].optimizer
+
+def size(*tensors):
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+moments = [t for state in optimizer.optimizer.state.values() for t in state.values()
+           if isinstance(t, torch.Tensor) and t.numel() > 1]
+states = {
+    "partitions": size(*optimizer.fp16_partitioned_groups_flat),
+    "master weights": size(*optimizer.fp32_partitioned_groups_flat),
+    "gradient partitions": size(optimizer.grad_partitions_flat_buffer),
+    "fp32 gradients": size(
+        *(t.grad for t in optimizer.fp32_partitioned_groups_flat if t.grad is not None)
+    ),
+    "moments": size(*moments),
+}
+highest = max(peaks.host_phases.values(), default=None)
+print(json.dumps({"phases": peaks.phases, "host": highest, "steady": peaks.steady_bytes,
+                  "states": states, "events": events}))
+sys.stdout.flush()
+os._exit(0)  # fake tensors outlive their mode
+"""
+
+
+def _start(name):
+    return subprocess.Popen(
+        [sys.executable, "-c", _RUN, json.dumps([CONFIG, CASES[name], RANK, WORLD, name == "offload"])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"},
+    )
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Of all cases at once."""
+    started = {name: _start(name) for name in CASES}
+    try:
+        yield started
+    finally:
+        for process in started.values():
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+
+@pytest.fixture(scope="module", params=CASES)
+def both(request, runs):
+    """What DeepSpeed did, and the ledger of the same rank with the gathers that it made."""
+    sets, process = CASES[request.param], runs[request.param]
+    printed, complaints = process.communicate(timeout=120)
+    assert not process.returncode, complaints[-2000:]
+    job = job_of(resolve(CONFIG, world_size=WORLD, overrides=sets))
+    if job.states.offload is not None:
+        # Pinned memory on paper is the host's own, of any size.
+        job = replace(job, states=replace(job.states, offload=replace(job.states.offload, rounds=False)))
+    events = []
+    with pytest.MonkeyPatch.context() as patch:
+        _record(patch, events)
+        found = estimate(job, RANK)
+    exact = estimate(job, RANK, rounding_bytes=1)
+    return json.loads(printed.splitlines()[-1]), found, exact, events
+
+
+def _record(patch, events):
+    gather, drop, begin = Coordinator._gather, Coordinator._drop, Coordinator.begin
+
+    def gathering(self, leaves):
+        if leaves:
+            events.append(["gather", sorted(leaf.numel for leaf in leaves)])
+        gather(self, leaves)
+
+    def dropping(self, leaf):
+        if leaf.name in self.here and not self._active.get(leaf.name):
+            events.append(["drop", [leaf.numel]])
+        drop(self, leaf)
+
+    def beginning(self):
+        events.append(["begin", []])
+        begin(self)
+
+    patch.setattr(Coordinator, "_gather", gathering)
+    patch.setattr(Coordinator, "_drop", dropping)
+    patch.setattr(Coordinator, "begin", beginning)
+
+
+def _steps(events):
+    """The events of each step, neighbouring drops (a module's parameters, in no order) together."""
+    steps = []
+    for kind, numels in events:
+        if kind == "begin":
+            steps.append([])
+        elif kind == "drop" and steps[-1] and steps[-1][-1][0] == "drop":
+            steps[-1][-1][1] = sorted([*steps[-1][-1][1], *numels])
+        else:
+            steps[-1].append([kind, list(numels)])
+    return steps
+
+
+def test_states_are_deepspeeds_tensors_to_the_byte(both):
+    real, _, exact, _ = both
+    held = Counter()
+    for label, size in (*exact.phases[-1].lines, *exact.host_lines):
+        if label.category != "temporaries":
+            held[label.name] += size
+    assert {name: held[name] for name in real["states"]} == real["states"]
+    # 1/3 of each parameter, and so padding.
+    assert real["states"]["partitions"] % 2 == 0
+
+
+def test_every_gather_is_deepspeeds(both):
+    real, _, _, events = both
+    assert _steps(events) == _steps(real["events"])
+    assert len(_steps(events)) == 2
+
+
+def test_peaks_are_those_of_the_trace(both):
+    real, found, _, _ = both
+    # What is left out: scalars, at 512 bytes each.
+    for phase in found.phases:
+        assert real["phases"][phase.name] - phase.peak_bytes in range(-8 * 512, 16 * 512)
+    assert abs(found.steady_bytes - real["steady"]) <= 8 * 512
+
+
+def test_the_hosts_bytes_are_those_of_the_trace(both):
+    real, found, _, _ = both
+    if real["host"] is not None:
+        assert real["host"] - found.host_bytes in range(10_000)

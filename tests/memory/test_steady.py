@@ -1,0 +1,88 @@
+"""With fewer micro-batches a schedule's memory is the same, but for a loss of each that is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dsx.config.resolve import resolve
+from dsx.memory.estimate import Job, enough_micro_batches, estimate
+from dsx.memory.job import job_of
+from dsx.schedules.lowering import lower
+from dsx.schedules.program import Program
+
+_LOSS_BYTES = 512
+
+
+def config(name: str, ranks: int, chunks: int, micro_batches: int, zero: int) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": micro_batches,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": zero, "reduce_bucket_size": 50_000},
+        "dsx": {
+            "model": {"family": "gpt2", "preset": "tiny", "overrides": {"n_layer": 3 * ranks * chunks}},
+            "parallel": {"tensor": 1, "pipeline": ranks, "chunks": chunks},
+            "schedule": {"name": name},
+            "data": {"sequence_length": 64},
+            "train": {"steps": 1, "output": "runs/steady"},
+        },
+    }
+
+
+def whole(job: Job, program: Program, ranks: int, chunks: int, micro_batches: int) -> Job:
+    """The same with every micro-batch."""
+    return replace(job, schedule=lower(program.build(ranks, chunks, micro_batches)), left_out=0)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks", "micro_batches"),
+    [
+        ("1f1b", 3, 1, 11),
+        ("zb_h1", 3, 1, 11),
+        ("interleaved", 2, 3, 18),
+        ("interleaved", 3, 2, 21),
+        ("interleaved", 3, 2, 20),
+        ("interleaved_zb", 2, 2, 18),
+        ("zbv", 3, 2, 20),
+        ("dualpipev", 3, 2, 20),
+        ("gpipe", 2, 1, 9),
+    ],
+)
+def test_as_much_as_the_whole_step(name, ranks, chunks, micro_batches, zero):
+    run = resolve(config(name, ranks, chunks, micro_batches, zero), world_size=2 * ranks)
+    short = job_of(run)
+    full = whole(short, run.program, ranks, chunks, micro_batches)
+    assert (short.left_out == 0) == (name == "gpipe" or (name == "interleaved" and micro_batches == 20))
+    for rank in range(0, 2 * ranks, 2):
+        for ours, truth in zip(estimate(short, rank).phases, estimate(full, rank).phases, strict=True):
+            assert 0 <= ours.peak_bytes - truth.peak_bytes <= _LOSS_BYTES * short.left_out
+
+
+def test_numbers():
+    """What is left of a step of 512 micro-batches."""
+    assert enough_micro_batches(Program(name="1f1b"), 64, 512) == 66
+    assert enough_micro_batches(Program(name="interleaved"), 8, 512) == 24
+    assert enough_micro_batches(Program(name="interleaved"), 8, 515) == 515
+    assert enough_micro_batches(Program(name="gpipe"), 8, 512) == 512
+    assert enough_micro_batches(Program(name="zbv"), 8, 5) == 5
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks", "micro_batches"),
+    [("1f1b", 1, 1, 5), ("gpipe", 2, 1, 5), ("zb_h1", 3, 1, 7), ("interleaved", 2, 3, 8), ("zbv", 3, 2, 9)],
+)
+def test_replayed_micro_batches_are_the_walked_ones(name, ranks, chunks, micro_batches, zero, precision):
+    """Peaks, what they consist of, where they come, what stays: to the byte."""
+    content = config(name, ranks, chunks, micro_batches, zero)
+    content["bf16"] = {"enabled": precision == "bf16"}
+    if precision == "bf16" and zero == 1:
+        content["data_types"] = {"grad_accum_dtype": "fp32"}
+    job = job_of(resolve(content, world_size=2 * ranks))
+    for rank in range(0, 2 * ranks, 2):
+        assert estimate(job, rank) == estimate(job, rank, replays=False)

@@ -1,0 +1,231 @@
+"""Parts of the planner's model, each against a figure from elsewhere."""
+
+from dataclasses import replace
+
+import pytest
+
+from dsx.errors import ConfigError, DsxError
+from dsx.models.flops import layer_flops
+from dsx.models.hf_config import model_spec
+from dsx.models.params import layer_kinds, num_parameters
+from dsx.models.presets import presets
+from dsx.planner import layer_times as kernels
+from dsx.planner.cluster import PRESETS, Group, Link, preset
+from dsx.planner.costs import Efficiency, Network, Software
+from dsx.planner.layer_times import Machine, Shape, layer_times
+from dsx.planner.layout import Layout, Task
+from dsx.planner.step_time import Predictor
+
+MODELS = [model_spec(each.config) for each in presets()]
+LLAMA = model_spec(next(each.config for each in presets() if each.name == "llama-3-8b"))
+
+
+def machine(cluster="H100", software=None, efficiency=None):
+    network = Network(preset(cluster), efficiency or Efficiency())
+    return Machine(network=network, software=software or Software(), precision="bf16")
+
+
+def task(model=LLAMA, batch=64, length=4096, **kwargs):
+    return Task(model=model, machine=machine(**kwargs), global_batch=batch, sequence_length=length)
+
+
+def shape(model, tensor=1, **kwargs):
+    sizes = {"sequence_parallel": True, "micro_batch": 2, "sequence_length": 128, "width": 2}
+    return Shape(model=model, tensor=tensor, **sizes | kwargs)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_products_are_the_flops_of_mfu(model):
+    """One forward is a third of dsx.models.flops; vocabulary padding is on top of it."""
+    found = shape(model)
+    expected = dict(zip(layer_kinds(model), layer_flops(model, 128), strict=True))
+    block = sum(each.flops for each in (*kernels.matrix_products(found), *kernels.attention(found)))
+    assert 3 * block == pytest.approx(found.tokens * expected["Block"])
+    padding = found.vocabulary / model.vocab_size
+    assert 3 * kernels.head(found).flops == pytest.approx(found.tokens * expected["Head"] * padding)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_parameters_are_the_models(model):
+    """Apart from vocabulary padding; a tied table counts twice, on the first and on the last rank."""
+    predictor = Predictor(replace(task(model), vocab_multiple=1))
+    table = model.vocab_size * model.hidden_size
+    tied = table if model.tied_embeddings else 0
+    assert sum(predictor.elements(1)) == num_parameters(model) + tied
+
+
+def test_tensor_parallelism_divides_the_products():
+    whole, part = shape(LLAMA), shape(LLAMA, 8)
+    for one, other in zip(kernels.matrix_products(whole), kernels.matrix_products(part), strict=True):
+        assert one.flops == pytest.approx(8 * other.flops)
+    assert kernels.block_traffic(whole).num_bytes == pytest.approx(8 * kernels.block_traffic(part).num_bytes)
+    alike = kernels.block_traffic(shape(LLAMA, 8, sequence_parallel=False)).num_bytes
+    assert alike > 2 * kernels.block_traffic(part).num_bytes
+
+
+def test_ring_all_reduce_in_a_node():
+    """NCCL 2.10, src/graph/tuning.cc: bytes x 2 (n - 1) / n at the bus rate, and 2 (n - 1) steps."""
+    network = Network(preset("A100-80"), Efficiency(link=235 / 300))
+    seconds = network.seconds("all_reduce", 1e9, Group(8))
+    assert seconds == pytest.approx(1e9 * 2 * 7 / 8 / 235e9 + 14 * 3.4e-6)
+    halves = [network.seconds(kind, 1e9, Group(8)) for kind in ("all_gather", "reduce_scatter")]
+    assert sum(halves) == pytest.approx(seconds)
+
+
+def test_ring_all_reduce_between_nodes():
+    """Data parallelism beside tensor parallelism of 8 has one adapter per ring, without it all eight."""
+    network = Network(preset("A100-80"), Efficiency(link=1.0))
+    assert network.rate(Group(32, 8)) == 25e9
+    assert network.rate(Group(32, 1)) == 200e9
+    assert network.rate(Group(16, 2)) == 100e9
+    assert network.rate(Group(8, 1)) == 300e9
+    lone = network.seconds("all_reduce", 1.0, Group(2, 8))
+    assert lone == pytest.approx(2 * 9.6e-6, rel=1e-3)
+    assert network.seconds("all_reduce", 1e9, Group(1)) == 0.0
+
+
+def test_larger_matrices_are_more_efficient():
+    found = machine()
+    rates = [
+        each.flops / found.product(each, 2) for each in (kernels.Product(n, n, n) for n in (256, 1024, 8192))
+    ]
+    assert rates[0] < rates[1] < rates[2] < 0.8 * 989.4e12
+    thin = kernels.Product(8192, 8192, 8)
+    assert found.product(thin, 2) >= thin.elements * 2 / 3.35e12
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved", "zbv"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_parts_add_up(schedule, zero):
+    chunks = 1 if schedule in ("1f1b", "zb_h1") else 2
+    layout = Layout(
+        tensor=2,
+        pipeline=4,
+        data=2,
+        schedule=schedule,
+        chunks=chunks,
+        zero_stage=zero,
+        reduces_micro_batches=zero == 2,
+        recompute="selective",
+    )
+    step = Predictor(task()).predict(layout)
+    assert all(part >= -1e-9 * step.seconds for part in step.parts().values()), step.parts()
+    assert step.seconds == pytest.approx(sum(step.parts().values()))
+    assert 0 < step.communication_share < 1
+    assert step.tensor > 0
+    assert step.recompute > 0
+    assert (step.gathers > 0) == (zero >= 2)
+    assert (step.parameters > 0) == (zero in (1, 2))
+
+
+def test_no_layout_beats_the_hardware():
+    for layout in (Layout(data=8), Layout(tensor=8), Layout(pipeline=8, schedule="zbv", chunks=2)):
+        found = task()
+        step = Predictor(found).predict(layout)
+        assert found.flops / step.seconds / 8 < 989.4e12 * Efficiency().matmul
+
+
+def test_what_slows_a_step():
+    predictor = Predictor(task())
+
+    def seconds(**changes):
+        return predictor.predict(replace(Layout(tensor=2, pipeline=2, data=2), **changes)).seconds
+
+    assert seconds() < seconds(recompute="selective") < seconds(recompute="full")
+    assert seconds() < seconds(sequence_parallel=False)
+    assert seconds(zero_stage=1) < seconds(zero_stage=2, reduces_micro_batches=True)
+    assert seconds(schedule="interleaved", chunks=2) < seconds()
+
+
+def test_gradients_of_several_chunks_are_reduced_beside_computation():
+    """docs/adr/0008: all but the last chunk's reduction is hidden."""
+    predictor = Predictor(task(batch=256))
+    one = predictor.predict(Layout(pipeline=4, data=16, chunks=1))
+    four = predictor.predict(Layout(pipeline=4, data=16, schedule="interleaved", chunks=4))
+    assert one.gradients > 0
+    assert four.gradients < 0.5 * one.gradients
+
+
+def test_on_a_host_nothing_hides():
+    found = machine("CPU")
+    assert found.beside(2.0, 1.0) == 3.0
+    assert found.host(2.0, 1.0) == 3.0
+    device = machine("H100")
+    assert 2.0 < device.beside(2.0, 1.0) < 3.0
+    assert device.host(2.0, 1.0) == 2.0
+
+
+def test_block_time_grows_with_everything():
+    base = shape(LLAMA, 2)
+    block = layer_kinds(LLAMA).index("Block")
+
+    def seconds(found, mode="none"):
+        return layer_times(machine(), found, mode)[block].seconds
+
+    assert seconds(replace(base, micro_batch=4)) < 2 * seconds(base) * 1.001
+    assert seconds(replace(base, sequence_length=256)) > seconds(base)
+    whole = layer_times(machine(), base, "full")[block]
+    assert whole.again == pytest.approx(whole.forward)
+    divided = whole.input_seconds + whole.weight_seconds
+    assert divided > whole.backward_seconds
+
+
+def test_a_window_costs_its_mask_and_only_where_it_ends_before_the_sequence():
+    """With a mask the fused kernel computes the whole square: forward as twice the causal products."""
+    base = replace(shape(LLAMA, 2), sequence_length=8192)
+    plain, first = layer_times(machine(), base, "none"), layer_kinds(LLAMA).index("Block")
+    long = replace(LLAMA, windows=(8192,) * LLAMA.num_layers)
+    assert layer_times(machine(), replace(base, model=long), "none") == plain
+    mixed = replace(LLAMA, windows=(0, 4096) * (LLAMA.num_layers // 2))
+    times = layer_times(machine(), replace(base, model=mixed), "none")
+    assert times[first] == plain[first]
+    assert times[first + 1] == times[first + 3]
+    causal = sum(each.flops for each in kernels.attention(base)) / 2
+    rate = machine().network.cluster.peak("bf16") * Efficiency().matmul * Efficiency().attention
+    more = times[first + 1].forward - plain[first].forward
+    copies = kernels.core_traffic(base, masked=True).num_bytes - kernels.core_traffic(base).num_bytes
+    assert copies == 2 * (4096 + 1024) / 2 * base.tokens * base.width
+    assert more == pytest.approx(causal / rate + machine().traffic(copies))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets(name):
+    """Usual sizes: memory 79 to 191 GiB, a node's links faster than the network, half precision faster."""
+    found = preset(name.lower())
+    assert found.gpus_per_node == 8
+    assert found.inside.bytes_per_second > 5 * found.between.bytes_per_second
+    assert found.inside.latency_seconds < found.between.latency_seconds
+    assert 0 < found.usable_bytes <= found.memory_bytes
+    if name != "CPU":
+        assert 79 <= found.memory_bytes / 2**30 <= 191
+        assert found.flops["bf16"] > 5 * found.flops["fp32"]
+        assert 100 < found.peak("bf16") / found.memory_bytes_per_second < 400
+    assert found.is_host == (name == "CPU")
+
+
+def test_unknown_cluster():
+    with pytest.raises(ConfigError, match="H101"):
+        preset("H101")
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"gpus_per_node": 0}, "gpus_per_node = 0"),
+        ({"nodes": -1}, "nodes = -1"),
+        ({"memory_bytes": 0}, "memory_bytes = 0"),
+        ({"flops": {"bf16": -1.0}}, "flops.bf16"),
+        ({"inside": Link(0.0, 0.0)}, "inside.bytes_per_second"),
+        ({"between": Link(1.0, -1.0)}, "between.latency_seconds"),
+        ({"reserved_bytes": 1 << 40}, "reserved_bytes"),
+    ],
+)
+def test_clusters_that_cannot_be(change, word):
+    with pytest.raises(DsxError, match=word):
+        replace(preset("H100"), **change)
+
+
+def test_precision_without_a_rate():
+    only = replace(preset("H100"), flops={"bf16": 1e15})
+    with pytest.raises(ConfigError, match=r"flops\.fp32"):
+        only.peak("fp32")

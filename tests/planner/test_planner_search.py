@@ -1,0 +1,157 @@
+"""The planner's search against trying everything."""
+
+from dataclasses import replace
+
+import pytest
+
+from dsx.errors import LayoutError
+from dsx.memory.estimate import Job, estimate
+from dsx.memory.states import Optimizer, StateSettings
+from dsx.models.hf_config import model_spec
+from dsx.models.params import param_specs
+from dsx.models.presets import presets
+from dsx.parallel.layout import Layout as HeldLayout
+from dsx.planner.cluster import preset
+from dsx.planner.costs import Efficiency, Network, Software
+from dsx.planner.layer_times import Machine
+from dsx.planner.layout import Layout, Space, Task, meshes, scheduled, variants
+from dsx.planner.search import MemoryFloor, Search, reason
+from dsx.planner.step_time import Predictor
+from dsx.schedules.lowering import lower
+
+LLAMA = model_spec(next(each.config for each in presets() if each.name == "llama-3.2-1b"))
+GPT2 = model_spec(next(each.config for each in presets() if each.name == "gpt2-medium"))
+
+
+def task(model=LLAMA, batch=32, length=2048):
+    machine = Machine(network=Network(preset("H100"), Efficiency()), software=Software(), precision="bf16")
+    return Task(model=model, machine=machine, global_batch=batch, sequence_length=length)
+
+
+def everything(found, space):
+    for mesh in meshes(found, space):
+        for layout in variants(found, space, mesh):
+            yield from scheduled(found, space, layout)
+
+
+def held(floor):
+    """Memory for a search: somewhat above its own bound."""
+    return lambda layout: int(1.2 * floor.of(layout))
+
+
+@pytest.mark.parametrize("cap_gib", [80, 12, 7])
+def test_finds_what_trying_everything_finds(cap_gib):
+    found, space = task(), Space(gpus=8, micro_batches=(1, 2), recompute=("none", "full"))
+    predictor = Predictor(found)
+    floor, cap = MemoryFloor(predictor), cap_gib << 30
+    seconds = [
+        predictor.predict(layout).seconds for layout in everything(found, space) if held(floor)(layout) <= cap
+    ]
+    search = Search(found, space, held(floor), cap_bytes=cap)
+    plan = search.run(3)
+    best = plan.best[0]
+    assert best.time.seconds == pytest.approx(min(seconds), rel=1e-9)
+    assert best.fits
+    assert best.peak_bytes <= cap
+    assert plan.predicted < len(seconds)
+    assert all(
+        one.time.seconds <= two.time.seconds for one, two in zip(plan.best, plan.best[1:], strict=False)
+    )
+    assert len({(each.layout.tensor, each.layout.pipeline) for each in plan.best}) == len(plan.best)
+    for each in plan.too_large:
+        assert each.time.seconds < best.time.seconds
+        assert each.peak_bytes > cap
+
+
+def test_the_space_is_legal():
+    found, space = task(batch=24), Space(gpus=16)
+    layouts = list(everything(found, space))
+    assert {each.gpus for each in layouts} == {16}
+    for each in layouts:
+        assert 24 % (each.data * each.micro_batch) == 0
+        assert each.tensor <= 8
+        assert each.pipeline * each.chunks <= LLAMA.num_layers
+        assert LLAMA.num_kv_heads % each.tensor == 0
+    assert {each.schedule for each in layouts} > {"1f1b", "interleaved", "zbv"}
+    assert {each.zero_stage for each in layouts} == {0, 1, 2, 3}
+    assert {each.sequence_parallel for each in layouts if each.tensor > 1} == {True, False}
+
+
+def test_neighbours_differ_in_one_thing():
+    found = task()
+    search = Search(found, Space(gpus=8, pipeline=(2,), tensor=(2,)), lambda _: 1)
+    plan = search.run(1)
+    first = plan.best[0].layout
+    knobs = ("micro_batch", "recompute", "zero_stage", "sequence_parallel")
+    for other in plan.others:
+        changed = [name for name in knobs if getattr(other.layout, name) != getattr(first, name)]
+        schedule = (other.layout.schedule, other.layout.chunks) != (first.schedule, first.chunks)
+        assert len(changed) + schedule == 1
+        assert reason(plan, other)
+
+
+def test_reasons_name_the_part_that_grows():
+    found = task()
+    search = Search(found, Space(gpus=8), lambda _: 1)
+    plan = search.run(5)
+    words = {other.layout.recompute: reason(plan, other) for other in plan.others}
+    assert "recompute +" in words["full"]
+    wide = search.judge(
+        replace(plan.best[0].layout, tensor=8, pipeline=1, data=1, zero_stage=0, micro_batch=1)
+    )
+    assert "tensor-parallel communication +" in reason(plan, wide)
+    deep = search.judge(Layout(pipeline=8, data=1, zero_stage=0))
+    assert "bubble +" in reason(plan, deep)
+    small = replace(plan, cap_bytes=10 << 30)
+    large = replace(plan.best[1], fits=False, peak_bytes=20 << 30)
+    assert reason(small, large).endswith("but takes 20.0 GiB of 10.0 GiB")
+
+
+def test_nothing_fits():
+    search = Search(task(), Space(gpus=8), lambda _: 1 << 60, cap_bytes=1 << 30)
+    with pytest.raises(LayoutError, match=r"no layout .* fits; the nearest takes at least \d\.\d GiB"):
+        search.run(1)
+
+
+@pytest.mark.parametrize(
+    ("space", "word"),
+    [
+        (Space(gpus=8, tensor=(3,)), "8 GPUs do not divide by it"),
+        (Space(gpus=64, tensor=(64,)), "attention heads = 32"),
+        (Space(gpus=64, pipeline=(32,)), "16 blocks"),
+        (Space(gpus=8, tensor=(4,), pipeline=(4,)), "does not divide 8 GPUs"),
+    ],
+)
+def test_degrees_that_cannot_be(space, word):
+    with pytest.raises(LayoutError, match=word):
+        list(meshes(task(), space))
+
+
+def test_a_batch_that_nobody_can_share_out():
+    with pytest.raises(LayoutError, match="global batch 7"):
+        list(meshes(task(batch=7), Space(gpus=8, tensor=(1,), pipeline=(1, 2))))
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT2])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_floor_is_below_the_ledger(model, zero, recompute):
+    """It would hide layouts that fit if it were not."""
+    found = task(model, length=1024)
+    predictor = Predictor(found)
+    layout = Layout(
+        tensor=2, pipeline=2, data=2, zero_stage=zero, recompute=recompute, schedule="interleaved", chunks=2
+    )
+    stages = predictor.stages(layout)
+    job = Job(
+        model=model,
+        layout=HeldLayout(mesh=layout.mesh, stages=stages, params=param_specs(model), zero_stage=zero),
+        schedule=lower(layout.program.build(2, 2, 4)),
+        micro_batch=1,
+        sequence_length=1024,
+        sequence_parallel=True,
+        recompute=recompute,
+        states=StateSettings(width=2, accumulate=2, optimizer=Optimizer(state_bytes=8, step_bytes=4)),
+    )
+    peaks = [estimate(job, layout.mesh.rank(pp=rank)).peak.peak_bytes for rank in (0, 1)]
+    assert MemoryFloor(predictor).of(layout) <= max(peaks)

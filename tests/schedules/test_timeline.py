@@ -1,0 +1,156 @@
+"""Pictures and traces of timelines: every action once, where and as long as the timeline says."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections import Counter
+from html.parser import HTMLParser
+
+import pytest
+
+from dsx.schedules.builders import build
+from dsx.schedules.lowering import lower
+from dsx.schedules.perfetto import chrome_trace
+from dsx.schedules.schedule import Op
+from dsx.schedules.simulate import Costs, simulate
+from dsx.schedules.timeline import html, svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+SCHEDULES = [
+    build("1f1b", 4, 1, 8),
+    build("interleaved_zb", 4, 2, 9),
+    build("dualpipev", 3, 2, 12),
+    build("looped_bfs", 1, 3, 2),
+]
+COSTS = Costs(forward_seconds=0.02, backward_seconds=0.05, transfer_seconds=0.003)
+
+
+def _boxes(text):
+    """(class, micro-batch, left, width, top) of every action drawn."""
+    for group in ET.fromstring(text).iter(f"{SVG}g"):
+        rect = group.find(f"{SVG}rect")
+        left, width, top = (float(rect.get(key)) for key in ("x", "width", "y"))
+        yield group.get("class"), int(group.get("data-m")), left, width, top
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize("costs", [Costs(), COSTS], ids=["units", "seconds"])
+def test_every_action_is_drawn_where_and_as_long_as_it_runs(schedule, costs):
+    timeline = simulate(schedule, costs)
+    boxes = [*_boxes(svg(schedule, timeline))]
+    tops = sorted({top for *_, top in boxes})
+    assert len(tops) == schedule.num_ranks
+    origin = min(left for _, _, left, _, _ in boxes)
+    actions = [(rank, span) for rank, row in enumerate(timeline.spans) for span in row]
+    assert len(boxes) == len(actions)
+    # Pixels per second, from the action that starts last.
+    latest = max(start for _, (_, start, _) in actions)
+    scale = (max(left for _, _, left, _, _ in boxes) - origin) / latest
+    for (rank, (action, start, end)), (style, micro_batch, left, width, top) in zip(
+        actions, boxes, strict=True
+    ):
+        assert style == f"{action.op}{schedule.chunk_of(action.stage)}"
+        assert (micro_batch, top) == (action.micro_batch, tops[rank])
+        assert left - origin == pytest.approx(start * scale, abs=0.02)
+        assert 0.89 * (end - start) * scale <= width <= (end - start) * scale
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
+def test_ops_and_chunks_have_colours_of_their_own_and_numbers_that_contrast(schedule):
+    text = svg(schedule, simulate(schedule))
+    fills = dict(re.findall(r"\.(\w\d+) rect\{fill:(#\w{6})\}", text))
+    inks = dict(re.findall(r"\.(\w\d+) text\{fill:(#\w{6})\}", text))
+    used = {f"{a.op}{schedule.chunk_of(a.stage)}" for row in schedule.rows for a in row}
+    assert used == set(fills)
+    assert len(set(fills.values())) == len(fills)
+    for style, fill in fills.items():
+        assert _contrast(fill, inks[style]) > 2.2  # WCAG's formula; numbers are bold and large
+
+
+def _contrast(first, second):
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_title_bubble_peak_and_legend():
+    schedule = build("interleaved_zb", 4, 2, 8)
+    root = ET.fromstring(svg(schedule, simulate(schedule), unit="forwards"))
+    texts = ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
+    assert texts[0] == "interleaved_zb: 4 ranks, 2 chunks, 8 micro-batches"
+    assert texts[1].startswith("bubble 6.25% of the ideal time")
+    assert "step: 51 forwards; peak activations: 4 micro-batches a rank" in texts[1]
+    for word in ("forward", "backward: input gradient", "backward: weight gradients", "rank 3", "forwards"):
+        assert word in texts
+    assert any("chunk 0 to 1" in text for text in texts)
+    assert "<evil>" in "".join(ET.fromstring(svg(schedule, simulate(schedule), title="<evil>")).itertext())
+
+
+def test_a_large_schedule_keeps_its_proportions_and_drops_numbers_that_nobody_can_read():
+    schedule = build("interleaved", 4, 2, 512)
+    root = ET.fromstring(svg(schedule, simulate(schedule)))
+    assert float(root.get("width")) < 8000
+    assert 2 < float(root.get("width")) / float(root.get("height")) < 6
+    assert not any(group.find(f"{SVG}text") is not None for group in root.iter(f"{SVG}g"))
+    assert sum(1 for _ in root.iter(f"{SVG}g")) == 2 * 4 * 2 * 512
+
+
+class _Page(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.links = Counter(), []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags[tag] += 1
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+
+
+def test_the_page_stands_alone():
+    schedule = build("zbv", 4, 2, 8)
+    text = html(schedule, simulate(schedule), title="a & b")
+    page = _Page()
+    page.feed(text)
+    assert page.links == []
+    assert (page.tags["svg"], page.tags["script"], page.tags["g"]) == (1, 1, 3 * 4 * 2 * 8)
+    assert "<title>a &amp; b</title>" in text
+    assert text.count("http") == 1  # the name of SVG's namespace
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
+def test_trace_events(schedule):
+    """docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: the Trace Event Format."""
+    simulated, measured = simulate(schedule), simulate(schedule, COSTS)
+    # The trace of a lowered schedule has the same arrows: transfers are what they stand for.
+    text = chrome_trace(schedule, {"simulated": simulated, "measured": measured})
+    assert text == chrome_trace(lower(schedule), {"simulated": simulated, "measured": measured})
+    events = json.loads(text)["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == [f"{schedule.name}, simulated", f"{schedule.name}, measured"]
+    for process, timeline in enumerate((simulated, measured)):
+        slices = [e for e in events if e["ph"] == "X" and e["pid"] == process]
+        expected = [(rank, *span) for rank, row in enumerate(timeline.spans) for span in row]
+        assert [(e["tid"], e["name"]) for e in slices] == [(rank, str(a)) for rank, a, _, _ in expected]
+        for e, (_, _, start, end) in zip(slices, expected, strict=True):
+            assert (e["ts"], e["ts"] + e["dur"]) == pytest.approx((start * 1e6, end * 1e6))
+        flows = {"s": {}, "f": {}}
+        for e in events:
+            if e["ph"] in flows and e["pid"] == process:
+                flows[e["ph"]][e["id"]] = e
+        sends = sum(a.op in (Op.SEND_F, Op.SEND_B) for row in lower(schedule).rows for a in row)
+        assert len(flows["s"]) == len(flows["f"]) == sends
+        for number, leaves in flows["s"].items():
+            arrives = flows["f"][number]
+            assert leaves["ts"] < arrives["ts"]
+            assert leaves["tid"] != arrives["tid"]
+            assert any(_inside(leaves, e) for e in slices)
+            assert any(_inside(arrives, e) for e in slices)
+
+
+def _inside(flow, event):
+    return flow["tid"] == event["tid"] and event["ts"] <= flow["ts"] <= event["ts"] + event["dur"]

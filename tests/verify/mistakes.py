@@ -1,0 +1,309 @@
+"""Mistakes to make on purpose, in the ranks: what a toolkit gets wrong in practice, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+
+Fault = Callable[[], AbstractContextManager[Any]]
+
+
+def replaced(target: str, make: Callable[[Any], Any]) -> Fault:
+    """``target`` replaced by what ``make`` makes of the original."""
+
+    def apply() -> AbstractContextManager[Any]:
+        module, _, name = target.rpartition(".")
+        if module.rpartition(".")[2][0].isupper():
+            outer, _, owner = module.rpartition(".")
+            home = getattr(__import__(outer, fromlist=["_"]), owner)
+        else:
+            home = __import__(module, fromlist=["_"])
+        return mock.patch.object(home, name, make(getattr(home, name)))
+
+    return apply
+
+
+def after_step(change: Callable[[Any], None]) -> Fault:
+    """``change(engine)`` after each training step."""
+
+    def make(original: Any) -> Any:
+        def train_batch(self: Any, data_iter: Any = None) -> Any:
+            loss = original(self, data_iter)
+            with torch.no_grad():
+                change(self)
+            return loss
+
+        return train_batch
+
+    return replaced("dsx.engine.engine.PipelineEngine.train_batch", make)
+
+
+def adapter_with(**changes: Callable[[Any], Any]) -> Fault:
+    """The engine's adapter built with other ties or clipping."""
+
+    def make(original: Any) -> Any:
+        def adapt(engine: Any, groups: Any, ties: Any, clipping: Any, **more: Any) -> Any:
+            ties = changes.get("ties", lambda x: x)(ties)
+            clipping = changes.get("clipping", lambda x: x)(clipping)
+            return original(engine, groups, ties, clipping, **more)
+
+        return adapt
+
+    return replaced("dsx.engine.engine.adapt", make)
+
+
+def counting(rule: Callable[[Any, Any], bool]) -> Fault:
+    """The norm with another rule of what counts."""
+    return replaced("dsx.engine.zero.norm.NormScope.counts", lambda _: rule)
+
+
+def in_backward(change: Callable[[Any, dict[str, Any]], Any]) -> Fault:
+    """``change(engine, call)`` around each backward; it may put other outputs into ``call``."""
+
+    def make(original: Any) -> Any:
+        def backward(
+            self: Any, outputs: Any, gradients: Any, stage: int, boundary: bool, is_loss: bool
+        ) -> None:
+            call = {"outputs": outputs, "boundary": boundary, "is_loss": is_loss}
+            after = change(self, call)
+            original(self, call["outputs"], gradients, stage, boundary, is_loss)
+            if after is not None:
+                after()
+
+        return backward
+
+    return replaced("dsx.engine.engine.PipelineEngine._backward", make)
+
+
+def _twice_reduced(original: Any) -> Any:
+    return lambda tp, *parameters: original(tp, *original(tp, *parameters))
+
+
+def _bias_on_each(original: Any) -> Any:
+    del original
+    from dsx.nn import collectives
+    from dsx.nn.linear import _Linear
+
+    def forward(self: Any, x: Any) -> Any:
+        y = _Linear.apply(x, self.weight, None, None, None, self.split, self.tp)
+        return collectives.reduce_from(y if self.bias is None else y + self.bias, self.tp, None)
+
+    return forward
+
+
+def _leak(original: Any) -> Any:
+    def initialise(self: Any, module: Any) -> None:
+        original(self, module)
+        for parameter in module.parameters():
+            if parameter.dsx_spec.pad_multiple is not None:
+                parameter.register_hook(lambda g: torch.cat((g[:-1], g[-1:] + 0.01)))
+
+    return initialise
+
+
+def _overwrite(engine: Any, _call: dict[str, Any]) -> None:
+    engine.module.zero_grad(set_to_none=True)
+
+
+def _first_twice(engine: Any, _call: dict[str, Any]) -> Callable[[], None] | None:
+    if any(p.grad is not None for p in engine.module.parameters()):
+        return None
+
+    def double() -> None:
+        for parameter in engine.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2.0)
+
+    return double
+
+
+def _last_heavier(_engine: Any, call: dict[str, Any]) -> None:
+    if call["is_loss"] and call["boundary"]:
+        call["outputs"] = tuple(output * 3.0 for output in call["outputs"])
+
+
+def _not_divided(engine: Any, call: dict[str, Any]) -> None:
+    if call["is_loss"]:
+        call["outputs"] = tuple(output * engine.micro_batches for output in call["outputs"])
+
+
+def _masters(engine: Any) -> Any:
+    inner = engine.deepspeed_engine.optimizer
+    return getattr(inner, "optimizer", inner).param_groups
+
+
+def _settings(**values: Any) -> Fault:
+    """The optimizer with other hyperparameters than the config's."""
+
+    def make(original: Any) -> Any:
+        def initialize(*args: Any, **kwargs: Any) -> Any:
+            built = original(*args, **kwargs)
+            for group in _masters(built[0]):
+                group.update(values)
+            return built
+
+        return initialize
+
+    return replaced("dsx.verify.subject.initialize", make)
+
+
+def _swap_parts(engine: Any) -> None:
+    flat = engine.deepspeed_engine.optimizer.bit16_groups_flat[0]
+    first, second = flat.clone().chunk(2)
+    flat.copy_(torch.cat((second, first)))
+
+
+def _move_replica(engine: Any) -> None:
+    if engine.groups.dp_rank == 1:
+        next(engine.module.parameters()).add_(0.01)
+
+
+def _not_gathered(original: Any) -> Any:
+    def train_batch(self: Any, data_iter: Any = None) -> Any:
+        before = [p.detach().clone() for p in self.module.parameters()]
+        loss = original(self, data_iter)
+        with torch.no_grad():
+            for parameter, old in zip(self.module.parameters(), before, strict=True):
+                parameter.copy_(old)
+        return loss
+
+    return train_batch
+
+
+def _kept_gradients(original: Any) -> Any:
+    def train_batch(self: Any, data_iter: Any = None) -> Any:
+        kept: list[Any] = []
+        inner = self.deepspeed_engine.optimizer
+
+        def keep(*_: Any) -> None:
+            kept.extend(None if p.grad is None else p.grad.clone() for p in self.module.parameters())
+
+        handle = inner.register_step_pre_hook(keep)
+        loss = original(self, data_iter)
+        handle.remove()
+        for parameter, gradient in zip(self.module.parameters(), kept, strict=True):
+            # As large as this replica's own share of it: the average is then once the old gradient.
+            parameter.grad = gradient
+        return loss
+
+    return train_batch
+
+
+def _same_data(original: Any) -> Any:
+    def tokens(config: Any, step: int, index: int) -> Any:
+        return original(config, step, index - index % config.mesh.dp)
+
+    return tokens
+
+
+def _one_batch_repeated(original: Any) -> Any:
+    def tokens(config: Any, step: int, index: int) -> Any:
+        return original(config, step, 0 if index == 1 else index)
+
+    return tokens
+
+
+def _seeds(add: Callable[[Any], int]) -> Fault:
+    def make(original: Any) -> Any:
+        del original
+
+        def seed_generators(groups: Any, seed: int) -> None:
+            torch.manual_seed(seed + add(groups))
+
+        return seed_generators
+
+    return replaced("dsx.launch.processes.seed_generators", make)
+
+
+@contextmanager
+def _unseeded_init() -> Iterator[None]:
+    from dsx.nn import parameters as random
+
+    original = random.fill
+
+    def fill(out: Any, spec: Any, *, tp: int, tp_rank: int, seed: int) -> None:
+        original(out, spec, tp=tp, tp_rank=tp_rank, seed=seed + tp_rank)
+
+    with mock.patch.object(random, "fill", fill):
+        yield
+
+
+def _scale(before: float, after: float) -> Fault:
+    def make(original: Any) -> Any:
+        del original
+        from dsx.engine.zero.reduction import Scale
+
+        return classmethod(lambda cls, *_, **__: Scale(before, after))
+
+    return replaced("dsx.engine.zero.reduction.Scale.of", make)
+
+
+def _not_reduced(original: Any) -> Any:
+    del original
+
+    def send(self: Any, pieces: Any) -> None:
+        from dsx.engine.zero.reduction import _Bucket
+
+        for piece in pieces:
+            gradient = self._store.take(piece.parameter).reshape(-1)
+            self._flying.append(_Bucket([piece], gradient, None))
+
+    return send
+
+
+FAULTS: dict[str, Fault] = {
+    "none": nullcontext,
+    # Tensor parallelism and ties.
+    "norm gradients not all-reduced": replaced("dsx.nn.norm.copy_parameters", lambda _: lambda tp, *p: p),
+    "norm gradients all-reduced twice": replaced("dsx.nn.norm.copy_parameters", _twice_reduced),
+    "bias on each rank": replaced("dsx.nn.linear.RowParallelLinear.forward", _bias_on_each),
+    "padding in the softmax": replaced(
+        "dsx.nn.embedding.column_linear",
+        lambda original: lambda *args, num_valid, **kwargs: original(*args, num_valid=None, **kwargs),
+    ),
+    "padding rows have gradients": replaced("dsx.nn.parameters.Weights.initialise", _leak),
+    "ties twice": adapter_with(ties=lambda ties: [*ties, *ties]),
+    "ties never": adapter_with(ties=lambda ties: ties[:0]),
+    "init by rank": _unseeded_init,
+    "dropout by rank": _seeds(lambda groups: 10 + groups.rank),
+    "dropout alike on slices": replaced(
+        "dsx.nn.dropout.draw_seed", lambda original: lambda tp, *, sharded: original(tp, sharded=False)
+    ),
+    # Norm and clipping.
+    "norm counts replicas": counting(lambda scope, p: not getattr(p, "ds_pipe_replicated", False)),
+    "norm counts ties": counting(
+        lambda scope, p: bool(getattr(p, "tensor_model_parallel", False)) or scope._groups.tp_rank == 0
+    ),
+    "norm of stage 0": counting(
+        lambda scope, p: (
+            scope._groups.pp_rank == 0 and (scope._groups.tp_rank == 0 or bool(p.tensor_model_parallel))
+        )
+    ),
+    "norm of tensor rank 0": counting(
+        lambda scope, p: scope._groups.tp_rank == 0 and not getattr(p, "ds_pipe_replicated", False)
+    ),
+    "never clipped": adapter_with(clipping=lambda _: 0.0),
+    # Micro-batches.
+    "micro-batches overwrite": in_backward(_overwrite),
+    "first micro-batch twice": in_backward(_first_twice),
+    "last micro-batch heavier": in_backward(_last_heavier),
+    "loss not divided": in_backward(_not_divided),
+    "gradients not cleared": replaced("dsx.engine.engine.PipelineEngine.train_batch", _kept_gradients),
+    # The optimizer.
+    "learning rate": _settings(lr=0.02),
+    "weight decay": _settings(weight_decay=0.0),
+    # Data parallelism.
+    "sum over data": _scale(1.0, 1.0),
+    "divided twice": _scale(0.5, 0.5),
+    "not reduced over data": replaced("dsx.engine.zero.reduction.ChunkReduction._send", _not_reduced),
+    "same data": replaced("dsx.verify.subject.random_tokens", _same_data),
+    "a micro-batch read twice": replaced("dsx.verify.subject.random_tokens", _one_batch_repeated),
+    "parts swapped": after_step(_swap_parts),
+    "weights not gathered": replaced("dsx.engine.engine.PipelineEngine.train_batch", _not_gathered),
+    "replica moved": after_step(_move_replica),
+    "dropout alike": _seeds(lambda groups: 10),
+}

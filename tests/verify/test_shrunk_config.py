@@ -1,0 +1,165 @@
+"""A config made small keeps what decides how ranks cooperate, and can be resolved."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsx.config.resolve import RunConfig, resolve
+from dsx.errors import DsxError
+from dsx.verify.reference import Transformers
+from dsx.verify.shrunk import trial
+from often import often
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def small(config: RunConfig, **options: Any) -> tuple[RunConfig, tuple[str, ...]]:
+    made = trial(config, **options)
+    return resolve(made.content, world_size=config.mesh.size), made.changes
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [(path.name, size) for path in sorted(CONFIGS.glob("*.json")) for size in (1, 2, 8, 64)],
+)
+def test_shipped_configs_keep_their_structure(name: str, world_size: int) -> None:
+    given = json.loads((CONFIGS / name).read_text())
+    if given["dsx"]["model"].get("path"):
+        pytest.skip("needs a model folder")
+    try:
+        config = resolve(CONFIGS / name, world_size=world_size)
+    except Exception:  # noqa: BLE001 (not a size of this config)
+        pytest.skip("the config is not for so many ranks")
+    made, changes = small(config)
+    assert changes
+    assert made.mesh == config.mesh
+    for key in ("chunks", "program", "zero_stage"):
+        assert getattr(made, key) == getattr(config, key), key
+    assert made.dsx.parallel.sequence_parallel == config.dsx.parallel.sequence_parallel
+    assert made.dsx.recompute in (config.dsx.recompute, "none")
+    was, now = config.model, made.model
+    for key in ("family", "tied_embeddings", "attention_bias", "mlp_bias", "gated_mlp", "norm", "activation"):
+        assert getattr(now, key) == getattr(was, key), key
+    assert now.num_heads / now.num_kv_heads == was.num_heads / was.num_kv_heads
+    assert (now.query_size == now.hidden_size) == (was.query_size == was.hidden_size)
+    assert made.num_parameters < 20_000_000
+    assert made.num_parameters <= config.num_parameters
+    assert made.precision == "fp32"
+    blocks = lambda c: [  # noqa: E731
+        sum(0 < i < c.stage_map.num_layers - 2 for i in c.stage_map.layers(s))
+        for s in range(c.stage_map.num_stages)
+    ]
+    assert [n > 0 for n in blocks(made)] == [n > 0 for n in blocks(config)], "stages with blocks have blocks"
+    pp = config.mesh.pp
+    assert made.accumulation % pp == config.accumulation % pp or made.accumulation == config.accumulation
+
+
+def test_uneven_stages_odd_vocabularies_and_dropout_stay() -> None:
+    content = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 35,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "csv_monitor": {"enabled": True},
+        "dsx": {
+            "model": {"family": "gpt2", "preset": "gpt2", "overrides": {"vocab_size": 50257}},
+            "parallel": {"tensor": 2, "pipeline": 2, "chunks": 2},
+            "partition": {"method": [6, 3, 2, 5]},
+            "data": {"sequence_length": 1024, "tokenizer": "bytes"},
+            "train": {"steps": 1, "output": "unused"},
+        },
+    }
+    config = resolve(content, world_size=8)
+    made, changes = small(config)
+    assert [len(made.stage_map.layers(s)) for s in range(4)] == [4, 1, 1, 3]
+    assert made.model.vocab_size % 2 == 1
+    assert made.accumulation == 5, "35 and 5 leave the same rest over the pipeline"
+    assert made.model.residual_dropout == made.model.attention_dropout == made.model.embedding_dropout == 0.0
+    assert "csv_monitor" not in made.deepspeed
+    assert made.deepspeed["optimizer"]["params"]["torch_adam"] is True
+    assert any("dropout" in change for change in changes)
+    masks = trial(config).dropout
+    assert masks is not None
+    assert resolve(masks, world_size=8).model.residual_dropout == config.model.residual_dropout > 0.0
+    kept, _ = small(config, full=True, keep_precision=True)
+    assert (kept.num_parameters, kept.precision) == (config.num_parameters, "bf16")
+    assert kept.accumulation == 35
+    assert kept.stage_map == config.stage_map
+
+
+def random_model(draw: random.Random) -> dict[str, Any]:
+    """A Hugging Face config of any family, with what makes sizes awkward."""
+    family = draw.choice(["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox"])
+    heads, head_dim = draw.choice([1, 2, 3, 4, 6, 12, 25, 40, 72]), draw.choice([2, 4, 6, 8, 10, 64, 80, 128])
+    layers, general = draw.choice([2, 4, 5, 28]), draw.random() < 0.3
+    vocabulary, tied = draw.choice([257, 258, 1000, 50257, 151936]), draw.random() < 0.5
+    common = {"model_type": family, "vocab_size": vocabulary, "tie_word_embeddings": tied}
+    if family == "gpt2":
+        names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+        own = names if general else ("n_embd", "n_head", "n_layer", "n_positions")
+        sizes = dict(zip(own, (heads * head_dim, heads, layers, 256), strict=True))
+        return common | sizes | {"n_inner": draw.choice([None, 100, 4 * heads])}
+    common |= {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "hidden_size": heads * head_dim,
+        "max_position_embeddings": draw.choice([256, 2048]),
+        "intermediate_size": heads * draw.choice([8, 24, 360]),
+    }
+    if family == "gpt_neox":
+        return common | {"rotary_pct": draw.choice([0.1, 0.25, 0.333, 0.5, 1.0]), "attention_bias": general}
+    common["num_key_value_heads"] = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    if draw.random() < 0.5 or family == "qwen3":
+        common |= {"head_dim": head_dim, "hidden_size": heads * draw.choice([2, 5, 16, 48])}
+    if family == "mistral":
+        common["sliding_window"] = draw.choice([None, 64, 4096])
+    if family in ("qwen2", "qwen3") and general:
+        common |= {"use_sliding_window": True, "sliding_window": draw.choice([64, 4096])}
+        kinds = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+        some = {"layer_types": kinds}, {"max_window_layers": draw.choice([0, 1, 3])}
+        common |= draw.choice(some)
+    common["rope_scaling"] = draw.choice([None, {"rope_type": "yarn", "factor": 4.0}])
+    return common
+
+
+@pytest.mark.parametrize("seed", often(range(400), every=8))
+def test_any_model_made_small_is_one_that_its_family_takes(seed: int) -> None:
+    """transformers builds it from the config, with dsx's tensors."""
+    draw = random.Random(seed)
+    sizes = {"tensor": draw.choice([1, 2, 3]), "pipeline": draw.choice([1, 2])}
+    content = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "dsx": {
+            "model": {"config": random_model(draw), "vocab_multiple": draw.choice([1, 8, 64])},
+            "parallel": sizes,
+            "data": {"sequence_length": 240, "tokenizer": "bytes"},
+            "train": {"steps": 1, "output": "unused"},
+        },
+    }
+    try:
+        config = resolve(content, world_size=2 * sizes["tensor"] * sizes["pipeline"])
+    except DsxError:
+        pytest.skip("not a config that can be trained so")
+    made, _ = small(config)
+    was, now = config.model, made.model
+    reference = Transformers(made)
+    assert {name: tuple(tensor.shape) for name, tensor in reference.weights().items()} == {
+        spec.name: spec.shape for spec in made.param_specs
+    }
+    compare = [
+        lambda m: (m.query_size > m.hidden_size) - (m.query_size < m.hidden_size),
+        lambda m: m.num_heads // m.num_kv_heads,
+        lambda m: m.rope is not None and m.rotary_size < m.head_dim,
+        lambda m: set(m.windows) == {0} or not m.windows,
+        lambda m: m.tied_embeddings,
+    ]
+    assert [same(now) for same in compare] == [same(was) for same in compare]
+    assert made.mesh == config.mesh

@@ -1,0 +1,149 @@
+"""Mistakes made on purpose in the ranks: ``dsx verify`` catches each and names it, and is quiet without."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ranks
+from dsx.verify import diagnosis
+from dsx.verify.run import Plan, Request, judge, prepare
+from dsx.verify.seen import Witness
+from dsx.verify.subject import Job
+from verify.mistakes import FAULTS
+
+GPT2 = {"family": "gpt2", "preset": "tiny", "overrides": {"resid_pdrop": 0.1, "embd_pdrop": 0.1}}
+LLAMA = {"family": "llama", "preset": "tiny"}
+
+
+def config(model: dict[str, Any], zero: int, **parallel: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 0.1,
+        "zero_optimization": {"stage": zero},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "torch_adam": True}},
+        "dsx": {
+            "model": model,
+            "parallel": {"chunks": 1, **parallel},
+            "data": {"sequence_length": 64},
+            "train": {"steps": 1, "output": "unused"},
+        },
+    }
+
+
+LAYOUTS = {
+    "tensor x data": config(GPT2, 3, tensor=2, pipeline=1, sequence_parallel=False),
+    "tensor x pipeline": config(GPT2, 0, tensor=2, pipeline=2),
+    "bf16": {**config(GPT2, 1, tensor=1, pipeline=2), "bf16": {"enabled": True}},
+    "data x pipeline": config(GPT2, 1, tensor=1, pipeline=2),
+    "data x pipeline, ZeRO-0": config(LLAMA, 0, tensor=1, pipeline=2),
+}
+
+# layout, mistake, cause that is to be named, first tensor, steps to train
+CASES = [
+    ("tensor x pipeline", "none", None, "", 2),
+    ("tensor x pipeline", "norm gradients not all-reduced", diagnosis.TENSOR_NOT_SUMMED, "4.norm.bias", 1),
+    (
+        "tensor x pipeline",
+        "norm gradients all-reduced twice",
+        diagnosis.TENSOR_SUMMED_TWICE,
+        "4.norm.bias",
+        1,
+    ),
+    ("tensor x pipeline", "bias on each rank", diagnosis.BIAS_PER_RANK, "output of layer 2", 1),
+    ("tensor x pipeline", "padding in the softmax", diagnosis.PADDING, "", 1),
+    ("tensor x pipeline", "padding rows have gradients", diagnosis.PADDING, "0.word.weight", 1),
+    ("tensor x pipeline", "ties twice", diagnosis.TIE_SUMMED_TWICE, "0.word.weight", 1),
+    ("tensor x pipeline", "ties never", diagnosis.TIE_NOT_SUMMED, "0.word.weight", 1),
+    ("tensor x pipeline", "init by rank", diagnosis.INITIAL_WEIGHTS, "0.word.weight", 1),
+    ("tensor x pipeline", "dropout alike on slices", diagnosis.DROPOUT_TENSOR, "", 1),
+    ("tensor x pipeline", "norm counts replicas", diagnosis.NORM_REPLICATED, "", 1),
+    ("tensor x pipeline", "norm counts ties", diagnosis.NORM_TIED, "", 1),
+    ("tensor x pipeline", "norm of stage 0", diagnosis.NORM_OF_ONE_STAGE, "", 1),
+    ("tensor x pipeline", "norm of tensor rank 0", diagnosis.NORM_OF_ONE_TENSOR_RANK, "", 1),
+    ("tensor x pipeline", "never clipped", diagnosis.CLIPPING, "", 1),
+    ("tensor x pipeline", "micro-batches overwrite", diagnosis.MICRO_BATCH_OVERWRITTEN, "4.norm.bias", 1),
+    ("tensor x pipeline", "first micro-batch twice", diagnosis.MICRO_BATCH_TWICE, "4.norm.bias", 1),
+    ("tensor x pipeline", "last micro-batch heavier", diagnosis.LAST_MICRO_BATCH, "4.norm.bias", 1),
+    ("tensor x pipeline", "loss not divided", diagnosis.MICRO_BATCHES_SUMMED, "4.norm.bias", 1),
+    ("tensor x pipeline", "learning rate", diagnosis.LEARNING_RATE, "4.norm.bias", 1),
+    ("tensor x pipeline", "weight decay", diagnosis.DECAY, "4.norm.bias", 1),
+    ("data x pipeline", "none", None, "", 2),
+    ("data x pipeline", "sum over data", diagnosis.DATA_SUMMED, "4.norm.bias", 1),
+    ("data x pipeline", "divided twice", diagnosis.DIVIDED_TWICE, "4.norm.bias", 1),
+    ("data x pipeline", "same data", diagnosis.SAME_DATA, "4.norm.bias", 1),
+    ("data x pipeline", "a micro-batch read twice", diagnosis.DATA_ORDER, "4.norm.bias", 1),
+    ("data x pipeline", "parts swapped", diagnosis.PARTITION_ORDER, "", 1),
+    ("data x pipeline", "weights not gathered", diagnosis.NOT_GATHERED, "", 1),
+    ("data x pipeline", "dropout alike", diagnosis.DROPOUT_DATA, "", 1),
+    ("tensor x data", "none", None, "", 1),
+    ("bf16", "none", None, "", 2),
+    ("bf16", "parts swapped", diagnosis.PARTITION_ORDER, "", 1),
+    ("bf16", "sum over data", diagnosis.DATA_SUMMED, "4.norm.bias", 1),
+    ("tensor x data", "dropout by rank", diagnosis.DROPOUT_TENSOR, "", 1),
+    ("data x pipeline, ZeRO-0", "not reduced over data", diagnosis.DATA_NOT_AVERAGED, "4.word.weight", 1),
+    ("data x pipeline, ZeRO-0", "gradients not cleared", diagnosis.STALE, "4.word.weight", 2),
+    ("data x pipeline, ZeRO-0", "replica moved", diagnosis.REPLICAS_DRIFT, "0.word.weight", 2),
+]
+WITH_CLIPPING = {"none", "never clipped"}
+WITH_DROPOUT = {"none", "dropout by rank", "dropout alike", "dropout alike on slices"}
+
+
+def watch(rank: int, world_size: int, jobs: list[tuple[str, Job]]) -> list[Witness | None]:
+    """What is seen under each mistake, on rank 0."""
+    from dsx.launch import processes
+    from dsx.parallel.groups import make_groups
+    from dsx.verify.subject import witness
+
+    found = []
+    for fault, job in jobs:
+        groups = make_groups(job.mesh(), sequence_parallel=job.sequence_parallel)
+        with FAULTS[fault]():
+            processes.seed_generators(groups, job.seed)
+            found.append(witness(job, groups))
+    return found
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    """(layout, mistake) -> verdict, all mistakes in one launch of four ranks."""
+    folder = tmp_path_factory.mktemp("configs")
+    plans: dict[str, Plan] = {}
+    for number, (name, content) in enumerate(LAYOUTS.items()):
+        file = Path(folder / f"{number}.json")
+        file.write_text(json.dumps(content))
+        plans[name] = prepare(Request(source=file, world_size=4, keep_precision=True))
+    jobs = []
+    for layout, fault, _, _, steps in CASES:
+        job = replace(plans[layout].job, steps=steps)
+        if fault not in WITH_CLIPPING:
+            job = replace(job, clipping=0.0)
+        if fault not in WITH_DROPOUT:
+            job = replace(job, dropout=None)
+        jobs.append((fault, job))
+    seen = ranks.run(watch, 4, jobs)[0]
+    return {
+        (layout, fault): judge(plans[layout], found)
+        for (layout, fault, *_), found in zip(CASES, seen, strict=True)
+    }
+
+
+@pytest.mark.parametrize(("layout", "fault", "cause", "tensor", "steps"), CASES, ids=str)
+def test_each_mistake_is_named(
+    verdicts: Any, layout: str, fault: str, cause: str | None, tensor: str, steps: int
+) -> None:
+    verdict = verdicts[layout, fault]
+    if cause is None:
+        assert verdict.equal, verdict.findings
+        assert [row.step for row in verdict.rows] == [*range(1, steps + 1)] * 2, "without clipping, and with"
+        assert verdict.masks == 3
+        return
+    first = verdict.findings[0]
+    assert first.cause == cause, verdict.findings
+    assert tensor in ("", first.tensor), first
+    assert first.step in (0, 1, steps)
