@@ -352,16 +352,30 @@ def load_stored(engine: PipelineEngine, catalog: Catalog) -> int:
             for state, number in numbers.get(names.of(span.parameter).name, {}).items():
                 found[state].add(number)
         kept.make(moments, {state: _one_of(catalog, state, values) for state, values in found.items()})
+    frozen = {names.of(p).name for p in engine.pipeline.chunks.parameters() if not p.requires_grad}
     with Reader.open(catalog) as reader, torch.no_grad():
         for stored in stored_here(engine, everything=True):
             for content in stored.contents:
-                _fill(reader, stored, content)
+                _fill(reader, stored, content, frozen=content.spec.name in frozen)
         return reader.read_bytes
 
 
-def _fill(reader: Reader, stored: Stored, content: Content) -> None:
-    entry = reader.find(content.spec.name, content.state)
-    where = f"{reader.catalog.root}: tensor {content.spec.name}, {content.state}"
+def _fill(reader: Reader, stored: Stored, content: Content, *, frozen: bool) -> None:
+    """Read one content. Of a frozen parameter a layout keeps master and moments, or the weight alone."""
+    name, state = content.spec.name, content.state
+    where = f"{reader.catalog.root}: tensor {name}, {state}"
+    entry, weight = reader.find(name, state), reader.find(name, WEIGHT)
+    if entry is None and weight is not None:
+        if frozen:
+            low, high = extent(content.parts)
+            stored.values[low:high].zero_()
+            return
+        if weight.role == "frozen":
+            raise CheckpointError(
+                where,
+                "this parameter was frozen when the checkpoint was written, and is trained here",
+                "freeze it, as it was (requires_grad_(False))",
+            )
     if entry is None:
         raise CheckpointError(
             where, "the checkpoint has no such tensor", "give the model that it was trained with (dsx.model)"

@@ -8,7 +8,7 @@ fp16/unfused_optimizer.py and plain torch optimizers (a tensor per parameter).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,9 +108,12 @@ def trained_parameters(engine: Any) -> Iterator[nn.Parameter]:
         "FP16_UnfusedOptimizer": "fp16_groups",
     }
     name = names.get(type(wrapper).__name__)
-    groups = getattr(wrapper, name) if name else [group["params"] for group in wrapper.param_groups]
-    for group in groups:
-        yield from group
+    if name is None:
+        for group in wrapper.param_groups:
+            yield from filter(_is_trained(wrapper), group["params"])
+    else:
+        for group in getattr(wrapper, name):
+            yield from group
 
 
 def refresh_weights(engine: Any) -> None:
@@ -228,6 +231,11 @@ def _copies(wrapper: Any) -> Iterator[Held]:
 
 def _plain(optimizer: torch.optim.Optimizer) -> Iterator[Held]:
     for group, settings in enumerate(optimizer.param_groups):
-        for parameter in settings["params"]:
+        for parameter in filter(_is_trained(optimizer), settings["params"]):
             spans = (Span(parameter, 0, parameter.numel(), 0),)
             yield Held(master=parameter, group=group, spans=spans, optimizer=optimizer)
+
+
+def _is_trained(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], bool]:
+    """Of parameters that torch's optimizer was given: not those that were frozen from the start."""
+    return lambda parameter: parameter.requires_grad or parameter in optimizer.state
