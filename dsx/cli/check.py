@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
+
+from dsx.cli.options import CONFIG, FORMAT, GPU_MEMORY, GPUS, SET
+from dsx.cli.output import BAD, say
 from dsx.config.wording import at
 from dsx.doctor.finding import ABSENT, Finding, dotted
 from dsx.doctor.key import shown
@@ -17,18 +22,8 @@ from dsx.doctor.key import shown
 if TYPE_CHECKING:
     from dsx.config.run import RunConfig
     from dsx.doctor.examine import Report
-    from dsx.errors import ConfigError
-import copy
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import typer
-
-from dsx.cli.options import CONFIG, FORMAT, GPU_MEMORY, GPUS, SET
-from dsx.cli.output import BAD, say
-
-if TYPE_CHECKING:
     from dsx.doctor.source import Source
+    from dsx.errors import ConfigError
 
 
 _WHO = {

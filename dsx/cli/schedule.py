@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from dsx.errors import ConfigError
-from dsx.planner.choose import Choice, Ranking, Space, choose, gib
-from dsx.planner.profile import Profile
-from dsx.schedules.builders import NAMES
-from dsx.schedules.simulate import Costs, Seconds
-
-if TYPE_CHECKING:
-    from dsx.schedules.schedule import Schedule
-import shutil
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from dsx.cli.options import OUTPUT, drawn
 from dsx.cli.output import deliver, judging
-from dsx.errors import ScheduleError
-from dsx.schedules.builders import Options, build, default_chunks
-from dsx.schedules.simulate import simulate
+from dsx.errors import ConfigError, ScheduleError
+from dsx.planner.choose import Choice, Ranking, Space, choose, gib
+from dsx.planner.profile import Profile
+from dsx.schedules.builders import NAMES, Options, build, default_chunks
+from dsx.schedules.simulate import Costs, Seconds, simulate
 
 if TYPE_CHECKING:
     from dsx.schedules.schedule import Schedule

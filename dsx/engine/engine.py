@@ -22,7 +22,7 @@ from dsx.engine.recorder import Tracer
 from dsx.engine.stock_engine import EngineNames
 from dsx.engine.whereabouts import Whereabouts
 from dsx.engine.zero import Refuses, adapt, calls, count_samples
-from dsx.errors import ConfigError, ModelError
+from dsx.errors import ConfigError, DataError, ModelError
 from dsx.parallel.groups import Grid
 from dsx.parallel.stages import StageMap
 from dsx.schedules.builders import forward_only
@@ -232,12 +232,13 @@ class PipelineEngine:
             Mean loss over all micro-batches and replicas, float32 scalar, the same on every rank.
 
         Raises:
-            DataError: The iterator ends within the step, or yields something else.
+            DataError: It is no iterator, ends within the step, or yields something else.
             ModelError: The loss is no scalar, or a boundary's shape changes.
         """
         if not torch.is_grad_enabled():
             raise ModelError("train_batch", "gradients are disabled", "use eval_batch under torch.no_grad")
         if data_iter is not None:
+            _require_iterator(data_iter)
             self.set_dataiterator(data_iter)
         engine, count = self.deepspeed_engine, self.micro_batches
         self.pipeline.train()
@@ -484,3 +485,14 @@ class PipelineEngine:
         engine = self.deepspeed_engine
         if engine.monitor.enabled and self.groups.rank == 0:
             engine.monitor.write_events([(f"Train/Samples/{name}", loss.item(), engine.global_samples)])
+
+
+def _require_iterator(data: Any) -> None:
+    """A loader or a list would begin with its first micro-batches again in every step."""
+    if not hasattr(data, "__next__"):
+        raise DataError(
+            f"train_batch({type(data).__name__})",
+            "it is no iterator, so that every step would train on its first micro-batches",
+            "make one before the loop, batches = iter(loader), and give that to each call; or give the "
+            "loader to engine.set_dataloader once and call train_batch()",
+        )

@@ -9,49 +9,41 @@ deepspeed/runtime/pipe/engine.py reads besides. Stock DeepSpeed reads neither ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from deepspeed import checkpointing
-from deepspeed.pipe import LayerSpec
-
-from dsx.config.wording import suggest
-from dsx.engine.chunks import checkpoint_non_reentrant
-from dsx.engine.p2p import Shards
-from dsx.errors import ConfigError
-
-if TYPE_CHECKING:
-    from dsx.engine.pipeline_module import PipelineModule
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed import checkpointing
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.pipe import LayerSpec
+from deepspeed.runtime import lr_schedules
 from torch import nn
 from torch.optim import Optimizer
-
-from dsx.errors import LayoutError
-from dsx.launch.entry import AGREED
-
-if TYPE_CHECKING:
-    from dsx.engine.pipeline_module import PipelineModule, Tie
-import warnings
-
-import deepspeed
-from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.runtime import lr_schedules
 from torch.optim import lr_scheduler as torch_schedules
 from torch.utils.data import DistributedSampler
 
 from dsx.config.run import RunConfig
 from dsx.config.schema import ZeroConfig
 from dsx.config.starter import newer_than_tested
+from dsx.config.wording import suggest
+from dsx.engine.chunks import checkpoint_non_reentrant
 from dsx.engine.engine import PipelineEngine
+from dsx.engine.p2p import Shards
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.settings import Config, Settings, settings_of
 from dsx.engine.zero import given_optimizer_kept, require_supported, scope_consistency_checks
-from dsx.errors import ModelError
+from dsx.errors import ConfigError, LayoutError, ModelError
+from dsx.launch.entry import AGREED
 from dsx.parallel.groups import Grid, Groups
+from dsx.terminal import shortened
+
+if TYPE_CHECKING:
+    from dsx.engine.pipeline_module import Tie
 
 
 def apply_block(block: Mapping[str, Any], model: PipelineModule, zero_stage: int) -> None:
@@ -415,7 +407,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
 
     Raises:
         VersionError: A DeepSpeed that dsx has not been checked against.
-        ConfigError: A setting that cannot work with a pipeline.
+        ConfigError: A setting that cannot work with a pipeline, or that ranks have differently.
         LayoutError: A rank has nothing to train.
         ModelError: ``model`` is no dsx.PipelineModule, or has groups of its own and is given others.
     """
@@ -442,6 +434,8 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         for newer in newer_than_tested():
             warnings.warn(newer, stacklevel=2)
     settings = settings_of(config, args, model.groups.mesh)
+    if not isinstance(config, RunConfig):  # whose ranks have compared it before they started
+        _require_same_everywhere(settings.deepspeed, model)
     apply_block(settings.deepspeed.get("pipeline", {}), model, settings.zero_stage)
     _check_build(model, settings)
     lr_scheduler = schedule_of(settings.deepspeed.get("scheduler"), lr_scheduler)
@@ -480,6 +474,35 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     if loader is not None:
         pipeline.set_dataloader(loader)
     return pipeline, wrapped, loader, scheduler
+
+
+_SAME = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    "bf16", "fp16", "data_types", "zero_optimization", "optimizer", "scheduler", "pipeline",
+)  # fmt: skip
+"""What ranks that differ in it would wait for each other over, or train wrong models with."""
+
+
+def _require_same_everywhere(config: Mapping[str, Any], model: PipelineModule) -> None:
+    """Raise on every rank if one has other settings or layers. Collective over all ranks."""
+    mine = {key: config.get(key) for key in _SAME}
+    mine["layers"] = [getattr(each, "typename", type(each)).__name__ for each in model.layer_specs]
+    text = {key: json.dumps(value, sort_keys=True, default=repr) for key, value in mine.items()}
+    digests: list[Any] = [hashlib.sha256(json.dumps(text).encode()).hexdigest()] * dist.get_world_size()
+    dist.all_gather_object(digests, digests[0])
+    if len(set(digests)) == 1:
+        return
+    texts: list[Any] = [text] * len(digests)
+    dist.all_gather_object(texts, text)
+    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    key = next(key for key in text if texts[rank][key] != texts[0][key])
+    error = ConfigError(
+        f"{key} of rank {rank}",
+        f"it is {shortened(texts[rank][key], 80)} there and {shortened(texts[0][key], 80)} on rank 0",
+        "give every rank the same config and the same layers",
+    )
+    error.add_note(AGREED)
+    raise error
 
 
 def _check_build(model: PipelineModule, settings: Settings) -> None:

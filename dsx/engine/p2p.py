@@ -22,21 +22,17 @@ communication optimization").
 
 from __future__ import annotations
 
+import math
 import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from dsx.parallel.groups import Groups
-import math
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from dsx.errors import LayoutError, ModelError
 from dsx.nn.parallel import TensorParallel

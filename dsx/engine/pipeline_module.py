@@ -455,8 +455,8 @@ class PipelineModule(nn.Module):
                 continue
             mine = self.groups.pp_rank in owners
             ranks = [self.groups.pipe_peer(pp) for pp in owners] if mine else [self.groups.rank]
-            # Ranks without a copy make one of their own: torch names a group by how many the rank has made, and
-            # members that have made different numbers would wait for each other for ever.
+            # Ranks without a copy make one of their own: torch names a group by how many the rank has made,
+            # and members that have made different numbers would wait for each other for ever.
             group = new_group(ranks)
             if mine:
                 ties.append(self._tie_copies(key, specs[0][1].tied_weight_attr, group, ranks))

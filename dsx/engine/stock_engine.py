@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
-import torch.distributed as dist
-
-from dsx.errors import ModelError
-
-if TYPE_CHECKING:
-    from dsx.engine.pipeline_module import PipelineModule
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from deepspeed.runtime.pipe import engine as stock
 
 from dsx.engine import stock_module
 from dsx.engine.zero.held import adopt_weights
+from dsx.errors import ModelError
 
 if TYPE_CHECKING:
     from dsx.engine.engine import PipelineEngine
+    from dsx.engine.pipeline_module import PipelineModule
 
 
 class AdditionalLosses:

@@ -13,29 +13,22 @@ and in any layout, are the engine's (:meth:`dsx.PipelineEngine.save_checkpoint`)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from deepspeed import comm
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from torch import nn
 
 from dsx.checkpoint import store
 from dsx.engine.chunks import TiedUse
-from dsx.errors import CheckpointError, ModelError
-
-if TYPE_CHECKING:
-    from dsx.engine.pipeline_module import PipelineModule
-from dataclasses import replace
-from itertools import pairwise
-from typing import TYPE_CHECKING
-
-from deepspeed import comm
-from deepspeed.pipe import TiedLayerSpec
-
-from dsx.errors import ConfigError, LayoutError, UnavailableError
+from dsx.errors import CheckpointError, ConfigError, LayoutError, ModelError, UnavailableError
 
 if TYPE_CHECKING:
     from deepspeed.runtime.pipe.topology import ProcessTopology

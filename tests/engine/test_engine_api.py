@@ -258,6 +258,7 @@ def _wrong_calls(rank: int, world_size: int) -> dict[str, str]:
     calls = {
         "no data": (DataError, made.train_batch),
         "short": (DataError, lambda: made.train_batch(toy.batches(0, 1))),
+        "loader": (DataError, lambda: made.train_batch(list(toy.batches(0, 2)))),
         "single": (DataError, lambda: made.train_batch(iter([torch.zeros(2)] * 2))),
         "no grad": (ModelError, torch.no_grad()(lambda: made.train_batch(toy.batches(0, 2)))),
         "forward": (ModelError, lambda: made.forward(1)),
@@ -280,6 +281,7 @@ def test_wrong_calls_are_explained() -> None:
     words = {
         "no data": "data_iter = None",
         "short": "after 1 of 2 micro-batches",
+        "loader": "batches = iter(loader)",
         "single": "not a pair",
         "no grad": "use eval_batch",
         "forward": "engine.forward()",
@@ -288,3 +290,32 @@ def test_wrong_calls_are_explained() -> None:
         "no config": "there is no config",
     }
     assert {name for name, word in words.items() if word not in texts[name]} == set()
+
+
+def _different(rank: int, world_size: int) -> list[str]:
+    """Settings and layers that ranks would wait for each other over."""
+    from torch import nn
+
+    import dsx
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    }
+    out = []
+    for change, layers in (({"gradient_accumulation_steps": 2 + rank}, 4), ({}, 4 + 2 * rank)):
+        module = dsx.PipelineModule(
+            [nn.Linear(2, 2) for _ in range(layers)], num_stages=world_size, loss_fn=nn.functional.mse_loss
+        )
+        with pytest.raises(ConfigError) as caught:
+            dsx.initialize(model=module, config=config | change)
+        out.append(str(caught.value))
+    return out
+
+
+def test_ranks_with_other_settings_or_layers_are_refused() -> None:
+    (accumulation, layers), other = ranks.run(_different, 2)
+    assert other == [accumulation, layers]
+    assert accumulation.startswith("gradient_accumulation_steps of rank 1: it is 3 there and 2 on rank 0")
+    assert layers.startswith("layers of rank 1")

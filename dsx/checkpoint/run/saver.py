@@ -7,42 +7,33 @@ Nothing but files passes between the ranks meanwhile, so that threads may do thi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-
-from dsx.checkpoint.catalog import Checksum, Entry, Piece
-from dsx.checkpoint.checksums import digest
-from dsx.checkpoint.file_io import blamed, write_from
-from dsx.checkpoint.formats import native
-from dsx.checkpoint.pieces import Part
-from dsx.checkpoint.plain import as_numpy
-from dsx.checkpoint.read import stretches, tiles_of
-from dsx.checkpoint.run.stored import MASTER, WEIGHT, Content, Stored, extent, stored_here
-from dsx.models.param import ParamSpec
-
-if TYPE_CHECKING:
-    from dsx.engine.engine import PipelineEngine
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from dsx.checkpoint import store
-from dsx.checkpoint.catalog import Catalog
+from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece
+from dsx.checkpoint.checksums import digest
+from dsx.checkpoint.file_io import blamed, write_from
+from dsx.checkpoint.formats import native
 from dsx.checkpoint.formats.native import FORMAT_NAME, write_manifest
+from dsx.checkpoint.pieces import Part
+from dsx.checkpoint.plain import as_numpy
+from dsx.checkpoint.read import stretches, tiles_of
 from dsx.checkpoint.run.state import group_facts, merged_groups, run_facts, save_random_states
-from dsx.checkpoint.run.stored import names_here
+from dsx.checkpoint.run.stored import MASTER, WEIGHT, Content, Stored, extent, names_here, stored_here
 from dsx.errors import CheckpointError
 from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree
+from dsx.models.param import ParamSpec
 
 if TYPE_CHECKING:
     from dsx.engine.engine import PipelineEngine

@@ -2,52 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from dsx.checkpoint.catalog import Catalog, Checksum
-from dsx.checkpoint.checksums import digest
-from dsx.checkpoint.formats import native
-from dsx.checkpoint.plain import as_numpy
-from dsx.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from dsx.engine.engine import PipelineEngine
-import json
-import math
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
-
-import deepspeed
-
 import dsx
-from dsx.checkpoint import plain
-from dsx.checkpoint.catalog import NO_SETTINGS, with_numbers
+from dsx.checkpoint import plain, store
+from dsx.checkpoint.catalog import NO_SETTINGS, Catalog, Checksum, with_numbers
+from dsx.checkpoint.checksums import digest
 from dsx.checkpoint.claims import reading
+from dsx.checkpoint.formats import native
 from dsx.checkpoint.formats.native import random_file
-from dsx.checkpoint.run.stored import Names
-from dsx.engine.zero.held import held
-
-if TYPE_CHECKING:
-    from dsx.engine.engine import PipelineEngine
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
-
-import torch.distributed as dist
-
-from dsx.checkpoint import store
 from dsx.checkpoint.open import open_checkpoint
-from dsx.checkpoint.run.stored import load_stored
-from dsx.engine.zero.held import refresh_weights
-from dsx.errors import DsxError
+from dsx.checkpoint.plain import as_numpy
+from dsx.checkpoint.run.stored import Names, load_stored
+from dsx.engine.zero.held import held, refresh_weights
+from dsx.errors import CheckpointError, DsxError
 from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import deepspeed
 import torch
@@ -13,33 +15,24 @@ import torch.distributed as dist
 from torch import nn
 
 from dsx.checkpoint import store
+from dsx.checkpoint.catalog import Catalog, numbers_in
 from dsx.checkpoint.formats import slices
 from dsx.checkpoint.formats.huggingface import weights as hf
+from dsx.checkpoint.pieces import Part, local_parts
+from dsx.checkpoint.plain import as_numpy
+from dsx.checkpoint.read import Reader
 from dsx.config.schema import NO_TOKENIZER
 from dsx.config.sources import BYTES
 from dsx.data.tokenizers import TransformersTokenizer
-from dsx.errors import ModelError
+from dsx.engine.zero.held import Span, held, trained_parameters
+from dsx.errors import CheckpointError, ModelError
 from dsx.launch.processes import agree
-from dsx.models.param import ParamSpec
+from dsx.models.param import Init, ParamSpec
 
 if TYPE_CHECKING:
     from dsx.engine.engine import PipelineEngine
     from dsx.engine.pipeline_module import PipelineModule
     from dsx.parallel.groups import Groups
-from collections import defaultdict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-from dsx.checkpoint.catalog import Catalog, numbers_in
-from dsx.checkpoint.pieces import Part, local_parts
-from dsx.checkpoint.plain import as_numpy
-from dsx.checkpoint.read import Reader
-from dsx.engine.zero.held import Span, held, trained_parameters
-from dsx.errors import CheckpointError
-from dsx.models.param import Init
-
-if TYPE_CHECKING:
-    from dsx.engine.engine import PipelineEngine
 
 
 _TOKENIZER_FILES = {
