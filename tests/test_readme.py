@@ -531,7 +531,7 @@ def test_paths_and_links_exist():
 def test_the_map_shows_every_part():
     (shown,) = blocks(section("Map of the project"), "text")
     listed = {line.split()[0].rstrip("/") for line in shown.splitlines() if line and not line.startswith(" ")}
-    assert listed == {"recipes", "configs", "dsx", "tests", "tools"}
+    assert listed == {"recipes", "configs", "docs", "dsx", "tests", "tools"}
     inside = {line.split()[0].rstrip("/") for line in shown.splitlines() if re.match(r"  \w+/", line)}
     folders = {path.name for path in (ROOT / "dsx").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert inside == folders
