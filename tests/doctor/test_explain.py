@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsx.doctor.reference import KEYS, explain, explain_json
-from dsx.doctor.reference.documented import DOCUMENTED
+from dsx.doctor.reference.table import DOCUMENTED
 from dsx.errors import ConfigError
 
 

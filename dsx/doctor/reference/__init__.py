@@ -1,8 +1,8 @@
 """What every key of DeepSpeed 0.19.8's JSON is: types, defaults, bounds, effect, history.
 
-Data only, without torch or pydantic; tests/doctor/test_reference.py holds it against the installed
-DeepSpeed: its pydantic models, constants and signatures. Versions were read out of DeepSpeed's releases
-0.8.3 to 0.19.8.
+Data in TOML files, for people to edit, read without torch or pydantic; tests/doctor/test_reference.py holds
+it against the installed DeepSpeed: its pydantic models, constants and signatures. Versions were read out of
+DeepSpeed's releases 0.8.3 to 0.19.8.
 """
 
 from dsx.doctor.reference.explain import explain, explain_json

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from dsx.doctor.context import describe
 from dsx.doctor.key import REQUIRED, Block, Key, NoEffect, When
-from dsx.doctor.reference.documented import DOCUMENTED
-from dsx.doctor.reference.table import BLOCKS, KEYS
+from dsx.doctor.reference.table import BLOCKS, DOCUMENTED, KEYS
 from dsx.errors import ConfigError
 
 _OPERATORS: Final = {
