@@ -32,6 +32,7 @@ LONG = {
     "scaling.md": ("dsx verify",),
     "checking.md": ("dsx verify",),  # the tour's
     "data.md": ("deepspeed",),
+    "methods.md": ("deepspeed", "torchrun"),  # tests/test_methods.py runs some, and all if slow
 }
 # Commands for machines that are not here have tests of their own, with stand-ins.
 ELSEWHERE = re.compile(r"node1|--hostfile")

@@ -130,6 +130,13 @@ def check_claims(catalog: Catalog) -> None:
         raise _wrong(catalog, "tile_elements", f"tiles of {catalog.tile_elements} elements")
     for spec in catalog.specs:
         check_layers(catalog, spec.layer, f"tensor {spec.name}")
+    config = catalog.facts.get("hf_config")
+    for key in ("num_hidden_layers", "n_layer"):
+        layers = config.get(key) if isinstance(config, Mapping) else None
+        if isinstance(layers, int) and layers > _names(catalog):
+            raise _wrong(
+                catalog, "config.json", f"{layers} layers, and the files have {_names(catalog)} tensors"
+            )
     told = _checked_facts(catalog)
     ranks = prod(told.mesh.values())
     most = min(_MOST_RANKS, _SPARE_RANKS + sum(entry.numel for entry in catalog.entries))
@@ -160,9 +167,7 @@ def specs_of_model(catalog: Catalog, model: ModelSpec) -> tuple[ParamSpec, ...]:
         CheckpointError: It would have more layers than the files have tensors.
     """
     if model.num_layers > _names(catalog):
-        raise _wrong(
-            catalog, "config.json", f"{model.num_layers} layers, and the files have {_names(catalog)} tensors"
-        )
+        raise _wrong(catalog, "model", f"{model.num_layers} layers, and the files {_names(catalog)} tensors")
     return param_specs(model)
 
 

@@ -161,13 +161,14 @@ def test_order_of_the_models_parameters(name: str) -> None:
 
 
 def engine_of(name: str, zero: int) -> Any:
+    import deepspeed
 
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": zero},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
     }
-    engine, *_ = reader.initialize(model=model_of(name), config=settings)
+    engine, *_ = deepspeed.initialize(model=model_of(name), config=settings)
     return engine
 
 
