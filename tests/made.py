@@ -10,7 +10,7 @@ import numpy as np
 
 from dsx.checkpoint.catalog import Catalog, Entry, Piece, check_files
 from dsx.checkpoint.copy_plan import plan
-from dsx.checkpoint.execute import Options, Report, execute
+from dsx.checkpoint.execute import ConversionOptions, ConversionReport, execute
 from dsx.checkpoint.formats import native
 from dsx.checkpoint.pieces import contiguous
 from dsx.checkpoint.reshard import Conversion
@@ -113,11 +113,11 @@ def plain(
     return Catalog(root=folder, format="plain", entries=tuple(entries), facts=facts or {}, specs=tuple(specs))
 
 
-def reshard(source: Catalog, folder: Path, to: Layout, *, tile=64, options=None, **more) -> Report:
+def reshard(source: Catalog, folder: Path, to: Layout, *, tile=64, options=None, **more) -> ConversionReport:
     """Convert to dsx's own format in a layout, by tiles of ``tile`` elements unless the source has a size."""
     target = native.target_of(source, folder, to, **more)
     made = plan(with_tiles(source, tile), target.catalog)
-    return execute(source, target, made, options or Options())
+    return execute(source, target, made, options or ConversionOptions())
 
 
 def prepared(source: Catalog, folder: Path, to: Layout) -> Conversion:

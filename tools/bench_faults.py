@@ -155,9 +155,9 @@ def forked(work: Callable[[], None], *, seconds: float | None = None) -> int:
 def made(folder: Path, config: Json, chance: random.Random) -> Path:
     """A checkpoint in dsx's format: random bits in every state, and the facts of a run."""
     from dsx.checkpoint.catalog import Catalog, Entry, Piece
-    from dsx.checkpoint.execute import Options
+    from dsx.checkpoint.execute import ConversionOptions
     from dsx.checkpoint.pieces import contiguous
-    from dsx.checkpoint.reshard import Wanted, prepare
+    from dsx.checkpoint.reshard import WantedTarget, prepare
     from dsx.models.hf_config import model_spec
     from dsx.models.params import param_specs
 
@@ -176,20 +176,20 @@ def made(folder: Path, config: Json, chance: random.Random) -> Path:
     group = {"names": [spec.name for spec in specs], "step": 5, "lr": 1e-3}
     facts = {"step": 5, "optimizer": "AdamW", "param_groups": [group], "hf_config": config, "zero_stage": 1}
     source = Catalog(root=plain, format="plain", entries=tuple(entries), facts=facts, specs=specs)
-    prepare(source, folder / "source", Wanted()).run(Options())
+    prepare(source, folder / "source", WantedTarget()).run(ConversionOptions())
     shutil.rmtree(plain)
     return folder / "source"
 
 
 def convert(source: Path, target: Path, wanted: Json) -> None:
     """``dsx reshard``, without its command line."""
-    from dsx.checkpoint.execute import Options
-    from dsx.checkpoint.layouts import Degrees
+    from dsx.checkpoint.execute import ConversionOptions
+    from dsx.checkpoint.layouts import TargetDegrees
     from dsx.checkpoint.open import open_checkpoint
-    from dsx.checkpoint.reshard import Wanted, prepare
+    from dsx.checkpoint.reshard import WantedTarget, prepare
 
-    asked = Wanted(format=wanted["format"], degrees=Degrees(**wanted["degrees"]))
-    prepare(open_checkpoint(source), target, asked).run(Options(workers=2, point_latest=False))
+    asked = WantedTarget(format=wanted["format"], degrees=TargetDegrees(**wanted["degrees"]))
+    prepare(open_checkpoint(source), target, asked).run(ConversionOptions(workers=2, point_latest=False))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -260,10 +260,10 @@ def flip(path: Path, at: int, chance: random.Random) -> Callable[[], None]:
 
 def flips(folder: Path, count: int, chance: random.Random) -> Json:
     """Flip bits; see the module."""
-    from dsx.checkpoint.execute import Options
+    from dsx.checkpoint.execute import ConversionOptions
     from dsx.checkpoint.open import open_checkpoint
     from dsx.checkpoint.read import verify
-    from dsx.checkpoint.reshard import Wanted, prepare
+    from dsx.checkpoint.reshard import WantedTarget, prepare
     from dsx.errors import CheckpointError
     from dsx.models.hf_config import model_spec
     from dsx.models.params import param_specs
@@ -287,9 +287,9 @@ def flips(folder: Path, count: int, chance: random.Random) -> Json:
             )
             try:
                 if number % 2:
-                    conversion = prepare(blank, folder / "out", Wanted())
+                    conversion = prepare(blank, folder / "out", WantedTarget())
                     used = {job.source.key for job in conversion.plan.jobs}
-                    conversion.run(Options(workers=1))
+                    conversion.run(ConversionOptions(workers=1))
                     shutil.rmtree(folder / "out")
                     said = ""
                 else:

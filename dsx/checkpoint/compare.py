@@ -32,7 +32,7 @@ _LAYOUT_FACTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class TensorDifference:
     """One state of one tensor in both.
 
     Attributes:
@@ -59,7 +59,9 @@ class Difference:
         return not self.differing and not self.what
 
 
-def compare(a: Catalog, b: Catalog, progress: Callable[[int], None] = lambda _: None) -> Iterator[Difference]:
+def compare(
+    a: Catalog, b: Catalog, progress: Callable[[int], None] = lambda _: None
+) -> Iterator[TensorDifference]:
     """Every entry that both have, in the order of ``a``.
 
     Args:
@@ -81,7 +83,7 @@ def compare(a: Catalog, b: Catalog, progress: Callable[[int], None] = lambda _: 
                 continue
             if (entry.shape, entry.dtype) != (other.shape, other.dtype):
                 what = f"{entry.dtype} {list(entry.shape)} and {other.dtype} {list(other.shape)}"
-                yield Difference(name=entry.name, state=entry.state, elements=entry.numel, what=what)
+                yield TensorDifference(name=entry.name, state=entry.state, elements=entry.numel, what=what)
                 continue
             check_cover(entry, 0, size, str(a.root))
             check_cover(other, 0, size, str(b.root))
@@ -106,9 +108,9 @@ def _entry(
     b: Entry,
     size: int,
     progress: Callable[[int], None],
-) -> Difference:
+) -> TensorDifference:
     index_a, index_b = (PieceIndex(p for p in entry.pieces if p.replica == 0) for entry in (a, b))
-    found = Difference(name=a.name, state=a.state, elements=a.numel)
+    found = TensorDifference(name=a.name, state=a.state, elements=a.numel)
     for number, tile in enumerate(tiles(a.shape, size)):
         one, two = reads_a.read(a, index_a, tile, number), reads_b.read(b, index_b, tile, number)
         progress(one.values.size)
@@ -117,7 +119,7 @@ def _entry(
     return found
 
 
-def _add(found: Difference, a: Tile, b: Tile, dtype: str) -> Difference:
+def _add(found: TensorDifference, a: Tile, b: Tile, dtype: str) -> TensorDifference:
     flat_a, flat_b = a.values.reshape(-1), b.values.reshape(-1)
     bits = np.dtype(f"u{flat_a.dtype.itemsize}")
     at = np.flatnonzero(flat_a.view(bits) != flat_b.view(bits))

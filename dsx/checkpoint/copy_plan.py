@@ -22,7 +22,7 @@ _FLOATS = {"float64", "float32", "float16", "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CopyJob:
     """One state of one tensor to be made from a state of the source, with conversion if dtypes differ."""
 
     source: Entry
@@ -46,7 +46,7 @@ class CopyPlan:
         notes: What changes on the way or stays behind, one sentence each.
     """
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[CopyJob, ...]
     tile_elements: int
     notes: tuple[str, ...]
 
@@ -109,7 +109,7 @@ def plan(source: Catalog, target: Catalog) -> CopyPlan:
         found = _source_of(entry, held, source)
         _check_match(found, entry, source)
         reads = PieceIndex(piece for piece in found.pieces if piece.replica == 0)
-        job = Job(found, entry, reads, PieceIndex(entry.pieces))
+        job = CopyJob(found, entry, reads, PieceIndex(entry.pieces))
         check_cover(found, 0, tile_elements, str(source.root))
         for replica in sorted({piece.replica for piece in entry.pieces} or {0}):
             check_cover(entry, replica, tile_elements, f"{target.root} (to be written)")
@@ -229,7 +229,7 @@ def _check_match(found: Entry, wanted: Entry, source: Catalog) -> None:
         raise CheckpointError(where, f"{found.dtype} cannot become {wanted.dtype}", f"ask for {found.dtype}")
 
 
-def _converted(jobs: Sequence[Job]) -> Iterator[str]:
+def _converted(jobs: Sequence[CopyJob]) -> Iterator[str]:
     kinds = Counter(
         (job.source.state, job.source.dtype, job.target.state, job.target.dtype)
         for job in jobs
@@ -239,7 +239,7 @@ def _converted(jobs: Sequence[Job]) -> Iterator[str]:
         yield f"{new_state} ({new_dtype}) of {count} tensors is made from {state} ({dtype})"
 
 
-def _left(source: Catalog, jobs: Sequence[Job]) -> Iterator[str]:
+def _left(source: Catalog, jobs: Sequence[CopyJob]) -> Iterator[str]:
     """What no job reads. A weight is what rounding makes of its master: it is not lost if that is kept."""
     used = {job.source.key for job in jobs}
     made = {job.target.name for job in jobs}
@@ -260,5 +260,5 @@ def _left(source: Catalog, jobs: Sequence[Job]) -> Iterator[str]:
         )
 
 
-def _is_wide(job: Job) -> bool:
+def _is_wide(job: CopyJob) -> bool:
     return job.source.dtype == job.target.dtype == "float32"

@@ -138,7 +138,7 @@ def default_workers() -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class ConversionOptions:
     """How to work.
 
     Attributes:
@@ -157,7 +157,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class ConversionReport:
     """What a conversion did: the proof of it.
 
     Attributes:
@@ -191,10 +191,10 @@ def execute(
     source: Catalog,
     target: Target,
     plan: CopyPlan,
-    options: Options,
+    options: ConversionOptions,
     *,
     check: Callable[[Path, Catalog], None] = check_target,
-) -> Report:
+) -> ConversionReport:
     """Make ``target`` from ``source``. It appears whole or not at all.
 
     Interrupted and called again with the same arguments, it goes on where it stopped.
@@ -234,7 +234,7 @@ def execute(
             staging.discard()
             raise
         staging.commit(point_latest=options.point_latest)
-    return Report(
+    return ConversionReport(
         target=target.catalog.root,
         tensors=len({entry.name for entry in target.catalog.entries}),
         states=len(target.catalog.entries),
@@ -257,7 +257,7 @@ def worker_bytes(plan: CopyPlan) -> int:
     return plan.tile_elements * (max(widths, default=1) + max(ITEM_BYTES.values()))
 
 
-def _num_workers(plan: CopyPlan, options: Options) -> int:
+def _num_workers(plan: CopyPlan, options: ConversionOptions) -> int:
     fits = (options.memory_bytes - _INTERPRETER_BYTES) // worker_bytes(plan)
     if fits < 1:
         needed = (_INTERPRETER_BYTES + worker_bytes(plan)) / 2**20
@@ -289,7 +289,7 @@ class _Run:
     """One conversion under way: what its threads share."""
 
     def __init__(
-        self, source: Catalog, target: Target, plan: CopyPlan, staging: Staging, options: Options
+        self, source: Catalog, target: Target, plan: CopyPlan, staging: Staging, options: ConversionOptions
     ) -> None:
         self._target, self._plan, self._staging = target, plan, staging
         self._progress = options.progress

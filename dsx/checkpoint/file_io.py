@@ -151,7 +151,7 @@ class FilePool:
         return closing
 
 
-class Window(io.RawIOBase):
+class FileWindow(io.RawIOBase):
     """A part of a file as a file, of which nobody reads more than there is.
 
     A pickle may ask for 2^63 bytes, for which Python would make room before it looks.

@@ -37,7 +37,12 @@ class Pipeline:
 
 
 def stock_layout(
-    source: Catalog, degrees: Degrees, pipeline: Pipeline, layout: StockLayout, *, universal: bool = False
+    source: Catalog,
+    degrees: TargetDegrees,
+    pipeline: Pipeline,
+    layout: StockLayout,
+    *,
+    universal: bool = False,
 ) -> tuple[Catalog, StockLayout]:
     """The engine of ``layout`` with the degrees asked for, and the source under the names that it has.
 
@@ -287,7 +292,7 @@ _MOST_DIGITS = 6  # of a layer's number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Degrees:
+class TargetDegrees:
     """What of a layout is asked for; None leaves it as the source has it.
 
     Attributes:
@@ -325,13 +330,13 @@ class Degrees:
             found[name] = int(value)
         return cls(**found)
 
-    def over(self, other: Degrees) -> Degrees:
+    def over(self, other: TargetDegrees) -> TargetDegrees:
         """These, and where they say nothing, ``other``."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(other, **{name: value for name, value in given.items() if value is not None})
 
 
-def layout_like(source: Catalog, wanted: Degrees) -> Layout:
+def layout_like(source: Catalog, wanted: TargetDegrees) -> Layout:
     """The source's own model in another layout.
 
     Stages keep the source's cut where their number stays; else layers are cut so that parameters balance.

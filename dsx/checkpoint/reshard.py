@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dsx.checkpoint.catalog import Catalog, check_files
 from dsx.checkpoint.claims import specs_of_model
 from dsx.checkpoint.copy_plan import CopyPlan, plan
-from dsx.checkpoint.execute import Options, Report, execute, worker_bytes
+from dsx.checkpoint.execute import ConversionOptions, ConversionReport, execute, worker_bytes
 from dsx.checkpoint.formats import dcp, megatron, native
 from dsx.checkpoint.formats import universal as universal_target
 from dsx.checkpoint.formats.deepspeed import target as deepspeed_target
@@ -20,7 +20,7 @@ from dsx.checkpoint.formats.deepspeed.layer_names import as_model
 from dsx.checkpoint.formats.deepspeed.plan import StockLayout
 from dsx.checkpoint.formats.deepspeed.reader import FORMAT as STOCK
 from dsx.checkpoint.formats.huggingface import catalog
-from dsx.checkpoint.layouts import Degrees, Pipeline, cut_note, layout_like, merged_groups, stock_layout
+from dsx.checkpoint.layouts import Pipeline, TargetDegrees, cut_note, layout_like, merged_groups, stock_layout
 from dsx.checkpoint.staging import check_absent
 from dsx.checkpoint.target import Target
 from dsx.errors import CheckpointError, LayoutError, ModelError
@@ -38,7 +38,7 @@ Names = Literal["dsx", "hf", "source"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class WantedTarget:
     """What is asked for.
 
     Attributes:
@@ -53,7 +53,7 @@ class Wanted:
     """
 
     format: TargetFormat = "dsx"
-    degrees: Degrees = field(default_factory=Degrees)
+    degrees: TargetDegrees = field(default_factory=TargetDegrees)
     run: RunConfig | None = None
     precision: str | None = None
     names: Names | None = None
@@ -77,11 +77,11 @@ class Conversion:
     layout: Mapping[str, Any] | None
     plan: CopyPlan
 
-    def run(self, options: Options) -> Report:
+    def run(self, options: ConversionOptions) -> ConversionReport:
         """Do it. Raises CheckpointError; the target exists whole or not at all."""
         return execute(self.source, self.target, self.plan, options)
 
-    def outline(self, options: Options) -> dict[str, Any]:
+    def outline(self, options: ConversionOptions) -> dict[str, Any]:
         """What it will take, as JSON values."""
         folder = self.target.catalog.root.absolute().parent
         while not folder.exists():
@@ -105,7 +105,7 @@ class Conversion:
         }
 
 
-def prepare(source: Catalog, root: Path, wanted: Wanted) -> Conversion:
+def prepare(source: Catalog, root: Path, wanted: WantedTarget) -> Conversion:
     """Everything that can be known before a byte is written.
 
     Args:
@@ -146,7 +146,7 @@ def _check_complete(source: Catalog, target: Target) -> None:
             )
 
 
-def _named(source: Catalog, wanted: Wanted) -> Catalog:
+def _named(source: Catalog, wanted: WantedTarget) -> Catalog:
     """The source under the names that the target shall have, with all that is known of its model."""
     specs, facts = _model(source, wanted)
     source = replace(source, facts={**source.facts, **facts})
@@ -173,7 +173,7 @@ def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:
     Raises:
         CheckpointError: It lacks a tensor of the model, has another, or one of another shape.
     """
-    specs, _ = _model(source, Wanted())
+    specs, _ = _model(source, WantedTarget())
     if not specs:
         try:
             model = model_spec(hf_config)
@@ -194,7 +194,7 @@ def _of_megatron(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
     return megatron.as_dsx(source, specs, ModelSpec(**source.facts["model"]))
 
 
-def _model(source: Catalog, wanted: Wanted) -> tuple[tuple[ParamSpec, ...], dict[str, Any]]:
+def _model(source: Catalog, wanted: WantedTarget) -> tuple[tuple[ParamSpec, ...], dict[str, Any]]:
     """Every tensor of the model, if it is one of dsx's families, and facts about it; else nothing."""
     if wanted.run is not None:
         run = wanted.run
@@ -241,7 +241,9 @@ def _in_order(source: Catalog) -> tuple[ParamSpec, ...]:
     return tuple(sorted(source.specs, key=lambda spec: order.get(spec.name, len(order))))
 
 
-def _target(source: Catalog, root: Path, wanted: Wanted) -> tuple[Catalog, Target, dict[str, Any] | None]:
+def _target(
+    source: Catalog, root: Path, wanted: WantedTarget
+) -> tuple[Catalog, Target, dict[str, Any] | None]:
     if wanted.format == "dsx":
         layout = _layout(source, wanted)
         target = native.target_of(source, root, layout, precision=wanted.precision)
@@ -260,8 +262,8 @@ def _target(source: Catalog, root: Path, wanted: Wanted) -> tuple[Catalog, Targe
     return _stock(source, root, wanted)
 
 
-def _dcp(source: Catalog, root: Path, wanted: Wanted) -> Target:
-    if wanted.run is not None or wanted.degrees != Degrees(data=wanted.degrees.data):
+def _dcp(source: Catalog, root: Path, wanted: WantedTarget) -> Target:
+    if wanted.run is not None or wanted.degrees != TargetDegrees(data=wanted.degrees.data):
         raise CheckpointError(
             "--to dcp with a layout",
             "torch.distributed.checkpoint loads whole tensors into any layout",
@@ -270,14 +272,14 @@ def _dcp(source: Catalog, root: Path, wanted: Wanted) -> Target:
     return dcp.target_of(source, root, files=wanted.degrees.data or 1, precision=wanted.precision)
 
 
-def _layout(source: Catalog, wanted: Wanted) -> Layout:
+def _layout(source: Catalog, wanted: WantedTarget) -> Layout:
     run = wanted.run
     if run is None:
         return layout_like(source, wanted.degrees)
     return Layout(mesh=run.mesh, stages=run.stage_map, params=run.param_specs, zero_stage=run.zero_stage)
 
 
-def _stock(source: Catalog, root: Path, wanted: Wanted) -> tuple[Catalog, Target, dict[str, Any]]:
+def _stock(source: Catalog, root: Path, wanted: WantedTarget) -> tuple[Catalog, Target, dict[str, Any]]:
     """A checkpoint of a stock engine, in its own format or the universal one, and the source in its names."""
     degrees, mesh = wanted.degrees, source.facts.get("mesh") or {}
     if wanted.run is not None:

@@ -14,7 +14,7 @@ from dsx.cli.options import FORMAT
 from dsx.cli.output import BAD, one_a_line, say
 
 if TYPE_CHECKING:
-    from dsx.checkpoint.compare import Difference
+    from dsx.checkpoint.compare import TensorDifference
 
 
 def diff(
@@ -59,7 +59,7 @@ def diff(
 
 
 def _lines(
-    found: list[Difference],
+    found: list[TensorDifference],
     absent: dict[str, tuple[tuple[str, str], ...]],
     facts: dict[str, tuple[Any, Any]],
 ) -> list[str]:

@@ -25,9 +25,9 @@ from dsx.cli.output import BAD, one_a_line, parse_bytes, say, show_bytes
 
 if TYPE_CHECKING:
     from dsx.checkpoint.check_loss import LossCheck, Losses
-    from dsx.checkpoint.execute import Options, Report
-    from dsx.checkpoint.layouts import Degrees
-    from dsx.checkpoint.reshard import Conversion, Wanted
+    from dsx.checkpoint.execute import ConversionOptions, ConversionReport
+    from dsx.checkpoint.layouts import TargetDegrees
+    from dsx.checkpoint.reshard import Conversion, WantedTarget
     from dsx.config.run import RunConfig
 
 
@@ -125,18 +125,18 @@ def reshard(
     all. After an interruption the same command goes on where it stopped. Exit code 1: --check-loss found
     another loss.
     """
-    from dsx.checkpoint.execute import Options, default_workers
+    from dsx.checkpoint.execute import ConversionOptions, default_workers
     from dsx.checkpoint.formats.huggingface.names import read_config
-    from dsx.checkpoint.layouts import Degrees, Pipeline, parse_ties
+    from dsx.checkpoint.layouts import Pipeline, TargetDegrees, parse_ties
     from dsx.checkpoint.open import open_checkpoint
-    from dsx.checkpoint.reshard import Wanted, prepare
+    from dsx.checkpoint.reshard import WantedTarget, prepare
     from dsx.waiting import Waiting
 
-    degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data, chunks=chunks, zero=zero)
+    degrees = TargetDegrees(tensor=tensor, pipeline=pipeline, data=data, chunks=chunks, zero=zero)
     target_format, layout = _asked(to or [])
     if layout:
-        degrees = degrees.over(Degrees.parse(layout))
-    wanted = Wanted(
+        degrees = degrees.over(TargetDegrees.parse(layout))
+    wanted = WantedTarget(
         format=target_format,
         degrees=degrees,
         run=_run(degrees, config, gpus),
@@ -150,7 +150,7 @@ def reshard(
         conversion = prepare(checkpoint, target, wanted)
     check = None if check_loss is None else _loss_check(check_loss, conversion, wanted)
     point = conversion.target.is_tag and not (target.absolute().parent / "latest").exists()
-    options = Options(
+    options = ConversionOptions(
         memory_bytes=parse_bytes(memory),
         workers=workers or default_workers(),
         restart=restart,
@@ -179,7 +179,7 @@ def reshard(
         raise typer.Exit(BAD)
 
 
-def _copied(conversion: Conversion, options: Options) -> Report:
+def _copied(conversion: Conversion, options: ConversionOptions) -> ConversionReport:
     from dsx.waiting import Waiting
 
     try:
@@ -199,7 +199,7 @@ def _asked(to: list[str]) -> tuple[CheckpointFormat, str]:
     return (formats or ["dsx"])[0], ",".join(word for word in words if word not in CHECKPOINT_FORMATS)
 
 
-def _loss_check(tokens: str, conversion: Conversion, wanted: Wanted) -> LossCheck:
+def _loss_check(tokens: str, conversion: Conversion, wanted: WantedTarget) -> LossCheck:
     """The model and tokens of ``--check-loss``, before anything is written."""
     from dsx.checkpoint.check_loss import LossCheck
 
@@ -207,9 +207,9 @@ def _loss_check(tokens: str, conversion: Conversion, wanted: Wanted) -> LossChec
     return LossCheck(config, None if tokens == "random" else Path(tokens))
 
 
-def _run(degrees: Degrees, config: Path | None, gpus: int | None) -> RunConfig | None:
+def _run(degrees: TargetDegrees, config: Path | None, gpus: int | None) -> RunConfig | None:
     """The resolved config whose layout to make, if one is named."""
-    from dsx.checkpoint.layouts import Degrees
+    from dsx.checkpoint.layouts import TargetDegrees
 
     if config is None:
         if gpus is not None:
@@ -217,7 +217,7 @@ def _run(degrees: Degrees, config: Path | None, gpus: int | None) -> RunConfig |
         return None
     if gpus is None:
         raise typer.BadParameter("it needs --gpus, the number of ranks", param_hint="CONFIG")
-    if degrees != Degrees():
+    if degrees != TargetDegrees():
         raise typer.BadParameter("the config says the layout; leave out the degrees", param_hint="CONFIG")
     from dsx.config.resolve import resolve  # here: without a config a conversion needs none of it
 
@@ -251,7 +251,7 @@ def _layout_text(layout: dict[str, Any]) -> str:
     return f", {degrees}, chunks {layout['chunks']}, ZeRO-{layout['zero_stage']}"
 
 
-def _report_text(report: Report, losses: Losses | None) -> str:
+def _report_text(report: ConversionReport, losses: Losses | None) -> str:
     seconds = max(report.seconds, 1e-9)
     new_bytes = report.written_bytes - report.resumed_bytes
     checked = []

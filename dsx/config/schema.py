@@ -20,7 +20,7 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 Degree = Positive | Literal["auto"]
 
 
-class Block(BaseModel):
+class SchemaBlock(BaseModel):
     """Base of every block: frozen, unknown keys refused, no conversion between types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -30,7 +30,7 @@ Policy = Literal["off", "stop", "skip", "roll_back"]
 StopSignal = Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"]
 
 
-class FaultsConfig(Block):
+class FaultsConfig(SchemaBlock):
     """What ends, pauses or mends a run.
 
     Policies: stop ends the run with an error, the bad step not saved; skip does not apply the step and goes
@@ -103,7 +103,7 @@ NO_TOKENIZER = "none"
 """``dsx.data.tokenizer`` of samples that are token ids already."""
 
 
-class TextSource(Block):
+class TextSource(SchemaBlock):
     """Where text comes from."""
 
     source: str = Field(
@@ -224,7 +224,7 @@ class DataConfig(TextSource):
         return self.model_copy(update={**own, "sources": []})
 
 
-class ModelConfig(Block):
+class ModelConfig(SchemaBlock):
     """Which model to train: exactly one of preset, config and path."""
 
     family: Family | None = Field(
@@ -261,7 +261,7 @@ class ModelConfig(Block):
         return self
 
 
-class ParallelConfig(Block):
+class ParallelConfig(SchemaBlock):
     """Degrees of parallelism; data parallelism takes the ranks that tensor x pipeline leave.
 
     "auto" degrees: the prime factors of world size / fixed degrees go round-robin, largest first, to data,
@@ -289,7 +289,7 @@ class ParallelConfig(Block):
     )
 
 
-class ScheduleConfig(Block):
+class ScheduleConfig(SchemaBlock):
     """Order of the micro-batches in the pipeline: by name, or from a file."""
 
     name: Literal["auto"] | ScheduleName = Field(
@@ -333,7 +333,7 @@ class ScheduleConfig(Block):
         return self
 
 
-class ZeroConfig(Block):
+class ZeroConfig(SchemaBlock):
     """When ZeRO communicates under a pipeline; what it cuts is in DeepSpeed's zero_optimization."""
 
     reduce: Literal["step", "micro_batch"] = Field(
@@ -351,7 +351,7 @@ class ZeroConfig(Block):
     )
 
 
-class PartitionConfig(Block):
+class PartitionConfig(SchemaBlock):
     """How layers are spread over the pipeline stages."""
 
     method: (
@@ -366,7 +366,7 @@ class PartitionConfig(Block):
     )
 
 
-class TrainConfig(Block):
+class TrainConfig(SchemaBlock):
     """Length of the run and what it leaves behind."""
 
     steps: Positive = Field(description="Optimizer steps in all, those before a resume included.")
@@ -417,7 +417,7 @@ class TrainConfig(Block):
         return self
 
 
-class WandbConfig(Block):
+class WandbConfig(SchemaBlock):
     """Weights & Biases."""
 
     mode: Literal["offline", "online", "disabled"] = Field(
@@ -436,7 +436,7 @@ class WandbConfig(Block):
     )
 
 
-class ElasticConfig(Block):
+class ElasticConfig(SchemaBlock):
     """What a run may become when it starts again on another number of ranks; its global batch stays."""
 
     tensor: Annotated[list[Positive], Field(min_length=1)] | None = Field(
@@ -461,13 +461,13 @@ class ElasticConfig(Block):
     )
 
 
-class TrackingConfig(Block):
+class TrackingConfig(SchemaBlock):
     """Where metrics go, besides the console and metrics.jsonl."""
 
     wandb: WandbConfig = Field(default=WandbConfig(), description="Weights & Biases.")
 
 
-class DsxConfig(Block):
+class DsxConfig(SchemaBlock):
     """The ``dsx`` block of a DeepSpeed JSON: 3D training with DeepSpeed."""
 
     model: ModelConfig = Field(description="Which model to train.")

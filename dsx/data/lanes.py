@@ -37,7 +37,7 @@ _FEWEST_CHARACTERS, _MOST_CHARACTERS = 4 << 10, 64 << 10  # tokenised at once: l
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StreamPlace:
     """Where a sequence begins in a lane.
 
     Args:
@@ -124,24 +124,24 @@ class LaneReader:
     """
 
     def __init__(
-        self, source: StreamedSource, lane: int, lanes: int, *, sequence_length: int, place: Place
+        self, source: StreamedSource, lane: int, lanes: int, *, sequence_length: int, place: StreamPlace
     ) -> None:
         self._source, self._lane = source, lane
         self._units = source.lane(lane, lanes)
         self._length = sequence_length
         self._begun, self._skip = place, 0
         self._encoded = self._encode()
-        self._pending: deque[tuple[Place, npt.NDArray[Any]]] = deque()
+        self._pending: deque[tuple[StreamPlace, npt.NDArray[Any]]] = deque()
         self._held = 0
         self._dtype = np.uint16 if source.tokenizer.vocab_size <= 1 << 16 else np.uint32
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StreamPlace:
         """Where the next sequence begins."""
         if not self._pending:
             return self._begun
         document = self._pending[0][0]
-        return Place(document.turn, document.unit, document.offset, self._skip)
+        return StreamPlace(document.turn, document.unit, document.offset, self._skip)
 
     def read(self) -> npt.NDArray[np.unsignedinteger[Any]]:
         """The next sequence: S + 1 ids; the last one is the next sequence's first.
@@ -183,8 +183,8 @@ class LaneReader:
         while self._pending and self._skip >= len(self._pending[0][1]):
             self._skip -= len(self._pending.popleft()[1])
 
-    def _encode(self) -> Iterator[list[tuple[Place, npt.NDArray[Any]]]]:
-        batch: list[tuple[Place, str]] = []
+    def _encode(self) -> Iterator[list[tuple[StreamPlace, npt.NDArray[Any]]]]:
+        batch: list[tuple[StreamPlace, str]] = []
         length, wanted = 0, _FEWEST_CHARACTERS
         for place, text in self._documents():
             batch.append((place, text))
@@ -193,7 +193,7 @@ class LaneReader:
                 yield self._ids(batch)
                 batch, length, wanted = [], 0, min(2 * wanted, _MOST_CHARACTERS)
 
-    def _ids(self, batch: list[tuple[Place, str]]) -> list[tuple[Place, npt.NDArray[Any]]]:
+    def _ids(self, batch: list[tuple[StreamPlace, str]]) -> list[tuple[StreamPlace, npt.NDArray[Any]]]:
         tokenizer = self._source.tokenizer
         encoded: list[TokenIds] = tokenizer.encode([text for _, text in batch])
         return [
@@ -201,14 +201,14 @@ class LaneReader:
             for (place, _), ids in zip(batch, encoded, strict=True)
         ]
 
-    def _documents(self) -> Iterator[tuple[Place, str]]:
+    def _documents(self) -> Iterator[tuple[StreamPlace, str]]:
         turn, at, offset = self._begun.turn, self._begun.unit, self._begun.offset
         whole, found = at == 0 and offset is None, False
         while True:
             for number in range(at, len(self._units)):
                 for position, text in self._units[number].documents(offset):
                     found = True
-                    yield Place(turn, number, position), text
+                    yield StreamPlace(turn, number, position), text
                 offset = None
             if whole and not found:
                 raise DataError(
@@ -223,7 +223,7 @@ _LONG_SECONDS = 1.0
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 StreamState = Mapping[str, Sequence[Any]]
-"""``source/lane`` -> number of a block, and where it begins (:meth:`Place.plain`)."""
+"""``source/lane`` -> number of a block, and where it begins (:meth:`StreamPlace.plain`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,13 +382,13 @@ class Stream:
         settings, name = self._settings, self._name(source, lane)
         if source not in self._sources:
             self._sources[source] = self._open_source(source)
-        block, place = self._state.get(name, (0, Place().plain()))
+        block, place = self._state.get(name, (0, StreamPlace().plain()))
         reader = LaneReader(
             self._sources[source],
             lane,
             settings.lanes,
             sequence_length=settings.sequence_length,
-            place=Place(*place),
+            place=StreamPlace(*place),
         )
         self._readers[key] = reader
         self._lanes[key] = _Shuffle(

@@ -111,7 +111,7 @@ class OwnSequences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnPart:
-    """The held-out samples, as :class:`~dsx.data.text.Part` has a text's."""
+    """The held-out samples, as :class:`~dsx.data.text.TextPart` has a text's."""
 
     name: str
     share: float

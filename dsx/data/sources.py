@@ -18,7 +18,7 @@ _CARD = re.compile(r"readme|license|\.gitattributes", re.IGNORECASE)
 _KNOWN = ", ".join(sorted(TEXTS | TABLES.keys()))
 
 
-class Source(Protocol):
+class DocumentSource(Protocol):
     """A corpus of documents in a fixed order."""
 
     def identity(self) -> dict[str, object]:
@@ -48,7 +48,7 @@ def documents(data: DataConfig) -> Iterator[str]:
                 return
 
 
-def open_source(data: DataConfig) -> Source:
+def open_source(data: DataConfig) -> DocumentSource:
     """The reader of ``data.source``: "python-stdlib", a file, a folder, a glob, or else a hub name.
 
     Raises:
@@ -82,7 +82,7 @@ def open_source(data: DataConfig) -> Source:
     )
 
 
-def _folder(root: Path, data: DataConfig) -> Source:
+def _folder(root: Path, data: DataConfig) -> DocumentSource:
     inside = sorted((path.relative_to(root) for path in root.rglob("*") if path.is_file()), key=Path.as_posix)
     seen = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
     tables = [path for path in seen if path.suffix in TABLES]
@@ -101,7 +101,7 @@ def _folder(root: Path, data: DataConfig) -> Source:
     )
 
 
-def _files(root: Path, paths: list[Path], data: DataConfig) -> Source:
+def _files(root: Path, paths: list[Path], data: DataConfig) -> DocumentSource:
     kinds = {TABLES.get(path.suffix, "text" if path.suffix in TEXTS else "") for path in paths}
     if not paths:
         raise DataError(_where(data), f"no file of a known kind is there ({_KNOWN})", "check the path")

@@ -47,7 +47,7 @@ def prepare_text(data: DataConfig, cache_dir: Path, *, held_out_tokens: int) -> 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class TextPart:
     """One source of a text.
 
     Args:
@@ -79,7 +79,7 @@ class Text:
         parts = data.parts()
         self._shares = Shares([part.weight for part in parts], seed=data.seed)
         self.parts = tuple(
-            Part(name=part.called, share=float(share), corpus=corpus)
+            TextPart(name=part.called, share=float(share), corpus=corpus)
             for part, share, corpus in zip(parts, self._shares.shares, corpora, strict=True)
         )
         self._stream: Stream | None = None
@@ -112,7 +112,7 @@ class Text:
         return self._data.streaming
 
     @property
-    def held_out(self) -> tuple[Part, ...]:
+    def held_out(self) -> tuple[TextPart, ...]:
         """The parts that have held-out text."""
         return tuple(part for part in self.parts if part.corpus.info.held_out.documents)
 

@@ -26,7 +26,7 @@ Fault = Literal["", "auto", "null", "quoted", "wrong-type", "out-of-range", "not
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ValueVerdict:
     """What a value is for its key.
 
     Attributes:
@@ -42,29 +42,29 @@ class Verdict:
     expected: str
 
 
-def judge(value: Any, key: Key) -> Verdict:
+def judge(value: Any, key: Key) -> ValueVerdict:
     """``value`` against ``key``."""
     expected = describe(key)
     if value == "auto" and key.auto == "meaning":
-        return Verdict("", value, False, expected)
+        return ValueVerdict("", value, False, expected)
     # Where any string goes, it is a name like others.
     is_name = "any" in key.kinds or ("string" in key.kinds and not key.choices)
     if value == "auto" and not (is_name or "auto" in key.choices):
-        return Verdict("auto", value, False, expected)
+        return ValueVerdict("auto", value, False, expected)
     if value is None:
         fits = "null" in key.kinds or "any" in key.kinds
-        return Verdict("" if fits else "null", value, False, expected)
+        return ValueVerdict("" if fits else "null", value, False, expected)
     if not any(_is(value, kind) for kind in key.kinds):
         meant = unquoted(value, key)
         if meant is not None:
             inner = _limits(meant, key)
-            return Verdict(inner or "quoted", meant, not inner, expected)
+            return ValueVerdict(inner or "quoted", meant, not inner, expected)
         if _is_switch(value, key):
-            return Verdict("wrong-type", bool(value), True, expected)
-        return Verdict("wrong-type", value, False, expected)
+            return ValueVerdict("wrong-type", bool(value), True, expected)
+        return ValueVerdict("wrong-type", value, False, expected)
     if isinstance(value, list) and key.items and not all(_is(item, key.items) for item in value):
-        return Verdict("wrong-type", value, False, expected)
-    return Verdict(_limits(value, key), value, False, expected)
+        return ValueVerdict("wrong-type", value, False, expected)
+    return ValueVerdict(_limits(value, key), value, False, expected)
 
 
 def unquoted(value: Any, key: Key) -> Any | None:

@@ -126,7 +126,7 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class KeyBlock:
     """One object of the JSON, and how DeepSpeed treats what is in it.
 
     Attributes:

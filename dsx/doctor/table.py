@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsx.doctor.finding import Path
-from dsx.doctor.key import Block, Key
+from dsx.doctor.key import Key, KeyBlock
 
 # Blocks whose keys depend on the name beside them: block -> key that holds the name.
 _VARIANTS = {"optimizer.params": "optimizer.type", "scheduler.params": "scheduler.type"}
@@ -31,7 +31,7 @@ class Slot:
     name: str
     value: Any
     key: Key | None
-    block: Block
+    block: KeyBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class Table:
     """Lookups over the reference's rows; ``table()`` makes it."""
 
     keys: Mapping[tuple[str, str], Key] = field(repr=False)
-    blocks: Mapping[tuple[str, str], Block] = field(repr=False)
+    blocks: Mapping[tuple[str, str], KeyBlock] = field(repr=False)
     members: Mapping[tuple[str, str], Mapping[str, Key]] = field(repr=False)
 
     def key(self, name: str, variant: str = "") -> Key | None:
         """The row of a dotted name."""
         return self.keys.get((name, variant))
 
-    def siblings(self, block: Block) -> Mapping[str, Key]:
+    def siblings(self, block: KeyBlock) -> Mapping[str, Key]:
         """Rows of a block by every spelling of their last part."""
         return self.members.get((block.path, block.variant), {})
 
@@ -66,7 +66,7 @@ class Table:
             yield from self._walk(config, config, (), top)
 
     def _walk(
-        self, config: Mapping[str, Any], node: Mapping[str, Any], path: Path, block: Block
+        self, config: Mapping[str, Any], node: Mapping[str, Any], path: Path, block: KeyBlock
     ) -> Iterator[Slot]:
         siblings = self.siblings(block)
         for word, value in node.items():
@@ -85,14 +85,14 @@ class Table:
                 if below is not None:
                     yield from self._walk(config, inner, at, below)
 
-    def block(self, config: Mapping[str, Any], name: str) -> Block | None:
+    def block(self, config: Mapping[str, Any], name: str) -> KeyBlock | None:
         """The block of a dotted name; of several, that of the type which ``config`` names."""
         if name in _VARIANTS:
             return self.blocks.get((name, variant(config, name)))
         return self.blocks.get((name, ""))
 
 
-def table(keys: Sequence[Key], blocks: Sequence[Block]) -> Table:
+def table(keys: Sequence[Key], blocks: Sequence[KeyBlock]) -> Table:
     """Lookups over the rows."""
     members: dict[tuple[str, str], dict[str, Key]] = {}
     for key in keys:

@@ -18,7 +18,7 @@ from dsx.config.schema import Policy
 from dsx.engine.engine import PipelineEngine
 from dsx.engine.replicas import differences, summary
 from dsx.errors import DsxError, RunError
-from dsx.fault_tolerance.health import Finding, Health
+from dsx.fault_tolerance.health import Health, StepFinding
 from dsx.fault_tolerance.keepalive import Keepalive
 from dsx.fault_tolerance.peers import Peer, hosts_of
 from dsx.fault_tolerance.waits import located
@@ -77,7 +77,7 @@ class Guard:
             "loss_spike": self._faults.loss_spike,
             "grad_norm_spike": self._faults.grad_norm_spike,
         }
-        self._judged: tuple[Finding | None] | None = None
+        self._judged: tuple[StepFinding | None] | None = None
         self._ahead_samples = self._skips = self._roll_backs = 0
         self._agreed = False
         self._lock: RunLock | None = None
@@ -204,7 +204,9 @@ class Guard:
                 return self._act(self._faults.replicas_differ, where, summary(found), monitor)
         return False
 
-    def _finding(self, engine: PipelineEngine) -> tuple[Finding | None, tuple[float, float | None] | None]:
+    def _finding(
+        self, engine: PipelineEngine
+    ) -> tuple[StepFinding | None, tuple[float, float | None] | None]:
         """What is wrong with the last step, and the figures it was judged by; neither if nobody looks."""
         if all(policy == "off" for policy in self._policies.values()):
             return None, None

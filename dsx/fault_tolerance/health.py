@@ -14,7 +14,7 @@ _LEAST = 0.01  # of the median: what a window of nearly equal values takes for a
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class StepFinding:
     """What is wrong with a step.
 
     Attributes:
@@ -27,7 +27,7 @@ class Finding:
 
 
 @dataclass(slots=True)
-class Window:
+class RecentSteps:
     """The last healthy values of a series.
 
     Robust: a few outliers in it move neither its median nor its deviation.
@@ -74,13 +74,13 @@ class Health:
 
     Args:
         window: Steps to judge by.
-        sigmas: See :class:`Window`.
+        sigmas: See :class:`RecentSteps`.
     """
 
     def __init__(self, *, window: int, sigmas: float) -> None:
-        self._series = {"loss": Window(window, sigmas), "grad_norm": Window(window, sigmas)}
+        self._series = {"loss": RecentSteps(window, sigmas), "grad_norm": RecentSteps(window, sigmas)}
 
-    def judge(self, loss: float, grad_norm: float | None, *, spikes: frozenset[str]) -> Finding | None:
+    def judge(self, loss: float, grad_norm: float | None, *, spikes: frozenset[str]) -> StepFinding | None:
         """What is wrong with a step of these figures; None for a healthy one.
 
         Args:
@@ -91,13 +91,13 @@ class Health:
         known = {"loss": loss} if grad_norm is None else {"loss": loss, "grad_norm": grad_norm}
         for name, value in known.items():
             if not math.isfinite(value):
-                return Finding("nonfinite", f"{name.replace('_', ' ')} is {value}")
+                return StepFinding("nonfinite", f"{name.replace('_', ' ')} is {value}")
         for name, value in known.items():
             window = self._series[name]
             if name in spikes and window.is_spike(value):
                 text = f"{name.replace('_', ' ')} {value:.4g} is over {window.limit():.4g}"
                 count = len(window.values)
-                return Finding(f"{name}_spike", f"{text}, as the {count} healthy steps before have it")
+                return StepFinding(f"{name}_spike", f"{text}, as the {count} healthy steps before have it")
         return None
 
     def accept(self, loss: float, grad_norm: float | None) -> None:

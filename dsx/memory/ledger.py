@@ -187,7 +187,7 @@ class Tensor:
         shape: tuple[int, ...],
         width: int,
         storage: Storage | None,
-        source: tuple[Node | Leaf, int] | None = None,
+        source: tuple[GradNode | Leaf, int] | None = None,
     ) -> None:
         self.shape, self.width, self.storage, self.source = shape, width, storage, source
         if storage is not None:
@@ -261,7 +261,7 @@ class Leaf(Tensor):
             self.grad = gradient
 
 
-class Node:
+class GradNode:
     """One operation of the graph."""
 
     __slots__ = ("backward", "edges", "frame", "number", "outputs", "saved")
@@ -269,7 +269,7 @@ class Node:
     def __init__(
         self,
         number: int,
-        edges: tuple[tuple[Node | Leaf, int] | None, ...],
+        edges: tuple[tuple[GradNode | Leaf, int] | None, ...],
         saved: tuple[Tensor, ...],
         backward: Backward,
         frame: tuple[_Frame, int] | None,
@@ -363,7 +363,7 @@ class Tape:
                 place = self._frame.note(kept)
                 frame, kept = ((self._frame, place) if kept else None), ()
         self._number += 1
-        node = Node(self._number, edges, kept, backward, frame)
+        node = GradNode(self._number, edges, kept, backward, frame)
         node.outputs = len(outputs)
         for index, output in enumerate(outputs):
             output.source = (node, index)
@@ -391,9 +391,9 @@ class Tape:
         """Send ``gradient`` from ``root`` to every leaf that it depends on."""
         assert root.source is not None
         start, index = root.source
-        assert isinstance(start, Node)
+        assert isinstance(start, GradNode)
         waits = _dependencies(start)
-        buffers: dict[Node | Leaf, list[Tensor | None]] = {}
+        buffers: dict[GradNode | Leaf, list[Tensor | None]] = {}
         ready = [(-start.number, start)]
         buffers[start] = [None] * start.outputs
         buffers[start][index] = gradient
@@ -439,15 +439,15 @@ class Tape:
         )
 
 
-def _edge(tensor: Tensor | None) -> tuple[Node | Leaf, int] | None:
+def _edge(tensor: Tensor | None) -> tuple[GradNode | Leaf, int] | None:
     if isinstance(tensor, Leaf):
         return tensor, 0
     return None if tensor is None else tensor.source
 
 
-def _dependencies(start: Node) -> dict[Node | Leaf, int]:
+def _dependencies(start: GradNode) -> dict[GradNode | Leaf, int]:
     """How many edges lead to each node and leaf that can be reached."""
-    waits: dict[Node | Leaf, int] = {start: 0}
+    waits: dict[GradNode | Leaf, int] = {start: 0}
     stack = [start]
     while stack:
         for edge in stack.pop().edges:
@@ -456,7 +456,7 @@ def _dependencies(start: Node) -> dict[Node | Leaf, int]:
             target = edge[0]
             if target not in waits:
                 waits[target] = 0
-                if isinstance(target, Node):
+                if isinstance(target, GradNode):
                     stack.append(target)
             waits[target] += 1
     return waits

@@ -147,13 +147,13 @@ class Ops:
         """A new tensor of this rank's width and of the shape of ``x``."""
         return self.tape.new(what, x.width, *x.shape)
 
-    def gather(self, x: Tensor) -> Pending:
+    def gather(self, x: Tensor) -> DeferredGradient:
         """Start an all-gather on the sequence: [B, s, I] to [B, S, I]."""
         batch, length, *rest = x.shape
         what = label("gathered", "B S I w", "nn/collectives.py start_all_gather")
-        return Pending(self, self.tape.new(what, x.width, batch, length * self.tp, *rest), batch > 1)
+        return DeferredGradient(self, self.tape.new(what, x.width, batch, length * self.tp, *rest), batch > 1)
 
-    def scatter(self, x: Tensor) -> Pending:
+    def scatter(self, x: Tensor) -> DeferredGradient:
         """Start a reduce-scatter on the sequence: [B, S, I] to [B, s, I]."""
         batch, length, *rest = x.shape
         what = label("ranks' parts", "B S I w", "nn/collectives.py start_reduce_scatter")
@@ -161,7 +161,7 @@ class Ops:
         what = label("reduced", "B s I w", "nn/collectives.py start_reduce_scatter")
         buffer = self.tape.new(what, x.width, batch, length // self.tp, *rest)
         del parts
-        return Pending(self, buffer, False)
+        return DeferredGradient(self, buffer, False)
 
     def linear(self, x: Tensor, weight: Leaf, bias: Leaf | None, *, column: bool, name: str) -> Tensor:
         """``_Linear``: column gathers its input under sequence parallelism, row leaves the sum to others."""
@@ -225,8 +225,8 @@ class Ops:
 
     def _starter(self, gathers_x: bool, gathers_dy: bool, weight: Leaf) -> Start:
         def start(x: Tensor, dy: Tensor) -> Callable[[], Tensor]:
-            whole_x = self.gather(x) if gathers_x else Pending(self, x, False)
-            whole_dy = self.gather(dy) if gathers_dy else Pending(self, dy, False)
+            whole_x = self.gather(x) if gathers_x else DeferredGradient(self, x, False)
+            whole_dy = self.gather(dy) if gathers_dy else DeferredGradient(self, dy, False)
 
             def finish() -> Tensor:
                 assert dy is not None  # what is kept stays until here, gathered or not
@@ -374,7 +374,7 @@ class Ops:
         return y
 
 
-class Pending:
+class DeferredGradient:
     """A collective under way (nn/collectives.py Pending): its buffer, and whether its result is a copy."""
 
     def __init__(self, ops: Ops, buffer: Tensor, copies: bool) -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from dsx.errors import LayoutError
 
 
-class Piece(NamedTuple):
+class ZeroPiece(NamedTuple):
     """Elements ``start`` to ``stop`` of a flattened (tp-local) parameter, at ``offset`` in a flat buffer."""
 
     name: str
@@ -38,7 +38,7 @@ class Buffer:
 
     group: int
     numel: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ZeroPiece, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class ZeroPlan:
         return {name: (0, numel) for group in self.groups for name, numel in group}
 
     def _whole(self, index: int, group: Sequence[tuple[str, int]], _: int) -> list[Buffer]:
-        return [Buffer(index, numel, (Piece(name, 0, numel, 0),)) for name, numel in group]
+        return [Buffer(index, numel, (ZeroPiece(name, 0, numel, 0),)) for name, numel in group]
 
     def _per_group(self, index: int, group: Sequence[tuple[str, int]], dp_rank: int) -> list[Buffer]:
         spans, end = [], 0
@@ -109,7 +109,7 @@ class ZeroPlan:
         size = 2 * -(-end // (2 * self.dp))
         low, high = dp_rank * size, (dp_rank + 1) * size
         pieces = tuple(
-            Piece(name, max(low, start) - start, min(high, end) - start, max(low, start) - low)
+            ZeroPiece(name, max(low, start) - start, min(high, end) - start, max(low, start) - low)
             for name, start, end in spans
             if max(low, start) < min(high, end)
         )
@@ -120,13 +120,13 @@ class ZeroPlan:
 
     def _per_parameter(self, index: int, group: Sequence[tuple[str, int]], dp_rank: int) -> list[Buffer]:
         buffers = []
-        pieces: list[Piece] = []
+        pieces: list[ZeroPiece] = []
         offset = 0
         for position, (name, numel) in enumerate(group):
             size = -(-numel // self.dp)
             start, stop = dp_rank * size, min((dp_rank + 1) * size, numel)
             if start < stop:
-                pieces.append(Piece(name, start, stop, offset))
+                pieces.append(ZeroPiece(name, start, stop, offset))
             offset += size
             if offset >= self.sub_group_size or position == len(group) - 1:
                 buffers.append(Buffer(index, offset, tuple(pieces)))

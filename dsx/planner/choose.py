@@ -8,7 +8,7 @@ from itertools import product
 
 from dsx.errors import DsxError, LayoutError, ScheduleError
 from dsx.models.spec import Recompute
-from dsx.planner.partition_search import Bounds, Cut, Pipeline, search
+from dsx.planner.partition_search import Bounds, LayerCut, SimulatedPipeline, search
 from dsx.planner.profile import RECOMPUTE, Profile
 from dsx.schedules.builders import NAMES, Options, default_chunks, placement_of
 from dsx.schedules.interleaved import groups
@@ -58,7 +58,7 @@ class Choice:
     """One way to run the pipeline: a recompute mode, and a schedule with its cut."""
 
     recompute: Recompute
-    cut: Cut
+    cut: LayerCut
 
     @property
     def options(self) -> Options:
@@ -226,9 +226,9 @@ class _Task:
         cap = self.space.most_bytes
         return cap is not None and choice.peak_bytes > cap, choice.cut.step_seconds, _complexity(choice)
 
-    def _cut(self, candidate: _Candidate, most_actions: int) -> Cut:
+    def _cut(self, candidate: _Candidate, most_actions: int) -> LayerCut:
         program, chunks, recompute = candidate
-        pipeline = Pipeline(
+        pipeline = SimulatedPipeline(
             layers=self.profile.layers[recompute],
             program=program,
             num_ranks=self.num_ranks,

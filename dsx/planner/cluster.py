@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from dsx.config.load import explain, raise_all, read
-from dsx.config.schema import Block, Positive
+from dsx.config.schema import Positive, SchemaBlock
 from dsx.errors import ConfigError
 from dsx.models.flops import peak_flops
 
@@ -220,7 +220,7 @@ _GIGA = 1e9
 PositiveNumber = Annotated[float, Field(gt=0)]
 
 
-class LinkConfig(Block):
+class LinkConfig(SchemaBlock):
     """What a GPU sends through at one level."""
 
     gigabytes_per_second: PositiveNumber | None = Field(
@@ -231,7 +231,7 @@ class LinkConfig(Block):
     )
 
 
-class ClusterConfig(Block):
+class ClusterConfig(SchemaBlock):
     """A cluster: a known GPU with what differs, or everything."""
 
     gpu: str | None = Field(

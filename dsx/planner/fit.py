@@ -20,7 +20,7 @@ ENOUGH = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class MemorySaving:
     """Something to set otherwise.
 
     Attributes:
@@ -73,10 +73,10 @@ def what_would_fit(
     """
     found: list[Fitting] = []
     single = list(_changes(config))
-    helps: list[Change] = []
+    helps: list[MemorySaving] = []
     peak = peak_bytes(config)
 
-    def judge(changes: Sequence[Change]) -> int | None:
+    def judge(changes: Sequence[MemorySaving]) -> int | None:
         items = (*overrides, *_with_batch(changes, config))
         try:
             changed = resolve(source, world_size=config.mesh.size, overrides=items)
@@ -103,34 +103,36 @@ def what_would_fit(
     return tuple(sorted(found, key=lambda fit: inf if fit.seconds is None else fit.seconds)[:ENOUGH])
 
 
-def _changes(config: RunConfig) -> Iterator[Change]:
+def _changes(config: RunConfig) -> Iterator[MemorySaving]:
     """Single changes that may help."""
     mesh, zero, block = config.mesh, config.zero_stage, config.dsx
     order = ("none", "selective", "full")
     for level in order[order.index(block.recompute) + 1 :] if block.recompute in order else ():
-        yield Change(words=f"recompute {level}", items=(f"dsx.recompute={level}",))
+        yield MemorySaving(words=f"recompute {level}", items=(f"dsx.recompute={level}",))
     for stage in range(zero + 1, 4) if mesh.dp > 1 else ():
-        yield Change(words=f"ZeRO-{stage}", items=(f"zero_optimization.stage={stage}",))
+        yield MemorySaving(words=f"ZeRO-{stage}", items=(f"zero_optimization.stage={stage}",))
     if config.micro_batch_size > 1:
         half = config.micro_batch_size // 2
-        yield Change(words=f"micro-batches of {half}", items=(f"train_micro_batch_size_per_gpu={half}",))
+        yield MemorySaving(
+            words=f"micro-batches of {half}", items=(f"train_micro_batch_size_per_gpu={half}",)
+        )
     if mesh.tp > 1 and not block.parallel.sequence_parallel:
-        yield Change(words="sequence parallelism", items=("dsx.parallel.sequence_parallel=true",))
+        yield MemorySaving(words="sequence parallelism", items=("dsx.parallel.sequence_parallel=true",))
     if mesh.dp % 2 == 0:
-        yield Change(words=f"tensor {mesh.tp * 2}", items=(f"dsx.parallel.tensor={mesh.tp * 2}",))
-        yield Change(words=f"pipeline {mesh.pp * 2}", items=(f"dsx.parallel.pipeline={mesh.pp * 2}",))
+        yield MemorySaving(words=f"tensor {mesh.tp * 2}", items=(f"dsx.parallel.tensor={mesh.tp * 2}",))
+        yield MemorySaving(words=f"pipeline {mesh.pp * 2}", items=(f"dsx.parallel.pipeline={mesh.pp * 2}",))
     if mesh.pp > 1 and config.schedule_name != "1f1b" and block.schedule.file is None:
         items = ("dsx.schedule.name=1f1b", "dsx.parallel.chunks=1")
-        yield Change(words="schedule 1f1b", items=items)
+        yield MemorySaving(words="schedule 1f1b", items=items)
     if zero == 2 and block.zero.reduce == "step" and config.accumulation > 1:
         words = "gradients reduced after every micro-batch"
-        yield Change(words=words, items=("dsx.zero.reduce=micro_batch",))
+        yield MemorySaving(words=words, items=("dsx.zero.reduce=micro_batch",))
     if zero and not config.deepspeed["zero_optimization"].get("offload_optimizer"):
         words = "optimizer states on the host"
-        yield Change(words=words, items=(_OFFLOAD,))
+        yield MemorySaving(words=words, items=(_OFFLOAD,))
 
 
-def _with_batch(changes: Sequence[Change], config: RunConfig) -> tuple[str, ...]:
+def _with_batch(changes: Sequence[MemorySaving], config: RunConfig) -> tuple[str, ...]:
     """The changes' items with all three batch keys, so that the global batch stays."""
     items = [item for change in changes for item in change.items]
     values = dict(item.split("=", 1) for item in items)

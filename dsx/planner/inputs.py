@@ -20,7 +20,7 @@ from dsx.memory.job import job_of
 from dsx.planner.cluster import Cluster
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.layer_times import Machine
-from dsx.planner.layout import Layout, Space, Task, meshes, variants
+from dsx.planner.layout import LayoutSpace, PlannedLayout, Task, meshes, variants
 from dsx.planner.search import Search
 from dsx.planner.step_time import Predictor
 
@@ -293,7 +293,7 @@ def _check(inputs: PlanInputs, fixed: Fixed) -> None:
         raise ConfigError(f"--gpu-memory {fixed.gpu_memory:g}", "it is the GiB of one GPU", "use 80, say")
 
 
-def _check_space(task: Task, space: Space, fixed: Fixed) -> None:
+def _check_space(task: Task, space: LayoutSpace, fixed: Fixed) -> None:
     """Raise unless there is something to search."""
     found = tuple(meshes(task, space))
     if any(True for mesh in found for _ in variants(task, space, mesh)):
@@ -306,8 +306,8 @@ def _check_space(task: Task, space: Space, fixed: Fixed) -> None:
     )
 
 
-def _space(inputs: PlanInputs, fixed: Fixed) -> Space:
-    space = Space(gpus=inputs.gpus, zero_stages=tuple(range(inputs.lowest_zero_stage, 4)))
+def _space(inputs: PlanInputs, fixed: Fixed) -> LayoutSpace:
+    space = LayoutSpace(gpus=inputs.gpus, zero_stages=tuple(range(inputs.lowest_zero_stage, 4)))
     if fixed.zero is not None:
         space = replace(space, zero_stages=(fixed.zero,))
     return replace(
@@ -327,7 +327,7 @@ def _update_bytes(inputs: PlanInputs) -> int:
     return moments + (4 if inputs.run.precision == "bf16" else 0)
 
 
-def layout_config(inputs: PlanInputs, layout: Layout, predictor: Predictor) -> dict[str, Any]:
+def layout_config(inputs: PlanInputs, layout: PlannedLayout, predictor: Predictor) -> dict[str, Any]:
     """The DeepSpeed JSON of a layout, ``dsx`` block and all: what :func:`~dsx.config.resolve.resolve` takes.
 
     The cut into stages is written out, as the plan's times are for that one.
@@ -375,7 +375,7 @@ class LayoutMemory:
     on_cpu: bool
     cap_bytes: int
 
-    def __call__(self, layout: Layout) -> int:
+    def __call__(self, layout: PlannedLayout) -> int:
         """Bytes of the fullest pipeline rank, or of one above the cap.
 
         Of many ranks the first two, the last and the one with most parameters are looked at: one of these is

@@ -47,7 +47,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class PlannedLayout:
     """One way to train it.
 
     Attributes:
@@ -118,7 +118,7 @@ _LARGEST_MICRO_BATCH = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class LayoutSpace:
     """What may be chosen; one value is no choice.
 
     Attributes:
@@ -141,7 +141,7 @@ class Space:
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
 
 
-def meshes(task: Task, space: Space) -> Iterator[Layout]:
+def meshes(task: Task, space: LayoutSpace) -> Iterator[PlannedLayout]:
     """One layout per mesh: tensor, pipeline and data degree.
 
     Raises:
@@ -157,7 +157,7 @@ def meshes(task: Task, space: Space) -> Iterator[Layout]:
             f"use a multiple of {sizes[0]}",
         )
     for tp, pp, dp in shared:
-        yield Layout(tensor=tp, pipeline=pp, data=dp)
+        yield PlannedLayout(tensor=tp, pipeline=pp, data=dp)
 
 
 def tensor_objection(task: Task, tp: int) -> str | None:
@@ -172,7 +172,7 @@ def tensor_objection(task: Task, tp: int) -> str | None:
     return f"{', '.join(bad)}: not divisible by it" if bad else None
 
 
-def variants(task: Task, space: Space, mesh: Layout) -> Iterator[Layout]:
+def variants(task: Task, space: LayoutSpace, mesh: PlannedLayout) -> Iterator[PlannedLayout]:
     """Layouts of a mesh with everything but their schedule."""
     share = task.global_batch // mesh.data
     sizes = space.micro_batches or tuple(range(1, _LARGEST_MICRO_BATCH + 1))
@@ -196,7 +196,7 @@ def variants(task: Task, space: Space, mesh: Layout) -> Iterator[Layout]:
             yield replace(layout, sequence_parallel=False)
 
 
-def scheduled(task: Task, space: Space, layout: Layout) -> Iterator[Layout]:
+def scheduled(task: Task, space: LayoutSpace, layout: PlannedLayout) -> Iterator[PlannedLayout]:
     """The same with every schedule that it can have."""
     if layout.pipeline == 1:
         yield replace(layout, schedule="1f1b", chunks=1)
@@ -211,7 +211,7 @@ def scheduled(task: Task, space: Space, layout: Layout) -> Iterator[Layout]:
                 yield replace(layout, schedule=name, chunks=count)
 
 
-def _degrees(task: Task, space: Space) -> Iterator[tuple[int, int, int]]:
+def _degrees(task: Task, space: LayoutSpace) -> Iterator[tuple[int, int, int]]:
     node = task.machine.network.cluster.gpus_per_node
     found = False
     for tp in _asked("tensor", space.tensor, space.gpus, lambda n: tensor_objection(task, n)):

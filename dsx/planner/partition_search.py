@@ -63,7 +63,7 @@ _REBUILD, _REFILL = 10, 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class LayerCut:
     """Layers cut for a pipeline, and what the simulator says of it.
 
     Attributes:
@@ -84,7 +84,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class SimulatedPipeline:
     """What a cut is judged by.
 
     Attributes:
@@ -122,7 +122,7 @@ class Pipeline:
         """The layers added up."""
         return stage_costs(self.layers, bounds, self.transfer_seconds)
 
-    def judge(self, bounds: Bounds) -> Cut:
+    def judge(self, bounds: Bounds) -> LayerCut:
         """Build the schedule for this cut's times, and simulate it.
 
         Raises:
@@ -134,7 +134,7 @@ class Pipeline:
             program = replace(program, options=replace(program.options, costs=costs.seconds))
         schedule = program.build(self.num_ranks, self.num_chunks, self.num_micro_batches)
         timeline = simulate(schedule, costs.seconds)
-        return Cut(
+        return LayerCut(
             stage_map=StageMap(bounds, self.num_ranks, program.placement),
             program=program,
             schedule=schedule,
@@ -143,7 +143,7 @@ class Pipeline:
             peak_bytes=peak_bytes(schedule, costs),
         )
 
-    def key(self, cut: Cut) -> Key:
+    def key(self, cut: LayerCut) -> Key:
         """What the search makes least."""
         return self.key_for(cut.stage_map.bounds, cut.step_seconds, max(cut.peak_bytes))
 
@@ -154,7 +154,9 @@ class Pipeline:
         return over, seconds, sum(time * time for time in times), bounds
 
 
-def search(pipeline: Pipeline, *, most_exhaustive: int = 64, most_actions: int = 4_000_000) -> Cut:
+def search(
+    pipeline: SimulatedPipeline, *, most_exhaustive: int = 64, most_actions: int = 4_000_000
+) -> LayerCut:
     """The cut with the shortest simulated step within the memory cap; if none is within, the nearest to it.
 
     With at most ``most_exhaustive`` possible cuts all are tried. Otherwise layers are moved from stage to
@@ -188,7 +190,7 @@ def search(pipeline: Pipeline, *, most_exhaustive: int = 64, most_actions: int =
     return best
 
 
-def _starts(pipeline: Pipeline) -> Iterator[Bounds]:
+def _starts(pipeline: SimulatedPipeline) -> Iterator[Bounds]:
     """Different enough to end in different places."""
     n, stages = len(pipeline.layers), pipeline.num_stages
     seen = set()
@@ -209,23 +211,23 @@ def _starts(pipeline: Pipeline) -> Iterator[Bounds]:
 class _Search:
     """Walks downhill, within a number of simulated actions."""
 
-    def __init__(self, pipeline: Pipeline, left: int) -> None:
+    def __init__(self, pipeline: SimulatedPipeline, left: int) -> None:
         self.left = left
         self._pipeline = pipeline
-        self._judged: dict[Bounds, Cut] = {}
+        self._judged: dict[Bounds, LayerCut] = {}
 
-    def judge(self, bounds: Bounds) -> Cut:
+    def judge(self, bounds: Bounds) -> LayerCut:
         """Exactly, each cut once."""
         if bounds not in self._judged:
             cut = self._judged[bounds] = self._pipeline.judge(bounds)
             self.left -= self._work(cut)
         return self._judged[bounds]
 
-    def better(self, one: Cut, other: Cut) -> Cut:
+    def better(self, one: LayerCut, other: LayerCut) -> LayerCut:
         """The better of two, the first if they are alike."""
         return other if _less(self._pipeline.key(other), self._pipeline.key(one)) else one
 
-    def descend(self, cut: Cut) -> Cut:
+    def descend(self, cut: LayerCut) -> LayerCut:
         """From ``cut`` to where no move helps, with the order of actions that ``cut`` has.
 
         Where that order depends on the times, it is made anew for the cut that was found, and the search goes
@@ -242,7 +244,7 @@ class _Search:
             cut = found
         return cut
 
-    def polish(self, cut: Cut) -> Cut:
+    def polish(self, cut: LayerCut) -> LayerCut:
         """Downhill with the weight gradients placed anew for every cut: exact, and many times the work."""
 
         def key(bounds: Bounds) -> Key:
@@ -267,7 +269,7 @@ class _Search:
                     break
         return bounds
 
-    def _work(self, cut: Cut) -> int:
+    def _work(self, cut: LayerCut) -> int:
         factor = _REFILL if self._pipeline.program.divides else _REBUILD
         return factor * sum(map(len, cut.schedule.rows))
 
@@ -301,7 +303,7 @@ class _Replay:
         """Work of one :meth:`seconds`."""
         return len(self._steps)
 
-    def key_of(self, pipeline: Pipeline) -> Callable[[Bounds], Key]:
+    def key_of(self, pipeline: SimulatedPipeline) -> Callable[[Bounds], Key]:
         """Judges cuts of ``pipeline`` by this order of actions."""
 
         def key(bounds: Bounds) -> Key:

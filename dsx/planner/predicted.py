@@ -6,7 +6,8 @@ from dsx.config.run import RunConfig
 from dsx.planner.cluster import Cluster
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.layer_times import Machine
-from dsx.planner.step_time import Layout, Predictor, StepTime, Task
+from dsx.planner.layout import PlannedLayout
+from dsx.planner.step_time import Predictor, StepTime, Task
 
 
 def predicted_step(config: RunConfig, cluster: Cluster) -> StepTime:
@@ -28,7 +29,7 @@ def predicted_step(config: RunConfig, cluster: Cluster) -> StepTime:
     )
     cluster.peak(config.precision)
     usual = "interleaved" if config.chunks > 1 else "1f1b"
-    layout = Layout(
+    layout = PlannedLayout(
         tensor=config.mesh.tp,
         pipeline=config.mesh.pp,
         data=config.mesh.dp,

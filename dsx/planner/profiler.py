@@ -43,7 +43,7 @@ _WHERE = (0, 0)  # Any (virtual stage, micro-batch).
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class LayerKey:
     """Layers with equal keys cost the same.
 
     Attributes:
@@ -58,7 +58,7 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
+class LayerBench:
     """Measures layers, each kind once.
 
     Args:
@@ -74,20 +74,20 @@ class Bench:
     micro_batches: int
     loss: Callable[[Any], Any]
     wire_share: int = 1
-    _known: dict[Key, tuple[LayerCost, Any]] = field(default_factory=dict)
+    _known: dict[LayerKey, tuple[LayerCost, Any]] = field(default_factory=dict)
 
     @property
-    def costs(self) -> dict[Key, LayerCost]:
+    def costs(self) -> dict[LayerKey, LayerCost]:
         """Everything measured so far."""
         return {key: cost for key, (cost, _) in self._known.items()}
 
-    def output(self, key: Key, spec: Any, inputs: Any) -> Any:
+    def output(self, key: LayerKey, spec: Any, inputs: Any) -> Any:
         """What the layer gives, without graph; the layer is measured if none of its key was."""
         if key not in self._known:
             self._known[key] = self._measure(spec, inputs, key)
         return self._known[key][1]
 
-    def _measure(self, spec: Any, inputs: Any, key: Key) -> tuple[LayerCost, Any]:
+    def _measure(self, spec: Any, inputs: Any, key: LayerKey) -> tuple[LayerCost, Any]:
         layer, parameters = _built(spec, self.device)
 
         def forward(x: Any) -> Any:
@@ -129,7 +129,7 @@ class Bench:
         return first, whole, one, two, pending
 
 
-def walk(bench: Bench, specs: Sequence[Any], kinds: Sequence[str] | None, inputs: Any) -> list[Key]:
+def walk(bench: LayerBench, specs: Sequence[Any], kinds: Sequence[str] | None, inputs: Any) -> list[LayerKey]:
     """Key of every layer of a list, all measured: each on the output of the one before.
 
     Args:
@@ -145,7 +145,7 @@ def walk(bench: Bench, specs: Sequence[Any], kinds: Sequence[str] | None, inputs
     for index, spec in enumerate(specs):
         kind = _kind(spec, index) if kinds is None else kinds[index]
         signature = tuple((tuple(t.shape), str(t.dtype)) for t in _tensors(value))
-        keys.append(Key(kind, signature, index == len(specs) - 1))
+        keys.append(LayerKey(kind, signature, index == len(specs) - 1))
         value = bench.output(keys[-1], spec, value)
     return keys
 
@@ -243,7 +243,7 @@ def _tensors(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _check(output: Any, key: Key) -> None:
+def _check(output: Any, key: LayerKey) -> None:
     """Raise ModelError for what no stage may end with."""
     strange = [type(t).__name__ for t in _tensors(output) if not isinstance(t, Tensor)]
     if strange:
@@ -258,14 +258,14 @@ _LEAST_LARGE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class MeasuredLink:
     """Time of a transfer of n bytes: ``latency_seconds + n / bytes_per_second``."""
 
     latency_seconds: float
     bytes_per_second: float
 
     @classmethod
-    def through(cls, small: tuple[int, float], large: tuple[int, float]) -> Link:
+    def through(cls, small: tuple[int, float], large: tuple[int, float]) -> MeasuredLink:
         """The line through two measured (bytes, seconds), the small one no faster than free.
 
         >>> Link.through((1000, 1e-3), (101_000, 2e-3))
@@ -278,7 +278,7 @@ class Link:
         return cls(max(0.0, small[1] - small[0] / rate), rate)
 
 
-def measure_link(groups: Groups, device: torch.device, *, num_bytes: int, rounds: int) -> Link | None:
+def measure_link(groups: Groups, device: torch.device, *, num_bytes: int, rounds: int) -> MeasuredLink | None:
     """What neighbours need for transfers of up to ``num_bytes``; None without a pipeline.
 
     A collective call over all ranks. Every pair of neighbours plays ping-pong with a small and a large
@@ -298,7 +298,7 @@ def measure_link(groups: Groups, device: torch.device, *, num_bytes: int, rounds
     everyone: list[list[tuple[float, ...]]] = [[] for _ in range(groups.mesh.size)]
     dist.all_gather_object(everyone, mine)
     small, large = (median(t) for t in zip(*(pair for pairs in everyone for pair in pairs), strict=True))
-    return Link.through((sizes[0], small), (sizes[1], large))
+    return MeasuredLink.through((sizes[0], small), (sizes[1], large))
 
 
 def _ping_pong(groups: Groups, device: torch.device, first: int, num_bytes: int, rounds: int) -> float:
@@ -409,10 +409,10 @@ def _length(run: RunConfig, most_flops: float) -> int:
 def _block(run: RunConfig, device: torch.device, dtype: torch.dtype, length: int) -> LayerCost:
     split = WeightGradients()
     layers = families.layers(run.model, TensorParallel(), dtype=dtype, device=device, split=split)
-    bench = Bench(device=device, split=split, micro_batches=_ROUNDS, loss=lambda y: y.sum())
+    bench = LayerBench(device=device, split=split, micro_batches=_ROUNDS, loss=lambda y: y.sum())
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         x = torch.randn(1, length, run.model.hidden_size, device=device, dtype=dtype)
-        key = Key("Block", ((tuple(x.shape), str(dtype)),), is_last=False)
+        key = LayerKey("Block", ((tuple(x.shape), str(dtype)),), is_last=False)
         bench.output(key, layers[_place(run)], x)
     return bench.costs[key]
 
@@ -459,11 +459,11 @@ def measure_model(config: RunConfig, groups: Groups) -> Profile:
     settings, kinds, split = config.dsx, layer_kinds(config.model), WeightGradients()
     tp, device = groups.tensor_parallel, torch.device(get_accelerator().current_device_name())
     loss = families.loss(config.model, tp, overwrite_logits=True)
-    keys: dict[Recompute, list[Key]] = {}
+    keys: dict[Recompute, list[LayerKey]] = {}
     with _apart(device):
         shape = (config.micro_batch_size, config.sequence_length)
         ids = torch.randint(config.model.vocab_size, shape, device=device)
-        bench = Bench(
+        bench = LayerBench(
             device=device,
             split=split,
             micro_batches=settings.profile_micro_batches,
@@ -534,7 +534,7 @@ def profile_layers(
     """
     device = torch.device(get_accelerator().current_device_name())
     inputs, labels = (_to(part, device) for part in batch)
-    bench = Bench(
+    bench = LayerBench(
         device=device,
         split=split,
         micro_batches=micro_batches,
@@ -570,9 +570,9 @@ def _apart(device: torch.device) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _agreed(mine: Mapping[Key, LayerCost]) -> dict[Key, LayerCost]:
+def _agreed(mine: Mapping[LayerKey, LayerCost]) -> dict[LayerKey, LayerCost]:
     """The same on every rank: medians of times, largest of bytes."""
-    everyone: list[dict[Key, LayerCost]] = [{} for _ in range(dist.get_world_size())]
+    everyone: list[dict[LayerKey, LayerCost]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, dict(mine))
     return {key: _middle([costs[key] for costs in everyone]) for key in everyone[0]}
 
@@ -586,14 +586,14 @@ def _middle(costs: Sequence[LayerCost]) -> LayerCost:
 
 
 def _link(
-    costs: Mapping[Key, LayerCost], groups: Groups, device: torch.device, *, rounds: int
-) -> Link | None:
+    costs: Mapping[LayerKey, LayerCost], groups: Groups, device: torch.device, *, rounds: int
+) -> MeasuredLink | None:
     largest = max(cost.boundary_bytes for cost in costs.values())
     return measure_link(groups, device, num_bytes=largest, rounds=rounds)
 
 
 def _profile(
-    conditions: Conditions, modes: Mapping[Recompute, Sequence[LayerCost]], link: Link | None
+    conditions: Conditions, modes: Mapping[Recompute, Sequence[LayerCost]], link: MeasuredLink | None
 ) -> Profile:
     """Modes as measured, with what follows from comparing them.
 

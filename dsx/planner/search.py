@@ -13,7 +13,7 @@ from dsx.memory.ledger import Leaf, Ledger, Tape
 from dsx.memory.ops import Ops, label
 from dsx.models.params import layer_kinds, param_specs
 from dsx.planner.choose import CHUNKS
-from dsx.planner.layout import Layout, Space, Task, meshes, scheduled, variants
+from dsx.planner.layout import LayoutSpace, PlannedLayout, Task, meshes, scheduled, variants
 from dsx.planner.step_time import Predictor, StepTime
 
 _ALL_LIVE = ("gpipe", "looped_bfs")  # Keep every micro-batch.
@@ -32,11 +32,11 @@ class MemoryFloor:
     update_bytes: int = 12
     _kept: dict[object, int] = field(default_factory=dict)
 
-    def of(self, layout: Layout) -> float:
+    def of(self, layout: PlannedLayout) -> float:
         """Bytes that some rank of the layout holds at least."""
         return self.states(layout) + self.activations(layout)
 
-    def states(self, layout: Layout) -> float:
+    def states(self, layout: PlannedLayout) -> float:
         """Parameters, gradients and optimizer state of a mean pipeline rank (arXiv:1910.02054, section 5)."""
         width = self.predictor.task.width
         number = sum(self.predictor.elements(layout.tensor)) / layout.pipeline
@@ -46,21 +46,21 @@ class MemoryFloor:
         ]
         return number * (width * shares[0] + width * shares[1] + self.update_bytes * shares[2])
 
-    def activations(self, layout: Layout) -> float:
+    def activations(self, layout: PlannedLayout) -> float:
         """What the blocks of the first pipeline rank keep for the micro-batches under way."""
         count = layout.micro_batches(self.predictor.task.global_batch)
         live = count if layout.schedule in _ALL_LIVE else min(count, layout.pipeline)
         blocks = self.predictor.task.model.num_layers // layout.pipeline
         return float(live * blocks * self.kept_bytes(layout))
 
-    def kept_bytes(self, layout: Layout) -> int:
+    def kept_bytes(self, layout: PlannedLayout) -> int:
         """What one block keeps of one micro-batch, from the ledger's own list of operations."""
         key = (layout.tensor, layout.sequence_parallel, layout.micro_batch, layout.recompute)
         if key not in self._kept:
             self._kept[key] = self._one_block(layout)
         return self._kept[key]
 
-    def _one_block(self, layout: Layout) -> int:
+    def _one_block(self, layout: PlannedLayout) -> int:
         task, ledger = self.predictor.task, Ledger()
         model = replace(task.model, num_layers=1, windows=())  # with a window a block keeps more, if anything
         block = layer_kinds(model).index("Block")
@@ -101,7 +101,7 @@ def reason(plan: Plan, ranked: Ranked) -> str:
     return f"{step:+.1%} step: {', '.join(words)}" if words else f"{step:+.1%} step"
 
 
-Memory = Callable[[Layout], int]
+Memory = Callable[[PlannedLayout], int]
 """Peak bytes of the fullest rank of a layout; a DsxError for one that cannot be run."""
 
 _NEARLY = 0.9  # Stages before the last may be a little shorter than the mean.
@@ -119,7 +119,7 @@ class Ranked:
         is_bound: Whether ``peak_bytes`` is a bound.
     """
 
-    layout: Layout
+    layout: PlannedLayout
     time: StepTime
     peak_bytes: float
     fits: bool
@@ -156,7 +156,7 @@ class _Node:
 
     seconds: float
     order: tuple[int, ...]
-    layout: Layout = field(compare=False)
+    layout: PlannedLayout = field(compare=False)
     is_scheduled: bool = field(compare=False, default=False)
     time: StepTime | None = field(compare=False, default=None)
 
@@ -174,15 +174,15 @@ class Search:
     """
 
     task: Task
-    space: Space
+    space: LayoutSpace
     memory: Memory
     cap_bytes: int | None = None
     update_bytes: int = 12
     predictor: Predictor = field(init=False)
     _floor: MemoryFloor = field(init=False)
-    _peaks: dict[Layout, int | None] = field(init=False, default_factory=dict)
-    _times: dict[Layout, StepTime] = field(init=False, default_factory=dict)
-    _large: dict[Layout, Ranked] = field(init=False, default_factory=dict)
+    _peaks: dict[PlannedLayout, int | None] = field(init=False, default_factory=dict)
+    _times: dict[PlannedLayout, StepTime] = field(init=False, default_factory=dict)
+    _large: dict[PlannedLayout, Ranked] = field(init=False, default_factory=dict)
     _refusals: list[DsxError] = field(init=False, default_factory=list)
     _ticket: Iterator[int] = field(init=False, default_factory=count)
 
@@ -232,17 +232,17 @@ class Search:
             estimated=len(self._peaks),
         )
 
-    def judge(self, layout: Layout) -> Ranked | None:
+    def judge(self, layout: PlannedLayout) -> Ranked | None:
         """One layout; None if it cannot be run."""
         return self._judge(layout, self._time(layout)) if self._can_run(layout) else None
 
-    def _open(self, mesh: Layout) -> Iterator[_Node]:
+    def _open(self, mesh: PlannedLayout) -> Iterator[_Node]:
         """A mesh's variants whose memory can fit, with a bound as if there were no bubble."""
         for layout in variants(self.task, self.space, mesh):
             if self._can_fit(layout):
                 yield _Node(self._ideal(layout), (0, next(self._ticket)), layout)
 
-    def _ideal(self, layout: Layout) -> float:
+    def _ideal(self, layout: PlannedLayout) -> float:
         """Seconds with equal ranks, which start as early as with the most chunks."""
         times, ranks = self.predictor.times(layout), layout.pipeline
         work = sum(time.seconds for time in times) * layout.micro_batches(self.task.global_batch)
@@ -250,7 +250,7 @@ class Search:
         fill = sum(time.forward_seconds for time in times) * (ranks - 1) / chunks
         return (work + _NEARLY * fill) / ranks
 
-    def _can_fit(self, layout: Layout) -> bool:
+    def _can_fit(self, layout: PlannedLayout) -> bool:
         return self._floor.of(layout) <= self.cap
 
     def _inner(self, node: _Node) -> Iterator[_Node]:
@@ -264,12 +264,12 @@ class Search:
                 bound = self.predictor.bound(layout)
                 yield _Node(max(bound, node.seconds), (1, next(self._ticket)), layout, True)
 
-    def _time(self, layout: Layout) -> StepTime:
+    def _time(self, layout: PlannedLayout) -> StepTime:
         if layout not in self._times:
             self._times[layout] = self.predictor.predict(layout)
         return self._times[layout]
 
-    def _judge(self, layout: Layout, time: StepTime) -> Ranked | None:
+    def _judge(self, layout: PlannedLayout, time: StepTime) -> Ranked | None:
         """With its memory, by the bound if that says enough; None if it cannot be run."""
         floor = self._floor.of(layout)
         if floor > self.cap:
@@ -291,7 +291,7 @@ class Search:
     def _neighbours(self, first: Ranked) -> list[Ranked]:
         """The best layout with one thing changed, the best of each such change."""
         layout, found = first.layout, []
-        changed: dict[str, list[Layout]] = {}
+        changed: dict[str, list[PlannedLayout]] = {}
         wide = replace(self.space, tensor=(layout.tensor,), pipeline=(layout.pipeline,))
         for other in variants(self.task, wide, layout):
             names = _differences(layout, other)
@@ -308,7 +308,7 @@ class Search:
             found += self._best_of(options, first)
         return sorted(found, key=lambda each: each.time.seconds)
 
-    def _best_of(self, layouts: Iterable[Layout], first: Ranked) -> list[Ranked]:
+    def _best_of(self, layouts: Iterable[PlannedLayout], first: Ranked) -> list[Ranked]:
         """The fastest that may fit; if none does, the one that comes nearest.
 
         Memory is estimated in full only for those that are faster than the first: others lose anyhow.
@@ -326,7 +326,7 @@ class Search:
             tried += [] if ranked is None else [ranked]
         return sorted(tried, key=lambda each: each.peak_bytes)[:1]
 
-    def _can_run(self, layout: Layout) -> bool:
+    def _can_run(self, layout: PlannedLayout) -> bool:
         try:
             self._time(layout)
         except (LayoutError, ScheduleError):
@@ -362,7 +362,7 @@ class Search:
         )
 
 
-def _simplicity(layout: Layout) -> tuple[int, ...]:
+def _simplicity(layout: PlannedLayout) -> tuple[int, ...]:
     """Of equally fast layouts the simpler one comes first."""
     return (1, layout.zero_stage, layout.chunks, int(layout.program.divides), layout.pipeline)
 
@@ -370,11 +370,11 @@ def _simplicity(layout: Layout) -> tuple[int, ...]:
 _KNOBS = ("micro_batch", "recompute", "zero_stage", "sequence_parallel")
 
 
-def _differences(one: Layout, other: Layout) -> list[str]:
+def _differences(one: PlannedLayout, other: PlannedLayout) -> list[str]:
     return [name for name in _KNOBS if getattr(one, name) != getattr(other, name)]
 
 
-def _value(layout: Layout, name: str) -> str:
+def _value(layout: PlannedLayout, name: str) -> str:
     """Changes of which only the best is shown have no value of their own."""
     return "" if name == "micro_batch" else str(getattr(layout, name))
 

@@ -25,7 +25,7 @@ from dsx.config.schema import OWN, DsxConfig
 from dsx.config.wording import at
 from dsx.data.batches import Batches, EvaluationBatches, Prefetched, pins
 from dsx.data.own import OwnCorpus, OwnPart, OwnText, as_text, require_same_everywhere
-from dsx.data.text import Part, Text, prepare_text
+from dsx.data.text import Text, TextPart, prepare_text
 from dsx.engine.engine import PipelineEngine
 from dsx.engine.initialize import initialize
 from dsx.engine.pipeline_module import PipelineModule
@@ -358,7 +358,7 @@ def _require_same_text(path: Path, state: Mapping[str, Any], corpus: Text | OwnT
 
 
 def _evaluation_batches(
-    config: RunConfig, corpus: Text | OwnText, part: Part | OwnPart, *, dp_rank: int
+    config: RunConfig, corpus: Text | OwnText, part: TextPart | OwnPart, *, dp_rank: int
 ) -> EvaluationBatches:
     share = part.share / sum(other.share for other in corpus.held_out)
     return EvaluationBatches(

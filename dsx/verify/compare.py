@@ -11,11 +11,11 @@ from torch import Tensor
 from dsx.verify import diagnosis
 from dsx.verify import seen as assemble
 from dsx.verify.diagnosis import (
-    Degrees,
-    Finding,
+    AxisSizes,
     GradientFacts,
     LossFacts,
     NormFacts,
+    ParityFinding,
     StepRow,
     UpdateFacts,
     diagnose_clipping,
@@ -41,7 +41,7 @@ class Places:
 
     known: Mapping[str, Known]
     holders: Mapping[str, tuple[int, ...]]
-    degrees: Degrees
+    degrees: AxisSizes
 
     def replicated(self, name: str) -> bool:
         """Whether several tensor-parallel ranks hold all of it."""
@@ -143,7 +143,7 @@ def update_facts(
     )
 
 
-def not_gathered(step: WholeStep, name: str, number: int) -> Finding:
+def not_gathered(step: WholeStep, name: str, number: int) -> ParityFinding:
     """The finding for a weight in the model that is not what its optimizer holds after a step."""
 
     def flat(wholes: Mapping[str, Whole]) -> Tensor:
@@ -164,7 +164,7 @@ def not_gathered(step: WholeStep, name: str, number: int) -> Finding:
             diagnosis.NOT_GATHERED,
             "parts of the new weights have not come, or others have come in their place",
         )
-    return Finding(cause=cause, what=what, why=why, step=number, tensor=name)
+    return ParityFinding(cause=cause, what=what, why=why, step=number, tensor=name)
 
 
 def _sum_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -239,7 +239,7 @@ class Bench:
     built: Weights | None = None
 
 
-class Comparison:
+class TrainingComparison:
     """One pass of a layout beside the reference, step by step until something differs.
 
     Every step of the reference starts from the layout's own weights, so that rounding does not grow from
@@ -249,7 +249,7 @@ class Comparison:
     def __init__(self, seen: Seen, bench: Bench) -> None:
         self._seen, self._bench = seen, bench
         mesh = seen.mesh
-        self._degrees = Degrees(tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, micro_batches=seen.micro_batches)
+        self._degrees = AxisSizes(tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, micro_batches=seen.micro_batches)
         self._places = Places(
             known=assemble.known(seen), holders=assemble.holders(seen), degrees=self._degrees
         )
@@ -257,7 +257,7 @@ class Comparison:
         self._previous: dict[str, Tensor] = {}
         self.rows: list[StepRow] = []
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[ParityFinding]:
         """What differs; of several things that differ in one step, what comes first in it."""
         found = self._built()
         if found is not None:
@@ -268,7 +268,7 @@ class Comparison:
                 return [finding]
         return []
 
-    def _built(self) -> Finding | None:
+    def _built(self) -> ParityFinding | None:
         expected = self._bench.built
         if expected is None:
             return None
@@ -277,7 +277,7 @@ class Comparison:
             for values in (whole[name].values, *whole[name].copies):
                 off = relative(values, expected[name])
                 if off > self._bench.tolerances.weight:
-                    return Finding(
+                    return ParityFinding(
                         cause=diagnosis.INITIAL_WEIGHTS,
                         what=f"weight {name} as built is off by {off:.2g} of its largest element",
                         why="the layout starts from other weights than one process: its init, or what it "
@@ -287,7 +287,7 @@ class Comparison:
                     )
         return None
 
-    def _step(self, index: int, step: WholeStep) -> Finding | None:
+    def _step(self, index: int, step: WholeStep) -> ParityFinding | None:
         copies = self._copies(index, step)
         if copies is not None:
             return copies
@@ -298,7 +298,7 @@ class Comparison:
         self._previous = expected.gradients
         return finding
 
-    def _copies(self, index: int, step: WholeStep) -> Finding | None:
+    def _copies(self, index: int, step: WholeStep) -> ParityFinding | None:
         """Ranks that should hold the same weight hold the same."""
         for name in self._bench.reference.order:
             whole = step.weights[name]
@@ -312,7 +312,7 @@ class Comparison:
             for axis, off in axes.items():
                 if off > self._bench.tolerances.weight:
                     start = "at the start" if index == 0 else f"after step {index}"
-                    return Finding(
+                    return ParityFinding(
                         cause=diagnosis.REPLICAS_DRIFT,
                         what=f"copies of {name} on {axis} differ by {off:.2g} {start}",
                         why="they are not built alike" if index == 0 else "they are not updated alike",
@@ -323,7 +323,7 @@ class Comparison:
 
     def _compare(
         self, index: int, step: WholeStep, weights: Weights, expected: Evaluation, batches: Sequence[Batch]
-    ) -> Finding | None:
+    ) -> ParityFinding | None:
         squares = {name: float(g.double().square().sum()) for name, g in expected.gradients.items()}
         norm = sum(squares.values()) ** 0.5
         clipping = self._seen.clipping
@@ -394,7 +394,7 @@ class Comparison:
         expected: Evaluation,
         batches: Sequence[Batch],
         wrong: Sequence[str],
-    ) -> Finding:
+    ) -> ParityFinding:
         if wrong and not self._seen.clipping:
             # Data that is read twice, or by the wrong replica, shows in what the gradient is a sum of.
             errors = dict.fromkeys(wrong, 1.0)
@@ -439,7 +439,7 @@ class Comparison:
         errors: Mapping[str, float],
         *,
         loss_equal: bool,
-    ) -> Finding:
+    ) -> ParityFinding:
         each = [self._bench.reference.evaluate(weights, [batch]).gradients for batch in batches]
         facts = [
             gradient_facts(self._places, name, step, each, errors[name], self._previous.get(name))
@@ -450,7 +450,7 @@ class Comparison:
 
     def _clipping_finding(
         self, index: int, step: WholeStep, expected: Evaluation, norm: float, squares: Mapping[str, float]
-    ) -> Finding:
+    ) -> ParityFinding:
         """Without clipping the gradients of this step were right (else that pass has a finding)."""
         scales: dict[int, list[tuple[float, float]]] = {}
         for name, gradient in expected.gradients.items():
@@ -465,7 +465,7 @@ class Comparison:
         facts = norm_facts(self._places, None, norm, squares, expected)
         return diagnose_clipping(facts, by_stage, self._seen.clipping, self._degrees, step=index + 1)
 
-    def _update_finding(self, index: int, step: WholeStep) -> Finding | None:
+    def _update_finding(self, index: int, step: WholeStep) -> ParityFinding | None:
         if self._updates.is_known:
             finding = self._moved(index, step)
             if finding is not None:
@@ -476,7 +476,7 @@ class Comparison:
                 return not_gathered(step, name, index + 1)
         return None
 
-    def _moved(self, index: int, step: WholeStep) -> Finding | None:
+    def _moved(self, index: int, step: WholeStep) -> ParityFinding | None:
         before = {name: whole.values for name, whole in step.before.items()}
         given = {name: whole.values for name, whole in step.gradients.items()}
         expected = self._updates.step(before, given)

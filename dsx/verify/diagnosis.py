@@ -63,7 +63,7 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Degrees:
+class AxisSizes:
     """The layout's numbers."""
 
     tp: int
@@ -176,7 +176,7 @@ class UpdateFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class ParityFinding:
     """One thing that is not as in one process.
 
     Attributes:
@@ -236,8 +236,8 @@ def near(value: float, wanted: float) -> bool:
 
 
 def diagnose_gradients(
-    wrong: Sequence[GradientFacts], right: Sequence[str], degrees: Degrees, *, step: int, loss_equal: bool
-) -> Finding:
+    wrong: Sequence[GradientFacts], right: Sequence[str], degrees: AxisSizes, *, step: int, loss_equal: bool
+) -> ParityFinding:
     """The finding for gradients that differ, named by the first of them.
 
     Args:
@@ -260,7 +260,7 @@ def diagnose_gradients(
         lambda: _stale(first),
     )
     cause, why = next((said for rule in rules if (said := rule()) is not None), _unknown(wrong))
-    return Finding(cause=cause, what=_what(first, wrong, right), why=why, step=step, tensor=first.name)
+    return ParityFinding(cause=cause, what=_what(first, wrong, right), why=why, step=step, tensor=first.name)
 
 
 def _what(first: GradientFacts, wrong: Sequence[GradientFacts], right: Sequence[str]) -> str:
@@ -300,7 +300,7 @@ def _ties(wrong: Sequence[GradientFacts]) -> Said | None:
     return None
 
 
-def _tensor(wrong: Sequence[GradientFacts], degrees: Degrees) -> Said | None:
+def _tensor(wrong: Sequence[GradientFacts], degrees: AxisSizes) -> Said | None:
     """Weights that every tensor-parallel rank holds whole."""
     first = wrong[0]
     if degrees.tp == 1 or not all(facts.replicated for facts in wrong):
@@ -318,7 +318,7 @@ def _tensor(wrong: Sequence[GradientFacts], degrees: Degrees) -> Said | None:
     return None
 
 
-def _scaled(first: GradientFacts, degrees: Degrees, *, everywhere: bool) -> Said | None:
+def _scaled(first: GradientFacts, degrees: AxisSizes, *, everywhere: bool) -> Said | None:
     """One factor on the whole tensor."""
     if first.fit.residual >= _CLOSE or near(first.fit.factor, 1.0):
         return None
@@ -341,7 +341,7 @@ def _scaled(first: GradientFacts, degrees: Degrees, *, everywhere: bool) -> Said
     return found[0][0], "; or ".join(why for _, why in found)
 
 
-def _shares(first: GradientFacts, degrees: Degrees, *, loss_equal: bool) -> Said | None:
+def _shares(first: GradientFacts, degrees: AxisSizes, *, loss_equal: bool) -> Said | None:
     """A sum in which micro-batches or replicas have the wrong weight."""
     shares = first.shares
     if shares is None or first.shares_residual >= _CLOSE:
@@ -358,7 +358,7 @@ def _shares(first: GradientFacts, degrees: Degrees, *, loss_equal: bool) -> Said
     return _one_micro_batch([row[0] for row in shares])
 
 
-def _one_replica(replica: int, degrees: Degrees, *, loss_equal: bool) -> Said:
+def _one_replica(replica: int, degrees: AxisSizes, *, loss_equal: bool) -> Said:
     if loss_equal:
         return DATA_NOT_AVERAGED, (
             f"it is the gradient of data-parallel rank {replica} alone: it is not averaged over the "
@@ -432,17 +432,17 @@ _FIT = 0.02
 """Least part of a difference that an explanation may leave, relative."""
 
 
-def diagnose_loss(facts: LossFacts, degrees: Degrees, tolerance: float, *, step: int) -> Finding:
+def diagnose_loss(facts: LossFacts, degrees: AxisSizes, tolerance: float, *, step: int) -> ParityFinding:
     """The finding for a loss that differs at equal weights: the forward, or the data."""
     what = f"loss {facts.seen:.7g}, reference {facts.expected:.7g}, from the same weights"
     cause, why = _why_loss(facts, degrees, tolerance)
     tensor = "" if facts.first_layer is None else f"output of layer {facts.first_layer[0]}"
     if facts.first_layer is not None:
         what += f"; first layer whose output differs: {facts.first_layer[0]} ({facts.first_layer[1]:.2g})"
-    return Finding(cause=cause, what=what, why=why, step=step, tensor=tensor)
+    return ParityFinding(cause=cause, what=what, why=why, step=step, tensor=tensor)
 
 
-def _why_loss(facts: LossFacts, degrees: Degrees, tolerance: float) -> Said:
+def _why_loss(facts: LossFacts, degrees: AxisSizes, tolerance: float) -> Said:
     for (cause, why), value in _supposed(facts, degrees):
         if _equal(facts.seen, value, tolerance) and not _equal(value, facts.expected, tolerance):
             return cause, why
@@ -457,7 +457,7 @@ def _why_loss(facts: LossFacts, degrees: Degrees, tolerance: float) -> Said:
     return FORWARD, f"the forward of layer {layer} differs: its inputs agree and its output does not"
 
 
-def _supposed(facts: LossFacts, degrees: Degrees) -> Iterator[tuple[Said, float]]:
+def _supposed(facts: LossFacts, degrees: AxisSizes) -> Iterator[tuple[Said, float]]:
     """Explanations with the loss that the layout has if they hold."""
     words = {
         BIAS_PER_RANK: "a bias is added on every tensor-parallel rank and then summed: "
@@ -476,7 +476,9 @@ def _supposed(facts: LossFacts, degrees: Degrees) -> Iterator[tuple[Said, float]
         yield (LOSS_SCALED, f"divided by {number} {of_what} once more"), facts.expected / number
 
 
-def diagnose_norm(facts: NormFacts, degrees: Degrees, *, step: int, from_clipping: bool = False) -> Finding:
+def diagnose_norm(
+    facts: NormFacts, degrees: AxisSizes, *, step: int, from_clipping: bool = False
+) -> ParityFinding:
     """The finding for a norm that differs though all gradients agree.
 
     Args:
@@ -492,10 +494,10 @@ def diagnose_norm(facts: NormFacts, degrees: Degrees, *, step: int, from_clippin
     said = found[0] if found else (NORM, f"{ratio:.4g} times the norm: each element must count once")
     whose = "clipped as if the norm were" if from_clipping else "norm"
     what = f"all gradients agree; {whose} {facts.seen:.7g}, true norm {facts.expected:.7g}"
-    return Finding(cause=said[0], what=what, why=said[1], step=step)
+    return ParityFinding(cause=said[0], what=what, why=said[1], step=step)
 
 
-def _norms(facts: NormFacts, degrees: Degrees) -> Iterator[tuple[Said, float]]:
+def _norms(facts: NormFacts, degrees: AxisSizes) -> Iterator[tuple[Said, float]]:
     """Explanations with the norm that they give."""
     total = sum(facts.squares.values())
     stages = sorted(set(facts.stages.values()))
@@ -537,8 +539,8 @@ def _norms(facts: NormFacts, degrees: Degrees) -> Iterator[tuple[Said, float]]:
 
 
 def diagnose_clipping(
-    norm: NormFacts, scales: dict[int, float], clipping: float, degrees: Degrees, *, step: int
-) -> Finding:
+    norm: NormFacts, scales: dict[int, float], clipping: float, degrees: AxisSizes, *, step: int
+) -> ParityFinding:
     """The finding for gradients that agree until they are clipped.
 
     Args:
@@ -552,7 +554,7 @@ def diagnose_clipping(
     wanted = min(1.0, clipping / (norm.expected + 1e-6))
     if values[-1] - values[0] > _FIT * values[-1]:
         shown = ", ".join(f"{scale:.4g} on pipeline rank {rank}" for rank, scale in sorted(scales.items()))
-        return Finding(
+        return ParityFinding(
             cause=CLIPPING,
             what=f"clipped gradients are {shown} times the true ones; right is {wanted:.4g} everywhere",
             why="stages clip by norms of their own",
@@ -560,7 +562,7 @@ def diagnose_clipping(
         )
     scale = values[0]
     if near(scale, 1.0):
-        return Finding(
+        return ParityFinding(
             cause=CLIPPING,
             what=f"gradients are as before clipping to {clipping:g}, at a norm of {norm.expected:.7g}",
             why="nothing is clipped",
@@ -579,7 +581,7 @@ def diagnose_clipping(
     return diagnose_norm(replaced, degrees, step=step, from_clipping=True)
 
 
-def diagnose_updates(wrong: Sequence[UpdateFacts], right: Sequence[str], *, step: int) -> Finding:
+def diagnose_updates(wrong: Sequence[UpdateFacts], right: Sequence[str], *, step: int) -> ParityFinding:
     """The finding for weights that move otherwise than torch's optimizer moves them by the same gradients."""
     first = wrong[0]
     what = (
@@ -587,7 +589,7 @@ def diagnose_updates(wrong: Sequence[UpdateFacts], right: Sequence[str], *, step
         f"largest); {len(wrong)} of {len(wrong) + len(right)} updates differ"
     )
     cause, why = _why_update(first, len(right))
-    return Finding(cause=cause, what=what, why=why, step=step, tensor=first.name)
+    return ParityFinding(cause=cause, what=what, why=why, step=step, tensor=first.name)
 
 
 def _why_update(first: UpdateFacts, num_right: int) -> Said:

@@ -14,7 +14,7 @@ from dsx.parallel.groups import Groups
 from dsx.parallel.mesh import Mesh
 from dsx.train import recipe
 from dsx.verify import diagnosis
-from dsx.verify.diagnosis import Finding, Fit, Shares
+from dsx.verify.diagnosis import Fit, ParityFinding, Shares
 from dsx.verify.seen import Mask
 
 
@@ -90,7 +90,7 @@ def masks_of(config: RunConfig, groups: Groups) -> dict[str, Mask]:
     return found
 
 
-def judge_masks(masks: Sequence[dict[str, Mask]], mesh: Mesh) -> Iterator[Finding]:
+def judge_masks(masks: Sequence[dict[str, Mask]], mesh: Mesh) -> Iterator[ParityFinding]:
     """Findings, at most one per axis: the first layer at fault.
 
     Args:
@@ -104,7 +104,7 @@ def judge_masks(masks: Sequence[dict[str, Mask]], mesh: Mesh) -> Iterator[Findin
     for cause, messages in ((diagnosis.DROPOUT_TENSOR, by_tensor), (diagnosis.DROPOUT_DATA, by_data)):
         if messages:
             layer, what, why = messages[0]
-            yield Finding(cause=cause, what=what, why=why, step=1, tensor=layer)
+            yield ParityFinding(cause=cause, what=what, why=why, step=1, tensor=layer)
 
 
 Place = dict[str, int]

@@ -235,7 +235,7 @@ class Transformers:
                 self._parameters[name].copy_(values)
 
 
-class Layers:
+class ReferenceLayers:
     """A list of layers as a PipelineModule takes it, called one after the other.
 
     Args:
@@ -315,13 +315,13 @@ class Layers:
             put(parameter, weights[name], tp=1, tp_rank=0)
 
 
-def family_layers(config: RunConfig) -> Layers:
+def family_layers(config: RunConfig) -> ReferenceLayers:
     """Dsx's own layers of a config, whole, in one process: what the forward of every layer should give."""
     alone = TensorParallel()
     layers = families.layers(
         config.model, alone, dtype=torch.float32, pad_multiple=config.dsx.model.vocab_multiple
     )
-    return Layers(layers, families.loss(config.model, alone), "dsx's layers, one process, fp32")
+    return ReferenceLayers(layers, families.loss(config.model, alone), "dsx's layers, one process, fp32")
 
 
 def fresh_weights(config: RunConfig) -> dict[str, Tensor]:

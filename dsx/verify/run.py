@@ -20,15 +20,15 @@ from dsx.launch.processes import agree, distributed, seed_generators
 from dsx.parallel.groups import make_groups
 from dsx.parallel.mesh import Mesh
 from dsx.verify import diagnosis
-from dsx.verify.compare import Bench, Comparison, Tolerances, Weights
-from dsx.verify.diagnosis import Finding, StepRow
+from dsx.verify.compare import Bench, Tolerances, TrainingComparison, Weights
+from dsx.verify.diagnosis import ParityFinding, StepRow
 from dsx.verify.entry_point import UserModel, user_model
 from dsx.verify.masks import judge_masks, random_tokens
 from dsx.verify.processes import run_ranks, start_server
-from dsx.verify.reference import Batch, Layers, Transformers, Updates, family_layers, fresh_weights
+from dsx.verify.reference import Batch, ReferenceLayers, Transformers, Updates, family_layers, fresh_weights
 from dsx.verify.seen import Witness
 from dsx.verify.shrunk import trial
-from dsx.verify.subject import Job, witness
+from dsx.verify.subject import VerifyJob, witness
 from dsx.waiting import Waiting
 
 EXACT = Tolerances(value=1e-5, gradient=1e-4, update=5e-4, weight=1e-6, held=1e-6)
@@ -91,7 +91,7 @@ class Verdict:
     optimizer: str
     changes: tuple[str, ...]
     rows: tuple[StepRow, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[ParityFinding, ...]
     masks: int = 0
     ranks_seconds: float = 0.0
     reference_seconds: float = 0.0
@@ -103,7 +103,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class VerifyPlan:
     """A request made ready.
 
     Attributes:
@@ -115,7 +115,7 @@ class Plan:
         optimizer: What updates are compared with.
     """
 
-    job: Job
+    job: VerifyJob
     bench: Bench
     changes: tuple[str, ...]
     layout: str
@@ -164,7 +164,7 @@ def verify(request: Request) -> Verdict | None:
     return replace(verdict, ranks_seconds=ran - prepared, reference_seconds=compared)
 
 
-def spawned(_rank: int, job: Job) -> Witness | None:
+def spawned(_rank: int, job: VerifyJob) -> Witness | None:
     """What a rank that :func:`verify` has started does."""
     groups = make_groups(job.mesh(), sequence_parallel=job.sequence_parallel)
     seed_generators(groups, job.seed)
@@ -174,9 +174,9 @@ def spawned(_rank: int, job: Job) -> Witness | None:
 def _launched(request: Request, *, use_gpus: bool) -> Verdict | None:
     job = _job(request, on_cpu=not use_gpus)[0]
     with distributed(job.mesh(), sequence_parallel=job.sequence_parallel, seed=job.seed) as groups:
-        plans: list[Plan] = []
+        plans: list[VerifyPlan] = []
 
-        def prepared() -> Job:
+        def prepared() -> VerifyJob:
             """On rank 0 alone, which has the reference; the others need the clipping that it chooses."""
             plans.append(prepare(request, on_cpu=not use_gpus))
             return plans[0].job
@@ -193,7 +193,7 @@ def _launched(request: Request, *, use_gpus: bool) -> Verdict | None:
         return replace(verdict, ranks_seconds=ran - prepared_at, reference_seconds=compared)
 
 
-def prepare(request: Request, *, on_cpu: bool = True) -> Plan:
+def prepare(request: Request, *, on_cpu: bool = True) -> VerifyPlan:
     """The ranks' job and the bench to compare on, clipping chosen so that it is at work."""
     job, config, model, changes = _job(request, on_cpu=on_cpu)
     plan = _family_plan(job, config, changes) if config is not None else _user_plan(job, model, changes)
@@ -207,12 +207,12 @@ def prepare(request: Request, *, on_cpu: bool = True) -> Plan:
     return replace(plan, bench=replace(plan.bench, tolerances=tolerances))
 
 
-def judge(plan: Plan, found: Witness) -> Verdict:
+def judge(plan: VerifyPlan, found: Witness) -> Verdict:
     """Compare what the ranks brought home with the bench's reference."""
     rows: list[StepRow] = []
-    findings: list[Finding] = []
+    findings: list[ParityFinding] = []
     for seen in found.passes:
-        comparison = Comparison(seen, plan.bench)
+        comparison = TrainingComparison(seen, plan.bench)
         findings += comparison.findings()
         rows += comparison.rows
         if findings:
@@ -231,13 +231,13 @@ def judge(plan: Plan, found: Witness) -> Verdict:
 
 def _job(
     request: Request, *, on_cpu: bool
-) -> tuple[Job, RunConfig | None, UserModel | None, tuple[str, ...]]:
+) -> tuple[VerifyJob, RunConfig | None, UserModel | None, tuple[str, ...]]:
     size, steps = request.world_size, request.steps
     if request.entry is not None:
         content = load.content_of(request.source, request.overrides)
         content.pop("dsx", None)
         changes = _user_changes(content, on_cpu=on_cpu, keep_precision=request.keep_precision)
-        job = Job(
+        job = VerifyJob(
             content=content,
             world_size=size,
             steps=steps,
@@ -255,7 +255,7 @@ def _job(
         return job, None, model, changes
     config = resolve(request.source, world_size=size, overrides=request.overrides)
     small = trial(config, full=request.full, keep_precision=request.keep_precision, on_cpu=on_cpu)
-    job = Job(content=small.content, world_size=size, steps=steps, clipping=0.0, dropout=small.dropout)
+    job = VerifyJob(content=small.content, world_size=size, steps=steps, clipping=0.0, dropout=small.dropout)
     return job, job.config(), None, small.changes
 
 
@@ -276,7 +276,7 @@ def _user_changes(content: dict[str, Any], *, on_cpu: bool, keep_precision: bool
     return tuple(changes)
 
 
-def _family_plan(job: Job, config: RunConfig, changes: tuple[str, ...]) -> Plan:
+def _family_plan(job: VerifyJob, config: RunConfig, changes: tuple[str, ...]) -> VerifyPlan:
     reference, layers = Transformers(config), family_layers(config)
     mesh, m = config.mesh, config.accumulation
     width = mesh.tp * config.dsx.model.vocab_multiple
@@ -305,12 +305,12 @@ def _family_plan(job: Job, config: RunConfig, changes: tuple[str, ...]) -> Plan:
         layers=layers,
         built=fresh_weights(config) if config.weights is None and config.precision == "fp32" else None,
     )
-    return Plan(
+    return VerifyPlan(
         job=job, bench=bench, changes=changes, layout=_layout(config), mesh=mesh, optimizer=updates.title
     )
 
 
-def _user_plan(job: Job, model: UserModel | None, changes: tuple[str, ...]) -> Plan:
+def _user_plan(job: VerifyJob, model: UserModel | None, changes: tuple[str, ...]) -> VerifyPlan:
     assert model is not None
     assert job.entry is not None
     arguments = model.arguments
@@ -342,7 +342,7 @@ def _user_plan(job: Job, model: UserModel | None, changes: tuple[str, ...]) -> P
         f"{batch.accumulation} micro-batches of {batch.micro}"
     )
     title = Updates(job.content).title
-    return Plan(job=job, bench=bench, changes=changes, layout=layout, mesh=mesh, optimizer=title)
+    return VerifyPlan(job=job, bench=bench, changes=changes, layout=layout, mesh=mesh, optimizer=title)
 
 
 def _is_seeded(arguments: Mapping[str, Any]) -> bool:
@@ -351,14 +351,14 @@ def _is_seeded(arguments: Mapping[str, Any]) -> bool:
     return bool(arguments.get("seed_layers")) and not modules
 
 
-def _in_one_process(name: str, arguments: Mapping[str, Any]) -> Layers:
+def _in_one_process(name: str, arguments: Mapping[str, Any]) -> ReferenceLayers:
     """The user's layers, built as PipelineModule builds them."""
     from deepspeed.runtime.utils import set_random_seed
 
     layers = user_model(name).arguments["layers"]
     seed_fn = arguments.get("seed_fn") or set_random_seed
     base = arguments.get("base_seed", 1234) if arguments.get("seed_layers") else None
-    return Layers(
+    return ReferenceLayers(
         layers,
         arguments.get("loss_fn"),
         "the same layers called in order, one process, fp32",

@@ -31,7 +31,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class SeenPiece:
     """A part of a flattened parameter that a rank's optimizer updates, fp32, around one step.
 
     Attributes:
@@ -75,7 +75,7 @@ class RankStep:
 
     loss: float
     norm: float | None
-    pieces: Sequence[Piece]
+    pieces: Sequence[SeenPiece]
     spread: dict[str, float]
 
 

@@ -26,7 +26,7 @@ from dsx.train import recipe
 from dsx.verify.entry_point import UserModel, user_model
 from dsx.verify.masks import masks_of, random_tokens
 from dsx.verify.reference import put
-from dsx.verify.seen import Known, Mask, Piece, RankSeen, RankStep, Seen, Weight, Witness
+from dsx.verify.seen import Known, Mask, RankSeen, RankStep, Seen, SeenPiece, Weight, Witness
 
 Batches = Callable[[int], Iterator[tuple[Any, Any]]]
 """Step -> this replica's micro-batches."""
@@ -107,7 +107,9 @@ class _Watch:
                     spread[name] = self._spread(after[at] if own is None else own)
                 if self._partitioned or subject.dp_rank == 0:
                     pieces.append(
-                        Piece(name=name, start=span.start, before=before[at], after=after[at], gradient=own)
+                        SeenPiece(
+                            name=name, start=span.start, before=before[at], after=after[at], gradient=own
+                        )
                     )
         return RankStep(loss=loss, norm=None if norm is None else float(norm), pieces=pieces, spread=spread)
 
@@ -164,7 +166,7 @@ NOISE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class VerifyJob:
     """What ranks are told to do.
 
     Attributes:
@@ -211,7 +213,7 @@ class Job:
         return 0 if self.entry is not None else self.config().dsx.train.seed
 
 
-def witness(job: Job, groups: Groups) -> Witness | None:
+def witness(job: VerifyJob, groups: Groups) -> Witness | None:
     """Run the layout and give all that was seen to rank 0. A collective call over all ranks."""
     passes = [
         _passed(job, groups, clipping) for clipping in ((0.0, job.clipping) if job.clipping else (0.0,))
@@ -224,7 +226,7 @@ def witness(job: Job, groups: Groups) -> Witness | None:
     return Witness(passes=[seen for seen in passes if seen is not None], masks=masks or ())
 
 
-def _passed(job: Job, groups: Groups, clipping: float) -> Seen | None:
+def _passed(job: VerifyJob, groups: Groups, clipping: float) -> Seen | None:
     config = job.config(clipping) if job.entry is None else None
     model = None if job.entry is None else user_model(job.entry)
     batch = job.batch()
@@ -266,7 +268,9 @@ def _family(config: RunConfig, groups: Groups) -> tuple[Subject, dict[str, Tenso
     return _subject(engine, engine.deepspeed_engine, pipeline.chunks, names, groups, groups.data), built
 
 
-def _user(job: Job, model: UserModel, groups: Groups, clipping: float) -> tuple[Subject, dict[str, Tensor]]:
+def _user(
+    job: VerifyJob, model: UserModel, groups: Groups, clipping: float
+) -> tuple[Subject, dict[str, Tensor]]:
     config = _plain(job, clipping)
     pipeline = PipelineModule(**{**model.arguments, "groups": groups, "config": config})
     names = dict(pipeline.chunks.named_parameters())
@@ -275,7 +279,9 @@ def _user(job: Job, model: UserModel, groups: Groups, clipping: float) -> tuple[
     return _subject(engine, engine.deepspeed_engine, pipeline.chunks, names, groups, groups.data), built
 
 
-def _stock(job: Job, model: UserModel, groups: Groups, clipping: float) -> tuple[Subject, dict[str, Tensor]]:
+def _stock(
+    job: VerifyJob, model: UserModel, groups: Groups, clipping: float
+) -> tuple[Subject, dict[str, Tensor]]:
     from deepspeed.pipe import PipelineModule as StockModule
 
     net = StockModule(**model.arguments)
@@ -287,7 +293,7 @@ def _stock(job: Job, model: UserModel, groups: Groups, clipping: float) -> tuple
     return _subject(engine, engine, net, names, groups, data), built
 
 
-def _plain(job: Job, clipping: float) -> dict[str, Any]:
+def _plain(job: VerifyJob, clipping: float) -> dict[str, Any]:
     """DeepSpeed's part of the JSON."""
     content = {key: value for key, value in job.content.items() if key != "dsx"}
     return {**content, **job.batch().keys(), "gradient_clipping": clipping, "steps_per_print": None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from textwrap import wrap
 
-from dsx.verify.diagnosis import Finding, StepRow
+from dsx.verify.diagnosis import ParityFinding, StepRow
 
 _WIDTH = 100
 _LABEL = 11
@@ -19,7 +19,7 @@ def parity_table(rows: Iterable[StepRow]) -> list[str]:
     return ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
 
 
-def findings_text(findings: Sequence[Finding]) -> list[str]:
+def findings_text(findings: Sequence[ParityFinding]) -> list[str]:
     """Lines on what differs, and why it may."""
     lines = []
     for finding in findings:

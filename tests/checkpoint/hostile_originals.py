@@ -13,10 +13,10 @@ from safetensors.torch import save
 
 import made
 from dsx.checkpoint.checksums import digest
-from dsx.checkpoint.execute import Options
-from dsx.checkpoint.layouts import Degrees, Pipeline
+from dsx.checkpoint.execute import ConversionOptions
+from dsx.checkpoint.layouts import Pipeline, TargetDegrees
 from dsx.checkpoint.open import open_checkpoint
-from dsx.checkpoint.reshard import Wanted, prepare
+from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.models.hf_config import model_spec
 
 CONFIG = {
@@ -31,20 +31,20 @@ CONFIG = {
 }
 MEGATRON = Path(__file__).parent / "formats" / "megatron_core_0_16_1"
 _WANTED = {
-    "dsx": Wanted(degrees=Degrees(tensor=2, data=2, zero=1)),
-    "zero0": Wanted(format="deepspeed", degrees=Degrees(zero=0)),
-    "zero1": Wanted(format="deepspeed", degrees=Degrees(data=2, zero=1)),
-    "zero3": Wanted(format="deepspeed", degrees=Degrees(data=2, zero=3)),
-    "tensor": Wanted(format="deepspeed", degrees=Degrees(tensor=2, zero=1)),
-    "pipeline": Wanted(
-        format="deepspeed", degrees=Degrees(pipeline=2, zero=1), pipeline=Pipeline(partition="uniform")
+    "dsx": WantedTarget(degrees=TargetDegrees(tensor=2, data=2, zero=1)),
+    "zero0": WantedTarget(format="deepspeed", degrees=TargetDegrees(zero=0)),
+    "zero1": WantedTarget(format="deepspeed", degrees=TargetDegrees(data=2, zero=1)),
+    "zero3": WantedTarget(format="deepspeed", degrees=TargetDegrees(data=2, zero=3)),
+    "tensor": WantedTarget(format="deepspeed", degrees=TargetDegrees(tensor=2, zero=1)),
+    "pipeline": WantedTarget(
+        format="deepspeed", degrees=TargetDegrees(pipeline=2, zero=1), pipeline=Pipeline(partition="uniform")
     ),
-    "pipeline0": Wanted(
-        format="deepspeed", degrees=Degrees(pipeline=1, zero=0), pipeline=Pipeline(partition="uniform")
+    "pipeline0": WantedTarget(
+        format="deepspeed", degrees=TargetDegrees(pipeline=1, zero=0), pipeline=Pipeline(partition="uniform")
     ),
-    "universal": Wanted(format="universal"),
-    "dcp": Wanted(format="dcp"),
-    "hf": Wanted(format="hf"),
+    "universal": WantedTarget(format="universal"),
+    "dcp": WantedTarget(format="dcp"),
+    "hf": WantedTarget(format="hf"),
 }
 FORMATS = (*_WANTED, "bin", "index", "megatron")
 
@@ -84,7 +84,7 @@ def write_originals(home: Path) -> None:
         state = {"cpu": torch.arange(8, dtype=torch.uint8)}
         (home / "plain" / f"dsx_random_{rank}.safetensors").write_bytes(save(state, {"x": digest(b"")}))
     for name, wanted in _WANTED.items():
-        prepare(source, home / name, wanted).run(Options(workers=1))
+        prepare(source, home / name, wanted).run(ConversionOptions(workers=1))
         source = open_checkpoint(home / "dsx")
     weights = {name: torch.ones(2, 3) for name in ("up.weight", "down.weight")}
     for name in ("bin", "index"):

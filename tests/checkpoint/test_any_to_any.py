@@ -13,37 +13,39 @@ from hypothesis import strategies as st
 
 import made
 from dsx.checkpoint.compare import compare, only_in
-from dsx.checkpoint.execute import Options
+from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.formats.deepspeed.layer_names import as_model
-from dsx.checkpoint.layouts import Degrees, Pipeline
+from dsx.checkpoint.layouts import Pipeline, TargetDegrees
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.read import verify
-from dsx.checkpoint.reshard import Wanted, prepare
+from dsx.checkpoint.reshard import WantedTarget, prepare
 
 small = st.integers(1, 3)
 halves = st.sampled_from([1, 2])
 zeros = st.integers(0, 3)
 dsx_layouts = st.builds(
-    lambda tp, pp, chunks, dp, zero: Wanted(
-        degrees=Degrees(tensor=tp, pipeline=pp, chunks=chunks, data=dp, zero=zero)
+    lambda tp, pp, chunks, dp, zero: WantedTarget(
+        degrees=TargetDegrees(tensor=tp, pipeline=pp, chunks=chunks, data=dp, zero=zero)
     ),
     *(halves, small, halves, small, zeros),
 )
 engines = st.builds(
-    lambda tp, dp, zero: Wanted(format="deepspeed", degrees=Degrees(tensor=tp, data=dp, zero=zero)),
+    lambda tp, dp, zero: WantedTarget(
+        format="deepspeed", degrees=TargetDegrees(tensor=tp, data=dp, zero=zero)
+    ),
     *(halves, small, zeros),
 )
 pipelines = st.builds(
-    lambda tp, pp, dp, method: Wanted(
+    lambda tp, pp, dp, method: WantedTarget(
         format="deepspeed",
-        degrees=Degrees(tensor=tp, pipeline=pp, data=dp, zero=1),
+        degrees=TargetDegrees(tensor=tp, pipeline=pp, data=dp, zero=1),
         pipeline=Pipeline(partition=method),
     ),
     *(halves, small, small, st.sampled_from(["uniform", "parameters"])),
 )
 others = st.builds(
-    lambda style, data, zero: Wanted(
-        format=style, degrees=Degrees(data=data, zero=None if style == "dcp" else zero)
+    lambda style, data, zero: WantedTarget(
+        format=style, degrees=TargetDegrees(data=data, zero=None if style == "dcp" else zero)
     ),
     *(st.sampled_from(["universal", "dcp"]), small, st.integers(1, 3)),
 )
@@ -71,7 +73,7 @@ def first(request, tmp_path_factory):
         ],
     }
     source = made.plain(folder / "plain", specs, made.FP32, bits=bits, facts=facts)
-    prepare(source, folder / "a", Wanted(precision=precision)).run(Options(workers=1))
+    prepare(source, folder / "a", WantedTarget(precision=precision)).run(ConversionOptions(workers=1))
     return open_checkpoint(folder / "a"), specs
 
 
@@ -79,10 +81,10 @@ def first(request, tmp_path_factory):
 @given(way=hops, back=dsx_layouts)
 @example(
     way=[
-        Wanted(format="deepspeed", degrees=Degrees(pipeline=2, zero=1)),
-        Wanted(format="deepspeed", degrees=Degrees(data=2, zero=2)),
+        WantedTarget(format="deepspeed", degrees=TargetDegrees(pipeline=2, zero=1)),
+        WantedTarget(format="deepspeed", degrees=TargetDegrees(data=2, zero=2)),
     ],
-    back=Wanted(degrees=Degrees(tensor=2, zero=3)),
+    back=WantedTarget(degrees=TargetDegrees(tensor=2, zero=3)),
 )
 def test_there_and_back_by_any_way(first, way, back):
     start, specs = first
@@ -91,7 +93,7 @@ def test_there_and_back_by_any_way(first, way, back):
         for number, wanted in enumerate([*way, back]):
             target = Path(folder, str(number))
             asked = replace(wanted, precision=start.facts["precision"])
-            prepare(catalog, target, asked).run(Options(workers=1))
+            prepare(catalog, target, asked).run(ConversionOptions(workers=1))
             catalog = open_checkpoint(target)
             assert not list(verify(catalog))
             catalog = as_model(catalog, specs)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from checkpoint.hostile_originals import write_originals
-from dsx.checkpoint.execute import Options
+from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.formats import native
 from dsx.checkpoint.open import open_checkpoint
-from dsx.checkpoint.reshard import Wanted, prepare
+from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.errors import CheckpointError
 
 pytestmark = pytest.mark.timeout(60)  # a loop over what is claimed takes hours
@@ -224,7 +224,7 @@ def test_a_name_is_one_line_of_a_table(dsx, tmp_path):
 @pytest.mark.parametrize("name", ["dsx", "zero1", "dcp", "hf"])
 def test_a_source_that_goes_away_midway_is_one_error(copy_of, tmp_path, name, what):
     folder = copy_of(name)
-    conversion = prepare(open_checkpoint(folder), tmp_path / "out", Wanted(format="dcp"))
+    conversion = prepare(open_checkpoint(folder), tmp_path / "out", WantedTarget(format="dcp"))
 
     def spoil(_: int) -> None:
         for path in folder.iterdir():
@@ -234,7 +234,7 @@ def test_a_source_that_goes_away_midway_is_one_error(copy_of, tmp_path, name, wh
                 os.truncate(path, 10)
 
     with pytest.raises(CheckpointError, match=str(folder)):
-        conversion.run(Options(workers=1, progress=spoil))
+        conversion.run(ConversionOptions(workers=1, progress=spoil))
     assert not (tmp_path / "out").exists()
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import made
-from dsx.checkpoint.execute import Options
+from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.formats import native
 from dsx.checkpoint.formats.native import shares
 from dsx.checkpoint.formats.slices import cut
@@ -229,5 +229,5 @@ def test_too_little_memory_is_said_with_the_amount_needed(tmp_path):
     layout = made.layout("gpt2")
     source = made.plain(tmp_path / "source", layout.params, made.FP32)
     with pytest.raises(CheckpointError, match=r"--memory 16MiB: one worker needs 80 MiB"):
-        made.reshard(source, tmp_path / "out", layout, options=Options(memory_bytes=16 << 20))
+        made.reshard(source, tmp_path / "out", layout, options=ConversionOptions(memory_bytes=16 << 20))
     assert not list(tmp_path.glob("out*"))

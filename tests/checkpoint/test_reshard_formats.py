@@ -14,12 +14,12 @@ import made
 from checkpoint import stock_checkpoints
 from checkpoint.stock_checkpoints import Stock
 from dsx.checkpoint.compare import compare
-from dsx.checkpoint.execute import Options
+from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.formats import native
-from dsx.checkpoint.layouts import Degrees, layout_like
+from dsx.checkpoint.layouts import TargetDegrees, layout_like
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.read import DamagedError
-from dsx.checkpoint.reshard import Wanted, prepare
+from dsx.checkpoint.reshard import WantedTarget, prepare
 
 COMMAND = ("reshard",)
 
@@ -74,8 +74,8 @@ def test_what_ranks_wrote_is_checked_under_other_names_too(tmp_path):
     layout = made.layout("llama", tp=2)
     made.reshard(made.plain(tmp_path / "p", layout.params, made.BF16), tmp_path / "run", layout)
     catalog = replace(native.catalog_of(tmp_path / "run"), tile_digests={})
-    wanted = Wanted(format="hf", hf_config=made.CONFIGS["llama"])
-    assert prepare(catalog, tmp_path / "good", wanted).run(Options()).sums_checked > 0
+    wanted = WantedTarget(format="hf", hf_config=made.CONFIGS["llama"])
+    assert prepare(catalog, tmp_path / "good", wanted).run(ConversionOptions()).sums_checked > 0
     entry = catalog.by_key["2.mlp.gate_up.weight", "weight"]
     piece = entry.pieces[-1]
     file = tmp_path / "run" / piece.file
@@ -83,7 +83,7 @@ def test_what_ranks_wrote_is_checked_under_other_names_too(tmp_path):
     data[piece.offset + 7] ^= 1
     file.write_bytes(data)
     with pytest.raises(DamagedError, match=r"2.mlp.gate_up.weight, weight|mlp.(gate|up)_proj"):
-        prepare(catalog, tmp_path / "bad", wanted).run(Options())
+        prepare(catalog, tmp_path / "bad", wanted).run(ConversionOptions())
     assert not list(tmp_path.glob("bad*"))
 
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_written_is_said(dsx, tmp_path, arguments, what):
     specs = [replace(spec, name=f"x.{spec.name}") for spec in made.layout("gpt2").params]
     source = made.plain(tmp_path / "p", specs, made.FP32)
     source = replace(source, specs=())
-    made.reshard(source, tmp_path / "run", layout_like(source, Degrees()))
+    made.reshard(source, tmp_path / "run", layout_like(source, TargetDegrees()))
     code, _, err = dsx(tmp_path / "run", tmp_path / "out", *arguments)
     assert (code, what in err) == (2, True), err
     assert not (tmp_path / "out").exists()

@@ -12,7 +12,7 @@ from deepspeed.runtime.utils import partition_balanced, partition_uniform
 import made
 from dsx.checkpoint.catalog import Catalog, Entry
 from dsx.checkpoint.formats.deepspeed.plan import StockLayout
-from dsx.checkpoint.layouts import Degrees, Pipeline, evenest, parse_ties, stock_layout
+from dsx.checkpoint.layouts import Pipeline, TargetDegrees, evenest, parse_ties, stock_layout
 from dsx.errors import CheckpointError
 
 PLAIN = StockLayout(dp=1, zero_stage=1)
@@ -31,7 +31,7 @@ def test_the_uniform_cut_is_deepspeeds(tmp_path: Path):
     source = Catalog(root=tmp_path, format="plain", entries=(), specs=made.layout("gpt2").params)
     for stages in range(1, 8):  # a GPT-2 of three blocks has seven layers, the last of which is the tied head
         wanted = Pipeline(partition="uniform")
-        _, layout = stock_layout(source, Degrees(pipeline=stages), wanted, PLAIN)
+        _, layout = stock_layout(source, TargetDegrees(pipeline=stages), wanted, PLAIN)
         assert list(layout.bounds) == partition_uniform(7, stages)
         assert layout.tied == (("word", (0, 6)),)
 
@@ -40,9 +40,9 @@ def test_layers_that_no_file_tells_of_have_to_be_named(tmp_path: Path):
     table = Entry(name="0.weight", state="weight", shape=(5, 2), dtype="float32", pieces=())
     source = Catalog(root=tmp_path, format="deepspeed", entries=(table,))
     with pytest.raises(CheckpointError, match=r"do not say how many layers.*--partition 3,2"):
-        stock_layout(source, Degrees(pipeline=2), Pipeline(), PLAIN)
+        stock_layout(source, TargetDegrees(pipeline=2), Pipeline(), PLAIN)
     wanted = Pipeline(partition="3, 2", tied=parse_ties(["embed=0,4"]))
-    named, layout = stock_layout(source, Degrees(pipeline=2), wanted, PLAIN)
+    named, layout = stock_layout(source, TargetDegrees(pipeline=2), wanted, PLAIN)
     assert (layout.bounds, layout.tied) == ((0, 3, 5), (("embed", (0, 4)),))
     assert [entry.name for entry in named.entries] == ["tied_modules.embed.weight"]
     for tied, problem in [
@@ -50,11 +50,11 @@ def test_layers_that_no_file_tells_of_have_to_be_named(tmp_path: Path):
         ("embed=0,5", "the pipeline has 5 layers"),
     ]:
         with pytest.raises(CheckpointError, match=problem):
-            stock_layout(source, Degrees(pipeline=2), replace(wanted, tied=parse_ties([tied])), PLAIN)
+            stock_layout(source, TargetDegrees(pipeline=2), replace(wanted, tied=parse_ties([tied])), PLAIN)
     several = replace(source, facts={"unnamed_ties": [0]})
     with pytest.raises(CheckpointError, match=r"layer 0: several stages have it.*--tied KEY=0,LAYER"):
-        stock_layout(several, Degrees(), Pipeline(), PLAIN, universal=True)
-    said, _ = stock_layout(several, Degrees(), Pipeline(tied=wanted.tied), PLAIN, universal=True)
+        stock_layout(several, TargetDegrees(), Pipeline(), PLAIN, universal=True)
+    said, _ = stock_layout(several, TargetDegrees(), Pipeline(tied=wanted.tied), PLAIN, universal=True)
     assert said.by_key.keys() == named.by_key.keys()
     assert parse_ties(["none"]) == ()
     for text in ("embed", "embed=", "=0,4", "embed=0,x"):

@@ -12,10 +12,10 @@ from checkpoint import stock_checkpoints
 from checkpoint.stock_checkpoints import Live, Stock
 from dsx.checkpoint.catalog import Catalog
 from dsx.checkpoint.copy_plan import plan
-from dsx.checkpoint.execute import Options, execute
-from dsx.checkpoint.layouts import Degrees
+from dsx.checkpoint.execute import ConversionOptions, execute
+from dsx.checkpoint.layouts import TargetDegrees
 from dsx.checkpoint.open import open_checkpoint
-from dsx.checkpoint.reshard import Wanted, prepare
+from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.errors import CheckpointError
 
 COMMAND = ("reshard",)
@@ -105,14 +105,14 @@ def test_the_head_of_a_tied_model_folder_is_a_layer(tmp_path):
     names = [spec.name for spec in specs]
     facts = {"param_groups": [{"names": names, "lr": 0.1}], "precision": "fp32"}
     source = made.plain(tmp_path / "plain", specs, made.FP32, facts=facts)
-    prepare(source, tmp_path / "a", Wanted()).run(Options(workers=1))
+    prepare(source, tmp_path / "a", WantedTarget()).run(ConversionOptions(workers=1))
     own = open_checkpoint(tmp_path / "a")
     assert own.facts["stage_bounds"][-1] == 7
     for bounds in ([0, 7], [0, 6]):  # the second is what dsx once wrote
         told = replace(own, facts={**own.facts, "stage_bounds": bounds})
-        wanted = Wanted(format="deepspeed", degrees=Degrees(pipeline=2, zero=1))
+        wanted = WantedTarget(format="deepspeed", degrees=TargetDegrees(pipeline=2, zero=1))
         target = tmp_path / str(bounds[1])
-        prepare(told, target, wanted).run(Options(workers=1))
+        prepare(told, target, wanted).run(ConversionOptions(workers=1))
         assert (target / "layer_05-model_states.pt").is_file()
         assert ("5.norm.weight", "weight") in open_checkpoint(target).by_key
 
@@ -156,12 +156,12 @@ def test_a_target_that_is_not_what_it_should_be_is_no_target(plain, tmp_path, to
     path, *_ = plain
     if to == "hf" and ("other names" in problem or "role" in problem):
         return  # whose files say neither
-    wanted = Wanted(format=to, hf_config={"model_type": "own"} if to == "hf" else None)
+    wanted = WantedTarget(format=to, hf_config={"model_type": "own"} if to == "hf" else None)
     conversion = prepare(open_checkpoint(path), tmp_path / "out", wanted)
     copies = plan(conversion.source, conversion.target.catalog)
     target = replace(conversion.target, catalog=change(conversion.target.catalog))
     if to == "dsx":  # whose manifest is made of the catalog that the writer was given
         target = replace(conversion.target, catalog=target.catalog)
     with pytest.raises(CheckpointError, match=problem):
-        execute(conversion.source, target, copies, Options(workers=1))
+        execute(conversion.source, target, copies, ConversionOptions(workers=1))
     assert not list(tmp_path.iterdir())

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from dsx.fault_tolerance.health import Health, Window
+from dsx.fault_tolerance.health import Health, RecentSteps
 
 BOTH = frozenset({"loss", "grad_norm"})
 
@@ -23,7 +23,7 @@ def healthy(count: int, *, seed: int = 0) -> list[tuple[float, float]]:
 
 def test_the_limit_is_median_and_median_absolute_deviation() -> None:
     values = [norm for _, norm in healthy(40)]
-    window = Window(32, 5.0)
+    window = RecentSteps(32, 5.0)
     for value in values:
         window.add(value)
     kept = np.array(values[-32:])

@@ -21,7 +21,7 @@ import made
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece
 from dsx.checkpoint.copy_plan import plan
-from dsx.checkpoint.execute import Options, execute
+from dsx.checkpoint.execute import ConversionOptions, execute
 from dsx.checkpoint.formats import native
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.read import DamagedError, verify
@@ -41,7 +41,7 @@ def saved(tmp_path):
 
 def convert(source, target, **options):
     conversion = made.prepared(source, target, made.layout("gpt2", **TO))
-    return conversion.run(Options(workers=2, **options))
+    return conversion.run(ConversionOptions(workers=2, **options))
 
 
 def contents(folder):
@@ -222,7 +222,7 @@ def test_an_interrupted_conversion_still_checks_what_it_read_before(saved, tmp_p
     file.write_bytes(data)
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(KeyboardInterrupt):
-        made.reshard(source, tmp_path / "out", to, options=Options(progress=stop))
+        made.reshard(source, tmp_path / "out", to, options=ConversionOptions(progress=stop))
     data[0] ^= 1
     file.write_bytes(data)
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -272,12 +272,12 @@ def test_what_another_conversion_left_is_refused_and_restart_discards_it(saved, 
     catalog = open_checkpoint(saved)
     other = made.prepared(catalog, target, made.layout("gpt2", dp=3))
     with pytest.raises(CheckpointError, match="left it, and the target has changed"):
-        other.run(Options())
+        other.run(ConversionOptions())
     os.utime(saved / "rank_00000.safetensors", ns=(1, 1))
     with pytest.raises(CheckpointError, match="and the source has changed since"):
         convert(catalog, target)
     assert not target.exists()
-    assert other.run(Options(restart=True)).resumed_bytes == 0
+    assert other.run(ConversionOptions(restart=True)).resumed_bytes == 0
     assert not Path(f"{target}.partial").exists()
 
 
@@ -379,7 +379,7 @@ def test_zip_members_get_their_crc32(tmp_path):
         finish=lambda folder, written: None,
     )
     unread = {"check": lambda folder, wanted: None}  # a format of this test's own, which has no reader
-    execute(source, target, plan(made.with_tiles(source, 100), target.catalog), Options(), **unread)
+    execute(source, target, plan(made.with_tiles(source, 100), target.catalog), ConversionOptions(), **unread)
     with zipfile.ZipFile(tmp_path / "out" / "a.zip") as archive:
         assert archive.testzip() is None
         whole = b"".join(archive.read(member)[8:-4] for member in archive.infolist())
@@ -425,10 +425,10 @@ def test_an_entry_without_elements_and_one_without_dims(tmp_path):
         Entry(name="one", state="weight", shape=(), dtype="float32", pieces=(Piece("f", 0, (), (), ()),)),
     )
     source = Catalog(root=tmp_path / "source", format="plain", entries=entries)
-    from dsx.checkpoint.layouts import Degrees, layout_like
+    from dsx.checkpoint.layouts import TargetDegrees, layout_like
 
-    target = native.target_of(source, tmp_path / "out", layout_like(source, Degrees()))
-    execute(source, target, plan(source, target.catalog), Options())
+    target = native.target_of(source, tmp_path / "out", layout_like(source, TargetDegrees()))
+    execute(source, target, plan(source, target.catalog), ConversionOptions())
     read = native.catalog_of(tmp_path / "out")
     assert [entry.shape for entry in read.entries] == [(0, 3), ()]
     assert (tmp_path / "out" / "rank_00000.safetensors").read_bytes()[-4:] == b"\x01\x02\x03\x04"

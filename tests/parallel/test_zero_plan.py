@@ -10,7 +10,7 @@ from torch import nn
 
 import ranks
 from dsx.errors import LayoutError
-from dsx.parallel.zero import Buffer, Piece, ZeroPlan
+from dsx.parallel.zero import Buffer, ZeroPiece, ZeroPlan
 
 SHAPES = {"a": (5, 3), "b": (7,), "c": (1,), "d": (4, 6), "e": (13,), "f": (2,)}
 SPLIT = 4  # the first four parameters are one optimizer group, the others a second one
@@ -133,8 +133,8 @@ def test_ranks_cover_every_element_once(plan):
 def test_stage_1_by_hand():
     """10 + 3 elements on two ranks: padded to 16, eight each."""
     plan = ZeroPlan(stage=1, dp=2, groups=((("a", 10), ("b", 3)),))
-    assert plan.buffers(0) == (Buffer(0, 8, (Piece("a", 0, 8, 0),)),)
-    assert plan.buffers(1) == (Buffer(0, 8, (Piece("a", 8, 10, 0), Piece("b", 0, 3, 2))),)
+    assert plan.buffers(0) == (Buffer(0, 8, (ZeroPiece("a", 0, 8, 0),)),)
+    assert plan.buffers(1) == (Buffer(0, 8, (ZeroPiece("a", 8, 10, 0), ZeroPiece("b", 0, 3, 2))),)
 
 
 def test_wrong_plans_are_refused():

@@ -9,7 +9,7 @@ from profiles import cost, gpt2, profile, random_layers
 
 from dsx.errors import ConfigError, LayoutError, ScheduleError
 from dsx.planner.choose import CHUNKS, Space, choose
-from dsx.planner.partition_search import Pipeline, search
+from dsx.planner.partition_search import SimulatedPipeline, search
 from dsx.schedules.builders import NAMES, Options, build, default_chunks
 from dsx.schedules.program import Program
 
@@ -45,7 +45,7 @@ def test_as_short_as_anything_tried_by_hand(seed):
             for group in (None, 4):
                 for warmup in (None, 1, 3):
                     options = Options(group_size=group, warmup_per_rank=warmup)
-                    task = Pipeline(
+                    task = SimulatedPipeline(
                         layers=measured.layers["none"],
                         program=Program(name=name, options=options),
                         num_ranks=p,
@@ -104,8 +104,8 @@ def test_nothing_fits():
     needs = [float(part.rsplit(": ", 1)[1].removesuffix(" KiB")) for part in nearest]
     assert needs == sorted(needs)
     least = min(
-        max(search(Pipeline(layers=EVEN.layers["none"], program=Program(name=n), num_ranks=2, num_chunks=v,
-                            num_micro_batches=8, most_bytes=10)).peak_bytes)
+        max(search(SimulatedPipeline(layers=EVEN.layers["none"], program=Program(name=n), num_ranks=2,
+                                     num_chunks=v, num_micro_batches=8, most_bytes=10)).peak_bytes)
         for n, v in (("1f1b", 1), ("zb_h1", 1), ("zbv", 2))
     )  # fmt: skip
     assert needs[0] <= least / 1024 * 1.01
@@ -180,7 +180,7 @@ def test_real_proportions_in_seconds():
     measured = profile(gpt2(1024))
     ranking = choose(measured, num_ranks=4, num_micro_batches=8, space=Space())
     for name, v in (("1f1b", 1), ("interleaved", 2)):
-        thumb = Pipeline(
+        thumb = SimulatedPipeline(
             layers=measured.layers["none"],
             program=Program(name=name),
             num_ranks=4,

@@ -18,7 +18,7 @@ from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
 from dsx.planner.choose import Space, choose
 from dsx.planner.profile import Profile
-from dsx.planner.profiler import Link, profile_layers
+from dsx.planner.profiler import MeasuredLink, profile_layers
 from engine import toy_pipeline as toy
 
 FORWARD, BACKWARD = 0.004, 0.007
@@ -180,14 +180,14 @@ def test_what_cannot_be_measured() -> None:
 
 
 def test_link_through_two_points() -> None:
-    link = Link.through((1000, 0.002), (101_000, 0.012))
+    link = MeasuredLink.through((1000, 0.002), (101_000, 0.012))
     assert link.bytes_per_second == pytest.approx(1e7)
     assert link.latency_seconds == pytest.approx(0.0019)
-    noisy = Link.through((1000, 0.002), (100_000, 0.001))  # the large one took less
+    noisy = MeasuredLink.through((1000, 0.002), (100_000, 0.001))  # the large one took less
     assert (noisy.latency_seconds, noisy.bytes_per_second) == (0.0, pytest.approx(1e8))
 
 
-def _link(rank: int, world_size: int) -> Link | None:
+def _link(rank: int, world_size: int) -> MeasuredLink | None:
     from dsx.parallel.groups import make_groups
     from dsx.parallel.mesh import Mesh
     from dsx.planner.profiler import measure_link

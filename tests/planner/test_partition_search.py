@@ -10,18 +10,20 @@ from profiles import cost, gpt2, random_layers
 
 from dsx.errors import LayoutError
 from dsx.parallel.partition import balanced
-from dsx.planner.partition_search import Pipeline, search
+from dsx.planner.partition_search import SimulatedPipeline, search
 from dsx.schedules.builders import build
 from dsx.schedules.program import Program
 from dsx.schedules.simulate import simulate
 
 
-def pipeline(layers, name, p, v, m, **more) -> Pipeline:
+def pipeline(layers, name, p, v, m, **more) -> SimulatedPipeline:
     program = Program(name=name)
-    return Pipeline(layers=layers, program=program, num_ranks=p, num_chunks=v, num_micro_batches=m, **more)
+    return SimulatedPipeline(
+        layers=layers, program=program, num_ranks=p, num_chunks=v, num_micro_batches=m, **more
+    )
 
 
-def every_cut(task: Pipeline):
+def every_cut(task: SimulatedPipeline):
     n = len(task.layers)
     for inner in combinations(range(1, n), task.num_stages - 1):
         yield task.judge((0, *inner, n))
@@ -78,7 +80,7 @@ def test_v_placement_goes_with_the_schedule():
 SEQUENCE, M = 2048, 16
 
 
-def over_ideal(task: Pipeline, seconds: float) -> float:
+def over_ideal(task: SimulatedPipeline, seconds: float) -> float:
     return seconds / (sum(layer.seconds for layer in task.layers) / task.num_ranks * task.num_micro_batches)
 
 
@@ -128,7 +130,7 @@ def test_a_cap_that_nothing_meets_gives_the_nearest():
 def test_a_schedule_written_by_hand():
     rows = build("1f1b", 2, 1, 3)
     layers = random_layers(6, 2)
-    by_hand = Pipeline(
+    by_hand = SimulatedPipeline(
         layers=layers,
         program=Program(name="my.csv", rows=rows),
         num_ranks=2,

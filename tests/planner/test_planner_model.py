@@ -13,7 +13,7 @@ from dsx.planner import layer_times as kernels
 from dsx.planner.cluster import PRESETS, Group, Link, preset
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.layer_times import Machine, Shape, layer_times
-from dsx.planner.layout import Layout, Task
+from dsx.planner.layout import PlannedLayout, Task
 from dsx.planner.step_time import Predictor
 
 MODELS = [model_spec(each.config) for each in presets()]
@@ -98,7 +98,7 @@ def test_larger_matrices_are_more_efficient():
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_parts_add_up(schedule, zero):
     chunks = 1 if schedule in ("1f1b", "zb_h1") else 2
-    layout = Layout(
+    layout = PlannedLayout(
         tensor=2,
         pipeline=4,
         data=2,
@@ -119,7 +119,11 @@ def test_parts_add_up(schedule, zero):
 
 
 def test_no_layout_beats_the_hardware():
-    for layout in (Layout(data=8), Layout(tensor=8), Layout(pipeline=8, schedule="zbv", chunks=2)):
+    for layout in (
+        PlannedLayout(data=8),
+        PlannedLayout(tensor=8),
+        PlannedLayout(pipeline=8, schedule="zbv", chunks=2),
+    ):
         found = task()
         step = Predictor(found).predict(layout)
         assert found.flops / step.seconds / 8 < 989.4e12 * Efficiency().matmul
@@ -129,7 +133,7 @@ def test_what_slows_a_step():
     predictor = Predictor(task())
 
     def seconds(**changes):
-        return predictor.predict(replace(Layout(tensor=2, pipeline=2, data=2), **changes)).seconds
+        return predictor.predict(replace(PlannedLayout(tensor=2, pipeline=2, data=2), **changes)).seconds
 
     assert seconds() < seconds(recompute="selective") < seconds(recompute="full")
     assert seconds() < seconds(sequence_parallel=False)
@@ -140,8 +144,8 @@ def test_what_slows_a_step():
 def test_gradients_of_several_chunks_are_reduced_beside_computation():
     """docs/adr/0008: all but the last chunk's reduction is hidden."""
     predictor = Predictor(task(batch=256))
-    one = predictor.predict(Layout(pipeline=4, data=16, chunks=1))
-    four = predictor.predict(Layout(pipeline=4, data=16, schedule="interleaved", chunks=4))
+    one = predictor.predict(PlannedLayout(pipeline=4, data=16, chunks=1))
+    four = predictor.predict(PlannedLayout(pipeline=4, data=16, schedule="interleaved", chunks=4))
     assert one.gradients > 0
     assert four.gradients < 0.5 * one.gradients
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dsx.planner.step_time import Pipeline, least_seconds
+from dsx.planner.step_time import PipelineStep, least_seconds
 from dsx.schedules.builders import NAMES, default_chunks, placement_of
 from dsx.schedules.program import Program
 from dsx.schedules.simulate import Costs, simulate
@@ -37,7 +37,7 @@ def test_as_long_as_the_whole_simulation(name):
                 given = costs(ranks * chunks, wire, spread)
                 program = Program(name=name)
                 short, full = (
-                    Pipeline(program, ranks, chunks, count).run(given),
+                    PipelineStep(program, ranks, chunks, count).run(given),
                     simulate(program.build(ranks, chunks, count), given),
                 )
                 where = (ranks, chunks, count, spread)
@@ -47,7 +47,7 @@ def test_as_long_as_the_whole_simulation(name):
 
 
 def test_is_shorter_than_the_whole():
-    pipeline = Pipeline(Program(name="1f1b"), 64, 1, 512)
+    pipeline = PipelineStep(Program(name="1f1b"), 64, 1, 512)
     assert max(pipeline.lengths) < 512
     assert {length % 64 for length in pipeline.lengths} == {0}
 
@@ -55,7 +55,7 @@ def test_is_shorter_than_the_whole():
 @pytest.mark.parametrize(("chunks", "name"), [(1, "1f1b"), (2, "interleaved")])
 def test_bubble_is_the_papers(chunks, name):
     """(p - 1) / (v m), arXiv:2104.04473, section 2.2, at a size that is not simulated whole."""
-    found = Pipeline(Program(name=name), 16, chunks, 512).run(Costs())
+    found = PipelineStep(Program(name=name), 16, chunks, 512).run(Costs())
     assert found.bubble == pytest.approx(15 / (chunks * 512), rel=1e-6)
     assert found.left_seconds[0] == pytest.approx(0.0)
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 import dsx
 import ranks
-from dsx.checkpoint.execute import Options
+from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.open import open_checkpoint
-from dsx.checkpoint.reshard import Wanted, prepare
+from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.data.tokenizers import ByteTokenizer
 from dsx.errors import CheckpointError, ConfigError, DataError, DsxError
 from parity import dsx_run, oracle
@@ -104,8 +104,8 @@ def test_any_layout_generates_as_its_export(run):
 
 @pytest.mark.parametrize("kind", ["universal", "deepspeed", "hf"])
 def test_other_formats_give_the_same_model(run, tmp_path, kind):
-    wanted = Wanted(format=kind, names="hf")
-    prepare(open_checkpoint(run / "checkpoints"), tmp_path / "other", wanted).run(Options())
+    wanted = WantedTarget(format=kind, names="hf")
+    prepare(open_checkpoint(run / "checkpoints"), tmp_path / "other", wanted).run(ConversionOptions())
     reference = AutoModelForCausalLM.from_pretrained(run / "hf" / "step2")
     model, _ = dsx.load_transformers(tmp_path / "other", config=run / "hf" / "step2", tokenizer="bytes")
     assert same_weights(model, reference)

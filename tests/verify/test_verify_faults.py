@@ -11,9 +11,9 @@ import pytest
 
 import ranks
 from dsx.verify import diagnosis
-from dsx.verify.run import Plan, Request, judge, prepare
+from dsx.verify.run import Request, VerifyPlan, judge, prepare
 from dsx.verify.seen import Witness
-from dsx.verify.subject import Job
+from dsx.verify.subject import VerifyJob
 from verify.mistakes import FAULTS
 
 GPT2 = {"family": "gpt2", "preset": "tiny", "overrides": {"resid_pdrop": 0.1, "embd_pdrop": 0.1}}
@@ -94,7 +94,7 @@ WITH_CLIPPING = {"none", "never clipped"}
 WITH_DROPOUT = {"none", "dropout by rank", "dropout alike", "dropout alike on slices"}
 
 
-def watch(rank: int, world_size: int, jobs: list[tuple[str, Job]]) -> list[Witness | None]:
+def watch(rank: int, world_size: int, jobs: list[tuple[str, VerifyJob]]) -> list[Witness | None]:
     """What is seen under each mistake, on rank 0."""
     from dsx.launch import processes
     from dsx.parallel.groups import make_groups
@@ -113,7 +113,7 @@ def watch(rank: int, world_size: int, jobs: list[tuple[str, Job]]) -> list[Witne
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
     """(layout, mistake) -> verdict, all mistakes in one launch of four ranks."""
     folder = tmp_path_factory.mktemp("configs")
-    plans: dict[str, Plan] = {}
+    plans: dict[str, VerifyPlan] = {}
     for number, (name, content) in enumerate(LAYOUTS.items()):
         file = Path(folder / f"{number}.json")
         file.write_text(json.dumps(content))

@@ -13,7 +13,7 @@ from dsx.models.spec import ModelSpec, Recompute
 from dsx.planner.cluster import preset
 from dsx.planner.costs import MEGATRON_2021, Efficiency, Network, Software
 from dsx.planner.layer_times import Machine
-from dsx.planner.layout import Layout, Task
+from dsx.planner.layout import PlannedLayout, Task
 from dsx.planner.step_time import Predictor, StepTime
 
 SEQUENCE_LENGTH = 2048
@@ -55,12 +55,12 @@ class Run:
     published: float = 0.0
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> PlannedLayout:
         """As the planner takes it: equal stages, embedding on the first, head on the last."""
         stages = self.pipeline * self.chunks
         each = self.layers // stages
         inner = [2 + each * stage for stage in range(1, stages)]
-        return Layout(
+        return PlannedLayout(
             tensor=self.tensor,
             pipeline=self.pipeline,
             data=self.gpus // (self.tensor * self.pipeline),

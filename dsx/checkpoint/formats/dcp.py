@@ -46,8 +46,8 @@ from dsx.checkpoint.catalog import (
     numbers_in,
     with_numbers,
 )
-from dsx.checkpoint.file_io import Window
-from dsx.checkpoint.formats.torch_file import MAX_BYTES, Global, Record, TensorRef, unpickle
+from dsx.checkpoint.file_io import FileWindow
+from dsx.checkpoint.formats.torch_file import MAX_BYTES, Global, PickledObject, TensorRef, unpickle
 from dsx.checkpoint.formats.torch_target import Call, Hole, number, pickled, size_of, torch_skeleton
 from dsx.checkpoint.pieces import contiguous
 from dsx.checkpoint.target import Crc32Field, Skeleton, Target, Written, left_behind
@@ -234,7 +234,7 @@ def _opened(root: Path, item: _Item, what: str) -> tuple[Any, dict[str, tuple[in
     blank = Catalog(root=root, format=FORMAT, entries=())
     path = locate(blank, item.file, what)
     with path.open("rb") as file:
-        window = Window(file, item.start, item.length)
+        window = FileWindow(file, item.start, item.length)
         try:
             archive = zipfile.ZipFile(window)
             members = archive.infolist()
@@ -259,7 +259,7 @@ def _opened(root: Path, item: _Item, what: str) -> tuple[Any, dict[str, tuple[in
     return unpickle(data, str(path)), storages
 
 
-def _place(window: Window, member: zipfile.ZipInfo, item: _Item) -> tuple[int, int, int]:
+def _place(window: FileWindow, member: zipfile.ZipInfo, item: _Item) -> tuple[int, int, int]:
     window.seek(member.header_offset)
     header = window.read(30)
     if member.compress_type != zipfile.ZIP_STORED or len(header) < 30 or header[:4] != b"PK\x03\x04":
@@ -504,9 +504,9 @@ class _Writer:
 
     def __init__(self, files: list[_File]) -> None:
         self.files = files
-        self._about: dict[str, Record] = {}
+        self._about: dict[str, PickledObject] = {}
         self._paths: dict[str, Key] = {}
-        self._storage: dict[Record, Record] = {}
+        self._storage: dict[PickledObject, PickledObject] = {}
 
     def tensor(self, entry: Entry) -> Entry:
         """A tensor's parts; the entry with its pieces."""
@@ -543,12 +543,12 @@ class _Writer:
             self._about[key] = _tensor_about(value.dtype, value.shape, [((), ())])
             self._place(key, (), 0, file.name, start, length)
         else:
-            self._about[key] = Record(f"{_MODULE}.BytesStorageMetadata")
+            self._about[key] = PickledObject(f"{_MODULE}.BytesStorageMetadata")
             self._place(key, None, None, file.name, start, length)
 
-    def index(self) -> Record:
+    def index(self) -> PickledObject:
         """``Metadata``."""
-        return Record(
+        return PickledObject(
             f"{_MODULE}.Metadata",
             (),
             {
@@ -579,8 +579,8 @@ class _Writer:
         self, key: str, corner: tuple[int, ...] | None, at: int | None, file: str, start: int, length: int
     ) -> None:
         offset = None if corner is None else size_of(corner)
-        index = Record(f"{_MODULE}.MetadataIndex", (), {"fqn": key, "offset": offset, "index": at})
-        self._storage[index] = Record(
+        index = PickledObject(f"{_MODULE}.MetadataIndex", (), {"fqn": key, "offset": offset, "index": at})
+        self._storage[index] = PickledObject(
             "torch.distributed.checkpoint.filesystem._StorageInfo",
             (),
             {"relative_path": file, "offset": start, "length": length},
@@ -589,7 +589,7 @@ class _Writer:
 
 def _tensor_about(
     dtype: str, shape: tuple[int, ...], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]
-) -> Record:
+) -> PickledObject:
     """``TensorStorageMetadata``; its properties pickle themselves as a tuple (metadata.py, __getstate__)."""
     properties = (
         Global("torch", dtype),
@@ -599,12 +599,14 @@ def _tensor_about(
         False,
     )
     parts = [
-        Record(f"{_MODULE}.ChunkStorageMetadata", (), {"offsets": size_of(low), "sizes": size_of(extents)})
+        PickledObject(
+            f"{_MODULE}.ChunkStorageMetadata", (), {"offsets": size_of(low), "sizes": size_of(extents)}
+        )
         for low, extents in chunks
     ]
     about = {
-        "properties": Record(f"{_MODULE}.TensorProperties", (), properties),
+        "properties": PickledObject(f"{_MODULE}.TensorProperties", (), properties),
         "size": size_of(shape),
         "chunks": parts,
     }
-    return Record(f"{_MODULE}.TensorStorageMetadata", (), about)
+    return PickledObject(f"{_MODULE}.TensorStorageMetadata", (), about)

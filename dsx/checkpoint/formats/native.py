@@ -60,7 +60,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
+class RankShares:
     """What one rank writes of one parameter.
 
     Attributes:
@@ -76,7 +76,7 @@ class Shares:
     state: Share
 
 
-def shares(layout: Layout, rank: int) -> Iterator[Shares]:
+def shares(layout: Layout, rank: int) -> Iterator[RankShares]:
     """What ``rank`` writes of every parameter that it holds, in layer order.
 
     Over all ranks, every element of every tensor is written exactly once.
@@ -91,7 +91,7 @@ def shares(layout: Layout, rank: int) -> Iterator[Shares]:
         mine = at["pp"] == owners[0] and (spec.split is not None or at["tp"] == number % layout.mesh.tp)
         nothing = Share(0, 0)
         spread = _spread(layout, spec, dp, number)
-        yield Shares(
+        yield RankShares(
             spec=spec,
             tp_rank=at["tp"],
             weight=(Share(*weights[spec.name]) if _divided(plan, 3) else spread) if mine else nothing,
@@ -447,7 +447,7 @@ def target_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredInterval:
     """An interval of a flattened local tensor, as a tensor of a rank's file.
 
     Attributes:
@@ -470,7 +470,7 @@ class Stored:
         return (self.high - self.low) * self.entry.item_bytes
 
 
-def stored_by(layout: Layout, rank: int, wanted: Mapping[str, Sequence[Entry]]) -> list[Stored]:
+def stored_by(layout: Layout, rank: int, wanted: Mapping[str, Sequence[Entry]]) -> list[StoredInterval]:
     """What ``rank`` writes, in the order of its file: wide elements first, then by state and layer.
 
     Args:
@@ -487,7 +487,7 @@ def stored_by(layout: Layout, rank: int, wanted: Mapping[str, Sequence[Entry]]) 
         for entry in states:
             cut = cuts[held.weight if _is_weight(entry, states) else held.state]
             if cut is not None:
-                found.append(Stored(entry, *cut))
+                found.append(StoredInterval(entry, *cut))
     return sorted(found, key=lambda item: (-item.entry.item_bytes, item.entry.state))
 
 
@@ -537,7 +537,7 @@ def _rank_file(
     return Skeleton(file=name, num_bytes=at, parts=((0, header),))
 
 
-def header_of(stored: Sequence[Stored]) -> bytes:
+def header_of(stored: Sequence[StoredInterval]) -> bytes:
     """The header of a safetensors file with these tensors one after another."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "dsx": FORMAT_NAME}}
     at = 0

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import ITEM_BYTES, Checksum
-from dsx.checkpoint.file_io import Window, crc32_of_file
+from dsx.checkpoint.file_io import FileWindow, crc32_of_file
 from dsx.errors import CheckpointError
 
 
@@ -46,7 +46,7 @@ class Global:
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class PickledObject:
     """An object of a class that is kept as data: the class's name, arguments and attributes."""
 
     kind: str
@@ -124,17 +124,19 @@ MAX_BYTES = 1 << 28
 """Of a pickle; that of a rank with 10,000 tensors has 3 MiB."""
 
 
-def unpickle(data: bytes | Window, where: str, load_storage: Callable[[Any, str], Any] | None = None) -> Any:
+def unpickle(
+    data: bytes | FileWindow, where: str, load_storage: Callable[[Any, str], Any] | None = None
+) -> Any:
     """The value that a pickle describes.
 
     Args:
-        data: The pickle, or a :class:`~dsx.checkpoint.file_io.Window` to read exactly one from.
+        data: The pickle, or a :class:`~dsx.checkpoint.file_io.FileWindow` to read exactly one from.
         where: The file, for messages.
         load_storage: Makes a value of a persistent id; :func:`storage_of` by default.
 
     Returns:
         Dicts, lists, tuples, sets, numbers, strings, bytes, None, :class:`TensorRef`, :class:`StorageRef`,
-        :class:`Global` and :class:`Record`. An OrderedDict is a dict, an enum of DeepSpeed its number.
+        :class:`Global` and :class:`PickledObject`. An OrderedDict is a dict, an enum of DeepSpeed its number.
 
     Raises:
         CheckpointError: A global that is not in the table, an opcode that torch does not write, or a pickle
@@ -244,7 +246,7 @@ class _Machine:
 
     def build(self, state: Any) -> None:
         value = self.stack[-1]
-        if isinstance(value, Record):
+        if isinstance(value, PickledObject):
             value.state.update(state if isinstance(state, dict) else {"state": state})
         elif not isinstance(value, dict):  # an OrderedDict's attributes (torch's _metadata) are not needed
             raise TypeError(f"attributes for {type(value).__name__}")
@@ -284,8 +286,8 @@ def _first(_: Global, args: tuple[Any, ...]) -> Any:
     return args[0]
 
 
-def _record(known: Global, args: tuple[Any, ...]) -> Record:
-    return Record(str(known), args)
+def _record(known: Global, args: tuple[Any, ...]) -> PickledObject:
+    return PickledObject(str(known), args)
 
 
 def _reconstructed(_: Global, args: tuple[Any, ...]) -> Any:
@@ -402,7 +404,7 @@ _STEPS: Mapping[str, Callable[[_Machine, Any], Any]] = {
 def _key(value: Any) -> Any:
     """A key of a dict or element of a set: flat, because Python hashes deep tuples without a guard."""
     parts = value if isinstance(value, tuple) else (value,)
-    if not all(isinstance(part, str | int | float | bytes | Global | Record | None) for part in parts):
+    if not all(isinstance(part, str | int | float | bytes | Global | PickledObject | None) for part in parts):
         raise TypeError(f"a key of type {type(value).__name__}")
     return value
 
@@ -419,7 +421,7 @@ _MAX_DEPTH = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class FileStorage:
     """Bytes ``start`` to ``stop`` of a file hold one storage; ``crc32`` if the file has it."""
 
     start: int
@@ -441,7 +443,7 @@ class TorchFile:
     path: Path
     name: str
     content: Any
-    storages: Mapping[str, Storage]
+    storages: Mapping[str, FileStorage]
 
     @property
     def checksums(self) -> tuple[Checksum, ...]:
@@ -529,7 +531,7 @@ def verify(file: TorchFile) -> None:
         os.close(descriptor)
 
 
-def _read_zip(file: BinaryIO, path: Path) -> tuple[Any, dict[str, Storage]]:
+def _read_zip(file: BinaryIO, path: Path) -> tuple[Any, dict[str, FileStorage]]:
     try:
         archive = zipfile.ZipFile(file)
         members = archive.infolist()
@@ -551,7 +553,7 @@ def _read_zip(file: BinaryIO, path: Path) -> tuple[Any, dict[str, Storage]]:
     return content, {n.removeprefix(prefix): at for n, at in places.items() if n.startswith(prefix)}
 
 
-def _place(file: BinaryIO, member: zipfile.ZipInfo, size: int, path: Path) -> Storage:
+def _place(file: BinaryIO, member: zipfile.ZipInfo, size: int, path: Path) -> FileStorage:
     """Where a member's bytes lie; the directory does not say it, the member's own header does."""
     if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
         raise CheckpointError(
@@ -566,19 +568,19 @@ def _place(file: BinaryIO, member: zipfile.ZipInfo, size: int, path: Path) -> St
     if start + member.file_size > size:
         raise CheckpointError(f"{path}: {member.filename}", "the file ends before it does", _USE_ANOTHER)
     # torch.serialization.set_crc32_options(False) leaves no CRC.
-    return Storage(start, start + member.file_size, member.CRC or None)
+    return FileStorage(start, start + member.file_size, member.CRC or None)
 
 
-def _bytes_of(file: BinaryIO, place: Storage, path: Path, what: str) -> bytes:
+def _bytes_of(file: BinaryIO, place: FileStorage, path: Path, what: str) -> bytes:
     if place.crc32 is not None and place.crc32 != crc32_of_file(file.fileno(), place.start, place.stop):
         raise CheckpointError(f"{path}: {what}", "its bytes do not match their CRC32", _USE_ANOTHER)
     file.seek(place.start)
     return file.read(place.stop - place.start)
 
 
-def _read_legacy(whole: BinaryIO, path: Path) -> tuple[Any, dict[str, Storage]]:
+def _read_legacy(whole: BinaryIO, path: Path) -> tuple[Any, dict[str, FileStorage]]:
     where, size = str(path), os.fstat(whole.fileno()).st_size
-    file = Window(whole, 0, size)
+    file = FileWindow(whole, 0, size)
     if (unpickle(file, where), unpickle(file, where)) != (_LEGACY_MAGIC, _LEGACY_PROTOCOL):
         raise CheckpointError(where, "it is a pickle, but not one of torch.save", _USE_ANOTHER)
     if not unpickle(file, where).get("little_endian", True):
@@ -603,19 +605,19 @@ def _read_legacy(whole: BinaryIO, path: Path) -> tuple[Any, dict[str, Storage]]:
         stop = at + 8 + storage.numel * ITEM_BYTES[storage.dtype or "uint8"]
         if stop > size:
             raise CheckpointError(f"{where}: storage {key}", "the file ends before it does", _USE_ANOTHER)
-        storages[storage.key] = Storage(at + 8, stop)
+        storages[storage.key] = FileStorage(at + 8, stop)
         at = stop
     return content, storages
 
 
-def _placed(content: Any, storages: Mapping[str, Storage], where: str) -> Any:
+def _placed(content: Any, storages: Mapping[str, FileStorage], where: str) -> Any:
     """The same values with every tensor's byte filled in. What occurs several times stays one object."""
     done: dict[int, Any] = {}
 
     def place(value: Any, depth: int) -> Any:
         if isinstance(value, TensorRef):
             return _located(value, storages, where)
-        if not isinstance(value, dict | list | tuple | Record):
+        if not isinstance(value, dict | list | tuple | PickledObject):
             return value
         if depth > _MAX_DEPTH:
             raise CheckpointError(
@@ -632,14 +634,14 @@ def _placed(content: Any, storages: Mapping[str, Storage], where: str) -> Any:
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {key: change(part) for key, part in value.items()}
-    if isinstance(value, Record):
-        return Record(
+    if isinstance(value, PickledObject):
+        return PickledObject(
             value.kind, tuple(map(change, value.args)), {k: change(v) for k, v in value.state.items()}
         )
     return type(value)(change(part) for part in value)
 
 
-def _located(ref: TensorRef, storages: Mapping[str, Storage], where: str) -> TensorRef:
+def _located(ref: TensorRef, storages: Mapping[str, FileStorage], where: str) -> TensorRef:
     storage = storages.get(ref.storage)
     item = ITEM_BYTES.get(ref.dtype)
     label = f"{where}: storage {ref.storage}"

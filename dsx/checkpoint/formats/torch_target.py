@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from dsx.checkpoint.catalog import ITEM_BYTES
-from dsx.checkpoint.formats.torch_file import STORAGES, Global, Record
+from dsx.checkpoint.formats.torch_file import STORAGES, Global, PickledObject
 from dsx.checkpoint.pieces import contiguous
 from dsx.checkpoint.target import Crc32Field, Skeleton
 
@@ -79,7 +79,7 @@ def torch_skeleton(file: str, content: Any) -> Skeleton:
     Args:
         file: Path relative to the checkpoint's folder.
         content: None, bools, numbers, strings, bytes, lists, tuples, dicts, and the classes of this module
-            and :class:`~dsx.checkpoint.formats.torch_file.Record`. The holes in it learn their offsets.
+            and :class:`~dsx.checkpoint.formats.torch_file.PickledObject`. Holes in it learn their offsets.
     """
     pickler = _Pickler()
     program = pickler.program(content)
@@ -140,7 +140,7 @@ class _Pickler:
             return self.of(Global("collections", "OrderedDict")) + b")R" + self._items(value.items)
         if isinstance(value, Call):
             return self.of(value.function) + self.of(value.args) + b"R"
-        if isinstance(value, Record):
+        if isinstance(value, PickledObject):
             module, name = value.kind.rsplit(".", 1)
             made = self.of(Global(module, name)) + self.of(value.args) + b"\x81"
             return made + self.of(value.state) + b"b"

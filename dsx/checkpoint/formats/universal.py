@@ -20,7 +20,13 @@ from typing import Any
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry, Piece
 from dsx.checkpoint.formats.deepspeed.files import StockFiles, open_stock
-from dsx.checkpoint.formats.deepspeed.flat import Fragment, Group, OptimizerState, number_of, numbers_of
+from dsx.checkpoint.formats.deepspeed.flat import (
+    Fragment,
+    OptimizerGroup,
+    OptimizerState,
+    number_of,
+    numbers_of,
+)
 from dsx.checkpoint.formats.deepspeed.module import Module, modules_of
 from dsx.checkpoint.formats.deepspeed.plan import StockLayout, StockPlan
 from dsx.checkpoint.formats.deepspeed.reader import facts_of
@@ -218,7 +224,7 @@ def _pieces(fragment: Fragment) -> Iterator[Piece]:
 
 def _groups(
     files: StockFiles, common: TorchFile, numbers: Mapping[str, Mapping[str, float]]
-) -> Iterator[Group]:
+) -> Iterator[OptimizerGroup]:
     """The optimizer's groups, with names by ``param_shapes``."""
     content = common.content if isinstance(common.content, dict) else {}
     inner = content.get("optimizer_state_dict")
@@ -237,7 +243,7 @@ def _groups(
         for name in names:
             for state, one in {"step": fallback, **numbers.get(name, {})}.items():
                 known.setdefault(state, {}).update({} if one is None else {name: one})
-        yield Group(
+        yield OptimizerGroup(
             names=tuple(names),
             settings={key: value for key, value in settings.items() if key != "params"},
             file=common,

@@ -43,7 +43,7 @@ _WRITE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StoredBlock:
     """Consecutive elements of a flat tensor that a rank writes.
 
     Attributes:
@@ -52,13 +52,13 @@ class Block:
         values: The elements, one dim, where they are.
     """
 
-    item: native.Stored
+    item: native.StoredInterval
     spec: ParamSpec
     values: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class RankShare:
     """What one rank has written.
 
     Attributes:
@@ -77,23 +77,23 @@ def file_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def blocks_of(engine: PipelineEngine) -> list[Block]:
+def blocks_of(engine: PipelineEngine) -> list[StoredBlock]:
     """What this rank writes, in the order of its file: wide elements first, then by state."""
     blocks = [_block(stored, content) for stored in stored_here(engine) for content in stored.contents]
     return sorted(blocks, key=lambda block: (-block.item.entry.item_bytes, block.item.entry.state))
 
 
-def on_host(blocks: Sequence[Block]) -> list[Block]:
+def on_host(blocks: Sequence[StoredBlock]) -> list[StoredBlock]:
     """Copies in the host's memory, which the run does not change."""
     return [replace(block, values=block.values.detach().to("cpu", copy=True)) for block in blocks]
 
 
-def num_bytes(blocks: Sequence[Block]) -> int:
+def num_bytes(blocks: Sequence[StoredBlock]) -> int:
     """Size of the tensors."""
     return sum(block.item.num_bytes for block in blocks)
 
 
-def write_share(blocks: Sequence[Block], folder: Path, rank: int) -> Share:
+def write_share(blocks: Sequence[StoredBlock], folder: Path, rank: int) -> RankShare:
     """Write the file of ``rank`` below ``folder`` and flush it to the disk.
 
     Raises:
@@ -121,10 +121,10 @@ def write_share(blocks: Sequence[Block], folder: Path, rank: int) -> Share:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    return Share(entries=tuple(entries), specs=_specs(blocks), checksums=tuple(checksums))
+    return RankShare(entries=tuple(entries), specs=_specs(blocks), checksums=tuple(checksums))
 
 
-def _block(stored: Stored, content: Content) -> Block:
+def _block(stored: Stored, content: Content) -> StoredBlock:
     low, high = extent(content.parts)
     entry = Entry(
         name=content.spec.name,
@@ -135,8 +135,8 @@ def _block(stored: Stored, content: Content) -> Block:
         role=content.role,
     )
     parts = tuple(Part(p.start, p.shape, p.strides, p.flat - low) for p in content.parts)
-    item = native.Stored(entry, 0, high - low, parts, (high - low,))
-    return Block(item, content.spec, stored.values[low:high])
+    item = native.StoredInterval(entry, 0, high - low, parts, (high - low,))
+    return StoredBlock(item, content.spec, stored.values[low:high])
 
 
 def _state(stored: Stored, content: Content) -> str:
@@ -151,7 +151,9 @@ def _bytes_of(values: torch.Tensor) -> memoryview:
     return memoryview(as_numpy(host.contiguous())).cast("B")
 
 
-def _described(item: native.Stored, file: str, origin: int, data: memoryview) -> tuple[Entry, list[Checksum]]:
+def _described(
+    item: native.StoredInterval, file: str, origin: int, data: memoryview
+) -> tuple[Entry, list[Checksum]]:
     """The entry with its pieces in the file, and a checksum for each stretch that a reader may ask for."""
     size = item.entry.item_bytes
     pieces = tuple(part.at(file, origin, size) for part in item.parts)
@@ -168,7 +170,7 @@ def _stretches(entry: Entry, piece: Piece) -> Iterator[tuple[int, int]]:
         yield from stretches(piece, tile, entry.item_bytes)
 
 
-def _specs(blocks: Iterable[Block]) -> tuple[ParamSpec, ...]:
+def _specs(blocks: Iterable[StoredBlock]) -> tuple[ParamSpec, ...]:
     """Of dsx's own layers: those of others are not known to be cut in any way."""
     known: dict[str, Any] = {
         block.spec.name: block.spec for block in blocks if block.spec.hf != (block.spec.name,)
@@ -187,7 +189,7 @@ _FIX = "mend that and save again"
 class _Note:
     """What a rank tells rank 0 when its file is on the disk."""
 
-    share: Share
+    share: RankShare
     groups: list[dict[str, Any]]
     names: list[str]
     failed: bool = False
@@ -284,7 +286,7 @@ class _Work:
         staged: Path,
         rank: int,
         world_size: int,
-        blocks: Sequence[Block],
+        blocks: Sequence[StoredBlock],
         groups: list[dict[str, Any]],
         names: list[str],
         facts: Mapping[str, Any],
@@ -303,7 +305,7 @@ class _Work:
 
     def run(self) -> None:
         """Write, note, and on rank 0 commit. Never raises: see :attr:`failure`."""
-        share = Share(entries=(), specs=(), checksums=())
+        share = RankShare(entries=(), specs=(), checksums=())
         if self.failure is None:
             share = self._attempt(lambda: write_share(self._blocks, self._staged, self._rank)) or share
         self._blocks = ()

@@ -9,7 +9,7 @@ from typing import Any, Final
 from dsx.config.wording import at, either, plain, suggest
 from dsx.doctor.context import ACCUMULATION, MICRO, TRAIN, Context
 from dsx.doctor.finding import ABSENT, Edit, Finding, Path, Severity
-from dsx.doctor.key import REQUIRED, Block, Version
+from dsx.doctor.key import REQUIRED, KeyBlock, Version
 from dsx.doctor.other_names import OPTIMIZER_PARTS, SCHEDULES
 from dsx.doctor.reference import optimizer_names as keys
 from dsx.doctor.table import Slot
@@ -161,7 +161,7 @@ def _known(context: Context, kind: object) -> Iterator[Finding]:
 
 def check_required(context: Context) -> Iterator[Finding]:
     """Parameters without a default, of the schedule and everywhere else."""
-    seen: list[tuple[Path, Mapping[str, Any], Block | None]] = [
+    seen: list[tuple[Path, Mapping[str, Any], KeyBlock | None]] = [
         ((), context.config, context.table.blocks.get(("", "")))
     ]
     seen += [

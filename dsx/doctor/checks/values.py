@@ -13,7 +13,7 @@ from dsx.doctor.context import (
     STAGE,
     TRAIN,
     Context,
-    Verdict,
+    ValueVerdict,
     converted,
     judge,
     python_word,
@@ -81,7 +81,7 @@ def _is_tuned(context: Context, slot: Slot) -> bool:
     return context.tunes and tunable and space
 
 
-def _wrong(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Iterator[Finding]:
+def _wrong(context: Context, slot: Slot, key: Key, verdict: ValueVerdict) -> Iterator[Finding]:
     edits = (Edit("set", slot.path, verdict.meant),) if verdict.has_meant else ()
     works = slot.block.types == "coerced" and converted(slot.value, key) is not None
     if verdict.fault == "quoted":
@@ -120,7 +120,7 @@ def _wrong(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Iterator
         yield context.find("out-of-range", "error", slot.path, f"not {verdict.expected}", fix)
 
 
-def _is_the_only_reading(slot: Slot, key: Key, verdict: Verdict) -> bool:
+def _is_the_only_reading(slot: Slot, key: Key, verdict: ValueVerdict) -> bool:
     """Whether DeepSpeed reads a quoted value as the bare one, or fails on it whatever else is written."""
     if slot.block.types == "coerced":
         return converted(slot.value, key) in (None, verdict.meant)
@@ -132,7 +132,7 @@ def _is_the_only_reading(slot: Slot, key: Key, verdict: Verdict) -> bool:
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 
 
-def _not_a_choice(context: Context, slot: Slot, key: Key, verdict: Verdict) -> Finding:
+def _not_a_choice(context: Context, slot: Slot, key: Key, verdict: ValueVerdict) -> Finding:
     why, fix = f"not one of {verdict.expected}", f"use {verdict.expected}"
     if isinstance(slot.value, str):
         words = [choice for choice in key.choices if isinstance(choice, str)]
@@ -147,7 +147,7 @@ def _not_a_choice(context: Context, slot: Slot, key: Key, verdict: Verdict) -> F
     return context.find("not-a-choice", "error", slot.path, why, fix)
 
 
-def _bare(value: str, verdict: Verdict) -> str:
+def _bare(value: str, verdict: ValueVerdict) -> str:
     """What to write, in the notation of the quoted ``value`` (3e-4, not 0.0003) where it is JSON."""
     try:
         return value.strip() if json.loads(value) == verdict.meant else show(verdict.meant)
@@ -155,7 +155,7 @@ def _bare(value: str, verdict: Verdict) -> str:
         return show(verdict.meant)
 
 
-def _type_words(slot: Slot, key: Key, verdict: Verdict) -> tuple[str, str]:
+def _type_words(slot: Slot, key: Key, verdict: ValueVerdict) -> tuple[str, str]:
     if not key.kinds:
         return f"JSON has no value for it ({key.effect})", "remove it"
     if "object" in key.kinds:

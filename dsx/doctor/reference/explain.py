@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from dsx.doctor.context import describe
-from dsx.doctor.key import REQUIRED, Block, Key, NoEffect, When
+from dsx.doctor.key import REQUIRED, Key, KeyBlock, NoEffect, When
 from dsx.doctor.reference.table import BLOCKS, DOCUMENTED, KEYS
 from dsx.errors import ConfigError
 
@@ -190,6 +190,6 @@ def _json(key: Key) -> dict[str, Any]:
         "since": key.since or None,
         "until": key.until or None,
         "replacement": key.replacement or None,
-        "unknown_keys": block.unknown if isinstance(block, Block) else None,
+        "unknown_keys": block.unknown if isinstance(block, KeyBlock) else None,
         "source": key.source,
     }

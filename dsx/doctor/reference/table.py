@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
-from dsx.doctor.key import REQUIRED, Block, Key, Kind, NoEffect, Operator, When
+from dsx.doctor.key import REQUIRED, Key, KeyBlock, Kind, NoEffect, Operator, When
 
 _TOPICS: Final = (
     "top", "optimizers", "schedulers", "precision", "zero", "offload", "training", "parallel", "reports",
@@ -75,11 +75,11 @@ def _keys(content: Mapping[str, Any]) -> Iterator[Key]:
             yield _key(block, row, causes)
 
 
-def _blocks(content: Mapping[str, Any]) -> Iterator[Block]:
-    fields = Block.__dataclass_fields__
+def _blocks(content: Mapping[str, Any]) -> Iterator[KeyBlock]:
+    fields = KeyBlock.__dataclass_fields__
     for block in content["block"]:
         if not block.get("keys_only"):
-            yield Block(**{name: value for name, value in block.items() if name in fields})
+            yield KeyBlock(**{name: value for name, value in block.items() if name in fields})
 
 
 def _documented() -> Iterator[Key]:
@@ -101,7 +101,7 @@ def _documented() -> Iterator[Key]:
 _CONTENTS: Final = tuple(map(_read, _TOPICS))
 KEYS: Final[tuple[Key, ...]] = tuple(key for content in _CONTENTS for key in _keys(content))
 """Every key that DeepSpeed 0.19.8 has, or refuses because an earlier one had it."""
-BLOCKS: Final[tuple[Block, ...]] = tuple(block for content in _CONTENTS for block in _blocks(content))
+BLOCKS: Final[tuple[KeyBlock, ...]] = tuple(block for content in _CONTENTS for block in _blocks(content))
 """Every object of the JSON."""
 DOCUMENTED: Final[tuple[Key, ...]] = tuple(_documented())
 """Keys that DeepSpeed's documentation still describes, inside blocks that are refused as a whole."""

@@ -11,7 +11,7 @@ import torch
 from checkpoint import stock_checkpoints
 from checkpoint.stock_checkpoints import Live, Stock, read_entry
 from dsx.checkpoint.copy_plan import plan
-from dsx.checkpoint.execute import Options, execute
+from dsx.checkpoint.execute import ConversionOptions, execute
 from dsx.checkpoint.formats.deepspeed.plan import StockLayout
 from dsx.checkpoint.formats.deepspeed.reader import catalog_of
 from dsx.checkpoint.formats.deepspeed.target import target_of
@@ -69,7 +69,7 @@ def layout_of(stock: Stock) -> StockLayout:
 def convert(path: Path, target: Path, stock: Stock) -> Path:
     source = catalog_of(path)
     wanted = target_of(source, target / path.name, layout_of(stock))
-    report = execute(source, wanted, plan(source, wanted.catalog), Options(workers=1))
+    report = execute(source, wanted, plan(source, wanted.catalog), ConversionOptions(workers=1))
     assert report.notes == () or all("stays behind" in n or "is made from" in n for n in report.notes)
     for file in sorted(report.target.glob("*.pt")):
         verify(read_torch_file(report.target, file.name))
@@ -86,7 +86,7 @@ def test_the_sources_config_decides_where_things_lie(tmp_path: Path) -> None:
     source = catalog_of(path)
     layout = StockLayout(dp=2, zero_stage=2, precision="bf16")
     target = target_of(source, tmp_path / "b" / path.name, layout)
-    made = execute(source, target, plan(source, target.catalog), Options(workers=1)).target
+    made = execute(source, target, plan(source, target.catalog), ConversionOptions(workers=1)).target
     for entry in source.entries:
         assert torch.equal(
             read_entry(catalog_of(made), catalog_of(made).by_key[entry.key]), read_entry(source, entry)

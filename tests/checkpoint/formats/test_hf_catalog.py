@@ -18,7 +18,7 @@ import ranks
 from checkpoint.stock_checkpoints import read_entry
 from dsx.checkpoint.catalog import Catalog, check_files
 from dsx.checkpoint.copy_plan import plan
-from dsx.checkpoint.execute import Options, execute
+from dsx.checkpoint.execute import ConversionOptions, execute
 from dsx.checkpoint.formats import native as dsx_native
 from dsx.checkpoint.formats.deepspeed import reader
 from dsx.checkpoint.formats.deepspeed import target as deepspeed_target
@@ -27,7 +27,7 @@ from dsx.checkpoint.formats.huggingface import catalog as hf_catalog
 from dsx.checkpoint.formats.huggingface import catalog as hf_target
 from dsx.checkpoint.formats.huggingface import names as hf_names
 from dsx.checkpoint.formats.huggingface import weights as hf
-from dsx.checkpoint.layouts import Degrees, layout_like
+from dsx.checkpoint.layouts import TargetDegrees, layout_like
 from dsx.checkpoint.read import DamagedError, verify
 from dsx.errors import CheckpointError
 from dsx.models.hf_config import model_spec
@@ -100,7 +100,7 @@ def specs_of(name: str) -> Any:
 
 
 def run(source: Catalog, target: Any) -> Path:
-    return execute(source, target, plan(source, target.catalog), Options(workers=1)).target
+    return execute(source, target, plan(source, target.catalog), ConversionOptions(workers=1)).target
 
 
 @NAMES
@@ -137,7 +137,7 @@ def test_transformers_loads_what_is_written(
     model.save_pretrained(tmp_path / "a")
     specs = specs_of(name)
     source = hf_catalog.as_dsx(hf_catalog.catalog_of(tmp_path / "a"), specs)
-    layout = layout_like(source, Degrees.parse("dp=2,tp=2,zero=3"))
+    layout = layout_like(source, TargetDegrees.parse("dp=2,tp=2,zero=3"))
     native = run(source, dsx_native.target_of(source, tmp_path / "b", layout))
     source = hf_catalog.as_hf(dsx_native.catalog_of(native), specs)
     config = hf_names.read_config(tmp_path / "a")
@@ -203,7 +203,7 @@ def test_a_stock_run_through_dsx_and_back(name: str, zero: int, tmp_path: Path) 
     expected = ranks.run(begin, 2, name, zero, tmp_path / "a")
     specs = specs_of(name)
     source = hf_catalog.as_dsx(reader.catalog_of(tmp_path / "a" / "global_step2"), specs)
-    layout = layout_like(source, Degrees.parse("dp=1,tp=2,zero=1"))
+    layout = layout_like(source, TargetDegrees.parse("dp=1,tp=2,zero=1"))
     native = run(source, dsx_native.target_of(source, tmp_path / "b", layout))
     source = hf_catalog.as_hf(dsx_native.catalog_of(native), specs)
     stock = StockLayout(dp=2, zero_stage=zero)

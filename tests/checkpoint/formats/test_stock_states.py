@@ -15,22 +15,22 @@ import torch
 from checkpoint import stock_checkpoints
 from checkpoint.stock_checkpoints import Stock, read_entry
 from dsx.checkpoint.catalog import Catalog
-from dsx.checkpoint.execute import Options
+from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.formats.deepspeed.cut import Rules
 from dsx.checkpoint.formats.deepspeed.reader import catalog_of
-from dsx.checkpoint.layouts import Degrees
+from dsx.checkpoint.layouts import TargetDegrees
 from dsx.checkpoint.open import open_checkpoint
-from dsx.checkpoint.reshard import Wanted, prepare
+from dsx.checkpoint.reshard import WantedTarget, prepare
 from dsx.errors import CheckpointError
 
 MODEL = "mp_rank_00_model_states.pt"
-ENGINE = Wanted(format="deepspeed", degrees=Degrees(data=3, zero=3))
+ENGINE = WantedTarget(format="deepspeed", degrees=TargetDegrees(data=3, zero=3))
 WAYS = {
     "deepspeed": ENGINE,
-    "plain": Wanted(format="deepspeed", degrees=Degrees(data=1, zero=0)),
-    "universal": Wanted(format="universal"),
-    "dcp": Wanted(format="dcp"),
-    "dsx": Wanted(degrees=Degrees(data=2, zero=2)),
+    "plain": WantedTarget(format="deepspeed", degrees=TargetDegrees(data=1, zero=0)),
+    "universal": WantedTarget(format="universal"),
+    "dcp": WantedTarget(format="dcp"),
+    "dsx": WantedTarget(degrees=TargetDegrees(data=2, zero=2)),
 }
 
 
@@ -56,8 +56,8 @@ def changed(stock: Path, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def convert(source: Catalog, target: Path, wanted: Wanted) -> Catalog:
-    prepare(source, target, wanted).run(Options(workers=1))
+def convert(source: Catalog, target: Path, wanted: WantedTarget) -> Catalog:
+    prepare(source, target, wanted).run(ConversionOptions(workers=1))
     return open_checkpoint(target)
 
 
@@ -136,7 +136,7 @@ def test_numbers_that_a_flat_buffer_cannot_hold(stock: Path, tmp_path: Path) -> 
     steps = {name: 3.0 + (name == one["names"][1]) for name in one["names"]}
     source = replace(source, facts={**source.facts, "param_groups": [{**one, "step": steps}, other]})
     with pytest.raises(CheckpointError, match=r"\{'step': 3.0\} for one and \{'step': 4.0\} for the other"):
-        prepare(source, tmp_path / "flat", Wanted(format="deepspeed"))
+        prepare(source, tmp_path / "flat", WantedTarget(format="deepspeed"))
     made = convert(source, tmp_path / "plain", WAYS["plain"])
     assert made.facts["param_groups"][0]["step"] == steps
 

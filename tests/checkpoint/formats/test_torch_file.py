@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dsx.checkpoint.file_io import numpy_dtype
-from dsx.checkpoint.formats.torch_file import Record, TensorRef, read_torch_file, verify
+from dsx.checkpoint.formats.torch_file import PickledObject, TensorRef, read_torch_file, verify
 from dsx.errors import CheckpointError
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -85,7 +85,7 @@ def test_plain_values_come_as_they_are(tmp_path, zipped):
     assert content["path"] == "/a/b"
     assert content["arguments"].kind == "argparse.Namespace"
     assert content["arguments"].state == {"lr": 0.1, "tp": 2}
-    assert isinstance(content["numpy"], Record)
+    assert isinstance(content["numpy"], PickledObject)
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

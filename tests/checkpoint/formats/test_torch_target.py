@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsx.checkpoint.formats.torch_file import Record, read_torch_file, verify
+from dsx.checkpoint.formats.torch_file import PickledObject, read_torch_file, verify
 from dsx.checkpoint.formats.torch_target import Hole, Ordered, number, size_of, torch_skeleton
 from dsx.checkpoint.target import Skeleton
 
@@ -95,8 +95,8 @@ def test_objects_are_deepspeeds(tmp_path: Path) -> None:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     content = {
-        "at": Record("deepspeed.utils.tensor_fragment.fragment_address", (), {"numel": 5, "start": 2}),
-        "scaler": Record(
+        "at": PickledObject("deepspeed.utils.tensor_fragment.fragment_address", (), {"numel": 5, "start": 2}),
+        "scaler": PickledObject(
             "deepspeed.runtime.fp16.loss_scaler.LossScaler", (), {"cur_scale": 1.0, "dynamic": False}
         ),
     }

@@ -13,7 +13,7 @@ from checkpoint import stock_checkpoints
 from checkpoint.stock_checkpoints import Live, Stock, read_entry
 from dsx.checkpoint.catalog import Catalog, check_files
 from dsx.checkpoint.copy_plan import plan
-from dsx.checkpoint.execute import Options, execute
+from dsx.checkpoint.execute import ConversionOptions, execute
 from dsx.checkpoint.formats import universal
 from dsx.checkpoint.formats.deepspeed import reader
 from dsx.checkpoint.formats.deepspeed.plan import StockLayout
@@ -86,7 +86,7 @@ def test_stock_engines_load_what_is_written(old: Stock, new: Stock, tmp_path: Pa
     target = target_of(
         source, tmp_path / "b" / path.name, StockLayout(dp=1, zero_stage=new.zero, precision=precision)
     )
-    made = execute(source, target, plan(source, target.catalog), Options(workers=1)).target
+    made = execute(source, target, plan(source, target.catalog), ConversionOptions(workers=1)).target
 
     back = universal.catalog_of(made)
     check(back, live[0])

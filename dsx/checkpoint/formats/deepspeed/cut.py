@@ -36,7 +36,7 @@ from typing import Any, Self
 from dsx.checkpoint.catalog import NO_SETTINGS
 from dsx.checkpoint.formats.deepspeed.order import Ties
 from dsx.checkpoint.formats.huggingface.names import read_json
-from dsx.checkpoint.formats.torch_file import Record
+from dsx.checkpoint.formats.torch_file import PickledObject
 from dsx.checkpoint.pieces import Part, contiguous, interval_boxes
 from dsx.errors import CheckpointError
 from dsx.models.param import ParamSpec
@@ -199,7 +199,7 @@ def rules_of(info: Any, where: str) -> Rules:
         for pattern in info.get("parameter_with_2_sub_params_cat_dim_0", ())
     ]
     for sub in info.get("parameter_with_sub_params", ()):
-        state = sub.state if isinstance(sub, Record) else sub
+        state = sub.state if isinstance(sub, PickledObject) else sub
         tensors += [(pattern, _sub_params(state)) for pattern in state.get("patterns", ())]
     if vocabulary["extent"]:
         tensors += [(pattern, vocabulary) for pattern in info.get("vocabulary_parameter_patterns", ())]

@@ -148,7 +148,7 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class OptimizerGroup:
     """An optimizer's parameter group on one model-parallel rank.
 
     Attributes:
@@ -169,7 +169,7 @@ class OptimizerState:
     """The optimizer's share of one model-parallel rank, over all data-parallel ranks."""
 
     fragments: tuple[Fragment, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[OptimizerGroup, ...]
 
 
 def sharded_state(files: StockFiles, rank: int, weights: Mapping[str, tuple[int, ...]]) -> OptimizerState:
@@ -464,14 +464,14 @@ def _check_mapping(saved: _Saved, number: int, expected: Places, other: Places) 
             )
 
 
-def _groups(saved: _Saved, shapes: Sequence[Mapping[str, Any]]) -> Iterator[Group]:
+def _groups(saved: _Saved, shapes: Sequence[Mapping[str, Any]]) -> Iterator[OptimizerGroup]:
     for place, settings in enumerate(saved.param_groups):
         numbers = [n for n in range(len(shapes)) if n < len(saved.flats) and saved.group_of(n) == place]
         kept: dict[str, dict[str, float]] = defaultdict(dict)
         for n in numbers:
             for state, value in saved.numbers(n).items():
                 kept[state].update(dict.fromkeys(shapes[n], value))
-        yield Group(
+        yield OptimizerGroup(
             names=tuple(name for n in numbers for name in shapes[n]),
             settings={key: value for key, value in settings.items() if key != "params"},
             file=saved.file,

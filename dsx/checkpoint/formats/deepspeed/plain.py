@@ -17,10 +17,10 @@ from typing import Any
 from dsx.checkpoint.checksums import crc32_of_zeros
 from dsx.checkpoint.formats.deepspeed.cut import Rules
 from dsx.checkpoint.formats.deepspeed.files import StockFiles
-from dsx.checkpoint.formats.deepspeed.flat import Fragment, Group, OptimizerState, numbers_of, whole
+from dsx.checkpoint.formats.deepspeed.flat import Fragment, OptimizerGroup, OptimizerState, numbers_of, whole
 from dsx.checkpoint.formats.deepspeed.module import Module, layer_prints
 from dsx.checkpoint.formats.deepspeed.order import ZEROS, assign, stage_names
-from dsx.checkpoint.formats.torch_file import Storage, TensorRef, TorchFile
+from dsx.checkpoint.formats.torch_file import FileStorage, TensorRef, TorchFile
 from dsx.errors import CheckpointError
 
 _NOTHING = OptimizerState((), ())
@@ -105,7 +105,7 @@ def _prints(file: TorchFile, saved: _Saved) -> list[list[Any]]:
     return found
 
 
-def _print(storages: Sequence[Storage]) -> Any:
+def _print(storages: Sequence[FileStorage]) -> Any:
     if not storages or any(one.crc32 is None for one in storages):
         return None
     if all(one.crc32 == crc32_of_zeros(one.stop - one.start) for one in storages):
@@ -128,7 +128,7 @@ def _state(file: TorchFile, saved: _Saved, names: Sequence[Sequence[str]]) -> Op
                 fragments.append(whole(saved.masters[place][at], file, name, "master"))
             fragments += [whole(ref, file, name, str(key)) for key, ref in tensors.items()]
         kept = {key: value for key, value in settings.items() if key != "params"}
-        found.append(Group(names=tuple(mine), settings=kept, file=file, numbers=numbers))
+        found.append(OptimizerGroup(names=tuple(mine), settings=kept, file=file, numbers=numbers))
     return OptimizerState(tuple(fragments), tuple(found))
 
 

@@ -22,13 +22,13 @@ from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry, Piece, with_numbers
 from dsx.checkpoint.formats.deepspeed.cut import Cut, Rules, rules_of
 from dsx.checkpoint.formats.deepspeed.files import StockFiles, open_stock
-from dsx.checkpoint.formats.deepspeed.flat import Fragment, Group, OptimizerState, sharded_state
+from dsx.checkpoint.formats.deepspeed.flat import Fragment, OptimizerGroup, OptimizerState, sharded_state
 from dsx.checkpoint.formats.deepspeed.module import Module, modules_of
 from dsx.checkpoint.formats.deepspeed.order import TIED
 from dsx.checkpoint.formats.deepspeed.plain import plain_states
 from dsx.checkpoint.formats.deepspeed.types import check_patterns, config_of
 from dsx.checkpoint.formats.huggingface.catalog import with_names
-from dsx.checkpoint.formats.torch_file import Record, TensorRef, TorchFile
+from dsx.checkpoint.formats.torch_file import PickledObject, TensorRef, TorchFile
 from dsx.checkpoint.pieces import contiguous
 from dsx.errors import CheckpointError
 
@@ -127,7 +127,7 @@ class _Reading:
             raise CheckpointError(str(self._file.path), f"it has more than {_LARGEST} values", "save less")
         if isinstance(value, TensorRef):
             return self._file.value(value)
-        if isinstance(value, Record):
+        if isinstance(value, PickledObject):
             if value.kind not in ("argparse.Namespace", "types.SimpleNamespace"):
                 raise CheckpointError(
                     str(self._file.path), f"a {value.kind} is no plain data", "leave it out"
@@ -167,7 +167,7 @@ def _groups(
     return [with_numbers(one, one.pop("numbers")) for one in merged]
 
 
-def _add(merged: dict[str, Any], group: Group, canonical: Mapping[str, str]) -> None:
+def _add(merged: dict[str, Any], group: OptimizerGroup, canonical: Mapping[str, str]) -> None:
     for name in group.names:
         home = canonical.get(name, name)
         if home not in merged["names"]:
@@ -193,7 +193,7 @@ def _loss_scale(files: StockFiles, common: TorchFile | None) -> dict[str, Any] |
     held += [common.content] if common is not None and isinstance(common.content, dict) else []
     for one in held:
         scaler = one.get("loss_scaler")
-        if isinstance(scaler, Record):
+        if isinstance(scaler, PickledObject):
             return {"scale": scaler.state.get("cur_scale"), **_plain_numbers(scaler.state)}
     saved = files.first.get("optimizer")
     if isinstance(saved, dict) and "cur_scale" in saved:

@@ -19,7 +19,7 @@ from dsx.checkpoint.catalog import Catalog, Entry, Piece
 from dsx.checkpoint.formats.deepspeed.cut import UNIVERSAL_INFO, cut_info
 from dsx.checkpoint.formats.deepspeed.plan import StockLayout, StockPlan
 from dsx.checkpoint.formats.deepspeed.reader import FORMAT
-from dsx.checkpoint.formats.torch_file import Global, Record
+from dsx.checkpoint.formats.torch_file import Global, PickledObject
 from dsx.checkpoint.formats.torch_target import Call, Hole, Ordered, number, size_of, torch_skeleton
 from dsx.checkpoint.target import Skeleton, Target, Written, left_behind
 from dsx.errors import CheckpointError
@@ -45,9 +45,9 @@ def scaler(plan: StockPlan) -> dict[str, Any]:
     module = "deepspeed.runtime.fp16.loss_scaler"
     if plan.layout.precision == "fp16":
         state = {**_loss_scale(plan), "dtype": Global("torch", "float16")}
-        made = Record(f"{module}.DynamicLossScaler", (), state)
+        made = PickledObject(f"{module}.DynamicLossScaler", (), state)
         return {"loss_scaler": made, "dynamic_loss_scale": True, "overflow": False}
-    made = Record(f"{module}.LossScaler", (), {"cur_scale": 1.0, "dynamic": False})
+    made = PickledObject(f"{module}.LossScaler", (), {"cur_scale": 1.0, "dynamic": False})
     return {"loss_scaler": made, "dynamic_loss_scale": False, "overflow": False}
 
 
@@ -84,7 +84,7 @@ class Files:
             if plan.stage not in stages:
                 stages.append(plan.stage)
 
-    def add(self, name: str, content: Any, held: Sequence[Share]) -> None:
+    def add(self, name: str, content: Any, held: Sequence[StockShare]) -> None:
         """A file, and what the holes in it are for."""
         self.skeletons.append(torch_skeleton(name, content))
         for share in held:
@@ -95,7 +95,7 @@ class Files:
             for part in share.plan.parts(key[0], share.start, share.stop):
                 pieces.append(part.at(name, origin, share.entry.item_bytes, self._replica(share)))
 
-    def _replica(self, share: Share) -> int:
+    def _replica(self, share: StockShare) -> int:
         """Number of a copy: of a tensor that is cut, all tensor-parallel ranks' parts make one."""
         plan, name = share.plan, share.entry.name
         copy = self._copies[name].index(plan.stage) if share.copy is None else share.copy
@@ -107,7 +107,7 @@ class Files:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class StockShare:
     """Elements ``start`` to ``stop`` of a rank's flattened local tensor at element ``offset`` of a hole.
 
     ``copy`` numbers the copies that one tensor-parallel rank has; by default one per stage.
@@ -122,10 +122,10 @@ class Share:
     copy: int | None = None
 
 
-def whole_share(plan: StockPlan, entry: Entry, copy: int | None = None) -> Share:
+def whole_share(plan: StockPlan, entry: Entry, copy: int | None = None) -> StockShare:
     """A rank's part of a tensor, in a hole of its own."""
     shape = plan.shape(entry.name)
-    return Share(plan, entry, Hole(entry.dtype, shape), 0, prod(shape), 0, copy)
+    return StockShare(plan, entry, Hole(entry.dtype, shape), 0, prod(shape), 0, copy)
 
 
 VERSION = "0.19.8"
@@ -205,7 +205,7 @@ def _write_optimizer(plan: StockPlan, files: Files, rank: int) -> None:
     zero = plan.zero()
     buffers = zero.buffers(rank)
     flat = _flat_stage3 if plan.layout.zero_stage == 3 else _flat_stages12
-    shares: list[Share] = []
+    shares: list[StockShare] = []
     states: dict[int, dict[str, Any]] = {}
     masters: list[Hole] = []
     for at, buffer in enumerate(buffers):
@@ -214,7 +214,7 @@ def _write_optimizer(plan: StockPlan, files: Files, rank: int) -> None:
         holes |= {state: Hole("float32", (buffer.numel,)) for state in plan.moments[buffer.group]}
         for state, hole in holes.items():
             shares += [
-                Share(plan, plan.blanks[piece.name, state], hole, piece.start, piece.stop, piece.offset)
+                StockShare(plan, plan.blanks[piece.name, state], hole, piece.start, piece.stop, piece.offset)
                 for piece in buffer.pieces
             ]
         masters.append(holes.pop("master"))
@@ -283,7 +283,7 @@ def _flat_stages12(
         "param_slice_mappings": [
             Ordered(
                 {
-                    name: Record(
+                    name: PickledObject(
                         "deepspeed.utils.tensor_fragment.fragment_address",
                         (),
                         {"numel": piece.stop - piece.start, "start": piece.offset},
@@ -323,7 +323,7 @@ def write_model(plan: StockPlan, files: Files, rank: int, more: Mapping[str, Any
     stage = plan.layout.zero_stage
     sharded = stage == 3
     frozen = [name for name in plan.modules if plan.blanks[name, "weight"].role == "frozen"]
-    shares: list[Share] = []
+    shares: list[StockShare] = []
     module: dict[str, Hole] = {}
     for name in () if plan.layout.bounds else plan.modules:
         entry = plan.blanks[name, "weight"]
@@ -341,7 +341,7 @@ def write_model(plan: StockPlan, files: Files, rank: int, more: Mapping[str, Any
         start, stop = min(rank * size, numel), min((rank + 1) * size, numel)
         hole = Hole(entry.dtype, (size,) if sharded else plan.shape(name))
         parts[name] = hole if sharded else module[name]
-        shares += [Share(plan, entry, hole, start, stop, 0)] if sharded and start < stop else []
+        shares += [StockShare(plan, entry, hole, start, stop, 0)] if sharded and start < stop else []
     content = _common(plan, Ordered(module)) | {
         "param_shapes": _shapes(plan, plan.flat_order()),
         "frozen_param_shapes": None
@@ -404,7 +404,7 @@ def _write_layers(plan: StockPlan, files: Files) -> None:
     suffix = f"-model_{plan.tensor:02d}" if plan.layout.tp > 1 else ""
     for layer in range(plan.layout.bounds[-1]):
         prefix = tied.get(layer, f"{layer}.")
-        shares: dict[str, Share] = {}
+        shares: dict[str, StockShare] = {}
         for name in plan.modules:
             entry, path = plan.blanks[name, "weight"], name.removeprefix(prefix)
             saves = f"{layer}.{path}" in entry.aliases or (not entry.aliases and name not in seen)

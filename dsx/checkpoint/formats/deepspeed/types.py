@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dsx.checkpoint.formats.torch_file import Record, TensorRef, TorchFile
+from dsx.checkpoint.formats.torch_file import PickledObject, TensorRef, TorchFile
 from dsx.errors import CheckpointError
 
 _USE_ANOTHER = "use another checkpoint"
@@ -57,7 +57,11 @@ def _patterns(info: Mapping[str, Any]) -> Iterator[str]:
     maps = info.get("affine_map")
     params = maps.get("params") if isinstance(maps, dict) else None
     subs = info.get("parameter_with_sub_params")
-    held = [one.state if isinstance(one, Record) else one for one in subs] if isinstance(subs, list) else []
+    held = (
+        [one.state if isinstance(one, PickledObject) else one for one in subs]
+        if isinstance(subs, list)
+        else []
+    )
     lists = [one.get("patterns") for one in held if isinstance(one, dict)]
     for value in (*info.values(), *lists, params):
         if isinstance(value, list | tuple | dict):
@@ -141,7 +145,7 @@ def _is_mappings(value: Any) -> bool:
 
 
 def _is_place(value: Any) -> bool:
-    state = value.state if isinstance(value, Record) else None
+    state = value.state if isinstance(value, PickledObject) else None
     return isinstance(state, dict) and all(_is_count(state.get(key)) for key in ("start", "numel"))
 
 
