@@ -10,17 +10,20 @@ import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING, Any
 
 from dsx.checkpoint.file_io import numpy_dtype
 from dsx.errors import CheckpointError
 
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
 
 def as_numpy(tensor: torch.Tensor) -> Any:
     """A host tensor's memory as an array of the dtype that :mod:`dsx.checkpoint.file_io` holds it in."""
+    import torch
+
     name = str(tensor.dtype).removeprefix("torch.")
     flat: np.ndarray[Any, Any] = tensor.detach().view(-1).view(torch.uint8).numpy()
     return flat.view(numpy_dtype(name))

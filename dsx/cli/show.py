@@ -11,7 +11,6 @@ import typer
 
 from dsx.cli.options import FORMAT, OUTPUT
 from dsx.cli.output import deliver, say
-from dsx.config.starter import guides
 from dsx.config.wording import suggest
 from dsx.errors import ConfigError
 
@@ -55,6 +54,8 @@ def guide(
     style: Annotated[Literal["table", "json"], FORMAT] = "table",
 ) -> None:
     """Print a guide: how to do things, a page each."""
+    from dsx.config.starter import guides
+
     texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(guides().glob("*.md"))}
     if name is None:
         titles = {each: text.splitlines()[0].lstrip("# ") for each, text in texts.items()}

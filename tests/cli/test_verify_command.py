@@ -16,7 +16,7 @@ from dsx.models.presets import Preset, presets
 from often import often
 
 COMMAND = ("verify",)
-USER = Path(__file__).parents[1] / "runtime" / "verify" / "user_pipeline.py"
+USER = Path(__file__).parents[1] / "verify" / "user_pipeline.py"
 
 
 @pytest.fixture(scope="module", autouse=True)

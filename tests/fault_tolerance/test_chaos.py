@@ -249,7 +249,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path, random.Random], None], str]] = {
         lambda path, chance: flip(path, chance, 300),
         "random states of rank 1",
     ),
-    "random states missing": (STATES, lose, "random states of rank 1"),
+    "random states missing": (STATES, lose, "all of it: the file"),
     "manifest cut short": (MANIFEST, cut, ""),
     "manifest flipped": (MANIFEST, flip, ""),
     "manifest missing": (MANIFEST, lose, ""),
