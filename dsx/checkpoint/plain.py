@@ -12,11 +12,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dsx.checkpoint.file_io import numpy_dtype
 from dsx.errors import CheckpointError
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 
