@@ -313,8 +313,8 @@ class TargetDegrees:
     def parse(cls, text: str) -> Self:
         """``tp=2,pp=2,chunks=2,dp=2,zero=1``, any of them. Raises ConfigError.
 
-        >>> Degrees.parse("tp=2,zero=3")
-        Degrees(tensor=2, pipeline=None, data=None, chunks=None, zero=3)
+        >>> TargetDegrees.parse("tp=2,zero=3")
+        TargetDegrees(tensor=2, pipeline=None, data=None, chunks=None, zero=3)
         """
         found: dict[str, int] = {}
         for item in text.split(","):

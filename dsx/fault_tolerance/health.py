@@ -36,7 +36,7 @@ class RecentSteps:
         size: Values that are kept; half of them must be there before any is called a spike.
         sigmas: How far above the median one is.
 
-    >>> window = Window(8, 6.0)
+    >>> window = RecentSteps(8, 6.0)
     >>> for value in (2.0, 2.1, 1.9, 2.0):
     ...     window.add(value)
     >>> window.limit(), window.is_spike(2.4), window.is_spike(2.5)

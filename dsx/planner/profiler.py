@@ -268,8 +268,8 @@ class MeasuredLink:
     def through(cls, small: tuple[int, float], large: tuple[int, float]) -> MeasuredLink:
         """The line through two measured (bytes, seconds), the small one no faster than free.
 
-        >>> Link.through((1000, 1e-3), (101_000, 2e-3))
-        Link(latency_seconds=0.00099, bytes_per_second=100000000.0)
+        >>> MeasuredLink.through((1000, 1e-3), (101_000, 2e-3))
+        MeasuredLink(latency_seconds=0.00099, bytes_per_second=100000000.0)
         """
         more_bytes, more_seconds = large[0] - small[0], large[1] - small[1]
         if more_seconds <= 0:  # the noise is larger than the difference

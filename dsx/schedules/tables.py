@@ -27,7 +27,7 @@ def schedule_table(
         unit: Unit of the timeline's time: ``s``, or ``forward`` when a forward costs 1.
 
     >>> from dsx.schedules.builders import build
-    >>> print(render(build("1f1b", 2, 1, 2)), end="")
+    >>> print(schedule_table(build("1f1b", 2, 1, 2)), end="")
             0     2     4     6     8
     rank 0  F0 F1 .  .  B0 -- .  B1 --
     rank 1  .  F0 B0 -- F1 B1 -- .  .
