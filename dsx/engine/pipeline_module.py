@@ -118,17 +118,32 @@ def warn_of_copies(layers: Sequence[Any], stages: StageMap) -> None:
     }
     apart = {indices: ranks for indices, ranks in shared.items() if len(ranks) > 1}
     if apart:
-        named = "; ".join(
-            f"layers {', '.join(f'{index} ({layer_name(layers[index])})' for index in indices)} "
-            f"on pipeline ranks {', '.join(map(str, ranks))}"
-            for indices, ranks in sorted(apart.items())
-        )
+        named = "; ".join(_placed(layers, indices, ranks) for indices, ranks in sorted(apart.items()))
         warnings.warn(
-            f"PipelineModule: {named} hold the same weights as one object in this script. Each rank trains a "
-            "copy of its own (stock DeepSpeed does too), and the copies drift apart. To train them as one, "
-            "list each use as a TiedLayerSpec of one key.",
+            f"PipelineModule: {named} hold the same weights as one object in this script. {_APART}. To train "
+            "them as one, list each use as a TiedLayerSpec of one key.",
             stacklevel=3,
         )
+
+
+_APART = "Each rank trains a copy of its own (stock DeepSpeed does too), and the copies drift apart"
+
+
+def _warn_of_untied(
+    layers: Sequence[Any], key: str, indices: Sequence[int], owners: Sequence[int], untied: Sequence[str]
+) -> None:
+    """Warn of parameters of a tied module that its ``tied_weight_attr`` leaves out."""
+    warnings.warn(
+        f"PipelineModule: {_placed(layers, indices, owners)} are tied as {key!r}, but not in "
+        f"{', '.join(untied)}. {_APART} where more than one of these layers uses them. To train them as one, "
+        "name them too in the tied_weight_attr of every TiedLayerSpec of this key.",
+        stacklevel=4,
+    )
+
+
+def _placed(layers: Sequence[Any], indices: Sequence[int], ranks: Sequence[int]) -> str:
+    named = ", ".join(f"{index} ({layer_name(layers[index])})" for index in indices)
+    return f"layers {named} on pipeline ranks {', '.join(map(str, ranks))}"
 
 
 def _modules_in(layer: Any) -> Iterator[nn.Module]:
@@ -180,6 +195,11 @@ class Tie:
     key: str
     parameters: tuple[nn.Parameter, ...]
     group: dist.ProcessGroup
+
+    def left_out(self, module: nn.Module) -> list[str]:
+        """Names of the trainable parameters of a rank's copy of the module that are not tied."""
+        tied = {id(parameter) for parameter in self.parameters}
+        return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in tied]
 
 
 class PipelineModule(nn.Module):
@@ -459,7 +479,12 @@ class PipelineModule(nn.Module):
             # and members that have made different numbers would wait for each other for ever.
             group = new_group(ranks)
             if mine:
-                ties.append(self._tie_copies(key, specs[0][1].tied_weight_attr, group, ranks))
+                tie = self._tie_copies(key, specs[0][1].tied_weight_attr, group, ranks)
+                ties.append(tie)
+                untied = tie.left_out(self.chunks.tied_modules[key])
+                here = self.groups.pp_rank, self.groups.dp_rank, self.groups.tp_rank
+                if untied and here == (owners[0], 0, 0):
+                    _warn_of_untied(self.layer_specs, key, [index for index, _ in specs], owners, untied)
         return tuple(ties)
 
     def _tie_copies(

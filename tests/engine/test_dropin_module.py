@@ -110,7 +110,8 @@ def _shared(rank: int, world_size: int) -> list[list[str]]:
     one, frozen = toy.Table(), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
     other = nn.Linear(WIDTH, WIDTH)
     other.weight = one.weight
-    tied = [TiedLayerSpec("t", toy.Table), LayerSpec(toy.Layer), TiedLayerSpec("t", toy.Table)]
+    part = [TiedLayerSpec("t", toy.Table), LayerSpec(toy.Layer), TiedLayerSpec("t", toy.Table)]
+    every = TiedLayerSpec("t", toy.Table, tied_weight_attr=["weight", "bias"])
     spec = LayerSpec(toy.Layer)
     lists: list[list[Any]] = [
         [one, LayerSpec(toy.Layer), one],
@@ -120,7 +121,9 @@ def _shared(rank: int, world_size: int) -> list[list[str]]:
         [one, one, LayerSpec(toy.Layer)],  # on one rank: one module in truth
         [frozen, LayerSpec(toy.Layer), frozen],
         [spec, spec, spec],
-        tied,
+        [every, LayerSpec(toy.Layer), every],
+        [*part[:2], TiedLayerSpec("t", toy.Table, forward_fn=toy.head)],
+        [*part[::2], LayerSpec(toy.Layer)],  # both on one rank: one module
     ]
     found = []
     for layers in lists:
@@ -133,7 +136,11 @@ def _shared(rank: int, world_size: int) -> list[list[str]]:
 
 def test_one_object_on_two_ranks_is_warned_of() -> None:
     (first, *others), elsewhere = ranks.run(_shared, 2)
-    assert [len(texts) for texts in (first, *others)] == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert [len(texts) for texts in (first, *others)] == [1, 1, 1, 1, 0, 0, 0, 0, 1, 0]
     assert "layers 0 (Table), 2 (Table) on pipeline ranks 0, 1" in first[0]
     assert "layers 0 (Table), 2 (Linear) on pipeline ranks 0, 1" in others[0][0]
+    assert (
+        "layers 0 (Table), 2 (Table) on pipeline ranks 0, 1 are tied as 't', but not in bias." in others[7][0]
+    )
+    assert "name them too in the tied_weight_attr" in others[7][0]
     assert not any(elsewhere)  # once, from rank 0

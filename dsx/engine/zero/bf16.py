@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.norm import NormScope, Refuses
 from dsx.engine.zero.reduction import ChunkReduction
 from dsx.schedules.schedule import Schedule
@@ -158,8 +159,10 @@ class Bf16Adapter:
                     dist.all_reduce(self._gradients.of(parameter), group=tie.group)
                     self._gradients.mark(parameter)
         self._norm = None
+        if refuses is None and not self._scope.compares:
+            return
+        norm = self._scope.norm(self._parts(), partitioned=False, device=self._engine.device)
         if refuses is not None:
-            norm = self._scope.norm(self._pieces(), partitioned=False, device=self._engine.device)
             self._refused, self._norm = refuses(norm), float(norm)
 
     def grad_norm(self) -> float:
@@ -168,9 +171,9 @@ class Bf16Adapter:
             return self._norm
         return float(self._engine.get_global_grad_norm() or 0.0)
 
-    def _pieces(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """(parameter, its whole gradient), of those that have one."""
+    def _parts(self) -> Iterator[GradientPart]:
+        """The whole gradients of those that have one."""
         for parameters in self._optimizer.bf16_groups:
             for parameter in parameters:
                 if self._gradients.has(parameter):
-                    yield parameter, self._gradients.of(parameter)
+                    yield GradientPart(parameter, self._gradients.of(parameter))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.calls import GradientHooks
 from dsx.engine.zero.norm import NormScope, Refuses, all_reduce_sum
 from dsx.engine.zero.reduction import ChunkReduction
@@ -184,7 +185,7 @@ class PartitionedAdapter:
     def _global_norm(self, norm_type: int = 2) -> torch.Tensor:
         """Stands in for ``scaled_global_norm``; bf16 and fp32 have no loss scale."""
         assert norm_type == 2, "only the 2-norm is defined here"
-        self._norm = self._scope.norm(self._pieces(), partitioned=True, device=self._engine.device)
+        self._norm = self._scope.norm(self._parts(), partitioned=True, device=self._engine.device)
         if self._refuses is not None and self._refuses(self._norm):
             self._optimizer.overflow = True  # read after this (stage_1_and_2.py, step)
         # Where the gradients are that it scales: torch multiplies none on the host by a number on a GPU.
@@ -226,17 +227,20 @@ class PartitionedAdapter:
             return [self._optimizer.single_partition_of_fp32_groups[index].grad]
         return [t for t in self._optimizer.averaged_gradients[index] if t is not None and t.numel()]
 
-    def _pieces(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """(parameter, this rank's part of its gradient) over all groups."""
+    def _parts(self) -> Iterator[GradientPart]:
+        """This rank's parts, over all groups: an interval of each, of which the first may begin midway."""
         optimizer = self._optimizer
         for index, parameters in enumerate(optimizer.params_in_partition):
             if optimizer.cpu_offload:
                 flat = optimizer.single_partition_of_fp32_groups[index].grad
                 for parameter in parameters:
-                    _, _, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                    yield parameter, flat.narrow(0, start, length)
+                    _, begin, at, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                    yield GradientPart(parameter, flat.narrow(0, at, length), begin)
             else:
                 gradients = [
                     g for g in optimizer.averaged_gradients[index] if not getattr(g, "_zero_padding", False)
                 ]
-                yield from zip(parameters, gradients, strict=False)
+                begin = optimizer.first_offset[index]
+                for parameter, gradient in zip(parameters, gradients, strict=False):
+                    yield GradientPart(parameter, gradient, begin)
+                    begin = 0

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.norm import NormScope, Refuses
 from dsx.engine.zero.reduction import ChunkReduction
 from dsx.schedules.schedule import Schedule
@@ -112,16 +113,16 @@ class ReplicatedAdapter:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=tie.group)
-        pieces = [(p, p.grad) for p in self._engine.module.parameters() if p.grad is not None]
-        self._norm = self._scope.norm(pieces, partitioned=False, device=self._engine.device)
+        parts = [GradientPart(p, p.grad) for p in self._engine.module.parameters() if p.grad is not None]
+        self._norm = self._scope.norm(parts, partitioned=False, device=self._engine.device)
         self.refused = refuses is not None and refuses(self._norm)
         if not self._wrapped:
             self._engine.optimizer.overflow = self.refused  # DeepSpeed asks every optimizer that has it
         if self._clipping > 0 and not self._wrapped:
             # torch.nn.utils.clip_grad_norm_'s rule.
             scale = torch.clamp(self._clipping / (self._norm + 1e-6), max=1.0)
-            for _, gradient in pieces:
-                gradient.mul_(scale)
+            for part in parts:
+                part.gradient.mul_(scale)
 
     def grad_norm(self) -> float:
         """Norm before clipping."""

@@ -28,6 +28,7 @@ from deepspeed.utils import z3_leaf_module
 from torch import nn
 
 from dsx.engine.chunks import TiedUse
+from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.calls import GradientHooks
 from dsx.engine.zero.norm import NormScope, Refuses, all_reduce_sum
 from dsx.errors import ConfigError
@@ -317,27 +318,28 @@ class Stage3Adapter:
         device = self._engine.device
         for tie in self._ties:
             ids = {id(parameter) for parameter in tie.parameters}
-            for parameter, gradient in self._pieces():
-                if id(parameter) in ids:
-                    all_reduce_sum(gradient, tie.group, device)
-        self._norm = self._scope.norm(self._pieces(), partitioned=True, device=device)
+            for part in self._parts():
+                if id(part.parameter) in ids:
+                    all_reduce_sum(part.gradient, tie.group, device)
+        self._norm = self._scope.norm(self._parts(), partitioned=True, device=device)
         refused = self._refuses is not None and self._refuses(self._norm)
         # A norm that is none makes DeepSpeed skip the step (stage3.py, step).
         norm = torch.full_like(self._norm, torch.nan) if refused else self._norm
         # Where the gradients are that it scales: torch multiplies none on the host by a number on a GPU.
         return [norm.to(self._optimizer.device)]
 
-    def _pieces(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """(parameter, this rank's part of its gradient, padding included as zeros)."""
-        optimizer = self._optimizer
+    def _parts(self) -> Iterator[GradientPart]:
+        """This rank's parts, padding included as zeros: each parameter is cut into equal ones."""
+        optimizer, rank = self._optimizer, self._scope.data_rank
         for index, parameters in enumerate(optimizer.fp16_groups):
             if optimizer.offload_optimizer:
                 flat = optimizer.fp32_partitioned_groups_flat[index].grad
                 for parameter in parameters:
                     _, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                    yield parameter, flat.narrow(0, start, length)
+                    yield GradientPart(parameter, flat.narrow(0, start, length), rank * length)
             else:
-                yield from zip(parameters, optimizer.averaged_gradients[index], strict=True)
+                for parameter, gradient in zip(parameters, optimizer.averaged_gradients[index], strict=True):
+                    yield GradientPart(parameter, gradient, rank * gradient.numel())
 
 
 def scope_consistency_checks(groups: Groups) -> None:
