@@ -13,8 +13,7 @@ from dsx.checkpoint.formats.deepspeed import reader
 from dsx.checkpoint.formats.deepspeed.cut import Rules
 from dsx.checkpoint.formats.deepspeed.files import looks_stock
 from dsx.checkpoint.formats.deepspeed.order import Ties
-from dsx.checkpoint.formats.huggingface import catalog as hf_bin
-from dsx.checkpoint.formats.huggingface import catalog as hf_catalog
+from dsx.checkpoint.formats.huggingface import catalog as hugging_face
 from dsx.checkpoint.formats.huggingface import names
 from dsx.errors import CheckpointError
 
@@ -69,8 +68,8 @@ def _opened(folder: Path, rules: Path | None, ties: Ties | None) -> Catalog:
     if dcp.looks_dcp(folder):
         return dcp.catalog_of(folder)
     safetensors = any((folder / name).is_file() for name in (names.SINGLE, names.INDEX))
-    if safetensors or hf_bin.looks_bin(folder):
-        return hf_catalog.catalog_of(folder)
+    if safetensors or hugging_face.looks_bin(folder):
+        return hugging_face.catalog_of(folder)
     raise _unknown(folder)
 
 

@@ -24,7 +24,6 @@ from dsx.checkpoint.formats.deepspeed import reader
 from dsx.checkpoint.formats.deepspeed import target as deepspeed_target
 from dsx.checkpoint.formats.deepspeed.plan import StockLayout
 from dsx.checkpoint.formats.huggingface import catalog as hf_catalog
-from dsx.checkpoint.formats.huggingface import catalog as hf_target
 from dsx.checkpoint.formats.huggingface import names as hf_names
 from dsx.checkpoint.formats.huggingface import weights as hf
 from dsx.checkpoint.layouts import TargetDegrees, layout_like
@@ -143,7 +142,7 @@ def test_transformers_loads_what_is_written(
     config = hf_names.read_config(tmp_path / "a")
     made = run(
         source,
-        hf_target.target_of(source, tmp_path / "c", config, precision=precision, shard_bytes=shard_bytes),
+        hf_catalog.target_of(source, tmp_path / "c", config, precision=precision, shard_bytes=shard_bytes),
     )
     assert (len(list(made.glob("*.safetensors"))) > 1) == (precision == "bf16")
     loaded = AutoModelForCausalLM.from_pretrained(made)
@@ -236,7 +235,7 @@ def test_every_flipped_bit_of_what_dsx_writes_is_found_and_named(writer: str, tm
     source = hf_catalog.catalog_of(tmp_path / "a")
     config, out = hf_names.read_config(tmp_path / "a"), tmp_path / "b"
     if writer == "reshard":
-        run(source, hf_target.target_of(source, out, config, shard_bytes=9000))
+        run(source, hf_catalog.target_of(source, out, config, shard_bytes=9000))
     else:
         tensors = load_file(tmp_path / "a" / "model.safetensors")
         hf.finish(out, config, hf.write_shard(out, 0, 1, tensors))
@@ -255,7 +254,7 @@ def test_every_flipped_bit_of_what_dsx_writes_is_found_and_named(writer: str, tm
         (error,) = verify(catalog)
         assert (str(path) in error.where, entry.name in error.where) == (True, True)
         with pytest.raises(DamagedError, match=re.escape(entry.name)):
-            run(catalog, hf_target.target_of(catalog, tmp_path / "c", config))
+            run(catalog, hf_catalog.target_of(catalog, tmp_path / "c", config))
         assert not (tmp_path / "c").exists()
         data[at] ^= 1 << number % 8
         path.write_bytes(data)
