@@ -83,6 +83,8 @@ def estimate(
         raise typer.BadParameter("give CONFIG, or --model, or both", param_hint="CONFIG")
     _check_output(style, output)
     gpu = None if cluster is None else read_cluster(cluster)
+    if gpu is not None:
+        gpu.check_gpus(gpus)
     if gpu is not None and gpu_memory is None:
         gpu_memory = gpu.usable_bytes / _GIB
     short = {

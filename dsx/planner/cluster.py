@@ -111,6 +111,22 @@ class Cluster:
             )
         return self.flops[precision]
 
+    def check_gpus(self, gpus: int) -> None:
+        """Raise ConfigError, which names ``--gpus``, unless it has so many, in whole nodes."""
+        key, node = f"--gpus {gpus}", self.gpus_per_node
+        if gpus < 1:
+            raise ConfigError(key, "not a number of GPUs", "use 1 or more")
+        if gpus > node and gpus % node:
+            near = gpus // node * node
+            raise ConfigError(
+                key,
+                f"nodes of {self.name} have {node} GPUs each",
+                f"use whole nodes: {near} or {near + node}",
+            )
+        if self.nodes is not None and gpus > self.nodes * node:
+            most = self.nodes * node
+            raise ConfigError(key, f"{self.name} has {self.nodes} nodes of {node}", f"use at most {most}")
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

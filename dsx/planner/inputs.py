@@ -81,7 +81,7 @@ def plan_inputs(
         ConfigError: Something is missing, unknown or cannot be.
         ModelError: A Hugging Face config that dsx cannot build.
     """
-    _check_gpus(cluster, gpus)
+    cluster.check_gpus(gpus)
     for name, size in (("--global-batch", global_batch), ("--sequence-length", sequence_length)):
         if size is not None and size < 1:
             raise ConfigError(f"{name} {size}", "not a size", "use 1 or more")
@@ -144,20 +144,6 @@ def _batch_of(written: Mapping[str, Any] | None, gpus: int) -> int | None:
         return resolve(written, world_size=gpus).global_batch_size
     except DsxError:
         return None
-
-
-def _check_gpus(cluster: Cluster, gpus: int) -> None:
-    key, node = f"--gpus {gpus}", cluster.gpus_per_node
-    if gpus < 1:
-        raise ConfigError(key, "not a number of GPUs", "use 1 or more")
-    if gpus > node and gpus % node:
-        near = gpus // node * node
-        raise ConfigError(
-            key, f"nodes of {cluster.name} have {node} GPUs each", f"use whole nodes: {near} or {near + node}"
-        )
-    if cluster.nodes is not None and gpus > cluster.nodes * node:
-        most = cluster.nodes * node
-        raise ConfigError(key, f"{cluster.name} has {cluster.nodes} nodes of {node}", f"use at most {most}")
 
 
 def _usual(cluster: Cluster) -> dict[str, Any]:

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from dsx.config.resolve import resolve
+from dsx.errors import ConfigError
 from dsx.memory.watch import estimated
+from dsx.planner.cluster import read_cluster
+from dsx.planner.inputs import plan_inputs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 COMMAND = ("estimate",)
@@ -136,6 +139,30 @@ def test_nonsense_is_one_message(dsx, tmp_path, arguments, code, words):
     ended, out, err = dsx(*given)
     assert (ended, out) == (code, "")
     assert words in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("content", "gpus", "words"),
+    [
+        ({"gpu": "H100", "nodes": 1}, 64, "--gpus 64: ours has 1 nodes of 8. Fix: use at most 8"),
+        ({"gpu": "H100"}, 12, "--gpus 12: nodes of ours have 8 GPUs each. Fix: use whole nodes: 8 or 16"),
+        (
+            {"gpu": "CPU", "gpus_per_node": 4, "nodes": 2},
+            12,
+            "--gpus 12: ours has 2 nodes of 4. Fix: use at most 8",
+        ),
+    ],
+)
+def test_gpus_that_the_cluster_has_not_are_refused_as_by_plan(tmp_path, dsx, content, gpus, words):
+    cluster = tmp_path / "ours.json"
+    cluster.write_text(json.dumps(content))
+    code, out, err = dsx("--model", "gpt2/tiny", "--gpus", gpus, "--cluster", cluster)
+    assert (code, out) == (2, "")
+    assert words in " ".join(err.split())
+    inputs = {"config": None, "global_batch": 96, "sequence_length": 64}
+    with pytest.raises(ConfigError) as refused:
+        plan_inputs(model="gpt2/tiny", cluster=read_cluster(str(cluster)), gpus=gpus, **inputs)
+    assert str(refused.value) in " ".join(err.split())
 
 
 def test_an_ordinary_json_with_a_model(dsx, tmp_path):
