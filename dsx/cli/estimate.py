@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dsx.memory.ledger import Label
     from dsx.memory.ops import DeviceKind
     from dsx.memory.paper.device import Device
-    from dsx.planner.cluster import Cluster
+    from dsx.planner.cluster import Cluster, GpuMemory
 
 _GIB = 1 << 30
 _WEIGHTLESS = ("optimizer.params.", "scheduler.")  # whatever their values, memory is the same
@@ -77,16 +77,19 @@ def estimate(
     from dsx.config.load import read
     from dsx.config.ordinary import complete
     from dsx.config.resolve import resolve
-    from dsx.planner.cluster import read_cluster
+    from dsx.planner import cluster as clusters
 
     if config is None and model is None:
         raise typer.BadParameter("give CONFIG, or --model, or both", param_hint="CONFIG")
     _check_output(style, output)
-    gpu = None if cluster is None else read_cluster(cluster)
+    gpu = None if cluster is None else clusters.read_cluster(cluster)
     if gpu is not None:
         gpu.check_gpus(gpus)
-    if gpu is not None and gpu_memory is None:
-        gpu_memory = gpu.usable_bytes / _GIB
+    room = None
+    if gpu_memory is not None:
+        room = clusters.gpu_memory(gpu_memory, gpu)
+    elif gpu is not None:
+        room = clusters.GpuMemory(gpu.memory_bytes, gpu.reserved_bytes)
     short = {
         "dsx.parallel.tensor": tensor,
         "dsx.parallel.pipeline": pipeline,
@@ -102,12 +105,12 @@ def estimate(
     else:
         items = []
     run = resolve(source, world_size=gpus, overrides=items)
-    capacity = None if gpu_memory is None else int(gpu_memory * _GIB)
+    capacity = None if room is None else room.usable_bytes
     memory = _memory(run, gpu, capacity)
     traced = _traced(run, memory, gpu, capacity) if trace else None
-    deliver_as(style, run, memory, traced, gpu_memory, output, whole.assumed)
-    if gpu_memory is not None and memory.peak_bytes > gpu_memory * _GIB:
-        say(_advice(source, items, run, gpu_memory, gpu), err=True)
+    deliver_as(style, run, memory, traced, room, output, whole.assumed)
+    if room is not None and memory.peak_bytes > room.usable_bytes:
+        say(_advice(source, items, run, room.usable_bytes, gpu), err=True)
         raise typer.Exit(BAD)
 
 
@@ -116,7 +119,7 @@ def deliver_as(
     run: RunConfig,
     memory: RunMemory,
     traced: Mapping[int, int] | None,
-    gpu_memory: float | None,
+    room: GpuMemory | None,
     output: Path | None,
     assumed: Sequence[Assumption],
 ) -> None:
@@ -125,12 +128,14 @@ def deliver_as(
         from dsx.memory.table import save
 
         assert output is not None
-        save(memory, output, title=_title(run), capacity_gib=gpu_memory)
+        save(
+            memory, output, title=_title(run), capacity_gib=None if room is None else room.usable_bytes / _GIB
+        )
         say(f"wrote {output}")
     elif style == "json":
-        deliver(json.dumps(_facts(run, memory, traced, gpu_memory, assumed), indent=2) + "\n", output)
+        deliver(json.dumps(_facts(run, memory, traced, room, assumed), indent=2) + "\n", output)
     else:
-        deliver(_text(run, memory, traced, gpu_memory, assumed), output)
+        deliver(_text(run, memory, traced, room, assumed), output)
 
 
 def _check_output(style: str, output: Path | None) -> None:
@@ -189,7 +194,7 @@ def _text(
     run: RunConfig,
     memory: RunMemory,
     traced: Mapping[int, int] | None,
-    gpu_memory: float | None,
+    room: GpuMemory | None,
     assumed: Sequence[Assumption],
 ) -> str:
     from dsx.memory.table import details, table
@@ -217,10 +222,10 @@ def _text(
     if fullest.host_bytes:
         largest = ", ".join(f"{label.name} {size / unit:.2f}" for label, size in fullest.host_lines[:4])
         lines.append(f"on the host, a rank: up to {fullest.host_bytes / unit:.2f} {name} ({largest})")
-    if gpu_memory is not None:
-        left = gpu_memory - memory.peak_bytes / _GIB
+    if room is not None:
+        left = (room.usable_bytes - memory.peak_bytes) / _GIB
         said = f"fits, {left:.2f} GiB left" if left >= 0 else f"does not fit, {-left:.2f} GiB too much"
-        lines.append(f"{gpu_memory:g} GiB: {said}")
+        lines.append(f"{room}: {said}")
     return "\n".join(lines) + "\n"
 
 
@@ -238,7 +243,7 @@ def _facts(
     run: RunConfig,
     memory: RunMemory,
     traced: Mapping[int, int] | None,
-    gpu_memory: float | None,
+    room: GpuMemory | None,
     assumed: Sequence[Assumption],
 ) -> dict[str, Any]:
     roles = [
@@ -262,7 +267,7 @@ def _facts(
         }
         for role in memory.roles
     ]
-    capacity = None if gpu_memory is None else int(gpu_memory * _GIB)
+    capacity = None if room is None else room.usable_bytes
     return {
         "run": run.summary(),
         "assumed": {each.key: each.value for each in assumed},
@@ -277,7 +282,7 @@ def _advice(
     source: Path | Mapping[str, Any],
     items: list[str],
     run: RunConfig,
-    gpu_memory: float,
+    capacity: int,
     cluster: Cluster | None,
 ) -> str:
     """The cheapest changes, by the step's time on ``cluster``: on an H100's if there is none."""
@@ -290,8 +295,8 @@ def _advice(
         source,
         items,
         run,
-        capacity_bytes=int(gpu_memory * _GIB),
-        peak_bytes=lambda changed: _memory(changed, cluster, int(gpu_memory * _GIB)).peak_bytes,
+        capacity_bytes=capacity,
+        peak_bytes=lambda changed: _memory(changed, cluster, capacity).peak_bytes,
         seconds=lambda changed: predicted_step(changed, where).seconds,
     )
     if not found:

@@ -39,7 +39,7 @@ def _within(least: int, most: int | None = None) -> Any:
 
 def _memory(gib: float | None) -> float | None:
     if gib is not None and not 0 < gib < 1e6:
-        raise ConfigError(f"--gpu-memory {gib:g}", "it is the GiB of one GPU", "use 80 for an A100-80GB")
+        raise ConfigError(f"--gpu-memory {gib:g}", "it is the GiB of one GPU", "use 79 for an A100-80GB")
     return gib
 
 
@@ -77,7 +77,8 @@ MICRO_BATCH = count("--micro-batch", "Sequences per micro-batch and data-paralle
 GPU_MEMORY = typer.Option(
     "--gpu-memory",
     metavar="GIB",
-    help="Memory that tensors may take of a GPU. Default: the cluster's, where one is named.",
+    help="All memory of a GPU; what context and libraries take is left out as with --cluster. Default: the "
+    "cluster's, where one is named.",
     callback=_memory,
 )
 CLUSTER = typer.Option(

@@ -25,7 +25,7 @@ def resolve_run(
     Args:
         config: With a ``dsx`` block.
         world_size: Ranks.
-        gpu_memory_gib: Memory of a GPU that each rank must fit into; None to leave that open.
+        gpu_memory_gib: All memory of a GPU, which each rank must fit into; None to leave that open.
     """
     from dsx.config.load import SeveralProblemsError, load, raise_all
     from dsx.config.resolve import resolve
@@ -58,12 +58,13 @@ def _buckets(run: RunConfig, config: Mapping[str, Any]) -> list[Finding]:
 def _memory(run: RunConfig, gpu_memory_gib: float) -> list[Finding]:
     from dsx.memory.estimate import estimate_run
     from dsx.memory.job import job_of
+    from dsx.planner.cluster import gpu_memory
 
-    job = job_of(run, capacity_bytes=int(gpu_memory_gib * _GIB))
-    peak_gib = estimate_run(job).peak_bytes / _GIB
-    if peak_gib <= gpu_memory_gib:
+    room = gpu_memory(gpu_memory_gib)
+    peak_bytes = estimate_run(job_of(run, capacity_bytes=room.usable_bytes)).peak_bytes
+    if peak_bytes <= room.usable_bytes:
         return []
-    why = f"a rank needs {peak_gib:.1f} GiB, and a GPU has {gpu_memory_gib:g} GiB"
+    why = f"a rank needs {peak_bytes / _GIB:.1f} GiB, and a GPU has {room}"
     fix = f"see `dsx estimate --gpu-memory {gpu_memory_gib:g}` for changes that fit"
     return [
         Finding(check="memory", severity="error", path=("dsx", "parallel"), value=ABSENT, why=why, fix=fix)

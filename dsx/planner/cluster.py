@@ -215,6 +215,51 @@ def allowance(memory_bytes: int) -> int:
     return 2 * _GIB + memory_bytes // 25
 
 
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """What a GPU has for the tensors of a run.
+
+    >>> str(GpuMemory(80 << 30, allowance(80 << 30))), str(GpuMemory(4 << 30, 0))
+    ('80 GiB less 5.20 for context, libraries and gaps', '4 GiB')
+    """
+
+    memory_bytes: int
+    reserved_bytes: int
+
+    @property
+    def usable_bytes(self) -> int:
+        """What is left."""
+        return self.memory_bytes - self.reserved_bytes
+
+    def __str__(self) -> str:
+        whole = f"{self.memory_bytes / _GIB:g} GiB"
+        less = f" less {self.reserved_bytes / _GIB:.2f} for context, libraries and gaps"
+        return whole + less if self.reserved_bytes else whole
+
+
+def gpu_memory(gib: float, cluster: Cluster | None = None) -> GpuMemory:
+    """What ``--gpu-memory`` leaves to tensors: what is reserved on a GPU of ``cluster`` is reserved here.
+
+    Args:
+        gib: All memory of a GPU.
+        cluster: Whose GPUs they are; None for any GPU. A reserve of its own stays, the usual one goes by
+            ``gib``, and CPU processes have none.
+
+    Raises:
+        ConfigError: Nothing is left.
+    """
+    memory_bytes = int(gib * _GIB)
+    is_usual = cluster is None or cluster.reserved_bytes == allowance(cluster.memory_bytes)
+    reserved = allowance(memory_bytes) if cluster is None or is_usual else cluster.reserved_bytes
+    if reserved >= memory_bytes:
+        raise ConfigError(
+            f"--gpu-memory {gib:g}",
+            f"context, libraries and gaps take {reserved / _GIB:.2f} GiB, and nothing is left",
+            "give all the memory of one GPU, as nvidia-smi says it, in GiB",
+        )
+    return GpuMemory(memory_bytes, reserved)
+
+
 def _gpus(name: str, device: str, memory: int, rate: float, inside: float, between: float) -> Cluster:
     half, single = peak_flops(device, "bf16"), peak_flops(device, "fp32")
     assert half is not None

@@ -17,7 +17,7 @@ from dsx.config.sources import find_model
 from dsx.errors import ConfigError, DsxError
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
-from dsx.planner.cluster import Cluster
+from dsx.planner.cluster import Cluster, gpu_memory
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.layer_times import Machine
 from dsx.planner.layout import LayoutSpace, PlannedLayout, Task, meshes, variants
@@ -192,7 +192,7 @@ class Fixed:
         pipeline: Pipeline degree.
         zero: ZeRO stage.
         micro_batch: Sequences.
-        gpu_memory: GiB of a GPU that tensors may take.
+        gpu_memory: GiB of a GPU, what is reserved of it included.
     """
 
     tensor: int | None = None
@@ -251,7 +251,7 @@ def plan_search(inputs: PlanInputs, fixed: Fixed, measured: Calibration | None =
         task=task,
         space=space,
         memory=lambda _: 0,
-        cap_bytes=None if fixed.gpu_memory is None else int(fixed.gpu_memory * _GIB),
+        cap_bytes=None if fixed.gpu_memory is None else gpu_memory(fixed.gpu_memory, cluster).usable_bytes,
         update_bytes=_update_bytes(inputs),
     )
     memory = LayoutMemory(inputs, search.predictor, cluster.is_host, search.cap)
@@ -276,7 +276,9 @@ def _check(inputs: PlanInputs, fixed: Fixed) -> None:
             f"--micro-batch {micro}", f"it does not divide the global batch {batch}", "use a divisor of it"
         )
     if fixed.gpu_memory is not None and not 0 < fixed.gpu_memory < 1e6:
-        raise ConfigError(f"--gpu-memory {fixed.gpu_memory:g}", "it is the GiB of one GPU", "use 80, say")
+        raise ConfigError(
+            f"--gpu-memory {fixed.gpu_memory:g}", "it is the GiB of one GPU", "use 79 for an A100-80GB"
+        )
 
 
 def _check_space(task: Task, space: LayoutSpace, fixed: Fixed) -> None:

@@ -208,9 +208,12 @@ def test_dsx_configs(dsx):
         "check", config, QUIET, "--set", "dsx.train.stepz=3", "--set", "dsx.data.sequence_length=-1"
     )
     assert out.count("[dsx]") == 2
-    code, out, _ = dsx("check", config, QUIET, "--gpus", "8", "--gpu-memory", "0.001")
+    code, out, _ = dsx("check", config, QUIET, "--gpus", "8", "--gpu-memory", "2.084")
     assert code == 1
     assert "[memory]" in out
+    assert "2.084 GiB less 2.08 for context" in out
+    code, _, err = dsx("check", config, QUIET, "--gpus", "8", "--gpu-memory", "2")
+    assert (code, "nothing is left" in err) == (2, True)
     bucket = "zero_optimization.reduce_bucket_size=1000000"
     code, out, _ = dsx("check", config, QUIET, "--gpus", "8", "--set", bucket)
     assert code == 0

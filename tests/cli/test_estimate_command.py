@@ -13,7 +13,7 @@ import pytest
 from dsx.config.resolve import resolve
 from dsx.errors import ConfigError
 from dsx.memory.watch import estimated
-from dsx.planner.cluster import read_cluster
+from dsx.planner.cluster import preset, read_cluster
 from dsx.planner.inputs import plan_inputs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -80,7 +80,8 @@ def test_changes_that_would_fit_do_fit(dsx, tmp_path):
     plain = ("--model", file, "--gpus", 4, "--pipeline", 2, "--set", "gradient_accumulation_steps=8")
     small = ("--set", "zero_optimization.reduce_bucket_size=1000000")
     code, out, _ = dsx(*plain, *small, "--format", "json")
-    capacity = 0.85 * json.loads(out)["peak_bytes"] / (1 << 30)
+    usable = 0.85 * json.loads(out)["peak_bytes"] / (1 << 30)
+    capacity = (usable + 2) * 25 / 24  # of which 2 GiB and a twenty-fifth are not for tensors
     code, out, err = dsx(*plain, *small, "--gpu-memory", capacity)
     assert code == 1
     assert "does not fit" in out
@@ -89,7 +90,7 @@ def test_changes_that_would_fit_do_fit(dsx, tmp_path):
     for line in suggestions:
         items = line.split("(", 1)[1].rstrip(")").split()
         code, out, _ = dsx(*plain, *small, *items, "--gpu-memory", capacity)
-        assert (code, ": fits," in out) == (0, True), line
+        assert (code, "gaps: fits," in out) == (0, True), line
 
 
 def test_charts_are_drawn(dsx, tmp_path):
@@ -125,6 +126,7 @@ def test_a_trace_stands_beside_the_estimate(dsx):
         (("--model", "FOLDER"), 2, "the folder has no config.json"),
         (("--model", "gpt2", "--gpus", -4), 2, "greater than or equal to 1"),
         (("--model", "gpt2", "--gpu-memory", -80), 2, "it is the GiB of one GPU"),
+        (("--model", "gpt2", "--gpu-memory", 2), 2, "take 2.08 GiB, and nothing is left"),
         (("--model", "gpt2", "--gpu-memory", "nan"), 2, "it is the GiB of one GPU"),
         (("--model", "gpt2", "--tensor", 24, "--gpus", 24), 2, "attention heads = 12"),
         (("--model", "gpt2", "--micro-batch", 0), 2, "greater than or equal to 1"),
@@ -139,6 +141,25 @@ def test_nonsense_is_one_message(dsx, tmp_path, arguments, code, words):
     ended, out, err = dsx(*given)
     assert (ended, out) == (code, "")
     assert words in " ".join(err.split())
+
+
+@pytest.mark.parametrize("cluster", ["A100-80", "MI300X", "CPU"])
+def test_memory_and_the_cluster_that_has_it_are_one_answer(dsx, cluster):
+    run = ("--model", "llama-3-8b", "--gpus", 4, "--zero", 1)
+    gib = preset(cluster).memory_bytes >> 30
+    named, out = dsx(*run, "--cluster", cluster), f"{gib} GiB"
+    assert out in named[1]
+    assert dsx(*run, "--cluster", cluster, "--gpu-memory", gib) == named
+    if cluster != "CPU":
+        assert dsx(*run, "--gpu-memory", gib)[:2] == named[:2]
+        assert f"{gib} GiB less {2 + gib / 25:.2f} for context, libraries and gaps: " in named[1]
+
+
+def test_a_reserve_of_the_clusters_own_stays(dsx, tmp_path):
+    cluster = tmp_path / "ours.json"
+    cluster.write_text(json.dumps({"gpu": "H100", "reserved_gib": 1}))
+    out = dsx("--model", "gpt2/tiny", "--cluster", cluster, "--gpu-memory", 40)[1]
+    assert "40 GiB less 1.00 for context, libraries and gaps: fits" in out
 
 
 @pytest.mark.parametrize(
