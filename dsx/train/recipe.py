@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 import dsx
 from dsx.checkpoint import store
-from dsx.checkpoint.run.state import kept_settings
+from dsx.checkpoint.run.state import optimizer_settings
 from dsx.checkpoint.run.stored import export_hf, layer_weights
 from dsx.config.run import RunConfig
 from dsx.config.schema import OWN, DsxConfig
@@ -245,15 +245,16 @@ def resume(config: RunConfig, engine: PipelineEngine, corpus: RunData) -> dict[s
     if start is None:
         return {}
     root, tag = start
+    wanted = optimizer_settings(engine)
     with Waiting(f"reading the checkpoint in {root}", quiet=engine.groups.rank != 0):
         path, state = engine.load_checkpoint(root, tag)
-    agree(lambda: _require_same_text(path, state, text))
+    agree(lambda: _require_same_text(path, state, text, config.sequence_length))
     text.resume(state)
     if engine.groups.rank == 0:
-        wanted = config.deepspeed["optimizer"].get("params", {})
-        for key, value in kept_settings(engine, wanted).items():
+        kept = optimizer_settings(engine)
+        for key in (key for key in wanted if key in kept and kept[key] != wanted[key]):
             what = f"{at(f'optimizer.params.{key}', wanted[key])} is not taken"
-            said = f"{what}: the optimizer goes on with the checkpoint's {value}"
+            said = f"{what}: the optimizer goes on with the checkpoint's {kept[key]}"
             sys.stderr.write(f"warning: {printable(said)}\n")
     return state
 
@@ -347,13 +348,24 @@ def _stream_state(corpus: Text | OwnText, cursor: int) -> dict[str, Any]:
     return corpus.together(states)
 
 
-def _require_same_text(path: Path, state: Mapping[str, Any], corpus: Text | OwnText) -> None:
+def _require_same_text(
+    path: Path, state: Mapping[str, Any], corpus: Text | OwnText, sequence_length: int
+) -> None:
     if state.get("data_digest", corpus.digest) != corpus.digest:
         raise CheckpointError(
             str(path),
             f"it was trained on other text than {corpus.name}, or on the same in another mixture or order: "
             "the data position would mean nothing",
             "restore the text (dsx.data), or start anew in another dsx.train.output",
+        )
+    samples = state.get("data_cursor", 0)
+    if samples and state.get("tokens", 0) != samples * sequence_length:
+        raise CheckpointError(
+            str(path),
+            f"it was trained on sequences of {state.get('tokens', 0) // samples} tokens, and "
+            f"{at('dsx.data.sequence_length', sequence_length)} here: the data position would mean nothing",
+            "set it back, or start from the weights alone: export them to Hugging Face, and give the folder "
+            "as dsx.model.path with another dsx.train.output",
         )
 
 

@@ -5,6 +5,7 @@ One rank opens a :class:`Tracker`: the one that owns the loss.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -36,7 +37,8 @@ class MetricsFile:
 
     Args:
         path: The file; its folder is made.
-        first_step: Records of this step and later ones go, and lines that a kill left torn.
+        first_step: Records of this step and later ones go, and lines that a kill left torn. From step 1 on it
+            is another run than the one that wrote the file, which is then renamed to ``metrics.1.jsonl``.
 
     Raises:
         DataError: It cannot be written.
@@ -46,6 +48,8 @@ class MetricsFile:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if first_step <= 1:
+                _lay_aside(path)
             self.dropped = _drop_records(path, first_step)
             """Step and metric of everything that was dropped at the start."""
             self._file = path.open("a", encoding="utf-8")
@@ -89,6 +93,13 @@ def jsonable(value: Any) -> Any:
         number = float(value)
         return number if math.isfinite(number) else _NON_FINITE[str(number)]
     return str(value)
+
+
+def _lay_aside(path: Path) -> None:
+    """Keep what another run, whose checkpoints are gone, has left there."""
+    if path.exists() and path.stat().st_size:
+        names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+        path.rename(next(name for name in names if not name.exists()))
 
 
 def _drop_records(path: Path, first_step: int) -> frozenset[tuple[int, str]]:

@@ -73,6 +73,56 @@ def test_resume_is_bit_equal(case: Case, tmp_path: Path) -> None:
     assert len({row[0] for row in going_on}) == 1, "every rank gets the same loss"
 
 
+def _same_shapes(rank: int, world_size: int, folder: str) -> tuple[list[str], dict[str, list[object]]]:
+    """What is said of models that compute otherwise with the same tensors, and of other settings."""
+    import dsx
+    from dsx.checkpoint.run.state import optimizer_settings
+    from dsx.parallel.groups import make_groups
+    from dsx.train.recipe import build_engine
+
+    def made(model: dict[str, object], optimizer: dict[str, object]):
+        config = dsx_run.config(Case(accumulation=1), None)
+        config["dsx"]["model"]["config"] = config["dsx"]["model"]["config"] | model
+        config["optimizer"] = {**config["optimizer"], **optimizer}
+        resolved = dsx.load_config(config, world_size=1)
+        return build_engine(resolved, make_groups(resolved.mesh))
+
+    first = made({}, {})
+    steps(first, Case(accumulation=1), 0, 1)
+    first.save_checkpoint(folder)
+    shape = first.run_config.model
+    said = []
+    for change in (
+        {"num_attention_heads": 2 * shape.num_heads, "num_key_value_heads": 2 * shape.num_kv_heads}
+        | {"head_dim": shape.head_dim // 2},
+        {"rope_theta": 50.0},
+        {"hidden_act": "gelu"},
+        {"rms_norm_eps": 0.25},
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            made(change, {}).load_checkpoint(folder)
+        said.append(str(caught.value))
+    made({"attention_dropout": 0.5}, {}).load_checkpoint(folder)
+    plain = made({}, {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.5, 0.5], "torch_adam": True}})
+    before = optimizer_settings(plain)
+    plain.load_checkpoint(folder)
+    after = optimizer_settings(plain)
+    return said, {key: [before[key], after[key]] for key in before if before[key] != after[key]}
+
+
+def test_another_model_of_the_same_shapes_is_refused_and_other_settings_are_told(tmp_path: Path) -> None:
+    ((heads, theta, activation, epsilon), settings) = ranks.run(_same_shapes, 1, str(tmp_path))[0]
+    for said, word in (
+        (heads, "num_heads"),
+        (theta, "rope"),
+        (activation, "activation"),
+        (epsilon, "norm_epsilon"),
+    ):
+        assert f"of another model: its {word} is " in said
+    assert settings["betas"] == [[0.5, 0.5], list(dsx_run.ADAMW["betas"])]
+    assert "lr" in settings
+
+
 def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     saved = Case(pp=2, zero=1, accumulation=2)
     ranks.run(save_and_go_on, 2, saved, str(tmp_path))

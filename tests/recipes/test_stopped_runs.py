@@ -35,3 +35,6 @@ def test_a_stopped_run_saves_and_goes_on(tmp_path: Path) -> None:
     assert f"after step {step}" in again.text
     assert [*series(tmp_path, "train/loss")] == [*range(1, step + 3)]
     assert not (tmp_path / "faults").exists()
+    longer = launch("torchrun", "gpt_3d.py", ZERO3, settings | changed | {"dsx.data.sequence_length": 32})
+    assert longer.code == 1, longer.text  # torchrun's
+    assert "dsx.data.sequence_length = 32 here: the data position would mean nothing" in longer.text

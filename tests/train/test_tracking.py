@@ -38,6 +38,16 @@ def runs_in(output: Path) -> list[Path]:
     return sorted(path for path in (output / "wandb").iterdir() if path.name.startswith("offline-run-"))
 
 
+def test_another_runs_metrics_stay(tmp_path: Path) -> None:
+    """A run without checkpoints starts anew where another one was."""
+    for number, name in ((0, None), (1, "metrics.1.jsonl"), (2, "metrics.2.jsonl")):
+        with Tracker(tmp_path, DISABLED, run_config={}, first_step=1) as tracker:
+            tracker.log(1, {"train/loss": float(number)})
+        if name is not None:
+            assert f'"train/loss": {number - 1}.0' in (tmp_path / name).read_text()
+    assert len(list(tmp_path.glob("metrics*"))) == 3
+
+
 def test_metrics_file(tmp_path: Path) -> None:
     with Tracker(tmp_path / "out", DISABLED, run_config={}) as tracker:
         tracker.log(1, {"train/loss": 2.5, "train/tokens": np.int64(512)})
@@ -74,7 +84,7 @@ def test_resume_drops_what_is_done_again(tmp_path: Path) -> None:
     ]
     with Tracker(tmp_path, DISABLED, run_config={}):
         assert records(tracker.metrics_path) == []  # a new run
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.1.jsonl", "metrics.jsonl"]
 
 
 def test_offline_run_holds_everything(tmp_path: Path) -> None:

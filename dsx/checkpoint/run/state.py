@@ -205,16 +205,18 @@ def _restored(engine: PipelineEngine, facts: Mapping[str, Any], where: str) -> d
     return dict(state) if isinstance(state, dict) else {}
 
 
-def kept_settings(engine: PipelineEngine, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint has set in the optimizer otherwise than ``wanted``, but for what schedules move."""
-    moved = () if engine.lr_scheduler is None else ("lr", "betas", "momentum")
+def optimizer_settings(engine: PipelineEngine) -> dict[str, Any]:
+    """Hyperparameters of the first optimizer group that change the training, but for what schedules move."""
+    moved = {"lr", "initial_lr"} if engine.lr_scheduler is not None else set()
+    if getattr(engine.lr_scheduler, "cycle_momentum", False):
+        moved |= {"betas", "momentum"}
     here = _optimizer(engine).param_groups[0]
-    shared = [key for key in wanted if key in here and key not in moved]
-    return {key: here[key] for key in shared if _listed(here[key]) != _listed(wanted[key])}
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in here.items()
+        if key not in (*NO_SETTINGS, "params", "foreach", "fused", "capturable", *moved)
+        and isinstance(value, bool | int | float | str | list | tuple)
+    }
 
 
 def require_same_optimizer(engine: PipelineEngine, facts: Mapping[str, Any], where: str) -> None:
@@ -292,6 +294,8 @@ def load(engine: PipelineEngine, folder: Path, *, tag: str | None) -> tuple[Path
         found = store.find(root, tag)
         catalog = _or_earlier(root, tag, lambda: open_checkpoint(found))
         require_same_model(catalog, names)
+        if engine.run_config is not None:
+            _require_same_numbers(catalog, asdict(engine.run_config.model))
         require_same_optimizer(engine, catalog.facts, str(found))
         return found
 
@@ -332,6 +336,28 @@ def require_same_model(catalog: Catalog, here: Mapping[str, tuple[int, ...]]) ->
             f"the checkpoint is of another model: {'; '.join(differences[:_SHOWN])}{more}",
             "give the model that the checkpoint was trained with (dsx.model), or another checkpoint",
         )
+
+
+# What a run may change and go on: it trains the same weights otherwise, or reads longer sequences with them.
+_FREE = (
+    "max_positions", "embedding_dropout", "attention_dropout", "residual_dropout", "init_std",
+    "scaled_output_init",
+)  # fmt: skip
+
+
+def _require_same_numbers(catalog: Catalog, model: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the checkpoint's model computes otherwise with parameters of these shapes."""
+    saved, here = catalog.facts.get("model"), json.loads(json.dumps(model))
+    if not isinstance(saved, Mapping):
+        return
+    for key, value in here.items():
+        if key in saved and key not in _FREE and saved[key] != value:
+            raise CheckpointError(
+                str(catalog.root),
+                f"the checkpoint is of another model: its {key} is {saved[key]}, and here {value}",
+                "give the model that it was trained with (dsx.model), or start from its weights alone: "
+                "export it to Hugging Face, change that config, and give the folder as dsx.model.path",
+            )
 
 
 def _or_earlier(root: Path, tag: str | None, action: Callable[[], T]) -> T:
