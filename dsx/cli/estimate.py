@@ -300,7 +300,10 @@ def _advice(
         seconds=lambda changed: predicted_step(changed, where).seconds,
     )
     if not found:
-        return "dsx: it does not fit, and no one or two changes make it fit: use more GPUs"
+        return (
+            "dsx: it does not fit, and no one or two changes make it fit: `dsx plan` looks through all "
+            "layouts of these GPUs; if none fits, use more GPUs"
+        )
     now = predicted_step(run, where).seconds
     lines = [f"dsx: it does not fit. The cheapest changes with which it would (steps on {where.name}):"]
     for fit in found:

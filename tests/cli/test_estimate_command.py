@@ -14,7 +14,7 @@ from dsx.config.resolve import resolve
 from dsx.errors import ConfigError
 from dsx.memory.watch import estimated
 from dsx.planner.cluster import preset, read_cluster
-from dsx.planner.inputs import plan_inputs
+from dsx.planner.inputs import Fixed, plan_inputs, plan_search
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 COMMAND = ("estimate",)
@@ -91,6 +91,25 @@ def test_changes_that_would_fit_do_fit(dsx, tmp_path):
         items = line.split("(", 1)[1].rstrip(")").split()
         code, out, _ = dsx(*plain, *small, *items, "--gpu-memory", capacity)
         assert (code, "gaps: fits," in out) == (0, True), line
+
+
+def test_where_two_changes_do_not_help_a_plan_may(dsx, tmp_path):
+    """30 MiB are too little for the layout as it is with any two changes, and enough for another layout."""
+    cluster = tmp_path / "small.json"
+    cluster.write_text(json.dumps({"gpu": "H100", "memory_gib": 30 / 1024, "reserved_gib": 0}))
+    given = ("--model", "llama/tiny", "--gpus", 8, "--cluster", cluster)
+    bucket = ("--set", "zero_optimization.reduce_bucket_size=100000")
+    code, _, err = dsx(*given, "--zero", 0, "--micro-batch", 8, *bucket)
+    assert (code, "no one or two changes make it fit: `dsx plan` looks through" in err) == (1, True)
+    inputs = plan_inputs(
+        model="llama/tiny",
+        config=None,
+        cluster=read_cluster(str(cluster)),
+        gpus=8,
+        global_batch=64,
+        sequence_length=1024,
+    )
+    assert plan_search(inputs, Fixed()).run(1).best[0].fits
 
 
 def test_charts_are_drawn(dsx, tmp_path):
