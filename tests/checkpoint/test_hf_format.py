@@ -315,6 +315,26 @@ def test_weights_of_another_model_are_refused(tmp_path, change, message):
         weights.check(specs_of(tmp_path / "a"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+def test_a_head_that_is_no_copy_of_the_embedding_it_is_tied_to_is_refused(tmp_path, name, dtype):
+    """One bit of the head is enough; the same bits, which some writers store twice, are right."""
+    word = save(name, tmp_path, dtype).get_input_embeddings().weight.detach()
+
+    def check(head):
+        edit(tmp_path, lambda state: state.update({"lm_head.weight": head}))
+        with hf.open_weights(tmp_path) as weights:
+            weights.check(specs_of(tmp_path))
+
+    check(word.clone())
+    head = word.clone()
+    head.view(torch.uint8)[-1, -1] ^= 1
+    with pytest.raises(CheckpointError, match=r"safetensors: tensor lm_head\.weight: .* ties it .*differ"):
+        check(head)
+    with pytest.raises(CheckpointError, match=r"tensor lm_head\.weight: .* ties it .*F64"):
+        check(word.double())
+
+
 def test_broken_folders_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="neither model"):
         hf.open_weights(tmp_path)

@@ -228,6 +228,34 @@ def test_what_does_not_fit_the_model(tmp_path: Path) -> None:
         hf_catalog.as_dsx(catalog, wrong)
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "gpt_neox-tied"])
+def test_a_head_that_is_no_copy_of_the_embedding_it_is_tied_to(name: str, file: str, tmp_path: Path) -> None:
+    """One bit of the head is enough to refuse it; the same bits are left out, which loses nothing."""
+    model = model_of(name)
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    word = model.get_input_embeddings().weight.detach()
+    head = "embed_out.weight" if name == "gpt_neox-tied" else "lm_head.weight"
+
+    def named(values: torch.Tensor) -> Catalog:
+        tensors = {**state, head: values}
+        if file == "pytorch_model.bin":
+            torch.save(tensors, tmp_path / file)
+        else:
+            save_file(tensors, tmp_path / file, metadata={"format": "pt"})
+        return hf_catalog.as_dsx(hf_catalog.catalog_of(tmp_path), specs_of(name))
+
+    assert {entry.name for entry in named(word.clone()).entries} == {spec.name for spec in specs_of(name)}
+    trained = word.clone()
+    trained.view(torch.uint8)[-1, -1] ^= 1
+    with pytest.raises(CheckpointError, match=rf"tensor {head}, weight: .*ties it .*1 of [\d,]+ elements"):
+        named(trained)
+    with pytest.raises(CheckpointError, match=rf"tensor {head}, weight: .*ties it .*float64"):
+        named(word.double())
+
+
 @pytest.mark.parametrize("writer", ["reshard", "ranks"])
 def test_every_flipped_bit_of_what_dsx_writes_is_found_and_named(writer: str, tmp_path: Path) -> None:
     """Safetensors has no checksums: dsx adds a CRC32 for each tensor. transformers drops it when it saves."""

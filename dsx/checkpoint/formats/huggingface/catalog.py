@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece
+from dsx.checkpoint.compare import compare
 from dsx.checkpoint.formats.huggingface.names import (
     CONFIG,
     INDEX,
@@ -33,6 +34,7 @@ from dsx.checkpoint.formats.huggingface.names import (
     read_json,
     stored_names,
     tied_names,
+    untied,
     weight_map,
 )
 from dsx.checkpoint.formats.safetensors_file import CRC32, NAMES, contents
@@ -147,7 +149,8 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
     """The same checkpoint under dsx's names; one that has them already stays as it is.
 
     Raises:
-        CheckpointError: It lacks a tensor of the model, has another, or one of another shape.
+        CheckpointError: It lacks a tensor of the model, has another, or one of another shape; it has two
+            that differ where the model has one that is tied.
     """
     if {spec.name for spec in specs} <= {entry.name for entry in source.entries}:
         return replace(source, specs=tuple(specs))
@@ -167,8 +170,8 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
                     "use a checkpoint of a model whose parts were trained together",
                 )
             entries.append(_fused(source, spec, [by_name[name][state] for name in found]))
-    tied = {name for spec in specs if spec.tie is not None for name in tied_names(spec)}
-    unknown = sorted(by_name.keys() - homes.keys() - tied)
+    copies = _tied_copies(specs, homes, by_name)
+    unknown = sorted(by_name.keys() - homes.keys() - copies.keys())
     unknown = [name for name in unknown if not is_buffer(name) and _role(by_name[name]) != "buffer"]
     if unknown:
         raise CheckpointError(
@@ -176,12 +179,52 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
             f"the model has no place for it (of {len(unknown)} such tensors)",
             "use the config of the model that the checkpoint is of",
         )
+    _check_copies(source, copies, by_name)
     return replace(
         source,
         entries=tuple(entries),
         specs=tuple(specs),
         facts=renamed(source.facts, lambda name: (homes[name],) if name in homes else (), str(source.root)),
     )
+
+
+def _tied_copies(
+    specs: Sequence[ParamSpec], homes: Mapping[str, str], by_name: Mapping[str, Mapping[str, Entry]]
+) -> dict[str, str]:
+    """The tied tensors that a checkpoint stores a second time, each with the one that the model is given."""
+    kept = {home: name for name, home in homes.items()}
+    return {
+        name: kept[spec.name]
+        for spec in specs
+        if spec.tie is not None
+        for name in tied_names(spec)
+        if name in by_name and name not in homes
+    }
+
+
+def _check_copies(
+    source: Catalog, copies: Mapping[str, str], by_name: Mapping[str, Mapping[str, Entry]]
+) -> None:
+    """Prove that leaving the second copies of tied tensors out loses nothing. Raises CheckpointError."""
+    # The manifest's digests are filed under the names that the tensors have there.
+    plain = replace(source, tile_elements=0, tile_digests={})
+    for name, kept in copies.items():
+        stored, held = by_name[name], by_name[kept]
+        lone = sorted(stored.keys() - held.keys())
+        if lone:
+            raise untied(f"{source.root}: tensor {name}, {lone[0]}", f"{kept} has no {lone[0]}")
+        others = [replace(entry, name=kept) for entry in stored.values() if not _same_bytes(entry, held)]
+        ours = replace(plain, entries=tuple(held.values()))
+        for found in compare(replace(plain, entries=tuple(others)), ours):
+            if not found.equal:
+                what = found.what or f"{found.differing:,} of {found.elements:,} elements differ from {kept}"
+                raise untied(f"{source.root}: tensor {name}, {found.state}", what)
+
+
+def _same_bytes(entry: Entry, held: Mapping[str, Entry]) -> bool:
+    """Whether a copy is no copy: the same stretches of the same files, as in pickles of tied models."""
+    other = held[entry.state]
+    return (entry.shape, entry.dtype, entry.pieces) == (other.shape, other.dtype, other.pieces)
 
 
 def as_hf(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:

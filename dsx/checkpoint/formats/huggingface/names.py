@@ -97,3 +97,12 @@ def tied_names(spec: ParamSpec) -> Iterator[str]:
     head = head_of(spec.hf[0])
     yield head
     yield _OTHER_HEADS[head]
+
+
+def untied(where: str, what: str) -> CheckpointError:
+    """The error for a second copy of a tied tensor that is none: both were trained, and one would be lost."""
+    return CheckpointError(
+        where,
+        f"the model's config ties it to the word embedding, and it is another tensor ({what})",
+        'set "tie_word_embeddings": false in config.json, or leave the tensor out of the files',
+    )

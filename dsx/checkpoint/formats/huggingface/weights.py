@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsx.checkpoint import store
+from dsx.checkpoint.copy_plan import TILE_ELEMENTS, tiles
 from dsx.checkpoint.formats.huggingface.names import (
     CONFIG,
     INDEX,
@@ -27,6 +28,7 @@ from dsx.checkpoint.formats.huggingface.names import (
     is_buffer,
     stored_names,
     tied_names,
+    untied,
     weight_map,
 )
 from dsx.checkpoint.formats.safetensors_file import CRC32
@@ -105,6 +107,8 @@ class HfWeights:
     def check(self, specs: Iterable[ParamSpec]) -> None:
         """Prove that the files hold exactly the model: every tensor there, of its shape, and no other.
 
+        A copy of a tied tensor may be stored as well, with the same bits.
+
         Raises:
             CheckpointError: Naming the file and the tensor.
         """
@@ -113,6 +117,7 @@ class HfWeights:
             for part, name in enumerate(spec.hf):
                 used.add(self._slice(spec, name, _hf_shape(spec, part))[0])
             if spec.tie is not None:
+                self._check_tied(spec)
                 used.update(tied_names(spec))
         extra = sorted(name for name in self._files if name not in used and not is_buffer(name))
         if extra:
@@ -121,6 +126,24 @@ class HfWeights:
                 f"the model that config.json describes has no place for it (of {len(extra)} such tensors)",
                 "use the config.json that belongs to these weights",
             )
+
+    def _check_tied(self, spec: ParamSpec) -> None:
+        """Prove, some rows at a time, that copies of a tied tensor are copies. Raises CheckpointError."""
+        shape = _hf_shape(spec, 0)
+        kept, held = self._slice(spec, spec.hf[0], shape)
+        for name in tied_names(spec):
+            if name not in self._files or name == kept:
+                continue
+            where = f"{self._files[name]}: tensor {name}"
+            here, there = self.describe(name), self.describe(kept)
+            if here != there:
+                raise untied(where, f"{here[1]} {list(here[0])} and {there[1]} {list(there[0])}")
+            copy = self._stored(name)
+            for box in tiles(shape, TILE_ELEMENTS):
+                at = tuple(slice(*span) for span in box)
+                one, other = (stored[at].contiguous().view(torch.uint8) for stored in (copy, held))
+                if not torch.equal(one, other):
+                    raise untied(where, f"rows {box[0][0]} to {box[0][1]} differ from {kept}")
 
     def read(self, spec: ParamSpec, tp: int = 1, tp_rank: int = 0) -> Tensor:
         """One rank's local tensor, in the file's dtype, on CPU; reads only that rank's bytes.
