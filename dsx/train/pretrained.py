@@ -33,7 +33,8 @@ def pretrained(source: Catalog, dtype: torch.dtype | None, *, trust_remote_code:
         trust_remote_code: Run code that the folder brings.
 
     Raises:
-        CheckpointError: Transformers cannot load it, or its config claims what the files do not hold.
+        CheckpointError: Transformers cannot load it, or its config claims what the files do not hold, or
+            has no place for what they do.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -64,6 +65,14 @@ def pretrained(source: Catalog, dtype: torch.dtype | None, *, trust_remote_code:
         raise CheckpointError(
             f"{source.root}: tensor {min(told['missing_keys'])}",
             "the model of its config has it, and the files do not",
+            _FIX,
+        )
+    # Those that the model's class declares to be none of it (rotary frequencies) are not among them.
+    left = sorted(name for name in told["unexpected_keys"] if not names.is_buffer(name))
+    if left:
+        raise CheckpointError(
+            f"{source.root}: tensor {left[0]}",
+            f"the model of its config has no place for it (of {len(left)} such tensors)",
             _FIX,
         )
     return cast("PreTrainedModel", model)

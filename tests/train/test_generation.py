@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import dsx
@@ -188,6 +190,27 @@ def test_numbers_out_of_range(settings, what):
 def test_what_cannot_be_read_is_one_error(run, settings, what):
     with pytest.raises(DsxError, match=what):
         dsx.load_transformers(**{"checkpoint": run, **settings})
+
+
+def test_layers_that_the_config_leaves_out(run, tmp_path):
+    """A folder whose config has a layer fewer is another model; what is no parameter may be there too."""
+    folder = tmp_path / "model"
+    shutil.copytree(run / "hf" / f"step{STEPS}", folder)
+    for file in (folder / "model.safetensors.index.json", *folder.glob("*.safetensors")):
+        file.unlink()
+    state = AutoModelForCausalLM.from_pretrained(run / "hf" / f"step{STEPS}").state_dict()
+    buffers = ("model.layers.0.self_attn.rotary_emb.inv_freq", "transformer.h.0.attn.masked_bias")
+    state |= {name: torch.zeros(4) for name in buffers}
+    tensors = {name: tensor.clone() for name, tensor in state.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    dsx.load_transformers(folder, tokenizer="bytes")
+    config = json.loads((folder / "config.json").read_text())
+    key = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    last = config[key] = config[key] - 1
+    config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"tensor [a-z.]+\.{last}\..*: .* no place for it"):
+        dsx.load_transformers(folder, tokenizer="bytes")
 
 
 def test_bytes_are_text():
