@@ -121,6 +121,12 @@ def read_model(dsx: DsxConfig) -> ModelSource:
     weights = _weights(model)
     tokenizer = resolve_tokenizer(dsx, weights)
     family = config.get("model_type")
+    if model.family is not None and family is None:
+        raise ConfigError(
+            at("dsx.model.family", model.family),
+            f"{place} has no model_type",
+            f'add "model_type": {json.dumps(model.family)} to it: it says how the other keys are read',
+        )
     if model.family is not None and family != model.family:
         raise ConfigError(
             at("dsx.model.family", model.family),

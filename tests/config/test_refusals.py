@@ -83,6 +83,11 @@ WRONG = {
         1,
         ['dsx.model.family = "gpt2"', '"llama"'],
     ),
+    "a model without its type": (
+        {"dsx.model": {"family": "llama", "config": {"hidden_size": 64}}},
+        1,
+        ['dsx.model.family = "llama"', "no model_type", 'add "model_type": "llama"'],
+    ),
     "no such model folder": (
         {"dsx.model": {"path": "/nowhere/model"}},
         1,
