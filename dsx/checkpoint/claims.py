@@ -134,9 +134,8 @@ def check_claims(catalog: Catalog) -> None:
     for key in ("num_hidden_layers", "n_layer"):
         layers = config.get(key) if isinstance(config, Mapping) else None
         if isinstance(layers, int) and layers > _names(catalog):
-            raise _wrong(
-                catalog, "config.json", f"{layers} layers, and the files have {_names(catalog)} tensors"
-            )
+            what = f"{layers} layers, and the files have {_names(catalog)} tensors"
+            raise _wrong(catalog, f"config.json: {key} = {layers}", what)
     told = _checked_facts(catalog)
     ranks = prod(told.mesh.values())
     most = min(_MOST_RANKS, _SPARE_RANKS + sum(entry.numel for entry in catalog.entries))

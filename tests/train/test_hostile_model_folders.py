@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_data_tokenizers import train_bpe
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 import dsx
 import mutant_runs
 import mutants
+from data.test_data_tokenizers import train_bpe
 from dsx.data.tokenizers import load_tokenizer
 from dsx.errors import DsxError
 from often import often
@@ -72,7 +72,7 @@ def spoilt(good: Path, folder: Path, file: str, **changes: object) -> Path:
 
 
 CLAIMS = [
-    ("config.json", {"n_layer": 3_000_000}, "n_layer = 3000000: .* has 28 tensors"),
+    ("config.json", {"n_layer": 3_000_000}, "n_layer = 3000000: .* have 28 tensors"),
     ("config.json", {"n_layer": 40}, "n_layer = 40"),
     ("config.json", {"n_inner": 10**9}, "parameters"),
     ("config.json", {"n_layer": 3}, "parameters"),
