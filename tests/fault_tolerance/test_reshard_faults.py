@@ -53,7 +53,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import made
-from dsx.checkpoint.execute import Options
+from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.open import open_checkpoint
 source, target, limit = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 done = 0
@@ -64,7 +64,7 @@ def progress(count):
         os.kill(os.getpid(), signal.SIGKILL)
 layout = made.layout("gpt2", dp=2, tp=2, zero=3)
 conversion = made.prepared(open_checkpoint(source), target, layout)
-conversion.run(Options(workers=2, progress=progress))
+conversion.run(ConversionOptions(workers=2, progress=progress))
 """
 
 # Kills conversions at random moments, from outside; prints how it found the target each time.
@@ -72,13 +72,13 @@ KILLED_AT_RANDOM = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 import made
-from dsx.checkpoint.execute import Options
+from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.open import open_checkpoint
 source, folder, times = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 layout = made.layout("gpt2", dp=2, tp=2, zero=3)
 def convert(target):
     conversion = made.prepared(open_checkpoint(source), target, layout)
-    return conversion.run(Options(workers=2, point_latest=True))
+    return conversion.run(ConversionOptions(workers=2, point_latest=True))
 began = time.monotonic()
 convert(folder / "reference")
 length = time.monotonic() - began
@@ -393,7 +393,7 @@ import sys
 from pathlib import Path
 from dsx.checkpoint.catalog import Catalog, Entry, Piece
 from dsx.checkpoint.copy_plan import plan
-from dsx.checkpoint.execute import Options, execute
+from dsx.checkpoint.execute import ConversionOptions, execute
 from dsx.checkpoint.target import Skeleton, Target
 folder = Path(sys.argv[1])
 rows, columns = 8192, 4096
@@ -408,7 +408,7 @@ a, b = catalog("a", (1, rows)), catalog("b", (columns, 1))
 file = Skeleton(file="f", num_bytes=4 * rows * columns)
 target = Target(catalog=b, skeletons=(file,), finish=lambda *_: None)
 unread = lambda *_: None  # a format of this test's own, which has no reader
-execute(a, target, plan(a, b), Options(memory_bytes=100 << 20, workers=8), check=unread)
+execute(a, target, plan(a, b), ConversionOptions(memory_bytes=100 << 20, workers=8), check=unread)
 print(next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line))
 """
     ended = run(code, tmp_path)
