@@ -18,6 +18,7 @@ from dsx.cli.output import BAD, say
 from dsx.config.wording import at
 from dsx.doctor.finding import ABSENT, Finding, dotted
 from dsx.doctor.key import shown
+from dsx.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from dsx.config.run import RunConfig
@@ -175,7 +176,7 @@ def _mendable(findings: Sequence[Finding]) -> str:
 def summary(facts: dict[str, Any]) -> str:
     """How a run resolves."""
     mesh, batch, model = facts["mesh"], facts["batch"], facts["model"]
-    degrees = f"tensor {mesh['tp']} x pipeline {mesh['pp']} x data {mesh['dp']} = {facts['world_size']} ranks"
+    degrees = f"{Mesh.of(**mesh).words} = {facts['world_size']} ranks"
     factors = (
         f"micro-batch {batch['micro_batch_size']}",
         f"{batch['micro_batches_per_step']} micro-batches",

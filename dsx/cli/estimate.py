@@ -176,9 +176,8 @@ def _title(run: RunConfig) -> str:
 
     mesh = run.mesh
     ranks = f"{mesh.size} rank{'s' if mesh.size > 1 else ''}"
-    degrees = f"tensor {mesh.tp} x pipeline {mesh.pp} x data {mesh.dp}"
     words = [
-        f"{run.model.family}, {compact(run.num_parameters)} parameters on {ranks}: {degrees}",
+        f"{run.model.family}, {compact(run.num_parameters)} parameters on {ranks}: {mesh.words}",
         f"ZeRO-{run.zero_stage}",
         run.precision,
         str(run.deepspeed["optimizer"]["type"]),

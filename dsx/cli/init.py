@@ -145,9 +145,8 @@ def _exported(begun: Starter) -> str:
 
 def _readme(begun: Starter, folder: Path, gpus: int) -> str:
     run = begun.run
-    mesh = run.mesh
     kind = "fresh weights" if run.weights is None else f"the weights of {run.weights}"
-    degrees = f"tensor {mesh.tp} x pipeline {mesh.pp} x data {mesh.dp}"
+    degrees = run.mesh.words
     step = f"{run.global_batch_size} sequences of {run.sequence_length} tokens"
     source = begun.content["dsx"]["data"].get("source", "dsx.data.sources")
     assumed = "".join(f"- `{each.key}` = `{json.dumps(each.value)}`: {each.why}\n" for each in begun.assumed)

@@ -22,6 +22,7 @@ from dsx.cli.options import (
     count,
 )
 from dsx.cli.output import BAD, one_a_line, parse_bytes, say, show_bytes
+from dsx.parallel.mesh import AXES, Mesh
 
 if TYPE_CHECKING:
     from dsx.checkpoint.check_loss import LossCheck, Losses
@@ -247,7 +248,7 @@ def _outline_text(outline: dict[str, Any]) -> str:
 
 
 def _layout_text(layout: dict[str, Any]) -> str:
-    degrees = f"tensor {layout['tp']} x pipeline {layout['pp']} x data {layout['dp']}"
+    degrees = Mesh.of(**{axis.name: layout[axis.name] for axis in AXES}).words
     return f", {degrees}, chunks {layout['chunks']}, ZeRO-{layout['zero_stage']}"
 
 

@@ -144,7 +144,7 @@ def _noted(run: RunConfig, world_size: int) -> RunConfig:
     waiting = f"; {spare} more wait as spares" if spare else ""
     mesh = run.mesh
     note = (
-        f"dsx.elastic: tensor {mesh.tp} x pipeline {mesh.pp} x data {mesh.dp}, micro-batch "
+        f"dsx.elastic: {mesh.words}, micro-batch "
         f"{run.micro_batch_size} x {run.accumulation}, on {mesh.size} of {world_size} ranks{waiting}"
     )
     return replace(run, spare_ranks=spare, notes=(*run.notes, note))

@@ -224,8 +224,8 @@ def distributed(
 
 
 def seed_generators(groups: Groups, seed: int) -> None:
-    """Seed every generator by pipeline and data-parallel place: alike over tensor parallelism."""
-    torch.manual_seed(seed + 1 + groups.pp_rank * groups.mesh.dp + groups.dp_rank)
+    """Seed every generator with a stream of its own, alike where ranks compute the same activations."""
+    torch.manual_seed(seed + 1 + groups.mesh.random_stream(groups.rank))
 
 
 def agree(action: Callable[[], T]) -> T:

@@ -31,10 +31,10 @@ class Groups:
     Attributes:
         mesh: The named axes over all ranks.
         rank: This process's rank in the mesh.
-        data: Ranks that hold the same parameters; ZeRO partitions over it.
+        data: Ranks that hold the same parameters; gradients are averaged and ZeRO partitions over it.
         tensor: Ranks that share each layer's matrices.
         pipe: Ranks of one pipeline, in stage order.
-        model: Ranks of one model replica (pipe x tensor).
+        model: Ranks of one model replica, all axes that divide the model together.
         channels: One group per transfer kind and direction over the pipe ranks. NCCL runs the transfers of
             a pair of ranks in a group one after the other, so that each direction and kind needs its own
             group to be free of the others' order.
@@ -42,6 +42,8 @@ class Groups:
         pp_rank: Coordinate on the pipeline axis.
         dp_rank: Coordinate on the data-parallel axis.
         tp_rank: Coordinate on the tensor-parallel axis.
+        replica: Place among the ranks of ``data``.
+        share: Which share of every batch this rank reads.
     """
 
     mesh: Mesh
@@ -57,14 +59,17 @@ class Groups:
     pp_rank: int = field(init=False)
     dp_rank: int = field(init=False)
     tp_rank: int = field(init=False)
+    replica: int = field(init=False)
+    share: int = field(init=False)
     _peers: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         at = self.mesh.coords(self.rank)
         for axis in ("pp", "dp", "tp"):
             object.__setattr__(self, f"{axis}_rank", at[axis])
-        peers = (self.mesh.rank(pp=stage, dp=at["dp"], tp=at["tp"]) for stage in range(self.mesh.pp))
-        object.__setattr__(self, "_peers", tuple(peers))
+        object.__setattr__(self, "replica", self.mesh.replica(self.rank))
+        object.__setattr__(self, "share", self.mesh.share(self.rank))
+        object.__setattr__(self, "_peers", self.mesh.group_of(self.rank, "pp"))
 
     @property
     def tensor_parallel(self) -> TensorParallel:
@@ -77,7 +82,7 @@ class Groups:
         )
 
     def pipe_peer(self, pp_rank: int) -> int:
-        """Global rank of pipeline coordinate ``pp_rank`` with this rank's dp and tp coordinates."""
+        """Global rank of pipeline coordinate ``pp_rank``, this rank's other coordinates kept."""
         return self._peers[pp_rank]
 
 
@@ -90,19 +95,19 @@ def make_groups(mesh: Mesh, *, sequence_parallel: bool = False) -> Groups:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if mesh.size != world_size:
         raise LayoutError(
-            f"mesh of {mesh.pp} x {mesh.dp} x {mesh.tp} (pp x dp x tp)",
+            f"mesh of {mesh.words}",
             f"it has {mesh.size} ranks and the launcher started {world_size}",
             "choose degrees whose product is the number of ranks",
         )
-    own = {axes: mesh.group_of(rank, *axes) for axes in (("dp",), ("tp",), ("pp",), ("pp", "tp"))}
+    pipe = mesh.group_of(rank, "pp")
     return Groups(
         mesh=mesh,
         rank=rank,
-        data=new_group(own["dp",]),
-        tensor=new_group(own["tp",]),
-        pipe=new_group(own["pp",]),
-        model=new_group(own["pp", "tp"]),
-        channels={name: new_group(own["pp",]) for name in CHANNELS},
+        data=new_group(mesh.group_of(rank, *mesh.replica_axes)),
+        tensor=new_group(mesh.group_of(rank, "tp")),
+        pipe=new_group(pipe),
+        model=new_group(mesh.group_of(rank, *mesh.model_axes)),
+        channels={name: new_group(pipe) for name in CHANNELS},
         sequence_parallel=sequence_parallel,
     )
 
@@ -144,19 +149,19 @@ class Grid:
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         """Global ranks of :meth:`get_data_parallel_group`."""
-        return list(self._mesh.group_of(self._groups.rank, "dp"))
+        return list(self._mesh.group_of(self._groups.rank, *self._mesh.replica_axes))
 
     def get_data_parallel_world_size(self) -> int:
-        """Data-parallel degree."""
-        return self._mesh.dp
+        """Ranks over which ZeRO partitions."""
+        return self._mesh.num_replicas
 
     def get_data_parallel_rank(self) -> int:
-        """Data-parallel coordinate."""
-        return self._groups.dp_rank
+        """Place among them."""
+        return self._groups.replica
 
     def get_data_parallel_id(self) -> int:
-        """Data-parallel coordinate, as PipelineParallelGrid names it."""
-        return self._groups.dp_rank
+        """The same, as PipelineParallelGrid names it."""
+        return self._groups.replica
 
     def get_model_parallel_group(self) -> ProcessGroup:
         """Group of one model replica, pipe x tensor."""
@@ -164,11 +169,11 @@ class Grid:
 
     def get_model_parallel_world_size(self) -> int:
         """Ranks of one model replica."""
-        return self._mesh.pp * self._mesh.tp
+        return self._mesh.num_parts
 
     def get_model_parallel_rank(self) -> int:
         """Index in the model replica, tensor varying fastest; numbers DeepSpeed's ``mp_rank_XX`` files."""
-        return self._groups.pp_rank * self._mesh.tp + self._groups.tp_rank
+        return self._mesh.part(self._groups.rank)
 
     def get_tensor_model_parallel_group(self) -> ProcessGroup:
         """Tensor-parallel group."""
@@ -216,9 +221,8 @@ class Grid:
 
     def stage_to_global(self, stage_id: int, *, data: int | None = None, model: int | None = None) -> int:
         """Global rank of pipeline coordinate ``stage_id``; other coordinates default to its own."""
-        dp = self._groups.dp_rank if data is None else data
-        tp = self._groups.tp_rank if model is None else model
-        return self._mesh.rank(pp=stage_id, dp=dp, tp=tp)
+        others = {name: at for name, at in (("dp", data), ("tp", model)) if at is not None}
+        return self._mesh.rank(**{**self._mesh.coords(self._groups.rank), "pp": stage_id, **others})
 
     # PipelineParallelGrid's attributes.
     stage_id = property(get_stage_id)
@@ -232,7 +236,7 @@ class Grid:
     is_first_stage = property(lambda self: self._groups.pp_rank == 0)
     is_last_stage = property(lambda self: self._groups.pp_rank == self._mesh.pp - 1)
     dp_group = property(get_data_parallel_group_ranks)
-    dp_groups = property(lambda self: [list(ranks) for ranks in self._mesh.groups("dp")])
+    dp_groups = property(lambda self: [list(ranks) for ranks in self._mesh.groups(*self._mesh.replica_axes)])
     dp_proc_group = property(get_data_parallel_group)
     pp_group = property(lambda self: list(self._mesh.group_of(self._groups.rank, "pp")))
     pipe_groups = property(lambda self: [list(ranks) for ranks in self._mesh.groups("pp")])
@@ -253,5 +257,5 @@ class Grid:
 
 def _topology(mesh: Mesh) -> ProcessTopology:
     if mesh.tp > 1:
-        return PipeModelDataParallelTopology(num_pp=mesh.pp, num_mp=mesh.tp, num_dp=mesh.dp)
-    return PipeDataParallelTopology(num_pp=mesh.pp, num_dp=mesh.dp)
+        return PipeModelDataParallelTopology(num_pp=mesh.pp, num_mp=mesh.tp, num_dp=mesh.num_replicas)
+    return PipeDataParallelTopology(num_pp=mesh.pp, num_dp=mesh.num_replicas)

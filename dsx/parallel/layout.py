@@ -36,7 +36,7 @@ class Layout:
     """A model laid out over ranks.
 
     Attributes:
-        mesh: Axes pp, dp and tp.
+        mesh: The axes and their degrees.
         stages: Layers of every virtual stage; as many pipeline ranks as the mesh.
         params: Every parameter of the model (:func:`dsx.models.params.param_specs`). A tied one is used by
             its own layer and by the last layer, the head.
@@ -89,14 +89,15 @@ class Layout:
             (tied if alone else plain).append(held)
         groups = (tuple(plain), *((item,) for item in tied))
         return ZeroPlan(
-            stage=self.zero_stage, dp=self.mesh.dp, groups=tuple(group for group in groups if group)
+            stage=self.zero_stage, dp=self.mesh.num_replicas, groups=tuple(group for group in groups if group)
         )
 
     def holdings(self, rank: int) -> tuple[Holding, ...]:
         """Every parameter that ``rank`` holds a share of, in layer order."""
         at = self.mesh.coords(rank)
         plan, tp = self.zero_plan(at["pp"]), self.mesh.tp
-        weights, state = plan.weights(at["dp"]), plan.state(at["dp"])
+        replica = self.mesh.replica(rank)
+        weights, state = plan.weights(replica), plan.state(replica)
         return tuple(
             Holding(
                 spec=spec,

@@ -5,25 +5,64 @@ Pure data. No torch, no process groups: :mod:`dsx.parallel.groups` makes those f
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import Literal
 
 from dsx.errors import LayoutError
+
+Divided = Literal["layers", "experts", "features", "samples", "sequence"]
+"""What the ranks of an axis have different parts of. The first three are parts of the model itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One kind of parallelism.
+
+    Whatever depends on the kind of an axis follows from what it divides: which ranks hold the same
+    parameters, over which of them gradients are averaged and ZeRO partitions, who reads which samples, and
+    whose random numbers differ.
+
+    Attributes:
+        name: Its short name, in meshes and in checkpoints.
+        title: Its name in messages and, where a config chooses its degree, the key in ``dsx.parallel``.
+        deepspeed: Its name in DeepSpeed's topologies; None if they have none.
+        divides: What its ranks have different parts of.
+    """
+
+    name: str
+    title: str
+    deepspeed: str | None
+    divides: Divided
+
+    @property
+    def replicates(self) -> bool:
+        """Whether its ranks hold the same parameters, so that gradients are summed over them."""
+        return self.divides in ("samples", "sequence")
+
+
+AXES = (
+    Axis("pp", "pipeline", "pipe", divides="layers"),
+    Axis("dp", "data", "data", divides="samples"),
+    Axis("tp", "tensor", "model", divides="features"),
+)
+"""Every axis, outermost first: DeepSpeed's row-major ``pipe, data, model``, tensor varying fastest
+(deepspeed/runtime/pipe/topology.py, PipeModelDataParallelTopology)."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Mesh:
     """Named axes and their degrees, outermost first.
 
-    ``Mesh.of`` uses the order pipeline, data, tensor: DeepSpeed's row-major ``pipe, data, model``
-    (deepspeed/runtime/pipe/topology.py, PipeModelDataParallelTopology), tensor varying fastest.
-
     >>> mesh = Mesh.of(pp=2, dp=2, tp=2)
     >>> mesh.coords(5)
     {'pp': 1, 'dp': 0, 'tp': 1}
     >>> mesh.groups("dp")
     ((0, 2), (1, 3), (4, 6), (5, 7))
+    >>> mesh.words
+    'tensor 2 x pipeline 2 x data 2'
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -31,8 +70,11 @@ class Mesh:
     def __init__(self, axes: tuple[tuple[str, int], ...] | None = None, **degrees: int) -> None:
         if axes is None or degrees:
             said = ", ".join(f"{name}={degree}" for name, degree in degrees.items())
-            known = [name for name in ("pp", "dp", "tp") if name in degrees] or ["pp", "dp", "tp"]
-            of = ", ".join(f"{name}={degrees.get(name, 1)}" for name in known)
+            every = [axis.name for axis in AXES]
+            of = ", ".join(
+                f"{name}={degrees.get(name, 1)}"
+                for name in [name for name in every if name in degrees] or every
+            )
             raise LayoutError(
                 f"dsx.Mesh({said})", "it takes its axes in their order, as pairs", f"write dsx.Mesh.of({of})"
             )
@@ -45,9 +87,16 @@ class Mesh:
                 raise LayoutError(f"mesh axis {name} = {degree}", "a degree is at least 1", "use 1 or more")
 
     @classmethod
-    def of(cls, *, pp: int = 1, dp: int = 1, tp: int = 1) -> Mesh:
-        """Mesh of ``pp`` pipeline stages x ``dp`` data-parallel replicas x ``tp`` tensor-parallel ranks."""
-        return cls((("pp", pp), ("dp", dp), ("tp", tp)))
+    def of(cls, **degrees: int) -> Mesh:
+        """Mesh of the degrees given by axis (``pp``, ``dp``, ``tp``); the others are 1.
+
+        Raises:
+            LayoutError: An axis that does not exist, or a degree below 1.
+        """
+        known = [axis.name for axis in AXES]
+        for name in degrees.keys() - known:
+            raise LayoutError(f"mesh axis {name!r}", "there is no such axis", f"use {', '.join(known)}")
+        return cls(tuple((name, degrees.get(name, 1)) for name in known))
 
     @property
     def size(self) -> int:
@@ -61,7 +110,7 @@ class Mesh:
 
     @property
     def dp(self) -> int:
-        """Data-parallel degree: the number of ranks that ZeRO partitions over."""
+        """Data-parallel degree: the number of shares that a batch is divided into."""
         return self.degree("dp")
 
     @property
@@ -72,6 +121,66 @@ class Mesh:
     def degree(self, axis: str) -> int:
         """Degree of ``axis``, 1 if the mesh lacks it."""
         return dict(self.axes).get(axis, 1)
+
+    @property
+    def words(self) -> str:
+        """All degrees in words: how the model is cut, innermost first, then how often it is there."""
+        named = [(axis, self.degree(axis.name)) for axis in AXES]
+        cuts = [(axis, degree) for axis, degree in reversed(named) if not axis.replicates]
+        return " x ".join(
+            f"{axis.title} {degree}"
+            for axis, degree in (*cuts, *((axis, degree) for axis, degree in named if axis.replicates))
+        )
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks hold different parameters: together they hold one model."""
+        return tuple(axis.name for axis in AXES if not axis.replicates)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks hold the same parameters: gradients are averaged and ZeRO partitions over them."""
+        return tuple(axis.name for axis in AXES if axis.replicates)
+
+    @property
+    def num_parts(self) -> int:
+        """Ranks that hold one model together."""
+        return self._count(self.model_axes)
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold the same parameters: the number that ZeRO partitions over."""
+        return self._count(self.replica_axes)
+
+    @property
+    def num_shares(self) -> int:
+        """Ranks, or groups of them, that read samples of their own: what a batch is divided by."""
+        return self._count(_dividing("samples"))
+
+    def part(self, rank: int) -> int:
+        """Which part of a model ``rank`` holds; the number in DeepSpeed's ``mp_rank_XX`` files."""
+        return self._index(rank, self.model_axes)
+
+    def replica(self, rank: int) -> int:
+        """Which of the ranks with the same parameters ``rank`` is."""
+        return self._index(rank, self.replica_axes)
+
+    def share(self, rank: int) -> int:
+        """Which share of every batch ``rank`` reads."""
+        return self._index(rank, _dividing("samples"))
+
+    def random_stream(self, rank: int) -> int:
+        """Number of the random numbers that ``rank`` draws outside of what features divide.
+
+        Ranks along such an axis compute the same activations there and must drop the same of them; all
+        others have layers, samples or positions of their own.
+        """
+        return self._index(rank, tuple(axis.name for axis in AXES if axis.divides != "features"))
+
+    def is_first(self, rank: int, *axes: str) -> bool:
+        """Whether ``rank`` is the first along each of ``axes``."""
+        at = self.coords(rank)
+        return not any(at.get(axis, 0) for axis in axes)
 
     def coords(self, rank: int) -> dict[str, int]:
         """Coordinate of ``rank`` on every axis. Raises LayoutError outside ``range(size)``."""
@@ -104,6 +213,21 @@ class Mesh:
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The group of :meth:`groups` that holds ``rank``."""
         return next(group for group in self.groups(*axes) if rank in group)
+
+    def _count(self, axes: Iterable[str]) -> int:
+        return prod(self.degree(axis) for axis in axes)
+
+    def _index(self, rank: int, axes: tuple[str, ...]) -> int:
+        """Place of ``rank`` among those that differ on ``axes`` alone, the innermost varying fastest."""
+        at, index = self.coords(rank), 0
+        for name, degree in self.axes:
+            if name in axes:
+                index = index * degree + at[name]
+        return index
+
+
+def _dividing(what: Divided) -> tuple[str, ...]:
+    return tuple(axis.name for axis in AXES if axis.divides == what)
 
 
 def _named(spans: list[tuple[str, range]], values: tuple[int, ...]) -> dict[str, int]:

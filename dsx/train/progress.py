@@ -17,6 +17,7 @@ from rich.text import Text
 
 from dsx.config.run import RunConfig
 from dsx.models.flops import flops_per_token, peak_flops
+from dsx.parallel.mesh import AXES
 from dsx.terminal import printable
 
 Rows = Iterable[tuple[str, str]]
@@ -253,7 +254,9 @@ def start_rows(
         more: Rows to add before the notes, such as the data's.
     """
     mesh, model = run.mesh, run.model
-    layout = f"{mesh.size} x {device_name}: pipeline {mesh.pp} x data {mesh.dp} x tensor {mesh.tp}"
+    layout = f"{mesh.size} x {device_name}: " + " x ".join(
+        f"{axis.title} {mesh.degree(axis.name)}" for axis in AXES
+    )
     if run.chunks > 1:
         layout += f", {run.chunks} chunks"
     if mesh.tp > 1 and run.dsx.parallel.sequence_parallel:

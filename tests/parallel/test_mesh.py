@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsx.errors import LayoutError
-from dsx.parallel.mesh import Mesh
+from dsx.parallel.mesh import AXES, Axis, Mesh
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 DEGREES = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
@@ -74,3 +74,44 @@ def test_wrong_meshes_are_refused():
         Mesh.of(tp=0)
     with pytest.raises(LayoutError, match="the mesh has 4 ranks"):
         Mesh.of(tp=4).coords(4)
+
+
+def test_an_unknown_axis_is_refused():
+    with pytest.raises(LayoutError, match=r"mesh axis 'ep': there is no such axis\. Fix: use pp, dp, tp\."):
+        Mesh.of(ep=2)
+
+
+@SETTINGS
+@given(DEGREES)
+def test_roles_of_ranks_are_deepspeed_s(degrees):
+    pp, dp, tp = degrees
+    mesh = Mesh.of(pp=pp, dp=dp, tp=tp)
+    topology = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)
+    models = [topology.filter_match(data=index) for index in range(dp)]
+    assert (mesh.num_parts, mesh.num_replicas, mesh.num_shares) == (len(models[0]), dp, dp)
+    for rank in range(mesh.size):
+        theirs = topology.get_coord(rank)
+        assert mesh.part(rank) == models[theirs.data].index(rank)
+        assert mesh.replica(rank) == mesh.share(rank) == theirs.data
+        assert mesh.is_first(rank, *mesh.model_axes) == (theirs.pipe == theirs.model == 0)
+
+
+def test_an_axis_costs_its_own_lines(monkeypatch):
+    """A context axis, which divides the sequence, stands in the table and has all that follows."""
+    context = Axis("cp", "context", None, divides="sequence")
+    monkeypatch.setattr("dsx.parallel.mesh.AXES", (AXES[0], AXES[1], context, AXES[2]))
+    mesh = Mesh.of(pp=2, dp=3, cp=4, tp=5)
+    assert mesh.words == "tensor 5 x pipeline 2 x data 3 x context 4"
+    assert (mesh.num_parts, mesh.num_replicas, mesh.num_shares) == (10, 12, 3)
+    assert (mesh.model_axes, mesh.replica_axes) == (("pp", "tp"), ("dp", "cp"))
+    at = {"pp": 1, "dp": 2, "cp": 3, "tp": 4}
+    rank = mesh.rank(**at)
+    assert (mesh.coords(rank), mesh.part(rank), mesh.replica(rank), mesh.share(rank)) == (at, 9, 11, 2)
+    # Everybody but the ranks of one tensor-parallel group computes other activations.
+    streams = [mesh.random_stream(rank) for rank in range(mesh.size)]
+    assert all(len({streams[rank] for rank in group}) == 1 for group in mesh.groups("tp"))
+    assert len(set(streams)) == mesh.size // 5
+    # The ranks that ZeRO partitions over hold the same part of the model and are numbered within it.
+    for group in mesh.groups(*mesh.replica_axes):
+        assert len({mesh.part(rank) for rank in group}) == 1
+        assert [mesh.replica(rank) for rank in group] == list(range(12))
