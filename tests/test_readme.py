@@ -357,8 +357,7 @@ def test_what_each_stage_communicates(cells):
 @pytest.mark.parametrize("cells", rows("Pipeline schedules", "| schedule"), ids=lambda c: c[0])
 def test_what_each_schedule_costs(cells):
     from dsx.schedules.builders import build, default_chunks, divides_backward
-    from dsx.schedules.simulate import simulate
-    from dsx.schedules.validate import peak_activations
+    from dsx.schedules.simulate import peak_activations, simulate
 
     name, chunks, bubble, peak, backward = cells
     schedule = build(name, 4, int(chunks), 8)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dsx.schedules.lowering import lower
-from dsx.schedules.schedule import TRANSFERS, Action, Op, Schedule
-from dsx.schedules.simulate import Costs, simulate
+from dsx.schedules.schedule import TRANSFERS, Action, Op, Schedule, lower
+from dsx.schedules.simulate import Costs, Dependencies, simulate
 from dsx.schedules.trace import Trace
-from dsx.schedules.validate import Dependencies
 
 # 1F1B on two ranks with two micro-batches, in milliseconds. Forwards 10, backwards 20, transfers 1; but 1B1
 # starts 3 late and takes 5 longer. So the last backward of rank 0 starts at 80 instead of 72.

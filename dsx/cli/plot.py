@@ -98,7 +98,7 @@ def trace(
 
 def _render(comparison: Comparison, style: str) -> str:
     if style == "perfetto":
-        from dsx.schedules.perfetto import comparison_trace
+        from dsx.schedules.timeline import comparison_trace
 
         return comparison_trace(comparison)
     if style in ("svg", "html"):

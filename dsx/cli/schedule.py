@@ -290,7 +290,7 @@ def _render(built: Schedule, costs: Costs, style: str, *, to_file: bool, unit: s
     if style == "json":
         return json.dumps(_facts(built, timeline), indent=2) + "\n"
     if style == "perfetto":
-        from dsx.schedules.perfetto import chrome_trace
+        from dsx.schedules.timeline import chrome_trace
 
         return chrome_trace(built, {"simulated": timeline})
     if style in ("svg", "html"):
@@ -303,7 +303,7 @@ def _render(built: Schedule, costs: Costs, style: str, *, to_file: bool, unit: s
 
 
 def _facts(built: Schedule, timeline: Timeline) -> dict[str, Any]:
-    from dsx.schedules.validate import peak_activations
+    from dsx.schedules.simulate import peak_activations
 
     return {
         "name": built.name,

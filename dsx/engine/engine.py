@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,13 @@ from dsx.errors import ConfigError, DataError, ModelError
 from dsx.parallel.groups import Grid
 from dsx.parallel.stages import StageMap
 from dsx.schedules.builders import forward_only
-from dsx.schedules.lowering import lower
 from dsx.schedules.program import Program
 from dsx.schedules.receives import ReceivePlan, receive_plan
-from dsx.schedules.schedule import Schedule
-from dsx.schedules.trace import Trace
-from dsx.schedules.validate import validate
+from dsx.schedules.schedule import Schedule, lower
+from dsx.schedules.simulate import validate
+
+if TYPE_CHECKING:  # loaded by the runs that record a step
+    from dsx.schedules.trace import Trace
 
 Step = tuple[Schedule, ReceivePlan]
 """A lowered schedule, and when this rank posts its receives."""

@@ -15,9 +15,8 @@ from dsx.engine.whereabouts import Whereabouts
 from dsx.errors import ModelError
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Groups
-from dsx.schedules.lowering import Kind
 from dsx.schedules.receives import Channel, ReceivePlan
-from dsx.schedules.schedule import Action, Op, Schedule
+from dsx.schedules.schedule import Action, Kind, Op, Schedule
 
 Key = tuple[int, int]
 """(virtual stage, micro-batch)."""

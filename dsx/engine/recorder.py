@@ -16,14 +16,12 @@ from dsx.checkpoint import store
 from dsx.engine.executor import Around
 from dsx.errors import ConfigError
 from dsx.parallel.groups import Groups
-from dsx.schedules.perfetto import comparison_trace
 from dsx.schedules.schedule import Action
 from dsx.schedules.simulate import Span
-from dsx.schedules.timeline import comparison_page
-from dsx.schedules.trace import Comparison, Record, Rounds, Trace
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # loaded by the runs that record a step
     from dsx.engine.engine import PipelineEngine
+    from dsx.schedules.trace import Comparison, Record, Rounds, Trace
 
 _ROUNDS = 8
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -111,6 +109,8 @@ class Recorder:
 
     def finish(self, rounds: Rounds) -> Record:
         """End of the step."""
+        from dsx.schedules.trace import Record
+
         *times, end = self._clock.seconds([*self._marks, self._clock.mark()])
         spans: list[Span] = list(zip(self._actions, times[::2], times[1::2], strict=True))
         return Record(
@@ -179,6 +179,8 @@ class Tracer:
         yield recorder.around
         records = self._gather(recorder.finish(rounds))
         if records:
+            from dsx.schedules.trace import Trace
+
             schedule, _ = engine.programs.step(engine.micro_batches, training=True)
             trace = Trace.of(schedule, records, step=number, device=self._device_name)
             for traces in wanted:
@@ -217,6 +219,8 @@ def write(comparison: Comparison, folder: Path) -> Path:
     Raises:
         CheckpointError: ``folder`` cannot be made or written.
     """
+    from dsx.schedules.timeline import comparison_page, comparison_trace
+
     trace = comparison.trace
     store.require_writable(folder)
     page = folder / f"step{trace.step}.html"

@@ -95,7 +95,7 @@ def waits(schedule: Schedule, pp_rank: int, position: int) -> Sentence:
     At the row's end: that its last messages are taken. Nothing for an action that computes.
 
     >>> from dsx.schedules.builders import one_f_one_b
-    >>> from dsx.schedules.lowering import lower
+    >>> from dsx.schedules.schedule import lower
     >>> waits(lower(one_f_one_b(2, 1, 1)), 1, 0)
     ('1F0 waits for 0F0 from {}', (0,))
     """
@@ -119,7 +119,7 @@ def messages(schedule: Schedule, pp_rank: int, position: int) -> tuple[str, tupl
     Each message is named by the action that has made it; empty where there is none.
 
     >>> from dsx.schedules.builders import one_f_one_b
-    >>> from dsx.schedules.lowering import lower
+    >>> from dsx.schedules.schedule import lower
     >>> messages(lower(one_f_one_b(2, 1, 2)), 0, 4)
     ('1B0', ('0F0', '0F1'), '')
     """

@@ -14,7 +14,7 @@ from dsx.memory.ops import DeviceKind
 from dsx.memory.stage3_gathering import Gathering
 from dsx.memory.states import Offload, Optimizer, StateSettings
 from dsx.parallel.layout import Layout
-from dsx.schedules.lowering import lower
+from dsx.schedules.schedule import lower
 
 LION_STATE_BYTES = 8
 """DeepSpeed's Lion for CPUs also makes a second moment, which it does not use (ops/lion/cpu_lion.py)."""

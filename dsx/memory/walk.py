@@ -11,9 +11,8 @@ from dsx.memory.ledger import Leaf, Replay, Storage, Tape, Tensor, leave
 from dsx.memory.ops import label
 from dsx.memory.states import States
 from dsx.parallel.stages import StageMap
-from dsx.schedules.lowering import Kind
 from dsx.schedules.receives import Channel, ReceivePlan, receive_plan
-from dsx.schedules.schedule import TRANSFERS, Action, Op, Schedule
+from dsx.schedules.schedule import TRANSFERS, Action, Kind, Op, Schedule
 
 Key = tuple[int, int]
 

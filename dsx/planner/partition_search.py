@@ -18,8 +18,7 @@ from dsx.parallel.stages import StageMap
 from dsx.planner.profile import LayerCost, StageCosts, stage_costs
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Op, Schedule
-from dsx.schedules.simulate import simulate
-from dsx.schedules.validate import execution_order
+from dsx.schedules.simulate import execution_order, simulate
 
 
 def peak_bytes(schedule: Schedule, stages: StageCosts) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Pipeline schedules as data: who runs which forward and backward in which order.
 
-Rows hold compute actions only; :func:`dsx.schedules.lowering.lower` adds the transfers. Every builder takes
+Rows hold compute actions only; :func:`dsx.schedules.schedule.lower` adds the transfers. Every builder takes
 any number of micro-batches.
 """
 

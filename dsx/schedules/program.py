@@ -8,7 +8,7 @@ from dsx.errors import ScheduleError
 from dsx.parallel.stages import Placement
 from dsx.schedules.builders import Options, build, divides_backward, placement_of
 from dsx.schedules.schedule import Action, Op, Schedule
-from dsx.schedules.validate import validate
+from dsx.schedules.simulate import validate
 
 
 def parse(text: str, *, name: str, placement: Placement = "loop") -> Schedule:
@@ -38,7 +38,7 @@ def parse(text: str, *, name: str, placement: Placement = "loop") -> Schedule:
 
 
 def load(text: str, *, name: str, placement: Placement | None = None) -> Schedule:
-    """The schedule that ``text`` lists, with :func:`dsx.schedules.validate.validate` passed.
+    """The schedule that ``text`` lists, with :func:`dsx.schedules.simulate.validate` passed.
 
     Args:
         text: One line of actions per rank.

@@ -27,8 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from dsx.schedules.lowering import Kind, Message, receive_order
-from dsx.schedules.schedule import TRANSFERS, Action, Op, Schedule
+from dsx.schedules.schedule import TRANSFERS, Action, Kind, Message, Op, Schedule, receive_order
 from dsx.schedules.simulate import Timeline, simulate
 
 Channel = tuple[Kind, int]

@@ -1,12 +1,13 @@
-"""Run a schedule on paper: start and end of every action that computes, and the bubble."""
+"""Run a schedule on paper: prove that it can run, and say when every action that computes starts and ends."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from dsx.errors import ScheduleError
-from dsx.schedules.schedule import Action, Op, Schedule
-from dsx.schedules.validate import execution_order
+from dsx.schedules.schedule import Action, Op, Schedule, crosses, has_transfers, lower
 
 Seconds = float | tuple[float, ...]
 """The same for every virtual stage, or one per stage."""
@@ -131,3 +132,193 @@ def _per_stage(num_stages: int, name: str, value: Seconds | None) -> tuple[float
             "give one number, or one per virtual stage",
         )
     return value
+
+
+def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action, Action | None]]:
+    """Every action as ``(rank, action, what it waited for)``, each after what it needs.
+
+    Ranks run their rows in order; receives block, sends never do. The schedule may be lowered or not: without
+    transfers an action waits for its producer on the other rank directly.
+
+    Raises:
+        ScheduleError: A deadlock: after the last action that can run, with every waiting rank's place.
+    """
+    depends = Dependencies(schedule)
+    heads = [0] * schedule.num_ranks
+    done: set[Action] = set()
+    waiting: dict[Action, list[int]] = {}
+    ready = list(range(schedule.num_ranks - 1, -1, -1))
+    while ready:
+        rank = ready.pop()
+        row = schedule.rows[rank]
+        while heads[rank] < len(row):
+            action = row[heads[rank]]
+            need = depends.on(action)
+            if need is not None and need not in done:
+                waiting.setdefault(need, []).append(rank)
+                break
+            yield rank, action, need
+            heads[rank] += 1
+            done.add(action)
+            ready += waiting.pop(action, ())
+    if waiting:
+        raise _deadlock(schedule, heads, waiting)
+
+
+class Dependencies:
+    """What each action of one schedule, lowered or not, waits for."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._lowered = has_transfers(schedule)
+        self._last = schedule.num_stages - 1
+        self._divided = {
+            (a.stage, a.micro_batch) for row in schedule.rows for a in row if a.op is Op.BACKWARD_INPUT
+        }
+
+    def on(self, action: Action) -> Action | None:
+        """The one action that must have ended before ``action``, besides those before it in its row."""
+        stage, micro_batch = action.stage, action.micro_batch
+        match action.op:
+            case Op.FORWARD:
+                return self._input(stage, micro_batch)
+            case Op.BACKWARD | Op.BACKWARD_INPUT:
+                return self._output_gradient(stage, micro_batch)
+            case Op.BACKWARD_WEIGHT:
+                return Action(stage, Op.BACKWARD_INPUT, micro_batch)
+            case Op.SEND_F:
+                return Action(stage, Op.FORWARD, micro_batch)
+            case Op.SEND_B:
+                return self._backward(stage, micro_batch)
+            case Op.RECV_F:
+                return Action(stage - 1, Op.SEND_F, micro_batch)
+            case Op.RECV_B:
+                return Action(stage + 1, Op.SEND_B, micro_batch)
+
+    def _input(self, stage: int, micro_batch: int) -> Action | None:
+        if stage == 0:
+            return None
+        if self._lowered and crosses(self._schedule, stage - 1):
+            return Action(stage, Op.RECV_F, micro_batch)
+        return Action(stage - 1, Op.FORWARD, micro_batch)
+
+    def _output_gradient(self, stage: int, micro_batch: int) -> Action:
+        if stage == self._last:
+            return Action(stage, Op.FORWARD, micro_batch)
+        if self._lowered and crosses(self._schedule, stage):
+            return Action(stage, Op.RECV_B, micro_batch)
+        return self._backward(stage + 1, micro_batch)
+
+    def _backward(self, stage: int, micro_batch: int) -> Action:
+        """What yields the gradient of the stage's input."""
+        divided = (stage, micro_batch) in self._divided
+        return Action(stage, Op.BACKWARD_INPUT if divided else Op.BACKWARD, micro_batch)
+
+
+def _deadlock(schedule: Schedule, heads: list[int], waiting: dict[Action, list[int]]) -> ScheduleError:
+    stuck = sorted((rank, need) for need, ranks in waiting.items() for rank in ranks)
+    places = []
+    for rank, need in stuck:
+        row = schedule.rows[rank]
+        where = ", misordered: that comes later in this row" if need in row[heads[rank] :] else ""
+        places.append(f"rank {rank} at {row[heads[rank]]} for {need}{where}")
+    more = f" and {len(places) - 8} more" if len(places) > 8 else ""
+    return ScheduleError(
+        f"schedule {schedule.name}",
+        f"it deadlocks; waiting: {'; '.join(places[:8])}{more}",
+        "reorder its rows, or use a builder of dsx.schedules.builders",
+    )
+
+
+RELEASES = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})
+"""Ops after which a stage's activation is no longer needed."""
+
+_BACKWARDS = RELEASES | {Op.BACKWARD_INPUT}
+
+
+def validate(schedule: Schedule) -> None:
+    """Check a schedule, lowered or not, for training or forward-only.
+
+    Complete: every virtual stage runs every micro-batch forward exactly once, and backward exactly once,
+    whole (``B``) or as ``I`` and ``W``, unless the schedule has no backward at all, on the rank that holds
+    it; a lowered schedule has exactly the transfers that these imply. Ordered and deadlock-free: run with
+    receives that block and sends that do not, every action finds what it needs and every rank reaches its
+    end. (Receives must be posted in the order of :func:`dsx.schedules.schedule.receive_order`; then both ends
+    of a channel agree by construction.)
+
+    Raises:
+        ScheduleError: Naming the actions at fault.
+    """
+    if len(schedule.rows) != schedule.num_ranks:
+        raise ScheduleError(
+            f"schedule {schedule.name}",
+            f"{len(schedule.rows)} rows for {schedule.num_ranks} ranks",
+            "give one row per pipeline rank",
+        )
+    expected = _expected(schedule)
+    for rank, row in enumerate(schedule.rows):
+        if len(row) == len(expected.rows[rank]) and set(row) == set(expected.rows[rank]):
+            continue
+        have, want = Counter(row), Counter(expected.rows[rank])
+        _refuse(schedule, rank, "lacks", want - have, "add them")
+        surplus = have - want
+        _refuse(
+            schedule, rank, "repeats", Counter({a: n for a, n in surplus.items() if a in want}), "keep one"
+        )
+        _refuse(schedule, rank, "does not own", surplus, _advice(next(iter(surplus)), want))
+    for _ in execution_order(schedule):
+        pass
+
+
+def peak_activations(schedule: Schedule) -> tuple[int, ...]:
+    """Most stage activations alive at once, per rank: from a forward to the end of its backward.
+
+    Where the backward is divided, an activation counts in full until its ``W``: the weight gradients need the
+    inputs of every linear. (``I`` frees a part of it, which this does not model.) A forward without a
+    backward in the schedule keeps nothing beyond itself.
+    """
+    peaks = []
+    for row in schedule.rows:
+        ends = {(a.stage, a.micro_batch) for a in row if a.op in RELEASES}
+        live = peak = 0
+        for action in row:
+            if action.op is Op.FORWARD:
+                peak = max(peak, live + 1)
+                live += (action.stage, action.micro_batch) in ends
+            elif action.op in RELEASES:
+                live -= 1
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def _expected(schedule: Schedule) -> Schedule:
+    """The actions that a complete schedule of this size holds, in any order."""
+    training = any(a.op in _BACKWARDS for row in schedule.rows for a in row)
+    rows = tuple(tuple(_of_rank(schedule, rank, training)) for rank in range(schedule.num_ranks))
+    complete = replace(schedule, rows=rows)
+    return lower(complete) if has_transfers(schedule) else complete
+
+
+def _of_rank(schedule: Schedule, rank: int, training: bool) -> Iterator[Action]:
+    parts = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+    divided = {(a.stage, a.micro_batch) for a in schedule.rows[rank] if a.op in parts}
+    for stage in schedule.stages_of(rank):
+        for micro_batch in range(schedule.num_micro_batches):
+            yield Action(stage, Op.FORWARD, micro_batch)
+            if training:
+                ops = parts if (stage, micro_batch) in divided else (Op.BACKWARD,)
+                yield from (Action(stage, op, micro_batch) for op in ops)
+
+
+def _advice(extra: Action, want: Counter[Action]) -> str:
+    other = Action(extra.stage, Op.BACKWARD_INPUT, extra.micro_batch)
+    if extra.op is Op.BACKWARD and other in want:
+        return f"divide this backward into {other} and its W, or keep it whole: not both"
+    return "remove them, or say the placement (loop or v) that the rows follow"
+
+
+def _refuse(schedule: Schedule, rank: int, verb: str, actions: Counter[Action], fix: str) -> None:
+    if actions:
+        shown = ", ".join(str(action) for action in [*actions][:8])
+        more = f" and {len(actions) - 8} more" if len(actions) > 8 else ""
+        raise ScheduleError(f"schedule {schedule.name}, rank {rank}", f"it {verb} {shown}{more}", fix)

@@ -23,8 +23,7 @@ from typing import Any
 
 from dsx.errors import ScheduleError
 from dsx.schedules.schedule import TRANSFERS, Action, Op, Schedule
-from dsx.schedules.simulate import Costs, Span, Timeline, simulate
-from dsx.schedules.validate import Dependencies, validate
+from dsx.schedules.simulate import Costs, Dependencies, Span, Timeline, simulate, validate
 
 Rounds = tuple[tuple[float, float], ...]
 """One rank's clock in seconds before and after each collective."""

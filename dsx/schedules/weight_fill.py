@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from dsx.schedules.schedule import Action, Op, Schedule
-from dsx.schedules.simulate import Costs
-from dsx.schedules.validate import RELEASES, Dependencies, execution_order
+from dsx.schedules.simulate import RELEASES, Costs, Dependencies, execution_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ def fill(schedule: Schedule, most_live: Sequence[int], costs: Costs | None = Non
     Args:
         schedule: Not lowered; forwards, ``I`` and ``B`` in the order that they are to have.
         most_live: Per rank, stage activations alive at once
-            (:func:`dsx.schedules.validate.peak_activations`). The peak is higher only where the order of
+            (:func:`dsx.schedules.simulate.peak_activations`). The peak is higher only where the order of
             forwards alone demands it.
         costs: What to fill for; by default a forward, an ``I`` and a ``W`` of the same length and free
             transfers, as in arXiv:2401.10241.

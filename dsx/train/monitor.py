@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -17,11 +17,12 @@ from dsx.engine.recorder import write
 from dsx.errors import CheckpointError
 from dsx.memory.estimate import RunMemory
 from dsx.memory.watch import PeakMemory, beside, describe, estimated
-from dsx.schedules.tables import summary
-from dsx.schedules.trace import Comparison, Trace, compare
 from dsx.train.progress import EvaluationReport, Progress, RunRates, StepReport, end_rows, start_rows
 from dsx.train.run_folder import own_checkpoint, standing
 from dsx.train.tracking import Tracker, environment
+
+if TYPE_CHECKING:  # loaded by the runs that record a step
+    from dsx.schedules.trace import Comparison, Trace
 
 _FIRST_LINES, _MOST_LINES = 10, 200
 """Console lines of ``dsx.train.log_every`` "auto": of a run's first steps, and of the whole run about."""
@@ -98,7 +99,7 @@ class Monitor:
     def _report(self, step: int, loss: float) -> None:
         now = time.perf_counter()
         train = self._config.dsx.train
-        comparison = compare(self._traces.pop()) if self._traces else None
+        comparison = self._traced()
         self._peaks = self._memory.peaks()
         report = StepReport(
             rates=self._rates,
@@ -127,6 +128,14 @@ class Monitor:
         if comparison is not None:
             self._write_trace(comparison)
 
+    def _traced(self) -> Comparison | None:
+        """The step that has just ended beside its simulation, if it was recorded."""
+        if not self._traces:
+            return None
+        from dsx.schedules.trace import compare
+
+        return compare(self._traces.pop())
+
     def _left_seconds(self, step: int, now: float) -> float | None:
         """Until the last step, at the pace since the first report: that step's warm-up is no other's."""
         if self._pace is None:
@@ -144,6 +153,8 @@ class Monitor:
 
     def _write_trace(self, comparison: Comparison) -> None:
         """On rank 0. A run does not end because a picture cannot be written."""
+        from dsx.schedules.tables import summary
+
         title = f"trace of step {comparison.trace.step}"
         self._progress.rows(title, summary(comparison))
         try:

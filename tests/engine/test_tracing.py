@@ -20,8 +20,8 @@ from dsx.engine import recorder as module
 from dsx.engine.recorder import HostClock, Recorder, StreamClock, Tracer, time_rounds, write
 from dsx.errors import CheckpointError, ConfigError
 from dsx.schedules.schedule import Action, Op
+from dsx.schedules.simulate import Dependencies
 from dsx.schedules.trace import Trace, compare
-from dsx.schedules.validate import Dependencies
 from traced import by_hand
 
 SLOW_SECONDS = 0.02

@@ -10,8 +10,7 @@ import pytest
 
 from dsx.fault_tolerance.waits import RankState, chain, diagnose, listed, located, messages, waits
 from dsx.schedules.builders import build
-from dsx.schedules.lowering import lower
-from dsx.schedules.schedule import Op, Schedule
+from dsx.schedules.schedule import Op, Schedule, lower
 
 HOSTS = tuple(f"node{rank}" for rank in range(8))
 FIVE = ("a", "a", "b", "b", "c")

@@ -12,11 +12,9 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from dsx.parallel.stages import StageMap
 from dsx.schedules.builders import Options, build, gpipe, interleaved, one_f_one_b
-from dsx.schedules.lowering import lower
 from dsx.schedules.program import load, parse
-from dsx.schedules.schedule import Action, Op, Schedule
-from dsx.schedules.simulate import Costs, simulate
-from dsx.schedules.validate import peak_activations, validate
+from dsx.schedules.schedule import Action, Op, Schedule, lower
+from dsx.schedules.simulate import Costs, peak_activations, simulate, validate
 
 GOLDEN = Path(__file__).parent / "schedules"
 

@@ -12,7 +12,7 @@ import pytest
 
 from dsx.memory.ledger import Label, Leaf, Ledger, Tape, Tensor
 from dsx.schedules.builders import build
-from dsx.schedules.validate import peak_activations
+from dsx.schedules.simulate import peak_activations
 
 S, B, H, A = 2048, 4, 12288, 96
 GIB = 2**30

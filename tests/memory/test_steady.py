@@ -9,8 +9,8 @@ import pytest
 from dsx.config.resolve import resolve
 from dsx.memory.estimate import Job, enough_micro_batches, estimate
 from dsx.memory.job import job_of
-from dsx.schedules.lowering import lower
 from dsx.schedules.program import Program
+from dsx.schedules.schedule import lower
 
 _LOSS_BYTES = 512
 

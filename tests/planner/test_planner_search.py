@@ -17,7 +17,7 @@ from dsx.planner.layer_times import Machine
 from dsx.planner.layout import LayoutSpace, PlannedLayout, Task, meshes, scheduled, variants
 from dsx.planner.search import MemoryFloor, Search, reason
 from dsx.planner.step_time import Predictor
-from dsx.schedules.lowering import lower
+from dsx.schedules.schedule import lower
 
 LLAMA = model_spec(next(each.config for each in presets() if each.name == "llama-3.2-1b"))
 GPT2 = model_spec(next(each.config for each in presets() if each.name == "gpt2-medium"))

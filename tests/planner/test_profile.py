@@ -16,8 +16,7 @@ from dsx.planner.partition_search import peak_bytes
 from dsx.planner.profile import Conditions, Profile, StageCosts, digest, stage_costs
 from dsx.schedules.builders import NAMES, build, default_chunks
 from dsx.schedules.schedule import Action, Op, Schedule
-from dsx.schedules.simulate import Costs
-from dsx.schedules.validate import peak_activations
+from dsx.schedules.simulate import Costs, peak_activations
 
 MEASURED = profile(
     random_layers(5, 1),

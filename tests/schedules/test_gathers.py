@@ -8,8 +8,7 @@ import pytest
 
 from dsx.schedules.builders import build, forward_only
 from dsx.schedules.gathers import GATHERED, GatherPlan, gather_plan
-from dsx.schedules.lowering import lower
-from dsx.schedules.schedule import Action
+from dsx.schedules.schedule import Action, lower
 
 SCHEDULES = [
     ("gpipe", 2, 1, 4),

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from dsx.schedules.builders import build, forward_only
-from dsx.schedules.lowering import lower, receive_order
 from dsx.schedules.receives import receive_plan
-from dsx.schedules.schedule import Action, Op, Schedule
+from dsx.schedules.schedule import Action, Op, Schedule, lower, receive_order
 
 LAYOUTS = [
     *(("gpipe", p, 1, m) for p in (2, 4) for m in (1, 5)),

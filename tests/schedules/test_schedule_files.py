@@ -6,8 +6,8 @@ import pytest
 
 from dsx.errors import ScheduleError
 from dsx.schedules.builders import NAMES, build, default_chunks, forward_only
-from dsx.schedules.lowering import lower
 from dsx.schedules.program import load
+from dsx.schedules.schedule import lower
 
 
 @pytest.mark.parametrize("name", NAMES)

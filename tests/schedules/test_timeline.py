@@ -11,11 +11,9 @@ from html.parser import HTMLParser
 import pytest
 
 from dsx.schedules.builders import build
-from dsx.schedules.lowering import lower
-from dsx.schedules.perfetto import chrome_trace
-from dsx.schedules.schedule import Op
+from dsx.schedules.schedule import Op, lower
 from dsx.schedules.simulate import Costs, simulate
-from dsx.schedules.timeline import html, svg
+from dsx.schedules.timeline import chrome_trace, html, svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 SCHEDULES = [

@@ -12,10 +12,9 @@ from html.parser import HTMLParser
 import pytest
 
 from dsx.schedules.builders import build
-from dsx.schedules.perfetto import comparison_trace
 from dsx.schedules.simulate import Costs
 from dsx.schedules.tables import facts_json, step_table, summary
-from dsx.schedules.timeline import comparison_page, comparison_svg, milliseconds
+from dsx.schedules.timeline import comparison_page, comparison_svg, comparison_trace, milliseconds
 from dsx.schedules.trace import Trace, compare
 from traced import by_hand, on_paper
 

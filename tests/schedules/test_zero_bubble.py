@@ -12,8 +12,7 @@ from dsx.errors import ScheduleError
 from dsx.schedules.builders import Options, build
 from dsx.schedules.interleaved import alternate, by_group, groups, interleaved, interleaved_zb
 from dsx.schedules.schedule import Action, Op, Schedule
-from dsx.schedules.simulate import Costs, simulate
-from dsx.schedules.validate import peak_activations, validate
+from dsx.schedules.simulate import Costs, peak_activations, simulate, validate
 from dsx.schedules.weight_fill import fill
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)

@@ -19,8 +19,7 @@ from torch.distributed.pipelining._backward import (
 
 import ranks
 from dsx.nn.split import WeightGradients
-from dsx.schedules.simulate import simulate
-from dsx.schedules.validate import peak_activations
+from dsx.schedules.simulate import peak_activations, simulate
 
 
 def _layers(split: WeightGradients | None = None) -> tuple[torch.nn.Sequential, virtual.Sleeper]:

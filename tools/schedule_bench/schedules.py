@@ -10,8 +10,7 @@ from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, For
 from dsx.parallel.stages import Placement
 from dsx.schedules import program
 from dsx.schedules.schedule import Action, Op, Schedule
-from dsx.schedules.simulate import Costs, simulate
-from dsx.schedules.validate import validate
+from dsx.schedules.simulate import Costs, simulate, validate
 
 
 def deepspeed_dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
