@@ -21,6 +21,19 @@ from typing import Any, Self
 from recipes.launching import free_port
 
 ROOT = Path(__file__).parents[1]
+# Guides that go on from the README's first run: tests/test_readme.py pastes them behind it, in this order.
+AFTER_THE_README = (
+    "config.md",
+    "planning.md",
+    "pipelines.md",
+    "dropin.md",
+    "checkpoints.md",
+    "models.md",
+    "huggingface.md",
+    "metrics.md",
+    "commands.md",
+    "troubleshooting.md",
+)
 FIRST = "source .venv/bin/activate"
 LEFT_OUT = (
     ".git",

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import dsx
-from fresh_shell import FIRST, Shell, blocks, change_configs, clone, install
+from fresh_shell import AFTER_THE_README, FIRST, Shell, blocks, change_configs, clone, install
 from recipes.launching import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -147,7 +147,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("guide", [name for name in sorted(GUIDES) if lines(name)])
+@pytest.mark.parametrize("guide", sorted({name for name in GUIDES if lines(name)} - {*AFTER_THE_README}))
 def test_a_guide_pasted_into_a_fresh_shell(guide, project, tmp_path):
     """Every block ends well, and gives what the guide says of it."""
     said, here = paste(guide, project, tmp_path)
@@ -314,7 +314,7 @@ def test_the_slurm_script_starts_torchrun(tmp_path):
     ("guide", "block"),
     [
         (guide, block)
-        for guide in sorted(GUIDES)
+        for guide in sorted(GUIDES.keys() - {*AFTER_THE_README})
         for block in blocks(GUIDES[guide], "json")
         if '"dsx"' in block
     ],

@@ -1,6 +1,6 @@
-"""What README.md says is so: its commands run, its tables are true, its paths exist.
+"""What README.md says is so, and the guides that go on from its first run: commands run, tables are true.
 
-Its blocks are pasted one after another into one fresh shell. Its installation of the tests is run by .ci/run.
+Their blocks are pasted one after another into one fresh shell. .ci/run pastes the installation of the tests.
 """
 
 from __future__ import annotations
@@ -20,19 +20,36 @@ import pytest
 
 import dsx
 import ranks
-from fresh_shell import FIRST, Said, Shell, blocks, change_configs, clone, install
+from fresh_shell import (
+    AFTER_THE_README,
+    FIRST,
+    Said,
+    Shell,
+    blocks,
+    change_configs,
+    clone,
+    install,
+)
 from model_folder import write_model_folder
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+PATHS = (ROOT / "README.md", *(ROOT / "docs/guides" / name for name in AFTER_THE_README))
+PAGES = {path: path.read_text(encoding="utf-8") for path in PATHS}
 ZERO3 = ROOT / "configs" / "zero3.json"
 # How an environment begins, under "Run it".
 INSTALL = "python3 -m venv .venv && source .venv/bin/activate && pip install -c constraints.txt -e"
 
 
 def section(title: str) -> str:
-    """Text under a ``## title``, up to the next one."""
-    return re.split(r"^## ", TEXT.split(f"\n## {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+    """Text under a ``# title`` or ``## title`` of one page, up to the page's next ``##``."""
+    heading = rf"^##? {re.escape(title)}\n"
+    (page,) = [text for text in PAGES.values() if re.search(heading, text, re.MULTILINE)]
+    below = re.split(heading, page, maxsplit=1, flags=re.MULTILINE)[1]
+    return re.split(r"^## ", below, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def every_block(language: str = "bash") -> list[str]:
+    return [block for text in PAGES.values() for block in blocks(text, language)]
 
 
 def rows(title: str, header: str) -> list[list[str]]:
@@ -66,7 +83,7 @@ def test_the_two_commands_are_one_line_each():
 
 @dataclass(frozen=True)
 class Pasted:
-    """The README in one shell: the folder, and what each command of its bash blocks said."""
+    """The pages in one shell: the folder, and what each command of their bash blocks said."""
 
     folder: Path
     said: dict[str, Said]
@@ -87,6 +104,12 @@ LATER = (
 FEWER_SAID = {"dsx.train.steps=250": "dsx.train.steps=4", "dsx.train.steps=20": "dsx.train.steps=2"}
 
 
+def saved_as() -> str:
+    """The file name that a page gives the program it shows."""
+    (name,) = re.findall(r"Saved as `([\w.]+)`:\n\n```python\n", section("Moving your PipelineModule to dsx"))
+    return name
+
+
 def paste_readme(folder: Path, *, whole: bool) -> Pasted:
     """Every block but the one that runs these tests, in order; the program is saved as the text says."""
     project = clone(folder / "dsx")
@@ -98,11 +121,11 @@ def paste_readme(folder: Path, *, whole: bool) -> Pasted:
     if not whole:
         install(project)
         change_configs(project, FEWER)
-    (name,) = re.findall(r"Saved as `([\w.]+)`:\n\n```python\n", TEXT)
-    (project / name).write_text(blocks(TEXT, "python")[0])
+    (program,) = every_block("python")
+    (project / saved_as()).write_text(program)
     said = {}
     with Shell(project, folder / "home", seconds=3000 if whole else 500) as shell:
-        for block in blocks(TEXT):
+        for block in every_block():
             if block == only_block("Run the tests"):
                 continue
             lines = [line for line in block.splitlines() if whole or not line.startswith(LATER)]
@@ -238,13 +261,13 @@ def test_the_first_run_goes_on_with_the_prompt(pasted):
 
 
 def test_commands_left_to_the_slow_test_name_files_and_keys_that_exist(tmp_path):
-    lines = [line for block in blocks(TEXT) for line in block.splitlines() if line.startswith(LATER)]
+    lines = [line for block in every_block() for line in block.splitlines() if line.startswith(LATER)]
     assert len(lines) == len(LATER)
     (tmp_path / "config.json").write_text(json.dumps(preset("llama", "tiny")))
     given = ["dsx.model.weights=random", "dsx.data.tokenizer=bytes"]
     for words in map(shlex.split, lines):
         configs = [word for word in words if word.endswith(".json")]
-        assert configs or words[-1] in TEXT.split("Saved as")[1]
+        assert configs or words[-1] == saved_as()
         if configs:
             size, own = int(words[2]), [value for flag, value in itertools.pairwise(words) if flag == "--set"]
             own = [item.replace("MODEL_FOLDER", str(tmp_path)) for item in own]
@@ -288,7 +311,7 @@ def test_what_auto_becomes():
         assert (config.mesh.tp, config.mesh.pp, config.mesh.dp, config.chunks) == (tp, pp, dp, chunks)
 
 
-@pytest.mark.parametrize("cells", rows("What runs", "| config"), ids=lambda cells: cells[0])
+@pytest.mark.parametrize("cells", rows("What is refused", "| config"), ids=lambda cells: cells[0])
 def test_what_is_refused_is_refused_for_that(cells):
     fragment = json.loads("{" + cells[0].strip("`") + "}")
     (key,) = fragment
@@ -382,7 +405,7 @@ def losses(rank: int, world_size: int, program: str) -> list[float]:
 
 
 def test_a_stock_program_moves_by_its_imports():
-    (program,) = blocks(TEXT, "python")
+    (program,) = every_block("python")
     stock, changed = re.subn(r"^from dsx import \w+  # was: (.*)$", r"\1", program, flags=re.MULTILINE)
     assert changed == 2
     assert "dsx" not in stock
@@ -511,20 +534,29 @@ PROVOKED = (
     ("cells", "provoke"),
     [
         pytest.param(*case, id=case[1].__name__)
-        for case in zip(rows("Troubleshooting", "| message"), PROVOKED, strict=True)
+        for case in zip(rows("Messages, and what to do", "| message"), PROVOKED, strict=True)
     ],
 )
-def test_messages_under_troubleshooting_are_real(cells, provoke, pasted):
+def test_messages_are_real(cells, provoke, pasted):
     with pytest.raises(dsx.DsxError) as error:
         provoke(pasted.folder)
     assert cells[0].strip("`") in str(error.value)
 
 
 def test_paths_and_links_exist():
-    links = re.findall(r"\]\((?!https?://)([^)#]+)\)", TEXT)
-    named = re.findall(r"`((?:recipes|configs|dsx|tests|tools)/[\w/.-]+)`", TEXT)
-    assert len(links) + len(named) >= 8
-    assert [path for path in (*links, *named) if not (ROOT / path).exists()] == []
+    for page, text in PAGES.items():
+        links = re.findall(r"\]\((?!https?://)([^)#]+)\)", text)
+        assert [link for link in links if not (page.parent / link).exists()] == [], page
+        named = re.findall(r"`((?:recipes|configs|docs|dsx|tests|tools)/[\w/.-]+)`", text)
+        assert [name for name in named if not (ROOT / name).exists()] == [], page
+
+
+def test_the_readme_says_what_was_measured():
+    """Its milliseconds are those of the tables that it points to."""
+    told = re.findall(r"([\d.]+) ms", section("What you get that DeepSpeed alone does not have"))
+    results = (ROOT / "tools/RESULTS.md").read_text(encoding="utf-8")
+    assert len(told) == 3
+    assert [figure for figure in told if f"| {figure} (" not in results] == []
 
 
 def test_the_map_shows_every_part():

@@ -1,4 +1,4 @@
-"""The README's table of families, made from what the parity tests train. Not a test.
+"""The table of families in docs/guides/models.md, made from what the parity tests train. Not a test.
 
 ``python -m parity.families_table`` in tests/ prints it.
 """

@@ -1,4 +1,4 @@
-"""Every family trains in parallel like one process of the Hugging Face model; the README's table of them.
+"""Every family trains in parallel like one process of the Hugging Face model; the guide's table of them.
 
 GPT-2 and Llama have longer lists of layouts (test_hugging_face_parity.py, test_schedule_parity.py). Each
 other family is trained here with pipeline and tensor parallelism and under ZeRO, so that each of its
@@ -21,7 +21,7 @@ from parity import dsx_run, families_table, oracle
 from parity.dsx_run import Case
 
 STEPS = 4
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/models.md"
 
 CASES = [
     Case(family="mistral", tp=2, pp=2, chunks=2, zero=3, schedule="interleaved_zb", recompute="selective"),
@@ -54,7 +54,7 @@ def test_every_family_is_trained() -> None:
     assert trained == set(get_args(Family)) == {preset.family for preset in presets()}
 
 
-def test_the_readme_has_the_table_of_these_cases() -> None:
+def test_the_guide_has_the_table_of_these_cases() -> None:
     """``python -m parity.families_table`` in tests/ prints it."""
-    table, readme = families_table.table(families_table.all_cases()), README.read_text(encoding="utf-8")
-    assert table in readme, f"the README's table of families should be\n{table}"
+    table = families_table.table(families_table.all_cases())
+    assert table in PAGE.read_text(encoding="utf-8"), f"the table of families in {PAGE} should be\n{table}"
