@@ -15,8 +15,9 @@ from dsx.config.load import read
 from dsx.config.schema import NO_TOKENIZER, OWN, DataConfig, DsxConfig, ModelConfig
 from dsx.config.wording import at, either, suggest
 from dsx.errors import ConfigError, ModelError
-from dsx.models.hf_config import model_spec
-from dsx.models.presets import BYTES_VOCABULARY, config_keys, find_preset, presets
+from dsx.models.family import BYTES_VOCABULARY
+from dsx.models.hf_config import FAMILIES, model_spec
+from dsx.models.presets import find_preset, presets
 from dsx.models.spec import ModelSpec
 from dsx.terminal import shortened
 
@@ -134,7 +135,7 @@ def read_model(dsx: DsxConfig) -> ModelSource:
             "leave family out, or name the right one",
         )
     for key, value in model.overrides.items():
-        known = config_keys(str(family)) | set(config)
+        known = set(config) | (FAMILIES[str(family)].keys if str(family) in FAMILIES else set())
         if key not in known:
             raise ConfigError(
                 at(f"dsx.model.overrides.{key}", value), f"no key of a {family} config", suggest(key, known)

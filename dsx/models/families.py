@@ -1,29 +1,25 @@
-"""Model families as layer lists of DeepSpeed's ``LayerSpec``: a stock PipelineModule runs them too.
-
-Llama (Touvron et al. 2023, arXiv:2302.13971; Llama 3, arXiv:2407.21783): RoPE, RMSNorm, SwiGLU, GQA.
-
-Also the layers of Mistral (arXiv:2310.06825: sliding window), Qwen2 (arXiv:2407.10671: biases on Q, K and V),
-Qwen3 (arXiv:2505.09388: norms of query and key heads) and GPT-NeoX (arXiv:2204.06745: LayerNorm, parallel
-residual, a part of each head rotated).
-"""
+"""Models as layer lists of DeepSpeed's ``LayerSpec``: a stock PipelineModule runs them too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TypeAlias
+from importlib import import_module
+from typing import Any, TypeAlias
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
 
+from dsx.models.family import TIE
+from dsx.models.hf_config import FAMILIES
 from dsx.models.param import ParamSpec
-from dsx.models.params import TIE, param_specs
-from dsx.models.spec import Family, ModelSpec, Recompute
+from dsx.models.params import layer_kinds, param_specs
+from dsx.models.spec import ModelSpec, Recompute
 from dsx.nn.attention import Rotary, Window
 from dsx.nn.block import Block
-from dsx.nn.embedding import Head, Positions, WordEmbedding, apply_as_head
+from dsx.nn.embedding import Head, Positions, WordEmbedding
 from dsx.nn.loss import cross_entropy
 from dsx.nn.norm import FinalNorm
 from dsx.nn.parallel import TensorParallel
@@ -35,6 +31,14 @@ __all__ = ["Layer", "layers", "loss"]
 
 Layer: TypeAlias = LayerSpec | TiedLayerSpec
 """One entry of a layer list; its ``build()`` makes the module."""
+
+_LAYERS: dict[str, Any] = {
+    "WordEmbedding": WordEmbedding,
+    "Positions": Positions,
+    "Block": Block,
+    "FinalNorm": FinalNorm,
+    "Head": Head,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,12 @@ class LayerListBuilder:
     split: WeightGradients | None = None
 
     @cached_property
+    def classes(self) -> dict[str, Any]:
+        """Class of the layers of each kind: dsx.nn's, or the family's own."""
+        own = FAMILIES[self.model.family].layers
+        return _LAYERS | (import_module(own).LAYERS if own else {})
+
+    @cached_property
     def rotary(self) -> Rotary | None:
         """One for all blocks, so that its tables exist once."""
         return None if self.model.rope is None else Rotary(self.model.rope, self.model.rotary_size)
@@ -60,50 +70,26 @@ class LayerListBuilder:
         """One for all blocks with the same window, so that its mask exists once."""
         return {size: Window(size) for size in set(self.model.windows) if size}
 
-    def word_embedding(self) -> Layer:
-        """Layer 0; tied with the head if the model's embeddings are."""
-        if self.model.tied_embeddings:
-            return TiedLayerSpec(
-                TIE, WordEmbedding, self.model, self._weights(0), tied_weight_attr=["word.weight"]
-            )
-        return LayerSpec(WordEmbedding, self.model, self._weights(0))
-
-    def positions(self, layer: int) -> Layer:
-        """Learned positions."""
-        return LayerSpec(Positions, self.model, self._weights(layer))
-
-    def blocks(self, first: int) -> list[Layer]:
-        """All blocks, the first one at layer ``first``."""
-        model = self.model
-        sizes = model.windows or (0,) * model.num_layers
+    def build(self) -> list[Layer]:
+        """The whole list (:func:`dsx.models.params.layer_kinds`)."""
+        kinds, sizes = layer_kinds(self.model), iter(self.model.windows)
         return [
-            LayerSpec(
-                Block,
-                model,
-                self._weights(first + block),
-                self.rotary,
-                self.recompute,
-                self.windows.get(size),
-            )
-            for block, size in enumerate(sizes)
+            self._block(layer, next(sizes, 0)) if kind == "Block" else self._layer(kind, layer)
+            for layer, kind in enumerate(kinds)
         ]
 
-    def final_norm(self, layer: int) -> Layer:
-        """The norm before the head."""
-        return LayerSpec(FinalNorm, self.model, self._weights(layer))
+    def _block(self, layer: int, window: int) -> Layer:
+        shared = (self.rotary, self.recompute, self.windows.get(window))
+        return LayerSpec(self.classes["Block"], self.model, self._weights(layer), *shared)
 
-    def head(self, layer: int) -> Layer:
-        """The head; tied, it is the word embedding's table once more."""
-        if self.model.tied_embeddings:
-            return TiedLayerSpec(
-                TIE,
-                Head,
-                self.model,
-                self._weights(0),
-                forward_fn=apply_as_head,
-                tied_weight_attr=["word.weight"],
-            )
-        return LayerSpec(Head, self.model, self._weights(layer))
+    def _layer(self, kind: str, layer: int) -> Layer:
+        """A layer that is no block. The tied head is the word embedding's table once more."""
+        if not self.model.tied_embeddings or kind not in ("WordEmbedding", "Head"):
+            return LayerSpec(self.classes[kind], self.model, self._weights(layer))
+        tie = {"forward_fn": self.classes[kind].as_head} if kind == "Head" else {}
+        return TiedLayerSpec(
+            TIE, self.classes[kind], self.model, self._weights(0), tied_weight_attr=["word.weight"], **tie
+        )
 
     def _weights(self, layer: int) -> Weights:
         specs = (spec for spec in self._specs if spec.layer == layer)
@@ -114,40 +100,6 @@ class LayerListBuilder:
     @cached_property
     def _specs(self) -> tuple[ParamSpec, ...]:
         return param_specs(self.model, pad_multiple=self.pad_multiple)
-
-
-def gpt2(build: LayerListBuilder) -> list[Layer]:
-    """Word embedding, positions, blocks, final norm, head."""
-    num_blocks = build.model.num_layers
-    return [
-        build.word_embedding(),
-        build.positions(1),
-        *build.blocks(2),
-        build.final_norm(2 + num_blocks),
-        build.head(3 + num_blocks),
-    ]
-
-
-def llama(build: LayerListBuilder) -> list[Layer]:
-    """Word embedding, blocks, final norm, head."""
-    num_blocks = build.model.num_layers
-    return [
-        build.word_embedding(),
-        *build.blocks(1),
-        build.final_norm(1 + num_blocks),
-        build.head(2 + num_blocks),
-    ]
-
-
-# The others have Llama's list of layers; what differs is in the blocks, by the ModelSpec.
-_LISTS: dict[Family, Callable[[LayerListBuilder], list[Layer]]] = {
-    "gpt2": gpt2,
-    "llama": llama,
-    "mistral": llama,
-    "qwen2": llama,
-    "qwen3": llama,
-    "gpt_neox": llama,
-}
 
 
 def layers(
@@ -188,7 +140,7 @@ def layers(
         pad_multiple=pad_multiple,
         split=split,
     )
-    return _LISTS[model.family](builder)
+    return builder.build()
 
 
 def loss(

@@ -188,12 +188,12 @@ class Head(nn.Module):
 
     def forward(self, x_BsH: Tensor) -> Tensor:
         """[B, s, H] to [B, S, V]."""
-        return apply_as_head(self, x_BsH)
+        return self.as_head(self, x_BsH)
 
-
-def apply_as_head(module: WordEmbedding | Head, x_BsH: Tensor) -> Tensor:
-    """Use the table of ``module`` (the word embedding, when tied) as head: the tie's ``forward_fn``."""
-    return as_head(module.word, x_BsH)
+    @staticmethod
+    def as_head(module: WordEmbedding | Head, x_BsH: Tensor) -> Tensor:
+        """Use the table of ``module`` (the word embedding, when tied) as head: the tie's ``forward_fn``."""
+        return as_head(module.word, x_BsH)
 
 
 class LearnedPositions(nn.Module):

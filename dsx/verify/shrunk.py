@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsx.config.run import RunConfig
-from dsx.models.hf_config import own_keys, without_names_of
+from dsx.models.family import BYTES_VOCABULARY
+from dsx.models.hf_config import FAMILIES, own_keys, without_names_of
 from dsx.models.params import layer_kinds
-from dsx.models.presets import BYTES_VOCABULARY
 from dsx.models.spec import ModelSpec
 
 _HEAD_DIM = 8
@@ -29,8 +29,6 @@ _UNTRAINED = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", 
 _BUCKETS = (
     "reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size", "prefetch_bucket_size",
 )  # fmt: skip
-_GPT2_DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
-_DROPOUTS = ("attention_dropout",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +81,7 @@ def trial(
     elif block["partition"]["method"] == "time":
         stages = config.stage_map
         block["partition"] = {"method": [len(stages.layers(s)) for s in range(stages.num_stages)]}
-    without = dict.fromkeys(_GPT2_DROPOUTS if config.model.family == "gpt2" else _DROPOUTS, 0.0)
+    without = dict.fromkeys(FAMILIES[config.model.family].dropouts, 0.0)
     dropout = None
     if _has_dropout(config):
         model = _model(config, hf_config, {}, full=full)

@@ -14,7 +14,7 @@ from dsx.config.schema import DataConfig
 from dsx.config.starter import starter
 from dsx.data.corpus import Corpus, prepare
 from dsx.errors import DsxError
-from dsx.models.hf_config import MOST_LAYERS
+from dsx.models.config_values import MOST_LAYERS
 from dsx.planner.cluster import read_cluster
 from dsx.planner.profile import Profile
 from dsx.schedules.trace import Trace

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dsx.models.hf_config import architecture, model_spec
+from dsx.models.hf_config import FAMILIES, model_spec
 from dsx.models.presets import presets
 from dsx.models.spec import ModelSpec
 from parity.dsx_run import Case
@@ -27,7 +27,7 @@ def table(cases: Iterable[Case]) -> str:
         rows.append(
             (
                 f"`{family}`",
-                f"`{architecture(family)}`",
+                f"`{FAMILIES[family].classes[0]}`",
                 _blocks(model_spec(CONFIGS[family])),
                 ", ".join(f"`{name}`" for name in named),
                 _layouts(known),

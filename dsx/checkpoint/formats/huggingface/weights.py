@@ -34,7 +34,7 @@ from dsx.checkpoint.formats.huggingface.names import (
 from dsx.checkpoint.formats.safetensors_file import CRC32
 from dsx.checkpoint.formats.slices import cut
 from dsx.errors import CheckpointError
-from dsx.models.hf_config import architecture, model_spec
+from dsx.models.hf_config import FAMILIES, model_spec
 from dsx.models.param import Box, ParamSpec
 from dsx.models.params import param_specs
 
@@ -308,7 +308,7 @@ def finish(folder: str | Path, config: Mapping[str, Any], files: Mapping[str, st
 
 def _export_config(config: Mapping[str, Any], dtypes: set[str]) -> dict[str, Any]:
     out = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
-    out["architectures"] = [architecture(str(config["model_type"]))]
+    out["architectures"] = [FAMILIES[str(config["model_type"])].classes[0]]
     if len(dtypes) == 1:
         out["dtype"] = str(_FLOATS[dtypes.pop()]).removeprefix("torch.")
     return out

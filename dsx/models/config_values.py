@@ -1,0 +1,251 @@
+"""Values of a Hugging Face config, each checked as it is read.
+
+Every function raises a ModelError that names the key, its value and what would be right. A config.json is
+small whatever sizes it claims, and those are what everything is laid out by: each has a most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from dsx.errors import ModelError
+from dsx.models.spec import Rope
+from dsx.terminal import shortened
+
+MOST = 2**31 - 1
+"""Of every size: what kernels number the elements of a dimension by."""
+
+MOST_LAYERS = 2048
+"""Twice those of the deepest published transformer, DeepNet (arXiv:2203.00555)."""
+
+_SHOWN_CHARACTERS = 120
+
+
+def at(key: str, value: object) -> str:
+    """``key = value``, the place of an error; of a long value the beginning."""
+    return f"{key} = {shortened(repr(value), _SHOWN_CHARACTERS)}"
+
+
+def size(config: Mapping[str, object], key: str, default: int, *, most: int = MOST) -> int:
+    """A whole number of at least 1."""
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(at(key, value), "not a whole number of at least 1", "write a number, unquoted")
+    if value > most:
+        raise ModelError(at(key, value), f"dsx takes at most {most:,}", "write the model's own size")
+    return value
+
+
+def size_or(config: Mapping[str, object], key: str, default: int) -> int:
+    """A size for which transformers also takes null, meaning the default."""
+    return default if config.get(key) is None else size(config, key, default)
+
+
+def size_or_none(config: Mapping[str, object], key: str, default: int | None) -> int | None:
+    """A size that may be null, or have no default."""
+    return None if config.get(key, default) is None else size(config, key, default or 0)
+
+
+def number(config: Mapping[str, object], key: str, default: float | None) -> float:
+    """A number; None as default means that the key is needed."""
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        what = "is missing" if value is None else "is not a number"
+        raise ModelError(at(key, value), what, "write a number, unquoted")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ModelError(at(key, value), "beyond 1e308, which nothing can hold", "write a number") from None
+
+
+def positive(config: Mapping[str, object], key: str, default: float | None) -> float:
+    """A finite number above 0; None as default means that the key is needed."""
+    value = number(config, key, default)
+    if not 0.0 < value < float("inf"):
+        raise ModelError(at(key, value), "not a finite number above 0", "use a positive number")
+    return value
+
+
+def probability(config: Mapping[str, object], key: str, default: float) -> float:
+    """A dropout probability; null means the default."""
+    value = default if config.get(key) is None else number(config, key, default)
+    if not 0.0 <= value < 1.0:
+        raise ModelError(at(key, value), "a dropout probability is in 0 <= p < 1", "use such a number")
+    return value
+
+
+def flag(config: Mapping[str, object], key: str, *, default: bool) -> bool:
+    """True or false."""
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        raise ModelError(at(key, value), "neither true nor false", "write true or false, unquoted")
+    return value
+
+
+def check_divides(whole_key: str, whole: int, part_key: str, part: int) -> None:
+    """Refuse a whole that does not divide by its part."""
+    if whole % part:
+        small = [n for n in range(1, math.isqrt(whole) + 1) if whole % n == 0]
+        legal = sorted({*small, *(whole // n for n in small)})
+        raise ModelError(
+            f"{part_key} = {part}", f"{whole_key} = {whole} does not divide by it", f"use one of {legal}"
+        )
+
+
+def check_even(key: str, value: int) -> None:
+    """Refuse an odd part of a head that is to be rotated."""
+    if value % 2 or not value:
+        raise ModelError(f"{key} = {value}", "rotary embeddings turn pairs of elements", "use an even one")
+
+
+_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+def read_rope(
+    config: Mapping[str, object],
+    max_positions: int,
+    *,
+    theta: str = "rope_theta",
+    share: str | None = None,
+    usual: float = 1.0,
+) -> Rope:
+    """Rotary embedding of ``config``.
+
+    Args:
+        config: Content of config.json.
+        max_positions: Of the model; those before scaling where nothing says another.
+        theta: Its key for the base, outside the nested object.
+        share: Its key for the rotated part of each head; None for a family that rotates whole heads.
+        usual: That part where nothing says another.
+
+    Raises:
+        ModelError: A value that is missing or wrong, or a kind of scaling that dsx does not have.
+    """
+    # rope_scaling (transformers 4) wins over rope_parameters, as in convert_rope_params_to_dict.
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    given = config.get(key) or {}
+    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+        raise ModelError(at(key, given), "not one flat set of rope parameters", "give one object or null")
+    values = {"rope_theta": config.get(theta, 10000.0), **given}
+    # The place in messages is the key inside the nested object.
+    rope = {f"{key}.{name}": value for name, value in values.items()}
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind not in _KINDS:
+        raise ModelError(
+            at(f"{key}.rope_type", kind), f"dsx has {', '.join(_KINDS)}", "use one of these types"
+        )
+    found: dict[str, Any] = {
+        "theta": positive(rope, f"{key}.rope_theta", 10000.0),
+        "share": _share(config, rope, key, share, usual),
+    }
+    original = _original_positions(config, rope, key, max_positions)
+    if kind == "linear":
+        found |= {"kind": kind, "factor": positive(rope, f"{key}.factor", None)}
+    elif kind == "llama3":
+        found |= _llama3(rope, key, original)
+    elif kind == "yarn":
+        found |= _yarn(rope, key, original)
+    return Rope(**found)
+
+
+def _share(
+    config: Mapping[str, object], rope: Mapping[str, object], key: str, name: str | None, usual: float
+) -> float:
+    """The rotated part of each head."""
+    nested = f"{key}.partial_rotary_factor"
+    if name is None:
+        value = positive(rope, nested, 1.0)
+        if value != 1.0:
+            raise ModelError(
+                at(nested, value), "dsx rotates whole heads of this family", "use 1.0 or leave it out"
+            )
+        return value
+    value = positive(rope, nested, None) if nested in rope else positive(config, name, usual)
+    if value > 1.0:
+        raise ModelError(at(name, value), "more than the whole head", "use a number up to 1")
+    return value
+
+
+def _llama3(rope: Mapping[str, object], key: str, original: int) -> dict[str, Any]:
+    """Arguments of _compute_llama3_parameters."""
+    low = positive(rope, f"{key}.low_freq_factor", None)
+    high = positive(rope, f"{key}.high_freq_factor", None)
+    if high <= low:
+        raise ModelError(
+            f"{key}.high_freq_factor = {high}", f"not above low_freq_factor = {low}", "use a larger one"
+        )
+    return {
+        "kind": "llama3",
+        "factor": positive(rope, f"{key}.factor", None),
+        "low_frequency_factor": low,
+        "high_frequency_factor": high,
+        "original_positions": original,
+    }
+
+
+def _yarn(rope: Mapping[str, object], key: str, original: int) -> dict[str, Any]:
+    """Arguments of _compute_yarn_parameters, whose null or 0 means the default too."""
+
+    def optional(name: str, default: float) -> float:
+        place = f"{key}.{name}"
+        return positive(rope, place, None) if rope.get(place) else default
+
+    fast, slow = optional("beta_fast", 32.0), optional("beta_slow", 1.0)
+    if fast <= slow:
+        raise ModelError(f"{key}.beta_fast = {fast}", f"not above beta_slow = {slow}", "use a larger one")
+    factor = positive(rope, f"{key}.factor", None)
+    one, all_dims = optional("mscale", 0.0), optional("mscale_all_dim", 0.0)
+    usual = _attention_factor(factor, 1.0)
+    if one and all_dims:
+        usual = _attention_factor(factor, one) / _attention_factor(factor, all_dims)
+    place = f"{key}.attention_factor"
+    return {
+        "kind": "yarn",
+        "factor": factor,
+        "original_positions": original,
+        "beta_fast": fast,
+        "beta_slow": slow,
+        "truncate": flag(rope, f"{key}.truncate", default=True),
+        "attention_factor": usual if rope.get(place) is None else positive(rope, place, None),
+    }
+
+
+def _attention_factor(factor: float, scale: float) -> float:
+    """YaRN, arXiv:2309.00071, equation 22: the square root of 1/t."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def _original_positions(
+    config: Mapping[str, object], rope: Mapping[str, object], key: str, max_positions: int
+) -> int:
+    """Positions before scaling: the top-level key, else the nested one, else the model's positions."""
+    name = "original_max_position_embeddings"
+    return size(config, name, 0) if name in config else size_or(rope, f"{key}.{name}", max_positions)
+
+
+Activation = Literal["gelu", "gelu_new", "silu", "relu"]
+
+# transformers/activations.py, ACT2CLS: several names, one function.
+_ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_new",
+    "gelu_fast": "gelu_new",
+    "gelu_pytorch_tanh": "gelu_new",
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+}
+
+
+def activation(config: Mapping[str, object], key: str, default: str) -> Activation:
+    """An activation, by any name that transformers has for it."""
+    value = config.get(key, default)
+    if not isinstance(value, str) or value not in _ACTIVATIONS:
+        raise ModelError(
+            at(key, value),
+            "dsx does not implement this activation",
+            f"use one of {sorted(_ACTIVATIONS)}",
+        )
+    return _ACTIVATIONS[value]

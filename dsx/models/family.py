@@ -1,0 +1,220 @@
+"""What dsx knows of a family of models, in one record, and the parameters of its layers. Pure data.
+
+A family is one module beside this one that makes a :class:`ModelFamily`, and its place in
+:data:`dsx.models.hf_config.FAMILIES`. What its blocks compute is :mod:`dsx.nn.block`, by the numbers of the
+:class:`~dsx.models.spec.ModelSpec`, unless the family names layers of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import Any
+
+from dsx.models.param import Init, ParamSpec
+from dsx.models.spec import Family, ModelSpec
+
+BYTES_VOCABULARY = 257
+"""Token ids of the byte tokenizer: 256 bytes and the end of a document."""
+
+TIE = "word"
+"""Key of the tie group, and of the TiedLayerSpec, of tied word embeddings."""
+
+COMMON_KEYS = frozenset({
+    "model_type", "architectures", "vocab_size", "initializer_range", "tie_word_embeddings", "hidden_size",
+    "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "quantization_config",
+})  # fmt: skip
+"""Keys that every family's config may have."""
+
+ROPE_KEYS = frozenset({"rope_parameters", "rope_scaling", "original_max_position_embeddings"})
+"""Keys of a config with rotary embeddings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A named model.
+
+    Attributes:
+        family: Architecture.
+        name: What ``dsx.model.preset`` says.
+        about: Where its numbers come from.
+        config: Hugging Face config. Copy it before changing it.
+    """
+
+    family: Family
+    name: str
+    about: str
+    config: dict[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParams:
+    """Makes the ParamSpecs of one layer of the layer list, in the order in which its module has them.
+
+    Attributes:
+        model: The architecture.
+        family: Its family.
+        layer: Index in the layer list.
+        block: Number of the block; 0 for a layer that is none.
+    """
+
+    model: ModelSpec
+    family: ModelFamily
+    layer: int
+    block: int = 0
+
+    def table(self, role: str, pad_multiple: int) -> Iterator[ParamSpec]:
+        """A vocabulary table: the word embedding, or the untied head (the same module class)."""
+        yield ParamSpec(
+            name=f"{self.layer}.word.weight",
+            layer=self.layer,
+            shape=(self.model.vocab_size, self.model.hidden_size),
+            init=self._normal(),
+            hf=self._hf(role, "weight"),
+            split=0,
+            pad_multiple=pad_multiple,
+            tie=TIE if self.model.tied_embeddings else None,
+        )
+
+    def positions(self) -> Iterator[ParamSpec]:
+        """A table of learned positions, replicated over tp."""
+        yield ParamSpec(
+            name=f"{self.layer}.position.weight",
+            layer=self.layer,
+            shape=(self.model.max_positions, self.model.hidden_size),
+            init=self._normal(),
+            hf=self._hf("position", "weight"),
+        )
+
+    def norm(
+        self, module: str, *, size: int | None = None, weight: Init | None = None
+    ) -> Iterator[ParamSpec]:
+        """Weight, and bias of a LayerNorm: replicated over tp.
+
+        Args:
+            module: Path in the layer's module.
+            size: Elements; None for the hidden size.
+            weight: Initial weight; None for ones.
+        """
+        leaves = {"weight": weight or Init(kind="ones"), "bias": Init(kind="zeros")}
+        for leaf in ("weight", "bias") if self.model.norm == "layernorm" else ("weight",):
+            yield ParamSpec(
+                name=f"{self.layer}.{module}.{leaf}",
+                layer=self.layer,
+                shape=(size or self.model.hidden_size,),
+                init=leaves[leaf],
+                hf=self._hf(module, leaf),
+            )
+
+    def column(self, module: str, parts: Sequence[int], *, bias: bool) -> Iterator[ParamSpec]:
+        """A linear cut along its outputs, with its fused parts."""
+        fused = tuple(parts) if len(parts) > 1 else ()
+        shapes = {"weight": (sum(parts), self.model.hidden_size), "bias": (sum(parts),)}
+        for leaf in ("weight", "bias") if bias else ("weight",):
+            yield ParamSpec(
+                name=f"{self.layer}.{module}.{leaf}",
+                layer=self.layer,
+                shape=shapes[leaf],
+                init=self._normal() if leaf == "weight" else Init(kind="zeros"),
+                hf=self._hf(module, leaf),
+                split=0,
+                parts=fused,
+                hf_transposed=leaf == "weight" and self.family.hf_transposed,
+            )
+
+    def row(self, module: str, inputs: int, *, bias: bool) -> Iterator[ParamSpec]:
+        """A linear cut along its inputs; its bias is replicated and added once, after the reduction."""
+        model = self.model
+        std = model.init_std / sqrt(2 * model.num_layers) if model.scaled_output_init else model.init_std
+        yield ParamSpec(
+            name=f"{self.layer}.{module}.weight",
+            layer=self.layer,
+            shape=(model.hidden_size, inputs),
+            init=Init(kind="normal", std=std),
+            hf=self._hf(module, "weight"),
+            split=1,
+            hf_transposed=self.family.hf_transposed,
+        )
+        if bias:
+            yield ParamSpec(
+                name=f"{self.layer}.{module}.bias",
+                layer=self.layer,
+                shape=(model.hidden_size,),
+                init=Init(kind="zeros"),
+                hf=self._hf(module, "bias"),
+            )
+
+    def attention(self) -> Iterator[ParamSpec]:
+        """:class:`dsx.nn.attention.Attention`."""
+        model = self.model
+        qkv: tuple[int, ...] = (model.query_size, model.kv_size, model.kv_size)
+        if model.interleaved_qkv:  # cut head by head, it is one part
+            qkv = (sum(qkv),)
+        yield from self.column("attention.qkv", qkv, bias=model.attention_bias)
+        yield from self.row("attention.out", model.query_size, bias=model.attention_out_bias)
+        if model.qk_norm:
+            yield from self.norm("attention.q_norm", size=model.head_dim)
+            yield from self.norm("attention.k_norm", size=model.head_dim)
+
+    def mlp(self) -> Iterator[ParamSpec]:
+        """:class:`dsx.nn.block.Mlp`."""
+        model = self.model
+        width = model.ffn_size
+        up = ("mlp.gate_up", (width,) * 2) if model.gated_mlp else ("mlp.up", (width,))
+        yield from self.column(*up, bias=model.mlp_bias)
+        yield from self.row("mlp.down", width, bias=model.mlp_bias)
+
+    def _normal(self) -> Init:
+        return Init(kind="normal", std=self.model.init_std)
+
+    def _hf(self, module: str, leaf: str) -> tuple[str, ...]:
+        return tuple(f"{name.format(self.block)}.{leaf}" for name in self.family.hf_names[module])
+
+
+def block_params(params: LayerParams) -> Iterator[ParamSpec]:
+    """Of :class:`dsx.nn.block.Block`."""
+    yield from params.norm("norm_1")
+    yield from params.attention()
+    yield from params.norm("norm_2")
+    yield from params.mlp()
+
+
+def final_norm_params(params: LayerParams) -> Iterator[ParamSpec]:
+    """Of :class:`dsx.nn.norm.FinalNorm`."""
+    yield from params.norm("norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFamily:
+    """A family of models.
+
+    Attributes:
+        name: The ``model_type`` of its configs.
+        classes: transformers' classes, as config.json names them: the language model, and it without a head.
+        keys: Every key that its config may have; others are refused if they look like one of any family's.
+        read: From a config whose keys were checked to the architecture.
+        presets: Built-in models, smallest first.
+        hf_names: Hugging Face module names by dsx's; ``{}`` is the block's number.
+        hf_transposed: Whether Hugging Face stores the matrices of linears transposed (GPT-2's Conv1D).
+        fixed: Settings that would make the model compute what dsx does not: key to the one accepted value.
+        own_names: Its own name of a key by the general one, where both mean the same.
+        dropouts: Keys of its dropout probabilities.
+        block: Parameters of a block.
+        final_norm: Parameters of the norm before the head.
+        layers: Module whose ``LAYERS`` has the classes of layers that are not :mod:`dsx.nn`'s, by kind.
+    """
+
+    name: Family
+    classes: tuple[str, str]
+    keys: frozenset[str]
+    read: Callable[[Mapping[str, object]], ModelSpec]
+    presets: tuple[Preset, ...]
+    hf_names: Mapping[str, tuple[str, ...]]
+    hf_transposed: bool = False
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    own_names: Mapping[str, str] = field(default_factory=dict)
+    dropouts: tuple[str, ...] = ("attention_dropout",)
+    block: Callable[[LayerParams], Iterator[ParamSpec]] = block_params
+    final_norm: Callable[[LayerParams], Iterator[ParamSpec]] = final_norm_params
+    layers: str | None = None

@@ -1,0 +1,148 @@
+"""GPT-2 (Radford et al. 2019), as transformers' modeling_gpt2.py computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsx.errors import ModelError
+from dsx.models.config_values import (
+    MOST,
+    MOST_LAYERS,
+    activation,
+    at,
+    check_divides,
+    flag,
+    positive,
+    probability,
+    size,
+    size_or,
+)
+from dsx.models.family import BYTES_VOCABULARY, COMMON_KEYS, ModelFamily, Preset
+from dsx.models.spec import ModelSpec
+
+# configuration_gpt2.py, attribute_map: the general name of each of these keys.
+_GENERAL = {
+    "n_embd": "hidden_size",
+    "n_positions": "max_position_embeddings",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+}
+
+
+def _read(config: Mapping[str, object]) -> ModelSpec:
+    hidden_size = _size(config, "n_embd", 768)
+    num_heads = _size(config, "n_head", 12)
+    check_divides("n_embd", hidden_size, "n_head", num_heads)
+    return ModelSpec(
+        family="gpt2",
+        num_layers=_size(config, "n_layer", 12, most=MOST_LAYERS),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        ffn_size=size_or(config, "n_inner", 4 * hidden_size),
+        vocab_size=size(config, "vocab_size", 50257),
+        max_positions=_size(config, "n_positions", 1024),
+        norm="layernorm",
+        norm_epsilon=positive(config, "layer_norm_epsilon", 1e-5),
+        activation=activation(config, "activation_function", "gelu_new"),
+        gated_mlp=False,
+        attention_bias=True,
+        attention_out_bias=True,
+        mlp_bias=True,
+        tied_embeddings=flag(config, "tie_word_embeddings", default=True),
+        rope=None,
+        embedding_dropout=probability(config, "embd_pdrop", 0.1),
+        attention_dropout=probability(config, "attn_pdrop", 0.1),
+        residual_dropout=probability(config, "resid_pdrop", 0.1),
+        init_std=positive(config, "initializer_range", 0.02),
+        scaled_output_init=True,
+    )
+
+
+def _size(config: Mapping[str, object], key: str, default: int, *, most: int = MOST) -> int:
+    """A GPT-2 size under its own or its general name; both must agree."""
+    other = _GENERAL[key]
+    if other not in config:
+        return size(config, key, default, most=most)
+    value = size(config, other, default, most=most)
+    if size(config, key, value, most=most) != value:
+        raise ModelError(at(key, config[key]), f"{other} = {value} says otherwise", "keep one of the two")
+    return value
+
+
+def _presets() -> tuple[Preset, ...]:
+    laptop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "vocab_size": BYTES_VOCABULARY}
+    return (
+        Preset("gpt2", "tiny", "dsx, for seconds on a CPU", _config(4, 128, 8, n_positions=512) | laptop),
+        Preset("gpt2", "small", "dsx, for minutes on a CPU", _config(8, 320, 8) | laptop),
+        Preset("gpt2", "gpt2", "hub: openai-community/gpt2", _config(12, 768, 12)),
+        Preset("gpt2", "gpt2-medium", "hub: openai-community/gpt2-medium", _config(24, 1024, 16)),
+        Preset("gpt2", "gpt2-large", "hub: openai-community/gpt2-large", _config(36, 1280, 20)),
+        Preset("gpt2", "gpt2-xl", "hub: openai-community/gpt2-xl", _config(48, 1600, 25)),
+    )
+
+
+def _config(layers: int, hidden: int, heads: int, *, n_positions: int = 1024) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": layers,
+        "n_embd": hidden,
+        "n_head": heads,
+        "n_inner": None,
+        "n_positions": n_positions,
+        "vocab_size": 50257,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02,
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+        "tie_word_embeddings": True,
+    }
+
+
+GPT2 = ModelFamily(
+    name="gpt2",
+    classes=("GPT2LMHeadModel", "GPT2Model"),
+    keys=COMMON_KEYS
+    | _GENERAL.keys()
+    | {
+        "n_inner",
+        "activation_function",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "layer_norm_epsilon",
+        "scale_attn_weights",
+        "scale_attn_by_inverse_layer_idx",
+        "reorder_and_upcast_attn",
+        "add_cross_attention",
+        "pruned_heads",
+    },
+    read=_read,
+    presets=_presets(),
+    hf_names={
+        "word": ("transformer.wte",),
+        "position": ("transformer.wpe",),
+        "norm_1": ("transformer.h.{}.ln_1",),
+        "attention.qkv": ("transformer.h.{}.attn.c_attn",),
+        "attention.out": ("transformer.h.{}.attn.c_proj",),
+        "norm_2": ("transformer.h.{}.ln_2",),
+        "mlp.up": ("transformer.h.{}.mlp.c_fc",),
+        "mlp.down": ("transformer.h.{}.mlp.c_proj",),
+        "norm": ("transformer.ln_f",),
+        "head": ("lm_head",),
+    },
+    hf_transposed=True,
+    fixed={
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+        "add_cross_attention": False,
+    },
+    own_names={general: own for own, general in _GENERAL.items()} | {"intermediate_size": "n_inner"},
+    dropouts=("attn_pdrop", "embd_pdrop", "resid_pdrop"),
+)

@@ -1,0 +1,342 @@
+"""Llama and the families whose layers are Llama's but for a setting or two.
+
+Llama (Touvron et al. 2023, arXiv:2302.13971; Llama 3, arXiv:2407.21783): RoPE, RMSNorm, SwiGLU, GQA. Mistral
+(arXiv:2310.06825): a sliding window. Qwen2 (arXiv:2407.10671): biases on Q, K and V. Qwen3
+(arXiv:2505.09388): norms of query and key heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from dsx.errors import ModelError
+from dsx.models.config_values import (
+    MOST_LAYERS,
+    activation,
+    at,
+    check_divides,
+    check_even,
+    flag,
+    positive,
+    probability,
+    read_rope,
+    size,
+    size_or_none,
+)
+from dsx.models.family import BYTES_VOCABULARY, COMMON_KEYS, ROPE_KEYS, ModelFamily, Preset
+from dsx.models.spec import Family, ModelSpec
+
+# Defaults of the config classes where they are not Llama's.
+_LLAMA_DEFAULTS: dict[str, Any] = {
+    "intermediate_size": 11008,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+_QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+}
+_DEFAULTS: dict[Family, dict[str, Any]] = {
+    "llama": _LLAMA_DEFAULTS,
+    "mistral": _LLAMA_DEFAULTS
+    | {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "qwen2": _QWEN_DEFAULTS,
+    "qwen3": _QWEN_DEFAULTS | {"head_dim": 128},
+}
+
+
+def _read(config: Mapping[str, object], family: Family) -> ModelSpec:
+    """Llama, Mistral, Qwen2 or Qwen3."""
+    default = _DEFAULTS[family]
+    hidden_size = size(config, "hidden_size", 4096)
+    num_heads = size(config, "num_attention_heads", 32)
+    num_layers = size(config, "num_hidden_layers", 32, most=MOST_LAYERS)
+    num_kv_heads = size_or_none(config, "num_key_value_heads", default["num_key_value_heads"]) or num_heads
+    given_head_dim = config.get("head_dim", default["head_dim"]) is not None
+    # transformers 5 asks this of Llama even with an explicit head_dim (LlamaConfig.validate_architecture).
+    if family == "llama" or not given_head_dim:
+        check_divides("hidden_size", hidden_size, "num_attention_heads", num_heads)
+    check_divides("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
+    head_dim = size_or_none(config, "head_dim", default["head_dim"]) or hidden_size // num_heads
+    check_even("head_dim", head_dim)
+    max_positions = size(config, "max_position_embeddings", default["max_position_embeddings"])
+    attention_bias = family == "qwen2" or flag(config, "attention_bias", default=False)
+    return ModelSpec(
+        family=family,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_size=size(config, "intermediate_size", default["intermediate_size"]),
+        vocab_size=size(config, "vocab_size", default["vocab_size"]),
+        max_positions=max_positions,
+        norm="rmsnorm",
+        norm_epsilon=positive(config, "rms_norm_eps", 1e-6),
+        activation=activation(config, "hidden_act", "silu"),
+        gated_mlp=True,
+        attention_bias=attention_bias,
+        # Llama and Qwen3 build o_proj with the same flag, Qwen2 without a bias (modeling_qwen2.py).
+        attention_out_bias=attention_bias and family != "qwen2",
+        mlp_bias=flag(config, "mlp_bias", default=False),
+        tied_embeddings=flag(config, "tie_word_embeddings", default=False),
+        rope=read_rope(config, max_positions),
+        attention_dropout=probability(config, "attention_dropout", 0.0),
+        init_std=positive(config, "initializer_range", 0.02),
+        windows=_windows(config, family, num_layers),
+        qk_norm=family == "qwen3",
+    )
+
+
+def _windows(config: Mapping[str, object], family: Family, num_layers: int) -> tuple[int, ...]:
+    """Sliding window of each block: MistralConfig, or Qwen2Config.__post_init__ and Qwen3's alike."""
+    if family == "llama":
+        return ()
+    window = 0
+    if family == "mistral" or flag(config, "use_sliding_window", default=False):
+        window = size_or_none(config, "sliding_window", 4096) or 0
+    sliding = (True,) * num_layers if family == "mistral" else _sliding(config, num_layers, window)
+    windows = tuple(window if slides else 0 for slides in sliding)
+    return windows if any(windows) else ()
+
+
+def _sliding(config: Mapping[str, object], num_layers: int, window: int) -> tuple[bool, ...]:
+    """Whether each layer's attention slides, if there is a window."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers", 28)
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise ModelError(at("max_window_layers", first), "not a whole number", "use 0 or more")
+        return tuple(block >= first for block in range(num_layers))
+    known = ("full_attention", "sliding_attention")
+    if (
+        not isinstance(kinds, list | tuple)
+        or len(kinds) != num_layers
+        or not all(kind in known for kind in kinds)
+    ):
+        raise ModelError(
+            at("layer_types", kinds),
+            f"not {' or '.join(known)} for each of {num_layers} layers",
+            "name each layer's attention, or leave it out",
+        )
+    if known[1] in kinds and not window:
+        raise ModelError(
+            at("layer_types", kinds),
+            "there is no window to slide",
+            "set use_sliding_window and sliding_window",
+        )
+    return tuple(kind == known[1] for kind in kinds)
+
+
+def _llama_presets() -> tuple[Preset, ...]:
+    llama_32_rope = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    small = {"vocab_size": BYTES_VOCABULARY, "max_position_embeddings": 1024, "rope_theta": 10000.0}
+    return (
+        Preset("llama", "tiny", "dsx, for seconds on a CPU", _config(4, 128, 8, 4, 352) | small),
+        Preset("llama", "small", "dsx, for minutes on a CPU", _config(8, 320, 8, 4, 880) | small),
+        Preset(
+            "llama",
+            "llama-3.2-1b",
+            "hub: meta-llama/Llama-3.2-1B",
+            _config(16, 2048, 32, 8, 8192)
+            | {
+                "head_dim": 64,
+                "max_position_embeddings": 131072,
+                "rope_scaling": llama_32_rope,
+                "tie_word_embeddings": True,
+            },
+        ),
+        Preset("llama", "llama-3-8b", "hub: meta-llama/Meta-Llama-3-8B", _config(32, 4096, 32, 8, 14336)),
+        Preset("llama", "llama-3-70b", "hub: meta-llama/Meta-Llama-3-70B", _config(80, 8192, 64, 8, 28672)),
+    )
+
+
+def _config(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "intermediate_size": ffn,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "initializer_range": 0.02,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
+_TINY = {"vocab_size": BYTES_VOCABULARY, "max_position_embeddings": 1024, "rope_theta": 10000.0}
+
+
+def _like_llama(family: Family, name: str, about: str, *sizes: int, **rest: Any) -> Preset:
+    """A preset of a family whose config has most keys of Llama's; ``sizes`` as :func:`_config` takes them."""
+    others = {"mlp_bias", "attention_bias"} | ({"head_dim"} if family == "qwen2" else set())
+    config = {key: value for key, value in _config(*sizes).items() if key not in others}
+    return Preset(family, name, about, config | {"model_type": family} | rest)
+
+
+def _mistral_presets() -> tuple[Preset, ...]:
+    classes = {"architectures": ["MistralForCausalLM"]}
+    return (
+        _like_llama(
+            "mistral",
+            "tiny",
+            "dsx, for seconds on a CPU; window of 128",
+            *(4, 128, 8, 4, 352),
+            **classes | _TINY | {"sliding_window": 128},
+        ),
+        _like_llama(
+            "mistral",
+            "mistral-7b",
+            "hub: mistralai/Mistral-7B-v0.1",
+            *(32, 4096, 32, 8, 14336),
+            **classes,
+            vocab_size=32000,
+            max_position_embeddings=32768,
+            rope_theta=10000.0,
+            sliding_window=4096,
+        ),
+    )
+
+
+def _qwen2_presets() -> tuple[Preset, ...]:
+    classes = {"architectures": ["Qwen2ForCausalLM"], "rms_norm_eps": 1e-6, "use_sliding_window": False}
+    return (
+        _like_llama(
+            "qwen2",
+            "tiny",
+            "dsx, for seconds on a CPU",
+            *(4, 128, 8, 4, 352),
+            **classes | _TINY | {"tie_word_embeddings": True, "sliding_window": 1024, "max_window_layers": 4},
+        ),
+        _like_llama(
+            "qwen2",
+            "qwen2.5-0.5b",
+            "hub: Qwen/Qwen2.5-0.5B",
+            *(24, 896, 14, 2, 4864),
+            **classes,
+            vocab_size=151936,
+            max_position_embeddings=32768,
+            rope_theta=1000000.0,
+            sliding_window=32768,
+            max_window_layers=24,
+            tie_word_embeddings=True,
+        ),
+        _like_llama(
+            "qwen2",
+            "qwen2.5-7b",
+            "hub: Qwen/Qwen2.5-7B",
+            *(28, 3584, 28, 4, 18944),
+            **classes,
+            vocab_size=152064,
+            max_position_embeddings=131072,
+            rope_theta=1000000.0,
+            sliding_window=131072,
+            max_window_layers=28,
+        ),
+    )
+
+
+def _qwen3_presets() -> tuple[Preset, ...]:
+    classes = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "use_sliding_window": False,
+        "sliding_window": None,
+    }
+    published = {
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+    }
+    return (
+        _like_llama(
+            "qwen3",
+            "tiny",
+            "dsx, for seconds on a CPU",
+            *(4, 128, 8, 4, 336),
+            **classes | _TINY | {"head_dim": 32, "max_window_layers": 4},
+        ),
+        _like_llama(
+            "qwen3",
+            "qwen3-0.6b",
+            "hub: Qwen/Qwen3-0.6B",
+            *(28, 1024, 16, 8, 3072),
+            **classes | published | {"max_window_layers": 28, "tie_word_embeddings": True},
+        ),
+        _like_llama(
+            "qwen3",
+            "qwen3-8b",
+            "hub: Qwen/Qwen3-8B",
+            *(36, 4096, 32, 8, 12288),
+            **classes | published | {"max_window_layers": 36},
+        ),
+    )
+
+
+_KEYS = COMMON_KEYS | ROPE_KEYS | {
+    "intermediate_size", "num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_theta",
+    "attention_dropout", "partial_rotary_factor",
+}  # fmt: skip
+_QWEN_KEYS = _KEYS | {"head_dim", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
+_HF_NAMES: dict[str, tuple[str, ...]] = {
+    "word": ("model.embed_tokens",),
+    "norm_1": ("model.layers.{}.input_layernorm",),
+    "attention.qkv": (
+        "model.layers.{}.self_attn.q_proj",
+        "model.layers.{}.self_attn.k_proj",
+        "model.layers.{}.self_attn.v_proj",
+    ),
+    "attention.out": ("model.layers.{}.self_attn.o_proj",),
+    "attention.q_norm": ("model.layers.{}.self_attn.q_norm",),
+    "attention.k_norm": ("model.layers.{}.self_attn.k_norm",),
+    "norm_2": ("model.layers.{}.post_attention_layernorm",),
+    "mlp.gate_up": ("model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"),
+    "mlp.down": ("model.layers.{}.mlp.down_proj",),
+    "norm": ("model.norm",),
+    "head": ("lm_head",),
+}
+
+
+def _family(
+    name: Family, start: str, keys: frozenset[str], presets: tuple[Preset, ...], **fixed: object
+) -> ModelFamily:
+    return ModelFamily(
+        name=name,
+        classes=(f"{start}ForCausalLM", f"{start}Model"),
+        keys=keys,
+        read=partial(_read, family=name),
+        presets=presets,
+        hf_names=_HF_NAMES,
+        fixed={"partial_rotary_factor": 1.0, **fixed},
+    )
+
+
+_LLAMA_KEYS = _KEYS | {"head_dim", "pretraining_tp", "attention_bias", "mlp_bias"}
+LLAMA = _family("llama", "Llama", _LLAMA_KEYS, _llama_presets(), pretraining_tp=1)
+MISTRAL = _family("mistral", "Mistral", _KEYS | {"head_dim", "sliding_window"}, _mistral_presets())
+QWEN2 = _family("qwen2", "Qwen2", _QWEN_KEYS | {"use_mrope"}, _qwen2_presets(), use_mrope=False)
+QWEN3 = _family("qwen3", "Qwen3", _QWEN_KEYS | {"attention_bias"}, _qwen3_presets())
