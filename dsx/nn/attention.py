@@ -15,6 +15,7 @@ Shapes: S sequence.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -159,6 +160,11 @@ class Window:
         return kept
 
 
+Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
+"""Queries [B, N, S, D], keys and values [B, K, S, D], a probability of dropout and a mask [S, S] to be added
+to the scores (None: causal) to context [B, N, S, D]. Dropout draws from torch's generator."""
+
+
 class Attention(nn.Module):
     """Grouped-query attention with a fused QKV projection.
 
@@ -169,6 +175,7 @@ class Attention(nn.Module):
         window: Limits the keys of a query; None if it attends to all before it.
         recompute_core: Keep only the fused projection for backward and compute what is between it and the
             output projection again ("selective", arXiv:2205.05198, section 5).
+        attend: Attention itself.
 
     Raises:
         ModelError: Query or key/value heads that do not divide by the tensor-parallel size.
@@ -182,6 +189,7 @@ class Attention(nn.Module):
         window: Window | None = None,
         *,
         recompute_core: bool = False,
+        attend: Attend | None = None,
     ) -> None:
         super().__init__()
         tp = weights.tp
@@ -195,7 +203,7 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = model.num_heads // tp.size, model.num_kv_heads // tp.size
         self.head_dim, self.dropout = model.head_dim, model.attention_dropout
         self.tp, self.rotary, self.window, self.recompute_core = tp, rotary, window, recompute_core
-        self.interleaved = model.interleaved_qkv
+        self.interleaved, self.attend = model.interleaved_qkv, attend or scaled_dot_product
         sizes = (model.query_size, model.kv_size, model.kv_size)
         self.qkv = ColumnParallelLinear(
             model.hidden_size,
@@ -239,10 +247,10 @@ class Attention(nn.Module):
         mask = None if self.window is None else self.window.mask(q.shape[1], q.dtype, q.device)
         q_BNSD, k_BKSD, v_BKSD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if seed is None:
-            context_BNSD = _attend(q_BNSD, k_BKSD, v_BKSD, 0.0, mask)
+            context_BNSD = self.attend(q_BNSD, k_BKSD, v_BKSD, 0.0, mask)
         else:
             with seeded(q.device, seed):
-                context_BNSD = _attend(q_BNSD, k_BKSD, v_BKSD, self.dropout, mask)
+                context_BNSD = self.attend(q_BNSD, k_BKSD, v_BKSD, self.dropout, mask)
         return context_BNSD.transpose(1, 2).flatten(2)
 
     def _heads(self, qkv_BSP: Tensor) -> tuple[Tensor, ...]:
@@ -268,7 +276,9 @@ class Attention(nn.Module):
         return q, k, v.contiguous()
 
 
-def _attend(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, dropout: float, mask_SS: Tensor | None) -> Tensor:
+def scaled_dot_product(
+    q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, dropout: float, mask_SS: Tensor | None
+) -> Tensor:
     """Scaled dot-product attention, causal unless a mask says more; torch picks the fused kernel."""
     groups = q_BNSD.shape[1] // k_BKSD.shape[1]
     if groups > 1 and q_BNSD.is_cuda and (q_BNSD.dtype == torch.float32 or mask_SS is not None):

@@ -87,6 +87,14 @@ class Mlp(nn.Module):
         return y
 
 
+def recomputed(function: Callable[[Tensor], Tensor], x: Tensor, *, random: bool) -> Tensor:
+    """``function(x)``, of which backward keeps ``x`` alone; ``random`` says whether it draws numbers."""
+    if not torch.is_grad_enabled():
+        return function(x)
+    y: Tensor = checkpoint(function, x, use_reentrant=False, preserve_rng_state=random)
+    return y
+
+
 class Block(nn.Module):
     """Layer of the layer list: one transformer block.
 
@@ -120,11 +128,8 @@ class Block(nn.Module):
 
     def forward(self, x_BsH: Tensor) -> Tensor:
         """[B, s, H] to the same."""
-        if self.recompute == "full" and torch.is_grad_enabled():
-            y: Tensor = checkpoint(
-                self._residuals, x_BsH, use_reentrant=False, preserve_rng_state=self.random and self.training
-            )
-            return y
+        if self.recompute == "full":
+            return recomputed(self._residuals, x_BsH, random=self.random and self.training)
         return self._residuals(x_BsH)
 
     def _residuals(self, x_BsH: Tensor) -> Tensor:

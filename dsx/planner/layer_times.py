@@ -143,7 +143,7 @@ def core_traffic(shape: Shape, *, masked: bool = False) -> Traffic:
     """Forward of the attention core, fused or not: heads brought together and apart, normed, rotated.
 
     ``masked``: its window is shorter than the sequence, so that keys and values are repeated for the kernel
-    (dsx/nn/attention.py _attend).
+    (dsx/nn/attention.py, scaled_dot_product).
     """
     model, per = shape.model, shape.tokens * shape.width / shape.tensor
     moved = 2 * (model.query_size + 2 * model.kv_size) + 2 * model.query_size
