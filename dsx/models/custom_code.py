@@ -1,4 +1,4 @@
-"""Code that comes with a model or a tokenizer: named and refused, unless the user says that he trusts it.
+"""Code that comes with a model or a tokenizer is named and refused, unless the user says to trust it.
 
 A ``config.json`` or ``tokenizer_config.json`` may name Python files beside it, or on the hub, under
 ``auto_map``; a config may also name a kernel of the hub as its attention. Where ``trust_remote_code`` is not
@@ -48,12 +48,12 @@ def check_model_code(config: Mapping[str, Any], file: str) -> None:
 
 
 def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of one of dsx's families without the keys that name code: such a model needs none."""
+    """The config of one of dsx's families without the keys that name code, which such a model never needs."""
     return {key: value for key, value in config.items() if key not in ("auto_map", *_ATTENTION)}
 
 
 def tokenizer_code(name: str) -> DataError:
-    """The refusal of a tokenizer that transformers can make only by running code.
+    """The error that refuses a tokenizer which transformers can make only by running code.
 
     Args:
         name: Folder or hub name, as the user gave it.

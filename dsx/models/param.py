@@ -1,4 +1,4 @@
-"""One logical (global) tensor of a model and how tensor parallelism cuts it. Pure data."""
+"""One logical (global) tensor of a model, and how tensor parallelism cuts it. Pure data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Init:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """A global tensor, its cut along the tensor-parallel axis and its Hugging Face home.
+    """A global tensor, its cut along the tensor-parallel axis, and its Hugging Face names.
 
     Attributes:
         name: ``<index in the layer list>.<path in the layer's module>``, e.g. ``1.attention.qkv.weight``.

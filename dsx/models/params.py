@@ -1,11 +1,11 @@
-"""The parameters of a model: name, shape, tensor-parallel cut, init and Hugging Face home of each.
+"""The parameters of a model: name, shape, tensor-parallel cut, initial values and Hugging Face names of each.
 
 The layer list, which is what a pipeline is cut into, for L blocks:
 
 - GPT-2: 0 word embedding, 1 positions, 2 .. L+1 blocks, L+2 final norm, L+3 head.
 - All others: 0 word embedding, 1 .. L blocks, L+1 final norm, L+2 head.
 
-The head of a model with tied embeddings is the word embedding once more and adds no parameter.
+With tied embeddings the head is the word embedding once more, and adds no parameter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Transformers without progress bars and warnings, which quote files of others as they are."""
+"""Transformers without its progress bars and warnings, which quote untrusted files unescaped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Within, transformers reports errors alone; what was set before comes back."""
+    """Let transformers report errors alone inside the block, and restore its settings after it."""
     from transformers.utils import logging
 
     shown, told = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -23,6 +23,6 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error of somebody else's, and the first line of what it says."""
+    """The type of an error that is not dsx's, and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

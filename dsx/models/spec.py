@@ -42,7 +42,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Sizes in elements, probabilities in 0..1. ``plan.hf_config`` makes it from a Hugging Face config.
+    """An architecture's sizes in elements and probabilities in 0..1; :mod:`dsx.models.hf_config` reads it.
 
     Attributes:
         num_kv_heads: Key/value heads; equal to ``num_heads`` without grouped-query attention.
@@ -108,6 +108,6 @@ class ModelSpec:
         return 0 if self.rope is None else int(self.head_dim * self.rope.share)
 
     def window(self, block: int, sequence_length: int) -> int:
-        """Window of a block where it is shorter than the sequence, else 0: then nothing is out of it."""
+        """The window of a block if it is shorter than the sequence, else 0: then it leaves nothing out."""
         window = self.windows[block] if self.windows else 0
         return window if window < sequence_length else 0

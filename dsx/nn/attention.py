@@ -1,15 +1,12 @@
 """Causal self-attention, its heads cut over the tensor-parallel ranks, with rotary embedding and windows.
 
+Rotary position embedding (Su et al. 2021, arXiv:2104.09864) follows transformers' half-split convention. The
+masks of sliding windows are those of Beltagy et al. 2020 (arXiv:2004.05150) and Mistral 7B
+(arXiv:2310.06825).
+
 Shapes: B micro-batch, S sequence, s = S/tp under sequence parallelism, else S; H hidden; N query heads and
-K key/value heads of this rank; D head_dim; P = (N + 2 K) D, the fused projection of this rank.
-
-Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in transformers' half-split convention.
-
-Shapes: B micro-batch, S sequence, D head_dim, R the part of it that is rotated.
-
-The mask of sliding-window attention (Beltagy et al. 2020, arXiv:2004.05150; Mistral 7B, arXiv:2310.06825).
-
-Shapes: S sequence.
+K key/value heads of this rank; D head_dim, of which R elements are rotated; P = (N + 2 K) D, the fused
+projection of this rank.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from dsx.nn.parameters import Weights
 
 
 def inverse_frequencies(rope: Rope, size: int) -> Tensor:
-    """Angle per position of each pair of ``size`` elements: float32 [R/2].
+    """The angle per position of each pair of ``size`` elements: float32 [R/2].
 
     As transformers computes them (modeling_rope_utils.py: _compute_linear_scaling_rope_parameters,
     _compute_llama3_parameters and _compute_yarn_parameters; modeling_llama.py:
@@ -59,14 +56,14 @@ def _yarn_keep(rope: Rope, size: int) -> Tensor:
     """The same by turns over the original positions, linear in the pair (arXiv:2309.00071, section 3.2)."""
 
     def pair(turns: float) -> float:
-        """The pair that makes so many turns."""
+        """The pair that makes so many turns over the original positions."""
         return size * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair(rope.beta_fast), pair(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
-    span = high - low if high != low else 0.001  # transformers' way out of a division by zero
+    span = high - low if high != low else 0.001  # transformers avoids a division by zero so
     return 1 - ((torch.arange(size // 2, dtype=torch.float32) - low) / span).clamp(0.0, 1.0)
 
 
@@ -87,10 +84,10 @@ class Rotary:
         return f"Rotary({self.rope})"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Turn each head by its position, counted from 0: [B, S, ..., D] to the same."""
+        """Turn each head by its position, counted from 0; [B, S, ..., D] keeps its shape."""
         if self.size == x.shape[-1]:
             return self._turn(x)
-        # One split, whose backward joins the two gradients: two slices' would each fill a whole one.
+        # One split joins the two gradients in its backward; two slices would each fill a whole tensor.
         turning, rest = x.split((self.size, x.shape[-1] - self.size), dim=-1)
         return torch.cat((self._turn(turning), rest), dim=-1)
 
@@ -103,7 +100,7 @@ class Rotary:
         return y
 
     def tables(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [S, R] of positions 0 .. length-1, computed in float32; the last ones are kept."""
+        """Cosine and sine [S, R] of positions 0 .. length-1 in float32; the last call's tables are kept."""
         kept = self._tables
         if (
             kept is not None
@@ -122,8 +119,8 @@ class Rotary:
 
 
 _ALIGNMENT = 8
-"""Elements to whose multiple rows are stored: else torch's memory-efficient kernel copies the mask each time
-(aten/native/transformers/attention.cpp, preprocess_mask)."""
+"""The mask's rows are stored with a multiple of so many elements: else torch's memory-efficient kernel copies
+the mask in every call (aten/native/transformers/attention.cpp, preprocess_mask)."""
 
 
 class Window:
@@ -143,8 +140,8 @@ class Window:
     def mask(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """[S, S] to be added to the scores: 0, or -inf for keys ahead of the query or out of its window.
 
-        None if the window holds the whole sequence: a causal mask, which kernels need no tensor for, does.
-        The last one is kept.
+        None if the window holds the whole sequence: then a causal mask is enough, for which kernels need no
+        tensor. The mask of the last call is kept.
         """
         if length <= self.size:
             return None
@@ -172,7 +169,7 @@ class Attention(nn.Module):
         model: Sizes, biases and dropout.
         weights: Tensor-parallel ranks, dtype and device.
         rotary: Rotates queries and keys; None if positions are elsewhere.
-        window: Limits the keys of a query; None if it attends to all before it.
+        window: Limits the keys of a query; None if a query attends to all keys before it.
         recompute_core: Keep only the fused projection for backward and compute what is between it and the
             output projection again ("selective", arXiv:2205.05198, section 5).
         attend: Attention itself.
@@ -231,7 +228,7 @@ class Attention(nn.Module):
     def forward(self, x_BsH: Tensor) -> Tensor:
         """[B, s, H] to the same."""
         qkv_BSP = self.qkv(x_BsH)
-        # Drawn outside the recomputed part, which so needs no generator. Heads are cut: a mask per rank.
+        # Drawn outside the recomputed part, which then needs no generator; one per rank, as heads are cut.
         dropping = self.training and self.dropout > 0.0
         seed = draw_seed(self.tp, sharded=True) if dropping else None
         if self.recompute_core and torch.is_grad_enabled():

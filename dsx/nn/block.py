@@ -1,13 +1,10 @@
 """The pre-norm transformer block, ``x + Attention(Norm(x))``, then ``x + MLP(Norm(x))``, and its MLP.
 
 With a parallel residual (GPT-J, GPT-NeoX: arXiv:2204.06745, section 2.1.2) both read the same x:
-``x + Attention(Norm(x)) + MLP(Norm'(x))``.
+``x + Attention(Norm(x)) + MLP(Norm'(x))``. The MLP's hidden width is cut over the tensor-parallel ranks.
 
-Shapes: B micro-batch, s the sequence, or this rank's slice of it under sequence parallelism; H hidden.
-
-The MLP of a block, its hidden width cut over the tensor-parallel ranks.
-
-Shapes: B micro-batch, S sequence, s = S/tp under sequence parallelism, else S; H hidden; F this rank's width.
+Shapes: B micro-batch, S sequence, s this rank's slice of it under sequence parallelism, else S; H hidden;
+F this rank's part of the MLP's width.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _Gated(torch.autograd.Function):
-    """``activation(gate) * up``, saving just the fused [gate, up]: 2 F a token, not 3 F."""
+    """``activation(gate) * up``, which saves just the fused [gate, up]: 2 F a token, not 3 F."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
@@ -96,7 +93,7 @@ def recomputed(function: Callable[[Tensor], Tensor], x: Tensor, *, random: bool)
 
 
 class Block(nn.Module):
-    """Layer of the layer list: one transformer block.
+    """A transformer block as one layer of the layer list.
 
     Args:
         model: The architecture.
@@ -104,7 +101,7 @@ class Block(nn.Module):
         rotary: Rotates queries and keys; None if positions are learned.
         recompute: What to compute again in backward: nothing, the attention core ("selective"), or the whole
             block, of which only the input is then kept ("full").
-        window: Of its attention; None if a token attends to all before it.
+        window: Limits what a token attends to; None if it attends to all tokens before it.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Every communication of the tensor-parallel modules, as plain calls and as autograd functions.
 
-With ``tp.size == 1`` nothing here communicates. ``f`` and ``g`` are those of Shoeybi et al. 2019
+With ``tp.size == 1`` nothing here communicates. ``f`` and ``g`` are the operators of Shoeybi et al. 2019
 (arXiv:1909.08053, section 3); the sequence-parallel pair is that of Korthikanti et al. 2022
 (arXiv:2205.05198, section 4.2.2).
 
@@ -50,7 +50,7 @@ class Pending:
 
 
 def done(x: Tensor) -> Pending:
-    """A collective that was none: ``x`` is the result."""
+    """A collective that needs no communication: its result is ``x``."""
     return Pending(x, None, _same)
 
 
@@ -67,7 +67,10 @@ def start_all_reduce(x: Tensor, tp: TensorParallel, op: Literal["sum", "max"] = 
 
 
 def start_all_gather(x: Tensor, tp: TensorParallel, dim: int) -> Pending:
-    """Start concatenating every rank's ``x`` along ``dim``. No copy when all dims before ``dim`` are 1."""
+    """Start concatenating every rank's ``x`` along ``dim``.
+
+    Nothing is copied if all dims before ``dim`` are 1.
+    """
     if tp.size == 1:
         return done(x)
     x = x.contiguous()
@@ -78,7 +81,7 @@ def start_all_gather(x: Tensor, tp: TensorParallel, dim: int) -> Pending:
 
 
 def start_reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Pending:
-    """Start summing ``x`` over the ranks, each keeping its slice of ``dim``. No copy as in the gather.
+    """Start summing ``x`` over the ranks, each keeping its slice of ``dim``; copies as the all-gather does.
 
     Raises:
         ModelError: ``dim`` does not divide by the tensor-parallel size.
@@ -102,7 +105,7 @@ def all_gather(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
 
 
 def own_slice(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
-    """This rank's equal part of ``x`` along ``dim``, a view. Raises ModelError if it does not divide."""
+    """This rank's equal part of ``x`` along ``dim``, as a view. Raises ModelError unless it divides."""
     if tp.size == 1:
         return x
     _check_divides(x, tp, dim)
@@ -140,12 +143,12 @@ class _CopyTo(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        # A copy: autograd may hand the same gradient to other users of it.
+        # Copied, because autograd may hand the same gradient to others.
         return all_reduce(dy.clone(memory_format=torch.contiguous_format), ctx.tp), None
 
 
 class _ReduceFrom(torch.autograd.Function):
-    """``sum over ranks (x) + bias``. Saves nothing, so recompute stops before it and skips its collective."""
+    """``sum over ranks (x) + bias``. Saves nothing, so that recompute stops before its collective."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, tp: TensorParallel) -> Tensor:
@@ -162,7 +165,7 @@ class _ReduceFrom(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         if ctx.tp.sequence:
             dy = all_gather(dy, ctx.tp, SEQUENCE)
-        # From the whole sequence's gradient, so the replicated bias needs no all-reduce of its own.
+        # Taken from the whole sequence's gradient: the replicated bias needs no all-reduce of its own.
         dbias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         return dy, dbias, None
 
@@ -212,7 +215,7 @@ class _CopyParameters(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # One collective for all, in float32: these are small, and a bfloat16 sum over ranks would lose bits.
+        # One collective sums them all, in float32: they are small, and a bfloat16 sum would lose bits.
         flat = all_reduce(torch.cat([g.flatten().float() for g in grads]), ctx.tp)
         parts = flat.split([g.numel() for g in grads])
         return None, *(part.view_as(g).to(g.dtype) for part, g in zip(parts, grads, strict=True))
@@ -238,25 +241,25 @@ def reduce_from(x: Tensor, tp: TensorParallel, bias: Tensor | None = None) -> Te
 
 
 def gather_from(x: Tensor, tp: TensorParallel, dim: int = -1) -> Tensor:
-    """Every rank's ``x`` concatenated along ``dim``; what follows must be the same on all ranks."""
+    """Every rank's ``x`` concatenated along ``dim``; all ranks must go on alike with the result."""
     return x if tp.size == 1 else _GatherFrom.apply(x, tp, dim)
 
 
 def scatter_to(x: Tensor, tp: TensorParallel, dim: int = -1) -> Tensor:
-    """This rank's slice along ``dim`` of an ``x`` that all hold. Raises ModelError if it does not divide."""
+    """This rank's slice along ``dim`` of an ``x`` that all hold. Raises ModelError unless it divides."""
     return x if tp.size == 1 else _ScatterTo.apply(x, tp, dim)
 
 
 def gather_sequence(x_BsH: Tensor, tp: TensorParallel) -> Tensor:
-    """[B, S/tp, H] of each rank to [B, S, H]; the gradients are summed and scattered again."""
+    """Every rank's [B, S/tp, H] as [B, S, H]; in backward the gradients are summed and scattered again."""
     return x_BsH if tp.size == 1 else _GatherSequence.apply(x_BsH, tp)
 
 
 def copy_parameters(tp: TensorParallel, *parameters: Tensor, cut: bool = False) -> tuple[Tensor, ...]:
-    """Replicated parameters that each rank applies to its slice of the sequence: gradients are summed.
+    """Replicated parameters that each rank applies to its slice of the sequence: their gradients are summed.
 
-    Identity unless ``tp.sequence``: without sequence parallelism each rank's gradient is already whole. With
-    ``cut`` each rank applies them to something else in any case, to its heads for example.
+    Without sequence parallelism each rank's gradient is already whole, and this is the identity, unless
+    ``cut`` says that each rank applies the parameters to a part of its own in any case, such as its heads.
     """
     parts = tp.sequence or (cut and tp.size > 1)
     return _CopyParameters.apply(tp, *parameters) if parts else parameters

@@ -2,8 +2,8 @@
 
 Each call draws one number from the default CPU generator, which the engine seeds alike on all tensor-parallel
 ranks, and makes the mask from a generator of its own. So replicated activations get the same mask on every
-rank, cut ones a different mask on each, and activation recompute, which replays the CPU generator, the mask
-of the first forward.
+rank, and cut ones a different mask on each. Recompute replays the CPU generator, and with it the first
+forward's mask.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from dsx.nn.parallel import TensorParallel
 
 _RANK_STRIDE = 0x9E3779B97F4A7C15
-"""Odd, so ranks' seeds differ in the low 32 bits too: torch's CPU generator uses only those."""
+"""An odd number, so that the ranks' seeds differ in the low 32 bits, all that torch's CPU generator uses."""
 
 
 def draw_seed(tp: TensorParallel, *, sharded: bool) -> int:
@@ -30,7 +30,7 @@ def draw_seed(tp: TensorParallel, *, sharded: bool) -> int:
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """A tensor's device's default generator, seeded inside the block and as before after it.
+    """Seed the default generator of a tensor's device inside the block, and restore it after.
 
     For operators that take no generator (scaled_dot_product_attention).
     """
@@ -45,7 +45,7 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 
 class _Dropout(torch.autograd.Function):
-    """Saves the seed and makes the mask again in backward: no byte per element between the two."""
+    """Saves the seed and makes the mask again in backward: no byte per element is kept between the two."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probability: float, seed: int) -> Tensor:
@@ -71,7 +71,7 @@ class Dropout(nn.Module):
     Args:
         probability: Of zeroing an element, 0 <= p < 1.
         tp: The tensor-parallel ranks.
-        sharded: The activation is cut over the ranks, so each needs a mask of its own.
+        sharded: Whether the activation is cut over the ranks, so that each needs a mask of its own.
     """
 
     def __init__(self, probability: float, tp: TensorParallel, *, sharded: bool) -> None:

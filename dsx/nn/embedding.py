@@ -35,7 +35,7 @@ def check_ids(ids: Tensor, vocab_size: int, what: str, *, ignored: int | None = 
         ignored: An id to let pass.
 
     Raises:
-        ModelError: On CPU. On an accelerator the check is a device assertion, which costs no wait.
+        ModelError: An id is outside, on a CPU. On an accelerator a device assertion fails, without a wait.
     """
     good = (ids >= 0) & (ids < vocab_size)
     if ignored is not None:
@@ -52,7 +52,7 @@ def check_ids(ids: Tensor, vocab_size: int, what: str, *, ignored: int | None = 
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a table, whose gradient can be computed later."""
+    """Rows of a table whose gradient can be computed later."""
 
     @staticmethod
     def forward(ctx: Any, row_BS: Tensor, weight: Tensor, split: WeightGradients) -> Tensor:
@@ -72,7 +72,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def _start_table_gradient(row_BS: Tensor, dy: Tensor, *, rows: int) -> Callable[[], Tensor]:
-    # The operator behind F.embedding's own backward: no padding row, no scaling by frequency.
+    # The operator behind F.embedding's backward, without a padding row and scaling by frequency.
     return partial(torch.ops.aten.embedding_dense_backward, dy, row_BS, rows, -1, scale_grad_by_freq=False)
 
 
@@ -94,7 +94,7 @@ class VocabParallelEmbedding(nn.Module):
         tp: The tensor-parallel ranks.
         pad_multiple: Each rank's rows are rounded up to a multiple of this (64 suits GPUs); rows past
             ``vocab_size`` are zero and stay so, and their logits are -inf.
-        init: Initial values of the whole table [vocabulary, H]. None leaves it without, for
+        init: Initial values of the whole table [vocabulary, H]. None leaves them to
             :func:`dsx.nn.initialise`.
         dtype: Of the table.
         device: Of the table.
@@ -165,7 +165,7 @@ def _table(model: ModelSpec, weights: Weights) -> VocabParallelEmbedding:
 
 
 class WordEmbedding(nn.Module):
-    """Layer of the layer list: token ids to vectors."""
+    """The word embedding as a layer of the layer list: token ids to vectors."""
 
     def __init__(self, model: ModelSpec, weights: Weights) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class WordEmbedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Layer of the layer list: vectors to this rank's slice of the logits."""
+    """The head as a layer of the layer list: vectors to this rank's slice of the logits."""
 
     def __init__(self, model: ModelSpec, weights: Weights) -> None:
         super().__init__()
@@ -203,8 +203,7 @@ class LearnedPositions(nn.Module):
         max_positions: Rows.
         hidden_size: H.
         tp: The tensor-parallel ranks.
-        init: Initial values of the table [positions, H]. None leaves it without, for
-            :func:`dsx.nn.initialise`.
+        init: Initial values of the table [positions, H]; None leaves them to :func:`dsx.nn.initialise`.
         dtype: Of the table.
         device: Of the table.
         split: Takes the table's gradient while it defers; None never splits the backward.
@@ -240,13 +239,13 @@ class LearnedPositions(nn.Module):
             )
         position_SH = late(self.weight, self.split)[:length]
         if self.tp.sequence:
-            # Its gradient is gathered over the ranks: S x H elements, not a sum over the whole table.
+            # The gradient is gathered over the ranks, S x H elements, instead of summed over the whole table.
             position_SH = collectives.scatter_to(position_SH, self.tp, dim=0)
         return x_BsH + position_SH
 
 
 class Positions(nn.Module):
-    """Layer of the layer list: learned positions, then dropout."""
+    """Learned positions, then dropout, as a layer of the layer list."""
 
     def __init__(self, model: ModelSpec, weights: Weights) -> None:
         super().__init__()

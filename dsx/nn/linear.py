@@ -22,15 +22,15 @@ from dsx.nn.split import WeightGradients, late
 
 
 class _Linear(torch.autograd.Function):
-    """``y = gather(x) W^T + b``, the gather only under sequence parallelism.
+    """``y = gather(x) W^T + b``, with the gather only under sequence parallelism.
 
-    What it saves is the point: the sequence-parallel slice of x, gathered again in backward
+    It exists for what it saves: the sequence-parallel slice of x, gathered again in backward
     (arXiv:2205.05198, section 4.2.2), and the Parameter itself. DeepSpeed's ZeRO-3 frees a gathered weight by
     emptying the Parameter; a saved view such as ``weight.t()`` would keep the gathered copy alive for every
     micro-batch in flight.
 
-    With the backward split, it keeps slices for the weight's part: that of x where x was gathered, and of dy
-    where :func:`~dsx.nn.collectives.reduce_from` gathered dy (``reduced``). Both are gathered once more.
+    When the backward is split, it keeps slices for the weight's gradient, that of x where x was gathered, and
+    of dy where :func:`~dsx.nn.collectives.reduce_from` gathered dy (``reduced``), and gathers both once more.
     """
 
     @staticmethod
@@ -51,7 +51,7 @@ class _Linear(torch.autograd.Function):
         ctx.split, ctx.parameter, ctx.shape = split, weight if weight.is_leaf else None, weight.shape
         if tp is not None and tp.sequence:
             x = collectives.all_gather(x, tp, collectives.SEQUENCE)
-        # The result is no view, so that the reduction after a row-parallel linear may overwrite it.
+        # The result is no view, so that the reduction behind a row-parallel linear may overwrite it.
         y = x.new_empty(*x.shape[:-1], weight.shape[0])
         x_NI, y_NO = x.reshape(-1, x.shape[-1]), y.view(-1, weight.shape[0])
         if bias is None:
@@ -100,7 +100,7 @@ def _start_weight_gradient(
 
 
 def _own_part(dy: Tensor, reduced: TensorParallel | None) -> Tensor:
-    """What to keep of a row-parallel linear's dy: 1/tp of it if it was gathered along the sequence."""
+    """The part of a row-parallel linear's dy to keep: 1/tp of it if it was gathered along the sequence."""
     if reduced is None or not reduced.sequence:
         return dy
     return collectives.own_slice(dy, reduced, collectives.SEQUENCE).clone(
@@ -141,7 +141,8 @@ def column_linear(
         weight: This rank's rows, [out/tp, in].
         bias: This rank's part, [out/tp], or None.
         tp: The gradient of ``x`` is summed over its ranks (scattered again under sequence parallelism).
-        num_valid: Outputs from this one on are padding: -inf, and no gradient to their rows of ``weight``.
+        num_valid: Outputs from this one on are padding: they are -inf, and their rows of ``weight`` get no
+            gradient.
         split: Takes the gradients of weight and bias while it defers.
     """
     bias = None if bias is None else late(bias, split)
@@ -160,7 +161,7 @@ class ColumnParallelLinear(nn.Module):
         parts: Sizes of blocks fused along the outputs (Q, K and V; gate and up), each cut on its own; empty
             means one block.
         gather_output: Return all outputs on every rank, in the order of an uncut linear.
-        init: Initial values of the whole weight [out, in]; the bias is zero. None leaves both without, for
+        init: Initial values of the whole weight [out, in]; the bias is zero. None leaves both to
             :func:`dsx.nn.initialise`.
         dtype: Of the parameters.
         device: Of the parameters.
@@ -216,7 +217,7 @@ class RowParallelLinear(nn.Module):
         out_features: Outputs, whole on every rank.
         tp: The tensor-parallel ranks.
         bias: Whether to add a bias, which every rank holds whole.
-        init: Initial values of the whole weight [out, in]; the bias is zero. None leaves both without, for
+        init: Initial values of the whole weight [out, in]; the bias is zero. None leaves both to
             :func:`dsx.nn.initialise`.
         dtype: Of the parameters.
         device: Of the parameters.

@@ -24,7 +24,7 @@ _ELEMENTS_AT_ONCE = 1 << 23
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps the logits as they are and one float32 per token, the log-sum-exp over all ranks."""
+    """Saves the logits as they are and one float32 per token, the log-sum-exp over all ranks."""
 
     @staticmethod
     def forward(
@@ -75,7 +75,7 @@ def _statistics(z_nV: Tensor, column_n: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _combine(log_sum_N: Tensor, target_N: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
-    """Both over all ranks: log-sum-exp of log-sum-exps, sum of targets. One max of N, one sum of 2 N."""
+    """Log-sum-exp and target logit over all ranks: one max of N elements and one sum of 2 N."""
     if tp.size == 1:
         return log_sum_N, target_N
     highest_N = collectives.all_reduce(log_sum_N.clone(), tp, "max")

@@ -20,7 +20,7 @@ from dsx.nn.split import WeightGradients, late
 
 
 class LayerNorm(nn.Module):
-    """Mean and variance normalisation with weight (ones) and bias (zeros), as ``torch.nn.LayerNorm``.
+    """Normalise by mean and variance, with a weight (ones) and a bias (zeros), as ``torch.nn.LayerNorm``.
 
     Args:
         size: H, the last dim, over which it normalises.
@@ -55,7 +55,7 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation with weight (ones), over the last dim of ``size``.
+    """Normalise by the root mean square over the last dim of ``size``, with a weight (ones).
 
     Args:
         size: H, the last dim, over which it normalises.
@@ -64,8 +64,8 @@ class RMSNorm(nn.Module):
         dtype: Of the weight.
         device: Of the weight.
         split: Takes the weight's gradient while it defers; None never splits the backward.
-        over_heads: Its input are attention heads, which are cut over the tensor-parallel ranks with sequence
-            parallelism or without. So each rank's gradient is a part of the weight's.
+        over_heads: Whether the input is attention heads, which are cut over the tensor-parallel ranks with or
+            without sequence parallelism: each rank's gradient is then a part of the weight's.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ def model_norm(model: ModelSpec, weights: Weights) -> LayerNorm | RMSNorm:
 
 
 class FinalNorm(nn.Module):
-    """Layer of the layer list: the norm before the head."""
+    """The norm before the head, as a layer of the layer list."""
 
     def __init__(self, model: ModelSpec, weights: Weights) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A rank's place among the tensor-parallel ranks: passed to every module, never looked up."""
+"""A rank's place among the tensor-parallel ranks, which is passed to every module and never looked up."""
 
 from __future__ import annotations
 

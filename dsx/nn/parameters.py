@@ -1,4 +1,4 @@
-"""Parameters filled and tagged, by themselves or from their specs, with weights that no layout changes.
+"""Parameters with tags, and with initial values that do not depend on the layout.
 
 The tags are read by the engine, DeepSpeed and checkpoints:
 
@@ -7,8 +7,6 @@ The tags are read by the engine, DeepSpeed and checkpoints:
 - ``tensor_model_parallel``: whether the parameter is cut over tp (DeepSpeed's runtime/utils.py,
   is_model_parallel_parameter; Megatron's name).
 - ``dsx_seed``: what its random values were drawn from; ranks that hold parts of one tensor must agree on it.
-
-Random initial weights that do not depend on the layout.
 
 A counter-based generator, Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
 section 3.2), gives element (row, column) of a parameter its value from (seed, parameter name, row, column)
@@ -53,7 +51,7 @@ def philox_4x32(counter: Words, key: tuple[int, int]) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # The products of two 32-bit words wrap around int64's sign; the bits are right all the same.
+        # The product of two 32-bit words may overflow int64's sign; its bits are right all the same.
         product_0, product_1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (
             ((product_1 >> 32) & _MASK) ^ c1 ^ k0,
@@ -85,7 +83,7 @@ def fill(out: Tensor, spec: ParamSpec, *, tp: int, tp_rank: int, seed: int) -> N
 
 
 def regions(out: Tensor, spec: ParamSpec, *, tp: int, tp_rank: int) -> Iterator[tuple[Tensor, Box]]:
-    """Views of one rank's tensor, each with the global box that it holds; padding is in none."""
+    """Views of one rank's tensor, each with the global box that it holds; padding is in none of them."""
     at = 0
     for box in spec.boxes(tp, tp_rank):
         region = out
@@ -145,9 +143,9 @@ Initialiser: TypeAlias = Init | Callable[[Tensor], object]
 (global) tensor in place, as those of ``torch.nn.init`` do, or returns it."""
 
 NORMAL = Init(kind="normal", std=0.02)
-"""Of matrices and tables, as GPT-2's and Llama's (transformers' ``initializer_range``)."""
+"""For matrices and tables, as in GPT-2 and Llama (transformers' ``initializer_range``)."""
 ZEROS, ONES = Init(kind="zeros"), Init(kind="ones")
-"""Of biases; of the weights of norms."""
+"""For biases, and for the weights of norms."""
 
 
 def fresh_parameter(
@@ -170,11 +168,11 @@ def fresh_parameter(
     Args:
         shape: Of the whole tensor.
         tp: The tensor-parallel ranks.
-        init: Its values. A function is given the whole tensor, on every rank, for a moment. None leaves the
-            part without values, for :func:`initialise`.
+        init: The initial values. A function is given the whole tensor for a moment, on every rank. None
+            leaves the values to :func:`initialise`.
         split: Dim that is cut over the ranks; None gives the whole to each.
-        parts: As :class:`~dsx.models.param.ParamSpec` has them.
-        pad_multiple: As there. Padding is zero.
+        parts: As in :class:`~dsx.models.param.ParamSpec`.
+        pad_multiple: Likewise. Padding is zero.
         dtype: Of the parameter.
         device: Of the parameter; ``meta`` leaves it without values.
     """
@@ -217,7 +215,7 @@ def _fill(parameter: Any, spec: ParamSpec, init: Initialiser, tp: TensorParallel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Where a layer's weights come from, and in which form: what a layer needs beside the architecture.
+    """What a layer needs beside the architecture: where its weights come from, and in which form.
 
     Attributes:
         specs: The layer's parameters by path inside the layer's module (``attention.qkv.weight``).
@@ -252,7 +250,7 @@ class Weights:
 
     @property
     def form(self) -> dict[str, Any]:
-        """Keywords of the modules, whose parameters :meth:`initialise` fills."""
+        """Keyword arguments of the modules whose parameters :meth:`initialise` fills."""
         return {"dtype": self.dtype, "device": self.device, "split": self.split}
 
     def initialise(self, module: nn.Module) -> None:

@@ -7,8 +7,8 @@ its weight gradient needs in place of computing it. The second part is an ordina
 :meth:`WeightGradients.delivering` gives. Gradients reach the parameters through autograd, so that ``p.grad``,
 post-accumulate hooks and with them ZeRO work as ever.
 
-All that a parameter gets comes with the second part. The cheap gradients (biases, norms) are computed in the
-first and kept: so ZeRO-2 and ZeRO-3 reduce once per micro-batch, not twice, and never while another stage
+Parameters get all their gradients in the second part. The cheap ones (biases, norms) are computed in the
+first part and kept, so that ZeRO-2 and ZeRO-3 reduce once per micro-batch, and never while another stage
 waits.
 """
 
@@ -30,7 +30,7 @@ Key: TypeAlias = tuple[int, int]
 """(virtual stage, micro-batch)."""
 
 Start: TypeAlias = Callable[..., Callable[[], Tensor]]
-"""Takes what was kept, starts the communication that the gradient needs, and returns how to finish it."""
+"""Takes the kept tensors, starts the communication that the gradient needs, and returns how to finish it."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class WeightGradients:
     One object per engine, passed to every module (:func:`dsx.models.families.layers`) and to whoever runs the
     schedule. Without :meth:`deferring` the modules' backward is undivided, to the last bit.
 
-    Not tied to a thread: on CUDA, autograd runs a backward in a thread of its own.
+    It is not tied to a thread, because on CUDA autograd runs a backward in a thread of its own.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class WeightGradients:
         self._kept: dict[Key, dict[int, _Kept]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
-        """Itself: a copied module's gradients are asked for here too."""
+        """Itself: the gradients of a copied module are asked for here too."""
         return self
 
     @property
@@ -88,7 +88,7 @@ class WeightGradients:
         return key in self._kept
 
     def kept_bytes(self) -> int:
-        """Memory that everything kept holds on to, in bytes; what is shared counts once."""
+        """The bytes that everything kept holds on to; what is shared counts once."""
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for kept in self._kept.values()
@@ -149,16 +149,16 @@ class WeightGradients:
         with _gathered_shapes(entries):
             delivery = _Delivery(entries)
             token = torch.zeros((), device=entries[0].parameter.device)
-            # Autograd runs the last link first, and each link's accumulation before the next link.
+            # Autograd runs the last link first, and accumulates each link's gradient before the next link.
             for index in reversed(range(len(entries))):
                 token = _Link.apply(token, entries[index].parameter, index, delivery)
             yield token
 
     def accumulate(self, key: Key) -> None:
-        """:meth:`delivering` and its backward in one, without autograd.
+        """Do what :meth:`delivering` and its backward do, without autograd.
 
-        Each gradient is taken over as ``p.grad``, or added to it, as autograd does. Where somebody has hooked
-        a parameter, everything stays kept for :meth:`delivering`, whose backward runs hooks.
+        Each gradient is taken over as ``p.grad``, or added to it, as autograd does. Where a
+        parameter has hooks, everything stays kept for :meth:`delivering`, whose backward runs them.
         """
         entries = list(self._kept.get(key, {}).values())
         if any(_is_hooked(entry.parameter) for entry in entries):
@@ -180,7 +180,7 @@ def _is_hooked(parameter: Tensor) -> bool:
 
 
 class _Delivery:
-    """Computes the gradients of a list of parameters in order, each one's communication a step ahead."""
+    """Computes gradients in the order of their parameters, each one's communication started a step ahead."""
 
     def __init__(self, entries: list[_Kept]) -> None:
         self._uses = [entry.uses for entry in entries]
@@ -206,7 +206,7 @@ class _Delivery:
 
 
 class _Link(torch.autograd.Function):
-    """Identity on ``token``; in backward one parameter gets its gradient."""
+    """Identity on ``token``, in whose backward one parameter gets its gradient."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, parameter: Tensor, index: int, delivery: _Delivery) -> Tensor:
@@ -223,7 +223,7 @@ class _Link(torch.autograd.Function):
 
 @contextmanager
 def _gathered_shapes(entries: list[_Kept]) -> Iterator[None]:
-    """Parameters that have been emptied look whole inside the block, without memory.
+    """Give emptied parameters their whole shape inside the block, without memory.
 
     ZeRO-3 empties a parameter after use. Autograd checks a gradient's shape against its parameter's, and
     needs no contents: gathering the parameters once more would cost their whole size in communication.
@@ -240,7 +240,7 @@ def _gathered_shapes(entries: list[_Kept]) -> Iterator[None]:
 
 
 class _Later(torch.autograd.Function):
-    """Identity on a parameter; its gradient, small and already computed, is delivered with the weights'."""
+    """Identity on a parameter whose gradient, small and already computed, is delivered with the weights'."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, split: WeightGradients) -> Tensor:
@@ -261,7 +261,7 @@ def _as_it_is(gradient: Tensor) -> Callable[[], Tensor]:
 
 
 def late(parameter: Tensor, split: WeightGradients | None) -> Tensor:
-    """``parameter``, for use in a forward, its gradient to come with the weights' when the backward is split.
+    """``parameter`` for use in a forward; when the backward is split, its gradient comes with the weights'.
 
     For small parameters (biases, norms), whose gradient costs little to compute and to keep.
     """

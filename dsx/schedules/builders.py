@@ -51,13 +51,13 @@ __all__ = [
 
 
 _Step = tuple[int, Op]
-"""(chunk, op); the micro-batch follows from the count of steps of that kind before."""
+"""(chunk, op); the micro-batch is the number of earlier steps of the same kind."""
 
 _F0, _F1 = (0, Op.FORWARD), (1, Op.FORWARD)
 _I0, _I1 = (0, Op.BACKWARD_INPUT), (1, Op.BACKWARD_INPUT)
 _B0, _B1 = (0, Op.BACKWARD), (1, Op.BACKWARD)
 _W = (-1, Op.BACKWARD_WEIGHT)
-"""The oldest pending weight gradient, of whichever chunk."""
+"""The oldest weight gradient that waits, of whichever chunk."""
 
 
 def zbv(num_ranks: int, num_chunks: int, num_micro_batches: int, *, costs: Costs | None = None) -> Schedule:
@@ -72,7 +72,7 @@ def zbv(num_ranks: int, num_chunks: int, num_micro_batches: int, *, costs: Costs
         num_ranks: Pipeline degree.
         num_chunks: 2.
         num_micro_batches: Any number.
-        costs: What to place the weight gradients for.
+        costs: Lengths of actions and transfers by which to place the weight gradients.
 
     Raises:
         ScheduleError: Another number of chunks, or a number below 1.
@@ -88,13 +88,13 @@ def zbv(num_ranks: int, num_chunks: int, num_micro_batches: int, *, costs: Costs
 
 
 def dualpipev(num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedule:
-    """DualPipeV (github.com/deepseek-ai/DualPipe), action for action torch's ScheduleDualPipeV.
+    """DualPipeV (github.com/deepseek-ai/DualPipe), equal to torch's ScheduleDualPipeV action by action.
 
     Its authors run a forward and a backward of the main phase as one overlapped kernel sequence, to hide
-    expert-parallel all-to-alls. Here they are two actions, forward first, so what remains is its order:
-    whole backwards in the main phase, divided ones where the pipeline fills and drains. Where there is
+    expert-parallel all-to-alls. Here they are two actions, forward first, and what remains is the order:
+    whole backwards in the main phase, split ones where the pipeline fills and drains. Where there is
     nothing to overlap, :func:`zbv` is faster in less memory. Torch and DeepSeek want m >= 2p; with fewer, the
-    order is that of 2p micro-batches without those that do not exist.
+    order is that of 2p micro-batches, leaving out those that do not exist.
 
     Raises:
         ScheduleError: Chunks other than 2, or a number below 1.
@@ -147,7 +147,7 @@ def _dualpipev_steps(rank: int, num_ranks: int, num_micro_batches: int) -> list[
 
 
 def _row(steps: Iterable[_Step], rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:
-    """Steps with their micro-batches; those from ``num_micro_batches`` on are left out."""
+    """Give steps their micro-batches; those from ``num_micro_batches`` on are left out."""
     stages = stages_of(rank, num_ranks, 2, "v")
     counts: Counter[tuple[int, bool]] = Counter()
     pending: deque[tuple[int, int]] = deque()
@@ -178,13 +178,13 @@ NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What some schedules can be told besides their size. None: the schedule's own default.
+    """What some schedules can be told besides their size. None means the schedule's own default.
 
     Attributes:
         group_size: Least micro-batches per group (interleaved, interleaved_zb).
         warmup_per_rank: Forwards that a rank starts ahead of the next one (interleaved, interleaved_zb).
         most_live: Chunk activations alive at once on a rank (interleaved_zb, zb_h1).
-        costs: What to place weight gradients for (interleaved_zb, zb_h1, zbv); the others ignore it, for
+        costs: What to place weight gradients by (interleaved_zb, zb_h1, zbv); the others ignore it, because
             their order does not depend on time.
     """
 
@@ -234,12 +234,12 @@ def build(
 
 
 def placement_of(name: str) -> Placement:
-    """How the schedule ``name`` deals virtual stages to ranks. Raises ScheduleError for an unknown name."""
+    """How the schedule ``name`` assigns virtual stages to ranks. Raises ScheduleError for an unknown name."""
     return _known(name).placement
 
 
 def default_chunks(name: str) -> int:
-    """Virtual stages per rank of the schedule ``name`` when nobody says: 2 where it can have several.
+    """Virtual stages per rank of the schedule ``name`` by default: 2 where it can have several.
 
     Raises:
         ScheduleError: An unknown name.
@@ -248,7 +248,7 @@ def default_chunks(name: str) -> int:
 
 
 def divides_backward(name: str) -> bool:
-    """Whether the schedule ``name`` computes weight gradients apart. Raises ScheduleError if unknown."""
+    """Whether the schedule ``name`` splits backwards. Raises ScheduleError for an unknown name."""
     return _known(name).divides
 
 
@@ -305,7 +305,8 @@ def forward_only(
 ) -> Schedule:
     """Forwards alone (evaluation): on loop placement in the order of :func:`interleaved`.
 
-    On ``v`` placement every rank runs the furthest of the micro-batches that have reached it.
+    On ``v`` placement every rank runs, of the micro-batches that have reached it, the one that is furthest
+    on.
     """
     check_numbers("forward_only", num_ranks, num_chunks, num_micro_batches)
     if placement == "v":
@@ -327,7 +328,7 @@ def _furthest_first(
     finished = [-1] * (last + 1)  # the last micro-batch that each stage has run
     rows: list[list[Action]] = [[] for _ in stages]
     while finished[last] < num_micro_batches - 1:
-        reached = [num_micro_batches - 1, *finished]  # per stage, the last micro-batch at its door
+        reached = [num_micro_batches - 1, *finished]  # per stage, the last micro-batch that has come to it
         for rank, owned in enumerate(stages):
             ready = [stage for stage in owned if finished[stage] < reached[stage]]
             if ready:
@@ -355,7 +356,7 @@ def _known(name: str) -> _Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What is known of a schedule."""
+    """What :func:`build` needs to know of a schedule."""
 
     build: Callable[..., Schedule]
     chunks: int = 1

@@ -1,10 +1,10 @@
 """Which chunks' parameters stay gathered between their actions, under a budget of memory.
 
-ZeRO-3 gathers a chunk's parameters for every forward and backward and lets go of them after it. Between two
-actions of one chunk that follow each other on a rank, the second gather can be saved by keeping what the
-first one brought, for as long as it lies there. Which gaps to bridge, when not all fit, is the caching
-problem whose answer for pages of one size is to give up the page whose next use is farthest away
-(Belady 1966, "A study of replacement algorithms for virtual-storage computers").
+ZeRO-3 gathers a chunk's parameters for every forward and backward and frees them after it. Of two successive
+actions of one chunk on a rank, the second needs no gather if the parameters are kept in between, which takes
+memory for that long. Which gaps to bridge when not all fit is the caching problem, whose answer for pages of
+one size is to give up the page whose next use is farthest away (Belady 1966, "A study of replacement
+algorithms for virtual-storage computers").
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """What one rank keeps.
+    """What one rank keeps gathered.
 
     Attributes:
         kept: For each position of the row, the virtual stages whose parameters stay gathered when the action
             there is done.
         gathers: For each virtual stage, how often its parameters are gathered in the step.
-        peak_bytes: Most memory that kept parameters take at once; one chunk's while it acts included, if it
-            is kept before or after.
+        peak_bytes: Most memory that kept parameters take at once. A chunk that is kept before or after its
+            action counts during the action as well.
     """
 
     kept: tuple[frozenset[int], ...]
@@ -45,10 +45,10 @@ class GatherPlan:
 
 
 def gather_plan(row: Sequence[Action], stage_bytes: Mapping[int, int], budget_bytes: int) -> GatherPlan:
-    """Bridge gaps greedily: all that fit, and where they do not, never the one that ends last.
+    """Bridge every gap that fits; where not all fit, give up the one that ends last.
 
-    Optimal when chunks are of one size; never above the budget in any case, and no gap that is left would
-    still fit.
+    The plan is optimal when chunks are of one size. It never exceeds the budget, and no gap that it leaves
+    would still fit.
 
     Args:
         row: A rank's actions.
@@ -96,11 +96,11 @@ class _Ledger:
         self.held: set[Gap] = set()
 
     def at(self, position: int) -> list[Gap]:
-        """Bridged gaps that are open there, or begin or end."""
+        """The bridged gaps that are open at a position, begin there or end there."""
         return self._open[position]
 
     def bytes_at(self, position: int, *more: Gap) -> int:
-        """Memory there; a stage counts once."""
+        """The memory at a position; a stage counts once."""
         stages = {gap.stage for gap in (*self._open[position], *more)}
         return sum(self._stage_bytes[stage] for stage in stages)
 
@@ -121,7 +121,7 @@ class _Ledger:
 
 
 def _gaps(row: Sequence[Action]) -> list[Gap]:
-    """In order of their begin."""
+    """All gaps of a row, by where they begin."""
     found, latest = [], dict[int, int]()
     for position, action in enumerate(row):
         if action.op in GATHERED:

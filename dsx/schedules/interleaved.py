@@ -1,4 +1,4 @@
-"""Interleaved schedules: several chunks per rank, micro-batches in groups; with whole or divided backward."""
+"""Interleaved schedules: several chunks per rank, micro-batches in groups, backwards whole or split."""
 
 from __future__ import annotations
 
@@ -58,18 +58,19 @@ def interleaved(
     Micro-batches go in groups, each group through a rank's chunks in turn. The paper and Megatron want groups
     of exactly ``num_ranks``, torch wants groups of equal size. Here there are max(1, floor(m / group_size))
     groups of nearly equal size, the larger ones first: the warm-up is sized by the first group, and with a
-    larger group behind it a backward would stand in front of the forwards that it waits for. With m >= p the
-    bubble is (p - 1) / (v m) of the ideal time. With one chunk this is 1F1B with a doubled warm-up: more
-    activations live, and time on the wire hidden.
+    larger group behind it a backward would precede the forwards that it waits for. With m >= p the bubble is
+    (p - 1) / (v m) of the ideal time. With one chunk this is 1F1B with a doubled warm-up, which keeps more
+    activations and hides the time of transfers.
 
     Args:
         num_ranks: Pipeline degree p.
         num_chunks: Virtual stages per rank v.
         num_micro_batches: Micro-batches m.
         group_size: Least micro-batches per group, by default p (Megatron's
-            microbatch_group_size_per_vp_stage). Larger ones hide time on the wire and keep more activations.
+            microbatch_group_size_per_vp_stage). Larger ones hide the time of transfers and keep more
+            activations.
         warmup_per_rank: Forwards that a rank starts ahead of the next one: 2 in the paper; 1 keeps fewer
-            activations and waits longer, more hide time on the wire where the groups are larger too.
+            activations and waits longer; more hide the time of transfers if the groups are larger too.
 
     Raises:
         ScheduleError: A number below 1, or a group too small for its warm-up.
@@ -95,7 +96,7 @@ def interleaved_zb(
     most_live: int | None = None,
     costs: Costs | None = None,
 ) -> Schedule:
-    """Zero-bubble interleaved: :func:`interleaved` with divided backwards, half of the warm-up, less memory.
+    """Zero-bubble interleaved: :func:`interleaved` with split backwards, half of the warm-up, less memory.
 
     The critical path of the backward is its input gradients, half as long, so a rank needs to start only one
     forward ahead of the next one; weight gradients fill the waits (:func:`dsx.schedules.weight_fill.fill`).
@@ -109,10 +110,11 @@ def interleaved_zb(
         num_chunks: Virtual stages per rank v.
         num_micro_batches: Micro-batches m.
         group_size: As for :func:`interleaved`.
-        warmup_per_rank: As for :func:`interleaved`; 2 hides time on the wire at the price of activations.
+        warmup_per_rank: As for :func:`interleaved`; 2 hides the time of transfers and keeps more
+            activations.
         most_live: Chunk activations alive at once on any rank; by default the fewest that the first rank's
             forwards demand. More lets weight gradients wait longer.
-        costs: What to place the weight gradients for.
+        costs: Lengths of actions and transfers by which to place the weight gradients.
 
     Raises:
         ScheduleError: A number below 1, a group too small for its warm-up, or ``most_live`` below what the
@@ -137,9 +139,10 @@ def zb_h1(
     most_live: int | None = None,
     costs: Costs | None = None,
 ) -> Schedule:
-    """ZB-H1 (arXiv:2401.10241, section 2.1): 1F1B with divided backward, a third of its bubble.
+    """ZB-H1 (arXiv:2401.10241, section 2.1): 1F1B with split backwards, a third of its bubble.
 
-    Forwards and input gradients in 1F1B's order, weight gradients in the waits, p activations on every rank.
+    Forwards and input gradients keep 1F1B's order, weight gradients fill the waits, and every rank keeps p
+    activations.
     The bubble is (p - 1) / (3 m) of the ideal time for m >= p and equal lengths.
 
     Raises:
@@ -231,8 +234,8 @@ def _check_warmup(
 ) -> None:
     """The first rank, so many forwards ahead, must not wait for what the last rank does two groups later.
 
-    Sufficient; found by trying all sizes up to p = 6, v = 3, m = 20; a part is in
-    tests/schedules/test_zero_bubble.py.
+    The condition is sufficient. It was found by trying all sizes up to p = 6, v = 3, m = 20;
+    tests/schedules/test_zero_bubble.py tries a part of them.
     """
     num_ranks, num_chunks, _ = size
     smallest = min(map(len, parts))

@@ -1,4 +1,4 @@
-"""Which training schedule a pipeline runs: a builder with its options, or one written by hand, from CSV."""
+"""Which training schedule a pipeline runs: a builder's with options, or one written by hand, as CSV."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def parse(text: str, *, name: str, placement: Placement = "loop") -> Schedule:
 
 
 def load(text: str, *, name: str, placement: Placement | None = None) -> Schedule:
-    """The schedule that ``text`` lists, with :func:`dsx.schedules.simulate.validate` passed.
+    """The schedule that ``text`` lists, after :func:`dsx.schedules.simulate.validate` has passed it.
 
     Args:
         text: One line of actions per rank.
         name: What errors and tables call it: a file name, say.
-        placement: How stages lie on ranks. By default what the rows show: ``v`` where the second chunk of the
-            first rank is the mirrored one, else ``loop``.
+        placement: How stages lie on ranks. By default what the rows show: ``v`` if the first rank's second
+            chunk is the last stage, else ``loop``.
 
     Raises:
         ScheduleError: It cannot be read or cannot run, with the actions at fault.
@@ -60,12 +60,12 @@ def load(text: str, *, name: str, placement: Placement | None = None) -> Schedul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A schedule for whatever number of micro-batches comes, or for one number alone if written by hand.
+    """A schedule for any number of micro-batches, or, if it is written by hand, for one number alone.
 
     Attributes:
-        name: One of :data:`dsx.schedules.builders.NAMES`; for a schedule written by hand, what errors call
-            it.
-        options: For the builder.
+        name: One of :data:`dsx.schedules.builders.NAMES`, or the name that errors give a schedule written by
+            hand.
+        options: What the builder is told.
         rows: The schedule written by hand, proved to run; None for a builder's.
 
     >>> Program(name="zbv").placement, Program(name="zbv").divides

@@ -1,9 +1,9 @@
 """When each receive of a lowered schedule is posted, so that no rank can wait in a circle.
 
-Posted late, a receive leaves the transfer nothing to hide behind. Posted too early, it is dangerous on a GPU:
-a posted NCCL transfer is a running kernel, and much that a program does there waits for every running kernel
-(``torch.cuda.synchronize()``, freeing memory, loading a kernel at its first use, making a communicator). If
-the message depends on what this rank has yet to do, that wait never ends.
+A receive that is posted late leaves the transfer no computation to hide behind. One that is posted too early
+is dangerous on a GPU: a posted NCCL transfer is a running kernel, and much that a program does there waits
+for every running kernel (``torch.cuda.synchronize()``, freeing memory, loading a kernel at its first use,
+making a communicator). If the message depends on what this rank has yet to do, such a wait never ends.
 
 The rule: post a receive before the first computation that, with ideal timing, starts no earlier than the
 message is sent. Give each computation the time of its start, each send the end of its producer. Then every
@@ -12,11 +12,11 @@ whoever sends, at its next computation, for the receive to be posted (the receiv
 moment started before the message was sent). So there is no circle, whatever the real timing, even if each
 computation waits for everything under way on its device, and each post for the message's header.
 
-Where shapes vary, a receive needs the header first (:mod:`dsx.engine.p2p`). On an accelerator the post
-waits for it, as above. On a CPU nothing waits for everything under way; the post is made when the header
-comes, at the latest where the message is used, and nobody waits for the post: activations of varying shape
-are sent without a limit of messages under way. What is left is the wait of a use for its message, sent
-earlier, and of a gradient's sender for the receive, posted in time as ever.
+Where shapes vary, a receive needs the header first (:mod:`dsx.engine.p2p`). On an accelerator the post waits
+for it, as above. On a CPU nothing waits for everything under way: the receive is posted when the header
+comes, at the latest where the message is used, and no sender waits for that, because activations of varying
+shape are sent without a limit of messages under way. Two waits remain: of a use for its message, which was
+sent earlier, and of a gradient's sender for the receive, which is posted in time.
 
 None of this binds a CPU, where a posted gloo receive holds nothing up: there the executor posts two messages
 of each channel ahead once it knows their shapes, and falls back on this plan until then.
@@ -36,7 +36,7 @@ Channel = tuple[Kind, int]
 
 @dataclass(frozen=True, slots=True)
 class ReceivePlan:
-    """One rank's receives.
+    """When one rank posts its receives.
 
     Attributes:
         messages: Channel -> its messages, in the order in which they are sent and must be posted.
@@ -88,7 +88,7 @@ def _plan(schedule: Schedule, rank: int, timeline: Timeline, ends: Mapping[Actio
 
 
 def _channels(schedule: Schedule, rank: int) -> Iterator[Channel]:
-    """Those that may end at ``rank``, in order of their sources."""
+    """The channels that may end at ``rank``, in order of their sources."""
     own = [stage for stage in range(schedule.num_stages) if schedule.rank_of(stage) == rank]
     last = schedule.num_stages - 1
     before = {schedule.rank_of(stage - 1) for stage in own if stage}
@@ -99,7 +99,7 @@ def _channels(schedule: Schedule, rank: int) -> Iterator[Channel]:
 
 
 def _producers(channel: Channel, message: Message) -> tuple[Action, ...]:
-    """The computation whose result a message is: one of these, as the schedule divides backwards or not."""
+    """The computations that may produce a message; which one does depends on whether backwards are split."""
     stage, micro_batch = message
     if channel[0] == "F":
         return (Action(stage - 1, Op.FORWARD, micro_batch),)
@@ -107,7 +107,7 @@ def _producers(channel: Channel, message: Message) -> tuple[Action, ...]:
 
 
 def _turns(row: tuple[Action, ...]) -> Iterator[tuple[int, Action]]:
-    """Each computation of a row, with the position where its turn begins: at the receives just before it."""
+    """Each computation of a row, with the position where its turn begins: its receives' first."""
     begin = 0
     for position, action in enumerate(row):
         if action.op in (Op.RECV_F, Op.RECV_B):

@@ -21,7 +21,7 @@ from dsx.parallel.stages import Placement
 
 
 class Op(StrEnum):
-    """What an action does. Spelled as in torch.distributed.pipelining's CSV (schedules.py, _Action)."""
+    """What an action does, spelled as in torch.distributed.pipelining's CSV (schedules.py, _Action)."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -72,7 +72,7 @@ class Action:
 class Schedule:
     """Actions of one step, one row per pipeline rank.
 
-    Virtual stage ``s`` is chunk ``s // num_ranks`` of the rank that :mod:`dsx.parallel.stages` says.
+    Virtual stage ``s`` is chunk ``s // num_ranks`` of the rank that :mod:`dsx.parallel.stages` assigns it to.
 
     >>> Schedule("x", 2, 2, 1, (), placement="v").stages_of(0)
     (0, 3)

@@ -15,7 +15,7 @@ Seconds = float | tuple[float, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What actions take, one micro-batch each.
+    """The durations of actions on one micro-batch.
 
     Attributes:
         forward_seconds: A forward.
@@ -72,7 +72,7 @@ Span = tuple[Action, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """``spans[rank]``: that rank's actions that compute, in order."""
+    """When each action runs: ``spans[rank]`` has that rank's computations in order."""
 
     spans: tuple[tuple[Span, ...], ...]
 
@@ -177,7 +177,7 @@ class Dependencies:
         }
 
     def on(self, action: Action) -> Action | None:
-        """The one action that must have ended before ``action``, besides those before it in its row."""
+        """The action that must have ended before ``action``, besides those before it in its row."""
         stage, micro_batch = action.stage, action.micro_batch
         match action.op:
             case Op.FORWARD:
@@ -210,7 +210,7 @@ class Dependencies:
         return self._backward(stage + 1, micro_batch)
 
     def _backward(self, stage: int, micro_batch: int) -> Action:
-        """What yields the gradient of the stage's input."""
+        """The action that yields the gradient of the stage's input."""
         divided = (stage, micro_batch) in self._divided
         return Action(stage, Op.BACKWARD_INPUT if divided else Op.BACKWARD, micro_batch)
 
@@ -247,7 +247,7 @@ def validate(schedule: Schedule) -> None:
     of a channel agree by construction.)
 
     Raises:
-        ScheduleError: Naming the actions at fault.
+        ScheduleError: With the actions at fault.
     """
     if len(schedule.rows) != schedule.num_ranks:
         raise ScheduleError(
@@ -273,7 +273,7 @@ def validate(schedule: Schedule) -> None:
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     """Most stage activations alive at once, per rank: from a forward to the end of its backward.
 
-    Where the backward is divided, an activation counts in full until its ``W``: the weight gradients need the
+    Where the backward is split, an activation counts in full until its ``W``: the weight gradients need the
     inputs of every linear. (``I`` frees a part of it, which this does not model.) A forward without a
     backward in the schedule keeps nothing beyond itself.
     """

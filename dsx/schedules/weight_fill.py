@@ -1,4 +1,4 @@
-"""Place weight gradients: into the idle time of a schedule, within a bound on live activations."""
+"""Place weight gradients into the idle time of a schedule, within a bound on live activations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class _Policy:
     """When a rank prefers a pending ``W`` to the next action of its row.
 
     Attributes:
-        least_wait: If it would wait for at least this part of the length of the ``W``.
-        hold: If more of them are pending than the rank's number, as in torch's ScheduleInterleavedZeroBubble.
+        least_wait: A ``W`` goes first if the next action would wait for at least this part of its length.
+        hold: A ``W`` goes first if more are pending than the rank's number, as in torch's
+            ScheduleInterleavedZeroBubble.
     """
 
     least_wait: float
@@ -30,12 +31,12 @@ _POLICIES = (_Policy(0.5), _Policy(1.0), _Policy(1e-6), _Policy(inf, hold=True))
 
 
 def fill(schedule: Schedule, most_live: Sequence[int], costs: Costs | None = None) -> Schedule:
-    """``schedule``, whose backwards are ``I``, with every ``W`` put where it costs least.
+    """Put every ``W`` of ``schedule``, whose backwards are ``I``, where it costs least.
 
     The order of forwards and input gradients stays: they are the critical path. The schedule is run on paper,
     and a rank runs its oldest pending ``W`` when it would otherwise wait, when one more forward would exceed
-    its bound, or when nothing else is left. So a complete schedule free of deadlock stays so. How long a wait
-    must be is tried out; the shortest step wins.
+    its bound, or when nothing else is left. So a schedule that is complete and free of deadlock stays so. How
+    long a wait must be is tried out; the shortest step wins.
 
     Args:
         schedule: Not lowered; forwards, ``I`` and ``B`` in the order that they are to have.
@@ -63,7 +64,7 @@ def fill(schedule: Schedule, most_live: Sequence[int], costs: Costs | None = Non
 
 
 def _floor(schedule: Schedule, costs: Costs) -> float:
-    """No rank ends before its first input has arrived and all of its work is done."""
+    """A lower bound of the step: no rank ends before its first input has come and all of its work is done."""
     seconds = costs.by_op(schedule.num_stages)
     arrival, reached = 0.0, [0.0] * schedule.num_ranks
     for stage in range(schedule.num_ranks):
@@ -103,7 +104,7 @@ class _Filler:
 
     @property
     def seconds(self) -> float:
-        """Length of the step."""
+        """The length of the step."""
         return max(rank.clock for rank in self._ranks)
 
     def rows(self) -> tuple[tuple[Action, ...], ...]:
@@ -111,7 +112,7 @@ class _Filler:
         return tuple(tuple(rank.done) for rank in self._ranks)
 
     def run(self) -> None:
-        """Every rank to the end of its row."""
+        """Run every rank to the end of its row."""
         running = [rank for rank in self._ranks if rank.todo]
         while running:
             # The rank whose clock is lowest knows everything that can arrive up to now.
