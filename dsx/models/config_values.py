@@ -225,6 +225,31 @@ def _original_positions(
     return size(config, name, 0) if name in config else size_or(rope, f"{key}.{name}", max_positions)
 
 
+def layer_types(config: Mapping[str, object], num_layers: int, window: int) -> tuple[bool, ...] | None:
+    """Whether each layer's attention slides, where the config names each; a ``window`` of 0 is none."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return None
+    known = ("full_attention", "sliding_attention")
+    if (
+        not isinstance(kinds, list | tuple)
+        or len(kinds) != num_layers
+        or not all(kind in known for kind in kinds)
+    ):
+        raise ModelError(
+            at("layer_types", kinds),
+            f"not {' or '.join(known)} for each of {num_layers} layers",
+            "name each layer's attention, or leave it out",
+        )
+    if known[1] in kinds and not window:
+        raise ModelError(
+            at("layer_types", kinds),
+            "there is no window to slide",
+            "set use_sliding_window and sliding_window",
+        )
+    return tuple(kind == known[1] for kind in kinds)
+
+
 Activation = Literal["gelu", "gelu_new", "silu", "relu"]
 
 # transformers/activations.py, ACT2CLS: several names, one function.

@@ -19,6 +19,7 @@ from dsx.models.config_values import (
     check_divides,
     check_even,
     flag,
+    layer_types,
     positive,
     probability,
     read_rope,
@@ -108,30 +109,13 @@ def _windows(config: Mapping[str, object], family: Family, num_layers: int) -> t
 
 def _sliding(config: Mapping[str, object], num_layers: int, window: int) -> tuple[bool, ...]:
     """Whether each layer's attention slides, if there is a window."""
-    kinds = config.get("layer_types")
-    if kinds is None:
-        first = config.get("max_window_layers", 28)
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise ModelError(at("max_window_layers", first), "not a whole number", "use 0 or more")
-        return tuple(block >= first for block in range(num_layers))
-    known = ("full_attention", "sliding_attention")
-    if (
-        not isinstance(kinds, list | tuple)
-        or len(kinds) != num_layers
-        or not all(kind in known for kind in kinds)
-    ):
-        raise ModelError(
-            at("layer_types", kinds),
-            f"not {' or '.join(known)} for each of {num_layers} layers",
-            "name each layer's attention, or leave it out",
-        )
-    if known[1] in kinds and not window:
-        raise ModelError(
-            at("layer_types", kinds),
-            "there is no window to slide",
-            "set use_sliding_window and sliding_window",
-        )
-    return tuple(kind == known[1] for kind in kinds)
+    slides = layer_types(config, num_layers, window)
+    if slides is not None:
+        return slides
+    first = config.get("max_window_layers", 28)
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise ModelError(at("max_window_layers", first), "not a whole number", "use 0 or more")
+    return tuple(block >= first for block in range(num_layers))
 
 
 def _llama_presets() -> tuple[Preset, ...]:

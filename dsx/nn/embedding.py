@@ -153,7 +153,8 @@ def as_head(table: VocabParallelEmbedding, x: Tensor) -> Tensor:
     return logits_BSV
 
 
-def _table(model: ModelSpec, weights: Weights) -> VocabParallelEmbedding:
+def vocabulary_table(model: ModelSpec, weights: Weights) -> VocabParallelEmbedding:
+    """The table of a layer of the layer list that has one, which holds it as ``word``."""
     return VocabParallelEmbedding(
         model.vocab_size,
         model.hidden_size,
@@ -169,7 +170,7 @@ class WordEmbedding(nn.Module):
 
     def __init__(self, model: ModelSpec, weights: Weights) -> None:
         super().__init__()
-        self.word = _table(model, weights)
+        self.word = vocabulary_table(model, weights)
         weights.initialise(self)
 
     def forward(self, ids_BS: Tensor) -> Tensor:
@@ -183,7 +184,7 @@ class Head(nn.Module):
 
     def __init__(self, model: ModelSpec, weights: Weights) -> None:
         super().__init__()
-        self.word = _table(model, weights)
+        self.word = vocabulary_table(model, weights)
         weights.initialise(self)
 
     def forward(self, x_BsH: Tensor) -> Tensor:
