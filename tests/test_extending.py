@@ -108,6 +108,16 @@ def losses(printed: str) -> list[tuple[str, str]]:
     return re.findall(r"^step (\d)/4 \| loss +([\d.]+)", printed, re.MULTILINE)
 
 
+def test_a_family(tmp_path):
+    """It trains as its model of transformers does, tensor by tensor, and its memory is estimated."""
+    copy = extended("A family of models", tmp_path)
+    verify, estimate = blocks(copy.section, "text")[0].splitlines()
+    said = copy.dsx(*verify.split()[1:])
+    assert "reference  transformers StableLmForCausalLM, one process" in said
+    assert "\nequal      losses, norms, gradients and updates are those of one process\n" in said
+    assert copy.dsx(*estimate.split()[1:]).startswith("stablelm, 872k parameters on 4 ranks")
+
+
 def test_a_schedule(tmp_path):
     """It is drawn, proved and trains to the losses of every other one."""
     copy = extended("A schedule", tmp_path)
