@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dsx.checkpoint.run.stored import export_hf
+    from dsx.checkpoint.run.export import export_hf
     from dsx.config.arguments import Arguments, parse_arguments
     from dsx.config.resolve import resolve as load_config
     from dsx.config.run import RunConfig
@@ -117,7 +117,7 @@ _HOMES = {
     "Groups": ("dsx.parallel.groups", "Groups"),
     "choose": ("dsx.planner.choose", "choose"),
     "distributed": ("dsx.launch.processes", "distributed"),
-    "export_hf": ("dsx.checkpoint.run.stored", "export_hf"),
+    "export_hf": ("dsx.checkpoint.run.export", "export_hf"),
     "generate": ("dsx.train.generation", "generate"),
     "initialize": ("dsx.engine.initialize", "initialize"),
     "load_config": ("dsx.config.resolve", "resolve"),

@@ -47,14 +47,22 @@ Optimizer states that are one number per tensor, in ``param_groups``: ``step`` a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from dsx.errors import CheckpointError
 from dsx.models.param import Box, ParamSpec
+from dsx.models.spec import ModelSpec
+
+
+def model_fact(model: ModelSpec) -> dict[str, Any]:
+    """The fact ``model``, as it comes back from JSON."""
+    fact: dict[str, Any] = json.loads(json.dumps(asdict(model)))
+    return fact
 
 
 def with_numbers(group: Mapping[str, Any], values: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
@@ -107,6 +115,17 @@ ITEM_BYTES: Mapping[str, int] = {
 """Bytes per element of every dtype that a catalog may name, by torch's name."""
 
 
+Role = Literal["trained", "frozen", "buffer"]
+"""A trained parameter, a frozen one (no optimizer state), or a buffer."""
+
+
+PRECISIONS: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""dtype of the weights of a run, by the word that its facts have for it."""
+
+USE_ANOTHER = "use another checkpoint"
+SAVE_AGAIN = f"{USE_ANOTHER}, or save this one again"
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A box of a logical tensor and the bytes of a file that hold it.
@@ -152,7 +171,7 @@ class Entry:
         shape: Logical shape, without padding.
         dtype: As torch names it: ``bfloat16``.
         pieces: Where it lies.
-        role: A trained parameter, a frozen one (no optimizer state), or a buffer.
+        role: What the tensor is to training.
         aliases: Other names under which the checkpoint knows the same tensor (ties).
     """
 
@@ -161,7 +180,7 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[Piece, ...]
-    role: Literal["trained", "frozen", "buffer"] = "trained"
+    role: Role = "trained"
     aliases: tuple[str, ...] = ()
 
     @property
@@ -248,6 +267,14 @@ class Catalog:
     def by_key(self) -> dict[tuple[str, str], Entry]:
         """Entries by name and state."""
         return {entry.key: entry for entry in self.entries}
+
+    @property
+    def by_name(self) -> dict[str, dict[str, Entry]]:
+        """Entries by state, by name."""
+        found: dict[str, dict[str, Entry]] = {}
+        for entry in self.entries:
+            found.setdefault(entry.name, {})[entry.state] = entry
+        return found
 
     @property
     def files(self) -> dict[str, Entry]:

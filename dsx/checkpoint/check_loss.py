@@ -16,11 +16,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dsx.checkpoint.catalog import Catalog
+from dsx.checkpoint.catalog import PRECISIONS, Catalog
 from dsx.checkpoint.file_io import convert, numpy_dtype
 from dsx.checkpoint.formats.deepspeed.layer_names import as_model
 from dsx.checkpoint.formats.huggingface.catalog import as_hf
-from dsx.checkpoint.formats.native import PRECISIONS
 from dsx.checkpoint.pieces import Part, contiguous
 from dsx.checkpoint.read import Reader
 from dsx.errors import CheckpointError, ModelError

@@ -15,7 +15,7 @@ from dsx.checkpoint.formats.deepspeed.layer_names import tied_names, under_names
 from dsx.checkpoint.formats.deepspeed.order import TIED, Ties
 from dsx.checkpoint.formats.deepspeed.plan import StockLayout
 from dsx.errors import CheckpointError, ConfigError
-from dsx.models.param import Init, ParamSpec
+from dsx.models.param import ParamSpec
 from dsx.parallel.layout import Layout
 from dsx.parallel.mesh import Mesh
 from dsx.parallel.partition import balanced
@@ -62,7 +62,7 @@ def stock_layout(
         raise CheckpointError(
             f"chunks = {degrees.chunks}", "DeepSpeed's pipelines have one stage per rank", "leave chunks out"
         )
-    specs = tuple(spec for spec in source.specs if not is_guess(spec) and spec.hf != (spec.name,))
+    specs = tuple(spec for spec in source.specs if spec.hf != (spec.name,))
     layout = replace(layout, tp=tp, specs=specs)
     cut = pp > 1 or pipeline.partition is not None
     if pipeline.tied and not cut and not universal:
@@ -379,20 +379,10 @@ def specs_of(source: Catalog) -> tuple[ParamSpec, ...]:
     return (*source.specs, *rest)
 
 
-def is_guess(spec: ParamSpec) -> bool:
-    """Whether a spec only says that nothing is known, as :func:`specs_of` makes them."""
-    return spec.split is None and spec.hf == (spec.name,)
-
-
 def _uncut(entry: Entry) -> ParamSpec:
     first = entry.name.partition(".")[0]
-    return ParamSpec(
-        name=entry.name,
-        layer=int(first) if first.isdecimal() and len(first) <= _MOST_DIGITS else 0,
-        shape=entry.shape,
-        init=Init(kind="zeros"),
-        hf=(entry.name,),
-    )
+    layer = int(first) if first.isdecimal() and len(first) <= _MOST_DIGITS else 0
+    return ParamSpec.uncut(entry.name, entry.shape, layer)
 
 
 def _stages(source: Catalog, params: Sequence[ParamSpec], pp: int, chunks: int) -> StageMap:

@@ -28,6 +28,12 @@ class Part:
     strides: tuple[int, ...]
     flat: int
 
+    @property
+    def end(self) -> int:
+        """The element of the flattened local tensor after the box's last one."""
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
+        return self.flat + last + 1
+
     def at(self, file: str, origin: int, item_bytes: int, replica: int = 0) -> Piece:
         """The piece of a file whose byte ``origin`` is element 0 of the flattened local tensor."""
         return Piece(file, origin + self.flat * item_bytes, self.start, self.shape, self.strides, replica)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dsx.checkpoint.catalog import Catalog, check_files
+from dsx.checkpoint.catalog import Catalog, check_files, model_fact
 from dsx.checkpoint.claims import specs_of_model
 from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import ConversionOptions, ConversionReport, execute, worker_bytes
@@ -198,9 +197,8 @@ def _model(source: Catalog, wanted: WantedTarget) -> tuple[tuple[ParamSpec, ...]
     """Every tensor of the model, if it is one of dsx's families, and facts about it; else nothing."""
     if wanted.run is not None:
         run = wanted.run
-        model = json.loads(json.dumps(asdict(run.model)))
         return run.param_specs, {
-            "model": model,
+            "model": model_fact(run.model),
             "schedule": run.schedule_name,
             "hf_config": dict(run.hf_config),
         }
@@ -214,7 +212,7 @@ def _model(source: Catalog, wanted: WantedTarget) -> tuple[tuple[ParamSpec, ...]
         except ModelError:
             return (), {"hf_config": config}
         return specs_of_model(source, spec), {
-            "model": json.loads(json.dumps(asdict(spec))),
+            "model": model_fact(spec),
             "hf_config": config,
         }
     homes = all(spec.hf != (spec.name,) for spec in source.specs)
@@ -247,7 +245,8 @@ def _target(
     if wanted.format == "dsx":
         layout = _layout(source, wanted)
         target = native.target_of(source, root, layout, precision=wanted.precision)
-        return source, target, layout_facts(layout)
+        facts = native.layout_facts(layout.mesh, layout.stages, layout.zero_stage)
+        return source, target, {**facts.pop("mesh"), **facts}
     if wanted.format == "hf":
         config = wanted.hf_config or source.facts.get("hf_config")
         if config is None:
@@ -309,14 +308,3 @@ def _stock(source: Catalog, root: Path, wanted: WantedTarget) -> tuple[Catalog, 
     writer = universal_target if universal else deepspeed_target
     target = writer.target_of(source, root, layout)
     return source, replace(target, dropped=(*target.dropped, *cut_note(layout))), facts
-
-
-def layout_facts(layout: Layout) -> dict[str, Any]:
-    """A layout in the words of a manifest."""
-    return {
-        **dict(layout.mesh.axes),
-        "chunks": layout.stages.num_chunks,
-        "placement": layout.stages.placement,
-        "stage_bounds": list(layout.stages.bounds),
-        "zero_stage": layout.zero_stage,
-    }

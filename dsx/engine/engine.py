@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import RepeatingLoader
 
-from dsx.checkpoint.run.saver import Saver
 from dsx.config.run import RunConfig
 from dsx.config.schema import ZeroConfig
 from dsx.engine.executor import Compute, Mode, StepRun
@@ -31,7 +30,8 @@ from dsx.schedules.receives import ReceivePlan, receive_plan
 from dsx.schedules.schedule import Schedule, lower
 from dsx.schedules.simulate import validate
 
-if TYPE_CHECKING:  # loaded by the runs that record a step
+if TYPE_CHECKING:  # loaded by the runs that save, or record a step
+    from dsx.checkpoint.run.saver import Saver
     from dsx.schedules.trace import Trace
 
 Step = tuple[Schedule, ReceivePlan]
@@ -176,7 +176,7 @@ class PipelineEngine:
         self.training_dataloader: Iterable[Any] | None = None
         self._labels = LabelCheck(model.chunks.loss_fn, due=model.groups.rank == 0)
         self.data_wait = DataWait()
-        self._saver = Saver(self)
+        self._saver: Saver | None = None
         self.whereabouts = Whereabouts(model.device)
         self.steering = Steering(torch.zeros(2, device=model.device))
         self.names = EngineNames(self, PipelineModule.get_additional_losses)
@@ -395,12 +395,17 @@ class PipelineEngine:
         """
         tag = tag or f"global_step{self.global_steps}"
         with self.whereabouts.doing(f"saving {tag}"):
+            if self._saver is None:
+                from dsx.checkpoint.run.saver import Saver
+
+                self._saver = Saver(self)
             return self._saver.save(Path(save_dir), tag, client_state or {}, background=background, keep=keep)
 
     def wait_for_checkpoint(self) -> None:
         """Wait for a save in the background. Collective. Raises CheckpointError if it has failed."""
         with self.whereabouts.doing("waiting for a save"):
-            self._saver.wait()
+            if self._saver is not None:
+                self._saver.wait()
 
     def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[Path, dict[str, Any]]:
         """Continue from a checkpoint of any layout; see :func:`dsx.checkpoint.run.state.load`."""

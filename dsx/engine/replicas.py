@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dsx.checkpoint.run.stored import Names
+from dsx.checkpoint.run.names import Names
 from dsx.fault_tolerance.waits import named
 
 if TYPE_CHECKING:

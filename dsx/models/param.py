@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, Self
 
 from dsx.errors import LayoutError
 
@@ -71,6 +71,16 @@ class ParamSpec:
             raise LayoutError(
                 f"{self.name} hf {self.hf}", "one name per part, or one for all", "fix the spec"
             )
+
+    @classmethod
+    def uncut(cls, name: str, shape: tuple[int, ...], layer: int = 0) -> Self:
+        """A tensor of which nothing but name and shape is known: every rank has all of it."""
+        return cls(name=name, layer=layer, shape=shape, init=Init(kind="zeros"), hf=(name,))
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether it only says that nothing is known, as :meth:`uncut` makes it."""
+        return self.split is None and self.hf == (self.name,)
 
     @property
     def numel(self) -> int:

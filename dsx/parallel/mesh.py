@@ -169,6 +169,21 @@ class Mesh:
         """Which share of every batch ``rank`` reads."""
         return self._index(rank, _dividing("samples"))
 
+    def copies(self, rank: int, *, cut: bool, divided: bool) -> tuple[int, int]:
+        """Which of the ranks with the same elements of a parameter ``rank`` is, and how many they are.
+
+        Args:
+            rank: The rank.
+            cut: Axes that divide features divide the parameter.
+            divided: ZeRO divides it, or its state, over replicas.
+        """
+        axes = tuple(
+            axis.name
+            for axis in AXES
+            if (axis.replicates and not divided) or (axis.divides == "features" and not cut)
+        )
+        return self._index(rank, axes), self._count(axes)
+
     def random_stream(self, rank: int) -> int:
         """Number of the random numbers that ``rank`` draws outside of what features divide.
 

@@ -18,8 +18,6 @@ from deepspeed.accelerator import get_accelerator
 
 import dsx
 from dsx.checkpoint import store
-from dsx.checkpoint.run.state import optimizer_settings
-from dsx.checkpoint.run.stored import export_hf, layer_weights
 from dsx.config.run import RunConfig
 from dsx.config.schema import OWN, DsxConfig
 from dsx.config.wording import at
@@ -95,6 +93,8 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
     with ExitStack() as files:
         load_layer = None
         if config.weights is not None:
+            from dsx.checkpoint.run.export import layer_weights
+
             reading = f"reading the weights in {config.weights}"
             files.enter_context(Waiting(reading, quiet=groups.rank != 0))
             load_layer = files.enter_context(layer_weights(config.weights, config.param_specs, groups))
@@ -244,6 +244,8 @@ def resume(config: RunConfig, engine: PipelineEngine, corpus: RunData) -> dict[s
     start = agree(lambda: start_of(config))
     if start is None:
         return {}
+    from dsx.checkpoint.run.state import optimizer_settings
+
     root, tag = start
     wanted = optimizer_settings(engine)
     with Waiting(f"reading the checkpoint in {root}", quiet=engine.groups.rank != 0):
@@ -291,6 +293,8 @@ def export(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
 
     One that an earlier run left there for the same step is replaced.
     """
+    from dsx.checkpoint.run.export import export_hf
+
     folder = config.output / "hf" / f"step{engine.global_steps}"
     agree(lambda: shutil.rmtree(folder, ignore_errors=True))
     export_hf(engine, folder)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsx.checkpoint.run.stored import spec_of
+from dsx.checkpoint.run.names import spec_of
 from dsx.config.batch import Batch, resolve_batch
 from dsx.config.resolve import RunConfig, resolve
 from dsx.engine.initialize import initialize

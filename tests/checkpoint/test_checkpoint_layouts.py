@@ -58,10 +58,9 @@ def link(rank: int, world_size: int, case: Case, place: int, folder: str) -> tup
         assert (path.name, state, engine.global_steps) == (f"at{place}", {"place": place}, place * STEPS)
         read = load_stored(engine, read_manifest(path / "dsx.json"))
         held = sum(
-            prod(part.shape) * stored.values.element_size()
-            for stored in stored_here(engine, everything=True)
-            for content in stored.contents
-            for part in content.parts
+            prod(part.shape) * block.values.element_size()
+            for block in stored_here(engine, everything=True)
+            for part in block.parts
         )
         share = read / held
     losses = train(engine, case, place * STEPS, STEPS)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import made
+from dsx.checkpoint.catalog import Entry
 from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.formats import native
-from dsx.checkpoint.formats.native import shares
 from dsx.checkpoint.formats.slices import cut
 from dsx.errors import CheckpointError
 
@@ -131,13 +131,19 @@ def spec_numel(holding):
 def test_ranks_of_a_large_model_write_about_as_much_each(zero):
     config = dict(made.CONFIGS["llama"], hidden_size=1024, intermediate_size=4096, vocab_size=32000)
     layout = made.layout(config, pp=2, dp=4, tp=2, zero=zero)
+    wanted = {
+        spec.name: [
+            Entry(name=spec.name, state=state, shape=spec.shape, dtype=dtype, pieces=())
+            for state, dtype in made.BF16.items()
+        ]
+        for spec in layout.params
+    }
     written = []
     for rank in range(layout.mesh.size):
-        held = list(shares(layout, rank))
-        sizes = [
-            (share.weight.stop - share.weight.start, share.state.stop - share.state.start) for share in held
-        ]
-        written.append([sum(column) for column in zip(*sizes, strict=True)])
+        sizes = dict.fromkeys(made.BF16, 0)
+        for block in native.blocks_of(layout, rank, wanted):
+            sizes[block.entry.state] += block.numel
+        written.append([sizes["weight"], sizes["master"]])
     for pp_rank in range(2):
         stage = np.array(written[pp_rank * 8 : pp_rank * 8 + 8])
         assert (stage.max(0) - stage.min(0) < 0.02 * stage.mean(0)).all()

@@ -117,7 +117,7 @@ def count_communications(counts, mp):
 
 
 def train_family(case, groups, split):
-    from dsx.checkpoint.run.stored import logical_tensors
+    from dsx.checkpoint.run.export import logical_tensors
     from dsx.models import families
     from dsx.models.hf_config import model_spec
 

@@ -129,7 +129,7 @@ def gather(engine: Any, resolved: Any, rank: int) -> dict[str, torch.Tensor]:
     import torch.distributed as dist
     from safetensors.torch import load_file
 
-    from dsx.checkpoint.run.stored import export_weights
+    from dsx.checkpoint.run.export import export_weights
 
     holder = [tempfile.mkdtemp()] if rank == 0 else [None]
     dist.broadcast_object_list(holder, src=0)

@@ -23,121 +23,92 @@ import json
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dsx.checkpoint import store
-from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Checksum, Entry, Piece, locate
+from dsx.checkpoint.catalog import (
+    ITEM_BYTES,
+    PRECISIONS,
+    SAVE_AGAIN,
+    USE_ANOTHER,
+    Catalog,
+    Checksum,
+    Entry,
+    Piece,
+    Role,
+    locate,
+)
 from dsx.checkpoint.checksums import digest
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS
 from dsx.checkpoint.file_io import blamed
 from dsx.checkpoint.formats.safetensors_file import NAMES
 from dsx.checkpoint.json_text import parsed
-from dsx.checkpoint.layouts import is_guess
 from dsx.checkpoint.pieces import Part, local_parts
 from dsx.checkpoint.target import Skeleton, Target, Written, left_behind
 from dsx.errors import CheckpointError, LayoutError
 from dsx.models.param import Init, ParamSpec
 from dsx.parallel.layout import Layout
 from dsx.parallel.mesh import Mesh
-from dsx.parallel.zero import ZeroPlan
+from dsx.parallel.stages import StageMap
 
 _SPREAD_ELEMENTS = 1 << 16
 """A tensor with fewer elements than this is not spread over data-parallel ranks: it would be crumbs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Elements ``start`` to ``stop`` of the flattened local tensor that a rank writes; none if equal."""
+def share_of(
+    shape: Sequence[int], number: int, held: tuple[int, int], copy: int, copies: int
+) -> tuple[int, int]:
+    """The part of what some ranks hold alike that one of them writes: the one rule, of runs and conversions.
 
-    start: int
-    stop: int
+    Over these ranks every element is written exactly once: in equal parts of whole rows, or by one of them,
+    each in turn.
 
+    Args:
+        shape: Of the local tensor.
+        number: Index of the parameter among those that the ranks hold.
+        held: The first of the flattened local tensor's elements that they hold, and the one after the last.
+        copy: Which of the ranks this is.
+        copies: How many they are.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankShares:
-    """What one rank writes of one parameter.
-
-    Attributes:
-        spec: The parameter.
-        tp_rank: The rank's coordinate, which says what its local tensor is of.
-        weight: Of the weight.
-        state: Of the fp32 master and of each optimizer state.
+    Returns:
+        The first element and the one after the last; equal if the rank writes nothing.
     """
-
-    spec: ParamSpec
-    tp_rank: int
-    weight: Share
-    state: Share
-
-
-def shares(layout: Layout, rank: int) -> Iterator[RankShares]:
-    """What ``rank`` writes of every parameter that it holds, in layer order.
-
-    Over all ranks, every element of every tensor is written exactly once.
-    """
-    at = layout.mesh.coords(rank)
-    plan, dp = layout.zero_plan(at["pp"]), at["dp"]
-    weights, states = plan.weights(dp), plan.state(dp)
-    for number, spec in enumerate(layout.params):
-        owners = layout.owners(spec)
-        if at["pp"] not in owners:
-            continue
-        mine = at["pp"] == owners[0] and (spec.split is not None or at["tp"] == number % layout.mesh.tp)
-        nothing = Share(0, 0)
-        spread = _spread(layout, spec, dp, number)
-        yield RankShares(
-            spec=spec,
-            tp_rank=at["tp"],
-            weight=(Share(*weights[spec.name]) if _divided(plan, 3) else spread) if mine else nothing,
-            state=(Share(*states[spec.name]) if _divided(plan, 1) else spread) if mine else nothing,
-        )
-
-
-def _divided(plan: ZeroPlan, stage: int) -> bool:
-    """Whether data-parallel ranks hold different parts of what ZeRO cuts from ``stage`` on."""
-    return plan.stage >= stage
-
-
-def _spread(layout: Layout, spec: ParamSpec, dp_rank: int, number: int) -> Share:
-    """This data-parallel rank's part of what all of them hold: whole rows, or all, or nothing."""
-    shape, dp = spec.local_shape(layout.mesh.tp), layout.mesh.dp
-    numel = prod(shape)
-    if numel < _SPREAD_ELEMENTS or not shape:
-        return Share(0, numel if dp_rank == number % dp else 0)
+    start, stop = held
+    if stop - start < _SPREAD_ELEMENTS:
+        return (start, stop) if copy == number % copies else (start, start)
     row = prod(shape[1:])
-    rows = -(-shape[0] // dp)
-    return Share(min(dp_rank * rows, shape[0]) * row, min((dp_rank + 1) * rows, shape[0]) * row)
+    step = -(-(stop - start) // (row * copies)) * row
+    return min(start + copy * step, stop), min(start + (copy + 1) * step, stop)
 
 
 FORMAT = 2
 FORMAT_NAME = "dsx-2"
 _LARGEST_BYTES = 1 << 30
 _RESERVED = {"format", "model_digest", "digest", "tile_elements", "files", "tensors", "checksums"}
-_TAKE_ANOTHER = "use another checkpoint, or save this one again"
 
-StoredPiece = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+_Placed = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Number of the file, offset, start, shape, strides: as :class:`dsx.checkpoint.catalog.Piece` has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredState:
+class _State:
     """One state of a tensor."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     dtype: str
-    pieces: tuple[StoredPiece, ...]
+    pieces: tuple[_Placed, ...]
     tiles: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
+class _Tensor:
     """A logical tensor.
 
     ``layer`` is None for a tensor of which it is not known how layouts cut it. Files from before ``padded``
@@ -157,20 +128,20 @@ class StoredTensor:
     layer: int | None = None
     hf: tuple[str, ...] = ()
     hf_transposed: bool = False
-    role: Literal["trained", "frozen", "buffer"] = "trained"
+    role: Role = "trained"
     aliases: tuple[str, ...] = ()
-    states: dict[str, StoredState]
+    states: dict[str, _State]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stored:
+class _Manifest:
     """What is not facts."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     tile_elements: int
     files: tuple[str, ...]
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[_Tensor, ...]
     checksums: dict[str, tuple[tuple[int, int, str], ...]]
 
 
@@ -184,16 +155,15 @@ def write_manifest(catalog: Catalog) -> bytes:
     if taken:
         raise CheckpointError(str(catalog.root), f"facts {taken} have reserved names", "report this")
     files = sorted({piece.file for entry in catalog.entries for piece in entry.pieces})
-    tensors = _tensors(catalog, {file: number for number, file in enumerate(files)})
+    rows = list(_rows(catalog, {file: number for number, file in enumerate(files)}))
     head: dict[str, Any] = {
         "format": FORMAT,
         **catalog.facts,
-        "model_digest": _model_digest(tensors),
+        "model_digest": _model_digest(catalog),
         "tile_elements": catalog.tile_elements,
         "files": files,
         "checksums": _checksums(catalog.checksums),
     }
-    rows = [asdict(tensor) for tensor in tensors]
     try:
         own = _digest({**head, "tensors": rows})
         text = json.dumps({**head, "digest": own}, indent=None, allow_nan=False)
@@ -220,20 +190,18 @@ def read_manifest(path: Path) -> Catalog:
         )
     own = content.pop("digest", None)
     if own != _digest(content):
-        raise CheckpointError(
-            str(path), "its content does not have its digest: it was changed", _TAKE_ANOTHER
-        )
+        raise CheckpointError(str(path), "its content does not have its digest: it was changed", SAVE_AGAIN)
     facts = {key: value for key, value in content.items() if key not in _RESERVED}
     kept = {key: content.get(key) for key in ("tile_elements", "files", "tensors", "checksums")}
     try:
-        stored = TypeAdapter(_Stored).validate_json(json.dumps(kept), strict=True)
+        stored = TypeAdapter(_Manifest).validate_json(json.dumps(kept), strict=True)
         return _catalog(path.parent, stored, facts)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         what = f"key {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
-        raise CheckpointError(str(path), what, _TAKE_ANOTHER) from None
+        raise CheckpointError(str(path), what, SAVE_AGAIN) from None
     except (LayoutError, IndexError, KeyError, ValueError) as error:
-        raise CheckpointError(str(path), f"it says what cannot be ({error})", _TAKE_ANOTHER) from None
+        raise CheckpointError(str(path), f"it says what cannot be ({error})", SAVE_AGAIN) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -243,48 +211,39 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(str(path), "there is no such file", "give a checkpoint's folder") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(str(path), f"not JSON, or cut short ({error})", _TAKE_ANOTHER) from None
+        raise CheckpointError(str(path), f"not JSON, or cut short ({error})", SAVE_AGAIN) from None
     if not isinstance(content, dict):
-        raise CheckpointError(str(path), "not a description of a dsx checkpoint", _TAKE_ANOTHER)
+        raise CheckpointError(str(path), "not a description of a dsx checkpoint", SAVE_AGAIN)
     return content
 
 
-def _tensors(catalog: Catalog, files: Mapping[str, int]) -> list[StoredTensor]:
+def _rows(catalog: Catalog, files: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Every tensor, as :class:`_Tensor` describes it."""
     specs = {spec.name: spec for spec in catalog.specs}
-    by_name: dict[str, list[Entry]] = defaultdict(list)
-    for entry in catalog.entries:
-        by_name[entry.name].append(entry)
-    return [_tensor(entries, specs.get(name), catalog, files) for name, entries in by_name.items()]
+    cuts = ("split", "parts", "tie", "layer", "hf", "hf_transposed")
+    for name, states in catalog.by_name.items():
+        spec, first = specs.get(name), next(iter(states.values()))
+        yield {
+            "name": name,
+            "shape": first.shape,
+            "dtype": states.get("weight", first).dtype,
+            **({} if spec is None else {field: getattr(spec, field) for field in cuts}),
+            "pad_multiple": 1 if spec is None else spec.pad_multiple or 1,
+            "padded": None if spec is None else spec.pad_multiple is not None,
+            "role": first.role,
+            "aliases": first.aliases,
+            "states": {
+                state: {
+                    "dtype": entry.dtype,
+                    "pieces": [(files[p.file], p.offset, p.start, p.shape, p.strides) for p in entry.pieces],
+                    "tiles": catalog.tile_digests.get(entry.key, ()),
+                }
+                for state, entry in states.items()
+            },
+        }
 
 
-def _tensor(
-    entries: Sequence[Entry], spec: ParamSpec | None, catalog: Catalog, files: Mapping[str, int]
-) -> StoredTensor:
-    first = entries[0]
-    known: dict[str, Any] = {}
-    if spec is not None:
-        fields = ("split", "parts", "tie", "layer", "hf", "hf_transposed")
-        known = {field: getattr(spec, field) for field in fields}
-        known |= {"padded": spec.pad_multiple is not None, "pad_multiple": spec.pad_multiple or 1}
-    return StoredTensor(
-        name=first.name,
-        shape=first.shape,
-        dtype=next((entry.dtype for entry in entries if entry.state == "weight"), first.dtype),
-        role=first.role,
-        aliases=first.aliases,
-        states={
-            entry.state: StoredState(
-                dtype=entry.dtype,
-                pieces=tuple((files[p.file], p.offset, p.start, p.shape, p.strides) for p in entry.pieces),
-                tiles=catalog.tile_digests.get(entry.key, ()),
-            )
-            for entry in entries
-        },
-        **known,
-    )
-
-
-def _catalog(root: Path, stored: _Stored, facts: dict[str, Any]) -> Catalog:
+def _catalog(root: Path, stored: _Manifest, facts: dict[str, Any]) -> Catalog:
     entries, specs = [], []
     digests: dict[tuple[str, str], tuple[str, ...]] = {}
     for tensor in stored.tensors:
@@ -321,7 +280,7 @@ def _catalog(root: Path, stored: _Stored, facts: dict[str, Any]) -> Catalog:
     )
 
 
-def _spec(tensor: StoredTensor, layer: int) -> ParamSpec:
+def _spec(tensor: _Tensor, layer: int) -> ParamSpec:
     """How layouts cut a tensor. How it was initialised is no part of a checkpoint."""
     padded = tensor.pad_multiple > 1 if tensor.padded is None else tensor.padded
     return ParamSpec(
@@ -338,7 +297,7 @@ def _spec(tensor: StoredTensor, layer: int) -> ParamSpec:
     )
 
 
-def _piece(stored: StoredPiece, files: Sequence[str], dims: int) -> Piece:
+def _piece(stored: _Placed, files: Sequence[str], dims: int) -> Piece:
     number, offset, start, shape, strides = stored
     if not len(start) == len(shape) == len(strides) == dims:
         raise ValueError(f"a piece with {len(shape)} dims of a tensor with {dims}")
@@ -354,9 +313,9 @@ def _checksums(checksums: Iterable[Checksum]) -> dict[str, list[tuple[int, int, 
     return {file: sorted(sums) for file, sums in sorted(found.items())}
 
 
-def _model_digest(tensors: Iterable[StoredTensor]) -> str:
+def _model_digest(catalog: Catalog) -> str:
     """SHA-256 of the tensors' names and shapes: equal for every layout of one model."""
-    shapes = sorted([tensor.name, list(tensor.shape)] for tensor in tensors)
+    shapes = sorted({entry.name: list(entry.shape) for entry in catalog.entries}.items())
     return hashlib.sha256(json.dumps(shapes, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -365,10 +324,8 @@ def _digest(content: Mapping[str, Any]) -> str:
     return digest(text.encode())
 
 
-PRECISIONS: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _ALIGNMENT_BYTES = 64
 _LARGEST_RANDOM_STATE = 1 << 20
-_USE_ANOTHER = "use another checkpoint"
 
 
 def catalog_of(root: Path) -> Catalog:
@@ -419,7 +376,7 @@ def target_of(
             replace(entry, pieces=tuple(pieces[entry.key])) for states in wanted.values() for entry in states
         ),
         facts=_facts(source, layout, wanted, random) | dict(facts or {}),
-        specs=tuple(spec for spec in layout.params if not is_guess(spec)),
+        specs=tuple(spec for spec in layout.params if not spec.is_guess),
         tile_elements=source.tile_elements or TILE_ELEMENTS,
     )
     headers = tuple(
@@ -446,75 +403,89 @@ def target_of(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StoredInterval:
-    """An interval of a flattened local tensor, as a tensor of a rank's file.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBlock:
+    """Consecutive elements of a rank's flattened local tensor, as a tensor of its file.
 
     Attributes:
-        entry: Of what state of what tensor.
-        low: Its first element.
-        high: The element after its last; nothing but padding of the share is left out.
-        parts: The boxes in it.
+        entry: Of what state of what tensor; without pieces.
+        first: Where it begins in the local tensor. Padding at its ends is left out.
+        parts: The boxes in it; element 0 is the block's first.
         shape: In the file: whole rows of the local tensor if they are whole, else flat.
+        values: The elements, one dim, where a run has them (a torch tensor); None in a conversion.
     """
 
     entry: Entry
-    low: int
-    high: int
+    first: int
     parts: tuple[Part, ...]
     shape: tuple[int, ...]
+    values: Any = None
+
+    @classmethod
+    def of(
+        cls, entry: Entry, spec: ParamSpec, tp: int, tp_rank: int, start: int, stop: int
+    ) -> StoredBlock | None:
+        """Elements ``start`` to ``stop`` of the local tensor; None if they are nothing but padding."""
+        parts = local_parts(spec, tp, tp_rank, start, stop)
+        if not parts:
+            return None
+        low = min(part.flat for part in parts)
+        high = max(part.end for part in parts)
+        local = spec.local_shape(tp)
+        row = prod(local[1:])
+        rows_only = bool(local) and low % row == high % row == 0
+        return cls(
+            entry=entry,
+            first=low,
+            parts=tuple(replace(part, flat=part.flat - low) for part in parts),
+            shape=((high - low) // row, *local[1:]) if rows_only else local and (high - low,),
+        )
+
+    @property
+    def numel(self) -> int:
+        """Elements in the file."""
+        return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
         """Bytes in the file."""
-        return (self.high - self.low) * self.entry.item_bytes
+        return self.numel * self.entry.item_bytes
 
 
-def stored_by(layout: Layout, rank: int, wanted: Mapping[str, Sequence[Entry]]) -> list[StoredInterval]:
-    """What ``rank`` writes, in the order of its file: wide elements first, then by state and layer.
+def file_order(blocks: Iterable[StoredBlock]) -> list[StoredBlock]:
+    """The blocks of a rank in the order of its file: wide elements first, then by state and layer."""
+    return sorted(blocks, key=lambda block: (-block.entry.item_bytes, block.entry.state))
+
+
+def blocks_of(layout: Layout, rank: int, wanted: Mapping[str, Sequence[Entry]]) -> list[StoredBlock]:
+    """What ``rank`` writes, in the order of its file.
 
     Args:
         layout: The layout.
         rank: The rank.
         wanted: The entries (without pieces) of every parameter, by name.
     """
+    at, mesh = layout.mesh.coords(rank), layout.mesh
+    numbers = {spec.name: number for number, spec in enumerate(layout.params)}
     found = []
-    for held in shares(layout, rank):
-        states = wanted.get(held.spec.name, ())
-        cuts = {
-            share: _cut(held.spec, layout.mesh.tp, held.tp_rank, share) for share in {held.weight, held.state}
-        }
+    for held in layout.holdings(rank):
+        spec = held.spec
+        if at["pp"] != layout.owners(spec)[0]:
+            continue  # of a tied one, the first stage writes it
+        states, mine = wanted.get(spec.name, ()), {}
+        for stage, interval in ((3, held.weights), (1, held.state)):
+            copies = mesh.copies(rank, cut=spec.split is not None, divided=layout.zero_stage >= stage)
+            mine[stage] = share_of(held.shape, numbers[spec.name], interval, *copies)
         for entry in states:
-            cut = cuts[held.weight if _is_weight(entry, states) else held.state]
-            if cut is not None:
-                found.append(StoredInterval(entry, *cut))
-    return sorted(found, key=lambda item: (-item.entry.item_bytes, item.entry.state))
+            span = mine[3 if _is_weight(entry, states) else 1]
+            block = StoredBlock.of(entry, spec, mesh.tp, at["tp"], *span)
+            found += [] if block is None else [block]
+    return file_order(found)
 
 
 def _is_weight(entry: Entry, states: Sequence[Entry]) -> bool:
     """Whether an entry lies as weights do. A weight that is its own master lies as masters do."""
     return entry.state == "weight" and (any(other.state == "master" for other in states) or len(states) == 1)
-
-
-def _cut(
-    spec: ParamSpec, tp: int, tp_rank: int, share: Share
-) -> tuple[int, int, tuple[Part, ...], tuple[int, ...]] | None:
-    """A share without the padding at its ends: first element, the one after the last, parts, shape in a file.
-
-    None if there is nothing but padding in it.
-    """
-    parts = local_parts(spec, tp, tp_rank, share.start, share.stop)
-    if not parts:
-        return None
-    low = min(part.flat for part in parts)
-    high = max(
-        part.flat + 1 + sum((n - 1) * step for n, step in zip(part.shape, part.strides, strict=True))
-        for part in parts
-    )
-    local = spec.local_shape(tp)
-    row = prod(local[1:])
-    rows_only = bool(local) and low % row == high % row == 0
-    return low, high, parts, ((high - low) // row, *local[1:]) if rows_only else local and (high - low,)
 
 
 def _rank_file(
@@ -524,30 +495,29 @@ def _rank_file(
     pieces: dict[tuple[str, str], list[Piece]],
 ) -> Skeleton | None:
     """The file of one rank; adds its pieces to ``pieces``. None if it has nothing to write."""
-    name = f"rank_{rank:05d}.safetensors"
-    stored = stored_by(layout, rank, wanted)
-    if not stored:
+    name = rank_file(rank)
+    blocks = blocks_of(layout, rank, wanted)
+    if not blocks:
         return None
-    header = header_of(stored)
+    header = header_of(blocks)
     at = len(header)
-    for item in stored:
-        origin = at - item.low * item.entry.item_bytes
-        pieces[item.entry.key] += [part.at(name, origin, item.entry.item_bytes) for part in item.parts]
-        at += item.num_bytes
+    for block in blocks:
+        pieces[block.entry.key] += [part.at(name, at, block.entry.item_bytes) for part in block.parts]
+        at += block.num_bytes
     return Skeleton(file=name, num_bytes=at, parts=((0, header),))
 
 
-def header_of(stored: Sequence[StoredInterval]) -> bytes:
+def header_of(blocks: Sequence[StoredBlock]) -> bytes:
     """The header of a safetensors file with these tensors one after another."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "dsx": FORMAT_NAME}}
     at = 0
-    for item in stored:
-        header[f"{item.entry.state}/{item.entry.name}"] = {
-            "dtype": NAMES[item.entry.dtype],
-            "shape": item.shape,
-            "data_offsets": [at, at + item.num_bytes],
+    for block in blocks:
+        header[f"{block.entry.state}/{block.entry.name}"] = {
+            "dtype": NAMES[block.entry.dtype],
+            "shape": block.shape,
+            "data_offsets": [at, at + block.num_bytes],
         }
-        at += item.num_bytes
+        at += block.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
     return struct.pack("<Q", len(text)) + text
@@ -555,12 +525,10 @@ def header_of(stored: Sequence[StoredInterval]) -> bytes:
 
 def _entries(source: Catalog, layout: Layout, precision: str | None) -> dict[str, tuple[Entry, ...]]:
     """Entries of the new checkpoint, still without pieces, by name."""
-    held: dict[str, dict[str, Entry]] = defaultdict(dict)
-    for entry in source.entries:
-        held[entry.name][entry.state] = entry
+    held = source.by_name
     default = PRECISIONS.get(precision or str(source.facts.get("precision")), "float32")
     return {
-        spec.name: tuple(_states(spec, held[spec.name], default, forced=precision is not None))
+        spec.name: tuple(_states(spec, held.get(spec.name, {}), default, forced=precision is not None))
         for spec in layout.params
     }
 
@@ -591,20 +559,26 @@ def _states(spec: ParamSpec, held: Mapping[str, Entry], default: str, *, forced:
 def _facts(
     source: Catalog, layout: Layout, wanted: Mapping[str, Sequence[Entry]], random: Mapping[str, bytes]
 ) -> dict[str, Any]:
-    stages = layout.stages
     dtypes = [states[0].dtype for states in wanted.values() if states[0].role != "buffer"]
     names = {dtype: precision for precision, dtype in PRECISIONS.items()}
     told = {k: v for k, v in source.facts.items() if k not in ("left_behind", "random_files")}
     return {
         **told,
         "versions": {**source.facts.get("versions", {}), "dsx": metadata.version("dsx")},
-        "mesh": dict(layout.mesh.axes),
+        **layout_facts(layout.mesh, layout.stages, layout.zero_stage),
+        "precision": names.get(dtypes[0], dtypes[0]) if dtypes else "fp32",
+        **({"random_files": {rank: random_file(rank) for rank in random}} if random else {}),
+    }
+
+
+def layout_facts(mesh: Mesh, stages: StageMap, zero_stage: int) -> dict[str, Any]:
+    """The facts that say in what layout a checkpoint was written."""
+    return {
+        "mesh": dict(mesh.axes),
         "chunks": stages.num_chunks,
         "placement": stages.placement,
         "stage_bounds": list(stages.bounds),
-        "zero_stage": layout.zero_stage,
-        "precision": names.get(dtypes[0], dtypes[0]) if dtypes else "fp32",
-        **({"random_files": {rank: random_file(rank) for rank in random}} if random else {}),
+        "zero_stage": zero_stage,
     }
 
 
@@ -633,12 +607,12 @@ def random_state(source: Catalog, rank: int) -> bytes | None:
         return None
     what = f"random states of rank {rank}"
     path = locate(source, file, what)
-    with blamed(path, what, "reading", _USE_ANOTHER):
+    with blamed(path, what, "reading", USE_ANOTHER):
         data = store.content_of(path, _LARGEST_RANDOM_STATE)
     for known in source.checksums:
         if known.file == file and digest(data[known.start : known.stop]) != known.digest:
             raise CheckpointError(
-                f"{path}: {what}", "they are not what was written: their checksum is another", _USE_ANOTHER
+                f"{path}: {what}", "they are not what was written: their checksum is another", USE_ANOTHER
             )
     return data
 
@@ -651,6 +625,11 @@ def corresponding(saved: Mapping[str, int] | None, mesh: Mesh, rank: int) -> int
     return Mesh(tuple(saved.items())).rank(
         **{axis: at.get(axis, 0) % size for axis, size in saved.items() if axis != "tp"}
     )
+
+
+def rank_file(rank: int) -> str:
+    """The file with a rank's part of every tensor."""
+    return f"rank_{rank:05d}.safetensors"
 
 
 def random_file(rank: int | str) -> str:

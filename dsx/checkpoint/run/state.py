@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
@@ -19,25 +17,21 @@ from safetensors.torch import save
 
 import dsx
 from dsx.checkpoint import plain, store
-from dsx.checkpoint.catalog import NO_SETTINGS, Catalog, Checksum, with_numbers
+from dsx.checkpoint.catalog import NO_SETTINGS, USE_ANOTHER, Catalog, Checksum, model_fact, with_numbers
 from dsx.checkpoint.checksums import digest
 from dsx.checkpoint.claims import reading
 from dsx.checkpoint.formats import native
 from dsx.checkpoint.formats.native import random_file
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.plain import as_numpy
-from dsx.checkpoint.run.stored import Names, load_stored
+from dsx.checkpoint.run.names import CheckpointedRun, Names, specs_here
+from dsx.checkpoint.run.stored import load_stored
 from dsx.engine.zero.held import held, refresh_weights
 from dsx.errors import CheckpointError, DsxError
 from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree
 
-if TYPE_CHECKING:
-    from dsx.engine.engine import PipelineEngine
-
-
 _DIGEST = "xxh3_128"
-_USE_ANOTHER = "use another checkpoint"
 
 
 def save_random_states(folder: Path, rank: int) -> tuple[Checksum, ...]:
@@ -57,7 +51,7 @@ def save_random_states(folder: Path, rank: int) -> tuple[Checksum, ...]:
     return (Checksum(name, 0, len(data), "xxh3_128", digest(data)),)
 
 
-def restore_random_states(engine: PipelineEngine, catalog: Catalog) -> None:
+def restore_random_states(run: CheckpointedRun, catalog: Catalog) -> None:
     """This rank's generators, or in another layout those of the saved rank in the corresponding place.
 
     Tensor-parallel ranks draw alike: all take those of their first.
@@ -65,7 +59,7 @@ def restore_random_states(engine: PipelineEngine, catalog: Catalog) -> None:
     Raises:
         CheckpointError: The file is missing, cut short, or not what was written.
     """
-    groups = engine.groups
+    groups = run.groups
     rank = native.corresponding(catalog.facts.get("mesh"), groups.mesh, groups.rank)
     if native.random_state(catalog, rank) is None:
         return
@@ -83,11 +77,11 @@ def _read(path: Path, what: str) -> dict[str, torch.Tensor]:
             known = (file.metadata() or {}).get(_DIGEST)
     except (OSError, SafetensorError) as error:
         said = "the file is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        raise CheckpointError(f"{path}: {what}", said, _USE_ANOTHER) from error
+        raise CheckpointError(f"{path}: {what}", said, USE_ANOTHER) from error
     # Older checkpoints say nothing of their bytes.
     if "cpu" not in states or known not in (None, _digest_of(states)):
         raise CheckpointError(
-            f"{path}: {what}", "they are not what was written: their checksum is another", _USE_ANOTHER
+            f"{path}: {what}", "they are not what was written: their checksum is another", USE_ANOTHER
         )
     return states
 
@@ -103,47 +97,42 @@ def _digest_of(states: Mapping[str, torch.Tensor]) -> str:
 _COUNTERS = ("global_samples", "skipped_steps", "micro_steps")
 
 
-def run_facts(engine: PipelineEngine, client_state: Mapping[str, Any]) -> dict[str, Any]:
+def run_facts(run: CheckpointedRun, client_state: Mapping[str, Any]) -> dict[str, Any]:
     """What is the same on every rank, as :mod:`dsx.checkpoint.catalog` lists it.
 
     Raises:
         CheckpointError: The scheduler's or the client's state is no plain data.
     """
-    stages, config = engine.pipeline.stage_map, engine.run_config
+    engine, config, mesh = run.deepspeed_engine, run.run_config, run.groups.mesh
     scheduler = engine.lr_scheduler
-    world = range(engine.groups.mesh.size)
     return {
         "versions": {"dsx": dsx.__version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__},
         "step": int(engine.global_steps),
-        "optimizer": type(_optimizer(engine)).__name__,
+        "optimizer": type(_optimizer(run)).__name__,
         "lr_scheduler": None
         if scheduler is None
         else plain.encode(scheduler.state_dict(), "the learning-rate scheduler's state"),
         "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
-        "mesh": dict(engine.groups.mesh.axes),
-        "chunks": stages.num_chunks,
-        "placement": stages.placement,
-        "stage_bounds": list(stages.bounds),
-        "zero_stage": int(engine.zero_optimization_stage()),
+        **native.layout_facts(mesh, run.pipeline.stage_map, int(engine.zero_optimization_stage())),
         "precision": "bf16" if engine.bfloat16_enabled() else "fp32",
-        "schedule": engine.pipeline.program.name,
+        "schedule": run.pipeline.program.name,
         "global_batch_size": int(engine.train_batch_size()),
         "tokens": int(client_state.get("tokens", 0)),
         "data_cursor": int(client_state.get("data_cursor", 0)),
         "seed": None if config is None else config.dsx.train.seed,
-        "model": None if config is None else json.loads(json.dumps(asdict(config.model))),
+        "model": None if config is None else model_fact(config.model),
         "hf_config": None if config is None else config.hf_config,
         # DeepSpeed's ZeRO-1 and 2 take it from a checkpoint, over their own config's.
         "deepspeed_config": {"gradient_clipping": float(engine.gradient_clipping())},
         "wandb_run_id": client_state.get("wandb_run_id"),
-        "random_files": {str(rank): random_file(rank) for rank in world},
+        "random_files": {str(rank): random_file(rank) for rank in range(mesh.size)},
         "client_state": plain.encode(dict(client_state), "client_state"),
     }
 
 
-def group_facts(engine: PipelineEngine) -> list[dict[str, Any]]:
+def group_facts(run: CheckpointedRun) -> list[dict[str, Any]]:
     """This rank's optimizer groups: names, states that are one number, hyperparameters."""
-    optimizer, names = _optimizer(engine), Names(engine)
+    optimizer, names = _optimizer(run), Names(run)
     groups: list[dict[str, Any]] = [
         {
             "names": [],
@@ -156,7 +145,7 @@ def group_facts(engine: PipelineEngine) -> list[dict[str, Any]]:
         }
         for settings in optimizer.param_groups
     ]
-    for kept in held(engine.deepspeed_engine):
+    for kept in held(run.deepspeed_engine):
         mine = [names.of(span.parameter).name for span in kept.spans]
         groups[kept.group]["names"] += mine
         for state, number in kept.numbers().items():
@@ -178,7 +167,7 @@ def merged_groups(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str
     return [with_numbers(group, group.pop("numbers")) for group in merged]
 
 
-def restore_facts(engine: PipelineEngine, facts: Mapping[str, Any], where: str) -> dict[str, Any]:
+def restore_facts(run: CheckpointedRun, facts: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Put counters, hyperparameters and scheduler back.
 
     Returns:
@@ -188,29 +177,30 @@ def restore_facts(engine: PipelineEngine, facts: Mapping[str, Any], where: str) 
         CheckpointError: It is of another optimizer, or has a scheduler where the run has none.
     """
     with reading(where):
-        return _restored(engine, facts, where)
+        return _restored(run, facts, where)
 
 
-def _restored(engine: PipelineEngine, facts: Mapping[str, Any], where: str) -> dict[str, Any]:
-    inner = engine.deepspeed_engine
+def _restored(run: CheckpointedRun, facts: Mapping[str, Any], where: str) -> dict[str, Any]:
+    inner = run.deepspeed_engine
     inner.global_steps = int(facts.get("step", 0))
     for name, value in facts.get("counters", {}).items():
         if name in _COUNTERS:
             setattr(inner, name, int(value))
-    _restore_groups(engine, facts.get("param_groups", ()))
+    _restore_groups(run, facts.get("param_groups", ()))
     scheduler = facts.get("lr_scheduler")
-    if scheduler is not None and engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(plain.decode(scheduler, f"{where}: lr_scheduler"))
+    if scheduler is not None and inner.lr_scheduler is not None:
+        inner.lr_scheduler.load_state_dict(plain.decode(scheduler, f"{where}: lr_scheduler"))
     state = plain.decode(facts.get("client_state", {}), f"{where}: client_state")
     return dict(state) if isinstance(state, dict) else {}
 
 
-def optimizer_settings(engine: PipelineEngine) -> dict[str, Any]:
+def optimizer_settings(run: CheckpointedRun) -> dict[str, Any]:
     """Hyperparameters of the first optimizer group that change the training, but for what schedules move."""
-    moved = {"lr", "initial_lr"} if engine.lr_scheduler is not None else set()
-    if getattr(engine.lr_scheduler, "cycle_momentum", False):
+    scheduler = run.deepspeed_engine.lr_scheduler
+    moved = {"lr", "initial_lr"} if scheduler is not None else set()
+    if getattr(scheduler, "cycle_momentum", False):
         moved |= {"betas", "momentum"}
-    here = _optimizer(engine).param_groups[0]
+    here = _optimizer(run).param_groups[0]
     return {
         key: list(value) if isinstance(value, tuple) else value
         for key, value in here.items()
@@ -219,9 +209,9 @@ def optimizer_settings(engine: PipelineEngine) -> dict[str, Any]:
     }
 
 
-def require_same_optimizer(engine: PipelineEngine, facts: Mapping[str, Any], where: str) -> None:
+def require_same_optimizer(run: CheckpointedRun, facts: Mapping[str, Any], where: str) -> None:
     """Raise CheckpointError if the checkpoint has the states of another kind of optimizer."""
-    saved, here = facts.get("optimizer"), type(_optimizer(engine)).__name__
+    saved, here = facts.get("optimizer"), type(_optimizer(run)).__name__
     kinds = [_kind(name) for name in (saved, here) if isinstance(name, str)]
     if len(kinds) == 2 and kinds[0] != kinds[1]:
         raise CheckpointError(
@@ -231,9 +221,9 @@ def require_same_optimizer(engine: PipelineEngine, facts: Mapping[str, Any], whe
         )
 
 
-def _optimizer(engine: PipelineEngine) -> Any:
+def _optimizer(run: CheckpointedRun) -> Any:
     """The optimizer inside of DeepSpeed's wrapper, if there is one."""
-    wrapper = engine.deepspeed_engine.optimizer
+    wrapper = run.deepspeed_engine.optimizer
     return getattr(wrapper, "optimizer", wrapper)
 
 
@@ -243,11 +233,11 @@ def _kind(name: str) -> str:
     return "adam" if word in ("adam", "adamw") else word
 
 
-def _restore_groups(engine: PipelineEngine, saved: Sequence[Mapping[str, Any]]) -> None:
+def _restore_groups(run: CheckpointedRun, saved: Sequence[Mapping[str, Any]]) -> None:
     """Each group here gets the hyperparameters of the saved one that has its first tensor."""
     home = {name: group for group in saved for name in group.get("names", ())}
-    here = group_facts(engine)
-    for place, settings in enumerate(_optimizer(engine).param_groups):
+    here = group_facts(run)
+    for place, settings in enumerate(_optimizer(run).param_groups):
         found = next((home[name] for name in here[place]["names"] if name in home), None)
         if found is None and place < len(saved) and not here[place]["names"]:
             found = saved[place]
@@ -271,7 +261,7 @@ _SHOWN = 3
 T = TypeVar("T")
 
 
-def load(engine: PipelineEngine, folder: Path, *, tag: str | None) -> tuple[Path, dict[str, Any]]:
+def load(run: CheckpointedRun, folder: Path, *, tag: str | None) -> tuple[Path, dict[str, Any]]:
     """Continue from a checkpoint, whatever layout it was saved in. Collective.
 
     ``folder`` is one of checkpoints, of which ``tag`` names one (the one that its file ``latest`` names by
@@ -287,33 +277,31 @@ def load(engine: PipelineEngine, folder: Path, *, tag: str | None) -> tuple[Path
     Raises:
         CheckpointError: None there, damaged, or of another model or optimizer.
     """
-    names = _names(engine)
+    names = _names(run)
     root, tag = agree(lambda: store.place(folder, tag))
 
     def check() -> Path:
         found = store.find(root, tag)
         catalog = _or_earlier(root, tag, lambda: open_checkpoint(found))
         require_same_model(catalog, names)
-        if engine.run_config is not None:
-            _require_same_numbers(catalog, asdict(engine.run_config.model))
-        require_same_optimizer(engine, catalog.facts, str(found))
+        if run.run_config is not None:
+            _require_same_numbers(catalog, model_fact(run.run_config.model))
+        require_same_optimizer(run, catalog.facts, str(found))
         return found
 
     path = agree(check)
     catalog = _together(lambda: _or_earlier(root, tag, lambda: open_checkpoint(path)))
-    _together(lambda: _or_earlier(root, tag, lambda: load_stored(engine, catalog)))
-    refresh_weights(engine.deepspeed_engine)
-    client = restore_facts(engine, catalog.facts, str(path))
-    _together(lambda: _or_earlier(root, tag, lambda: restore_random_states(engine, catalog)))
+    _together(lambda: _or_earlier(root, tag, lambda: load_stored(run, catalog)))
+    refresh_weights(run.deepspeed_engine)
+    client = restore_facts(run, catalog.facts, str(path))
+    _together(lambda: _or_earlier(root, tag, lambda: restore_random_states(run, catalog)))
     return path, client
 
 
-def _names(engine: PipelineEngine) -> dict[str, tuple[int, ...]]:
+def _names(run: CheckpointedRun) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of the whole model. A collective call over all ranks."""
-    names = Names(engine)
-    specs = [names.of(parameter) for parameter in engine.pipeline.chunks.parameters()]
-    gathered: list[dict[str, tuple[int, ...]]] = [{} for _ in range(engine.groups.mesh.size)]
-    dist.all_gather_object(gathered, {spec.name: spec.shape for spec in specs})
+    gathered: list[dict[str, tuple[int, ...]]] = [{} for _ in range(run.groups.mesh.size)]
+    dist.all_gather_object(gathered, {spec.name: spec.shape for spec in specs_here(run)})
     return {name: shape for part in gathered for name, shape in part.items()}
 
 
@@ -347,10 +335,10 @@ _FREE = (
 
 def _require_same_numbers(catalog: Catalog, model: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the checkpoint's model computes otherwise with parameters of these shapes."""
-    saved, here = catalog.facts.get("model"), json.loads(json.dumps(model))
+    saved = catalog.facts.get("model")
     if not isinstance(saved, Mapping):
         return
-    for key, value in here.items():
+    for key, value in model.items():
         if key in saved and key not in _FREE and saved[key] != value:
             raise CheckpointError(
                 str(catalog.root),

@@ -1,0 +1,189 @@
+"""A run's weights from and to Hugging Face model folders, layer by layer and stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dsx.checkpoint import store
+from dsx.checkpoint.formats import slices
+from dsx.checkpoint.formats.huggingface import weights as hf
+from dsx.checkpoint.run.names import CheckpointedRun, spec_of
+from dsx.config.schema import NO_TOKENIZER
+from dsx.config.sources import BYTES
+from dsx.data.tokenizers import TransformersTokenizer
+from dsx.errors import ModelError
+from dsx.launch.processes import agree
+from dsx.models.param import ParamSpec
+from dsx.parallel.groups import Groups
+
+_TOKENIZER_FILES = {
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+}
+
+
+@contextmanager
+def layer_weights(
+    folder: str | Path, specs: Sequence[ParamSpec], groups: Groups
+) -> Iterator[Callable[[int, nn.Module], None]]:
+    """What gives layers of dsx's families the weights of a Hugging Face folder, one by one.
+
+    It is for ``load_layer`` of :class:`~dsx.PipelineModule`. Each rank reads only its own slices, and maps
+    the files for one layer at a time. A collective call over all ranks.
+
+    Args:
+        folder: The Hugging Face model folder.
+        specs: Every tensor of the model, which the folder must hold, and nothing else.
+        groups: This rank's process groups.
+
+    Raises:
+        CheckpointError: The folder lacks a tensor, has another, or one has another shape.
+    """
+    agree(lambda: _check(folder, specs))
+    with hf.open_weights(folder) as weights:
+
+        @torch.no_grad()
+        def load(_index: int, layer: nn.Module) -> None:
+            for parameter in layer.parameters():
+                parameter.copy_(weights.read(spec_of(parameter), groups.mesh.tp, groups.tp_rank))
+            # Pages of a file that is mapped count as this process's memory until it is closed.
+            weights.close()
+
+        yield load
+
+
+def logical_tensors(pipeline: Any) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+    """This stage's logical tensors one by one, whole, on the CPU. A collective call over the stage's ranks.
+
+    A tied tensor is given once, by the first stage that holds it. Only the rank at dp 0 and tp 0 of each
+    stage gets the contents; the others get an empty tensor.
+    """
+    for parameter in pipeline.chunks.parameters():
+        spec = spec_of(parameter)
+        gathered: Any = nullcontext()
+        if hasattr(parameter, "ds_id"):
+            gathered = deepspeed.zero.GatheredParameters([parameter])
+        with gathered:
+            if getattr(parameter, "ds_pipe_replicated", False):
+                continue
+            whole = torch.empty(0)
+            if pipeline.groups.dp_rank == 0:
+                whole = _whole(parameter.detach(), spec, pipeline.groups)
+            yield spec, whole
+
+
+def export_weights(pipeline: Any, folder: str | Path, config: dict[str, Any]) -> Path:
+    """Write a Hugging Face model folder: one safetensors file per pipeline stage, an index and the config.
+
+    A collective call over all ranks. The folder appears whole or not at all.
+
+    Args:
+        pipeline: A module of dsx's families, trained or not.
+        folder: Where to; must not exist with other content.
+        config: The Hugging Face config.json to write.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+    """
+    groups, folder = pipeline.groups, Path(folder)
+    tensors = {}
+    writer = groups.dp_rank == 0 and groups.tp_rank == 0
+    for spec, tensor in logical_tensors(pipeline):
+        if writer:
+            tensors.update(hf.split(spec, tensor))
+    names: dict[str, str] = {}
+    if writer:
+        names = hf.write_shard(folder, groups.pp_rank, groups.mesh.pp, tensors)
+    gathered: list[dict[str, str]] = [{} for _ in range(groups.mesh.size)]
+    dist.all_gather_object(gathered, names)
+    if groups.rank == 0:
+        hf.finish(folder, config, {name: file for part in gathered for name, file in part.items()})
+    dist.barrier()
+    return folder
+
+
+def export_hf(
+    engine: CheckpointedRun, folder: str | Path, *, config: Mapping[str, Any] | None = None
+) -> Path:
+    """Write an engine's weights as a Hugging Face model folder, which ``from_pretrained`` reads.
+
+    Beside ``config.json`` and the safetensors, one per pipeline stage, stand the files of the tokenizer that
+    ``dsx.data.tokenizer`` names. A collective call over all ranks; the folder appears whole or not at all.
+
+    Args:
+        engine: Of a model of dsx's families, trained or not, in any layout.
+        folder: Where to; must not exist with other content.
+        config: The Hugging Face config to write; that of the dsx config by default, which the engine knows
+            if :func:`dsx.initialize` was given it.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+        ModelError: The layers are not dsx's own, or there is no Hugging Face config.
+    """
+    run = engine.run_config
+    if config is None and run is not None:
+        config = run.hf_config
+    if config is None:
+        raise ModelError(
+            "config = None",
+            "the engine was made from an ordinary DeepSpeed config, which does not say what model it trains",
+            "give the model's Hugging Face config: dsx.export_hf(engine, folder, config={...})",
+        )
+    folder = export_weights(engine.pipeline, folder, dict(config))
+    if run is not None:
+        data = run.dsx.data
+        agree(lambda: copy_tokenizer(data.tokenizer, folder, trust_remote_code=data.trust_remote_code))
+    return folder
+
+
+def copy_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) -> None:
+    """Put the tokenizer called ``name`` into a model folder, so that ``AutoTokenizer`` finds it there.
+
+    From a folder its files come as they are, with the generation settings beside them, and with its Python
+    files if its code is trusted; "bytes", which transformers does not have, and "none" leave nothing.
+
+    Raises:
+        CheckpointError: A file cannot be written.
+    """
+    source = Path(name).expanduser()
+    if source.is_dir():
+        for file in sorted(path for path in source.iterdir() if path.is_file()):
+            if file.name in _TOKENIZER_FILES or (trust_remote_code and file.suffix == ".py"):
+                store.write_atomically(folder / file.name, file.read_bytes())
+    elif name not in (BYTES, NO_TOKENIZER):
+        TransformersTokenizer(name, trust_remote_code=trust_remote_code).save(folder)
+
+
+def _check(folder: str | Path, specs: Sequence[ParamSpec]) -> None:
+    with hf.open_weights(folder) as weights:
+        weights.check(specs)
+
+
+def _whole(local: torch.Tensor, spec: ParamSpec, groups: Groups) -> torch.Tensor:
+    """Assemble a logical tensor from its tensor-parallel parts, on tp rank 0."""
+    shards = [local]
+    if spec.split is not None and groups.mesh.tp > 1:
+        shards = [torch.empty_like(local) for _ in range(groups.mesh.tp)]
+        dist.all_gather(shards, local.contiguous(), group=groups.tensor)
+    if groups.tp_rank != 0:
+        return torch.empty(0)
+    return slices.merge(spec, [shard.to("cpu", copy=True) for shard in shards])

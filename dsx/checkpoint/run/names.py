@@ -1,0 +1,83 @@
+"""A run as its checkpoints see it, and the logical (global) tensors that its parameters are parts of."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from dsx.config.run import RunConfig
+from dsx.errors import ModelError
+from dsx.models.param import ParamSpec
+from dsx.parallel.groups import Groups
+
+
+class CheckpointedRun(Protocol):
+    """What saving and loading ask of a run; :class:`dsx.PipelineEngine` is one.
+
+    Attributes:
+        groups: This rank's process groups.
+        pipeline: The :class:`dsx.PipelineModule`.
+        deepspeed_engine: The DeepSpeedEngine, with optimizer, scheduler and counters.
+        run_config: The resolved dsx config, if there is one.
+    """
+
+    groups: Groups
+    pipeline: Any
+    deepspeed_engine: Any
+    run_config: RunConfig | None
+
+
+class Names:
+    """Logical tensors of a rank's parameters and buffers.
+
+    Tensor-parallel ranks hold the same of what a layer that is not dsx's does not mark as cut
+    (``tensor_model_parallel``). What it does mark is cut in an unknown way: each rank's is a tensor of its
+    own, which only the same tensor-parallel degree can load.
+
+    Args:
+        run: Whose parameters they are.
+    """
+
+    def __init__(self, run: CheckpointedRun) -> None:
+        self._groups = run.groups
+        self._names: dict[int, str] = {}
+        for name, parameter in run.pipeline.chunks.named_parameters():
+            self._names.setdefault(id(parameter), name)
+
+    def of(self, parameter: nn.Parameter) -> ParamSpec:
+        """The logical tensor of a parameter."""
+        spec = getattr(parameter, "dsx_spec", None)
+        if isinstance(spec, ParamSpec):
+            return spec
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        return self.local(self._names[id(parameter)], shape, parameter)
+
+    def local(self, name: str, shape: tuple[int, ...], tensor: torch.Tensor) -> ParamSpec:
+        """A tensor that is whole as it is."""
+        cut = self._groups.mesh.tp > 1 and getattr(tensor, "tensor_model_parallel", False)
+        return ParamSpec.uncut(f"{name}@tp{self._groups.tp_rank}" if cut else name, shape)
+
+
+def specs_here(run: CheckpointedRun) -> list[ParamSpec]:
+    """The logical tensors of this rank's parameters, in the order of the model."""
+    names = Names(run)
+    return [names.of(parameter) for parameter in run.pipeline.chunks.parameters()]
+
+
+def is_cut(spec: ParamSpec) -> bool:
+    """Whether tensor-parallel ranks hold different parts of a tensor that :class:`Names` has named."""
+    return spec.split is not None or "@tp" in spec.name
+
+
+def spec_of(parameter: nn.Parameter) -> ParamSpec:
+    """The logical tensor that ``parameter`` is a part of. Raises ModelError for layers that are not dsx's."""
+    spec = getattr(parameter, "dsx_spec", None)
+    if not isinstance(spec, ParamSpec):
+        raise ModelError(
+            f"parameter of shape {tuple(parameter.shape)}",
+            "it has no logical description, so that it cannot be read or written by name",
+            "use dsx's own model families for Hugging Face weights",
+        )
+    return spec
