@@ -189,6 +189,11 @@ class Entry:
         return self.name, self.state
 
     @property
+    def read_pieces(self) -> tuple[Piece, ...]:
+        """The pieces that are read: the first copy."""
+        return tuple(piece for piece in self.pieces if piece.replica == 0)
+
+    @property
     def numel(self) -> int:
         """Elements of the logical tensor."""
         return prod(self.shape)

@@ -108,7 +108,7 @@ class LossCheck:
         told = _precision(catalog)
         config = AutoConfig.for_model(**{k: v for k, v in self._config.items() if k != "architectures"})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
-        with Reader.open(named) as reader:
+        with Reader(named) as reader:
             for name, parameter in model.named_parameters():
                 entry = reader.find(name, "weight")
                 if entry is None or entry.shape != tuple(parameter.shape):

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from dsx.checkpoint.catalog import Catalog, Entry, check_files
+from dsx.checkpoint.catalog import Catalog, Entry
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS, check_cover, tiles
 from dsx.checkpoint.file_io import Array, convert, ulps
-from dsx.checkpoint.pieces import PieceIndex
-from dsx.checkpoint.read import SourceReader, Tile
+from dsx.checkpoint.read import Reader, Tile
 
 BROKEN_ULPS = 2**64 - 1
 """The distance of a NaN from anything else."""
@@ -72,11 +71,9 @@ def compare(
     Raises:
         CheckpointError: One is incomplete or damaged.
     """
-    check_files(a)
-    check_files(b)
     size = a.tile_elements or b.tile_elements or TILE_ELEMENTS
     others = b.by_key
-    with SourceReader(a, size) as reads_a, SourceReader(b, size) as reads_b:
+    with Reader(a, size) as reads_a, Reader(b, size) as reads_b:
         for entry in a.entries:
             other = others.get(entry.key)
             if other is None:
@@ -102,17 +99,16 @@ def fact_differences(a: Catalog, b: Catalog) -> dict[str, tuple[Any, Any]]:
 
 
 def _entry(
-    reads_a: SourceReader,
+    reads_a: Reader,
     a: Entry,
-    reads_b: SourceReader,
+    reads_b: Reader,
     b: Entry,
     size: int,
     progress: Callable[[int], None],
 ) -> TensorDifference:
-    index_a, index_b = (PieceIndex(p for p in entry.pieces if p.replica == 0) for entry in (a, b))
     found = TensorDifference(name=a.name, state=a.state, elements=a.numel)
     for number, tile in enumerate(tiles(a.shape, size)):
-        one, two = reads_a.read(a, index_a, tile, number), reads_b.read(b, index_b, tile, number)
+        one, two = reads_a.read(a, tile, number), reads_b.read(b, tile, number)
         progress(one.values.size)
         if one.digest != two.digest:
             found = _add(found, one, two, a.dtype)

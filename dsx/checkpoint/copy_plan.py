@@ -27,7 +27,6 @@ class CopyJob:
 
     source: Entry
     target: Entry
-    reads: PieceIndex = field(repr=False, compare=False)
     writes: PieceIndex = field(repr=False, compare=False)
 
     @property
@@ -108,8 +107,7 @@ def plan(source: Catalog, target: Catalog) -> CopyPlan:
     for entry in target.entries:
         found = _source_of(entry, held, source)
         _check_match(found, entry, source)
-        reads = PieceIndex(piece for piece in found.pieces if piece.replica == 0)
-        job = CopyJob(found, entry, reads, PieceIndex(entry.pieces))
+        job = CopyJob(found, entry, PieceIndex(entry.pieces))
         check_cover(found, 0, tile_elements, str(source.root))
         for replica in sorted({piece.replica for piece in entry.pieces} or {0}):
             check_cover(entry, replica, tile_elements, f"{target.root} (to be written)")

@@ -31,7 +31,7 @@ from dsx.checkpoint.formats.deepspeed.order import TIED
 from dsx.checkpoint.formats.huggingface import catalog
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.pieces import PieceIndex, volume
-from dsx.checkpoint.read import DamagedError, SourceReader, within
+from dsx.checkpoint.read import DamagedError, Reader, within
 from dsx.checkpoint.staging import RESUMES, Record, Staging
 from dsx.checkpoint.target import Crc32Field, Target, Written
 from dsx.errors import CheckpointError, ModelError
@@ -214,18 +214,20 @@ def execute(
     """
     began = monotonic()
     workers = _num_workers(plan, options)
-    check_files(source)
-    with Staging(target, _about(source, target, plan), restart=options.restart) as staging:
-        run = _Run(source, target, plan, staging, options)
+    with (
+        Reader(source, plan.tile_elements) as reader,
+        Staging(target, _about(source, target, plan), restart=options.restart) as staging,
+    ):
+        run = _Run(reader, target, plan, staging, options)
         try:
             run.work(workers)
-            checked = run.reader.check_rest(job.source for job in plan.jobs)
+            checked = reader.check_rest(job.source for job in plan.jobs)
             run.fill_crc32()
         except DamagedError:
             staging.discard()
             raise
         finally:
-            run.close()
+            run.writes.close()
         with blamed(staging.data, "what ends the checkpoint", "writing", RESUMES):
             target.finish(staging.data, run.written())
         try:
@@ -242,7 +244,7 @@ def execute(
         read_bytes=plan.read_bytes,
         written_bytes=plan.write_bytes,
         resumed_bytes=run.resumed_bytes,
-        tiles_checked=run.reader.tiles_checked,
+        tiles_checked=reader.tiles_checked,
         sums_checked=checked,
         seconds=monotonic() - began,
         notes=(*plan.notes, *target.dropped),
@@ -289,12 +291,12 @@ class _Run:
     """One conversion under way: what its threads share."""
 
     def __init__(
-        self, source: Catalog, target: Target, plan: CopyPlan, staging: Staging, options: ConversionOptions
+        self, reader: Reader, target: Target, plan: CopyPlan, staging: Staging, options: ConversionOptions
     ) -> None:
         self._target, self._plan, self._staging = target, plan, staging
         self._progress = options.progress
-        self.reader = SourceReader(source, plan.tile_elements)
-        self._writes = FilePool(staging.path_of, os.O_RDWR)
+        self._reader = reader
+        self.writes = FilePool(staging.path_of, os.O_RDWR)
         self._crc32_files = {s.file for s in target.skeletons if s.crc32_fields}
         self._crc32 = Crc32Parts()
         self._lock, self._flushing = threading.Lock(), threading.Lock()
@@ -306,13 +308,8 @@ class _Run:
         self.resumed_bytes = 0
         for record in staging.records:
             self._take(record)
-            self.reader.note([(*part,) for part in record["read"]], checked=record["checked"])
+            self._reader.note([(*part,) for part in record["read"]], checked=record["checked"])
             self.resumed_bytes += _written_bytes(record)
-
-    def close(self) -> None:
-        """Close all files."""
-        self.reader.close()
-        self._writes.close()
 
     def work(self, workers: int) -> None:
         """Do every unit that is not done. What is done when this raises is in the journal."""
@@ -354,14 +351,14 @@ class _Run:
     def _unit(self, at: int, number: int, tile: Box) -> Record:
         """Read one tile, convert it, write it to every place that it has."""
         job = self._plan.jobs[at]
-        read = self.reader.read(job.source, job.reads, tile, number)
+        read = self._reader.read(job.source, tile, number)
         values = convert(read.values, job.source.dtype, job.target.dtype)
         name = digest(values.reshape(-1).view(np.uint8).data) if job.converts else read.digest
         regions: list[tuple[str, int, int, str]] = []
         parts: list[Summed] = []
         for piece, box in job.writes.overlaps(tile):
             path = self._staging.path_of(piece.file)
-            with blamed(path, str(job.target), "writing", RESUMES), self._writes.lend(piece.file) as file:
+            with blamed(path, str(job.target), "writing", RESUMES), self.writes.lend(piece.file) as file:
                 for start, stop, data in write_box(file, piece, box, values[within(box, tile)]):
                     regions.append((piece.file, start, stop, digest(data)))
                     if stop - start >= _WORTH_STARTING_BYTES:
@@ -390,7 +387,7 @@ class _Run:
                 self._unflushed, self._unflushed_bytes = set(), 0
             for name in names:
                 path = self._staging.path_of(name)
-                with blamed(path, "its tensors", "flushing", RESUMES), self._writes.lend(name) as file:
+                with blamed(path, "its tensors", "flushing", RESUMES), self.writes.lend(name) as file:
                     os.fdatasync(file)
             with self._lock:
                 self._staging.seal(count)
@@ -400,7 +397,7 @@ class _Run:
         for skeleton in self._target.skeletons:
             path = self._staging.path_of(skeleton.file)
             for place in skeleton.crc32_fields:
-                with blamed(path, "its CRC32", "writing", RESUMES), self._writes.lend(skeleton.file) as file:
+                with blamed(path, "its CRC32", "writing", RESUMES), self.writes.lend(skeleton.file) as file:
                     crc = self._crc32_of(skeleton.file, place)
                     data = f"{crc:08x}".encode() if place.as_text else struct.pack("<I", crc)
                     for at in place.places:

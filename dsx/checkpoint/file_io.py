@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -244,15 +243,14 @@ def read_box(descriptor: int, piece: Piece, box: Box, out: Array) -> Iterator[tu
         EOFError: The file ends first.
     """
     blocks = dense_blocks(out.shape, piece.strides)
-    item = out.dtype.itemsize
     direct = not blocks.outer and out.flags.c_contiguous and _row_major(blocks)
     stored = out if direct else np.empty(_stored_shape(blocks, out.shape), out.dtype)
-    view = stored.reshape(-1).view(np.uint8).data
-    size = blocks.elements * item
-    for at, start in enumerate(_starts(piece, box, blocks, item)):
-        part = view[at * size : (at + 1) * size]
+    view, at = stored.reshape(-1).view(np.uint8).data, 0
+    for start, stop in stretches(piece, box, out.dtype.itemsize):
+        part = view[at : at + stop - start]
         read_into(descriptor, part, start)
-        yield start, start + size, part
+        yield start, stop, part
+        at += stop - start
     if not direct:
         out[...] = _as_box(stored, blocks, out.shape)
 
@@ -266,17 +264,16 @@ def write_box(
         (start, stop, bytes) of every stretch of the file that was written.
     """
     blocks = dense_blocks(values.shape, piece.strides)
-    item = values.dtype.itemsize
     stored = values
     if blocks.outer or not values.flags.c_contiguous or not _row_major(blocks):
         stored = np.empty(_stored_shape(blocks, values.shape), values.dtype)
         _as_box(stored, blocks, values.shape)[...] = values
-    view = stored.reshape(-1).view(np.uint8).data
-    size = blocks.elements * item
-    for at, start in enumerate(_starts(piece, box, blocks, item)):
-        part = view[at * size : (at + 1) * size]
+    view, at = stored.reshape(-1).view(np.uint8).data, 0
+    for start, stop in stretches(piece, box, values.dtype.itemsize):
+        part = view[at : at + stop - start]
         write_from(descriptor, part, start)
-        yield start, start + size, part
+        yield start, stop, part
+        at += stop - start
 
 
 def crc32_of_file(descriptor: int, start: int, stop: int, step_bytes: int = 1 << 20) -> int:
@@ -327,11 +324,13 @@ def _as_box(stored: Array, blocks: Blocks, shape: tuple[int, ...]) -> Array:
     return wide.transpose(np.argsort([*order, *missing])) if shape else stored.reshape(())
 
 
-def _starts(piece: Piece, box: Box, blocks: Blocks, item_bytes: int) -> Iterator[int]:
-    """Byte at which each block begins in the file."""
+def stretches(piece: Piece, box: Box, item_bytes: int) -> Iterator[tuple[int, int]]:
+    """First byte, and the one after the last, of each stretch of a piece's file that holds a box."""
+    extents = tuple(high - low for low, high in box)
+    blocks = dense_blocks(extents, piece.strides)
+    size = blocks.elements * item_bytes
     first = piece.offset + flat_offset(piece, box) * item_bytes
-    extents = [box[dim][1] - box[dim][0] for dim in blocks.outer]
     steps = [piece.strides[dim] * item_bytes for dim in blocks.outer]
-    assert prod(extents) >= 1
-    for index in product(*map(range, extents)):
-        yield first + sum(at * step for at, step in zip(index, steps, strict=True))
+    for index in product(*(range(extents[dim]) for dim in blocks.outer)):
+        start = first + sum(at * step for at, step in zip(index, steps, strict=True))
+        yield start, start + size

@@ -29,6 +29,11 @@ class Part:
     flat: int
 
     @property
+    def box(self) -> Box:
+        """The box as (start, stop) per dim."""
+        return tuple((low, low + extent) for low, extent in zip(self.start, self.shape, strict=True))
+
+    @property
     def end(self) -> int:
         """The element of the flattened local tensor after the box's last one."""
         last = sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
@@ -201,8 +206,8 @@ Blocks(outer=(), inner=(1, 0), elements=12))
     return Blocks(tuple(sorted(dims[inner:])), tuple(reversed(dims[:inner])), elements)
 
 
-def flat_offset(piece: Piece, box: Box) -> int:
-    """Elements between a piece's first element and the first of ``box``, which lies in it."""
+def flat_offset(piece: Piece | Part, box: Box) -> int:
+    """Elements between the first element of a piece or part and the first of ``box``, which lies in it."""
     return sum(
         (low - corner) * step for (low, _), corner, step in zip(box, piece.start, piece.strides, strict=True)
     )

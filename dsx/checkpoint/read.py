@@ -8,9 +8,7 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece, check_files, heads, locate
+from dsx.checkpoint.catalog import USE_ANOTHER, Catalog, Checksum, Entry, Piece, check_files, heads, locate
 from dsx.checkpoint.checksums import Crc32Parts, Summed, crc32_joined, digest
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS, region, tiles
 from dsx.checkpoint.file_io import (
@@ -31,11 +29,11 @@ from dsx.checkpoint.file_io import (
     numpy_dtype,
     read_box,
 )
-from dsx.checkpoint.pieces import Part, PieceIndex, dense_blocks, flat_offset, intersect, volume
+from dsx.checkpoint.pieces import Part, PieceIndex, flat_offset, intersect, volume
 from dsx.errors import CheckpointError
 from dsx.models.param import Box
 
-_USE_ANOTHER = "use another checkpoint: this one is damaged"
+_DAMAGED = f"{USE_ANOTHER}: this one is damaged"
 
 
 class DamagedError(CheckpointError):
@@ -59,20 +57,33 @@ class Tile:
     parts: tuple[Summed, ...]
 
 
-class SourceReader:
-    """Tiles of a checkpoint, for several threads. A context manager that closes its files.
+class Reader:
+    """Reads tensors of a checkpoint, for several threads. A context manager that closes its files.
+
+    What is read whole is compared with its checksum, where the checkpoint has one.
 
     Args:
         catalog: The checkpoint.
         tile_elements: Size of the tiles that will be asked for. The manifest's digests are compared if it has
             them of tiles of this size.
+
+    Attributes:
+        read_bytes: Bytes of tensors that :meth:`fill` has read.
+        tiles_checked: Tiles that :meth:`read` has compared whole with what the checkpoint says of them.
+
+    Raises:
+        CheckpointError: A file is missing, too short, or outside of the checkpoint's folder.
     """
 
-    def __init__(self, catalog: Catalog, tile_elements: int) -> None:
-        self._catalog = catalog
+    def __init__(self, catalog: Catalog, tile_elements: int = TILE_ELEMENTS) -> None:
+        check_files(catalog)
+        self.catalog = catalog
+        self._entries = catalog.by_key
+        self._indexes: dict[tuple[str, str], PieceIndex] = {}
         self._digests = catalog.tile_digests if catalog.tile_elements == tile_elements else {}
         self._holders = catalog.files
-        self._files = FilePool(lambda file: locate(catalog, file, str(self._holders[file])), os.O_RDONLY)
+        self._heads = heads(catalog)
+        self._files = FilePool(self._path_of, os.O_RDONLY)
         self._sums = _by_file(catalog)
         self._regions = {
             (one.file, one.start, one.stop): one for one in catalog.checksums if one.algorithm != "crc32"
@@ -80,6 +91,7 @@ class SourceReader:
         self._right: set[tuple[str, int]] = set()
         self._parts = Crc32Parts()
         self._lock = threading.Lock()
+        self.read_bytes = 0
         self.tiles_checked = 0
 
     def __enter__(self) -> Self:
@@ -88,14 +100,50 @@ class SourceReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all files."""
         self._files.close()
 
-    def read(self, entry: Entry, index: PieceIndex, tile: Box, number: int) -> Tile:
-        """The ``number``-th tile of an entry, whose pieces are in ``index``.
+    def find(self, name: str, state: str) -> Entry | None:
+        """The state of a tensor; master and weight stand in for each other. None if there is neither."""
+        found = self._entries.get((name, state))
+        if found is None and state in ("master", "weight"):
+            found = self._entries.get((name, "weight" if state == "master" else "master"))
+        return found
+
+    def fill(self, entry: Entry, parts: Sequence[Part], out: Array, dtype: str) -> None:
+        """Put parts of a tensor where they belong in a rank's flattened local tensor.
+
+        Args:
+            entry: The tensor.
+            parts: Boxes, and where they lie in ``out``.
+            out: One dim, written in place.
+            dtype: Of ``out``, as torch names it.
+
+        Raises:
+            CheckpointError: Something is nowhere in the checkpoint, a file ends early, or bytes are not what
+                their checksum says.
+        """
+        for part in parts:
+            box, covered = part.box, 0
+            for piece, shared in self._index(entry).overlaps(box):
+                covered += volume(shared)
+                for tile in tiles_of(entry.shape, shared):
+                    self._copy(entry, piece, tile, _window(out, part, tile), dtype)
+            if covered != volume(box):
+                raise CheckpointError(
+                    f"{self.catalog.root}: {entry}", f"nothing holds all of {region(box)}", USE_ANOTHER
+                )
+
+    def _copy(self, entry: Entry, piece: Piece, box: Box, window: Array, dtype: str) -> None:
+        direct = dtype == entry.dtype and window.flags.c_contiguous
+        values = window if direct else np.empty(window.shape, numpy_dtype(entry.dtype))
+        count = sum(stop - start for start, stop, _ in self._checked(entry, piece, box, values))
+        with self._lock:
+            self.read_bytes += count
+        if not direct:
+            window[...] = convert(values, entry.dtype, dtype)
+
+    def read(self, entry: Entry, tile: Box, number: int) -> Tile:
+        """The ``number``-th tile of an entry.
 
         Raises:
             DamagedError: Its bytes have another digest than the manifest says, or a file ends too early.
@@ -104,29 +152,55 @@ class SourceReader:
         out = np.empty([stop - start for start, stop in tile], numpy_dtype(entry.dtype))
         parts: list[Summed] = []
         known = self._digests.get(entry.key)
-        unknown = known is None
         regions = stretches = 0
-        for piece, box in index.overlaps(tile):
+        for piece, box in self._index(entry).overlaps(tile):
             view = out[within(box, tile)]
             take_crc32 = (piece.file, "crc32") in self._sums
-            path = self._catalog.root / piece.file
-            with blamed(path, str(entry), "reading", _USE_ANOTHER), self._files.lend(piece.file) as file:
-                for start, stop, data in read_box(file, piece, box, view):
-                    if take_crc32:
-                        parts.append((piece.file, start, stop, zlib.crc32(data)))
-                    region = self._regions.get((piece.file, start, stop)) if unknown else None
-                    if region is not None and digest(data) != region.digest:
-                        raise _damaged(path, str(entry), region)
-                    if region is not None:
-                        self._right.add((piece.file, start))
-                        regions += 1
-                    stretches += 1
+            for start, stop, data in self._checked(entry, piece, box, view, regions=known is None):
+                if take_crc32:
+                    parts.append((piece.file, start, stop, zlib.crc32(data)))
+                regions += known is None and (piece.file, start, stop) in self._regions
+                stretches += 1
         found = digest(out.reshape(-1).view(np.uint8).data)
         if known is not None and (number >= len(known) or known[number] != found):
-            raise self._damage(entry, index, tile)
+            raise self._damage(entry, tile)
         checked = known is not None or 0 < regions == stretches
         self.note(parts, checked=checked)
         return Tile(out, found, checked, tuple(parts))
+
+    def _index(self, entry: Entry) -> PieceIndex:
+        """The pieces that are read of an entry."""
+        index = self._indexes.get(entry.key)
+        if index is None:
+            index = PieceIndex(entry.read_pieces)
+            self._indexes[entry.key] = index
+        return index
+
+    def _checked(
+        self, entry: Entry, piece: Piece, box: Box, out: Array, *, regions: bool = True
+    ) -> Iterator[tuple[int, int, memoryview]]:
+        """As :func:`read_box`, and compared with the checksums of the same stretches (``regions``)."""
+        path = self.catalog.root / piece.file
+        with blamed(path, str(entry), "reading", _DAMAGED), self._files.lend(piece.file) as file:
+            for start, stop, data in read_box(file, piece, box, out):
+                known = self._regions.get((piece.file, start, stop)) if regions else None
+                if known is not None and digest(data) != known.digest:
+                    raise _damaged(path, str(entry), known)
+                if known is not None:
+                    self._right.add((piece.file, start))
+                yield start, stop, data
+
+    def _path_of(self, file: str) -> Path:
+        """Where a file is, when it is opened; its header, which no tensor needs, is compared once."""
+        path = locate(self.catalog, file, str(self._holders[file]))
+        with self._lock:
+            head = self._heads.pop(file, None)
+        if head is not None:
+            with blamed(path, "its header", "reading", _DAMAGED), path.open("rb") as opened:
+                if digest_of_file(opened.fileno(), head.start, head.stop) != head.digest:
+                    raise _damaged(path, "its header", head)
+                self._right.add((file, head.start))
+        return path
 
     def note(self, parts: list[Summed], *, checked: bool) -> None:
         """Count a tile as read, by this reader or by an earlier one."""
@@ -149,13 +223,13 @@ class SourceReader:
         Raises:
             DamagedError: One is wrong; with the file and the tensors in it.
         """
-        checked = 0
-        for checksum in (*heads(self._catalog).values(), *self._unread(entries)):
-            where, path = checksum.file, self._catalog.root / checksum.file
-            with blamed(path, "its checksums", "reading", _USE_ANOTHER), self._files.lend(where) as opened:
+        checked = len(heads(self.catalog)) - len(self._heads)  # when the files were opened
+        for checksum in (*self._heads.values(), *self._unread(entries)):
+            where, path = checksum.file, self.catalog.root / checksum.file
+            with blamed(path, "its checksums", "reading", _DAMAGED), self._files.lend(where) as opened:
                 found = digest_of_file(opened, checksum.start, checksum.stop)
             if found != checksum.digest:
-                raise _damaged(path, _tensors_in(self._catalog, checksum), checksum)
+                raise _damaged(path, _tensors_in(self.catalog, checksum), checksum)
             checked += 1
         for (file, algorithm), checksums in self._sums.items():
             if algorithm != "crc32":
@@ -174,10 +248,9 @@ class SourceReader:
         for entry in entries:
             if entry.key in self._digests:
                 continue
-            for piece in entry.pieces:
-                if piece.replica == 0:
-                    sums = self._overlapping(piece, entry.item_bytes)
-                    found |= {(one.file, one.start): one for one in sums}
+            for piece in entry.read_pieces:
+                sums = self._overlapping(piece, entry.item_bytes)
+                found |= {(one.file, one.start): one for one in sums}
         return [one for key, one in sorted(found.items()) if key not in self._right]
 
     def _overlapping(self, piece: Piece, item_bytes: int) -> list[Checksum]:
@@ -188,29 +261,29 @@ class SourceReader:
         return sums[low:high]
 
     def _compare(self, checksum: Checksum, stretches: list[tuple[int, int, int | None]]) -> None:
-        path = self._catalog.root / checksum.file
+        path = self.catalog.root / checksum.file
         total = 0
-        with blamed(path, "its CRC32", "reading", _USE_ANOTHER), self._files.lend(checksum.file) as file:
+        with blamed(path, "its CRC32", "reading", _DAMAGED), self._files.lend(checksum.file) as file:
             for start, stop, known in stretches:
                 crc = crc32_of_file(file, start, stop) if known is None else known
                 total = crc32_joined(total, crc, stop - start)
         if f"{total:08x}" != checksum.digest:
-            raise _damaged(path, _tensors_in(self._catalog, checksum), checksum)
+            raise _damaged(path, _tensors_in(self.catalog, checksum), checksum)
 
-    def _damage(self, entry: Entry, index: PieceIndex, tile: Box) -> DamagedError:
+    def _damage(self, entry: Entry, tile: Box) -> DamagedError:
         """The error for a tile with a wrong digest; finds the file by the regions' own checksums."""
-        pieces = [piece for piece, _ in index.overlaps(tile)]
+        pieces = [piece for piece, _ in self._index(entry).overlaps(tile)]
         for piece in pieces:
-            path = self._catalog.root / piece.file
-            with blamed(path, str(entry), "reading", _USE_ANOTHER), self._files.lend(piece.file) as file:
+            path = self.catalog.root / piece.file
+            with blamed(path, str(entry), "reading", _DAMAGED), self._files.lend(piece.file) as file:
                 for checksum in self._overlapping(piece, entry.item_bytes):
                     if digest_of_file(file, checksum.start, checksum.stop) != checksum.digest:
                         return _damaged(path, str(entry), checksum)
         files = ", ".join(sorted({piece.file for piece in pieces}))
         return DamagedError(
-            f"{self._catalog.root}: {entry}",
+            f"{self.catalog.root}: {entry}",
             f"its bytes (in {files}) do not have the checksum in the manifest: they or it were changed",
-            _USE_ANOTHER,
+            _DAMAGED,
         )
 
 
@@ -230,7 +303,7 @@ def verify(catalog: Catalog, progress: Callable[[int], None] = lambda _: None) -
     try:
         for (file, algorithm), checksums in sorted(_by_file(catalog).items()):
             path = catalog.root / file
-            with blamed(path, "its checksums", "reading", _USE_ANOTHER), files.lend(file) as descriptor:
+            with blamed(path, "its checksums", "reading", _DAMAGED), files.lend(file) as descriptor:
                 for checksum in checksums:
                     found = take[algorithm](descriptor, checksum.start, checksum.stop)
                     progress(checksum.stop - checksum.start)
@@ -276,116 +349,8 @@ def _damaged(path: object, tensor: str, checksum: Checksum) -> DamagedError:
         f"{path}: {tensor}",
         f"bytes {checksum.start} to {checksum.stop} do not have the {checksum.algorithm} they were written "
         "with: the file was changed or its disk is failing",
-        _USE_ANOTHER,
+        _DAMAGED,
     )
-
-
-_TRY_ANOTHER = "use another checkpoint"
-
-
-class Reader:
-    """Reads boxes of a checkpoint's tensors; may be used by several threads.
-
-    What is read whole is compared with its checksum, where the checkpoint has one.
-
-    Args:
-        catalog: The checkpoint.
-
-    Raises:
-        CheckpointError: A file is missing, too short, or outside of the checkpoint's folder.
-    """
-
-    def __init__(self, catalog: Catalog) -> None:
-        check_files(catalog)
-        self.catalog = catalog
-        self.read_bytes = 0
-        self._lock = threading.Lock()
-        self._entries = catalog.by_key
-        self._indexes: dict[tuple[str, str], PieceIndex] = {}
-        self._files = catalog.files
-        self._heads = heads(catalog)
-        self._pool = FilePool(self._path_of, os.O_RDONLY)
-        self._sums: dict[tuple[str, int, int], Checksum] = {
-            (one.file, one.start, one.stop): one for one in catalog.checksums if one.algorithm == "xxh3_128"
-        }
-
-    @classmethod
-    @contextmanager
-    def open(cls, catalog: Catalog) -> Iterator[Self]:
-        """A reader whose files are closed at the end."""
-        reader = cls(catalog)
-        try:
-            yield reader
-        finally:
-            reader._pool.close()
-
-    def find(self, name: str, state: str) -> Entry | None:
-        """The state of a tensor; master and weight stand in for each other. None if there is neither."""
-        found = self._entries.get((name, state))
-        if found is None and state in ("master", "weight"):
-            found = self._entries.get((name, "weight" if state == "master" else "master"))
-        return found
-
-    def fill(self, entry: Entry, parts: Sequence[Part], out: Array, dtype: str) -> None:
-        """Put parts of a tensor where they belong in a rank's flattened local tensor.
-
-        Args:
-            entry: The tensor.
-            parts: Boxes, and where they lie in ``out``.
-            out: One dim, written in place.
-            dtype: Of ``out``, as torch names it.
-
-        Raises:
-            CheckpointError: Something is nowhere in the checkpoint, a file ends early, or bytes are not what
-                their checksum says.
-        """
-        index = self._indexes.get(entry.key)
-        if index is None:
-            index = PieceIndex(piece for piece in entry.pieces if piece.replica == 0)
-            self._indexes[entry.key] = index
-        for part in parts:
-            box = tuple((low, low + size) for low, size in zip(part.start, part.shape, strict=True))
-            covered = 0
-            for piece, shared in index.overlaps(box):
-                covered += volume(shared)
-                for tile in tiles_of(entry.shape, shared):
-                    self._copy(entry, piece, tile, _window(out, part, tile), dtype)
-            if covered != volume(box):
-                raise CheckpointError(
-                    f"{self.catalog.root}: {entry}", f"nothing holds all of {region(box)}", _TRY_ANOTHER
-                )
-
-    def _path_of(self, file: str) -> Path:
-        """Where a file is, when it is opened; its header, which no tensor needs, is compared once."""
-        path = locate(self.catalog, file, str(self._files[file]))
-        with self._lock:
-            head = self._heads.pop(file, None)
-        if head is not None:
-            with path.open("rb") as opened:
-                data = opened.read(head.stop)
-            if digest(data) != head.digest:
-                raise _changed(path, "its header", head.start, head.stop)
-        return path
-
-    def _copy(self, entry: Entry, piece: Piece, box: Box, window: Array, dtype: str) -> None:
-        stored = numpy_dtype(entry.dtype)
-        direct = dtype == entry.dtype and window.flags.c_contiguous
-        values = window if direct else np.empty(window.shape, stored)
-        path = self.catalog.root / piece.file
-        with (
-            self._pool.lend(piece.file) as descriptor,
-            blamed(path, str(entry), "when dsx reads", _TRY_ANOTHER),
-        ):
-            count = 0
-            for start, stop, data in read_box(descriptor, piece, box, values):
-                count += stop - start
-                known = self._sums.get((piece.file, start, stop))
-                if known is not None and digest(data) != known.digest:
-                    raise _changed(path, str(entry), start, stop)
-        with self._lock:
-            self.read_bytes += count
-        if not direct:
-            window[...] = convert(values, entry.dtype, dtype)
 
 
 def tiles_of(shape: Sequence[int], box: Box) -> Iterator[Box]:
@@ -396,31 +361,9 @@ def tiles_of(shape: Sequence[int], box: Box) -> Iterator[Box]:
             yield shared
 
 
-def stretches(piece: Piece, box: Box, item_bytes: int) -> Iterator[tuple[int, int]]:
-    """Bytes of a piece's file that hold a box, as :func:`dsx.checkpoint.file_io.read_box` reads them."""
-    shape = tuple(high - low for low, high in box)
-    blocks = dense_blocks(shape, piece.strides)
-    size = blocks.elements * item_bytes
-    first = piece.offset + flat_offset(piece, box) * item_bytes
-    for index in product(*(range(shape[dim]) for dim in blocks.outer)):
-        steps = zip(index, blocks.outer, strict=True)
-        start = first + item_bytes * sum(at * piece.strides[dim] for at, dim in steps)
-        yield start, start + size
-
-
-def _changed(path: Path, what: str, start: int, stop: int) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: {what}",
-        f"bytes {start} to {stop} are not what was written: their checksum is another",
-        _TRY_ANOTHER,
-    )
-
-
 def _window(out: Array, part: Part, box: Box) -> Array:
     """The elements of ``box``, which lies in ``part``, as a view on the flattened local tensor."""
-    first = part.flat + sum(
-        (low - corner) * step for (low, _), corner, step in zip(box, part.start, part.strides, strict=True)
-    )
+    first = part.flat + flat_offset(part, box)
     shape = tuple(high - low for low, high in box)
     steps = tuple(step * out.itemsize for step in part.strides)
     return as_strided(out[first:], shape, steps)

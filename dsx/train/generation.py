@@ -187,7 +187,7 @@ def _filled(
     named = under_hf_names(source, hf_config)
     dtype = _DTYPES.get(precision or str(source.facts.get("precision")), _stored_dtype(named))
     where = str(source.root)
-    with Reader.open(named) as reader:
+    with Reader(named) as reader:
         if code is None:  # whatever the config claims, before it has memory
             with torch.device("meta"):
                 _matched(reader, named, _empty(hf_config, dtype, where, code), source)

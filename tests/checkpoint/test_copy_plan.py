@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dsx.checkpoint.catalog import Catalog, Entry, Piece
 from dsx.checkpoint.copy_plan import check_cover, plan, tiles
-from dsx.checkpoint.pieces import contiguous
+from dsx.checkpoint.pieces import PieceIndex, contiguous
 from dsx.errors import CheckpointError
 
 
@@ -74,7 +74,9 @@ def test_replicas_are_other_copies_not_overlaps():
     source = entry(WHOLE)
     copies = replace(source, pieces=(*source.pieces, Piece("g", 8, (2, 0), (1, 4), (4, 1), 1)))
     made = plan(catalog(copies), catalog(entry(WHOLE), root="dst"))
-    assert [piece.file for piece, _ in made.jobs[0].reads.overlaps(((2, 3), (0, 4)))] == ["f0"]
+    assert [
+        piece.file for piece, _ in PieceIndex(made.jobs[0].source.read_pieces).overlaps(((2, 3), (0, 4)))
+    ] == ["f0"]
 
 
 def test_what_is_missing_is_named():

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Catalog, Checksum, Entry
 from dsx.checkpoint.checksums import digest
-from dsx.checkpoint.file_io import blamed, write_from
+from dsx.checkpoint.file_io import blamed, stretches, write_from
 from dsx.checkpoint.formats import native
 from dsx.checkpoint.formats.native import StoredBlock, read_manifest, write_manifest
 from dsx.checkpoint.plain import as_numpy
-from dsx.checkpoint.read import stretches, tiles_of
+from dsx.checkpoint.read import tiles_of
 from dsx.checkpoint.run.names import CheckpointedRun, specs_here
 from dsx.checkpoint.run.state import group_facts, merged_groups, run_facts, save_random_states
 from dsx.checkpoint.run.stored import stored_here

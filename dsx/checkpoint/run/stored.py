@@ -135,7 +135,7 @@ def load_stored(run: CheckpointedRun, catalog: Catalog) -> int:
                 found[state].add(number)
         kept.make(moments, {state: _one_of(catalog, state, values) for state, values in found.items()})
     frozen = {names.of(p).name for p in run.pipeline.chunks.parameters() if not p.requires_grad}
-    with Reader.open(catalog) as reader, torch.no_grad():
+    with Reader(catalog) as reader, torch.no_grad():
         for block in stored_here(run, everything=True):
             _fill(reader, block, frozen=block.entry.name in frozen)
         return reader.read_bytes
