@@ -100,6 +100,10 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files."""
         self._files.close()
 
     def find(self, name: str, state: str) -> Entry | None:

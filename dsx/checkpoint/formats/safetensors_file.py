@@ -69,12 +69,9 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
             names = _names_by_library(path)
             length = int.from_bytes(file.read(8), "little")
             header = parsed(file.read(min(length, _LARGEST_HEADER)))
-    except OSError as error:
-        raise CheckpointError(
-            str(path), f"it cannot be read ({error.strerror or error})", _DOWNLOAD
-        ) from None
-    except (SafetensorError, ValueError) as error:
-        what = f"it is no whole safetensors file ({error})"
+    except (OSError, SafetensorError, ValueError) as error:
+        why = error.strerror or error if isinstance(error, OSError) else error
+        what = f"not a readable safetensors file ({why})"
         raise CheckpointError(str(path), what, _DOWNLOAD) from None
     if not isinstance(header, dict) or header.keys() - {_METADATA} != names:
         raise CheckpointError(str(path), "its header reads in more than one way", _DOWNLOAD)

@@ -44,8 +44,8 @@ def layer_weights(
 ) -> Iterator[Callable[[int, nn.Module], None]]:
     """What gives layers of dsx's families the weights of a Hugging Face folder, one by one.
 
-    It is for ``load_layer`` of :class:`~dsx.PipelineModule`. Each rank reads only its own slices, and maps
-    the files for one layer at a time. A collective call over all ranks.
+    It is for ``load_layer`` of :class:`~dsx.PipelineModule`. Each rank reads only its own slices. A
+    collective call over all ranks.
 
     Args:
         folder: The Hugging Face model folder.
@@ -56,14 +56,12 @@ def layer_weights(
         CheckpointError: The folder lacks a tensor, has another, or one has another shape.
     """
     agree(lambda: _check(folder, specs))
-    with hf.open_weights(folder) as weights:
+    with hf.HfWeights(folder) as weights:
 
         @torch.no_grad()
         def load(_index: int, layer: nn.Module) -> None:
             for parameter in layer.parameters():
                 parameter.copy_(weights.read(spec_of(parameter), groups.mesh.tp, groups.tp_rank))
-            # Pages of a file that is mapped count as this process's memory until it is closed.
-            weights.close()
 
         yield load
 
@@ -174,7 +172,7 @@ def copy_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) 
 
 
 def _check(folder: str | Path, specs: Sequence[ParamSpec]) -> None:
-    with hf.open_weights(folder) as weights:
+    with hf.HfWeights(folder) as weights:
         weights.check(specs)
 
 

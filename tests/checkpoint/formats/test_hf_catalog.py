@@ -117,7 +117,7 @@ def test_folder_of_transformers(name: str, shard: str, tmp_path: Path) -> None:
     specs = specs_of(name)
     named = hf_catalog.as_dsx(catalog, specs)
     assert hf_catalog.as_dsx(named, specs) == named
-    with hf.open_weights(tmp_path) as weights:
+    with hf.HfWeights(tmp_path) as weights:
         for spec in specs:
             found = read_entry(named, named.by_key[spec.name, "weight"])
             assert torch.equal(found, weights.read(spec)[: spec.shape[0]])

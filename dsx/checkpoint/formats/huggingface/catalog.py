@@ -154,28 +154,18 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
     """
     if {spec.name for spec in specs} <= {entry.name for entry in source.entries}:
         return replace(source, specs=tuple(specs))
-    by_name: dict[str, dict[str, Entry]] = defaultdict(dict)
-    for entry in source.entries:
-        by_name[entry.name][entry.state] = entry
+    by_name = source.by_name
     entries, homes = [], {}
     for spec in specs:
-        found = [_stored_name(source, spec, name, by_name) for name in spec.hf]
+        found, states = states_of(source, spec, by_name)
         homes.update(dict.fromkeys(found, spec.name))
-        for state in dict.fromkeys(state for name in found for state in by_name[name]):
-            lacking = next((name for name in found if state not in by_name[name]), None)
-            if lacking is not None:
-                raise CheckpointError(
-                    f"{source.root}: tensor {lacking}, {state}",
-                    f"it is missing, but the other parts of {spec.name} have it",
-                    "use a checkpoint of a model whose parts were trained together",
-                )
-            entries.append(_fused(source, spec, [by_name[name][state] for name in found]))
+        entries += states
     copies = _tied_copies(specs, homes, by_name)
     unknown = sorted(by_name.keys() - homes.keys() - copies.keys())
     unknown = [name for name in unknown if not is_buffer(name) and _role(by_name[name]) != "buffer"]
     if unknown:
         raise CheckpointError(
-            f"{source.root}: tensor {unknown[0]}",
+            f"{_home(source, by_name[unknown[0]])}: tensor {unknown[0]}",
             f"the model has no place for it (of {len(unknown)} such tensors)",
             "use the config of the model that the checkpoint is of",
         )
@@ -186,6 +176,42 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
         specs=tuple(specs),
         facts=renamed(source.facts, lambda name: (homes[name],) if name in homes else (), str(source.root)),
     )
+
+
+def states_of(
+    source: Catalog, spec: ParamSpec, by_name: Mapping[str, Mapping[str, Entry]]
+) -> tuple[list[str], list[Entry]]:
+    """Names under which a checkpoint has the parts of a parameter, and the parameter's states.
+
+    Args:
+        source: The checkpoint.
+        spec: The parameter.
+        by_name: The checkpoint's entries by name and state.
+
+    Raises:
+        CheckpointError: It lacks a part, or has one of another shape.
+    """
+    found = [_stored_name(source, spec, name, by_name) for name in spec.hf]
+    entries = []
+    for state in dict.fromkeys(state for name in found for state in by_name[name]):
+        lacking = next((name for name in found if state not in by_name[name]), None)
+        if lacking is not None:
+            raise CheckpointError(
+                f"{source.root}: tensor {lacking}, {state}",
+                f"it is missing, but the other parts of {spec.name} have it",
+                "use a checkpoint of a model whose parts were trained together",
+            )
+        entries.append(_fused(source, spec, [by_name[name][state] for name in found]))
+    return found, entries
+
+
+def _home(source: Catalog, states: Mapping[str, Entry] | None = None) -> Path:
+    """Where a model folder has a tensor, or would list it; of any other checkpoint the folder."""
+    if source.format != FORMAT:
+        return source.root
+    files = [piece.file for entry in (states or {}).values() for piece in entry.pieces]
+    names = (*files, INDEX, SINGLE, BIN_INDEX, BIN_SINGLE)
+    return next((path for name in names if (path := source.root / name).is_file()), source.root)
 
 
 def _tied_copies(
@@ -212,13 +238,13 @@ def _check_copies(
         stored, held = by_name[name], by_name[kept]
         lone = sorted(stored.keys() - held.keys())
         if lone:
-            raise untied(f"{source.root}: tensor {name}, {lone[0]}", f"{kept} has no {lone[0]}")
+            raise untied(f"{_home(source, stored)}: tensor {name}, {lone[0]}", f"{kept} has no {lone[0]}")
         others = [replace(entry, name=kept) for entry in stored.values() if not _same_bytes(entry, held)]
         ours = replace(plain, entries=tuple(held.values()))
         for found in compare(replace(plain, entries=tuple(others)), ours):
             if not found.equal:
                 what = found.what or f"{found.differing:,} of {found.elements:,} elements differ from {kept}"
-                raise untied(f"{source.root}: tensor {name}, {found.state}", what)
+                raise untied(f"{_home(source, stored)}: tensor {name}, {found.state}", what)
 
 
 def _same_bytes(entry: Entry, held: Mapping[str, Entry]) -> bool:
@@ -323,7 +349,7 @@ def _stored_name(
     found = next((one for one in stored_names(spec, name) if one in by_name), None)
     if found is None:
         raise CheckpointError(
-            f"{source.root}: tensor {name}",
+            f"{_home(source)}: tensor {name}",
             "it is missing",
             "use the config of the model that the checkpoint is of, or complete the download",
         )
@@ -348,7 +374,7 @@ def _fused(source: Catalog, spec: ParamSpec, parts: Sequence[Entry]) -> Entry:
         wanted = wanted[::-1] if spec.hf_transposed else wanted
         if entry.shape != wanted or entry.dtype != parts[0].dtype:
             raise CheckpointError(
-                f"{source.root}: {entry}",
+                f"{_home(source, {entry.state: entry})}: {entry}",
                 f"it is {entry.dtype} {entry.shape}, the model needs {parts[0].dtype} {wanted}",
                 "use the config of the model that the checkpoint is of",
             )
@@ -474,7 +500,7 @@ def target_of(
         if shards[-1] and sum(one.num_bytes for one in shards[-1]) + entry.num_bytes > shard_bytes:
             shards.append([])
         shards[-1].append(entry)
-    names = [_file_name(at, len(shards)) for at in range(len(shards))]
+    names = [file_name(at, len(shards)) for at in range(len(shards))]
     skeletons, entries = [], []
     for name, shard in zip(names, shards, strict=True):
         skeleton, placed = _file(name, shard)
@@ -529,7 +555,8 @@ def _weights(source: Catalog, precision: str | None) -> list[Entry]:
     return entries
 
 
-def _file_name(at: int, count: int) -> str:
+def file_name(at: int, count: int) -> str:
+    """Name of one of ``count`` files of weights."""
     return SINGLE if count == 1 else f"model-{at + 1:05d}-of-{count:05d}.safetensors"
 
 
