@@ -8,8 +8,7 @@ _MOST_CHARACTERS = 20_000
 class DsxError(Exception):
     """An error with a place, a reason and a fix.
 
-    Each may quote a file that somebody else made: control characters are escaped, and what is longer than
-    any message is cut.
+    Each part may quote a file of unknown origin: control characters are escaped, and overlong text is cut.
 
     Args:
         where: The config key, file or argument at fault, with its value when there is one.
@@ -64,4 +63,4 @@ class VersionError(DsxError):
 
 
 class UnavailableError(ModelError, AttributeError):
-    """A name of stock DeepSpeed for which dsx has something else; to ``hasattr`` it is not there."""
+    """A name of stock DeepSpeed in whose place dsx has another; ``hasattr`` says that it is not there."""

@@ -1,4 +1,4 @@
-"""A word to a person who waits: nothing for three seconds, then what is being done and how far it is."""
+"""Progress of what takes long: nothing for three seconds, then what is being done and how far it is."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from dsx.train.progress import amount, seconds
 T = TypeVar("T")
 
 FIRST_SECONDS = 3.0
-"""What takes less is done before anybody wonders."""
+"""What takes less time is done before anybody wonders."""
 
 _LINES_APART = 3.0
-"""Each line in a log file comes after this many times the seconds of the one before: 3, 9, 27, then ..."""
+"""In a log file each pause between lines is this many times the one before: 3, 9, 27 seconds, ..."""
 
 _MOST_SECONDS = 60.0
-"""... one a minute."""
+"""... up to a line a minute."""
 
 
 class Waiting:
-    """Says on standard error what takes long; on a terminal in one line that is rewritten and disappears.
+    """Says on standard error what takes long; on a terminal, in one line that is rewritten and disappears.
 
-    Use it as a context manager. A thread speaks, so that a single call that blocks is told of as well.
+    Use it as a context manager. A thread writes the lines, so that a single blocking call is reported as
+    well.
 
     Args:
         what: What is being done: ``tokenising my.jsonl``.
         total: How many units there are; None if nobody knows.
         unit: What is counted, in the plural; ``bytes`` are shown with their prefix. Empty counts nothing.
-        stream: Where to; None for standard error.
-        quiet: Say nothing: for all ranks but one.
+        stream: Where to write; None for standard error.
+        quiet: Write nothing, as all ranks but one should.
         first_seconds: How long to be silent.
     """
 
@@ -71,22 +72,22 @@ class Waiting:
             self._thread.join()
 
     def advance(self, units: int = 1) -> None:
-        """So many more units are done."""
+        """Count so many more units as done."""
         self._count += units
 
     def reach(self, units: int) -> None:
-        """So many units are done in all."""
+        """Count so many units as done in all."""
         self._count = units
 
     def counts(self, units: Iterable[T]) -> Iterator[T]:
-        """``units`` as they are, each counted when the next is asked for."""
+        """``units`` as they are, each counted as done when the next one is asked for."""
         for unit in units:
             yield unit
             self.advance()
 
     @property
     def text(self) -> str:
-        """What is said now."""
+        """The line as it is now."""
         elapsed = time.monotonic() - self._began
         parts = [self._counted()] if self._unit else []
         parts.append(seconds(elapsed))

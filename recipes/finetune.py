@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dsx
 
-# A recipe's own terms, which --set can change like all others: it starts from weights, and gives them back.
+# What makes this recipe: it starts from weights and exports them. --set can change these keys, too.
 TERMS = ("dsx.model.weights=load", "dsx.train.export_hf=true")
 
 
@@ -53,7 +53,7 @@ def main() -> int:
         model = dsx.recipe.build_model(config, groups)
         engine, *_ = dsx.initialize(model=model, config=config)
 
-        # A checkpoint in the output folder goes before the model folder: it is this run, further on.
+        # A checkpoint in the output folder precedes the model folder: it is this run, further on.
         state = dsx.recipe.resume(config, engine, corpus)
         batches = dsx.recipe.training_batches(
             config, corpus, dp_rank=groups.dp_rank, cursor=state.get("data_cursor", 0)
@@ -61,7 +61,7 @@ def main() -> int:
         monitor = dsx.recipe.Monitor(config, engine, corpus, state)
         guard.follow(engine, state)
 
-        # What the model makes of the held-out text as it comes.
+        # The held-out loss of the model as it is before training.
         if engine.global_steps == 0:
             monitor.evaluation(dsx.recipe.evaluate(config, engine, corpus))
 
@@ -70,8 +70,8 @@ def main() -> int:
             loss = engine.train_batch(batches)
             monitor.step(loss)
 
-            # A step whose figures are wrong (dsx.faults) ends the run, was skipped, or takes it back to its
-            # newest checkpoint; data then goes on behind the bad batch.
+            # A step with wrong figures (dsx.faults) ends the run, is skipped, or takes it back to its newest
+            # checkpoint; the data then continues after the bad batch.
             if guard.rolled_back(monitor):
                 batches = dsx.recipe.training_batches(
                     config, corpus, dp_rank=groups.dp_rank, cursor=guard.data_cursor
@@ -85,7 +85,7 @@ def main() -> int:
             if guard.must_stop or dsx.recipe.is_due(step, every=train.save_every, last=train.steps):
                 dsx.recipe.save(config, engine, corpus, monitor, guard)
 
-        # The ranks' slices put together again, under Hugging Face's names.
+        # The ranks' slices are put together again, under Hugging Face's names.
         if train.export_hf and not guard.must_stop:
             dsx.recipe.export(config, engine, monitor)
         monitor.finish()

@@ -1,10 +1,11 @@
-"""Let a checkpoint write: dsx's in any layout, stock or universal DeepSpeed's, a Hugging Face folder.
+"""Generate text from a checkpoint: dsx's in any layout, DeepSpeed's or a Hugging Face folder.
 
     python recipes/generate.py --checkpoint runs/zero3-pp1-dp2-tp1 --prompt "def main("
     python recipes/generate.py --checkpoint runs/zero3-pp1-dp2-tp1 --step 100 --temperature 0 --tokens 50
     python recipes/generate.py --checkpoint stock/global_step500 --model gpt2/ --tokenizer gpt2/
 
-One process. The weights are read where they lie into a transformers model; nothing is converted first.
+It runs in one process, and reads the weights from where they lie into a transformers model, without a
+conversion.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import dsx
 
 
 def main() -> None:
-    """Read the checkpoint, write the prompt and what the model makes of it."""
+    """Read the checkpoint, print the prompt and the model's continuation."""
     arguments = parse_arguments()
     model, tokenizer = dsx.load_transformers(
         arguments.checkpoint,
@@ -46,7 +47,7 @@ def main() -> None:
 
 
 def write(text: str) -> None:
-    """On standard output; a terminal gets nothing that it would obey."""
+    """Print to standard output, without anything that a terminal would obey."""
     print(dsx.printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 

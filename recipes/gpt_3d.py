@@ -60,8 +60,8 @@ def main() -> int:
             loss = engine.train_batch(batches)
             monitor.step(loss)
 
-            # A step whose figures are wrong (dsx.faults) ends the run, was skipped, or takes it back to its
-            # newest checkpoint; data then goes on behind the bad batch.
+            # A step with wrong figures (dsx.faults) ends the run, is skipped, or takes it back to its newest
+            # checkpoint; the data then continues after the bad batch.
             if guard.rolled_back(monitor):
                 batches = dsx.recipe.training_batches(
                     config, corpus, dp_rank=groups.dp_rank, cursor=guard.data_cursor

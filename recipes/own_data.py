@@ -17,7 +17,7 @@ import dsx
 
 
 class Sums:
-    """Sample i: the bytes of some sums, one more than the model reads, always the same for the same i."""
+    """Sample i is the bytes of some sums, one more than the model reads, always the same for the same i."""
 
     def __init__(self, count: int, length: int, name: str) -> None:
         self.count, self.length, self.name = count, length, name

@@ -73,7 +73,7 @@ class Mixer(nn.Module):
         self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """On the whole sequence: a replica that saw only a slice would get only a part of its gradient."""
+        """Work on the whole sequence: with a slice of it, a replica would get only a part of its gradient."""
         whole = parallel.gather_from(x, self.tp, dim=1) if self.tp.sequence else x
         y: Tensor = whole + self.recurrent(whole)[0]
         return parallel.scatter_to(y, self.tp, dim=1) if self.tp.sequence else y

@@ -21,7 +21,7 @@ over ideal time, measured and simulated; speed over stock DeepSpeed's 1F1B, meas
 stock; and dsx's schedules also with the options that hide such delays ("wide"). With --real nothing can be
 simulated but bubble and speed, for three parts of equal length.
 
---check ends with 1 if a figure that issue 3 demands of a size that was run is missed, and prints all of them.
+--check ends with 1 if a size misses a bound of schedule_bench/thresholds.py, and prints every bound.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _arguments() -> argparse.Namespace:
     add("--hidden", type=int, default=128, metavar="N", help="width of the real model (default 128)")
     add("--sequence-length", type=int, default=96, metavar="N", help="its tokens per sample (default 96)")
     add("--json", type=Path, metavar="FILE", help="write every figure there")
-    add("--check", action="store_true", help="hold the figures against issue 3's")
+    add("--check", action="store_true", help="hold the figures against schedule_bench/thresholds.py")
     add("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.real and arguments.wire:

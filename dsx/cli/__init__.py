@@ -1,1 +1,1 @@
-"""The ``dsx`` command: nothing imported that a command does not need."""
+"""The ``dsx`` command, which imports nothing that a command does not need."""

@@ -37,7 +37,7 @@ def _root(
 ) -> None:
     """Train in 3D (tensor x pipeline x ZeRO) with DeepSpeed, from one JSON file.
 
-    Exit codes of every command: 0 fine, 1 what was looked at is bad, 2 bad input, 130 Ctrl-C.
+    Exit codes of every command: 0 all is fine, 1 what it looked at is bad, 2 bad input, 130 Ctrl-C.
     """
 
 

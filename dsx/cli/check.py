@@ -36,14 +36,14 @@ _WHO = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One file.
+    """What came of checking one file.
 
     Attributes:
         path: The file.
-        report: The doctor's; None for a file that could not be read.
-        findings: The report's, and those of the dsx block.
-        diff: What --fix or --diff changed; empty for nothing.
-        run: How a right dsx config resolves, with a world size.
+        report: The doctor's report; None for a file that could not be read.
+        findings: The report's findings, and those of the dsx block.
+        diff: What --fix or --diff changed; empty if nothing.
+        run: How a correct dsx config resolves, if a world size is given.
         mended: Number of findings that --fix has mended.
     """
 
@@ -56,21 +56,21 @@ class Outcome:
 
 
 def unreadable(path: Path, error: ConfigError) -> Outcome:
-    """A file that is no config."""
+    """The outcome for a file that is no config."""
     why = f"{error.where.removeprefix(f'{path}, ').removeprefix(str(path))}: {error.what}".removeprefix(": ")
     finding = Finding(check="syntax", severity="error", path=(), value=ABSENT, why=why, fix=error.fix)
     return Outcome(path, None, (finding,))
 
 
 def as_text(outcomes: Sequence[Outcome], around: Sequence[Finding]) -> str:
-    """For people: a paragraph per finding, a line of counts per file."""
+    """The outcomes for people: a paragraph per finding, a line of counts per file."""
     blocks = [_file(outcome, with_name=len(outcomes) > 1) for outcome in outcomes]
     blocks += [_line(None, finding) for finding in around]
     return "\n".join(blocks)
 
 
 def as_json(outcomes: Sequence[Outcome], around: Sequence[Finding]) -> str:
-    """For programs."""
+    """The outcomes for programs."""
     found = [finding for outcome in outcomes for finding in outcome.findings] + list(around)
     content = {
         "files": [_file_facts(outcome) for outcome in outcomes],
@@ -162,7 +162,7 @@ def _last(outcome: Outcome) -> str:
 
 
 def _mendable(findings: Sequence[Finding]) -> str:
-    """How many of ``findings`` which --fix would mend."""
+    """How many of ``findings`` --fix would mend."""
     certain = sum(finding.safe for finding in findings)
     likely = sum(bool(finding.edits) for finding in findings) - certain
     said = f"; --fix mends {certain}" if certain else ""
@@ -259,9 +259,9 @@ def check(
 ) -> None:
     """Find what is wrong with a DeepSpeed config, before a run.
 
-    An error fails, or silently does something else than written; a warning is a likely mistake. With --gpus
-    the batch is checked, too, and with a dsx block the layout and the memory; a right config's resolution is
-    printed. Exit code 1 if there are errors.
+    An error fails, or silently does something else than what is written; a warning is a likely mistake. With
+    --gpus the batch is checked too, and, if there is a dsx block, the layout and the memory; how a correct
+    config resolves is printed. Exit code 1 if there are errors.
     """
     if explain is not None:
         _explain(explain, style)
@@ -389,7 +389,7 @@ def _overridden(source: Source, overrides: list[str]) -> Source:
 
 
 def _tokenizer(block: dict[str, Any]) -> list[Finding]:
-    """The tokenizer of a right ``dsx`` block, if it is the hub's: whether it can be had."""
+    """The tokenizer of a correct ``dsx`` block, if it is one of the hub's: whether it can be had."""
     from dsx.config.sources import is_hub_name
 
     name = block["data"].get("tokenizer", "auto")

@@ -22,7 +22,7 @@ def diff(
         Path,
         typer.Argument(metavar="A", help="A checkpoint, a folder of them, or a run's.", show_default=False),
     ],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another checkpoint.", show_default=False)],
     common: Annotated[
         bool, typer.Option("--common", help="Compare what both have, whatever else one has.")
     ] = False,
@@ -30,7 +30,8 @@ def diff(
 ) -> None:
     """Compare two checkpoints tensor by tensor, in any layouts.
 
-    Exit code 1 if they differ. Facts that depend on the layout are not compared. JSON has equal tensors, too.
+    Exit code 1 if they differ. Facts that depend on the layout are not compared. JSON lists equal tensors,
+    too.
     """
     from dsx.checkpoint.compare import compare, fact_differences, only_in
     from dsx.checkpoint.open import open_checkpoint

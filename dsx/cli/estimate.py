@@ -67,12 +67,12 @@ def estimate(
 ) -> None:
     """Print what each rank's memory will hold, before a run.
 
-    Of a CONFIG with a dsx block; of an ordinary DeepSpeed JSON, the Trainer's too, with --model; of --model
-    alone, in bf16 with AdamW and ZeRO-1. What is assumed is printed.
+    It takes a CONFIG with a dsx block; an ordinary DeepSpeed JSON, the Trainer's too, with --model; or
+    --model alone, for bf16 with AdamW and ZeRO-1. What is assumed is printed.
 
-    Per pipeline rank: parameters, gradients, optimizer states, buckets, activations of the schedule's
-    micro-batches, logits, transfers and temporaries at the highest moment. With --gpu-memory exit code 1 says
-    that it does not fit, and three changes that would help are printed.
+    Per pipeline rank it prints parameters, gradients, optimizer states, buckets, activations of the
+    schedule's micro-batches, logits, transfers and temporaries at the highest moment. With --gpu-memory, exit
+    code 1 says that a rank does not fit, and three changes that would help are printed.
     """
     from dsx.config.load import read
     from dsx.config.ordinary import complete
@@ -123,7 +123,7 @@ def deliver_as(
     output: Path | None,
     assumed: Sequence[Assumption],
 ) -> None:
-    """Write the estimate in one of its forms."""
+    """Write the estimate in one of its formats."""
     if style in ("svg", "png"):
         from dsx.memory.table import save
 
@@ -229,7 +229,7 @@ def _text(
 
 
 def _assumptions(assumed: Sequence[Assumption]) -> list[str]:
-    """What the figures stand on that nobody wrote; of which figures the rest has none."""
+    """What the figures assume beyond what is written, and which figures are left out."""
     told = [each for each in assumed if not each.key.startswith(_WEIGHTLESS)]
     return ["assumed, unless --set says otherwise:", *(f"  {each}" for each in told)] if told else []
 

@@ -48,9 +48,9 @@ def init(
 ) -> None:
     """Write a config, a recipe and how to run them into a folder.
 
-    A model folder with weights is fine-tuned, a preset or a folder without trained from the beginning;
-    without --model a tiny one. The layout is one that --gpus ranks can have. Nothing that is there already is
-    written over.
+    A model folder with weights is fine-tuned; a preset, or a folder without weights, is trained from the
+    beginning; without --model it is a tiny preset. The layout is one that --gpus ranks can have. Existing
+    files are never overwritten.
     """
     from dsx.config.starter import shipped, starter
 
@@ -82,7 +82,7 @@ def init(
 def write_new(folder: Path, files: Mapping[str, str]) -> None:
     """Write files that are not there yet: all of them, or none.
 
-    A new folder appears whole; into one that is there the files come one by one, each whole.
+    A new folder appears whole; into an existing one the files come one by one, each whole.
 
     Raises:
         ConfigError: One of them is there, or they cannot be written.

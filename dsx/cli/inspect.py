@@ -35,7 +35,8 @@ def inspect(
 ) -> None:
     """Say what a checkpoint holds: format, layout, tensors, bytes.
 
-    Exit code 1 if something in it is damaged (its bytes are read with --verify only), or it is none.
+    Exit code 1 if something in it is damaged (only --verify reads all of its bytes), or if it is no
+    checkpoint.
     """
     from dsx.checkpoint.catalog import check_files
     from dsx.checkpoint.open import open_checkpoint

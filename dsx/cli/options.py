@@ -1,6 +1,6 @@
-"""The language of the ``dsx`` command: an option that several commands have is defined here, once.
+"""The options that several ``dsx`` commands share, each defined here once.
 
-Former names are here, too: hidden, and understood by every command that has the option they stand for.
+Former names are here, too: they are hidden, and every command that has the new option understands them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ CHECKPOINT_FORMATS: tuple[CheckpointFormat, ...] = get_args(CheckpointFormat)
 
 
 MOST_RANKS = 1 << 20
-"""Of what a command lays out: each is a process, and no machine has so many."""
+"""The most ranks that a command lays out: no cluster has so many."""
 
 
 def _within(least: int, most: int | None = None) -> Any:
-    """Refuses other numbers, with the option, the number and what to use."""
+    """Refuse numbers outside the range, with the option, the number and what to use."""
 
     def check(parameter: typer.CallbackParam, value: int | None) -> int | None:
         if value is None or least <= value <= (value if most is None else most):
@@ -47,7 +47,7 @@ def _assignments(items: list[str] | None) -> list[str] | None:
     for item in items or []:
         key, separator, _ = item.partition("=")
         if not (separator and all(key.strip().split("."))):
-            raise ConfigError(f"--set {item}", "it is no KEY=VALUE", "write --set dsx.parallel.tensor=4")
+            raise ConfigError(f"--set {item}", "not KEY=VALUE", "write --set dsx.parallel.tensor=4")
     return items
 
 
@@ -77,7 +77,7 @@ MICRO_BATCH = count("--micro-batch", "Sequences per micro-batch and data-paralle
 GPU_MEMORY = typer.Option(
     "--gpu-memory",
     metavar="GIB",
-    help="All memory of a GPU; what context and libraries take is left out as with --cluster. Default: the "
+    help="All the memory of a GPU, of which 2 GiB and 4 % are left to context and libraries. Default: the "
     "cluster's, where one is named.",
     callback=_memory,
 )
@@ -105,7 +105,7 @@ FORMAT = typer.Option("--format", help="Text for people, or everything as JSON."
 
 
 def drawn(help_text: str) -> Any:
-    """``--format`` of a command that can also draw."""
+    """The ``--format`` of a command that can also draw."""
     return typer.Option("--format", help=help_text)
 
 
@@ -119,21 +119,21 @@ _FORMER = {
 }
 
 
-# Options that can do without their value -> the value that they have then, and others that they take.
+# Options that need no value -> the value that they have then, and the others that they take.
 _BARE = dict.fromkeys(("--fix", "--diff"), ("safe", "unsafe"))
 
 
 class Command(TyperCommand):
-    """A command that also understands what its options were called before, and options without a value."""
+    """A command that also understands its options' former names, and options without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """See click: the command line into ``ctx.params``."""
+        """Parse the command line into ``ctx.params``, as click does."""
         known = {flag for parameter in self.params for flag in parameter.opts}
         return super().parse_args(ctx, spelt_out(modern(args, known), known))
 
 
 def spelt_out(words: list[str], known: set[str]) -> list[str]:
-    """A command line in which every option that can stand alone has its value, behind an ``=``.
+    """The command line in which every option that can stand alone has its value, behind an ``=``.
 
     The word behind such an option is never its value: ``--fix config.json`` names a config.
 
@@ -156,7 +156,7 @@ def spelt_out(words: list[str], known: set[str]) -> list[str]:
 
 
 def modern(words: list[str], known: set[str]) -> list[str]:
-    """A command line in today's names.
+    """The command line with today's names.
 
     Args:
         words: After the command's name.

@@ -1,7 +1,7 @@
-"""Where a command's text goes, with which exit code it ends, and numbers of bytes as people write them.
+"""Where a command's text goes, which exit code it ends with, and numbers of bytes as people write them.
 
-0 is a good end; 1 says that what the command was asked to look at is bad; 2 that it could not look: a wrong
-option, a file that is missing or no such file, a config that is none. 130 is Ctrl-C.
+0 is a good end. 1 says that what the command was asked to look at is bad, 2 that it could not look: a wrong
+option, a missing file, or a file of another kind. 130 is Ctrl-C.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ BAD_INPUT = 2
 
 
 def say(text: str, *, err: bool = False, end: str = "\n") -> None:
-    """On standard output or error, without what a terminal would obey: every command speaks through this."""
+    """Print without what a terminal would obey: every command prints through this."""
     typer.echo(printable(text) + end, nl=False, err=err)
 
 
 def one_a_line(lines: Iterable[str]) -> str:
-    """Lines of a table, none of which becomes two: a name from a file could have a line of its own in it."""
+    """Lines of a table, with line breaks in a file's names escaped, so that each stays one line."""
     return "\n".join(line.replace("\r", "\\r").replace("\n", "\\n") for line in lines)
 
 
 def deliver(text: str, output: Path | None) -> None:
-    """To a file, saying so, or to standard output.
+    """Write text to a file and say so, or print it to standard output.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -78,7 +78,7 @@ def deliver(text: str, output: Path | None) -> None:
 
 
 def write(text: str, output: Path) -> None:
-    """To a file, whole or not at all, saying nothing.
+    """Write text to a file, whole or not at all, without saying so.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -95,7 +95,7 @@ def write(text: str, output: Path) -> None:
 
 @contextmanager
 def judging(*kinds: type[DsxError]) -> Iterator[None]:
-    """Within, an error of these kinds says that what was looked at is bad, not that it was bad input."""
+    """Inside the block, an error of these kinds means that what was looked at is bad, not the input."""
     try:
         yield
     except kinds as error:
@@ -104,5 +104,5 @@ def judging(*kinds: type[DsxError]) -> Iterator[None]:
 
 
 def tell(error: DsxError) -> None:
-    """One message on standard error."""
+    """Print one message to standard error."""
     say(f"dsx: {error}", err=True)

@@ -62,9 +62,9 @@ def plan(
 ) -> None:
     """Find the layout that trains a model fastest.
 
-    Ranks tensor and pipeline degree, chunks, schedule, ZeRO stage, micro-batch, recompute and sequence
-    parallelism by predicted step time, within the memory of a GPU; what is given as an option stays. All but
-    the layout comes from CONFIG; without one from usual settings. Exit code 1: nothing fits.
+    It ranks tensor and pipeline degree, chunks, schedule, ZeRO stage, micro-batch, recompute and sequence
+    parallelism by predicted step time, within the memory of a GPU; what an option gives is kept. All but the
+    layout comes from CONFIG, or, without one, from usual settings. Exit code 1: nothing fits.
     """
     from dsx.planner.inputs import Fixed, layout_config, plan_search
     from dsx.waiting import Waiting
@@ -109,7 +109,7 @@ def _inputs(
 
 
 def _measured(inputs: PlanInputs) -> Calibration:
-    """Rates of this machine."""
+    """The rates of this machine, measured."""
     from dsx.planner.profiler import measure_compute
     from dsx.waiting import Waiting
 
@@ -186,7 +186,7 @@ def _table(inputs: PlanInputs, found: Plan) -> list[str]:
 
 
 def _change(best: Ranked, other: Ranked) -> str:
-    """What differs from the best, in a few words."""
+    """How a layout differs from the best one, in a few words."""
     have, want = best.layout.label.split(", "), other.layout.label.split(", ")
     new = [word for word in want if word not in have]
     gone = [f"no {word}" for word in have if word not in want] if not new else []

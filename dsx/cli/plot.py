@@ -44,7 +44,7 @@ def plot(
 ) -> None:
     """Draw the curves of one or more runs from their metrics.jsonl.
 
-    Needs matplotlib, which the extra "plot" brings.
+    It needs matplotlib, which the extra "plot" installs.
     """
     from dsx.train.curves import choose, read_runs, save
 
@@ -83,8 +83,8 @@ def trace(
 ) -> None:
     """Compare a recorded training step with its simulation.
 
-    The simulation runs the same schedule with what the step's own actions and transfers took, median over
-    micro-batches. Steps are recorded by dsx.train.trace_steps or engine.trace.
+    The simulation runs the same schedule with the durations of the step's own actions and transfers, as
+    medians over micro-batches. Steps are recorded by dsx.train.trace_steps or engine.trace.
     """
     from dsx.schedules.trace import Trace, compare
 

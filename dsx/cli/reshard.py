@@ -93,7 +93,7 @@ def reshard(
             "none: there is none.",
         ),
     ] = None,
-    memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to take at most.")] = "512MiB",
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="Most memory to take.")] = "512MiB",
     workers: Annotated[
         int | None, typer.Option(min=1, help="Threads.", show_default="one per core, 2 to 8")
     ] = None,
@@ -101,7 +101,7 @@ def reshard(
         bool, typer.Option("--dry-run", help="Say what would be done, and check what can be checked.")
     ] = False,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew where an interrupted conversion could go on.")
+        bool, typer.Option("--restart", help="Begin anew, even if an interrupted conversion could continue.")
     ] = False,
     latest: Annotated[
         bool | None,
@@ -122,8 +122,8 @@ def reshard(
 ) -> None:
     """Convert a checkpoint to another layout or format, byte for byte.
 
-    The layout is that of --to and the degrees, or CONFIG's on --gpus ranks. TARGET appears whole or not at
-    all. After an interruption the same command goes on where it stopped. Exit code 1: --check-loss found
+    The layout is given by --to and the degrees, or by CONFIG on --gpus ranks. TARGET appears whole or not at
+    all. After an interruption the same command continues where it stopped. Exit code 1: --check-loss found
     another loss.
     """
     from dsx.checkpoint.execute import ConversionOptions, default_workers
@@ -192,7 +192,7 @@ def _copied(conversion: Conversion, options: ConversionOptions) -> ConversionRep
 
 
 def _asked(to: list[str]) -> tuple[CheckpointFormat, str]:
-    """The format and the layout that ``--to`` says."""
+    """The format and the layout that ``--to`` names."""
     words = [word.strip() for item in to for word in item.split(",") if word.strip()]
     formats = list(dict.fromkeys(name for word in words for name in CHECKPOINT_FORMATS if word == name))
     if len(formats) > 1:
@@ -201,7 +201,7 @@ def _asked(to: list[str]) -> tuple[CheckpointFormat, str]:
 
 
 def _loss_check(tokens: str, conversion: Conversion, wanted: WantedTarget) -> LossCheck:
-    """The model and tokens of ``--check-loss``, before anything is written."""
+    """The model and tokens of ``--check-loss``, read before anything is written."""
     from dsx.checkpoint.check_loss import LossCheck
 
     config = wanted.hf_config or conversion.source.facts.get("hf_config")
@@ -209,7 +209,7 @@ def _loss_check(tokens: str, conversion: Conversion, wanted: WantedTarget) -> Lo
 
 
 def _run(degrees: TargetDegrees, config: Path | None, gpus: int | None) -> RunConfig | None:
-    """The resolved config whose layout to make, if one is named."""
+    """The resolved config whose layout to write, if one is named."""
     from dsx.checkpoint.layouts import TargetDegrees
 
     if config is None:
@@ -226,7 +226,7 @@ def _run(degrees: TargetDegrees, config: Path | None, gpus: int | None) -> RunCo
 
 
 def _to_load(target: Path, *, named: bool) -> str:
-    """What ``load_checkpoint`` takes: given a folder without ``latest`` alone, DeepSpeed loads nothing."""
+    """The arguments for ``load_checkpoint``, which loads nothing from a folder that has no ``latest``."""
     how = "which latest there names" if named else "say it: latest there does not name it"
     return f"\nto load    folder {target.parent}, tag {target.name}, {how}"
 

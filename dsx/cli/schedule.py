@@ -32,7 +32,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What the command line fixes; None is open.
+    """What the command line fixes; None leaves a choice open.
 
     Attributes:
         name: A schedule, or auto.
@@ -43,7 +43,7 @@ class Wanted:
         group_size: As :class:`dsx.schedules.builders.Options`.
         warmup: The same.
         activation_gib: Most activations on a rank.
-        wire: Time of a transfer in forwards, which a profile knows better.
+        wire: Time of a transfer in forwards; not with a profile, which says it.
     """
 
     name: str
@@ -80,12 +80,12 @@ def ranking_text(wanted: Wanted, style: str, draw: Callable[[Schedule, Costs], s
 
 
 def rank(wanted: Wanted) -> tuple[Profile, Ranking]:
-    """Rank what the command line leaves open, every measured way of recomputing included."""
+    """Rank what the command line leaves open, including every measured way of recomputing."""
     if wanted.profile is None:
         where = "dsx schedule auto" if wanted.name == "auto" else "--activation-gib"
         raise ConfigError(
             where,
-            "nothing is measured that it could go by",
+            "nothing is measured to choose by",
             "give --profile: a run with dsx.profile = measure writes profile.json to its output",
         )
     if wanted.stages is None or wanted.micro_batches is None:
@@ -97,7 +97,7 @@ def rank(wanted: Wanted) -> tuple[Profile, Ranking]:
         )
     if wanted.name not in ("auto", *NAMES):
         raise ConfigError(
-            f"schedule {wanted.name!r}", "not one to choose", f"use auto or one of {', '.join(NAMES)}"
+            f"schedule {wanted.name!r}", "not a schedule to choose", f"use auto or one of {', '.join(NAMES)}"
         )
     try:
         text = wanted.profile.read_text(encoding="utf-8")
@@ -229,8 +229,9 @@ def schedule(
 ) -> None:
     """Print or draw a pipeline schedule and its bubble.
 
-    For equal stages, a backward of twice a forward (half of it the input's gradient, half the weights'). Also
-    the activations that it keeps. Exit code 1: there can be no such schedule, or the file's would not run.
+    Stages are equal, and a backward takes two forwards (one for the input's gradient, one for the weights').
+    The peak activations are printed, too. Exit code 1: there can be no such schedule, or the file's would not
+    run.
     """
     if name == "auto" or profile is not None or activation_gib is not None:
         wanted = Wanted(

@@ -1,4 +1,4 @@
-"""``dsx env``, ``dsx guide``, ``dsx presets`` and ``dsx schema``: what dsx has to tell."""
+"""``dsx env``, ``dsx guide``, ``dsx presets`` and ``dsx schema``, which print what dsx knows."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dsx.errors import ConfigError
 def env(
     hostfile: Annotated[
         Path | None,
-        typer.Option("--hostfile", metavar="FILE", help="A DeepSpeed hostfile: are its machines there?"),
+        typer.Option("--hostfile", metavar="FILE", help="A DeepSpeed hostfile whose machines to ask."),
     ] = None,
     style: Annotated[Literal["table", "json"], FORMAT] = "table",
     output: Annotated[Path | None, OUTPUT] = None,
 ) -> None:
-    """Tell what a bug report needs to know of this machine.
+    """Print what a bug report needs to say about this machine.
 
-    Versions, devices, links, locks of extension builds, limits, ports and variables.
+    That is versions, devices, links, locks of extension builds, limits, ports and variables.
     """
     from dsx.launch.entry import quiet
     from dsx.launch.environment import sections
@@ -53,7 +53,7 @@ def guide(
     *,
     style: Annotated[Literal["table", "json"], FORMAT] = "table",
 ) -> None:
-    """Print a guide: how to do things, a page each."""
+    """Print a guide, or list the guides."""
     from dsx.config.starter import guides
 
     texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(guides().glob("*.md"))}
@@ -76,7 +76,7 @@ def guide(
 def presets(style: Annotated[Literal["table", "json"], FORMAT] = "table") -> None:
     """List the models that dsx.model.preset can name.
 
-    As JSON with their Hugging Face configs.
+    As JSON, each has its Hugging Face config.
     """
     from dsx.models.hf_config import model_spec
     from dsx.models.params import num_parameters
@@ -112,7 +112,7 @@ def presets(style: Annotated[Literal["table", "json"], FORMAT] = "table") -> Non
 def schema(style: Annotated[Literal["table", "json"], FORMAT] = "json") -> None:
     """Print the JSON Schema of the dsx block.
 
-    For editors and for reading: every key is described. As a table, a line per key.
+    Every key is described, for editors and for people. As a table, each key has a line.
     """
     from dsx.config.schema import DsxConfig
 
@@ -125,7 +125,7 @@ def schema(style: Annotated[Literal["table", "json"], FORMAT] = "json") -> None:
 
 
 def _keys(root: Mapping[str, Any], part: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    """Each key under ``part`` with what it is, blocks before their keys."""
+    """Each key under ``part`` with its description, blocks before their keys."""
     for name, value in part.get("properties", {}).items():
         choices = [choice["$ref"] for choice in (value, *value.get("anyOf", ())) if "$ref" in choice]
         blocks = [root["$defs"][reference.rsplit("/", 1)[1]] for reference in choices]

@@ -62,9 +62,9 @@ def verify(
 ) -> None:
     """Train a layout a few steps beside one process, and compare.
 
-    Losses, the gradient norm before clipping, every gradient, every update. Names the first tensor that
-    differs, and the likely mistake. The model is made small first, without a change of structure (or --full).
-    Starts its own ranks; under deepspeed or torchrun it uses theirs.
+    It compares losses, the gradient norm before clipping, every gradient and every update, and names the
+    first tensor that differs and the likely mistake. Without --full the model is first made small, keeping
+    its structure. It starts its own ranks; under deepspeed or torchrun it uses theirs.
 
     Exit codes: 0 all is as in one process, 1 something differs, 2 it could not be compared.
     """
@@ -106,7 +106,7 @@ def verify(
 def _source(
     config: Path, model: str | None, overrides: list[str]
 ) -> tuple[Path | Mapping[str, Any], str | None]:
-    """The config, with the model that ``--model`` names; and the function, if it names one of one's own."""
+    """The config with the model that ``--model`` names, and the function if it names the user's own."""
     if model is None or (":" in model and not Path(model).exists()):
         return config, model
     from dsx.config.load import read

@@ -1,4 +1,4 @@
-"""What several machines must have in common before they train together, and which one differs. Pure."""
+"""What several machines must have in common before they train together, and which one differs. Pure data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 MOST_CLOCK_SECONDS = 60.0
-"""Clocks of machines that keep time are within a second; people cannot read logs that are minutes apart."""
+"""Clocks of synchronised machines are within a second; people cannot read logs that are minutes apart."""
 
 _GIB = 1 << 30
 
@@ -21,9 +21,8 @@ class MachineFacts:
         versions: Package -> version, Python's as major.minor.
         config: Digest of the resolved config.
         clock: Seconds since the epoch, at the same moment on all machines to within a second or so.
-        unseen: Folder -> where it is on this machine, of those in which it does not find what the first
-            machine has written.
-        free_bytes: Folder -> room in it; those that could not be asked are left out.
+        unseen: Folders in which this machine does not find what the first one wrote -> where they are here.
+        free_bytes: Folder -> free space in it, where that could be asked.
     """
 
     name: str
@@ -36,13 +35,13 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that is not as it should be.
+    """One thing in which a machine is not as it should be.
 
     Attributes:
         where: The machine, or the machines.
-        what: What is other there, and what the others have.
+        what: What differs there, and what the others have.
         fix: What to do.
-        stops: Whether the run must not begin; else a person should know of it.
+        stops: Whether the run must not begin; otherwise it is a warning.
     """
 
     where: str
@@ -52,9 +51,9 @@ class Difference:
 
 
 def differences(machines: Sequence[MachineFacts], *, checkpoint_bytes: int) -> Iterator[Difference]:
-    """What differs, what ends a run first.
+    """Every difference, those that end a run first.
 
-    A machine differs from what most of them have; from the first one if no value has a majority.
+    A machine is compared with the majority, or with the first machine if no value has one.
 
     Args:
         machines: The first is the one that writes.
@@ -118,7 +117,7 @@ def _names(machines: Sequence[MachineFacts]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """As people say it.
+    """A duration as people say it.
 
     >>> [_duration(s) for s in (75, 3600, 90_000)]
     ['1 min', '1.0 hours', '25.0 hours']

@@ -1,4 +1,4 @@
-"""The edge of a launched process: its place among the ranks, and how it ends. Imports nothing heavy."""
+"""Start and end of a launched process: its place among the ranks, its exit code. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsx.errors import DsxError
 from dsx.terminal import printable
 
 AGREED = "every rank raises this error"
-"""Note on an error that all ranks share, so that one of them reports it."""
+"""Note on an error that all ranks share: one of them reports it."""
 
 ALONE = "this rank alone raises this error"
 """Note on an error that one rank of a machine finds before there is a process group."""
@@ -67,9 +67,9 @@ def run(main: Callable[[], int | None]) -> None:
     """Run a recipe's ``main`` and end the process with the right exit code.
 
     A :class:`~dsx.DsxError` becomes one message and exit code 2. While no process group exists every rank
-    finds the same errors (but those noted as :data:`ALONE`), and rank 0 reports them; afterwards a rank
-    reports its own (but those noted as :data:`AGREED`). Whatever else goes wrong is a traceback with the
-    rank, and exit code 1. Either way the process ends at once, so that a peer in a collective sees the
+    finds the same errors, and rank 0 reports them (each rank those noted as :data:`ALONE`); afterwards each
+    rank reports its own (rank 0 those noted as :data:`AGREED`). Whatever else goes wrong is a traceback with
+    the rank, and exit code 1. Either way the process ends at once, so that a peer in a collective sees the
     connection close, and the launcher ends the rest. What ``main`` returns is the exit code of a good end:
     None or 0, or 128 + the signal that asked it to stop.
     """
@@ -100,12 +100,12 @@ def _outcome(main: Callable[[], int | None]) -> int:
             prefix = "" if rank() == 0 else f"{_name()} "
             sys.stderr.write(f"{prefix}error: {error}\n")
         else:
-            # A launcher ends all ranks at the first one's end: rank 0 gets to speak before.
+            # A launcher ends all ranks when the first one ends: rank 0 gets the time to report before that.
             time.sleep(_SPEAKER_SECONDS)
         return 2
     except Exception as error:  # noqa: BLE001 - the last line of defence reports everything
         if lost_a_peer(error):
-            # Outside of a Guard, which knows who it was. That rank says why it ended, and speaks first.
+            # Outside of a Guard nobody knows which rank was lost; it reports itself, and gets the time to.
             at = time.strftime("%H:%M:%S")
             time.sleep(_SPEAKER_SECONDS)
             line = printable(str(error).splitlines()[0])
@@ -118,7 +118,7 @@ def _outcome(main: Callable[[], int | None]) -> int:
 
 
 def _name() -> str:
-    """This rank and its machine, as the first words of a line."""
+    """This rank and its machine, as the beginning of a line."""
     return f"[rank {rank()} on {socket.gethostname()}]"
 
 
@@ -129,7 +129,7 @@ def _grouped() -> bool:
 
 
 class _Printable(logging.LogRecord):
-    """A message of any package, which may quote a file that somebody else made."""
+    """A log record of any package, whose message may quote a file of unknown origin."""
 
     def getMessage(self) -> str:  # noqa: N802 - logging's name
         """See logging."""
@@ -137,7 +137,7 @@ class _Printable(logging.LogRecord):
 
 
 def quiet() -> None:
-    """One rank speaks: DeepSpeed and its neighbours report problems only, and none that a terminal obeys."""
+    """Let DeepSpeed and its neighbours report problems alone, on one rank; a terminal obeys none of it."""
     for name in ("DeepSpeed", "torch.distributed", "transformers", "datasets", "filelock"):
         # A filter, because these packages set their loggers' levels when they are imported.
         logging.getLogger(name).addFilter(_is_problem)

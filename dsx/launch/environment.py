@@ -1,4 +1,4 @@
-"""What a bug report needs to know of this machine: ``dsx env``. Asks, and changes nothing."""
+"""What a bug report needs to say about this machine: ``dsx env``. It asks, and changes nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _VARIABLES = (
 )  # fmt: skip
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _PORT = 29500
-"""DeepSpeed's and torchrun's own."""
+"""The default port of DeepSpeed and torchrun."""
 
 _SSH = 22
 _ANSWER_SECONDS = 3.0
@@ -163,7 +163,7 @@ def _ports() -> Iterator[tuple[str, str]]:
 
 
 def _variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Those that change how training starts or runs; of secrets that they are set."""
+    """Variables that change how training starts or runs; of secrets, only that they are set."""
     for name, value in sorted(environment.items()):
         if name.startswith(_VARIABLES):
             yield name, "(set)" if any(word in name.upper() for word in _SECRETS) else value

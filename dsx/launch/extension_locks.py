@@ -1,4 +1,4 @@
-"""Locks of torch's extension builds: a killed build leaves one, for which later runs wait without a word."""
+"""Locks of torch's extension builds: a killed build leaves one, for which later runs wait in silence."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ExtensionLock:
 
     Attributes:
         path: Where it is.
-        age_seconds: Since it was made.
-        builder: The process of this machine that has it open, as a build does from its start to its end
-            (torch/utils/file_baton.py); None if there is none: it was killed, or is another machine's.
+        age_seconds: Time since it was made.
+        builder: The process of this machine that has it open, as a build has from its start to its end
+            (torch/utils/file_baton.py); None if it was killed or runs on another machine.
     """
 
     path: Path
@@ -45,7 +45,7 @@ def extensions_folder(environment: Mapping[str, str] | None = None) -> Path:
 
 
 def extension_locks(folder: Path, now_seconds: float | None = None) -> Iterator[ExtensionLock]:
-    """Every lock below ``folder``, whether its build lives or not.
+    """Every lock below ``folder``, whether its build is alive or not.
 
     Args:
         folder: What :func:`extensions_folder` gives.
@@ -62,7 +62,7 @@ def extension_locks(folder: Path, now_seconds: float | None = None) -> Iterator[
 
 
 def _openers(files: set[Path]) -> dict[Path, int]:
-    """Processes that have one of the files open, of those that this user may look into."""
+    """Processes that have one of the files open, as far as this user may look into them."""
     found = {}
     for process in _PROC.glob("[0-9]*"):
         with suppress(OSError):  # another user's, or it has ended meanwhile

@@ -1,4 +1,4 @@
-"""Before the first step of a run on several machines: do they share the folders, the software, the config?"""
+"""Before the first step on several machines: do they share folders, software and config?"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PACKAGES = ("dsx", "torch", "deepspeed")
 _OUTPUT = "dsx.train.output"
 _NOTE = ".dsx-preflight-"
 _SHARED_SECONDS = 10.0
-"""What a network file system may take to show a new file to another machine: NFS keeps names for seconds."""
+"""The time a network file system may take to show a new file elsewhere: NFS caches names for seconds."""
 
 _LOOK_SECONDS = 0.2
 
@@ -38,9 +38,10 @@ _LOOK_SECONDS = 0.2
 def check_machines(config: RunConfig, peers: Sequence[Peer], rank: int) -> None:
     """Compare the machines of a run; one machine alone passes at once. A collective call over all ranks.
 
-    The output folder, below which the data cache lies, must be one for all of them, so rank 0 leaves a note
-    there for the others to find and each of the others one for rank 0. Versions of dsx, torch, DeepSpeed and
-    Python and the resolved config must be the same. Clocks and free space are warned of, on rank 0's console.
+    The output folder, below which the data cache lies, must be the same for all of them, so rank 0 leaves a
+    note there for the others to find, and each of the others one for rank 0. Versions of dsx, torch,
+    DeepSpeed and Python and the resolved config must be the same. Clocks and free space are warned of, on
+    rank 0's console.
 
     Args:
         config: The resolved config, as this rank has it.
@@ -76,7 +77,7 @@ def check_machines(config: RunConfig, peers: Sequence[Peer], rank: int) -> None:
 def _facts(
     config: RunConfig, peers: Sequence[Peer], rank: int, nonce: str, leaders: Sequence[int]
 ) -> tuple[MachineFacts, list[int]]:
-    """This machine's, and the ranks whose notes it does not find: rank 0 wants all, the others rank 0's."""
+    """This machine's facts, and the ranks whose notes it misses: of all on rank 0, of rank 0's elsewhere."""
     now, folder = time.time(), config.output.absolute()
     wanted = [other for other in leaders if other != rank] if rank == 0 else [0]
     deadline = time.monotonic() + _SHARED_SECONDS
@@ -102,14 +103,14 @@ def _facts(
 def _seen_by_first(
     facts: MachineFacts, leader: int, unseen: Sequence[int], config: RunConfig
 ) -> MachineFacts:
-    """A machine whose own note rank 0 does not find has another folder as well, though it sees rank 0's."""
+    """Mark a machine whose note rank 0 misses as having another folder, though it may see rank 0's note."""
     if leader not in unseen or facts.unseen:
         return facts
     return replace(facts, unseen={_OUTPUT: f"{config.output.absolute()}, perhaps read-only"})
 
 
 def _judge(machines: Sequence[MachineFacts], config: RunConfig, rank: int) -> None:
-    """Alike on every rank."""
+    """Raise or warn, alike on every rank."""
     found = list(differences(machines, checkpoint_bytes=_checkpoint_bytes(config)))
     stopping = [difference for difference in found if difference.stops]
     for difference in found if rank == 0 else ():
@@ -125,14 +126,14 @@ def _judge(machines: Sequence[MachineFacts], config: RunConfig, rank: int) -> No
 
 
 def _has(folder: Path, name: str) -> bool:
-    # Listing the folder asks the server, where looking for the name may be answered from an old "no".
+    # Listing the folder asks the server; looking for the name may be answered from a cached "no".
     with suppress(OSError):
         return name in os.listdir(folder)  # noqa: PTH208 (no paths are needed)
     return False
 
 
 def _checkpoint_bytes(config: RunConfig) -> int:
-    """Of weights, their fp32 masters and two moments, as Adam has them: enough to tell a full disk by."""
+    """Bytes of weights, fp32 masters and two moments, as Adam has them: enough to recognise a full disk."""
     return config.num_parameters * (14 if config.precision == "bf16" else 12)
 
 

@@ -37,12 +37,12 @@ _LEFT = "dsx/left"
 
 
 def meet(timeout: timedelta) -> tuple[Any, int, int]:
-    """A key-value store of this start's ranks alone, when all of them are there; this rank; their number.
+    """A key-value store of this start's ranks alone, once all are there; this rank; their number.
 
     torchrun keeps one store over all restarts (torch 2.13, elastic/rendezvous/dynamic_rendezvous.py,
     next_rendezvous), so that a new rank might read an address that a dead one has left
-    (https://github.com/pytorch/pytorch/issues/135712). Rank 0 therefore names the start by a word that no
-    earlier one had, each rank greets with a word of its own, and goes on when rank 0 has repeated it.
+    (https://github.com/pytorch/pytorch/issues/135712). Rank 0 therefore names the start by a new word, and
+    each rank greets with a word of its own and goes on when rank 0 has repeated it.
 
     Raises:
         ConfigError: The launcher's port is taken.
@@ -64,7 +64,7 @@ def meet(timeout: timedelta) -> tuple[Any, int, int]:
 
 
 def _call(store: Any, size: int) -> str:
-    """Rank 0: name the start, hear everybody, repeat what they said."""
+    """On rank 0: name the start, hear every greeting, repeat them."""
     word = secrets.token_hex(8)
     store.set(_ROUND, word)
     greetings = [_greeting(word, place) for place in range(1, size)]
@@ -75,7 +75,7 @@ def _call(store: Any, size: int) -> str:
 
 
 def _await_all(store: Any, greetings: list[str]) -> None:
-    """Wait for every rank, and say now and then which have not come: one that died before cannot."""
+    """Wait for every rank, and say now and then which have not come: one that died cannot say so."""
     began = time.time()
     deadline, patience = time.monotonic() + store.timeout.total_seconds(), _PATIENCE_SECONDS
     while True:
@@ -96,7 +96,7 @@ def _await_all(store: Any, greetings: list[str]) -> None:
 
 
 def _answer(store: Any, place: int, timeout: timedelta) -> str:
-    """Another rank: greet whichever start is called, until rank 0 has repeated the greeting."""
+    """On another rank: greet whichever start is called, until rank 0 has repeated the greeting."""
     own = secrets.token_hex(8)
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
@@ -117,7 +117,7 @@ def _greeting(word: str, place: int) -> str:
 
 
 def _await_listener(address: str, port: int, timeout: timedelta) -> None:
-    """Wait until rank 0, or torchrun, listens. torch itself looks once a minute, after a while."""
+    """Wait until rank 0, or torchrun, listens: torch itself soon looks only once a minute."""
     deadline = time.monotonic() + timeout.total_seconds()
     while rank() != 0 and time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection((address, port), timeout=_LOOK_SECONDS):
@@ -126,7 +126,7 @@ def _await_listener(address: str, port: int, timeout: timedelta) -> None:
 
 
 def stand_by(store: Any) -> None:
-    """What a spare rank does: wait for the end of the run, and end with it.
+    """Let a spare rank wait for the end of the run, and end with it.
 
     Raises:
         SystemExit: Code 0 when the run is done; 1 when the store is gone, the run having failed.
@@ -141,7 +141,7 @@ def stand_by(store: Any) -> None:
 
 
 def dismiss(store: Any, spare_ranks: int) -> None:
-    """Let the spare ranks go; rank 0, whose process may hold the store, waits a while until they have."""
+    """Let the spare ranks end; rank 0, whose process may hold the store, waits a while until they have."""
     store.set(_DONE, "1")
     deadline = time.monotonic() + _FAREWELL_SECONDS
     while store.add(_LEFT, 0) < spare_ranks and time.monotonic() < deadline:
@@ -171,8 +171,8 @@ def distributed(
         mesh: Axes over the ranks that the launcher started, the spare ones aside.
         sequence_parallel: Split activations between tensor-parallel blocks along the sequence.
         seed: Base of every generator's seed.
-        start_timeout_seconds: How long a rank waits for the others to come here: one of them may be
-            tokenising a large corpus meanwhile. Launchers end the others when one fails.
+        start_timeout_seconds: How long a rank waits for the others to come here, while one of them may be
+            tokenising a large corpus. Launchers end the others when one fails.
         timeout_seconds: How long a collective may wait for a peer.
         spare_ranks: The last so many ranks take no part: they wait here, and end when the others have
             (:attr:`dsx.RunConfig.spare_ranks`).
@@ -196,7 +196,7 @@ def distributed(
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeedEngine reads it
     for lock in extension_locks(extensions_folder()) if local_rank() == 0 else ():
-        # Of an operator that this run waits for, DeepSpeed would say nothing. That one it does without.
+        # DeepSpeed would be silent about an operator that this run waits for, and does without this one.
         if lock.builder is None and not (cpu and lock.path.parent.name == "deepspeed_shm_comm"):
             sys.stderr.write(f"warning: {lock.text()}\n")
     accelerator.set_device(local_rank())

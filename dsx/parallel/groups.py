@@ -1,4 +1,4 @@
-"""Process groups of a mesh, made in one place and passed as arguments."""
+"""The process groups of a mesh, made in one place and passed as arguments."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class Groups:
         pipe: Ranks of one pipeline, in stage order.
         model: Ranks of one model replica, all axes that divide the model together.
         channels: One group per transfer kind and direction over the pipe ranks. NCCL runs the transfers of
-            a pair of ranks in a group one after the other, so that each direction and kind needs its own
-            group to be free of the others' order.
+            a pair of ranks in a group one after the other, so directions and kinds have groups of their own.
         sequence_parallel: Whether activations between tensor-parallel blocks are split along the sequence.
         pp_rank: Coordinate on the pipeline axis.
         dp_rank: Coordinate on the data-parallel axis.
@@ -115,8 +114,8 @@ def make_groups(mesh: Mesh, *, sequence_parallel: bool = False) -> Groups:
 def new_group(ranks: Sequence[int]) -> ProcessGroup:
     """A group of ``ranks``, to which this one belongs. A collective call over those ranks alone.
 
-    (Without local synchronisation every rank would take part in making every group: a thousand ranks, some
-    thousands of barriers.)
+    Without local synchronisation every rank would take part in making every group: with a thousand ranks, in
+    some thousands of barriers.
     """
     group: ProcessGroup | None = dist.new_group(list(ranks), use_local_synchronization=True)
     assert group is not None
@@ -130,7 +129,7 @@ class Grid:
     PipelineParallelGrid): the gradient norm is summed and checkpoints are numbered over that.
 
     Args:
-        groups: This rank's.
+        groups: This rank's groups.
         topology: The DeepSpeed ProcessTopology that the mesh was made from, if any.
     """
 
@@ -156,11 +155,11 @@ class Grid:
         return self._mesh.num_replicas
 
     def get_data_parallel_rank(self) -> int:
-        """Place among them."""
+        """This rank's place among the ranks over which ZeRO partitions."""
         return self._groups.replica
 
     def get_data_parallel_id(self) -> int:
-        """The same, as PipelineParallelGrid names it."""
+        """The data-parallel rank, as PipelineParallelGrid names it."""
         return self._groups.replica
 
     def get_model_parallel_group(self) -> ProcessGroup:
@@ -172,7 +171,7 @@ class Grid:
         return self._mesh.num_parts
 
     def get_model_parallel_rank(self) -> int:
-        """Index in the model replica, tensor varying fastest; numbers DeepSpeed's ``mp_rank_XX`` files."""
+        """Index in the model replica, tensor varying fastest: it numbers DeepSpeed's ``mp_rank_XX`` files."""
         return self._mesh.part(self._groups.rank)
 
     def get_tensor_model_parallel_group(self) -> ProcessGroup:
@@ -220,7 +219,7 @@ class Grid:
         return self._groups.rank
 
     def stage_to_global(self, stage_id: int, *, data: int | None = None, model: int | None = None) -> int:
-        """Global rank of pipeline coordinate ``stage_id``; other coordinates default to its own."""
+        """Global rank of pipeline coordinate ``stage_id``; the other coordinates default to this rank's."""
         others = {name: at for name, at in (("dp", data), ("tp", model)) if at is not None}
         return self._mesh.rank(**{**self._mesh.coords(self._groups.rank), "pp": stage_id, **others})
 
@@ -250,7 +249,7 @@ class Grid:
     ds_model_rank = property(get_model_parallel_rank)
 
     def _with_next(self, rank: int) -> list[int]:
-        """A rank and the one that follows it in its pipeline, around the end."""
+        """A rank and its successor in the pipeline, the first rank following the last."""
         ranks = self._mesh.group_of(rank, "pp")
         return [rank, ranks[(ranks.index(rank) + 1) % len(ranks)]]
 

@@ -2,8 +2,8 @@
 
 A pipeline runs at the pace of its heaviest stage, so weighted methods minimise the largest stage weight,
 exactly; among such cuts they take the one with the least sum of squares, so that the other stages are even
-too. (DeepSpeed's partition_balanced, runtime/utils.py, minimises largest minus smallest instead, which now
-and then takes a heavier largest stage.)
+too. DeepSpeed's partition_balanced (runtime/utils.py) minimises largest minus smallest instead, which now and
+then makes the largest stage heavier.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def partition(
 
 
 def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Bounds of the contiguous cut with the least largest part and, among those, the least sum of squares.
+    """Bounds of the contiguous cut with the least largest part; among equals, the least sum of squares.
 
     Every part gets at least one item. O(num_stages x n x (log n + n / num_stages)) typically.
 
@@ -85,7 +85,7 @@ def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def _least_largest(sums: Sequence[float], num_stages: int) -> float:
-    """Least possible largest part of a contiguous cut into non-empty parts, by dynamic programming.
+    """The least possible largest part of a contiguous cut into non-empty parts, by dynamic programming.
 
     With least[k] for one part fewer, part (k, i] costs max(least[k], sums[i] - sums[k]): the first grows with
     k and the second falls, so the best k is where they cross.
@@ -108,7 +108,7 @@ def _least_largest(sums: Sequence[float], num_stages: int) -> float:
 
 
 def _uniform(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Equal numbers of layers, the first stages one more (as deepspeed's partition_uniform)."""
+    """Equal numbers of layers, with one more in the first stages (as deepspeed's partition_uniform)."""
     each, more = divmod(num_layers, num_stages)
     return tuple(each + (stage < more) for stage in range(num_stages))
 

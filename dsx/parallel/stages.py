@@ -9,15 +9,15 @@ from typing import Literal
 from dsx.errors import LayoutError
 
 Placement = Literal["loop", "v"]
-"""How virtual stages are dealt to ranks: in turn, or there and back."""
+"""How virtual stages are assigned to ranks: in turn, or there and back."""
 
 
 def rank_of(stage: int, num_ranks: int, placement: Placement) -> int:
     """Pipeline rank that holds virtual stage ``stage``, as its chunk ``stage // num_ranks``.
 
-    ``loop`` deals the stages to the ranks in turn (arXiv:2104.04473, section 2.2). ``v`` turns round at each
-    end, so that neighbouring stages ``num_ranks - 1`` and ``num_ranks`` share a rank, and with two chunks the
-    first rank holds both the first stage and the last (arXiv:2401.10241, section 6).
+    ``loop`` assigns the stages to the ranks in turn (arXiv:2104.04473, section 2.2). ``v`` turns round at
+    each end, so that neighbouring stages ``num_ranks - 1`` and ``num_ranks`` share a rank, and with two
+    chunks the first rank holds both the first stage and the last (arXiv:2401.10241, section 6).
 
     >>> [rank_of(stage, 3, "loop") for stage in range(6)], [rank_of(stage, 3, "v") for stage in range(6)]
     ([0, 1, 2, 0, 1, 2], [0, 1, 2, 2, 1, 0])
@@ -27,7 +27,7 @@ def rank_of(stage: int, num_ranks: int, placement: Placement) -> int:
 
 
 def stages_of(rank: int, num_ranks: int, num_chunks: int, placement: Placement) -> tuple[int, ...]:
-    """Virtual stages of pipeline rank ``rank``, chunk by chunk: ascending.
+    """The virtual stages of pipeline rank ``rank``, chunk by chunk, which is in ascending order.
 
     >>> stages_of(0, 3, 2, "loop"), stages_of(0, 3, 2, "v")
     ((0, 3), (0, 5))
@@ -41,10 +41,10 @@ def stages_of(rank: int, num_ranks: int, num_chunks: int, placement: Placement) 
 
 @dataclass(frozen=True, slots=True)
 class StageMap:
-    """Contiguous layers per virtual stage, stages dealt to ranks.
+    """Contiguous layers for each virtual stage, and the stages' ranks.
 
     Virtual stage ``s`` holds layers ``bounds[s]`` to ``bounds[s + 1] - 1`` and is chunk ``s // num_ranks`` of
-    the rank that :mod:`dsx.parallel.stages` says.
+    the rank that :func:`rank_of` says.
 
     Raises:
         LayoutError: A stage without layers, or a number of stages that ``num_ranks`` does not divide.

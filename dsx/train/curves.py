@@ -24,10 +24,10 @@ METRICS_FILE = "metrics.jsonl"
 STEP = "train/step"
 SUFFIXES = (".png", ".svg", ".pdf")
 
-# In a cycle that stays apart in print and for the colour-blind (Okabe and Ito 2008, without yellow).
+# Colours that differ in print and for the colour-blind (Okabe and Ito 2008, without yellow).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 _GREY = "#6B6B6B"
-_LOG_SCALE_FROM = 20.0  # largest over smallest value from which a panel of positive values is logarithmic
+_LOG_SCALE_FROM = 20.0  # A panel of positive values is logarithmic from this ratio of largest to smallest on.
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Panel:
     Attributes:
         title: Printed above it.
         metric: Drawn as a line.
-        points: A second metric, recorded at fewer steps and drawn as joined points; None for none.
+        points: A second metric, recorded at fewer steps and drawn as joined points, or None.
         from_zero: Whether the y axis starts at 0.
     """
 
@@ -77,7 +77,7 @@ PANELS = (
 
 
 def read_runs(places: Sequence[Path]) -> list[Run]:
-    """Runs from their folders, or from metrics files themselves, under names that tell them apart.
+    """Runs from their folders or metrics files, under names that tell them apart.
 
     Raises:
         DataError: No metrics there, unreadable ones, or none yet.
@@ -176,7 +176,7 @@ def draw(runs: Sequence[Run], panels: Sequence[Panel]) -> Figure:
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
     for panel, axes in zip(panels, grid[:, 0], strict=True):
         for index, run in enumerate(runs):
-            # Earlier runs wider, so that they show where a later one lies on them: layouts that train alike.
+            # Earlier runs are wider, to show under a later one: layouts that train alike lie on each other.
             width = 1.2 + 1.4 * min(len(runs) - 1 - index, 3)
             _draw_run(axes, panel, run, _COLOURS[index % len(_COLOURS)], width)
         _finish(axes, panel, runs)
@@ -193,7 +193,7 @@ def draw(runs: Sequence[Run], panels: Sequence[Panel]) -> Figure:
 def _draw_run(axes: Axes, panel: Panel, run: Run, colour: str, width: float) -> None:
     line, points = run.series.get(panel.metric), run.series.get(panel.points or "")
     if line is not None:
-        marker = "." if len(line.steps) < 20 else None  # else one value shows nothing, and a few only slopes
+        marker = "." if len(line.steps) < 20 else None  # one value alone would not show
         axes.plot(line.steps, line.values, color=colour, linewidth=width, marker=marker)
     if points is not None:
         axes.plot(points.steps, points.values, color=colour, **_points_style(width))
@@ -247,7 +247,7 @@ def _panel(metric: str) -> Panel:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Each folder's last parts, as many as it takes to tell all of them apart.
+    """Each folder's last parts, as many as are needed to tell all of them apart.
 
     >>> _names([Path("/a/zero1"), Path("/a/zero3")]), _names([Path("/a/run"), Path("/b/run")])
     (['zero1', 'zero3'], ['a/run', 'b/run'])

@@ -1,4 +1,4 @@
-"""One rank speaks: console, ``metrics.jsonl`` and Weights & Biases from the same figures."""
+"""A run's console, ``metrics.jsonl`` and Weights & Biases, written by one rank from the same figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # loaded by the runs that record a step
     from dsx.schedules.trace import Comparison, Trace
 
 _FIRST_LINES, _MOST_LINES = 10, 200
-"""Console lines of ``dsx.train.log_every`` "auto": of a run's first steps, and of the whole run about."""
+"""For ``dsx.train.log_every`` "auto": first steps with a line each, and about how many lines in all."""
 
 
 class Monitor:
@@ -36,8 +36,7 @@ class Monitor:
         engine: The engine, already resumed if it is to be.
         corpus: The data, for its sizes and the bits per byte: the text of ``dsx.data``, or a data set of
             one's own (:class:`dsx.OwnCorpus`).
-        state: What :attr:`state` was when the checkpoint was saved that the run continues from; empty for a
-            fresh start.
+        state: The :attr:`state` in the checkpoint that the run continues from; empty for a fresh start.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Monitor:
 
     @property
     def state(self) -> dict[str, Any]:
-        """For the checkpoint, on rank 0: what a resumed run continues its records with."""
+        """What a resumed run continues its records with: for the checkpoint, on rank 0."""
         run_id = self._tracker.run_id if self._tracker is not None else None
         return {"wandb_run_id": run_id, "untrained_loss": self._untrained_loss}
 
@@ -129,7 +128,7 @@ class Monitor:
             self._write_trace(comparison)
 
     def _traced(self) -> Comparison | None:
-        """The step that has just ended beside its simulation, if it was recorded."""
+        """The step that has just ended beside its simulation, if the step was recorded."""
         if not self._traces:
             return None
         from dsx.schedules.trace import compare
@@ -137,7 +136,7 @@ class Monitor:
         return compare(self._traces.pop())
 
     def _left_seconds(self, step: int, now: float) -> float | None:
-        """Until the last step, at the pace since the first report: that step's warm-up is no other's."""
+        """Time to the last step at the pace since the first report, whose own step had a warm-up."""
         if self._pace is None:
             self._pace = step, now
             return None
@@ -152,7 +151,7 @@ class Monitor:
         return (self._waited_seconds - before) / elapsed_seconds
 
     def _write_trace(self, comparison: Comparison) -> None:
-        """On rank 0. A run does not end because a picture cannot be written."""
+        """Write the trace on rank 0. A run does not end because a picture cannot be written."""
         from dsx.schedules.tables import summary
 
         title = f"trace of step {comparison.trace.step}"
@@ -163,9 +162,9 @@ class Monitor:
             self._progress.warning(f"{title} is lost: {error}")
 
     def before_step(self) -> None:
-        """Take the clock up again, and note the learning rate: schedulers move it at the end of a step.
+        """Restart the clock, and note the learning rate, which schedulers change at the end of a step.
 
-        What has passed since the last step, evaluation, saving and printing, is no step's time.
+        The time since the last step, spent on evaluation, saving and printing, belongs to no step.
         """
         self._used_lr = float(self._engine.get_lr()[0])
         self._last_time += time.perf_counter() - self._step_ended
@@ -184,9 +183,9 @@ class Monitor:
             self._tracker.went_back(self._last_step)
 
     def evaluation(self, loss: float | Mapping[str, float] | None) -> None:
-        """Report a held-out loss, in nats per token, or that of each source of a mixture, by name.
+        """Report a held-out loss in nats per token, or, for a mixture, one per source by name.
 
-        None (nothing held out) is passed over.
+        None, where nothing is held out, is ignored.
         """
         if loss is None:
             return
@@ -216,8 +215,8 @@ class Monitor:
 
         Args:
             checkpoint: Its folder.
-            background: It is still being written: W&B hears of it at the next save, which has waited for it,
-                or at the end.
+            background: Whether it is still being written: W&B then hears of it at the next save, which waits
+                for it, or at the end.
         """
         self._refer_to_saved()
         self._saved = checkpoint, int(self._engine.global_steps)
@@ -240,7 +239,7 @@ class Monitor:
             self._tracker.refer_to(kind, folder, step=step, about=about)
 
     def _tokens(self, step: int) -> int:
-        """Trained on after so many steps."""
+        """Tokens trained on after so many steps."""
         return step * self._config.tokens_per_step
 
     def finish(self) -> None:
@@ -299,7 +298,7 @@ def is_due(step: int, *, every: int, last: int) -> bool:
 
 
 def lines_apart(steps: int) -> int:
-    """Steps between the console's lines of a run so long: 1, 2 or 5 times a power of ten.
+    """Steps between console lines for a run of this length: 1, 2 or 5 times a power of ten.
 
     >>> [lines_apart(steps) for steps in (200, 300, 1000, 20_000)]
     [1, 2, 5, 100]

@@ -1,6 +1,6 @@
-"""A model folder as transformers loads it, held to what its files hold.
+"""A model folder as transformers loads it, checked against what its files hold.
 
-A config.json is small whatever it claims, and transformers gives what the files lack random numbers.
+A config.json is small whatever it claims, and transformers fills what the files lack with random numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-_PACKED = 16  # at most so many quantised weights in one stored element
+_PACKED = 16  # the most quantised weights in one stored element
 _FIX = "use the config.json that was saved with these weights"
 
 
@@ -67,7 +67,7 @@ def pretrained(source: Catalog, dtype: torch.dtype | None, *, trust_remote_code:
             "the model of its config has it, and the files do not",
             _FIX,
         )
-    # Those that the model's class declares to be none of it (rotary frequencies) are not among them.
+    # What the model's class itself ignores (rotary frequencies) is not among them.
     left = sorted(name for name in told["unexpected_keys"] if not names.is_buffer(name))
     if left:
         raise CheckpointError(
@@ -81,7 +81,7 @@ def pretrained(source: Catalog, dtype: torch.dtype | None, *, trust_remote_code:
 def check_layers(source: Catalog, hf_config: Mapping[str, Any], file: str) -> None:
     """Refuse a config that claims more layers than a checkpoint has tensors, before transformers reads it.
 
-    Some of its configs make lists of so many.
+    Some of transformers' config classes make lists of that length.
 
     Args:
         source: The checkpoint.
@@ -100,7 +100,7 @@ def check_layers(source: Catalog, hf_config: Mapping[str, Any], file: str) -> No
 
 
 def _check_claims(source: Catalog, described: PretrainedConfig, file: str) -> None:
-    """Refuse a config that claims a larger model than a checkpoint holds, before that is made.
+    """Refuse a config that claims a larger model than a checkpoint holds, before the model is made.
 
     Args:
         source: The checkpoint.

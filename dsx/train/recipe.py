@@ -1,4 +1,4 @@
-"""From a resolved config to an engine: the steps that every recipe on dsx's own models shares."""
+"""From a resolved config to an engine: the steps that all recipes with dsx's own models share."""
 
 from __future__ import annotations
 
@@ -114,14 +114,14 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
 
 
 def measure(config: RunConfig, groups: Groups) -> RunConfig:
-    """The config with everything that it leaves to a profile chosen; itself if it leaves nothing.
+    """The config with everything chosen that it leaves to a profile; unchanged if it leaves nothing.
 
     Layers and links are measured (:func:`dsx.planner.profiler.measure_model`) unless ``dsx.profile`` names a
     saved profile; the profile goes to ``profile.json`` in the output folder. A run that continues from a
     checkpoint there uses that file again, so that its layout stays the checkpoint's. Rank 0 then chooses by
-    simulated step (:func:`dsx.planner.choose.choose`) and the others get what it chose; why is in the
-    config's notes. A collective call over all ranks, before the model is built, whose numbers do not depend
-    on it.
+    simulated step (:func:`dsx.planner.choose.choose`), and the others get its choice; the config's notes say
+    why. A collective call over all ranks, before the model is built; what the model's layers draw at random
+    does not depend on it.
 
     Raises:
         CheckpointError: The profile cannot be written.
@@ -155,7 +155,7 @@ def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
     """Tokenise the config's text, once per machine, before any process group exists.
 
     The first rank of each machine does the work and gives a folder for each source; the others give None at
-    once and wait for it in :func:`dsx.distributed`. Of a streamed text only what is held out is tokenised.
+    once and wait for it in :func:`dsx.distributed`. Of a streamed text only the held-out part is tokenised.
     Whatever is wrong with the data or the output folder is found here.
 
     Raises:
@@ -198,8 +198,8 @@ def training_batches(
 ) -> Batches | Prefetched:
     """Endless ``(inputs, labels)`` of one data-parallel rank, from global sample ``cursor`` on.
 
-    A thread makes ``dsx.data.prefetch`` of them ahead, once the first is asked for. A streamed text goes on
-    from where :func:`resume` has put it, or where the batches before these stand.
+    A thread makes ``dsx.data.prefetch`` of them ahead, once the first is asked for. A streamed text continues
+    from where :func:`resume` has put it, or where earlier batches have left it.
     """
     ahead, shared = config.dsx.data.prefetch, config.micro_batch_size * config.mesh.dp
     batches = Batches(
@@ -216,7 +216,7 @@ def training_batches(
 def evaluate(config: RunConfig, engine: PipelineEngine, corpus: RunData) -> float | dict[str, float] | None:
     """Mean held-out loss in nats per token, the same on every rank; None if nothing is held out.
 
-    Of a mixture the loss of each source by its name; together they read ``dsx.train.eval_tokens``.
+    For a mixture, it is the loss of each source by name; together they read ``dsx.train.eval_tokens``.
     """
     losses, text = {}, as_text(corpus, config.dsx.data)
     for part in text.held_out:
@@ -291,7 +291,7 @@ def save(
 def export(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
     """Write the weights as a Hugging Face model folder, with the tokenizer, below the output folder.
 
-    One that an earlier run left there for the same step is replaced.
+    A folder that an earlier run left there for the same step is replaced.
     """
     from dsx.checkpoint.run.export import export_hf
 
@@ -302,7 +302,7 @@ def export(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
 
 
 def _saved_profile(config: RunConfig, own: Path) -> tuple[Path, Profile] | None:
-    """The profile that the checkpoint to be continued was laid out by, or the one that the config names."""
+    """The profile by which the checkpoint to be continued was laid out, or the one that the config names."""
     wanted = measured.conditions_of(config, device=device_name(), version=dsx.__version__)
     source = measured.source(config.dsx)
     named = None if source in (None, measured.MEASURE) else Path(str(source))
@@ -344,7 +344,7 @@ def _open(config: RunConfig, folders: Sequence[Path]) -> Text:
 
 
 def _stream_state(corpus: Text | OwnText, cursor: int) -> dict[str, Any]:
-    """Where every lane of a streamed text stands, as the ranks that read them know. Collective."""
+    """Where every lane of a streamed text stands, gathered from the ranks that read them. Collective."""
     if not corpus.is_streamed:
         return {}
     states: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]

@@ -1,4 +1,4 @@
-"""Where a run keeps things in its output folder, and a checkpoint found from any place in it."""
+"""Where a run keeps things in its output folder, and how a checkpoint is found from any place in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ABOVE = 2  # folders between a checkpoint, or a model in hf/, and its run's fol
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """The checkpoint that ``path`` stands for: itself, the latest in a folder of them, or in a run's folder.
+    """The checkpoint that ``path`` stands for: itself, or the latest in a run or a folder of checkpoints.
 
     Args:
         path: A run's output folder, a folder of checkpoints, or one checkpoint or model folder.
@@ -38,7 +38,7 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
 
 
 def tokenizer_of_run(folder: Path) -> str | None:
-    """The tokenizer that the run trained with whose output ``folder`` lies in; None if it is in none."""
+    """The tokenizer of the run in whose output ``folder`` lies; None if it lies in none."""
     for place in (folder, *folder.absolute().parents[:_ABOVE]):
         try:
             config: Any = json.loads((place / CONFIG).read_text(encoding="utf-8"))
@@ -55,7 +55,7 @@ def tokenizer_of_run(folder: Path) -> str | None:
 
 
 def own_checkpoint(config: RunConfig) -> tuple[Path, str | None] | None:
-    """Folder and tag of what this run itself has saved and goes on from; None if there is nothing."""
+    """Folder and tag of the newest checkpoint that this run itself has saved; None if there is none."""
     root = config.output / store.CHECKPOINTS
     if config.dsx.train.resume == "never":
         return None
@@ -87,7 +87,7 @@ def start_of(config: RunConfig) -> tuple[Path, str | None] | None:
 
 
 def standing(config: RunConfig, step: int) -> str:
-    """One line for a run that ends before its last step: how far it came, and how to go on.
+    """One line for a run that ends before its last step: how far it came, and how to continue.
 
     Args:
         config: The run's.

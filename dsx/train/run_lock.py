@@ -1,4 +1,4 @@
-"""One run at a time in an output folder: a lock that the kernel lets go of when its process ends.
+"""One run at a time in an output folder: a lock that the kernel releases when its process ends.
 
 Two runs there would delete each other's half-written checkpoints and mix their metrics. The lock is that of
 flock(2), so that nothing is left to be cleaned up after SIGKILL. On NFS it holds between machines that mount
@@ -20,24 +20,24 @@ from dsx.errors import RunError
 
 NAME = ".running"
 _LOOK_SECONDS = 0.2
-_SAME_MACHINE_SECONDS = 5.0  # a start before this one may still be on its way out
+_SAME_MACHINE_SECONDS = 5.0  # an earlier start may still be ending
 _OTHER_MACHINE_SECONDS = 120.0  # NFS forgets a machine that is lost after 90 s
 
 
 class RunLock:
-    """The lock of an output folder, taken.
+    """The lock of an output folder, held.
 
     Args:
         output: The run's folder.
 
     Raises:
-        RunError: Another process has it: which, and where.
+        RunError: Another process has it; the message says which, and where.
     """
 
     def __init__(self, output: Path) -> None:
         self._path = output / NAME
         self._descriptor = self._take()
-        # Else a worker that outlives this process would keep the lock.
+        # Otherwise a worker that outlives this process would keep the lock.
         os.register_at_fork(after_in_child=self._forget)
 
     def release(self) -> None:
@@ -92,7 +92,7 @@ class RunLock:
         return False
 
     def _sign(self, descriptor: int) -> None:
-        """Say who has it. A disk that is full takes nothing from the lock."""
+        """Say who has it. The lock holds even if a full disk takes no word of it."""
         text = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
         with suppress(OSError):
             os.ftruncate(descriptor, 0)

@@ -97,7 +97,7 @@ def test_fixed_chunks(dsx, path):
         (("1f1b", *SIZE, "--activation-gib", 2), "--activation-gib: nothing is measured"),
         (("auto", "--profile", "PATH", "--stages", 2), "--micro-batches: it is needed"),
         (("auto", "--profile", "PATH", *SIZE, "--wire", 0.5), "--wire 0.5: the profile says"),
-        (("magic", "--profile", "PATH", *SIZE), "schedule 'magic': not one to choose"),
+        (("magic", "--profile", "PATH", *SIZE), "schedule 'magic': not a schedule to choose"),
         (("auto", "--profile", "nowhere.json", *SIZE), "--profile nowhere.json: No such file"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the schedules must show (issue 3), checked against the tables of a run."""
+"""Bounds that the schedules must keep, checked against the tables of a run."""
 
 from __future__ import annotations
 
