@@ -17,6 +17,7 @@ from dsx.checkpoint.formats.deepspeed.plan import StockLayout
 from dsx.errors import CheckpointError, ConfigError
 from dsx.models.param import ParamSpec
 from dsx.parallel.layout import Layout
+from dsx.parallel.limits import Asked, objections
 from dsx.parallel.mesh import Mesh
 from dsx.parallel.partition import balanced
 from dsx.parallel.stages import StageMap
@@ -194,8 +195,8 @@ def _bounds(
             "its files do not say how many layers the model has: those without tensors have no file",
             "say how many layers each stage gets: --partition 3,2",
         )
-    if layers < pp:
-        raise CheckpointError(f"pipeline = {pp}", f"the model has {layers} layers", "ask for fewer stages")
+    for each in objections(Asked(layers=layers, pipeline=pp)):
+        raise CheckpointError(f"pipeline = {pp}", each.why, each.fix)
     if method == "uniform":
         short, more = divmod(layers, pp)
         return tuple(accumulate((short + (stage < more) for stage in range(pp)), initial=0))
@@ -393,12 +394,9 @@ def _stages(source: Catalog, params: Sequence[ParamSpec], pp: int, chunks: int) 
     check_layers(source, layers, "its layers")
     if known is not None and len(known) - 1 == pp * chunks:
         return StageMap(known, pp, "v" if placement == "v" and chunks == 2 else "loop")
-    if pp * chunks > layers:
-        raise CheckpointError(
-            str(source.root),
-            f"its {layers} layers cannot be cut into pipeline {pp} x chunks {chunks} stages",
-            f"ask for {layers} stages or fewer",
-        )
+    for each in objections(Asked(layers=layers, pipeline=pp, chunks=chunks)):
+        what = f"it cannot be cut into pipeline {pp} x chunks {chunks} stages: {each.why}"
+        raise CheckpointError(str(source.root), what, each.fix)
     weights = [0] * layers
     for spec in params:
         weights[spec.layer] += spec.numel

@@ -27,7 +27,7 @@ from dsx.errors import DsxError
 
 if TYPE_CHECKING:
     from dsx.planner.inputs import Calibration, PlanInputs
-    from dsx.planner.search import Plan, Ranked
+    from dsx.planner.plan import Plan, Ranked
 
 _MOST_TOO_LARGE = 3
 
@@ -118,7 +118,7 @@ def _measured(inputs: PlanInputs) -> Calibration:
 
 
 def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None) -> str:
-    from dsx.planner.search import gibibytes, reason
+    from dsx.planner.plan import gibibytes, reason
     from dsx.train.progress import compact
 
     run, cluster = inputs.run, found.task.machine.network.cluster
@@ -155,7 +155,7 @@ def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None) -> str:
 
 
 def _table(inputs: PlanInputs, found: Plan) -> list[str]:
-    from dsx.planner.search import gibibytes, reason
+    from dsx.planner.plan import gibibytes, reason
 
     titles = ("", "step", "tokens/s", "MFU", "bubble", "commun.", "memory", "layout", "against the best")
     rows = [titles]
@@ -207,7 +207,7 @@ def _figures(inputs: PlanInputs, found: Plan, ranked: Ranked) -> dict[str, Any]:
 
 
 def _facts(inputs: PlanInputs, found: Plan) -> dict[str, Any]:
-    from dsx.planner.search import reason
+    from dsx.planner.plan import reason
 
     def facts(ranked: Ranked) -> dict[str, Any]:
         layout = asdict(ranked.layout)

@@ -6,24 +6,27 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from dsx.config import elastic
 from dsx.config.batch import ACCUMULATION, Batch, resolve_batch
 from dsx.config.cuts import cut_layers
 from dsx.config.deepspeed import deepspeed_problems, is_bf16, optimizer_notes, zero_stage
-from dsx.config.load import at, either, load, raise_all
+from dsx.config.load import at, load, raise_all
 from dsx.config.run import RunConfig
 from dsx.config.schema import DsxConfig, ZeroConfig
 from dsx.config.sources import read_model
 from dsx.errors import ConfigError, ScheduleError
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import ModelSpec
+from dsx.parallel.limits import Asked, objections, possible
 from dsx.parallel.mesh import Mesh
 from dsx.planner import measured
 from dsx.planner.measured import is_wanted
-from dsx.schedules.builders import Options, ScheduleName, default_chunks, placement_of
+from dsx.planner.search import search
+from dsx.schedules.builders import Options, default_chunks
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Schedule
 
@@ -109,25 +112,29 @@ def _with_degrees(dsx: DsxConfig, rows: Schedule) -> DsxConfig:
     return dsx.model_copy(update={"parallel": dsx.parallel.model_copy(update=degrees)})
 
 
-def zero_problems(zero: ZeroConfig, stage: int) -> Iterator[ConfigError]:
+_KEYS = {
+    "tensor": "dsx.parallel.tensor",
+    "pipeline": "dsx.parallel.pipeline",
+    "chunks": "dsx.parallel.chunks",
+    "reduce": "dsx.zero.reduce",
+    "keep_gathered_bytes": "dsx.zero.keep_gathered_bytes",
+    "optimizer": "optimizer.type",
+    "secondary_partition": "zero_optimization.zero_hpz_partition_size",
+}
+
+
+def _refusals(asked: Asked) -> list[ConfigError]:
+    """What the table of limits has against ``asked``, the first objection to each key."""
+    first = {each.key: each for each in reversed([*objections(asked)])}
+    return [
+        ConfigError(at(_KEYS[each.key], each.value), each.why, each.fix) for each in reversed(first.values())
+    ]
+
+
+def zero_problems(zero: ZeroConfig, stage: int) -> list[ConfigError]:
     """Settings that would have no effect at this ZeRO stage."""
-    if zero.reduce == "micro_batch" and stage != 2:
-        yield ConfigError(
-            at("dsx.zero.reduce", zero.reduce),
-            "only zero_optimization.stage = 2 has the choice: below, gradients are reduced once per step, "
-            "and stage 3 reduces them after every micro-batch",
-            'use "step", or ZeRO stage 2',
-        )
-    if zero.keep_gathered_bytes and stage != 3:
-        yield ConfigError(
-            at("dsx.zero.keep_gathered_bytes", zero.keep_gathered_bytes),
-            f"zero_optimization.stage = {stage} leaves parameters whole: there is nothing to gather",
-            "use 0, or ZeRO stage 3",
-        )
-
-
-# Their update of an element depends on the whole matrix, of which a tensor-parallel rank has a part.
-_WHOLE_MATRIX_OPTIMIZERS = {"lamb", "muon"}
+    asked = Asked(reduce=zero.reduce, keep_gathered_bytes=zero.keep_gathered_bytes, zero_stage=stage)
+    return _refusals(asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,30 +203,16 @@ def check_output(facts: Facts) -> Iterator[ConfigError]:
         yield ConfigError(key, "braces stand for a name that is not known", "use {layout}, or no braces")
 
 
-def check_whole_matrix_optimizer(facts: Facts) -> Iterator[ConfigError]:
-    """Optimizers that need whole matrices do not meet tensor parallelism."""
-    kind = facts.deepspeed["optimizer"]["type"]
-    if kind.lower() in _WHOLE_MATRIX_OPTIMIZERS and facts.mesh.tp > 1:
-        yield ConfigError(
-            at("optimizer.type", kind),
-            f"its update needs whole matrices, which dsx.parallel.tensor = {facts.mesh.tp} cuts",
-            'use "AdamW", or dsx.parallel.tensor = 1',
+def check_combinations(facts: Facts) -> Iterator[ConfigError]:
+    """The optimizer and ZeRO go together with the degrees, and ``dsx.zero`` with the ZeRO stage."""
+    yield from _refusals(
+        Asked(
+            tensor=facts.mesh.tp,
+            pipeline=facts.mesh.pp,
+            optimizer=facts.deepspeed["optimizer"]["type"],
+            secondary_partition=facts.deepspeed.get("zero_optimization", {}).get("zero_hpz_partition_size"),
         )
-
-
-def check_secondary_partition(facts: Facts) -> Iterator[ConfigError]:
-    """ZeRO++ groups ranks by world rank (deepspeed/utils/groups.py, _create_zero_param_parallel_group)."""
-    size = facts.deepspeed.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
-    if size > 1 and facts.mesh.dp != facts.mesh.size:
-        yield ConfigError(
-            at("zero_optimization.zero_hpz_partition_size", size),
-            "DeepSpeed would group ranks of different tensor and pipeline coordinates",
-            "use 1, or tensor and pipeline degrees of 1",
-        )
-
-
-def check_zero(facts: Facts) -> Iterator[ConfigError]:
-    """What ``dsx.zero`` says fits the ZeRO stage."""
+    )
     yield from zero_problems(facts.dsx.zero, zero_stage(facts.deepspeed))
 
 
@@ -229,9 +222,7 @@ CHECKS = (
     check_output,
     check_roll_back,
     check_resume,
-    check_whole_matrix_optimizer,
-    check_secondary_partition,
-    check_zero,
+    check_combinations,
 )
 
 
@@ -297,76 +288,65 @@ def resolve_degrees(dsx: DsxConfig, model: ModelSpec, *, num_layers: int, world_
     Raises:
         ConfigError: A number that does not divide or does not fit; names the legal ones.
     """
-    problems = [*_tensor_problems(dsx, model, world_size), *_pipeline_problems(dsx, num_layers, world_size)]
-    raise_all("config", problems)
-    mesh = _mesh(dsx, model, world_size)
-    chunks = _chunks(dsx, model, mesh.pp, num_layers)
+    asked = _asked(dsx, model, num_layers=num_layers, world_size=world_size)
+    raise_all("config", _refusals(asked))
+    mesh = _mesh(dsx, asked)
+    chunks = _chunks(dsx, replace(asked, tensor=mesh.tp, pipeline=mesh.pp))
     name = _schedule(dsx, mesh.pp, chunks)
     return Degrees(mesh=mesh, chunks=chunks, schedule_name=name, notes=tuple(_notes(dsx, mesh, chunks, name)))
 
 
-def tensor_objection(dsx: DsxConfig, model: ModelSpec, tp: int) -> str | None:
-    """Why this model cannot be cut over ``tp`` ranks; None if it can."""
-    sizes = {
-        "attention heads": model.num_heads,
-        "key/value heads": model.num_kv_heads,
-        "MLP width": model.ffn_size,
+def _asked(dsx: DsxConfig, model: ModelSpec, *, num_layers: int, world_size: int) -> Asked:
+    """What the config says of degrees, without what it leaves open."""
+    tensor, pipeline = dsx.parallel.tensor, dsx.parallel.pipeline
+    return Asked(
+        ranks=world_size,
+        tensor=None if tensor == "auto" else tensor,
+        pipeline=None if pipeline == "auto" else pipeline,
+        model=model,
+        layers=num_layers,
+        layers_are="layers (blocks, embeddings, norm and head)",
+        sequence_length=dsx.data.sequence_length if dsx.parallel.sequence_parallel else None,
+    )
+
+
+_Deal: TypeAlias = tuple[tuple[int, ...], dict[str, int], tuple[str, ...], tuple[int, ...]]
+"""(axes passed over for each factor, degrees, axes by their turn, factors that are left)."""
+
+
+def _mesh(dsx: DsxConfig, asked: Asked) -> Mesh:
+    """Of all deals of the world size's factors the first: the one that passes over axes as late as it can."""
+    fixed = {"dp": None, "pp": asked.pipeline, "tp": asked.tensor}
+    accepts: dict[str, Callable[[int], bool]] = {
+        "dp": lambda _: True,
+        "pp": lambda degree: _pipeline_fits(dsx, asked, degree),
+        "tp": lambda degree: degree <= _MAX_AUTO_TENSOR and bool(possible(asked, "tensor", [degree])),
     }
-    if dsx.parallel.sequence_parallel:
-        sizes["sequence length"] = dsx.data.sequence_length
-    bad = [f"{name} = {size}" for name, size in sizes.items() if size % tp]
-    return f"{', '.join(bad)}: not divisible by it" if bad else None
 
+    def dealt(deal: _Deal) -> list[_Deal] | None:
+        passed, degrees, turns, factors = deal
+        if not factors:
+            return None
+        return [
+            (
+                (*passed, place),
+                degrees | {axis: degrees[axis] * factors[0]},
+                turns[place + 1 :] + turns[: place + 1],
+                factors[1:],
+            )
+            for place, axis in enumerate(turns)
+            if accepts[axis](degrees[axis] * factors[0])
+        ]
 
-def _tensor_problems(dsx: DsxConfig, model: ModelSpec, world_size: int) -> Iterator[ConfigError]:
-    tp = dsx.parallel.tensor
-    if tp == "auto":
-        return
-    why = f"the world size {world_size} does not divide by it" if world_size % tp else None
-    why = why or tensor_objection(dsx, model, tp)
-    if why:
-        pp = dsx.parallel.pipeline
-        room = world_size if pp == "auto" or world_size % pp else world_size // pp
-        legal = [n for n in _divisors(room) if not tensor_objection(dsx, model, n)]
-        long = " (or dsx.parallel.sequence_parallel = false)" if why.startswith("sequence length") else ""
-        yield ConfigError(at("dsx.parallel.tensor", tp), why, f"use {either(legal)}{long}")
-
-
-def _pipeline_problems(dsx: DsxConfig, num_layers: int, world_size: int) -> Iterator[ConfigError]:
-    tp, pp = dsx.parallel.tensor, dsx.parallel.pipeline
-    if pp == "auto":
-        return
-    key = at("dsx.parallel.pipeline", pp)
-    fits = [n for n in _divisors(world_size) if n <= num_layers]
-    if world_size % pp:
-        yield ConfigError(key, f"the world size {world_size} does not divide by it", f"use {either(fits)}")
-    elif pp > num_layers:
-        why = f"more stages than layers: the model has {num_layers} (blocks, embeddings, norm and head)"
-        yield ConfigError(key, why, f"use {either(fits)}")
-    elif tp != "auto" and world_size % tp == 0 and world_size % (tp * pp):
-        legal = [n for n in fits if world_size % (n * tp) == 0]
-        why = f"the world size {world_size} does not divide by tensor {tp} x pipeline {pp}"
-        yield ConfigError(key, why, f"use {either(legal)} with dsx.parallel.tensor = {tp}")
-
-
-def _mesh(dsx: DsxConfig, model: ModelSpec, world_size: int) -> Mesh:
-    tp, pp = dsx.parallel.tensor, dsx.parallel.pipeline
-    degrees = {"dp": 1, "pp": 1 if pp == "auto" else pp, "tp": 1 if tp == "auto" else tp}
-    accepts: dict[str, Callable[[int], bool]] = {"dp": lambda _: True}
-    if pp == "auto":
-        accepts["pp"] = lambda n: _pipeline_fits(dsx, model, n)
-    if tp == "auto":
-        accepts["tp"] = lambda n: n <= _MAX_AUTO_TENSOR and not tensor_objection(dsx, model, n)
-    turns = list(accepts)
-    for factor in reversed(_prime_factors(world_size // (degrees["pp"] * degrees["tp"]))):
-        axis = next(axis for axis in turns if accepts[axis](degrees[axis] * factor))
-        degrees[axis] *= factor
-        after = turns.index(axis) + 1
-        turns = turns[after:] + turns[:after]
+    degrees = {axis: degree or 1 for axis, degree in fixed.items()}
+    turns = tuple(axis for axis, degree in fixed.items() if degree is None)
+    factors = tuple(reversed(_prime_factors((asked.ranks or 1) // prod(degrees.values()))))
+    start: _Deal = ((), degrees, turns, factors)
+    _, degrees, _, _ = next(search([start], cost=lambda deal: deal[0], grow=dealt))
     return Mesh.of(**degrees)
 
 
-def _pipeline_fits(dsx: DsxConfig, model: ModelSpec, pp: int) -> bool:
+def _pipeline_fits(dsx: DsxConfig, asked: Asked, pp: int) -> bool:
     """Whether every stage gets a block at the fewest chunks that the config allows."""
     chunks, method = dsx.parallel.chunks, dsx.partition.method
     if isinstance(method, list):
@@ -374,10 +354,15 @@ def _pipeline_fits(dsx: DsxConfig, model: ModelSpec, pp: int) -> bool:
     if chunks == "auto":
         name = dsx.schedule.name
         chunks = 1 if name == "auto" else default_chunks(name)
-    return pp * chunks <= model.num_layers
+    assert asked.model is not None
+    return pp * chunks <= asked.model.num_layers
 
 
-def _chunks(dsx: DsxConfig, model: ModelSpec, pp: int, num_layers: int) -> int:
+def _chunks(dsx: DsxConfig, asked: Asked) -> int:
+    pp, model, num_layers = asked.pipeline, asked.model, asked.layers
+    assert pp is not None
+    assert model is not None
+    assert num_layers is not None
     if pp == 1:
         return 1
     chunks, name, method = dsx.parallel.chunks, dsx.schedule.name, dsx.partition.method
@@ -395,26 +380,8 @@ def _chunks(dsx: DsxConfig, model: ModelSpec, pp: int, num_layers: int) -> int:
                 f'use "1f1b" or dsx.parallel.pipeline of at most {num_layers // 2}',
             )
         return 2
-    key = at("dsx.parallel.chunks", chunks)
-    if name != "auto":
-        _check_chunks(name, chunks, key)
-    if pp * chunks > num_layers:
-        why = f"more stages than layers: pipeline {pp} x chunks {chunks} on {num_layers} layers"
-        raise ConfigError(key, why, f"use at most {num_layers // pp}, or a smaller dsx.parallel.pipeline")
+    raise_all("config", _refusals(replace(asked, chunks=chunks, schedule=None if name == "auto" else name)))
     return chunks
-
-
-def _check_chunks(name: ScheduleName, chunks: int, key: str) -> None:
-    """Raise ConfigError unless schedule ``name`` can have so many chunks on several ranks."""
-    if default_chunks(name) == 1:
-        if chunks > 1:
-            why = f"schedule {name} has one chunk per rank"
-            raise ConfigError(key, why, 'use 1, or schedule "interleaved"')
-    elif placement_of(name) == "v" and chunks != 2:
-        raise ConfigError(key, f"schedule {name} has two chunks per rank", 'use 2, or "interleaved_zb"')
-    elif chunks == 1:
-        why = f"schedule {name} needs at least 2 chunks per rank"
-        raise ConfigError(key, why, 'use 2 or more, or "1f1b"')
 
 
 def _schedule(dsx: DsxConfig, pp: int, chunks: int) -> str:
@@ -440,10 +407,6 @@ def _notes(dsx: DsxConfig, mesh: Mesh, chunks: int, name: str) -> Iterator[str]:
             yield f"dsx.{axis}: auto -> {got}"
         elif wanted != got:
             yield f"dsx.{axis}: {wanted} -> {got}, as there is no pipeline"
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _prime_factors(n: int) -> list[int]:

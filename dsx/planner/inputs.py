@@ -21,7 +21,7 @@ from dsx.planner.cluster import Cluster, gpu_memory
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.layer_times import Machine
 from dsx.planner.layout import LayoutSpace, PlannedLayout, Task, meshes, variants
-from dsx.planner.search import Search
+from dsx.planner.plan import Search
 from dsx.planner.step_time import Predictor
 
 

@@ -15,7 +15,7 @@ from dsx.planner.cluster import preset
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.layer_times import Machine
 from dsx.planner.layout import LayoutSpace, PlannedLayout, Task, meshes, scheduled, variants
-from dsx.planner.search import MemoryFloor, Search, reason
+from dsx.planner.plan import MemoryFloor, Search, reason
 from dsx.planner.step_time import Predictor
 from dsx.schedules.schedule import lower
 

@@ -1,0 +1,264 @@
+"""Why a degree, or a combination of settings, cannot be: one table for all who choose or check a layout.
+
+The config's resolution, the planner, an elastic restart and the conversion of a checkpoint ask it. Pure data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dsx.models.spec import ModelSpec
+from dsx.schedules.builders import default_chunks, placement_of
+
+WHOLE_MATRIX_OPTIMIZERS = frozenset({"lamb", "muon"})
+"""Their update of an element depends on the whole matrix, of which a tensor-parallel rank has a part."""
+
+_MANY = 8  # Numbers to list in a message.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Settings that are wanted together. What is None is open or not known, and no rule looks at it.
+
+    Attributes:
+        ranks: World size.
+        tensor: Tensor-parallel degree.
+        pipeline: Pipeline degree.
+        data: Data-parallel degree.
+        chunks: Virtual stages per pipeline rank.
+        schedule: Name of the pipeline's schedule.
+        model: The architecture.
+        layers: How many layers there are to share out over the stages.
+        sequence_length: Tokens of a sequence, if tensor-parallel ranks cut activations along it.
+        global_batch: Sequences per step, over all ranks.
+        micro_batch: Sequences per micro-batch.
+        zero_stage: ZeRO stage.
+        reduce: ``dsx.zero.reduce``.
+        keep_gathered_bytes: ``dsx.zero.keep_gathered_bytes``.
+        secondary_partition: ``zero_optimization.zero_hpz_partition_size``.
+        optimizer: Type of the optimizer.
+        ranks_do: How the ranks are called where they do not divide.
+        layers_are: What the layers are called.
+    """
+
+    ranks: int | None = None
+    tensor: int | None = None
+    pipeline: int | None = None
+    data: int | None = None
+    chunks: int | None = None
+    schedule: str | None = None
+    model: ModelSpec | None = None
+    layers: int | None = None
+    sequence_length: int | None = None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    zero_stage: int | None = None
+    reduce: str | None = None
+    keep_gathered_bytes: int | None = None
+    secondary_partition: int | None = None
+    optimizer: str | None = None
+    ranks_do: str = "the world size {} does"
+    layers_are: str = "layers"
+
+
+@dataclass(frozen=True, slots=True)
+class Objection:
+    """What cannot be.
+
+    Attributes:
+        key: Field of :class:`Asked` that is at fault.
+        value: What it is.
+        why: The reason.
+        fix: What to do instead.
+    """
+
+    key: str
+    value: int | str
+    why: str
+    fix: str
+
+
+def objections(asked: Asked) -> Iterator[Objection]:
+    """Everything that cannot be, in the order of the table."""
+    for rule in _RULES:
+        if (why := rule.broken(asked)) is not None:
+            yield Objection(rule.key, getattr(asked, rule.key), why, _mended(rule, asked))
+
+
+def possible(asked: Asked, key: str, values: Iterable[int]) -> list[int]:
+    """Those of ``values`` that ``key``, a field of ``asked``, could have beside the others."""
+    rules = [rule for rule in _RULES if key in rule.needs]
+
+    def fits(value: int) -> bool:
+        field: dict[str, Any] = {key: value}
+        tried = replace(asked, **field)
+        return all(rule.broken(tried) is None for rule in rules)
+
+    return list(filter(fits, values))
+
+
+def divisors(number: int) -> list[int]:
+    """In ascending order."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """A row of the table: the field at fault, the fields that are looked at, the reason if any, the fix."""
+
+    key: str
+    needs: tuple[str, ...]
+    why: Callable[..., str | None]
+    fix: str = "use {either}"
+
+    def broken(self, asked: Asked) -> str | None:
+        """The reason; None if all is well, or not all of it is known."""
+        values = [getattr(asked, name) for name in self.needs]
+        return None if None in values else self.why(*values)
+
+
+def _mended(rule: _Rule, asked: Asked) -> str:
+    """The rule's fix with the numbers that could be."""
+    if "{" not in rule.fix:
+        return rule.fix
+    shared_out = rule.key == "chunks" or asked.ranks is None  # else a degree, which divides the ranks
+    values = range(1, (asked.layers or _MANY) + 1) if shared_out else divisors(asked.ranks or 1)
+    legal = possible(asked, rule.key, values)
+    *first, last = [str(value) for value in legal[:_MANY]] or ["another"]
+    if len(legal) > _MANY:
+        last += ", ..."
+    either = f"{', '.join(first)} or {last}" if first else last
+    return rule.fix.format(either=either, most=max(legal, default=1))
+
+
+def _undivided(ranks: int, ranks_do: str, degree: int) -> str | None:
+    return f"{ranks_do.format(ranks)} not divide by it" if ranks % degree else None
+
+
+def _undivided_together(ranks: int, ranks_do: str, tensor: int, pipeline: int) -> str | None:
+    """For degrees that both divide the ranks alone."""
+    if ranks % tensor or ranks % pipeline or ranks % (tensor * pipeline) == 0:
+        return None
+    return f"{ranks_do.format(ranks)} not divide by tensor {tensor} x pipeline {pipeline}"
+
+
+def _uncut(model: ModelSpec, tensor: int) -> str | None:
+    """Each tensor-parallel rank has whole heads, and as much of the MLP as the others."""
+    sizes = {
+        "attention heads": model.num_heads,
+        "key/value heads": model.num_kv_heads,
+        "MLP width": model.ffn_size,
+    }
+    bad = [f"{name} = {size}" for name, size in sizes.items() if size % tensor]
+    return f"{', '.join(bad)}: not divisible by it" if bad else None
+
+
+def _uncut_sequence(sequence_length: int, tensor: int) -> str | None:
+    return f"sequence length = {sequence_length}: not divisible by it" if sequence_length % tensor else None
+
+
+def _too_deep(layers: int, layers_are: str, pipeline: int) -> str | None:
+    if pipeline <= layers:
+        return None
+    return f"more stages than layers: the model has {layers} {layers_are}"
+
+
+def _too_many_stages(layers: int, layers_are: str, pipeline: int, chunks: int) -> str | None:
+    if pipeline * chunks <= layers or pipeline > layers:
+        return None
+    return f"more stages than layers: pipeline {pipeline} x chunks {chunks} on {layers} {layers_are}"
+
+
+def _other_chunks(schedule: str, pipeline: int, chunks: int) -> str | None:
+    """On one pipeline rank all schedules are alike."""
+    if pipeline == 1:
+        return None
+    if default_chunks(schedule) == 1:
+        return f"schedule {schedule} has one chunk per rank" if chunks > 1 else None
+    if placement_of(schedule) == "v":
+        return f"schedule {schedule} has two chunks per rank" if chunks != 2 else None
+    return f"schedule {schedule} needs at least 2 chunks per rank" if chunks == 1 else None
+
+
+def _unshared(global_batch: int, data: int, micro_batch: int) -> str | None:
+    if global_batch % (data * micro_batch) == 0:
+        return None
+    return f"the global batch {global_batch} does not divide by micro-batches of it on {data} ranks"
+
+
+def _whole_matrix(optimizer: str, tensor: int) -> str | None:
+    if tensor == 1 or optimizer.lower() not in WHOLE_MATRIX_OPTIMIZERS:
+        return None
+    return f"its update needs whole matrices, which dsx.parallel.tensor = {tensor} cuts"
+
+
+def _mixed_partition(secondary_partition: int, tensor: int, pipeline: int) -> str | None:
+    """DeepSpeed groups them by world rank (deepspeed/utils/groups.py, _create_zero_param_parallel_group)."""
+    if secondary_partition == 1 or tensor * pipeline == 1:
+        return None
+    return "DeepSpeed would group ranks of different tensor and pipeline coordinates"
+
+
+def _fixed_reduction(reduce: str, zero_stage: int) -> str | None:
+    if reduce != "micro_batch" or zero_stage == 2:
+        return None
+    return (
+        "only zero_optimization.stage = 2 has the choice: below, gradients are reduced once per step, and "
+        "stage 3 reduces them after every micro-batch"
+    )
+
+
+def _nothing_gathered(keep_gathered_bytes: int, zero_stage: int) -> str | None:
+    if not keep_gathered_bytes or zero_stage == 3:
+        return None
+    return f"zero_optimization.stage = {zero_stage} leaves parameters whole: there is nothing to gather"
+
+
+_RULES = (
+    _Rule("tensor", ("ranks", "ranks_do", "tensor"), _undivided),
+    _Rule("tensor", ("model", "tensor"), _uncut),
+    _Rule(
+        "tensor",
+        ("sequence_length", "tensor"),
+        _uncut_sequence,
+        "use {either} (or dsx.parallel.sequence_parallel = false)",
+    ),
+    _Rule("pipeline", ("ranks", "ranks_do", "pipeline"), _undivided),
+    _Rule("pipeline", ("layers", "layers_are", "pipeline"), _too_deep),
+    _Rule(
+        "pipeline",
+        ("ranks", "ranks_do", "tensor", "pipeline"),
+        _undivided_together,
+        "use {either}, or another dsx.parallel.tensor",
+    ),
+    _Rule(
+        "chunks",
+        ("schedule", "pipeline", "chunks"),
+        _other_chunks,
+        'use {either}, or another schedule: "1f1b" has one chunk per rank, "interleaved" several',
+    ),
+    _Rule(
+        "chunks",
+        ("layers", "layers_are", "pipeline", "chunks"),
+        _too_many_stages,
+        "use at most {most}, or a smaller dsx.parallel.pipeline",
+    ),
+    _Rule("micro_batch", ("global_batch", "data", "micro_batch"), _unshared),
+    _Rule("optimizer", ("optimizer", "tensor"), _whole_matrix, 'use "AdamW", or dsx.parallel.tensor = 1'),
+    _Rule(
+        "secondary_partition",
+        ("secondary_partition", "tensor", "pipeline"),
+        _mixed_partition,
+        "use 1, or tensor and pipeline degrees of 1",
+    ),
+    _Rule("reduce", ("reduce", "zero_stage"), _fixed_reduction, 'use "step", or ZeRO stage 2'),
+    _Rule(
+        "keep_gathered_bytes",
+        ("keep_gathered_bytes", "zero_stage"),
+        _nothing_gathered,
+        "use 0, or ZeRO stage 3",
+    ),
+)
+"""The table."""

@@ -1,0 +1,388 @@
+"""Rank layouts by predicted step time under the memory cap: best first, by bounds that are cheap."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from dsx.errors import DsxError, LayoutError, ScheduleError
+from dsx.memory.layers import Layers
+from dsx.memory.ledger import Leaf, Ledger, Tape
+from dsx.memory.ops import Ops, label
+from dsx.models.params import layer_kinds, param_specs
+from dsx.planner.choose import CHUNKS
+from dsx.planner.layout import LayoutSpace, PlannedLayout, Task, meshes, scheduled, variants
+from dsx.planner.step_time import Predictor, StepTime
+
+_ALL_LIVE = ("gpipe", "looped_bfs")  # Keep every micro-batch.
+
+
+@dataclass(slots=True)
+class MemoryFloor:
+    """Bounds for the layouts of one task.
+
+    Attributes:
+        predictor: Of the task.
+        update_bytes: What the optimizer keeps per parameter, the fp32 copy of a bf16 parameter included.
+    """
+
+    predictor: Predictor
+    update_bytes: int = 12
+    _kept: dict[object, int] = field(default_factory=dict)
+
+    def of(self, layout: PlannedLayout) -> float:
+        """Bytes that some rank of the layout holds at least."""
+        return self.states(layout) + self.activations(layout)
+
+    def states(self, layout: PlannedLayout) -> float:
+        """Parameters, gradients and optimizer state of a mean pipeline rank (arXiv:1910.02054, section 5)."""
+        width = self.predictor.task.width
+        number = sum(self.predictor.elements(layout.tensor)) / layout.pipeline
+        shares = [
+            1 / layout.data if layout.zero_stage >= stage else 1.0
+            for stage in (3, 2 if layout.reduces_micro_batches else 3, 1)
+        ]
+        return number * (width * shares[0] + width * shares[1] + self.update_bytes * shares[2])
+
+    def activations(self, layout: PlannedLayout) -> float:
+        """What the blocks of the first pipeline rank keep for the micro-batches under way."""
+        count = layout.micro_batches(self.predictor.task.global_batch)
+        live = count if layout.schedule in _ALL_LIVE else min(count, layout.pipeline)
+        blocks = self.predictor.task.model.num_layers // layout.pipeline
+        return float(live * blocks * self.kept_bytes(layout))
+
+    def kept_bytes(self, layout: PlannedLayout) -> int:
+        """What one block keeps of one micro-batch, from the ledger's own list of operations."""
+        key = (layout.tensor, layout.sequence_parallel, layout.micro_batch, layout.recompute)
+        if key not in self._kept:
+            self._kept[key] = self._one_block(layout)
+        return self._kept[key]
+
+    def _one_block(self, layout: PlannedLayout) -> int:
+        task, ledger = self.predictor.task, Ledger()
+        model = replace(task.model, num_layers=1, windows=())  # with a window a block keeps more, if anything
+        block = layer_kinds(model).index("Block")
+        specs = [spec for spec in param_specs(model) if spec.layer == block]
+        leaves = {spec.name: Leaf(spec.name, spec.local_shape(layout.tensor), task.width) for spec in specs}
+        sequence = layout.sequence_parallel and layout.tensor > 1
+        ops = Ops(tape=Tape(ledger), tp=layout.tensor, sequence=sequence, width=task.width, later=None)
+        layers = Layers(model=model, ops=ops, weights=leaves, recompute=layout.recompute)
+        length = task.sequence_length // layout.tensor if sequence else task.sequence_length
+        shape = (layout.micro_batch, length, model.hidden_size)
+        x = Leaf(
+            "input", shape, task.width, storage=ops.tape.new(label("x", "", ""), task.width, *shape).storage
+        )
+        before = ledger.current_bytes
+        y = layers.block(block, x)
+        kept = ledger.current_bytes - before
+        del y
+        return kept
+
+
+_WORTH_A_WORD = 0.003  # Of the best step.
+_MOST_WORDS = 3
+
+
+def reason(plan: Plan, ranked: Ranked) -> str:
+    """Why ``ranked`` was not chosen: its memory, or the parts of its step that are longer."""
+    best = plan.best[0]
+    step = ranked.time.seconds / best.time.seconds - 1.0
+    if not ranked.fits:
+        takes = ("at least " if ranked.is_bound else "") + gibibytes(ranked.peak_bytes)
+        return f"{step:+.1%} step, but takes {takes} of {gibibytes(plan.cap_bytes)}"
+    have, want = ranked.time.parts(), best.time.parts()
+    change = {name: (have[name] - want[name]) / best.time.seconds for name in have}
+    worst = sorted(change.items(), key=lambda item: -abs(item[1]))[:_MOST_WORDS]
+    words = [f"{name} {part:+.1%}" for name, part in worst if abs(part) >= _WORTH_A_WORD]
+    if step < _WORTH_A_WORD and not words:
+        return f"{step:+.1%} step: as fast"
+    return f"{step:+.1%} step: {', '.join(words)}" if words else f"{step:+.1%} step"
+
+
+Memory = Callable[[PlannedLayout], int]
+"""Peak bytes of the fullest rank of a layout; a DsxError for one that cannot be run."""
+
+_NEARLY = 0.9  # Stages before the last may be a little shorter than the mean.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """A layout with its predicted step.
+
+    Attributes:
+        layout: Which.
+        time: Its step.
+        peak_bytes: Memory of its fullest rank, or a bound of it.
+        fits: Whether that stays within the cap.
+        is_bound: Whether ``peak_bytes`` is a bound.
+    """
+
+    layout: PlannedLayout
+    time: StepTime
+    peak_bytes: float
+    fits: bool
+    is_bound: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a search found.
+
+    Attributes:
+        task: What it was for.
+        cap_bytes: Memory of a GPU that it kept within.
+        best: The best layout of each mesh, the fastest first: at least the number asked for, if there are so
+            many.
+        others: The best one's neighbours, each with one thing changed, fastest first.
+        too_large: Layouts that are faster than the best one and do not fit, fastest first.
+        predicted: Layouts whose step was simulated.
+        estimated: Layouts whose memory was estimated in full.
+    """
+
+    task: Task
+    cap_bytes: int
+    best: tuple[Ranked, ...]
+    others: tuple[Ranked, ...]
+    too_large: tuple[Ranked, ...]
+    predicted: int
+    estimated: int
+
+
+@dataclass(order=True, slots=True)
+class _Node:
+    """A layout in the heap; the lower its seconds, the earlier its turn."""
+
+    seconds: float
+    order: tuple[int, ...]
+    layout: PlannedLayout = field(compare=False)
+    is_scheduled: bool = field(compare=False, default=False)
+    time: StepTime | None = field(compare=False, default=None)
+
+
+@dataclass(slots=True)
+class Search:
+    """A search for the best layouts of one task.
+
+    Args:
+        task: What is trained.
+        space: What may be chosen.
+        memory: Peak bytes of a layout.
+        cap_bytes: What they must stay within; None: what the cluster's GPUs have.
+        update_bytes: What the optimizer keeps per parameter at least, the fp32 copy of a bf16 one included.
+    """
+
+    task: Task
+    space: LayoutSpace
+    memory: Memory
+    cap_bytes: int | None = None
+    update_bytes: int = 12
+    predictor: Predictor = field(init=False)
+    _floor: MemoryFloor = field(init=False)
+    _peaks: dict[PlannedLayout, int | None] = field(init=False, default_factory=dict)
+    _times: dict[PlannedLayout, StepTime] = field(init=False, default_factory=dict)
+    _large: dict[PlannedLayout, Ranked] = field(init=False, default_factory=dict)
+    _refusals: list[DsxError] = field(init=False, default_factory=list)
+    _ticket: Iterator[int] = field(init=False, default_factory=count)
+
+    def __post_init__(self) -> None:
+        self.predictor = Predictor(self.task)
+        self._floor = MemoryFloor(self.predictor, self.update_bytes)
+        if self.cap_bytes is None:
+            self.cap_bytes = self.task.machine.network.cluster.usable_bytes
+
+    @property
+    def cap(self) -> int:
+        """Most bytes of a rank."""
+        assert self.cap_bytes is not None
+        return self.cap_bytes
+
+    def run(self, top: int) -> Plan:
+        """The ``top`` best meshes, each with its best layout.
+
+        Raises:
+            LayoutError: Nothing fits; names what comes nearest.
+        """
+        heap = [node for mesh in meshes(self.task, self.space) for node in self._open(mesh)]
+        heapq.heapify(heap)
+        best: dict[tuple[int, int], Ranked] = {}
+        while heap and len(best) < top:
+            node = heapq.heappop(heap)
+            mesh = (node.layout.tensor, node.layout.pipeline)
+            if mesh in best:
+                continue
+            if node.time is None:
+                for inner in self._inner(node):
+                    heapq.heappush(heap, inner)
+                continue
+            ranked = self._judge(node.layout, node.time)
+            if ranked is not None and ranked.fits:
+                best[mesh] = ranked
+        if not best:
+            raise self._nothing_fits()
+        first = min(best.values(), key=lambda each: each.time.seconds)
+        return Plan(
+            task=self.task,
+            cap_bytes=self.cap,
+            best=tuple(sorted(best.values(), key=lambda each: each.time.seconds)),
+            others=tuple(self._neighbours(first)),
+            too_large=self._faster(first),
+            predicted=len(self._times),
+            estimated=len(self._peaks),
+        )
+
+    def judge(self, layout: PlannedLayout) -> Ranked | None:
+        """One layout; None if it cannot be run."""
+        return self._judge(layout, self._time(layout)) if self._can_run(layout) else None
+
+    def _open(self, mesh: PlannedLayout) -> Iterator[_Node]:
+        """A mesh's variants whose memory can fit, with a bound as if there were no bubble."""
+        for layout in variants(self.task, self.space, mesh):
+            if self._can_fit(layout):
+                yield _Node(self._ideal(layout), (0, next(self._ticket)), layout)
+
+    def _ideal(self, layout: PlannedLayout) -> float:
+        """Seconds with equal ranks, which start as early as with the most chunks."""
+        times, ranks = self.predictor.times(layout), layout.pipeline
+        work = sum(time.seconds for time in times) * layout.micro_batches(self.task.global_batch)
+        chunks = max(2, min(max(CHUNKS), self.task.model.num_layers // ranks))
+        fill = sum(time.forward_seconds for time in times) * (ranks - 1) / chunks
+        return (work + _NEARLY * fill) / ranks
+
+    def _can_fit(self, layout: PlannedLayout) -> bool:
+        return self._floor.of(layout) <= self.cap
+
+    def _inner(self, node: _Node) -> Iterator[_Node]:
+        """What a node leads to: its schedules, or its own prediction."""
+        if node.is_scheduled:
+            time = self._time(node.layout)
+            yield _Node(time.seconds, _simplicity(node.layout), node.layout, True, time)
+            return
+        for layout in scheduled(self.task, self.space, node.layout):
+            if self._can_fit(layout):
+                bound = self.predictor.bound(layout)
+                yield _Node(max(bound, node.seconds), (1, next(self._ticket)), layout, True)
+
+    def _time(self, layout: PlannedLayout) -> StepTime:
+        if layout not in self._times:
+            self._times[layout] = self.predictor.predict(layout)
+        return self._times[layout]
+
+    def _judge(self, layout: PlannedLayout, time: StepTime) -> Ranked | None:
+        """With its memory, by the bound if that says enough; None if it cannot be run."""
+        floor = self._floor.of(layout)
+        if floor > self.cap:
+            return Ranked(layout=layout, time=time, peak_bytes=floor, fits=False, is_bound=True)
+        if layout not in self._peaks:
+            try:
+                self._peaks[layout] = self.memory(layout)
+            except DsxError as error:
+                self._refusals.append(error)
+                self._peaks[layout] = None
+        peak = self._peaks[layout]
+        if peak is None:
+            return None
+        ranked = Ranked(layout=layout, time=time, peak_bytes=peak, fits=peak <= self.cap)
+        if not ranked.fits:
+            self._large[layout] = ranked
+        return ranked
+
+    def _neighbours(self, first: Ranked) -> list[Ranked]:
+        """The best layout with one thing changed, the best of each such change."""
+        layout, found = first.layout, []
+        changed: dict[str, list[PlannedLayout]] = {}
+        wide = replace(self.space, tensor=(layout.tensor,), pipeline=(layout.pipeline,))
+        for other in variants(self.task, wide, layout):
+            names = _differences(layout, other)
+            if len(names) == 1:
+                changed.setdefault(names[0] + _value(other, names[0]), []).append(
+                    replace(other, schedule=layout.schedule, chunks=layout.chunks)
+                )
+        for other in scheduled(self.task, wide, layout):
+            if other.schedule != layout.schedule:
+                changed.setdefault(other.schedule, []).append(other)
+            elif other.chunks != layout.chunks:
+                changed.setdefault("chunks", []).append(other)
+        for options in changed.values():
+            found += self._best_of(options, first)
+        return sorted(found, key=lambda each: each.time.seconds)
+
+    def _best_of(self, layouts: Iterable[PlannedLayout], first: Ranked) -> list[Ranked]:
+        """The fastest that may fit; if none does, the one that comes nearest.
+
+        Memory is estimated in full only for those that are faster than the first: others lose anyhow.
+        """
+        tried = []
+        for layout in sorted(filter(self._can_run, layouts), key=lambda each: self._time(each).seconds):
+            time, floor = self._time(layout), self._floor.of(layout)
+            if time.seconds < first.time.seconds:
+                ranked = self._judge(layout, time)
+            else:
+                fits = floor <= self.cap
+                ranked = Ranked(layout=layout, time=time, peak_bytes=floor, fits=fits, is_bound=True)
+            if ranked is not None and ranked.fits:
+                return [ranked]
+            tried += [] if ranked is None else [ranked]
+        return sorted(tried, key=lambda each: each.peak_bytes)[:1]
+
+    def _can_run(self, layout: PlannedLayout) -> bool:
+        try:
+            self._time(layout)
+        except (LayoutError, ScheduleError):
+            return False
+        return True
+
+    def _faster(self, first: Ranked) -> tuple[Ranked, ...]:
+        """What is faster and too large: the fastest of each mesh and way to recompute."""
+        kinds: dict[tuple[object, ...], Ranked] = {}
+        for ranked in sorted(self._large.values(), key=lambda each: each.time.seconds):
+            if ranked.time.seconds < first.time.seconds:
+                layout = ranked.layout
+                kinds.setdefault((layout.tensor, layout.pipeline, layout.recompute), ranked)
+        return tuple(kinds.values())
+
+    def _nothing_fits(self) -> DsxError:
+        nearest = min(self._large.values(), key=lambda each: each.peak_bytes, default=None)
+        if nearest is None and self._refusals:
+            return self._refusals[0]
+        if nearest is None:
+            layouts = [
+                v for mesh in meshes(self.task, self.space) for v in variants(self.task, self.space, mesh)
+            ]
+            layout = min(layouts, key=self._floor.of)
+            least = f"at least {gibibytes(self._floor.of(layout))} ({layout.label})"
+        else:
+            least = f"{gibibytes(nearest.peak_bytes)} ({nearest.layout.label})"
+        name = self.task.machine.network.cluster.name
+        return LayoutError(
+            f"{self.space.gpus} x {name}, {gibibytes(self.cap)} usable of each",
+            f"no layout of the model fits; the nearest takes {least}",
+            "use more GPUs, shorter sequences or a smaller model, or zero_optimization.offload_optimizer",
+        )
+
+
+def _simplicity(layout: PlannedLayout) -> tuple[int, ...]:
+    """Of equally fast layouts the simpler one comes first."""
+    return (1, layout.zero_stage, layout.chunks, int(layout.program.divides), layout.pipeline)
+
+
+_KNOBS = ("micro_batch", "recompute", "zero_stage", "sequence_parallel")
+
+
+def _differences(one: PlannedLayout, other: PlannedLayout) -> list[str]:
+    return [name for name in _KNOBS if getattr(one, name) != getattr(other, name)]
+
+
+def _value(layout: PlannedLayout, name: str) -> str:
+    """Changes of which only the best is shown have no value of their own."""
+    return "" if name == "micro_batch" else str(getattr(layout, name))
+
+
+def gibibytes(num_bytes: float) -> str:
+    """In words.
+
+    >>> gibibytes(1234.5 * 2**30)
+    '1,234.5 GiB'
+    """
+    return f"{num_bytes / (1 << 30):,.1f} GiB"
