@@ -18,16 +18,16 @@ from zlib import error as ZlibError
 from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError
 
 from dsx.checkpoint import plain
-from dsx.checkpoint.catalog import NO_SETTINGS, Catalog, Entry, locate
-from dsx.checkpoint.json_text import check_plain
+from dsx.checkpoint.catalog import NO_SETTINGS, SAVE_AGAIN, Catalog, Entry, locate
+from dsx.checkpoint.json_text import check_plain, is_unicode
 from dsx.errors import CheckpointError
 from dsx.models.param import ParamSpec
 from dsx.models.params import param_specs
 from dsx.models.spec import ModelSpec
 
-_USE_ANOTHER = "use another checkpoint, or save this one again"
 _SPARE_RANKS, _MOST_RANKS = 1 << 12, 1 << 17
 _SPARE_LAYERS = 1 << 10
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _MOST_TILE_ELEMENTS = 1 << 24
 _MOST_SHAPE_DIMS = 64
 _EXCUSED_BYTES = 1 << 20
@@ -113,7 +113,7 @@ def reading(what: str) -> Iterator[None]:
         ZlibError,
     ) as error:
         raise CheckpointError(
-            what, f"it says what no writer of its format does ({type(error).__name__}: {error})", _USE_ANOTHER
+            what, f"it says what no writer of its format does ({type(error).__name__}: {error})", SAVE_AGAIN
         ) from error
 
 
@@ -128,35 +128,62 @@ def check_claims(catalog: Catalog) -> None:
         _check_entry(catalog, entry, sizes)
     if not 0 <= catalog.tile_elements <= _MOST_TILE_ELEMENTS:
         raise _wrong(catalog, "tile_elements", f"tiles of {catalog.tile_elements} elements")
-    for spec in catalog.specs:
-        check_layers(catalog, spec.layer, f"tensor {spec.name}")
-    config = catalog.facts.get("hf_config")
-    for key in ("num_hidden_layers", "n_layer"):
-        layers = config.get(key) if isinstance(config, Mapping) else None
-        if isinstance(layers, int) and layers > _names(catalog):
-            what = f"{layers} layers, and the files have {_names(catalog)} tensors"
-            raise _wrong(catalog, f"config.json: {key} = {layers}", what)
     told = _checked_facts(catalog)
+    check_num_layers(catalog, told.hf_config or {}, f"{catalog.root}: config.json")
+    check_num_layers(catalog, told.model or {}, f"{catalog.root}: model")
+    blocks = (told.model or {}).get("num_layers", 1)
+    if type(blocks) is not int or blocks < 1:
+        raise _wrong(catalog, "model", f"it has {short_repr(blocks)} layers")
     ranks = prod(told.mesh.values())
     most = min(_MOST_RANKS, _SPARE_RANKS + sum(entry.numel for entry in catalog.entries))
     if ranks > most:
         raise _wrong(catalog, f"mesh {told.mesh}", f"{ranks} ranks, of which its tensors bear out {most}")
     if told.stage_bounds[0] != 0 or sorted(told.stage_bounds) != told.stage_bounds:
         raise _wrong(catalog, "stage_bounds", "they do not ascend from 0")
-    check_layers(catalog, told.stage_bounds[-1], "stage_bounds")
-    check_layers(catalog, max(told.unnamed_ties, default=0), "unnamed_ties")
-    for key, layers in told.tied.items():
-        check_layers(catalog, max(layers), f"tied {key}")
-    blocks = (told.model or {}).get("num_layers", 1)
-    if type(blocks) is not int or not 0 < blocks <= max(1, _names(catalog)):
-        raise _wrong(catalog, "model", f"it has {blocks} layers, and the files {_names(catalog)} tensors")
+    claimed = {f"tensor {spec.name}": spec.layer for spec in catalog.specs}
+    claimed |= {f"tied {key}": max(layers) for key, layers in told.tied.items()}
+    claimed |= {"stage_bounds": told.stage_bounds[-1], "unnamed_ties": max(told.unnamed_ties, default=0)}
+    check_layers(catalog, claimed)
 
 
-def check_layers(catalog: Catalog, layers: int, what: str) -> None:
-    """Raise CheckpointError for more layers than tensors can be of, those without tensors counted in."""
-    most = _SPARE_LAYERS + 4 * _names(catalog)
-    if not 0 <= layers <= most:
-        raise _wrong(catalog, what, f"layer {layers}, where {_names(catalog)} tensors bear out {most}")
+def check_layers(catalog: Catalog, claimed: Mapping[str, int]) -> None:
+    """Hold numbers of layers to what tensors can be of, those without tensors counted in.
+
+    Args:
+        catalog: The checkpoint.
+        claimed: The largest number of a layer, by what says it.
+
+    Raises:
+        CheckpointError: With what says it.
+    """
+    held = len(catalog.by_name)
+    most = _SPARE_LAYERS + 4 * held
+    for what, layer in claimed.items():
+        if not 0 <= layer <= most:
+            raise _wrong(catalog, what, f"layer {layer}, where {held} tensors bear out {most}")
+
+
+def check_num_layers(catalog: Catalog, config: Mapping[str, Any], where: str, fix: str = SAVE_AGAIN) -> None:
+    """Refuse a model with more layers than a checkpoint has tensors, before lists of so many are made.
+
+    Args:
+        catalog: The checkpoint.
+        config: Content of ``config.json``, or other numbers of the model by their usual names; it may have
+            parts, as a model for text and more has.
+        where: Where that was read, for the message.
+        fix: What to do about it.
+
+    Raises:
+        CheckpointError: With the key.
+    """
+    held = len(catalog.by_name)
+    parts = [config]
+    while parts:
+        for key, value in parts.pop().items():
+            if key in _LAYERS and isinstance(value, int) and value > max(1, held):
+                what = f"{value} layers, and the files in {catalog.root} have {held:,} tensors"
+                raise CheckpointError(f"{where}: {key} = {short_repr(value)}", what, fix)
+            parts += [value] if isinstance(value, Mapping) else []
 
 
 def specs_of_model(catalog: Catalog, model: ModelSpec) -> tuple[ParamSpec, ...]:
@@ -165,19 +192,14 @@ def specs_of_model(catalog: Catalog, model: ModelSpec) -> tuple[ParamSpec, ...]:
     Raises:
         CheckpointError: It would have more layers than the files have tensors.
     """
-    if model.num_layers > _names(catalog):
-        raise _wrong(catalog, "model", f"{model.num_layers} layers, and the files {_names(catalog)} tensors")
+    check_num_layers(catalog, {"num_layers": model.num_layers}, f"{catalog.root}: model")
     return param_specs(model)
-
-
-def _names(catalog: Catalog) -> int:
-    return len({entry.name for entry in catalog.entries})
 
 
 def _check_entry(catalog: Catalog, entry: Entry, sizes: dict[str, int]) -> None:
     """A tensor is no larger than its files, and its names can be told to any file system and person."""
     for text in (entry.name, entry.state, *entry.aliases):
-        if not text or "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+        if not text or "\0" in text or not is_unicode(text):
             raise _wrong(catalog, str(entry), f"it cannot be called {text!r}")
     if "/" in entry.state or entry.state.startswith("."):
         raise _wrong(catalog, str(entry), "a state's name becomes that of a file, and this leads elsewhere")
@@ -224,4 +246,4 @@ def _typed(catalog: Catalog, key: str, kind: type[_Told], value: Mapping[str, An
 
 
 def _wrong(catalog: Catalog, what: str, why: str) -> CheckpointError:
-    return CheckpointError(f"{catalog.root}: {what}", why, _USE_ANOTHER)
+    return CheckpointError(f"{catalog.root}: {what}", why, SAVE_AGAIN)

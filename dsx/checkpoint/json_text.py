@@ -63,11 +63,17 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _check_texts(values: list[Any]) -> None:
     for value in values:
-        if isinstance(value, str):
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                raise ValueError(f"the text {value[:40]!r} is no Unicode") from None
+        if isinstance(value, str) and not is_unicode(value):
+            raise ValueError(f"the text {value[:40]!r} is no Unicode")
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which no file and no terminal takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

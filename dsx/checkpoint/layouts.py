@@ -169,7 +169,7 @@ def _num_layers(source: Catalog, specs: Sequence[ParamSpec], ties: Ties) -> int 
     # A conversion to dsx cannot count layers without tensors, as the head of tied embeddings is one.
     used = (layer + 1 for _, layers in ties for layer in layers)
     layers = max(told, num_layers(specs) if specs else 0, *used)
-    check_layers(source, layers, "its layers")
+    check_layers(source, {"its layers": layers})
     return layers
 
 
@@ -391,7 +391,7 @@ def _stages(source: Catalog, params: Sequence[ParamSpec], pp: int, chunks: int) 
     bounds, placement = facts.get("stage_bounds"), facts.get("placement", "loop")
     known = tuple(bounds) if isinstance(bounds, list | tuple) else None
     layers = known[-1] if known else num_layers(params)
-    check_layers(source, layers, "its layers")
+    check_layers(source, {"its layers": layers})
     if known is not None and len(known) - 1 == pp * chunks:
         return StageMap(known, pp, "v" if placement == "v" and chunks == 2 else "loop")
     for each in objections(Asked(layers=layers, pipeline=pp, chunks=chunks)):

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dsx.checkpoint.json_text import parsed
 from dsx.errors import CheckpointError, DataError
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -60,9 +61,9 @@ def tokenizer_code(name: str) -> DataError:
     """
     file = Path(name).expanduser() / TOKENIZER_CONFIG
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parsed(file.read_bytes())
         where = f"{file}: auto_map = {json.dumps(content['auto_map'])}"
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # on the hub
+    except (OSError, ValueError, LookupError, TypeError):  # on the hub
         where = f"{name}: auto_map in {TOKENIZER_CONFIG}"
     return DataError(
         where,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsx.checkpoint.catalog import Catalog, Entry
+from dsx.checkpoint.claims import check_num_layers
 from dsx.checkpoint.formats.huggingface import catalog
 from dsx.checkpoint.formats.huggingface import names as hf_names
 from dsx.checkpoint.open import open_checkpoint
@@ -27,7 +28,7 @@ from dsx.data.tokenizers import Tokenizer, load_tokenizer
 from dsx.errors import CheckpointError, ConfigError, DataError, DsxError
 from dsx.models.custom_code import check_model_code
 from dsx.models.quiet_transformers import first_line, quiet_transformers
-from dsx.train.pretrained import check_layers, pretrained
+from dsx.train.pretrained import OTHER_CONFIG, pretrained
 from dsx.train.run_folder import find_checkpoint, tokenizer_of_run
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def load_transformers(
     # Before the weights: the cheap things that can be wrong come first.
     hf_config = _config(source, config)
     file = str(config or source.root / hf_names.CONFIG)
-    check_layers(source, hf_config, file)
+    check_num_layers(source, hf_config, file, OTHER_CONFIG)
     if not trust_remote_code:
         check_model_code(hf_config, file)
     words = load_tokenizer(tokenizer or _tokenizer(source), trust_remote_code=trust_remote_code)

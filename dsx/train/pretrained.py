@@ -5,23 +5,20 @@ A config.json is small whatever it claims, and transformers fills what the files
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from dsx.checkpoint.catalog import Catalog
 from dsx.checkpoint.formats.huggingface import names
-from dsx.config.wording import at
 from dsx.errors import CheckpointError
 from dsx.models.quiet_transformers import first_line, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _PACKED = 16  # the most quantised weights in one stored element
-_FIX = "use the config.json that was saved with these weights"
+OTHER_CONFIG = "use the config.json that was saved with these weights"
 
 
 def pretrained(source: Catalog, dtype: torch.dtype | None, *, trust_remote_code: bool) -> PreTrainedModel:
@@ -65,7 +62,7 @@ def pretrained(source: Catalog, dtype: torch.dtype | None, *, trust_remote_code:
         raise CheckpointError(
             f"{source.root}: tensor {min(told['missing_keys'])}",
             "the model of its config has it, and the files do not",
-            _FIX,
+            OTHER_CONFIG,
         )
     # What the model's class itself ignores (rotary frequencies) is not among them.
     left = sorted(name for name in told["unexpected_keys"] if not names.is_buffer(name))
@@ -73,30 +70,9 @@ def pretrained(source: Catalog, dtype: torch.dtype | None, *, trust_remote_code:
         raise CheckpointError(
             f"{source.root}: tensor {left[0]}",
             f"the model of its config has no place for it (of {len(left)} such tensors)",
-            _FIX,
+            OTHER_CONFIG,
         )
     return cast("PreTrainedModel", model)
-
-
-def check_layers(source: Catalog, hf_config: Mapping[str, Any], file: str) -> None:
-    """Refuse a config that claims more layers than a checkpoint has tensors, before transformers reads it.
-
-    Some of transformers' config classes make lists of that length.
-
-    Args:
-        source: The checkpoint.
-        hf_config: Content of ``config.json``, or of a part of it.
-        file: Where that was read, for the message.
-
-    Raises:
-        CheckpointError: With the key.
-    """
-    held = len({entry.name for entry in source.entries})
-    for key, value in hf_config.items():
-        if key in _LAYERS and isinstance(value, int) and value > held:
-            raise CheckpointError(at(f"{file}: {key}", value), f"{source.root} has {held:,} tensors", _FIX)
-        if isinstance(value, Mapping):  # the part for text of a model for more
-            check_layers(source, value, file)
 
 
 def _check_claims(source: Catalog, described: PretrainedConfig, file: str) -> None:
@@ -119,5 +95,7 @@ def _check_claims(source: Catalog, described: PretrainedConfig, file: str) -> No
     packed = 1 if getattr(described, "quantization_config", None) is None else _PACKED
     if claimed > held * packed:
         raise CheckpointError(
-            f"{file}: a model of {claimed:,} parameters", f"{source.root} holds {held:,} elements", _FIX
+            f"{file}: a model of {claimed:,} parameters",
+            f"{source.root} holds {held:,} elements",
+            OTHER_CONFIG,
         )
