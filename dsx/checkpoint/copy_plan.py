@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from dsx.checkpoint.catalog import Catalog, Entry, Piece
+from dsx.checkpoint.catalog import USE_ANOTHER, Catalog, Entry, Piece
 from dsx.checkpoint.pieces import PieceIndex, intersect, subtract, volume, whole
 from dsx.errors import CheckpointError
 from dsx.models.param import Box
@@ -131,7 +131,7 @@ def check_cover(entry: Entry, replica: int, tile_elements: int, where: str) -> N
         raise CheckpointError(
             f"{where}: {entry}",
             f"{outside.file} has {region(outside.box)} of it, whose shape is {entry.shape}",
-            "use another checkpoint",
+            USE_ANOTHER,
         )
     if _is_exact(pieces, entry.numel):
         return

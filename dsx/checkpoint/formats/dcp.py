@@ -38,6 +38,7 @@ from dsx.checkpoint import plain, store
 from dsx.checkpoint.catalog import (
     ITEM_BYTES,
     NO_SETTINGS,
+    USE_ANOTHER,
     Catalog,
     Checksum,
     Entry,
@@ -59,7 +60,6 @@ INDEX = ".metadata"
 OWN = "dsx"  # key of the facts that dsx writes
 _MODELS = {"model", "module", "state_dict", "model_state_dict", "app"}
 _OPTIMIZERS = {"optim", "optimizer", "optimizers", "optimizer_state_dict"}
-_USE_ANOTHER = "use another checkpoint"
 _FORMATS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
 
@@ -110,7 +110,7 @@ def _specs(root: Path, told: Sequence[Any], names: set[str]) -> tuple[ParamSpec,
     try:
         specs = TypeAdapter(tuple[ParamSpec, ...]).validate_python(told)
     except (ValidationError, LayoutError) as error:
-        raise CheckpointError(str(root / INDEX), f"its {OWN} is damaged ({error})", _USE_ANOTHER) from None
+        raise CheckpointError(str(root / INDEX), f"its {OWN} is damaged ({error})", USE_ANOTHER) from None
     return tuple(spec for spec in specs if spec.name in names)
 
 
@@ -161,7 +161,7 @@ class _Index:
             return cls._of(content.state)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                str(path), f"it is no index of torch.distributed.checkpoint ({error!r})", _USE_ANOTHER
+                str(path), f"it is no index of torch.distributed.checkpoint ({error!r})", USE_ANOTHER
             ) from None
 
     @classmethod
@@ -203,7 +203,7 @@ def _take(
             raise CheckpointError(
                 f"{root / item.file}: tensor {name}, {state}",
                 f"it holds a box of shape {ref.shape} where the index has {chunks.get(item.at)}",
-                _USE_ANOTHER,
+                USE_ANOTHER,
             )
         if state != "weight" and not shape and (state == "step" or found.shapes.get(name) != ()):
             found.numbers[state][name] = _number(root / item.file, ref)
@@ -252,7 +252,7 @@ def _opened(root: Path, item: _Item, what: str) -> tuple[Any, dict[str, tuple[in
             raise CheckpointError(
                 f"{path}: {what}",
                 f"{item.length} bytes at {item.start} are no whole file of torch.save ({error})",
-                _USE_ANOTHER,
+                USE_ANOTHER,
             ) from None
     prefix = pickled.filename.removesuffix("data.pkl") + "data/"
     storages = {name.removeprefix(prefix): at for name, at in places.items() if name.startswith(prefix)}
@@ -294,7 +294,7 @@ def _number(path: Path, ref: TensorRef) -> float:
         file.seek(ref.offset)
         data = file.read(ITEM_BYTES[ref.dtype])
     if ref.dtype not in _FORMATS or ref.numel != 1:
-        raise CheckpointError(str(path), f"a step count of type {ref.dtype}", _USE_ANOTHER)
+        raise CheckpointError(str(path), f"a step count of type {ref.dtype}", USE_ANOTHER)
     return float(struct.unpack(_FORMATS[ref.dtype], data)[0])
 
 

@@ -29,7 +29,7 @@ from reprlib import repr as short_repr
 from typing import Any, BinaryIO
 
 from dsx.checkpoint import store
-from dsx.checkpoint.catalog import ITEM_BYTES, Checksum
+from dsx.checkpoint.catalog import ITEM_BYTES, USE_ANOTHER, Checksum
 from dsx.checkpoint.file_io import FileWindow, crc32_of_file
 from dsx.errors import CheckpointError
 
@@ -155,19 +155,17 @@ def unpickle(
         raise
     except Exception as error:
         # Whatever a broken pickle does to the machine (an empty stack, a wrong type) means the same.
-        raise CheckpointError(
-            where, f"its pickle is broken or cut short ({error!r})", "use another checkpoint"
-        ) from error
-    raise CheckpointError(where, "its pickle has no end", "use another checkpoint")
+        raise CheckpointError(where, f"its pickle is broken or cut short ({error!r})", USE_ANOTHER) from error
+    raise CheckpointError(where, "its pickle has no end", USE_ANOTHER)
 
 
 def storage_of(identity: Any, where: str) -> StorageRef:
     """The storage that a persistent id of ``torch.save`` names."""
     if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
-        raise CheckpointError(where, f"an unknown reference {short_repr(identity)}", "use another checkpoint")
+        raise CheckpointError(where, f"an unknown reference {short_repr(identity)}", USE_ANOTHER)
     kind, key, numel = identity[1], str(identity[2]), int(identity[4])
     if not isinstance(kind, Global) or kind.name not in STORAGES:
-        raise CheckpointError(where, f"a storage of unknown type {kind}", "use another checkpoint")
+        raise CheckpointError(where, f"a storage of unknown type {kind}", USE_ANOTHER)
     return StorageRef(STORAGES[kind.name], key, numel)
 
 
@@ -416,7 +414,6 @@ def _pairs(items: Sequence[Any]) -> list[tuple[Any, Any]]:
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-_USE_ANOTHER = "use another checkpoint"
 _MAX_DEPTH = 100
 
 
@@ -458,7 +455,7 @@ class TorchFile:
         """The one number of a tensor of one element."""
         if ref.numel != 1 or ref.dtype not in _FORMATS:
             raise CheckpointError(
-                str(self.path), f"a number is expected where it has a tensor {ref.shape}", _USE_ANOTHER
+                str(self.path), f"a number is expected where it has a tensor {ref.shape}", USE_ANOTHER
             )
         with self.path.open("rb") as file:
             file.seek(ref.offset)
@@ -500,12 +497,12 @@ def read_torch_file(folder: Path, name: str) -> TorchFile:
             elif start.startswith(b"\x80\x02"):
                 content, storages = _read_legacy(file, path)
             else:
-                raise CheckpointError(str(path), "it is no file of torch.save", _USE_ANOTHER)
+                raise CheckpointError(str(path), "it is no file of torch.save", USE_ANOTHER)
     except FileNotFoundError:
         raise CheckpointError(str(path), "the file is missing", "complete the checkpoint") from None
     except OSError as error:
         raise CheckpointError(
-            str(path), f"it cannot be read ({error.strerror or error})", _USE_ANOTHER
+            str(path), f"it cannot be read ({error.strerror or error})", USE_ANOTHER
         ) from error
     return TorchFile(path, name, _placed(content, storages, str(path)), storages)
 
@@ -523,10 +520,10 @@ def verify(file: TorchFile) -> None:
                 descriptor, storage.start, storage.stop
             ):
                 raise CheckpointError(
-                    f"{file.path}: storage {key}", "its bytes do not match their CRC32", _USE_ANOTHER
+                    f"{file.path}: storage {key}", "its bytes do not match their CRC32", USE_ANOTHER
                 )
     except EOFError:
-        raise CheckpointError(str(file.path), "it was cut short", _USE_ANOTHER) from None
+        raise CheckpointError(str(file.path), "it was cut short", USE_ANOTHER) from None
     finally:
         os.close(descriptor)
 
@@ -537,12 +534,12 @@ def _read_zip(file: BinaryIO, path: Path) -> tuple[Any, dict[str, FileStorage]]:
         members = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            str(path), f"its zip directory cannot be read, it was cut short ({error})", _USE_ANOTHER
+            str(path), f"its zip directory cannot be read, it was cut short ({error})", USE_ANOTHER
         ) from None
     names = [member.filename for member in members]
     pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(pickles) != 1 or len(set(names)) != len(names):
-        raise CheckpointError(str(path), "its members are not those of torch.save", _USE_ANOTHER)
+        raise CheckpointError(str(path), "its members are not those of torch.save", USE_ANOTHER)
     root = pickles[0].removesuffix("data.pkl")
     size = os.fstat(file.fileno()).st_size
     places = {member.filename: _place(file, member, size, path) for member in members}
@@ -557,23 +554,23 @@ def _place(file: BinaryIO, member: zipfile.ZipInfo, size: int, path: Path) -> Fi
     """Where a member's bytes lie; the directory does not say it, the member's own header does."""
     if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
         raise CheckpointError(
-            f"{path}: {member.filename}", "it is compressed, which torch never does", _USE_ANOTHER
+            f"{path}: {member.filename}", "it is compressed, which torch never does", USE_ANOTHER
         )
     file.seek(member.header_offset)
     header = file.read(_LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\x03\x04"):
-        raise CheckpointError(f"{path}: {member.filename}", "it is not where it should be", _USE_ANOTHER)
+        raise CheckpointError(f"{path}: {member.filename}", "it is not where it should be", USE_ANOTHER)
     _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
     start = member.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
     if start + member.file_size > size:
-        raise CheckpointError(f"{path}: {member.filename}", "the file ends before it does", _USE_ANOTHER)
+        raise CheckpointError(f"{path}: {member.filename}", "the file ends before it does", USE_ANOTHER)
     # torch.serialization.set_crc32_options(False) leaves no CRC.
     return FileStorage(start, start + member.file_size, member.CRC or None)
 
 
 def _bytes_of(file: BinaryIO, place: FileStorage, path: Path, what: str) -> bytes:
     if place.crc32 is not None and place.crc32 != crc32_of_file(file.fileno(), place.start, place.stop):
-        raise CheckpointError(f"{path}: {what}", "its bytes do not match their CRC32", _USE_ANOTHER)
+        raise CheckpointError(f"{path}: {what}", "its bytes do not match their CRC32", USE_ANOTHER)
     file.seek(place.start)
     return file.read(place.stop - place.start)
 
@@ -582,7 +579,7 @@ def _read_legacy(whole: BinaryIO, path: Path) -> tuple[Any, dict[str, FileStorag
     where, size = str(path), os.fstat(whole.fileno()).st_size
     file = FileWindow(whole, 0, size)
     if (unpickle(file, where), unpickle(file, where)) != (_LEGACY_MAGIC, _LEGACY_PROTOCOL):
-        raise CheckpointError(where, "it is a pickle, but not one of torch.save", _USE_ANOTHER)
+        raise CheckpointError(where, "it is a pickle, but not one of torch.save", USE_ANOTHER)
     if not unpickle(file, where).get("little_endian", True):
         raise CheckpointError(where, "its numbers are big-endian", "save it on a little-endian machine")
     found: dict[str, StorageRef] = {}
@@ -590,7 +587,7 @@ def _read_legacy(whole: BinaryIO, path: Path) -> tuple[Any, dict[str, FileStorag
     def load(identity: Any, where: str) -> StorageRef:
         storage = storage_of(identity, where)
         if len(identity) > 5 and identity[5] is not None:
-            raise CheckpointError(where, "it has views of storages, as torch 0.1 wrote", _USE_ANOTHER)
+            raise CheckpointError(where, "it has views of storages, as torch 0.1 wrote", USE_ANOTHER)
         return found.setdefault(storage.key, storage)
 
     content, keys = unpickle(file, where, load), unpickle(file, where)
@@ -601,10 +598,10 @@ def _read_legacy(whole: BinaryIO, path: Path) -> tuple[Any, dict[str, FileStorag
         file.seek(at)
         count = file.read(8)
         if storage is None or len(count) < 8 or struct.unpack("<q", count)[0] != storage.numel:
-            raise CheckpointError(f"{where}: storage {key}", "it is not where it should be", _USE_ANOTHER)
+            raise CheckpointError(f"{where}: storage {key}", "it is not where it should be", USE_ANOTHER)
         stop = at + 8 + storage.numel * ITEM_BYTES[storage.dtype or "uint8"]
         if stop > size:
-            raise CheckpointError(f"{where}: storage {key}", "the file ends before it does", _USE_ANOTHER)
+            raise CheckpointError(f"{where}: storage {key}", "the file ends before it does", USE_ANOTHER)
         storages[storage.key] = FileStorage(at + 8, stop)
         at = stop
     return content, storages
@@ -650,7 +647,7 @@ def _located(ref: TensorRef, storages: Mapping[str, FileStorage], where: str) ->
     if storage is None:
         raise CheckpointError(label, "the file does not have it", "complete the checkpoint")
     if len(ref.shape) != len(ref.strides) or min((ref.start, *ref.shape, *ref.strides)) < 0:
-        raise CheckpointError(label, f"a tensor of shape {ref.shape}, strides {ref.strides}", _USE_ANOTHER)
+        raise CheckpointError(label, f"a tensor of shape {ref.shape}, strides {ref.strides}", USE_ANOTHER)
     last = sum((extent - 1) * step for extent, step in zip(ref.shape, ref.strides, strict=True))
     stop = storage.start + (ref.start + last + 1) * item
     if ref.numel and stop > storage.stop:

@@ -250,9 +250,7 @@ def _like(here: Any, saved: Any, key: str) -> Any:
     """``saved``, unless it would fail, or mislead, the optimizer in its next step."""
     numbers = (int, float, torch.Tensor)
     if isinstance(here, numbers) and not (isinstance(saved, numbers) and math.isfinite(float(saved))):
-        raise CheckpointError(
-            f"{key} of an optimizer group", f"{saved!r} is no number", "use another checkpoint"
-        )
+        raise CheckpointError(f"{key} of an optimizer group", f"{saved!r} is no number", USE_ANOTHER)
     return saved
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from dsx.checkpoint.catalog import ITEM_BYTES
+from dsx.checkpoint.catalog import ITEM_BYTES, USE_ANOTHER
 from dsx.checkpoint.formats.deepspeed.files import StockFiles
 from dsx.checkpoint.formats.deepspeed.types import config_of
 from dsx.checkpoint.formats.torch_file import TensorRef, TorchFile
@@ -113,9 +113,6 @@ def held(spans: Places, low: int, high: int) -> Places:
     """(start, elements) in a rank's part, from ``low`` to ``high``, of every parameter that is in it."""
     inside = {name: (max(low, start), min(high, stop)) for name, (start, stop) in spans.items()}
     return {name: (start - low, stop - start) for name, (start, stop) in inside.items() if start < stop}
-
-
-_USE_ANOTHER = "use another checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,13 +230,13 @@ class _Saved:
     def of(cls, file: TorchFile) -> _Saved:
         content = file.content.get("optimizer_state_dict")
         if not isinstance(content, dict):
-            raise CheckpointError(str(file.path), "it has no optimizer_state_dict", _USE_ANOTHER)
+            raise CheckpointError(str(file.path), "it has no optimizer_state_dict", USE_ANOTHER)
         per_parameter = "fp32_flat_groups" in content
         flats = content.get("fp32_flat_groups" if per_parameter else "single_partition_of_fp32_groups")
         base = content.get("optimizer_state_dict" if per_parameter else "base_optimizer_state")
         if not isinstance(flats, list) or not isinstance(base, list | dict):
             raise CheckpointError(
-                str(file.path), f"an optimizer's file of unknown form: {sorted(content)}", _USE_ANOTHER
+                str(file.path), f"an optimizer's file of unknown form: {sorted(content)}", USE_ANOTHER
             )
         step = content.get("base_optimizer_state_step")
         if isinstance(base, list):  # elastic: a list of states, without padding, and no hyperparameters
@@ -302,7 +299,7 @@ def _mapped_shapes(
         raise CheckpointError(
             str(first.file.path),
             "neither param_shapes nor param_slice_mappings name its tensors",
-            _USE_ANOTHER,
+            USE_ANOTHER,
         )
     found: list[Mapping[str, tuple[int, ...]]] = []
     for number in range(len(first.flats)):
@@ -318,7 +315,7 @@ def _mapped_shapes(
             raise CheckpointError(
                 f"{first.file.path}: tensor {unknown}",
                 "no file has its weight, and so its shape",
-                _USE_ANOTHER,
+                USE_ANOTHER,
             )
         found.append({name: weights[name] for name in order})
     return found
@@ -336,7 +333,7 @@ def _per_group(
 ) -> Iterator[Fragment]:
     first = states[0]
     if number >= len(first.flats):
-        raise CheckpointError(str(first.file.path), f"it lacks optimizer group {number}", _USE_ANOTHER)
+        raise CheckpointError(str(first.file.path), f"it lacks optimizer group {number}", USE_ANOTHER)
     gaps = first.alignment[number] if number < len(first.alignment) else [0] * len(shapes)
     if len(gaps) != len(shapes):
         raise CheckpointError(
@@ -383,7 +380,7 @@ def _per_parameter(
                 f"{saved.file.path}: sub-group {number}",
                 f"it has {have} elements, {sum(sizes.values())} were expected"
                 + (": they were swapped out to NVMe" if have == 0 else ""),
-                "save it without NVMe offload" if have == 0 else _USE_ANOTHER,
+                "save it without NVMe offload" if have == 0 else USE_ANOTHER,
             )
         offset = 0
         for name, shape in shapes.items():
@@ -417,7 +414,7 @@ def _fragments(
                 f"{saved.file.path}: tensor {name}, {state}",
                 f"its elements {at} to {at + stop - start} do not lie in a flat buffer {ref.shape} as the "
                 f"master's do in one of {flat}" + (": Muon keeps whole tensors" if is_muon else ""),
-                "save it with one data-parallel rank" if is_muon else _USE_ANOTHER,
+                "save it with one data-parallel rank" if is_muon else USE_ANOTHER,
             )
         yield Fragment(
             name=name,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from dsx.checkpoint.catalog import USE_ANOTHER
 from dsx.checkpoint.file_io import crc32_of_file
 from dsx.checkpoint.formats.deepspeed.files import StockFiles
 from dsx.checkpoint.formats.deepspeed.flat import Fragment, mapped, over_all_ranks, part_numel, whole
@@ -134,7 +135,7 @@ def buffers_of(files: StockFiles, rank: int) -> Sequence[str]:
 def layer_tensors(file: TorchFile) -> list[tuple[str, TensorRef]]:
     """Tensors of a layer's file, by their names within the layer."""
     if not isinstance(file.content, dict):
-        raise CheckpointError(str(file.path), "it is no layer of a PipelineModule", "use another checkpoint")
+        raise CheckpointError(str(file.path), "it is no layer of a PipelineModule", USE_ANOTHER)
     return [(str(key), ref) for key, ref in file.content.items() if isinstance(ref, TensorRef)]
 
 
@@ -212,7 +213,7 @@ def _ties(refs: Mapping[str, TensorRef], shared: Mapping[str, str]) -> tuple[tup
             first = home[first]  # noqa: PLW2901 (to the end of the chain)
         if first in seen:
             raise CheckpointError(
-                f"tensor {name}", "shared_params says that it is shared with itself", "use another checkpoint"
+                f"tensor {name}", "shared_params says that it is shared with itself", USE_ANOTHER
             )
         found[first].append(name)
     return tuple((first, *names) for first, names in found.items())

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dsx.checkpoint import plain
-from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry, Piece, with_numbers
+from dsx.checkpoint.catalog import ITEM_BYTES, USE_ANOTHER, Catalog, Entry, Piece, with_numbers
 from dsx.checkpoint.formats.deepspeed.cut import Cut, Rules, rules_of
 from dsx.checkpoint.formats.deepspeed.files import StockFiles, open_stock
 from dsx.checkpoint.formats.deepspeed.flat import Fragment, OptimizerGroup, OptimizerState, sharded_state
@@ -397,7 +397,7 @@ def _entries(files: StockFiles, names: _Names, rules: Rules) -> Iterator[Entry]:
             raise CheckpointError(
                 f"{where}: tensor {name}, {state}",
                 f"its parts are of {sorted(dtypes)}",
-                "use another checkpoint",
+                USE_ANOTHER,
             )
         if cut.compare:
             _compare(files, name, [by_rank[rank][0].fragments for rank in range(files.tp)])

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from dsx.checkpoint.catalog import USE_ANOTHER
 from dsx.checkpoint.formats.torch_file import PickledObject, TensorRef, TorchFile
 from dsx.errors import CheckpointError
 
-_USE_ANOTHER = "use another checkpoint"
 _MOST = 1 << 63
 _ESCAPED_OR_CLASS = re.compile(r"\\.|\[\^?\]?[^\]]*\]")
 _MOST_REPEATS, _LONGEST_PATTERN = 3, 1000
@@ -70,7 +70,7 @@ def _patterns(info: Mapping[str, Any]) -> Iterator[str]:
 
 def _check(file: TorchFile, content: Any, types: Mapping[str, Callable[[Any], bool]], head: str) -> None:
     if not isinstance(content, dict):
-        raise CheckpointError(str(file.path), "it is no file of DeepSpeed: it holds no dict", _USE_ANOTHER)
+        raise CheckpointError(str(file.path), "it is no file of DeepSpeed: it holds no dict", USE_ANOTHER)
     for key, fits in types.items():
         value = content.get(key)
         if value is not None and not fits(value):
@@ -79,7 +79,7 @@ def _check(file: TorchFile, content: Any, types: Mapping[str, Callable[[Any], bo
                 f"a {type(value).__name__} that cannot be this: {str(value)[:80]}"
                 if isinstance(value, bool | int | float | str)
                 else f"a {type(value).__name__} of another form than DeepSpeed's",
-                _USE_ANOTHER,
+                USE_ANOTHER,
             )
 
 
