@@ -12,7 +12,9 @@ from dsx.checkpoint.catalog import Catalog, Entry, Piece, check_files
 from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import ConversionOptions, ConversionReport, execute
 from dsx.checkpoint.formats import native
+from dsx.checkpoint.formats.torch_file import TorchFile
 from dsx.checkpoint.pieces import contiguous
+from dsx.checkpoint.read import verify
 from dsx.checkpoint.reshard import Conversion
 from dsx.models.hf_config import model_spec
 from dsx.models.param import ParamSpec
@@ -144,3 +146,10 @@ def bits_of(tensor) -> np.ndarray:
 def num_bytes(folder: Path) -> int:
     """Bytes of the tensors in a dsx checkpoint."""
     return native.catalog_of(folder).num_bytes
+
+
+def check_storages(file: TorchFile) -> None:
+    """Raise the first thing that is wrong with the bytes of a file of torch, by the CRC32s in it."""
+    catalog = Catalog(root=file.path.parent, format="torch", entries=(), checksums=file.checksums)
+    for damage in verify(catalog):
+        raise damage

@@ -163,7 +163,7 @@ class FileWindow(io.RawIOBase):
     """
 
     def __init__(self, file: BinaryIO, start: int, length: int, most_bytes: int = 1 << 28) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
+        self._file, self._start, self.length, self._at = file, start, length, 0
         self._most_bytes = most_bytes
 
     def readable(self) -> bool:
@@ -176,7 +176,7 @@ class FileWindow(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """As any file's; the part begins at 0."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.length}[whence]
         self._at = max(0, base + offset)
         return self._at
 
@@ -193,7 +193,7 @@ class FileWindow(io.RawIOBase):
         return self._taken(self._file.readline, size)
 
     def _taken(self, read: Callable[[int], bytes], size: int | None) -> bytes:
-        left = min(max(0, self._length - self._at), self._most_bytes)
+        left = min(max(0, self.length - self._at), self._most_bytes)
         self._file.seek(self._start + self._at)
         data = read(left if size is None or size < 0 else min(size, left))
         self._at += len(data)

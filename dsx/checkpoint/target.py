@@ -73,13 +73,13 @@ class Target:
         catalog: The new checkpoint; its pieces say where every byte goes. ``root`` is the final folder.
         skeletons: Every file to make first.
         finish: Writes what can be known only at the end (a manifest), into the folder that it is given;
-            called once, last.
+            called once, last; most formats know everything before.
         dropped: What the source has and this format or layout cannot hold, one sentence each.
         is_tag: Whether the folder is one of several beside a file ``latest``.
     """
 
     catalog: Catalog
     skeletons: tuple[Skeleton, ...]
-    finish: Callable[[Path, Written], None]
+    finish: Callable[[Path, Written], None] = lambda *_: None
     dropped: tuple[str, ...] = ()
     is_tag: bool = False

@@ -22,9 +22,6 @@ Every tensor is cut along its first dim into as many parts as there are files. E
 from __future__ import annotations
 
 import json
-import struct
-import zipfile
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -36,8 +33,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from dsx.checkpoint import plain, store
 from dsx.checkpoint.catalog import (
-    ITEM_BYTES,
     NO_SETTINGS,
+    PRECISIONS,
     USE_ANOTHER,
     Catalog,
     Checksum,
@@ -47,11 +44,18 @@ from dsx.checkpoint.catalog import (
     numbers_in,
     with_numbers,
 )
-from dsx.checkpoint.file_io import FileWindow
-from dsx.checkpoint.formats.torch_file import MAX_BYTES, Global, PickledObject, TensorRef, unpickle
+from dsx.checkpoint.formats.torch_file import (
+    MAX_BYTES,
+    Global,
+    PickledObject,
+    TensorRef,
+    TorchFile,
+    read_torch_file,
+    unpickle,
+)
 from dsx.checkpoint.formats.torch_target import Call, Hole, number, pickled, size_of, torch_skeleton
 from dsx.checkpoint.pieces import contiguous
-from dsx.checkpoint.target import Crc32Field, Skeleton, Target, Written, left_behind
+from dsx.checkpoint.target import Crc32Field, Skeleton, Target, left_behind
 from dsx.errors import CheckpointError, LayoutError
 from dsx.models.param import ParamSpec
 
@@ -60,7 +64,6 @@ INDEX = ".metadata"
 OWN = "dsx"  # key of the facts that dsx writes
 _MODELS = {"model", "module", "state_dict", "model_state_dict", "app"}
 _OPTIMIZERS = {"optim", "optimizer", "optimizers", "optimizer_state_dict"}
-_FORMATS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
 
 def looks_dcp(root: Path) -> bool:
@@ -197,7 +200,7 @@ def _take(
     name, state = _name_of(index.paths[flat])
     pieces, dtype = [], "float32"
     for item in items:
-        ref, checksum = _tensor_in(root, item, f"tensor {name}, {state}")
+        ref, file = _tensor_in(root, item, f"tensor {name}, {state}")
         dtype = ref.dtype
         if ref.shape != chunks.get(item.at):
             raise CheckpointError(
@@ -206,11 +209,11 @@ def _take(
                 USE_ANOTHER,
             )
         if state != "weight" and not shape and (state == "step" or found.shapes.get(name) != ()):
-            found.numbers[state][name] = _number(root / item.file, ref)
+            found.numbers[state][name] = float(file.value(ref))
             return
         if ref.numel:
             pieces.append(Piece(item.file, ref.offset, item.at, ref.shape, ref.strides))
-        found.checksums += [checksum] if checksum is not None else []
+        found.checksums += file.checksums
     found.entries.append(Entry(name=name, state=state, shape=shape, dtype=dtype, pieces=tuple(pieces)))
 
 
@@ -229,73 +232,25 @@ def _name_of(path: tuple[str | int, ...]) -> tuple[str, str]:
     return ".".join(parts[1:] if parts[0] in _MODELS else parts), "weight"
 
 
-def _opened(root: Path, item: _Item, what: str) -> tuple[Any, dict[str, tuple[int, int, int]]]:
-    """The structure of an item, and (first byte, last, CRC32) in the file of every storage."""
-    blank = Catalog(root=root, format=FORMAT, entries=())
-    path = locate(blank, item.file, what)
-    with path.open("rb") as file:
-        window = FileWindow(file, item.start, item.length)
-        try:
-            archive = zipfile.ZipFile(window)
-            members = archive.infolist()
-            (pickled,) = [member for member in members if member.filename.endswith("/data.pkl")]
-            data = archive.read(pickled)
-            places = {member.filename: _place(window, member, item) for member in members}
-        except (
-            zipfile.BadZipFile,
-            ValueError,
-            NotImplementedError,
-            struct.error,
-            zlib.error,
-            OSError,
-        ) as error:
-            raise CheckpointError(
-                f"{path}: {what}",
-                f"{item.length} bytes at {item.start} are no whole file of torch.save ({error})",
-                USE_ANOTHER,
-            ) from None
-    prefix = pickled.filename.removesuffix("data.pkl") + "data/"
-    storages = {name.removeprefix(prefix): at for name, at in places.items() if name.startswith(prefix)}
-    return unpickle(data, str(path)), storages
+def _opened(root: Path, item: _Item, what: str) -> TorchFile:
+    """The file of ``torch.save`` that an item is."""
+    locate(Catalog(root=root, format=FORMAT, entries=()), item.file, what)
+    try:
+        return read_torch_file(root, item.file, item.start, item.length)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error.where}: {what}", error.what, error.fix) from None
 
 
-def _place(window: FileWindow, member: zipfile.ZipInfo, item: _Item) -> tuple[int, int, int]:
-    window.seek(member.header_offset)
-    header = window.read(30)
-    if member.compress_type != zipfile.ZIP_STORED or len(header) < 30 or header[:4] != b"PK\x03\x04":
-        raise ValueError(f"{member.filename} is not as torch writes it")
-    first = member.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
-    if first + member.file_size > item.length:
-        raise ValueError(f"{member.filename} reaches over its end")
-    start = item.start + first
-    return start, start + member.file_size, member.CRC
-
-
-def _tensor_in(root: Path, item: _Item, what: str) -> tuple[TensorRef, Checksum | None]:
-    """The one tensor that an item is, with its byte in the file, and the CRC32 of its storage."""
-    ref, storages = _opened(root, item, what)
-    where = f"{root / item.file}: {what}"
-    if not isinstance(ref, TensorRef) or ref.storage not in storages or ref.dtype not in ITEM_BYTES:
+def _tensor_in(root: Path, item: _Item, what: str) -> tuple[TensorRef, TorchFile]:
+    """The one tensor that an item is, and the item."""
+    file = _opened(root, item, what)
+    if not isinstance(file.content, TensorRef):
         raise CheckpointError(
-            where, "it is stored in a way that dsx does not read", "save it with torch's own writer"
+            f"{file.path}: {what}",
+            "it is stored in a way that dsx does not read",
+            "save it with torch's own writer",
         )
-    start, stop, crc = storages[ref.storage]
-    size = ITEM_BYTES[ref.dtype]
-    last = sum((extent - 1) * step for extent, step in zip(ref.shape, ref.strides, strict=True))
-    begin = start + ref.start * size
-    if min((ref.start, *ref.strides, *ref.shape)) < 0 or (ref.numel and begin + (last + 1) * size > stop):
-        raise CheckpointError(where, "it does not lie within its storage", "do not trust this file")
-    checksum = Checksum(item.file, start, stop, "crc32", f"{crc:08x}") if crc and start < stop else None
-    return replace(ref, offset=begin), checksum
-
-
-def _number(path: Path, ref: TensorRef) -> float:
-    with path.open("rb") as file:
-        file.seek(ref.offset)
-        data = file.read(ITEM_BYTES[ref.dtype])
-    if ref.dtype not in _FORMATS or ref.numel != 1:
-        raise CheckpointError(str(path), f"a step count of type {ref.dtype}", USE_ANOTHER)
-    return float(struct.unpack(_FORMATS[ref.dtype], data)[0])
+    return file.content, file
 
 
 def _take_object(
@@ -307,7 +262,7 @@ def _take_object(
 ) -> None:
     """Something that is no tensor: a hyperparameter of a group, or what the user saved with it."""
     where = ".".join(map(str, path))
-    value, _ = _opened(root, item, where)
+    value = _opened(root, item, where).content
     if path == (OWN,) and isinstance(value, dict) and isinstance(value.get("facts"), dict):
         client[OWN] = value  # facts are plain data already
         return
@@ -391,7 +346,6 @@ def _with_roles(found: _Found, groups: Iterable[Mapping[str, Any]], told: Any) -
     )
 
 
-_PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _MODULE = "torch.distributed.checkpoint.metadata"
 _ALIGNMENT = 64
 Key = tuple[str | int, ...]
@@ -423,22 +377,14 @@ def target_of(source: Catalog, root: Path, *, files: int, precision: str | None 
     return Target(
         catalog=Catalog(root=root, format=FORMAT, entries=tuple(entries), facts=source.facts),
         skeletons=tuple(skeletons),
-        finish=_finish,
         dropped=(*random, *left_behind(source.facts)),
     )
 
 
-def _finish(folder: Path, written: Written) -> None:
-    """Nothing: the index was known before the bytes."""
-
-
 def _entries(source: Catalog, precision: str | None) -> Iterator[Entry]:
     """Blank entries: every weight, made of its master if need be, and every other state."""
-    by_name: dict[str, dict[str, Entry]] = {}
-    for entry in source.entries:
-        by_name.setdefault(entry.name, {})[entry.state] = entry
-    told = _PRECISIONS.get(precision or str(source.facts.get("precision")), "float32")
-    for states in by_name.values():
+    told = PRECISIONS.get(precision or str(source.facts.get("precision")), "float32")
+    for states in source.by_name.values():
         weight = states.get("weight")
         if weight is None:
             weight = replace(next(iter(states.values())), state="weight", dtype=told)

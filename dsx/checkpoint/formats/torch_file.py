@@ -22,15 +22,16 @@ import os
 import pickletools
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from reprlib import repr as short_repr
-from typing import Any, BinaryIO
+from typing import Any
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import ITEM_BYTES, USE_ANOTHER, Checksum
-from dsx.checkpoint.file_io import FileWindow, crc32_of_file
+from dsx.checkpoint.file_io import FileWindow
 from dsx.errors import CheckpointError
 
 
@@ -480,8 +481,14 @@ _FORMATS: Mapping[str, str] = {
 }
 
 
-def read_torch_file(folder: Path, name: str) -> TorchFile:
+def read_torch_file(folder: Path, name: str, start: int = 0, length: int | None = None) -> TorchFile:
     """Read the structure of ``folder/name``; of the tensors only where they lie.
+
+    Args:
+        folder: The checkpoint's.
+        name: Path of the file in it.
+        start: First byte of the file of ``torch.save``, which may be a part of another file.
+        length: Its length; to the end by default.
 
     Raises:
         CheckpointError: The file is missing, cut short, of another kind, names something to be imported that
@@ -489,12 +496,14 @@ def read_torch_file(folder: Path, name: str) -> TorchFile:
     """
     path = folder / name
     try:
-        with store.opened(path) as file:
-            start = file.read(4)
+        with store.opened(path) as whole:
+            size = os.fstat(whole.fileno()).st_size - start
+            file = FileWindow(whole, start, size if length is None else length)
+            magic = file.read(4)
             file.seek(0)
-            if start.startswith(b"PK"):
+            if magic.startswith(b"PK"):
                 content, storages = _read_zip(file, path)
-            elif start.startswith(b"\x80\x02"):
+            elif magic.startswith(b"\x80\x02"):
                 content, storages = _read_legacy(file, path)
             else:
                 raise CheckpointError(str(path), "it is no file of torch.save", USE_ANOTHER)
@@ -504,31 +513,11 @@ def read_torch_file(folder: Path, name: str) -> TorchFile:
         raise CheckpointError(
             str(path), f"it cannot be read ({error.strerror or error})", USE_ANOTHER
         ) from error
-    return TorchFile(path, name, _placed(content, storages, str(path)), storages)
+    held = {key: replace(at, start=at.start + start, stop=at.stop + start) for key, at in storages.items()}
+    return TorchFile(path, name, _placed(content, held, str(path)), held)
 
 
-def verify(file: TorchFile) -> None:
-    """Read the whole file and prove that every storage is what its CRC32 says.
-
-    Raises:
-        CheckpointError: One is not, with its name; or the file ends early.
-    """
-    descriptor = os.open(file.path, os.O_RDONLY)
-    try:
-        for key, storage in file.storages.items():
-            if storage.crc32 is not None and storage.crc32 != crc32_of_file(
-                descriptor, storage.start, storage.stop
-            ):
-                raise CheckpointError(
-                    f"{file.path}: storage {key}", "its bytes do not match their CRC32", USE_ANOTHER
-                )
-    except EOFError:
-        raise CheckpointError(str(file.path), "it was cut short", USE_ANOTHER) from None
-    finally:
-        os.close(descriptor)
-
-
-def _read_zip(file: BinaryIO, path: Path) -> tuple[Any, dict[str, FileStorage]]:
+def _read_zip(file: FileWindow, path: Path) -> tuple[Any, dict[str, FileStorage]]:
     try:
         archive = zipfile.ZipFile(file)
         members = archive.infolist()
@@ -541,8 +530,7 @@ def _read_zip(file: BinaryIO, path: Path) -> tuple[Any, dict[str, FileStorage]]:
     if len(pickles) != 1 or len(set(names)) != len(names):
         raise CheckpointError(str(path), "its members are not those of torch.save", USE_ANOTHER)
     root = pickles[0].removesuffix("data.pkl")
-    size = os.fstat(file.fileno()).st_size
-    places = {member.filename: _place(file, member, size, path) for member in members}
+    places = {member.filename: _place(file, member, path) for member in members}
     if (order := places.get(f"{root}byteorder")) and _bytes_of(file, order, path, "byteorder") != b"little":
         raise CheckpointError(str(path), "its numbers are big-endian", "save it on a little-endian machine")
     content = unpickle(_bytes_of(file, places[pickles[0]], path, "data.pkl"), str(path))
@@ -550,7 +538,7 @@ def _read_zip(file: BinaryIO, path: Path) -> tuple[Any, dict[str, FileStorage]]:
     return content, {n.removeprefix(prefix): at for n, at in places.items() if n.startswith(prefix)}
 
 
-def _place(file: BinaryIO, member: zipfile.ZipInfo, size: int, path: Path) -> FileStorage:
+def _place(file: FileWindow, member: zipfile.ZipInfo, path: Path) -> FileStorage:
     """Where a member's bytes lie; the directory does not say it, the member's own header does."""
     if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
         raise CheckpointError(
@@ -562,22 +550,22 @@ def _place(file: BinaryIO, member: zipfile.ZipInfo, size: int, path: Path) -> Fi
         raise CheckpointError(f"{path}: {member.filename}", "it is not where it should be", USE_ANOTHER)
     _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
     start = member.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
-    if start + member.file_size > size:
+    if start + member.file_size > file.length:
         raise CheckpointError(f"{path}: {member.filename}", "the file ends before it does", USE_ANOTHER)
     # torch.serialization.set_crc32_options(False) leaves no CRC.
     return FileStorage(start, start + member.file_size, member.CRC or None)
 
 
-def _bytes_of(file: BinaryIO, place: FileStorage, path: Path, what: str) -> bytes:
-    if place.crc32 is not None and place.crc32 != crc32_of_file(file.fileno(), place.start, place.stop):
-        raise CheckpointError(f"{path}: {what}", "its bytes do not match their CRC32", USE_ANOTHER)
+def _bytes_of(file: FileWindow, place: FileStorage, path: Path, what: str) -> bytes:
     file.seek(place.start)
-    return file.read(place.stop - place.start)
+    data = file.read(place.stop - place.start)
+    if place.crc32 is not None and place.crc32 != zlib.crc32(data):
+        raise CheckpointError(f"{path}: {what}", "its bytes do not match their CRC32", USE_ANOTHER)
+    return data
 
 
-def _read_legacy(whole: BinaryIO, path: Path) -> tuple[Any, dict[str, FileStorage]]:
-    where, size = str(path), os.fstat(whole.fileno()).st_size
-    file = FileWindow(whole, 0, size)
+def _read_legacy(file: FileWindow, path: Path) -> tuple[Any, dict[str, FileStorage]]:
+    where = str(path)
     if (unpickle(file, where), unpickle(file, where)) != (_LEGACY_MAGIC, _LEGACY_PROTOCOL):
         raise CheckpointError(where, "it is a pickle, but not one of torch.save", USE_ANOTHER)
     if not unpickle(file, where).get("little_endian", True):
@@ -600,7 +588,7 @@ def _read_legacy(whole: BinaryIO, path: Path) -> tuple[Any, dict[str, FileStorag
         if storage is None or len(count) < 8 or struct.unpack("<q", count)[0] != storage.numel:
             raise CheckpointError(f"{where}: storage {key}", "it is not where it should be", USE_ANOTHER)
         stop = at + 8 + storage.numel * ITEM_BYTES[storage.dtype or "uint8"]
-        if stop > size:
+        if stop > file.length:
             raise CheckpointError(f"{where}: storage {key}", "the file ends before it does", USE_ANOTHER)
         storages[storage.key] = FileStorage(at + 8, stop)
         at = stop

@@ -126,7 +126,9 @@ def test_damage_is_named(saved, tmp_path):
     assert not (tmp_path / "owned").exists()
     file = folder / "__1_0.distcp"
     file.write_bytes(file.read_bytes()[:-200])
-    with pytest.raises(CheckpointError, match=r"__1_0.distcp: .* no whole file of torch.save"):
+    with pytest.raises(
+        CheckpointError, match=r"__1_0.distcp: .*: (it is no file of torch.save|its zip directory)"
+    ):
         open_checkpoint(folder)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import made
 from checkpoint import stock_checkpoints
 from checkpoint.stock_checkpoints import Live, Stock, read_entry
 from dsx.checkpoint.copy_plan import plan
@@ -15,7 +16,7 @@ from dsx.checkpoint.execute import ConversionOptions, execute
 from dsx.checkpoint.formats.deepspeed.plan import StockLayout
 from dsx.checkpoint.formats.deepspeed.reader import catalog_of
 from dsx.checkpoint.formats.deepspeed.target import target_of
-from dsx.checkpoint.formats.torch_file import read_torch_file, verify
+from dsx.checkpoint.formats.torch_file import read_torch_file
 from dsx.errors import CheckpointError
 from often import often
 
@@ -72,7 +73,7 @@ def convert(path: Path, target: Path, stock: Stock) -> Path:
     report = execute(source, wanted, plan(source, wanted.catalog), ConversionOptions(workers=1))
     assert report.notes == () or all("stays behind" in n or "is made from" in n for n in report.notes)
     for file in sorted(report.target.glob("*.pt")):
-        verify(read_torch_file(report.target, file.name))
+        made.check_storages(read_torch_file(report.target, file.name))
     return report.target
 
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+import made
 from dsx.checkpoint.file_io import numpy_dtype
-from dsx.checkpoint.formats.torch_file import PickledObject, TensorRef, read_torch_file, verify
+from dsx.checkpoint.formats.torch_file import PickledObject, TensorRef, read_torch_file
 from dsx.errors import CheckpointError
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -61,7 +62,7 @@ def test_tensors_of_every_kind(tmp_path, zipped, dtype):
             assert torch.equal(stored(path, ref), expected)
     assert content.value(content.content["scalar"]) == values["scalar"].item()
     assert content.content["view"].storage == content.content["row"].storage
-    verify(content)
+    made.check_storages(content)
 
 
 @FORMATS
@@ -202,8 +203,8 @@ def test_every_flipped_bit_of_a_storage_is_found(tmp_path):
         for at in range(storage.start, storage.stop):
             path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
             assert torch.load(path)  # torch does not see it
-            with pytest.raises(CheckpointError, match=r"storage \d.*CRC32"):
-                verify(read_torch_file(tmp_path, "a.pt"))
+            with pytest.raises(CheckpointError, match=r"all of it: bytes \d+ to \d+ .* crc32"):
+                made.check_storages(read_torch_file(tmp_path, "a.pt"))
 
 
 def test_flipped_bits_of_the_structure_never_pass(tmp_path):
@@ -218,7 +219,7 @@ def test_flipped_bits_of_the_structure_never_pass(tmp_path):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1 << choose.randrange(8)]) + data[at + 1 :])
         try:
             found = read_torch_file(tmp_path, "a.pt")
-            verify(found)
+            made.check_storages(found)
         except CheckpointError:
             refused += 1
         else:
@@ -234,7 +235,7 @@ def test_without_checksums(tmp_path):
     finally:
         torch.serialization.set_crc32_options(before)
     file = read_torch_file(tmp_path, "a.pt")
-    verify(file)
+    made.check_storages(file)
     assert torch.equal(stored(file.path, file.content["w"]), torch.arange(16.0))
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsx.checkpoint.formats.torch_file import PickledObject, read_torch_file, verify
+import made
+from dsx.checkpoint.formats.torch_file import PickledObject, read_torch_file
 from dsx.checkpoint.formats.torch_target import Hole, Ordered, number, size_of, torch_skeleton
 from dsx.checkpoint.target import Skeleton
 
@@ -68,7 +69,7 @@ def test_torch_reads_what_was_laid_out(tmp_path: Path, dtype: str) -> None:
         assert {key: loaded[key] for key in VALUES} == VALUES
     assert torch.load(path, mmap=True)["tensors"]["a"].equal(expected["a"])
     file = read_torch_file(tmp_path, path.name)
-    verify(file)
+    made.check_storages(file)
     assert {key: file.content[key] for key in VALUES} == VALUES
     assert file.content["tensors"]["a"].offset == holes["a"].offset
     assert all(hole.offset % 64 == 0 for hole in holes.values())

@@ -8,13 +8,12 @@ from math import prod
 from typing import Any
 
 from dsx.checkpoint import plain
-from dsx.checkpoint.catalog import ITEM_BYTES, NO_SETTINGS, Catalog, Entry, numbers_in
+from dsx.checkpoint.catalog import ITEM_BYTES, NO_SETTINGS, PRECISIONS, Catalog, Entry, numbers_in
 from dsx.checkpoint.pieces import Part, contiguous, interval_boxes, local_parts
 from dsx.errors import CheckpointError
 from dsx.models.param import ParamSpec
 from dsx.parallel.zero import ZeroPlan
 
-_DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SUB_GROUP_SIZE = 1_000_000_000  # DeepSpeed's own
 
 
@@ -92,7 +91,7 @@ class StockPlan:
         Raises:
             CheckpointError: As :func:`dsx.checkpoint.formats.deepspeed.target.target_of` does.
         """
-        if layout.precision not in _DTYPES:
+        if layout.precision not in PRECISIONS:
             raise CheckpointError(
                 f"precision = {layout.precision}", "DeepSpeed has none such", "use fp32, bf16 or fp16"
             )
@@ -106,7 +105,7 @@ class StockPlan:
         _check_settings(source, saved, layout)
         moments = [_moments(source, group) for group in groups]
         blanks: dict[tuple[str, str], Entry] = {}
-        weight = _DTYPES[layout.precision]
+        weight = PRECISIONS[layout.precision]
         for name in order:
             found = held.get((name, "weight")) or held[name, "master"]
             dtype = found.dtype if found.role == "buffer" else weight
@@ -173,7 +172,7 @@ class StockPlan:
 
     def zero(self) -> ZeroPlan:
         """ZeRO's cut of the groups."""
-        keys, dtype = self.zero_keys(), _DTYPES[self.layout.precision]
+        keys, dtype = self.zero_keys(), PRECISIONS[self.layout.precision]
         size = keys.get("sub_group_size")
         return ZeroPlan(
             stage=self.layout.zero_stage,

@@ -21,7 +21,7 @@ from dsx.checkpoint.formats.deepspeed.plan import StockLayout, StockPlan
 from dsx.checkpoint.formats.deepspeed.reader import FORMAT
 from dsx.checkpoint.formats.torch_file import Global, PickledObject
 from dsx.checkpoint.formats.torch_target import Call, Hole, Ordered, number, size_of, torch_skeleton
-from dsx.checkpoint.target import Skeleton, Target, Written, left_behind
+from dsx.checkpoint.target import Skeleton, Target, left_behind
 from dsx.errors import CheckpointError
 from dsx.parallel.zero import Buffer, ZeroPlan
 
@@ -176,7 +176,6 @@ def tag_of(source: Catalog, files: Files, root: Path, form: str) -> Target:
     return Target(
         catalog=Catalog(root=root, format=form, entries=files.entries(), facts=source.facts),
         skeletons=tuple(files.skeletons),
-        finish=no_manifest,
         dropped=no_place(source),
         is_tag=True,
     )
@@ -189,10 +188,6 @@ def _check_pipeline(layout: StockLayout) -> None:
             "DeepSpeed's PipelineEngine has no ZeRO 2 and 3, and does not load what it saves at 0 in bf16",
             "use ZeRO 1",
         )
-
-
-def no_manifest(folder: Path, written: Written) -> None:
-    """Nothing: DeepSpeed's folders have no manifest."""
 
 
 def no_place(source: Catalog) -> tuple[str, ...]:

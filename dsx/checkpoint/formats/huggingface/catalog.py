@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece
+from dsx.checkpoint.catalog import PRECISIONS, Catalog, Checksum, Entry, Piece
 from dsx.checkpoint.compare import compare
 from dsx.checkpoint.formats.huggingface.names import (
     CONFIG,
@@ -40,7 +40,7 @@ from dsx.checkpoint.formats.huggingface.names import (
 from dsx.checkpoint.formats.safetensors_file import CRC32, NAMES, contents
 from dsx.checkpoint.formats.torch_file import TensorRef, TorchFile, read_torch_file
 from dsx.checkpoint.pieces import contiguous, intersect
-from dsx.checkpoint.target import Crc32Field, Skeleton, Target, Written, left_behind
+from dsx.checkpoint.target import Crc32Field, Skeleton, Target, left_behind
 from dsx.errors import CheckpointError
 from dsx.models.param import ParamSpec
 
@@ -467,7 +467,6 @@ def renamed(facts: Mapping[str, Any], names_of: Callable[[str], Sequence[str]], 
 
 
 SHARD_BYTES = 5 << 30
-_PRECISIONS: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def target_of(
@@ -490,7 +489,7 @@ def target_of(
     Raises:
         CheckpointError: The source has no weights, or a precision that is not known.
     """
-    if precision is not None and precision not in _PRECISIONS:
+    if precision is not None and precision not in PRECISIONS:
         raise CheckpointError(f"precision = {precision}", "no such precision", "use fp32, bf16 or fp16")
     wanted = list(_weights(source, precision))
     if not wanted:
@@ -518,11 +517,7 @@ def target_of(
     out = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     skeletons.append(_text(CONFIG, out | ({"dtype": dtypes.pop()} if len(dtypes) == 1 else {})))
     catalog = Catalog(root=root, format=FORMAT, entries=tuple(entries), facts={"hf_config": dict(config)})
-    return Target(catalog=catalog, skeletons=tuple(skeletons), finish=_finish, dropped=_dropped(source))
-
-
-def _finish(folder: Path, written: Written) -> None:
-    """Nothing: a model folder has no manifest."""
+    return Target(catalog=catalog, skeletons=tuple(skeletons), dropped=_dropped(source))
 
 
 def _dropped(source: Catalog) -> tuple[str, ...]:
@@ -539,18 +534,14 @@ def _dropped(source: Catalog) -> tuple[str, ...]:
 def _weights(source: Catalog, precision: str | None) -> list[Entry]:
     """Blank entries of every parameter; a weight that is stored nowhere is its master's."""
     told = precision or source.facts.get("precision")
-    found: dict[str, Entry] = {}
-    for entry in source.entries:
-        if entry.role == "buffer" or entry.state not in ("weight", "master"):
-            continue
-        known = found.get(entry.name)
-        if known is None or (known.state, entry.state) == ("master", "weight"):
-            found[entry.name] = entry
+    held = [states.get("weight", states.get("master")) for states in source.by_name.values()]
     entries = []
-    for entry in found.values():
+    for entry in held:
+        if entry is None or entry.role == "buffer":
+            continue
         dtype = entry.dtype
         if precision is not None or entry.state == "master":
-            dtype = _PRECISIONS.get(str(told), dtype)
+            dtype = PRECISIONS.get(str(told), dtype)
         entries.append(replace(entry, state="weight", dtype=dtype, pieces=(), aliases=()))
     return entries
 
