@@ -191,7 +191,7 @@ def test_folder_of_another_shape(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
     message = refused("torchrun", finetuning(model), recipe="finetune.py")
-    assert "mlp.gate_proj.weight: its shape is (64, 32)" in message
+    assert "mlp.gate_proj.weight, weight: it is float32 (64, 32), the model needs" in message
 
 
 def test_port_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
