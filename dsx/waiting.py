@@ -12,8 +12,8 @@ from typing import Self, TextIO, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from dsx.terminal import printable
-from dsx.train.progress import amount, seconds
+from dsx.terminal import amount, printable
+from dsx.train.progress import seconds
 
 T = TypeVar("T")
 

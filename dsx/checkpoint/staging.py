@@ -29,11 +29,10 @@ from dsx.checkpoint import store
 from dsx.checkpoint.file_io import blamed, write_from
 from dsx.checkpoint.target import Skeleton, Target
 from dsx.errors import CheckpointError
+from dsx.launch.entry import boot_id
 
 VERSION = 1
 Record = Mapping[str, Any]
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Journal:
@@ -54,7 +53,7 @@ class Journal:
 
     def __init__(self, path: Path, about: Record, boot: str | None = None) -> None:
         self._path = path
-        self._boot = _boot_id() if boot is None else boot
+        self._boot = boot_id() if boot is None else boot
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._end = 0
         try:
@@ -164,13 +163,6 @@ def _lines(data: bytes) -> Iterator[tuple[Record, int]]:
         if not isinstance(record, dict):
             return
         yield record, end
-
-
-def _boot_id() -> str:
-    try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
 
 
 _JOURNAL = "journal.jsonl"

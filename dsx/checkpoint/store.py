@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dsx.errors import CheckpointError
+from dsx.terminal import amount
 
 CHECKPOINTS = "checkpoints"  # below the folder of a run of dsx
 LATEST = "latest"
@@ -226,8 +227,8 @@ def require_space(root: Path, needed_bytes: int) -> None:
     if free_bytes < needed_bytes:
         raise CheckpointError(
             str(root),
-            f"a checkpoint takes {_gib(needed_bytes)}, its disk has {_gib(free_bytes)} free",
-            f"free {_gib(needed_bytes - free_bytes)} or {_CHOOSE}",
+            f"a checkpoint takes {amount(needed_bytes)}, its disk has {amount(free_bytes)} free",
+            f"free {amount(needed_bytes - free_bytes)} or {_CHOOSE}",
         )
 
 
@@ -352,10 +353,6 @@ def _is_checkpoint(path: Path) -> bool:
 def _natural(tag: str) -> tuple[tuple[int, str], ...]:
     """Sort key that puts step9 before step10."""
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", tag))
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 @contextmanager

@@ -197,7 +197,7 @@ def _text(
     assumed: Sequence[Assumption],
 ) -> str:
     from dsx.memory.table import details, table
-    from dsx.train.progress import unit_of
+    from dsx.terminal import unit_of
 
     highest = memory.highest
     peak = highest.estimate.peak

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dsx.cli.options import FORMAT, RULES
-from dsx.cli.output import BAD, judging, one_a_line, say, show_bytes
+from dsx.cli.output import BAD, judging, one_a_line, say
+from dsx.terminal import amount
 
 if TYPE_CHECKING:
     from dsx.checkpoint.catalog import Catalog, Entry
@@ -109,7 +110,7 @@ def _tensor(name: str, entries: list[Entry]) -> dict[str, Any]:
 
 def _text(facts: dict[str, Any]) -> str:
     told = facts["facts"]
-    size = f"{show_bytes(facts['bytes'])} in {facts['files']} files, {facts['checksums']:,} checksums"
+    size = f"{amount(facts['bytes'])} in {facts['files']} files, {facts['checksums']:,} checksums"
     lines = [f"checkpoint {facts['path']}: {facts['format']}, {size}"]
     mesh = told.get("mesh")
     if mesh is not None:
@@ -124,7 +125,7 @@ def _text(facts: dict[str, Any]) -> str:
     if others:
         lines.append(f"also has   {', '.join(others)}")
     for state, held in facts["states"].items():
-        size = f"{held['elements']:>15,} elements  {show_bytes(held['bytes']):>11}"
+        size = f"{held['elements']:>15,} elements  {amount(held['bytes']):>11}"
         lines.append(f"{state:<12}{held['tensors']:>6} tensors {size}  {', '.join(held['dtypes'])}")
     lines.append("")
     width = max((len(tensor["name"]) for tensor in facts["tensors"]), default=0)

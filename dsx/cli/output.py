@@ -35,18 +35,6 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def show_bytes(count: int) -> str:
-    """A number of bytes for people.
-
-    >>> show_bytes(0), show_bytes(2048), show_bytes(3 << 30)
-    ('0 B', '2.00 KiB', '3.00 GiB')
-    """
-    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.2f} {name}"
-    return f"{count} B"
-
-
 BAD = 1
 """Exit code: what was looked at is bad."""
 

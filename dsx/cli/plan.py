@@ -24,6 +24,7 @@ from dsx.cli.options import (
 )
 from dsx.cli.output import judging, say, write
 from dsx.errors import DsxError
+from dsx.terminal import aligned, amount
 
 if TYPE_CHECKING:
     from dsx.planner.inputs import Calibration, PlanInputs
@@ -118,7 +119,7 @@ def _measured(inputs: PlanInputs) -> Calibration:
 
 
 def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None) -> str:
-    from dsx.planner.plan import gibibytes, reason
+    from dsx.planner.plan import reason
     from dsx.train.progress import compact
 
     run, cluster = inputs.run, found.task.machine.network.cluster
@@ -141,7 +142,7 @@ def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None) -> str:
         lines += [
             f"  {each.layout.label}: {reason(found, each)}" for each in found.too_large[:_MOST_TOO_LARGE]
         ]
-    usable = f"{gibibytes(found.cap_bytes)} of a GPU's memory count as usable"
+    usable = f"{amount(found.cap_bytes)} of a GPU's memory count as usable"
     effort = f"{found.predicted} layouts simulated, {found.estimated} memories estimated"
     lines += ["", f"predicted, not measured; {usable}; {effort}"]
     if measured is None and not found.task.machine.network.cluster.is_host:
@@ -155,7 +156,7 @@ def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None) -> str:
 
 
 def _table(inputs: PlanInputs, found: Plan) -> list[str]:
-    from dsx.planner.plan import gibibytes, reason
+    from dsx.planner.plan import reason
 
     titles = ("", "step", "tokens/s", "MFU", "bubble", "commun.", "memory", "layout", "against the best")
     rows = [titles]
@@ -169,20 +170,12 @@ def _table(inputs: PlanInputs, found: Plan) -> list[str]:
                 f"{facts['mfu']:.1%}",
                 f"{facts['bubble_over_ideal']:.1%}",
                 f"{facts['communication_share']:.1%}",
-                gibibytes(ranked.peak_bytes),
+                amount(ranked.peak_bytes),
                 ranked.layout.label,
                 "" if place == 1 else reason(found, ranked),
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(titles))]
-    aligned = [
-        [
-            cell.ljust(width) if i > 6 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    ]
-    return ["  ".join(row).rstrip() for row in aligned]
+    return aligned(rows, left=(7, 8))
 
 
 def _change(best: Ranked, other: Ranked) -> str:

@@ -21,8 +21,9 @@ from dsx.cli.options import (
     CheckpointFormat,
     count,
 )
-from dsx.cli.output import BAD, one_a_line, parse_bytes, say, show_bytes
+from dsx.cli.output import BAD, one_a_line, parse_bytes, say
 from dsx.parallel.mesh import AXES, Mesh
+from dsx.terminal import amount
 
 if TYPE_CHECKING:
     from dsx.checkpoint.check_loss import LossCheck, Losses
@@ -235,14 +236,14 @@ def _outline_text(outline: dict[str, Any]) -> str:
     source, target = outline["source"], outline["target"]
     layout = target["layout"]
     where = "" if layout is None else _layout_text(layout)
-    read_bytes, write_bytes = show_bytes(outline["read_bytes"]), show_bytes(outline["write_bytes"])
+    read_bytes, write_bytes = amount(outline["read_bytes"]), amount(outline["write_bytes"])
     amounts = f"{read_bytes} to read, {write_bytes} to write in {outline['files']} files"
     lines = [
         f"source     {source['path']} ({source['format']})",
         f"target     {target['path']} ({target['format']}){where}",
         f"tensors    {outline['tensors']}: {', '.join(outline['states'])}",
-        f"copy       {amounts}; {show_bytes(outline['free_bytes'])} free on the disk",
-        f"memory     {show_bytes(outline['memory_bytes'])} at most for tensors",
+        f"copy       {amounts}; {amount(outline['free_bytes'])} free on the disk",
+        f"memory     {amount(outline['memory_bytes'])} at most for tensors",
     ]
     return one_a_line([*lines, *(f"note       {note}" for note in outline["notes"])])
 
@@ -260,11 +261,11 @@ def _report_text(report: ConversionReport, losses: Losses | None) -> str:
         checked.append(f"{report.tiles_checked:,} tiles had the checksum of the source's manifest")
     if report.sums_checked:
         checked.append(f"{report.sums_checked:,} other checksums of the source's files were right")
-    resumed = f", {show_bytes(report.resumed_bytes)} were there" if report.resumed_bytes else ""
+    resumed = f", {amount(report.resumed_bytes)} were there" if report.resumed_bytes else ""
     what = f"{report.states} states of {report.tensors} tensors, {report.elements:,} elements"
     lines = [
         f"written    {report.target}: {what}",
-        f"time       {seconds:.1f} s, {show_bytes(int(new_bytes / seconds))}/s{resumed}",
+        f"time       {seconds:.1f} s, {amount(int(new_bytes / seconds))}/s{resumed}",
         f"checked    {'; '.join(checked) or 'the source has no checksums: nothing'}",
     ]
     if losses is not None:

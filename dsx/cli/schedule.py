@@ -15,10 +15,11 @@ import typer
 from dsx.cli.options import OUTPUT, drawn
 from dsx.cli.output import deliver, judging
 from dsx.errors import ConfigError, ScheduleError
-from dsx.planner.choose import Choice, Ranking, Space, choose, gib
+from dsx.planner.choose import Choice, Ranking, Space, choose
 from dsx.planner.profile import Profile
 from dsx.schedules.builders import NAMES, Options, build, default_chunks
 from dsx.schedules.simulate import Costs, Seconds, simulate
+from dsx.terminal import aligned, amount
 
 if TYPE_CHECKING:
     from dsx.schedules.schedule import Schedule
@@ -139,11 +140,7 @@ def _auto_table(profile: Profile, ranking: Ranking) -> str:
     rows = [("", "step", "bubble", "activations", "layers per virtual stage")]
     rows.append((ranking.chosen.label, *_figures(ranking.chosen), _layers(ranking.chosen)))
     rows += [(c.label, *_figures(c), ranking.reason(c)) for c in ranking.next_best(_MOST_ROWS)]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3)), row[4]]).rstrip()
-        for row in rows
-    ]
+    lines = aligned(rows, left=(0, 4))
     left = len(ranking.others) - (len(rows) - 2)
     if left:
         lines.append(f"and {left} more (--format json)")
@@ -157,7 +154,7 @@ def _auto_table(profile: Profile, ranking: Ranking) -> str:
 
 
 def _figures(choice: Choice) -> tuple[str, str, str]:
-    return f"{1000 * choice.cut.step_seconds:.4g} ms", f"{choice.cut.bubble:.1%}", gib(choice.peak_bytes)
+    return f"{1000 * choice.cut.step_seconds:.4g} ms", f"{choice.cut.bubble:.1%}", amount(choice.peak_bytes)
 
 
 def _layers(choice: Choice) -> str:

@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from dsx.checkpoint import store
 from dsx.engine.executor import Around
 from dsx.errors import ConfigError
+from dsx.launch.entry import boot_id
 from dsx.parallel.groups import Groups
 from dsx.schedules.schedule import Action
 from dsx.schedules.simulate import Span
@@ -24,7 +25,6 @@ if TYPE_CHECKING:  # loaded by the runs that record a step
     from dsx.schedules.trace import Comparison, Record, Rounds, Trace
 
 _ROUNDS = 8
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Clock(Protocol):
@@ -117,7 +117,7 @@ class Recorder:
             spans=tuple(spans),
             end=end,
             rounds=rounds,
-            machine=_machine(),
+            machine=boot_id(),
             error_seconds=self._clock.error_seconds,
         )
 
@@ -231,11 +231,3 @@ def write(comparison: Comparison, folder: Path) -> Path:
     ):
         store.write_atomically(path, text.encode())
     return page
-
-
-def _machine() -> str:
-    """The running kernel, whose processes share one monotonic clock (Linux); empty elsewhere."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""

@@ -12,7 +12,6 @@ reaches all in log2(ranks) hops, also when some are lost.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import secrets
@@ -26,14 +25,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dsx.fault_tolerance.losses import Notice, better
+import psutil
+
 from dsx.fault_tolerance.peers import Peer, hosts_of
+from dsx.fault_tolerance.waits import Notice, better
 
 _MEET_SECONDS = 10.0
 _DIAL_SECONDS = 2.0
 _GREETING_BYTES = 4096
 _LONGEST_BYTES = 1 << 20
-_SIOCGIFADDR = 0x8915
 _LAST_ACK = slice(56, 60)  # struct tcp_info, linux/tcp.h: tcpi_last_ack_recv, in milliseconds
 _PROBE_SECONDS = 1
 _UNHEARD_SECONDS = 1.9  # a machine that lives has answered a probe meanwhile
@@ -323,12 +323,9 @@ def _of_name() -> Iterable[str]:
 
 
 def _of_interfaces() -> Iterable[str]:
-    """IPv4 addresses of all interfaces (netdevice(7))."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has none
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                yield socket.inet_ntoa(answer[20:24])
+    """IPv4 addresses of all interfaces."""
+    every = (one for found in psutil.net_if_addrs().values() for one in found)
+    return [one.address for one in every if one.family is socket.AF_INET]
 
 
 def _listening() -> socket.socket:

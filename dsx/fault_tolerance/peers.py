@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import os
-import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,14 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import psutil
 import torch.distributed as dist
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_PROC = Path("/proc")
+from dsx.fault_tolerance.waits import ENDED
+from dsx.launch.entry import boot_id
+
 _TRANSFERS = ("send", "recv", "isend", "irecv")
-_DISTRIBUTED = "distributed_c10d.py"
-_POINT_TO_POINT = ("p2p.py", "headers.py", "threading.py")
-_DATA = ("micro_batches.py", "_pull")
+_DISTRIBUTED = "torch.distributed.distributed_c10d"
+_POINT_TO_POINT = ("dsx.engine.p2p", "threading")
+_DATA = ("dsx.engine.micro_batches", "_pull")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,6 @@ class Peer:
         rank: Global rank.
         machine: The running kernel and its process table; empty if unknown.
         pid: Process id there.
-        born: When the process began, in the kernel's ticks: a later process may have its id again.
         host: The machine's name.
         addresses: Where other processes may reach this one, the likeliest first.
         port: Where it listens there; 0 if it does not.
@@ -41,7 +41,6 @@ class Peer:
     rank: int
     machine: str
     pid: int
-    born: str
     host: str = ""
     addresses: tuple[str, ...] = ()
     port: int = 0
@@ -51,23 +50,38 @@ class Peer:
     def here(cls, rank: int, addresses: tuple[str, ...] = (), port: int = 0, secret: str = "") -> Peer:
         """This process."""
         pid, host = os.getpid(), socket.gethostname()
-        return cls(rank, _machine(), pid, _stat(pid)[1], host, addresses, port, secret)
+        return cls(rank, _machine(), pid, host, addresses, port, secret)
+
+
+class LocalPeer:
+    """A peer on this machine, which lives when this is made.
+
+    Args:
+        peer: Who.
+    """
+
+    def __init__(self, peer: Peer) -> None:
+        self.rank = peer.rank
+        self._process: psutil.Process | None = None  # which tells a later process with its id from it
+        with suppress(psutil.NoSuchProcess):
+            self._process = psutil.Process(peer.pid)
 
     def fate(self) -> str:
-        """What keeps the process from speaking for itself; empty if nothing does.
-
-        Asked of a peer on the same machine.
-        """
-        state, born = _stat(self.pid)
-        if born != self.born or state in "ZX":
-            return "is gone: its process has ended without a word (killed?)"
-        return "is stopped (SIGSTOP, a debugger?)" if state in "Tt" else ""
+        """What keeps the process from speaking for itself; empty if nothing does."""
+        status = psutil.STATUS_DEAD
+        if self._process is not None and self._process.is_running():
+            with suppress(psutil.NoSuchProcess):
+                status = self._process.status()
+        if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
+            return f"is gone: {ENDED}"
+        is_stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        return "is stopped (SIGSTOP, a debugger?)" if is_stopped else ""
 
     def kill(self) -> None:
         """SIGKILL, if it is still this process."""
-        if _stat(self.pid)[1] == self.born:
-            with suppress(OSError):
-                os.kill(self.pid, signal.SIGKILL)
+        if self._process is not None:
+            with suppress(psutil.Error):
+                self._process.kill()
 
 
 def hosts_of(peers: Sequence[Peer]) -> tuple[str, ...]:
@@ -101,17 +115,16 @@ def place(thread: int) -> Place:
     collective, where, reads = "", "", False
     members: tuple[int, ...] = ()
     for frame in _frames(thread):
-        code = frame.f_code
-        file = Path(code.co_filename)
-        if file.name == _DISTRIBUTED and code.co_name not in _TRANSFERS:
+        code, module = frame.f_code, str(frame.f_globals.get("__name__"))
+        if module == _DISTRIBUTED and code.co_name not in _TRANSFERS:
             # The outermost call is the one that the program made.
             collective, members = code.co_name, _members(frame.f_locals.get("group")) or members
-        if not where and "torch" not in file.parts and "deepspeed" not in file.parts:
-            where = f"{file.name}:{frame.f_lineno} {code.co_name}"
-            if not collective and file.name not in _POINT_TO_POINT and _waits(frame):
+        if not where and module.partition(".")[0] not in ("torch", "deepspeed"):
+            where = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
+            if not collective and module not in _POINT_TO_POINT and _waits(frame):
                 collective = "the wait for a collective"
                 members = _members(getattr(frame.f_locals.get("self"), "_group", None))
-        reads = reads or (file.name, code.co_name) == _DATA
+        reads = reads or (module, code.co_name) == _DATA
     return Place(collective, members if collective else (), f"reading data, {where}" if reads else where)
 
 
@@ -136,13 +149,5 @@ def _members(group: object) -> tuple[int, ...]:
 def _machine() -> str:
     """The kernel that runs, and the namespace of process ids: a container has its own."""
     with suppress(OSError):
-        return f"{_BOOT_ID.read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
+        return f"{boot_id()} {Path('/proc/self/ns/pid').readlink()}"
     return ""
-
-
-def _stat(pid: int) -> tuple[str, str]:
-    """State letter and start time of a process (proc(5)); empty if there is none."""
-    with suppress(OSError, IndexError):
-        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        return fields[0], fields[19]
-    return "X", ""

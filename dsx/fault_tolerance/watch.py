@@ -30,9 +30,19 @@ from typing import Any
 from dsx.config.schema import FaultsConfig
 from dsx.engine.whereabouts import Whereabouts
 from dsx.fault_tolerance.keepalive import Keepalive
-from dsx.fault_tolerance.losses import Notice, clock, first, sentence
-from dsx.fault_tolerance.peers import Peer, hosts_of, place
-from dsx.fault_tolerance.waits import RankState, chain, diagnose, located, messages, waits
+from dsx.fault_tolerance.peers import LocalPeer, Peer, hosts_of, place
+from dsx.fault_tolerance.waits import (
+    Notice,
+    RankState,
+    chain,
+    clock,
+    diagnose,
+    first,
+    located,
+    messages,
+    sentence,
+    waits,
+)
 from dsx.launch.entry import launched
 
 
@@ -82,8 +92,8 @@ class Board:
 
 _SHOWN_RANKS = 16
 _LAST_STEPS = 5
-_WATCH = "watch.py"
-"""In the stack of the thread that looks, and is not looked at."""
+_OWN_THREAD = "Current thread"
+"""How faulthandler heads the stack of the thread that looks, and is not looked at."""
 
 
 def report_of(told: Mapping[int, RankState], speaker: int, hosts: Sequence[str], board: Board) -> str:
@@ -113,7 +123,7 @@ def report_of(told: Mapping[int, RankState], speaker: int, hosts: Sequence[str],
     if not stacks:
         return "\n".join([*lines, f"  {board.folder} cannot be written: no stacks, no other ranks"])
     lines.append(f"  stacks of {located([shown], hosts)}:")
-    threads = [thread for thread in stacks.split("\n\n") if _WATCH not in thread]
+    threads = [thread for thread in stacks.split("\n\n") if not thread.startswith(_OWN_THREAD)]
     lines += [f"    {line}" for thread in threads for line in thread.splitlines()]
     lines.append(f"  stacks of {located(told, hosts)} are in {board.folder}")
     return "\n".join(lines)
@@ -156,7 +166,8 @@ class Watch:
         self._launcher, self._orphaned = os.getppid(), False
         self._stopped: dict[int, float] = {}
         here = peers[rank].machine
-        self._local = [peer for peer in peers if peer.rank != rank and peer.machine == here and here]
+        others = [peer for peer in peers if peer.rank != rank and peer.machine == here and here]
+        self._local = [LocalPeer(peer) for peer in others]
         self._main = thread
         self._whereabouts: Whereabouts | None = None
         self._pipe_peer: Callable[[int], int] = int

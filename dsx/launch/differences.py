@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from dsx.terminal import amount
+
 MOST_CLOCK_SECONDS = 60.0
 """Clocks of synchronised machines are within a second; people cannot read logs that are minutes apart."""
-
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +90,8 @@ def differences(machines: Sequence[MachineFacts], *, checkpoint_bytes: int) -> I
     for machine in machines:
         for folder, free in machine.free_bytes.items():
             if free < checkpoint_bytes:
-                said = f"{folder} has {free / _GIB:.2f} GiB left; a checkpoint takes about"
-                said = f"{said} {checkpoint_bytes / _GIB:.2f} GiB"
+                need = amount(checkpoint_bytes)
+                said = f"{folder} has {amount(free)} left; a checkpoint takes about {need}"
                 yield Difference(machine.name, said, "free space before it is due", stops=False)
 
 

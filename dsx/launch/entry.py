@@ -11,6 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 from dsx.errors import DsxError
 from dsx.terminal import printable
@@ -41,6 +42,14 @@ def lost_a_peer(error: BaseException | None) -> bool:
 def launched() -> bool:
     """Whether a launcher has started this process."""
     return "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def boot_id() -> str:
+    """This start of the machine, whose processes share one clock and one page cache; empty if unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # not Linux
+        return ""
 
 
 def rank() -> int:

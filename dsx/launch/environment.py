@@ -15,9 +15,11 @@ from contextlib import closing, suppress
 from importlib import metadata
 from pathlib import Path
 
+import psutil
+
 from dsx.errors import ConfigError
 from dsx.launch.extension_locks import extension_locks, extensions_folder
-from dsx.train.progress import amount
+from dsx.terminal import amount
 
 Rows = list[tuple[str, str]]
 
@@ -84,7 +86,8 @@ def _devices() -> Iterator[tuple[str, str]]:
     import torch
 
     yield "CPU", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable, {platform.machine()}"
-    yield "memory", _memory()
+    memory = psutil.virtual_memory()
+    yield "memory", f"{amount(memory.available)} of {amount(memory.total)} available"
     for place in ("/dev/shm", "."):  # noqa: S108 (NCCL's and the data loaders' shared memory)
         with suppress(OSError):
             room = shutil.disk_usage(place)
@@ -93,17 +96,6 @@ def _devices() -> Iterator[tuple[str, str]]:
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         yield f"GPU {index}", f"{about.name}, {amount(about.total_memory)}"
-
-
-def _memory() -> str:
-    found = {}
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            name, _, rest = line.partition(":")
-            found[name] = int(rest.split()[0]) << 10
-    if not {"MemTotal", "MemAvailable"} <= found.keys():
-        return "unknown"
-    return f"{amount(found['MemAvailable'])} of {amount(found['MemTotal'])} available"
 
 
 def _links() -> Iterator[tuple[str, str]]:

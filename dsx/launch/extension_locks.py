@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_PROC = Path("/proc")
+import psutil
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +64,8 @@ def extension_locks(folder: Path, now_seconds: float | None = None) -> Iterator[
 def _openers(files: set[Path]) -> dict[Path, int]:
     """Processes that have one of the files open, as far as this user may look into them."""
     found = {}
-    for process in _PROC.glob("[0-9]*"):
-        with suppress(OSError):  # another user's, or it has ended meanwhile
-            for descriptor in (process / "fd").iterdir():
-                with suppress(OSError):
-                    target = descriptor.readlink()
-                    if target in files:
-                        found[target] = int(process.name)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # another user's, or it has ended meanwhile
+            opened = {Path(file.path) for file in process.open_files()}
+            found |= dict.fromkeys(opened & files, process.pid)
     return found

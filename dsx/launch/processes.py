@@ -19,8 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from dsx.errors import ConfigError, DsxError
-from dsx.fault_tolerance.losses import clock
-from dsx.fault_tolerance.waits import named
+from dsx.fault_tolerance.waits import clock, named
 from dsx.launch.entry import AGREED, local_rank, rank
 from dsx.launch.extension_locks import extension_locks, extensions_folder
 from dsx.parallel.groups import Groups, make_groups

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dsx.errors import ConfigError
 from dsx.memory.estimate import Phase, Role, RunMemory
 from dsx.schedules.timeline import FAINT, GRID, INK
-from dsx.train.progress import unit_of
+from dsx.terminal import aligned, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,15 +62,7 @@ def table(memory: RunMemory, traced: Mapping[int, int] | None = None) -> str:
                 f"{peak.name}{f', {peak.where}' if peak.where else ''}",
             ]
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(titles))]
-    last = len(titles) - 1
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i in (0, last) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = aligned(rows, left=(0, len(titles) - 1))
     hidden = len(memory.roles) - len(rows) + 1
     if hidden:
         peaks = [role.estimate.peak.peak_bytes for role in memory.roles]
@@ -92,14 +84,7 @@ def details(role: Role) -> str:
     ]
     if rest > 0:
         rows.append((f"{rest / unit:.2f}", "", "all smaller lines", "", ""))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i == 0 else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    return "\n".join(aligned(rows, left=range(1, 5)))
 
 
 def _listed(memory: RunMemory) -> list[Role]:

@@ -18,7 +18,7 @@ from dsx.memory.estimate import RunMemory, estimate_run
 from dsx.memory.job import job_of
 from dsx.memory.ops import DeviceKind
 from dsx.memory.paper.meter import StorageMeter
-from dsx.train.progress import amount
+from dsx.terminal import amount
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -13,6 +13,7 @@ from dsx.planner.profile import RECOMPUTE, Profile
 from dsx.schedules.builders import NAMES, Options, default_chunks, placement_of
 from dsx.schedules.interleaved import groups
 from dsx.schedules.program import Program
+from dsx.terminal import amount
 
 CHUNKS = (2, 3, 4, 6, 8)
 """Virtual stages per rank that "auto" tries where a schedule can have any number."""
@@ -22,7 +23,6 @@ _SIMPLE = ("1f1b", "gpipe", "zb_h1", "interleaved", "looped_bfs", "zbv", "interl
 _TIE = 1.005  # Closer than measurements tell: the simpler one wins.
 _GLANCE, _LOOK = 100_000, 4_000_000  # Actions to simulate per candidate, first and for the best few.
 _FEW = 4
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class Choice:
         """Simulated step, bubble and memory in words."""
         return (
             f"step {1000 * self.cut.step_seconds:.4g} ms, bubble {self.cut.bubble:.1%}, "
-            f"activations {gib(self.peak_bytes)} a rank"
+            f"activations {amount(self.peak_bytes)} a rank"
         )
 
 
@@ -131,7 +131,7 @@ class Ranking:
         """Why ``other`` was not chosen."""
         if self._is_above(other):
             assert self.most_bytes is not None
-            return f"needs {gib(other.peak_bytes)} > {gib(self.most_bytes)} cap"
+            return f"needs {amount(other.peak_bytes)} > {amount(self.most_bytes)} cap"
         longer = other.cut.step_seconds / self.chosen.cut.step_seconds - 1
         return f"{longer:+.1%} step" if longer > 0.0005 else "as fast, less simple"
 
@@ -165,18 +165,6 @@ def choose(profile: Profile, *, num_ranks: int, num_micro_batches: int, space: S
     if space.cut is None:
         found += task.judge(map(_again, best), _LOOK)
     return _rank(found, task, space.most_bytes)
-
-
-def gib(num_bytes: float) -> str:
-    """Bytes in words, three digits.
-
-    >>> gib(3 << 29), gib(5000)
-    ('1.5 GiB', '4.88 KiB')
-    """
-    for unit, size in (("GiB", _GIB), ("MiB", 1 << 20)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes / 1024:.3g} KiB"
 
 
 _Candidate = tuple[Program, int, Recompute]
@@ -323,9 +311,9 @@ def _nothing_fits(found: list[Choice], most_bytes: int) -> DsxError:
     nearest: dict[tuple[str, int, str], Choice] = {}
     for choice in sorted(found, key=lambda choice: choice.peak_bytes):
         nearest.setdefault(_kind(choice), choice)
-    near = "; ".join(f"{c.label}: {gib(c.peak_bytes)}" for c in [*nearest.values()][:3])
+    near = "; ".join(f"{c.label}: {amount(c.peak_bytes)}" for c in [*nearest.values()][:3])
     return ScheduleError(
-        f"activation memory of {gib(most_bytes)} a rank (schedule.activation_gib)",
+        f"activation memory of {amount(most_bytes)} a rank (schedule.activation_gib)",
         f"no schedule that may be chosen stays within it; the nearest are {near}",
         "raise it, use a smaller micro-batch, or let more be chosen (schedule, chunks and recompute auto)",
     )

@@ -15,6 +15,7 @@ from dsx.models.params import layer_kinds, param_specs
 from dsx.planner.choose import CHUNKS
 from dsx.planner.layout import LayoutSpace, PlannedLayout, Task, meshes, scheduled, variants
 from dsx.planner.step_time import Predictor, StepTime
+from dsx.terminal import amount
 
 _ALL_LIVE = ("gpipe", "looped_bfs")  # Keep every micro-batch.
 
@@ -90,8 +91,8 @@ def reason(plan: Plan, ranked: Ranked) -> str:
     best = plan.best[0]
     step = ranked.time.seconds / best.time.seconds - 1.0
     if not ranked.fits:
-        takes = ("at least " if ranked.is_bound else "") + gibibytes(ranked.peak_bytes)
-        return f"{step:+.1%} step, but takes {takes} of {gibibytes(plan.cap_bytes)}"
+        takes = ("at least " if ranked.is_bound else "") + amount(ranked.peak_bytes)
+        return f"{step:+.1%} step, but takes {takes} of {amount(plan.cap_bytes)}"
     have, want = ranked.time.parts(), best.time.parts()
     change = {name: (have[name] - want[name]) / best.time.seconds for name in have}
     worst = sorted(change.items(), key=lambda item: -abs(item[1]))[:_MOST_WORDS]
@@ -351,12 +352,12 @@ class Search:
                 v for mesh in meshes(self.task, self.space) for v in variants(self.task, self.space, mesh)
             ]
             layout = min(layouts, key=self._floor.of)
-            least = f"at least {gibibytes(self._floor.of(layout))} ({layout.label})"
+            least = f"at least {amount(self._floor.of(layout))} ({layout.label})"
         else:
-            least = f"{gibibytes(nearest.peak_bytes)} ({nearest.layout.label})"
+            least = f"{amount(nearest.peak_bytes)} ({nearest.layout.label})"
         name = self.task.machine.network.cluster.name
         return LayoutError(
-            f"{self.space.gpus} x {name}, {gibibytes(self.cap)} usable of each",
+            f"{self.space.gpus} x {name}, {amount(self.cap)} usable of each",
             f"no layout of the model fits; the nearest takes {least}",
             "use more GPUs, shorter sequences or a smaller model, or zero_optimization.offload_optimizer",
         )
@@ -377,12 +378,3 @@ def _differences(one: PlannedLayout, other: PlannedLayout) -> list[str]:
 def _value(layout: PlannedLayout, name: str) -> str:
     """Changes of which only the best is shown have no value of their own."""
     return "" if name == "micro_batch" else str(getattr(layout, name))
-
-
-def gibibytes(num_bytes: float) -> str:
-    """In words.
-
-    >>> gibibytes(1234.5 * 2**30)
-    '1,234.5 GiB'
-    """
-    return f"{num_bytes / (1 << 30):,.1f} GiB"

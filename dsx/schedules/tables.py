@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dsx.schedules.schedule import Op, Schedule
@@ -11,6 +11,7 @@ from dsx.schedules.simulate import Span, Timeline, simulate
 from dsx.schedules.timeline import NAMES, comparison_title
 from dsx.schedules.timeline import milliseconds as ms
 from dsx.schedules.trace import Comparison, Executed, computation
+from dsx.terminal import aligned
 
 _MOST_COLUMNS = 4096
 
@@ -133,9 +134,9 @@ def step_table(comparison: Comparison, *, worst: int = 5) -> str:
             (
                 comparison_title(comparison),
                 "\n".join(head),
-                "median per micro-batch\n" + _columns(_cost_rows(comparison)),
+                "median per micro-batch\n" + _indented(_cost_rows(comparison)),
                 "actions that lost most, beside the simulation's costs\n"
-                + _columns(_loss_rows(comparison, worst)),
+                + _indented(_loss_rows(comparison, worst)),
             )
         )
         + "\n"
@@ -227,12 +228,5 @@ def _loss_rows(comparison: Comparison, count: int) -> list[Sequence[str]]:
     return rows
 
 
-def _columns(rows: Iterable[Sequence[str]]) -> str:
-    """Cells aligned to the right, but for the last column."""
-    listed = [list(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*listed, strict=True)]
-    lines = []
-    for *cells, last in listed:
-        start = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=False))
-        lines.append(f"  {start}  {last}".rstrip())
-    return "\n".join(lines)
+def _indented(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"  {line}" for line in aligned(rows, left=(len(rows[0]) - 1,)))

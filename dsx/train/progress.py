@@ -18,7 +18,7 @@ from rich.text import Text
 from dsx.config.run import RunConfig
 from dsx.models.flops import flops_per_token, peak_flops
 from dsx.parallel.mesh import AXES
-from dsx.terminal import printable
+from dsx.terminal import amount, printable
 
 Rows = Iterable[tuple[str, str]]
 
@@ -354,25 +354,6 @@ def seconds(duration: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02} s"
     return f"{minutes // 60} h {minutes % 60:02} min"
-
-
-def unit_of(size_bytes: int) -> tuple[str, int]:
-    """The unit to show sizes up to this one in: its name and bytes.
-
-    >>> unit_of(3 << 30), unit_of(5 << 20)
-    (('GiB', 1073741824), ('MiB', 1048576))
-    """
-    return ("GiB", 1 << 30) if size_bytes >= 1 << 30 else ("MiB", 1 << 20)
-
-
-def amount(size_bytes: int) -> str:
-    """Bytes with a unit.
-
-    >>> amount(3 << 30), amount(5 << 20)
-    ('3.00 GiB', '5.00 MiB')
-    """
-    name, unit = unit_of(size_bytes)
-    return f"{size_bytes / unit:.2f} {name}"
 
 
 def _stages(run: RunConfig) -> str:

@@ -1,20 +1,21 @@
 """One run at a time in an output folder: a lock that the kernel releases when its process ends.
 
-Two runs there would delete each other's half-written checkpoints and mix their metrics. The lock is that of
-flock(2), so that nothing is left to be cleaned up after SIGKILL. On NFS it holds between machines that mount
-it with locks, as Linux does by default; where a file system has none there is no protection.
+Two runs there would delete each other's half-written checkpoints and mix their metrics. The lock is
+filelock's, by flock(2): nothing is left to be cleaned up after SIGKILL, and a worker that outlives the run
+does not keep it. On NFS it holds between machines that mount it with locks, as Linux does by default; where a
+file system has none there is no protection.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import socket
 import time
 from contextlib import suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from dsx.errors import RunError
 
@@ -36,67 +37,32 @@ class RunLock:
 
     def __init__(self, output: Path) -> None:
         self._path = output / NAME
-        self._descriptor = self._take()
-        # Otherwise a worker that outlives this process would keep the lock.
-        os.register_at_fork(after_in_child=self._forget)
+        self._lock = FileLock(self._path, thread_local=False, fallback_to_soft=False, on_acquired=_sign)
+        self._began = time.monotonic()
+        try:
+            self._lock.acquire(
+                _OTHER_MACHINE_SECONDS, poll_interval=_LOOK_SECONDS, cancel_check=self._has_waited
+            )
+        except Timeout:
+            raise RunError(
+                f"dsx.train.output = {output}",
+                f"another run is at work there{self._holder()[1]}",
+                "wait for its end or stop it, or choose another dsx.train.output",
+            ) from None
+        except OSError:
+            pass  # there are no locks, or nothing can be written, of which saving will say why
 
     def release(self) -> None:
         """Let another run have the folder. Safe to call twice."""
-        if self._descriptor is not None:
+        if self._lock.is_locked:
             with suppress(OSError):
                 self._path.unlink()
-            os.close(self._descriptor)
-        self._descriptor = None
+            self._lock.release()
 
-    def _forget(self) -> None:
-        """In a forked child: the lock is its parent's alone."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        self._descriptor = None
-
-    def _take(self) -> int | None:
-        """Descriptor of the locked file; None where there are no locks, or nothing can be written."""
-        began = time.monotonic()
-        while True:
-            try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            except OSError:
-                return None  # saving will say why
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_still_there(descriptor):
-                    self._sign(descriptor)
-                    return descriptor
-                os.close(descriptor)  # its holder has just ended, and deleted it
-            except OSError as error:
-                os.close(descriptor)
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    return None
-                self._wait(time.monotonic() - began)
-
-    def _wait(self, waited_seconds: float) -> None:
-        host, said = self._holder()
-        patience = _SAME_MACHINE_SECONDS if host in ("", socket.gethostname()) else _OTHER_MACHINE_SECONDS
-        if waited_seconds >= patience:
-            raise RunError(
-                f"dsx.train.output = {self._path.parent}",
-                f"another run is at work there{said}",
-                "wait for its end or stop it, or choose another dsx.train.output",
-            )
-        time.sleep(_LOOK_SECONDS)
-
-    def _is_still_there(self, descriptor: int) -> bool:
-        with suppress(OSError):
-            return os.path.samestat(os.fstat(descriptor), self._path.stat())
-        return False
-
-    def _sign(self, descriptor: int) -> None:
-        """Say who has it. The lock holds even if a full disk takes no word of it."""
-        text = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
-        with suppress(OSError):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, text.encode(), 0)
+    def _has_waited(self) -> bool:
+        """Whether the holder has had the time that it may need to end."""
+        known = self._holder()[0] in ("", socket.gethostname())
+        return time.monotonic() - self._began >= (_SAME_MACHINE_SECONDS if known else _OTHER_MACHINE_SECONDS)
 
     def _holder(self) -> tuple[str, str]:
         """Host of the process that has the lock, and words about it; empty if it has not signed."""
@@ -104,3 +70,11 @@ class RunLock:
             signed = json.loads(self._path.read_text())
             return str(signed["host"]), f": process {signed['pid']} on {signed['host']}"
         return "", ""
+
+
+def _sign(descriptor: int) -> None:
+    """Say who has it. A disk that is full takes nothing from the lock."""
+    text = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)

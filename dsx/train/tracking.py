@@ -13,10 +13,8 @@ import numbers
 import os
 import queue
 import secrets
-import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -24,6 +22,8 @@ from importlib import import_module, metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
+
+import psutil
 
 from dsx.config.schema import WandbConfig
 from dsx.errors import DataError
@@ -469,24 +469,20 @@ def _log_references(run: Any, name: str, kind: str, folder: Path, facts: Mapping
 
 def _end_services() -> None:
     """Kill them, and wait until they are gone."""
-    for process in _services():
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-    deadline = time.monotonic() + _MARGIN_SECONDS
-    while _services() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    services = _services()
+    for service in services:
+        with suppress(psutil.NoSuchProcess):
+            service.kill()
+    psutil.wait_procs(services, timeout=_MARGIN_SECONDS)
 
 
-def _services() -> list[int]:
-    """Service processes of W&B that this process has started and that have not ended, on Linux."""
+def _services() -> list[psutil.Process]:
+    """Service processes of W&B that this process has started and that have not ended."""
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            number, _, rest = stat.read_text(errors="replace").partition(" (")
-            command, _, rest = rest.rpartition(") ")
-            state, parent = rest.split()[:2]
-            if command == "wandb-core" and int(parent) == os.getpid() and state != "Z":
-                found.append(int(number))
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            if child.name() == "wandb-core" and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
     return found
 
 

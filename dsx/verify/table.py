@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from textwrap import wrap
 
+from dsx.terminal import aligned
 from dsx.verify.diagnosis import ParityFinding, StepRow
 
 _WIDTH = 100
@@ -15,8 +16,7 @@ def parity_table(rows: Iterable[StepRow]) -> list[str]:
     """Lines: a heading and a line per step, with how far each number is from the reference's, relative."""
     heading = ("clipping", "step", "loss", "off", "norm", "off", "gradients off", "at most in", "updates off")
     cells = [heading, *map(_cells, rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    return ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return aligned(cells, left=range(len(heading)))
 
 
 def findings_text(findings: Sequence[ParityFinding]) -> list[str]:

@@ -78,7 +78,7 @@ def test_perfetto_is_in_seconds_as_ever(dsx, path):
 def test_cap(dsx, path):
     code, out, _ = dsx("auto", "--profile", path, *SIZE, "--activation-gib", 0.12)
     assert code == 0
-    assert "> 123 MiB cap" in out
+    assert "> 122.88 MiB cap" in out
     code, _, err = dsx("auto", "--profile", path, *SIZE, "--activation-gib", 0.001)
     assert code == 1
     assert "the nearest are" in err

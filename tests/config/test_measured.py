@@ -145,7 +145,7 @@ def test_under_a_cap():
     capped = measured.settle(capped_run, profile_of(capped_run), Path("p.json"))
     assert free.dsx.recompute == "none"
     assert capped.dsx.recompute != "none"
-    too_large = [note for note in capped.notes if note.endswith("> 307 MiB cap")]
+    too_large = [note for note in capped.notes if note.endswith("> 307.20 MiB cap")]
     slower = [note for note in capped.notes if note.endswith("% step")]
     assert (len(too_large), len(slower)) == (2, 4)
 

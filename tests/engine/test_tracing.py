@@ -119,7 +119,7 @@ def _in_order(trace: Trace, slack_seconds: float) -> None:
 def _apart(rank, world_size, case):
     """Ranks of two machines, so to say: their clocks are a thousand seconds apart."""
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() - 1000.0 * rank)
-    module.time, module._machine = clock, str
+    module.time, module.boot_id = clock, str
     engine = toy_pipeline.engine(case)
     engine.train_batch(_batches(case, 0, engine))
     traces = engine.trace()

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from dsx.fault_tolerance.keepalive import Keepalive, neighbours
-from dsx.fault_tolerance.losses import Notice
 from dsx.fault_tolerance.peers import Peer
+from dsx.fault_tolerance.waits import Notice
 
 SOON = 20.0
 
@@ -134,7 +134,7 @@ def test_a_stranger_is_hung_up_on_and_harms_nobody() -> None:
 
 def test_who_cannot_be_reached_is_told() -> None:
     alone = Keepalive(0, 1)
-    nobody = Peer(1, "another machine", 1, "", "node2", (), 0, "")
+    nobody = Peer(1, "another machine", 1, "node2", (), 0, "")
     assert alone.meet([alone.peer, nobody]) == (1,)
     alone.close()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dsx.fault_tolerance.losses import Notice, better, first, sentence
+from dsx.fault_tolerance.waits import Notice, better, first, sentence
 
 HOSTS = ("node1", "node1", "node2", "node2", "node3", "node3")
 

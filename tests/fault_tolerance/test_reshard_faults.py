@@ -314,7 +314,7 @@ def test_a_disk_without_room_is_noticed_before_anything_is_written(saved, tmp_pa
         return os.statvfs_result((found[0], 512, *found[2:4], 10, *found[5:]))
 
     monkeypatch.setattr(store.os, "statvfs", small)
-    with pytest.raises(CheckpointError, match=r"its disk has 0.00 GiB free"):
+    with pytest.raises(CheckpointError, match=r"its disk has 5.00 KiB free"):
         convert(open_checkpoint(saved), tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
 

@@ -26,7 +26,7 @@ def checked(rank: int, world_size: int, folder: str, kind: str) -> str:
     ):  # the same path leads to another folder there, which a test on one machine cannot have
         config = replace(config, dsx=config.dsx.model_copy(deep=True))
         object.__setattr__(config.dsx.train, "output", output)
-    peers = [Peer(other, f"machine {other}", 1, "", f"node{other + 1}") for other in range(world_size)]
+    peers = [Peer(other, f"machine {other}", 1, f"node{other + 1}") for other in range(world_size)]
     try:
         check_machines(config, peers, rank)
     except dsx.RunError as error:

@@ -104,12 +104,12 @@ def test_reasons_name_the_part_that_grows():
     assert "bubble +" in reason(plan, deep)
     small = replace(plan, cap_bytes=10 << 30)
     large = replace(plan.best[1], fits=False, peak_bytes=20 << 30)
-    assert reason(small, large).endswith("but takes 20.0 GiB of 10.0 GiB")
+    assert reason(small, large).endswith("but takes 20.00 GiB of 10.00 GiB")
 
 
 def test_nothing_fits():
     search = Search(task(), LayoutSpace(gpus=8), lambda _: 1 << 60, cap_bytes=1 << 30)
-    with pytest.raises(LayoutError, match=r"no layout .* fits; the nearest takes at least \d\.\d GiB"):
+    with pytest.raises(LayoutError, match=r"no layout .* fits; the nearest takes at least \d\.\d\d GiB"):
         search.run(1)
 
 

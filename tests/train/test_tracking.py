@@ -263,7 +263,7 @@ def test_wandb_that_breaks_in_mid_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 HURT_SERVICE = """
-import os, signal, sys
+import signal, sys
 from pathlib import Path
 from dsx.config.schema import WandbConfig
 from dsx.train import tracking
@@ -275,7 +275,7 @@ with tracking.Tracker(sys.argv[1], offline, run_config={}, warn=print) as tracke
     assert tracker.wandb_path is not None
     (service,) = tracking._services()
     tracking._INIT_SECONDS = 0.5
-    os.kill(service, getattr(signal, sys.argv[2]))
+    service.send_signal(getattr(signal, sys.argv[2]))
     for step in range(2, 100):
         tracker.log(step, {"train/loss": 1.0})
 assert tracking._services() == []
@@ -335,7 +335,7 @@ def test_an_end_of_the_service_is_not_one_of_training(
         tracking._end_services()
         if not seen:
             monkeypatch.setattr(ServiceClient, "publish", lambda *_: asyncio.sleep(0))
-        tracker._wandb._give_up("go on", f"{service} is dead")
+        tracker._wandb._give_up("go on", f"{service.pid} is dead")
     assert len(warnings) == 1
     wandb.teardown()  # nothing is left to tear down
 
