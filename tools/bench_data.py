@@ -35,8 +35,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dsx.config.schema import DataConfig
 from dsx.data.batches import Batches, Prefetched
-from dsx.data.sources import documents
-from dsx.data.streamed import open_stream
+from dsx.data.files import documents
+from dsx.data.lanes import open_stream
 from dsx.data.text import Text, prepare_text
 
 S, ROWS, BUFFER, WARM_UP = 1024, 4, 512, 20

@@ -1,15 +1,16 @@
-"""Documents from text files, tables (jsonl, json, parquet, csv) and data sets of the Hugging Face hub.
+"""``dsx.data.source`` -> documents: the standard library, text files, tables, or data sets of the hub.
 
-Whether the Hugging Face hub answers, so that a machine without network fails in seconds.
-
-On their own, ``datasets`` and ``transformers`` retry a name that does not resolve for 24 seconds, and one
-that never answers for minutes (datasets 5.2, transformers 5.23), before they look into their caches.
+Tables are jsonl, json, parquet and csv. Whether the Hugging Face hub answers is asked first: on their own,
+``datasets`` and ``transformers`` retry a name that does not resolve for 24 seconds, and one that never
+answers for minutes (datasets 5.2, transformers 5.23), before they look into their caches.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import re
 import ssl
 import sysconfig
 import urllib.error
@@ -18,8 +19,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from dsx.config.schema import DataConfig
+from dsx.config.sources import PATTERN, STANDARD_LIBRARY, TABLES, TEXTS, is_hub_name
 from dsx.data.units import Stamp, Unit, file_parts
 from dsx.errors import DataError
 
@@ -190,141 +193,98 @@ _SHARDS_OF_CACHED = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableFiles:
-    """Local files that ``datasets`` reads, streamed: nothing is copied into its cache.
+class LocalFiles:
+    """Local tables.
 
     Args:
         root: Folder that ``paths`` are relative to.
         paths: All files, in order.
         builder: Builder of ``datasets`` for the files; None leaves the folder ``root``, its splits and its
             dataset card to ``datasets``.
-        name: Configuration of the folder's dataset card, if it has several.
-        split: Split; files on their own have "train" alone.
-        text_column: Column that holds the text.
     """
 
     root: Path
     paths: tuple[Path, ...]
     builder: str | None
-    name: str | None
-    split: str
-    text_column: str
-
-    def identity(self) -> dict[str, object]:
-        """What the cache recognises this corpus by."""
-        return {
-            **file_identity(self.root, self.paths),
-            "name": self.name,
-            "split": self.split,
-            "text_column": self.text_column,
-        }
-
-    def documents(self) -> Iterator[str]:
-        """Documents in order; empty cells are skipped. Raises DataError for an unreadable table or column."""
-        return _texts(self._rows(), self.text_column, str(self._place))
-
-    def units(self, lanes: int) -> tuple[Unit, ...]:
-        """Byte ranges of JSON lines; else what ``datasets`` can read on its own: row groups, or files."""
-        if self.builder == "json" and all(path.suffix == ".jsonl" for path in self.paths):
-            return file_parts(self.root, self.paths, lanes=lanes, column=self.text_column)
-        stamps = tuple(Stamp.of(self.root / path) for path in self.paths)
-        return _shards(self._table(), self.text_column, str(self._place), stamps)
-
-    @property
-    def _place(self) -> Path:
-        return self.root / self.paths[0] if len(self.paths) == 1 else self.root
-
-    def _rows(self) -> Iterator[Any]:
-        table = self._table()
-        if table is None:
-            return
-        try:
-            yield from table.with_format("arrow").iter(batch_size=_BATCH_ROWS)
-        except _read_errors() as error:
-            raise _unreadable(str(self._place), error) from error
-
-    def _table(self) -> Any:
-        """The data set of ``datasets``; None if all files are empty."""
-        import datasets
-
-        # An empty file stops the readers of datasets; it holds no document.
-        files = [str(self.root / path) for path in self.paths if (self.root / path).stat().st_size]
-        if not files:
-            return None
-        source = str(self.root)
-        options: dict[str, Any] = {}
-        if self.builder is not None:
-            source, options = self.builder, {"data_files": files}
-        if self.builder == "parquet":  # by default a whole row group at once, for each that is open
-            options["batch_size"] = _BATCH_ROWS
-        try:
-            with offline_unless(online=False):
-                return datasets.load_dataset(source, self.name, split=self.split, streaming=True, **options)
-        except _read_errors() as error:
-            raise _unreadable(str(self._place), error) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HubData:
-    """A data set of the Hugging Face hub, from the network or from the cache of ``datasets``.
+class Tables:
+    """What ``datasets`` reads: local files, streamed without a copy in its cache, or a data set of the hub.
 
     Args:
-        dataset: ``owner/name`` or ``name``.
-        name: Its configuration, if it has several.
-        split: Its split; slices such as ``train[:10%]`` too.
+        source: A data set of the hub, ``owner/name`` or ``name``, from the network or from the cache of
+            ``datasets``; or local files.
+        name: Configuration of the data set, or of the folder's dataset card, if there are several.
+        split: Split; of a data set of the hub slices such as ``train[:10%]`` too. Files on their own have
+            "train" alone.
         text_column: Column that holds the text.
         stream: Read over the network instead of downloading the whole first.
     """
 
-    dataset: str
+    source: str | LocalFiles
     name: str | None
     split: str
     text_column: str
-    stream: bool
+    stream: bool = True
 
     def identity(self) -> dict[str, object]:
-        """What the cache recognises this corpus by: no more than names, so that it needs no network."""
-        return {
-            "hub": self.dataset,
-            "name": self.name,
-            "split": self.split,
-            "text_column": self.text_column,
-        }
+        """What the cache recognises this corpus by: of the hub no more than names, which need no network."""
+        where: dict[str, object] = {"hub": self.source}
+        if isinstance(self.source, LocalFiles):
+            where = file_identity(self.source.root, self.source.paths)
+        return {**where, "name": self.name, "split": self.split, "text_column": self.text_column}
 
     def documents(self) -> Iterator[str]:
         """Documents in order; empty cells are skipped.
 
         Raises:
-            DataError: No such data set, configuration, split or column; or no network and not in the cache.
+            DataError: No such data set, configuration, split or column; a table that cannot be read; or no
+                network and not in the cache.
         """
-        return _texts(self._rows(), self.text_column, self._where)
-
-    @property
-    def _where(self) -> str:
-        return f'dsx.data.source = "{self.dataset}"'
-
-    def units(self, lanes: int) -> tuple[Unit, ...]:
-        """What ``datasets`` can read on its own: row groups of parquet, else files."""
-        del lanes
-        return _shards(self._table(stream=True), self.text_column, self._where, ())
-
-    def _rows(self) -> Iterator[Any]:
+        table = self._table(stream=self.stream)
         try:
-            yield from self._table(stream=self.stream).with_format("arrow").iter(batch_size=_BATCH_ROWS)
+            for batch in () if table is None else table.with_format("arrow").iter(batch_size=_BATCH_ROWS):
+                yield from (cell for cell in _cells(batch, self.text_column, self._where) if cell)
         except _read_errors() as error:
             raise _unreadable(self._where, error) from error
 
+    def units(self, lanes: int) -> tuple[Unit, ...]:
+        """Byte ranges of JSON lines; else what ``datasets`` can read on its own: row groups, or files."""
+        stamps: tuple[Stamp, ...] = ()
+        if isinstance(self.source, LocalFiles):
+            root, paths = self.source.root, self.source.paths
+            if self.source.builder == "json" and all(path.suffix == ".jsonl" for path in paths):
+                return file_parts(root, paths, lanes=lanes, column=self.text_column)
+            stamps = tuple(Stamp.of(root / path) for path in paths)
+        return _shards(self._table(stream=True), self.text_column, self._where, stamps)
+
+    @property
+    def _where(self) -> str:
+        if isinstance(self.source, str):
+            return f'dsx.data.source = "{self.source}"'
+        root, paths = self.source.root, self.source.paths
+        return str(root / paths[0] if len(paths) == 1 else root)
+
     def _table(self, *, stream: bool) -> Any:
+        """The data set of ``datasets``; None if all local files are empty."""
         import datasets
 
-        online = reachable()
+        if isinstance(self.source, str):
+            online = reachable()
+            source, options, stream = self.source, {}, stream and online
+        else:
+            # An empty file stops the readers of datasets; it holds no document.
+            every = [self.source.root / path for path in self.source.paths]
+            files = [str(path) for path in every if path.stat().st_size]
+            if not files:
+                return None
+            online, source, options, stream = False, *_local_options(self.source, files), True
         try:
             with offline_unless(online):
-                return datasets.load_dataset(
-                    self.dataset, self.name, split=self.split, streaming=stream and online
-                )
+                return datasets.load_dataset(source, self.name, split=self.split, streaming=stream, **options)
         except _read_errors() as error:
-            if not online:
+            if isinstance(self.source, str) and not online:
                 raise DataError(
                     self._where,
                     "is no local path, the Hugging Face hub cannot be reached (no network, or "
@@ -332,6 +292,15 @@ class HubData:
                     'name a local file or folder, use "python-stdlib", or download it where there is network',
                 ) from error
             raise _unreadable(self._where, error) from error
+
+
+def _local_options(source: LocalFiles, files: list[str]) -> tuple[str, dict[str, Any]]:
+    """What ``datasets`` is asked for, and how."""
+    if source.builder is None:
+        return str(source.root), {}
+    # By default parquet is read a whole row group at once, for each that is open.
+    sizes = {"batch_size": _BATCH_ROWS} if source.builder == "parquet" else {}
+    return source.builder, {"data_files": files, **sizes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,12 +367,6 @@ def _shards(table: Any, column: str, where: str, stamps: tuple[Stamp, ...]) -> t
     )
 
 
-def _texts(batches: Iterator[Any], column: str, where: str) -> Iterator[str]:
-    """Cells of ``column`` of Arrow tables that hold text."""
-    for batch in batches:
-        yield from (cell for cell in _cells(batch, column, where) if cell)
-
-
 def _cells(batch: Any, column: str, where: str) -> list[str | None]:
     """``column`` of one Arrow table."""
     key = f'dsx.data.text_column = "{column}"'
@@ -449,3 +412,133 @@ def _unreadable(where: str, error: Exception) -> DataError:
 def _said(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
+_CARD = re.compile(r"readme|license|\.gitattributes", re.IGNORECASE)
+_KNOWN = ", ".join(sorted(TEXTS | TABLES.keys()))
+
+
+class DocumentSource(Protocol):
+    """A corpus of documents in a fixed order."""
+
+    def identity(self) -> dict[str, object]:
+        """JSON of what the cache recognises the corpus by."""
+
+    def documents(self) -> Iterator[str]:
+        """Documents in order."""
+
+    def units(self, lanes: int) -> tuple[Unit, ...]:
+        """Parts that can be read on their own, for so many lanes."""
+
+
+def documents(data: DataConfig) -> Iterator[str]:
+    """Documents of ``data.source`` in order, up to about ``data.max_bytes`` of UTF-8.
+
+    Raises:
+        DataError: The source is missing, unreadable, not UTF-8 or without the text column.
+    """
+    left = data.max_bytes
+    for document in open_source(data).documents():
+        if not document:
+            continue
+        yield document
+        if left is not None:
+            left -= len(document.encode())
+            if left <= 0:
+                return
+
+
+def open_source(data: DataConfig) -> DocumentSource:
+    """The reader of ``data.source``: "python-stdlib", a file, a folder, a glob, or else a hub name.
+
+    Raises:
+        DataError: Nothing there, or files of several kinds.
+    """
+    source = data.source
+    if source == STANDARD_LIBRARY:
+        _refuse_table_keys(data)
+        return standard_library()
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _folder(path, data)
+    if path.is_file():
+        return _files(path.parent, [Path(path.name)], data)
+    if PATTERN.search(source):
+        # glob.glob rather than Path.glob: the pattern may be absolute.
+        found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207
+        return _files(Path(), [name for name in found if name.is_file()], data)
+    if not is_hub_name(source):
+        raise DataError(
+            _where(data),
+            f"there is no such file or folder (looked for {path.absolute()})",
+            'check the path, or use "python-stdlib", which is always there',
+        )
+    return Tables(
+        source=source,
+        name=data.name,
+        split=data.split,
+        text_column=data.text_column,
+        stream=data.max_bytes is not None,
+    )
+
+
+def _folder(root: Path, data: DataConfig) -> DocumentSource:
+    inside = sorted((path.relative_to(root) for path in root.rglob("*") if path.is_file()), key=Path.as_posix)
+    seen = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
+    tables = [path for path in seen if path.suffix in TABLES]
+    texts = [path for path in seen if path.suffix in TEXTS]
+    if not tables:
+        return _files(root, texts, data)
+    if any(not _CARD.match(path.name) for path in texts):
+        return _files(root, tables + texts, data)  # refuses the mixture
+    return Tables(
+        source=LocalFiles(root=root, paths=tuple(seen), builder=None),
+        name=data.name,
+        split=data.split,
+        text_column=data.text_column,
+    )
+
+
+def _files(root: Path, paths: list[Path], data: DataConfig) -> DocumentSource:
+    kinds = {TABLES.get(path.suffix, "text" if path.suffix in TEXTS else "") for path in paths}
+    if not paths:
+        raise DataError(_where(data), f"no file of a known kind is there ({_KNOWN})", "check the path")
+    if "" in kinds:
+        odd = next(path for path in paths if path.suffix not in TEXTS | TABLES.keys())
+        raise DataError(
+            _where(data), f"{root / odd} is of no known kind ({_KNOWN})", "rename it or name other files"
+        )
+    if len(kinds) > 1:
+        raise DataError(
+            _where(data),
+            f"files of several kinds: {', '.join(sorted(kinds))}",
+            'name one, such as "folder/*.jsonl"',
+        )
+    if kinds == {"text"}:
+        _refuse_table_keys(data)
+        return TextFiles(root=root, paths=tuple(paths))
+    _refuse_keys(data, "name")
+    return Tables(
+        source=LocalFiles(root=root, paths=tuple(paths), builder=kinds.pop()),
+        name=None,
+        split=data.split,
+        text_column=data.text_column,
+    )
+
+
+def _refuse_table_keys(data: DataConfig) -> None:
+    _refuse_keys(data, "name", "split", "text_column")
+
+
+def _refuse_keys(data: DataConfig, *keys: str) -> None:
+    """Keys that would silently do nothing for this source."""
+    for key in keys:
+        value = getattr(data, key)
+        if value != DataConfig.model_fields[key].default:
+            raise DataError(
+                f'dsx.data.{key} = "{value}"', f'source "{data.source}" has no {key}', "leave this key out"
+            )
+
+
+def _where(data: DataConfig) -> str:
+    return f'dsx.data.source = "{data.source}"'

@@ -8,18 +8,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from dsx.config.schema import DataConfig
 from dsx.data.batches import Mixed, Samples, Shuffled
 from dsx.data.corpus import Corpus, Sequences, prepare
-from dsx.data.lanes import Stream, StreamedSource, StreamSettings, StreamState, merged
 from dsx.data.order import Shares
-from dsx.data.sources import open_source
-from dsx.data.streamed import open_stream, order_digest, prepare_stream
 from dsx.errors import DataError
+
+if TYPE_CHECKING:  # loaded where text is streamed
+    from dsx.data.lanes import Stream, StreamedSource, StreamState
 
 
 def prepare_text(data: DataConfig, cache_dir: Path, *, held_out_tokens: int) -> tuple[Path, ...]:
@@ -33,12 +33,16 @@ def prepare_text(data: DataConfig, cache_dir: Path, *, held_out_tokens: int) -> 
     Raises:
         DataError: See :func:`dsx.data.corpus.prepare`.
     """
+    from dsx.data.files import open_source
+
     for part in data.parts():
         open_source(data.of_part(part))  # what is missing is said before hours of tokenising
     folders = []
     for part in data.parts():
         own = data.of_part(part)
         if data.streaming:
+            from dsx.data.lanes import prepare_stream
+
             folder = prepare_stream(own, part.called, cache_dir, held_out_tokens=held_out_tokens)
         else:
             folder = prepare(own, cache_dir)
@@ -126,6 +130,8 @@ class Text:
             in_flight: Global samples that may be taken ahead of training.
         """
         if self._data.streaming:
+            from dsx.data.lanes import Stream, StreamSettings
+
             self._stream_state = self.together([self.state(cursor)])
             self._stream = Stream(
                 [part.name for part in self.parts],
@@ -156,6 +162,10 @@ class Text:
 
     def together(self, states: Sequence[StreamState]) -> dict[str, Sequence[Any]]:
         """The states of all ranks as one. Lanes that nobody has read since the resume stay as they were."""
+        if not self._data.streaming:
+            return {}
+        from dsx.data.lanes import merged
+
         return merged([self._stream_state, *states])
 
     def news(self) -> list[str]:
@@ -231,6 +241,8 @@ class Text:
 
     def _open_stream(self, number: int) -> StreamedSource:
         """On the ranks that read, when the first sequence of a source is taken."""
+        from dsx.data.lanes import open_stream, order_digest
+
         part, wanted = self.parts[number], self._data.parts()[number]
         data = self._data.of_part(wanted)
         source = open_stream(data, part.name)

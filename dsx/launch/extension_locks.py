@@ -62,8 +62,8 @@ def extension_locks(folder: Path, now_seconds: float | None = None) -> Iterator[
 
 
 def _openers(files: set[Path]) -> dict[Path, int]:
-    """Processes that have one of the files open, as far as this user may look into them."""
-    found = {}
+    """Processes that have one of the files open, of those that this user may look into."""
+    found: dict[Path, int] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # another user's, or it has ended meanwhile
             opened = {Path(file.path) for file in process.open_files()}

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from dsx.config.schema import DataConfig
-from dsx.data import corpus as corpus_module
+from dsx.data import tokenizers as tokenizers_module
 from dsx.data.corpus import Corpus, prepare
-from dsx.data.sources import documents
+from dsx.data.files import documents
 from dsx.data.tokenizers import ByteTokenizer
 from dsx.errors import DataError
 
@@ -116,7 +116,7 @@ class CountingTokenizer(ByteTokenizer):
 
 def test_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CountingTokenizer, "encoded", 0)
-    monkeypatch.setattr(corpus_module, "load_tokenizer", lambda _, **__: CountingTokenizer())
+    monkeypatch.setattr(tokenizers_module, "load_tokenizer", lambda _, **__: CountingTokenizer())
     source = write(tmp_path / "a.jsonl", ["some text"] * 50)
     path = prepare(config(source), tmp_path / "cache")
     assert CountingTokenizer.encoded == 50
@@ -133,7 +133,7 @@ def test_large_vocabulary_takes_four_bytes(tmp_path: Path, monkeypatch: pytest.M
         vocab_size = 100_000
         end_id = 99_999
 
-    monkeypatch.setattr(corpus_module, "load_tokenizer", lambda _, **__: Wide())
+    monkeypatch.setattr(tokenizers_module, "load_tokenizer", lambda _, **__: Wide())
     source = write(tmp_path / "a.jsonl", ["some text"] * 50)
     corpus = Corpus.open(prepare(config(source), tmp_path), sequence_length=9)
     assert corpus.train.window(0).tolist() == [*b"some text", 99_999]
@@ -149,7 +149,7 @@ def test_concurrent_preparation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             together.wait(30)  # nobody finishes before everybody has begun
             return super().encode(documents)
 
-    monkeypatch.setattr(corpus_module, "load_tokenizer", lambda _, **__: Slow())
+    monkeypatch.setattr(tokenizers_module, "load_tokenizer", lambda _, **__: Slow())
     source = write(tmp_path / "a.jsonl", ["some text"] * 50)
     with ThreadPoolExecutor(4) as pool:
         paths = list(pool.map(lambda _: prepare(config(source), tmp_path / "cache"), range(4)))

@@ -20,8 +20,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from dsx.config.schema import DataConfig
-from dsx.data.files import reachable
-from dsx.data.sources import documents, open_source
+from dsx.data.files import documents, open_source, reachable
 from dsx.errors import DataError
 
 ROWS = ["first", "zweites, mit Komma", "三番目\nline two", "last"]

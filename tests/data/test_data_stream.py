@@ -16,12 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dsx.config.schema import DataConfig, MixedSource
-from dsx.data import streamed
+from dsx.data import lanes
 from dsx.data.batches import Batches
-from dsx.data.lanes import LaneReader, _Shuffle, merged
+from dsx.data.files import documents, open_source
+from dsx.data.lanes import LaneReader, _Shuffle, merged, open_stream
 from dsx.data.order import keyed_hash, permute
-from dsx.data.sources import documents, open_source
-from dsx.data.streamed import open_stream
 from dsx.data.text import Text, prepare_text
 from dsx.data.tokenizers import ByteTokenizer
 from dsx.data.units import FilePart, Stamp, file_parts
@@ -168,7 +167,7 @@ class Counting(ByteTokenizer):
 
 def test_resume_and_ranks_read_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tokenised after a resume does not grow with the cursor; ranks share the work."""
-    monkeypatch.setattr(streamed, "load_tokenizer", lambda _, **__: Counting())
+    monkeypatch.setattr(lanes, "load_tokenizer", lambda _, **__: Counting())
     source = tmp_path / "long.jsonl"
     source.write_text("".join(json.dumps({"text": "x" * 2000}) + "\n" for _ in range(1500)))
     data = config(source, sequence_length=500, shuffle_buffer=64, held_out=0)
@@ -460,7 +459,7 @@ def test_shards_of_a_hub_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / f"{number}.parquet"), batch_size=500)
     want = [f"{number}-{row}" * (row % 3) for number in range(3) for row in range(1100) if row % 3]
     monkeypatch.setattr(files, "reachable", lambda: True)
-    hub = files.HubData(dataset=str(tmp_path), name=None, split="train", text_column="text", stream=True)
+    hub = files.Tables(source=str(tmp_path), name=None, split="train", text_column="text")
     cached = datasets.Dataset.from_dict({"text": want})
     for units, count in (
         (hub.units(4), 9),
