@@ -82,7 +82,7 @@ def test_what_needs_no_tensors_loads_nothing_heavy():
         "dsx.launch.differences",
         "dsx.launch.extension_locks",
     }
-    light |= {f"dsx.fault_tolerance.{name}" for name in ("health", "losses", "waits")}
+    light |= {f"dsx.fault_tolerance.{name}" for name in ("health", "waits")}
     assert loaded_after("\n".join(f"import {name}" for name in sorted(light))) == set()
 
 
