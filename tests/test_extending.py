@@ -8,7 +8,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from safetensors import safe_open
+
 from fresh_shell import blocks, clone
+from model_folder import write_model_folder
 from recipes.launching import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -130,6 +134,21 @@ def test_a_schedule(tmp_path):
     assert "pipeline 2" in printed
     assert losses(printed) == losses(expected)
     assert len(losses(printed)) == 4
+
+
+def test_a_format(tmp_path):
+    """Weights go there and back bit by bit, and numpy reads what lies between."""
+    copy = extended("A checkpoint format", tmp_path)
+    write_model_folder(copy.folder / "MODEL_FOLDER")
+    for command in blocks(copy.section, "text")[0].splitlines():
+        said = copy.dsx(*command.split()[1:])
+        assert "diff" not in command or "equal, bit for bit" in said
+    with safe_open(copy.folder / "MODEL_FOLDER/model.safetensors", framework="np") as model:
+        names = set(model.keys())
+        assert {path.stem for path in (copy.folder / "arrays").glob("*.npy")} == names
+        for name in names:
+            array = np.load(copy.folder / "arrays" / f"{name}.npy")
+            assert np.array_equal(array, model.get_tensor(name)), name
 
 
 def test_a_check(tmp_path):

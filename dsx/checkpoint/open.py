@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +15,27 @@ from dsx.checkpoint.formats.deepspeed.cut import Rules
 from dsx.checkpoint.formats.deepspeed.files import looks_stock
 from dsx.checkpoint.formats.deepspeed.order import Ties
 from dsx.checkpoint.formats.huggingface import catalog as hugging_face
-from dsx.checkpoint.formats.huggingface import names
 from dsx.errors import CheckpointError
 
 _KNOWN = (
     "give the folder of a checkpoint of dsx, DeepSpeed, torch.distributed.checkpoint or Megatron-core "
     "(torch_dist), a Hugging Face model folder with safetensors or pytorch_model.bin, the folder of "
     "checkpoints, which has a file latest, or the folder of a run"
+)
+
+
+def _has_manifest(folder: Path) -> bool:
+    return (folder / store.MANIFEST).exists()
+
+
+# How each format is recognised and read; the first that fits counts.
+_READERS: tuple[tuple[Callable[[Path], bool], Callable[..., Catalog]], ...] = (
+    (universal.looks_universal, universal.catalog_of),
+    (_has_manifest, native.catalog_of),
+    (looks_stock, reader.catalog_of),
+    (megatron.looks_megatron, megatron.catalog_of),
+    (dcp.looks_dcp, dcp.catalog_of),
+    (hugging_face.looks_hugging_face, hugging_face.catalog_of),
 )
 
 
@@ -48,34 +63,22 @@ def _opened(folder: Path, rules: Path | None, ties: Ties | None) -> Catalog:
         what = "it is not a folder" if folder.exists() else "there is no such folder"
         raise CheckpointError(str(folder), what, _KNOWN)
     folder = _newest(folder)
-    manifest = folder / store.MANIFEST
-    given = None if rules is None else Rules.read(rules)
-    is_universal = universal.looks_universal(folder)
-    if not manifest.exists() and not is_universal and looks_stock(folder):
-        if ties is not None:
-            given = replace(given or Rules(), ties=ties)
-        return reader.catalog_of(folder, given)
-    if given is not None:
+    read = next((read for looks, read in _READERS if looks(folder)), None)
+    if read is reader.catalog_of:
+        given = None if rules is None else Rules.read(rules)
+        return read(folder, given if ties is None else replace(given or Rules(), ties=ties))
+    if rules is not None:
         raise CheckpointError(
             f"--rules {rules}", f"{folder} is no stock DeepSpeed checkpoint", "leave the rules out"
         )
-    if is_universal:
-        return universal.catalog_of(folder)
-    if manifest.exists():
-        return native.catalog_of(folder)
-    if megatron.looks_megatron(folder):
-        return megatron.catalog_of(folder)
-    if dcp.looks_dcp(folder):
-        return dcp.catalog_of(folder)
-    safetensors = any((folder / name).is_file() for name in (names.SINGLE, names.INDEX))
-    if safetensors or hugging_face.looks_bin(folder):
-        return hugging_face.catalog_of(folder)
-    raise _unknown(folder)
+    if read is None:
+        raise _unknown(folder)
+    return read(folder)
 
 
 def _newest(folder: Path) -> Path:
     """Itself, or the checkpoint that the file ``latest`` names in it, or in a run's folder of checkpoints."""
-    if (folder / store.MANIFEST).exists() or looks_stock(folder):
+    if _has_manifest(folder) or looks_stock(folder):
         return folder
     found = next((root for root in _roots(folder) if (root / store.LATEST).is_file()), None)
     return folder if found is None else store.find(found)

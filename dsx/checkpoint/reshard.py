@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +32,8 @@ from dsx.parallel.layout import Layout
 if TYPE_CHECKING:
     from dsx.config.run import RunConfig
 
-TargetFormat = Literal["dsx", "deepspeed", "universal", "hf", "dcp"]
+_Written = tuple[Catalog, Target, dict[str, Any] | None]
+"""The source in the target's names, the target, and its layout for people, if the format has one."""
 Names = Literal["dsx", "hf", "source"]
 
 
@@ -41,7 +42,7 @@ class WantedTarget:
     """What is asked for.
 
     Attributes:
-        format: Of the target.
+        format: Of the target, one of :data:`WRITERS`.
         degrees: Of the target's layout; the source's where they say nothing.
         run: A resolved config whose model and layout to take instead.
         precision: Of the weights, ``fp32``, ``bf16`` or ``fp16``; the source's by default.
@@ -51,7 +52,7 @@ class WantedTarget:
         pipeline: How a stock PipelineModule cuts its layers.
     """
 
-    format: TargetFormat = "dsx"
+    format: str = "dsx"
     degrees: TargetDegrees = field(default_factory=TargetDegrees)
     run: RunConfig | None = None
     precision: str | None = None
@@ -127,7 +128,7 @@ def prepare(source: Catalog, root: Path, wanted: WantedTarget) -> Conversion:
         )
     check_files(source)
     source = _named(source, wanted)
-    source, target, layout = _target(source, root, wanted)
+    source, target, layout = WRITERS[wanted.format](source, root, wanted)
     _check_complete(source, target)
     return Conversion(source=source, target=target, layout=layout, plan=plan(source, target.catalog))
 
@@ -239,36 +240,33 @@ def _in_order(source: Catalog) -> tuple[ParamSpec, ...]:
     return tuple(sorted(source.specs, key=lambda spec: order.get(spec.name, len(order))))
 
 
-def _target(
-    source: Catalog, root: Path, wanted: WantedTarget
-) -> tuple[Catalog, Target, dict[str, Any] | None]:
-    if wanted.format == "dsx":
-        layout = _layout(source, wanted)
-        target = native.target_of(source, root, layout, precision=wanted.precision)
-        facts = native.layout_facts(layout.mesh, layout.stages, layout.zero_stage)
-        return source, target, {**facts.pop("mesh"), **facts}
-    if wanted.format == "hf":
-        config = wanted.hf_config or source.facts.get("hf_config")
-        if config is None:
-            raise CheckpointError(
-                f"{root} as a Hugging Face folder",
-                f"{source.root} does not have the model's config.json",
-                "give --hf-config FILE, or name a CONFIG of the model",
-            )
-        return source, catalog.target_of(source, root, config, precision=wanted.precision), None
-    if wanted.format == "dcp":
-        return source, _dcp(source, root, wanted), None
-    return _stock(source, root, wanted)
+def _dsx(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:
+    layout = _layout(source, wanted)
+    target = native.target_of(source, root, layout, precision=wanted.precision)
+    facts = native.layout_facts(layout.mesh, layout.stages, layout.zero_stage)
+    return source, target, {**facts.pop("mesh"), **facts}
 
 
-def _dcp(source: Catalog, root: Path, wanted: WantedTarget) -> Target:
+def _hf(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:
+    config = wanted.hf_config or source.facts.get("hf_config")
+    if config is None:
+        raise CheckpointError(
+            f"{root} as a Hugging Face folder",
+            f"{source.root} does not have the model's config.json",
+            "give --hf-config FILE, or name a CONFIG of the model",
+        )
+    return source, catalog.target_of(source, root, config, precision=wanted.precision), None
+
+
+def _dcp(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:
     if wanted.run is not None or wanted.degrees != TargetDegrees(data=wanted.degrees.data):
         raise CheckpointError(
             "--to dcp with a layout",
             "torch.distributed.checkpoint loads whole tensors into any layout",
             "say --data alone: the number of files",
         )
-    return dcp.target_of(source, root, files=wanted.degrees.data or 1, precision=wanted.precision)
+    files = wanted.degrees.data or 1
+    return source, dcp.target_of(source, root, files=files, precision=wanted.precision), None
 
 
 def _layout(source: Catalog, wanted: WantedTarget) -> Layout:
@@ -278,7 +276,7 @@ def _layout(source: Catalog, wanted: WantedTarget) -> Layout:
     return Layout(mesh=run.mesh, stages=run.stage_map, params=run.param_specs, zero_stage=run.zero_stage)
 
 
-def _stock(source: Catalog, root: Path, wanted: WantedTarget) -> tuple[Catalog, Target, dict[str, Any]]:
+def _stock(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:
     """A checkpoint of a stock engine, in its own format or the universal one, and the source in its names."""
     degrees, mesh = wanted.degrees, source.facts.get("mesh") or {}
     if wanted.run is not None:
@@ -308,3 +306,13 @@ def _stock(source: Catalog, root: Path, wanted: WantedTarget) -> tuple[Catalog, 
     writer = universal_target if universal else deepspeed_target
     target = writer.target_of(source, root, layout)
     return source, replace(target, dropped=(*target.dropped, *cut_note(layout))), facts
+
+
+WRITERS: dict[str, Callable[[Catalog, Path, WantedTarget], _Written]] = {
+    "dsx": _dsx,
+    "deepspeed": _stock,
+    "universal": _stock,
+    "hf": _hf,
+    "dcp": _dcp,
+}
+"""How each format is written, by the name that ``--to`` gives it."""

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
 from dsx.errors import ConfigError
 
-CheckpointFormat = Literal["dsx", "deepspeed", "universal", "hf", "dcp"]
-CHECKPOINT_FORMATS: tuple[CheckpointFormat, ...] = get_args(CheckpointFormat)
-"""What ``--to`` can name; ``--format`` named them before."""
+CHECKPOINT_FORMATS = ("dsx", "deepspeed", "universal", "hf", "dcp")
+"""What ``--format`` named before ``--to`` did."""
 
 
 MOST_RANKS = 1 << 20

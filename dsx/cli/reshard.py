@@ -18,7 +18,6 @@ from dsx.cli.options import (
     RULES,
     TENSOR,
     ZERO,
-    CheckpointFormat,
     count,
 )
 from dsx.cli.output import BAD, one_a_line, parse_bytes, say
@@ -192,13 +191,15 @@ def _copied(conversion: Conversion, options: ConversionOptions) -> ConversionRep
         raise typer.Exit(130) from None
 
 
-def _asked(to: list[str]) -> tuple[CheckpointFormat, str]:
+def _asked(to: list[str]) -> tuple[str, str]:
     """The format and the layout that ``--to`` names."""
+    from dsx.checkpoint.reshard import WRITERS
+
     words = [word.strip() for item in to for word in item.split(",") if word.strip()]
-    formats = list(dict.fromkeys(name for word in words for name in CHECKPOINT_FORMATS if word == name))
+    formats = list(dict.fromkeys(word for word in words if word in WRITERS))
     if len(formats) > 1:
         raise typer.BadParameter(f"{' and '.join(formats)} are two formats; name one", param_hint="--to")
-    return (formats or ["dsx"])[0], ",".join(word for word in words if word not in CHECKPOINT_FORMATS)
+    return (formats or ["dsx"])[0], ",".join(word for word in words if word not in WRITERS)
 
 
 def _loss_check(tokens: str, conversion: Conversion, wanted: WantedTarget) -> LossCheck:

@@ -60,13 +60,13 @@ class Shuffled:
         self._sequences, self._seed = sequences, seed
 
     def take(self, sample: int) -> Sample:
-        """Of any sample, in any order."""
+        """The sample of that number; any order of numbers will do."""
         epoch, place = divmod(sample, len(self._sequences))
         key = keyed_hash("train", self._seed, epoch)
         return self._sequences.window(permute(place, len(self._sequences), key))
 
     def check(self, global_batch: int, made_of: str) -> None:
-        """Raise DataError if one step takes more sequences than there are."""
+        """Raise DataError if one step takes more sequences than the corpus has."""
         if len(self._sequences) < global_batch:
             raise DataError(
                 "train_batch_size",
@@ -81,7 +81,7 @@ class Mixed:
 
     Args:
         parts: Name and training sequences of each.
-        shares: Which sample is whose.
+        shares: Which source each sample is taken from.
         seed: Seed of the orders; each corpus has its own, by its name.
     """
 
@@ -89,7 +89,7 @@ class Mixed:
         self._parts, self._shares, self._seed = list(parts.items()), shares, seed
 
     def take(self, sample: int) -> torch.Tensor:
-        """Of any sample, in any order."""
+        """The sample of that number; any order of numbers will do."""
         source, local = self._shares.locate(sample)
         name, sequences = self._parts[source]
         epoch, place = divmod(local, len(sequences))
@@ -97,13 +97,13 @@ class Mixed:
         return sequences.window(permute(place, len(sequences), key))
 
     def check(self, global_batch: int, made_of: str) -> None:
-        """Any step can be made: a source that ends begins again."""
+        """Pass: any step can be made, because a source that ends begins again."""
 
 
 class Batches:
     """Endless training micro-batches of one data-parallel rank.
 
-    The ranks' next micro-batches take the next ``dp * B`` global samples: rank ``d`` rows ``d * B`` to
+    The ranks' next micro-batches take the next ``dp * B`` global samples, rank ``d`` the rows ``d * B`` to
     ``(d + 1) * B`` of them. So step ``t`` covers samples ``t * G`` to ``(t + 1) * G`` with
     ``G = B * accumulation * dp``, whatever the layout.
 
@@ -231,7 +231,7 @@ def _micro_batch(rows: list[Sample]) -> MicroBatch:
 
 
 class _Shelf:
-    """Between the thread that fills it and the one that takes from it."""
+    """Micro-batches between the thread that makes them and the one that takes them."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -241,7 +241,7 @@ class _Shelf:
         self._changed = threading.Condition()
 
     def has_room(self) -> bool:
-        """Wait for room. False when nothing more is wanted."""
+        """Wait for room; False when nothing more is wanted."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._items) < self._depth)
             return not self._closed
@@ -257,7 +257,7 @@ class _Shelf:
             self._changed.notify_all()
 
     def take(self) -> tuple[MicroBatch, int]:
-        """The next micro-batch and the cursor behind it; what was made before an error comes first."""
+        """The next micro-batch and the cursor behind it; those made before an error come before the error."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._failure is not None)
             if not self._items:
@@ -293,7 +293,7 @@ class Prefetched:
 
     @property
     def cursor(self) -> int:
-        """Next global sample of the whole job: behind the micro-batches that were taken, not those made."""
+        """Next global sample of the whole job, behind the micro-batches that were taken, not those made."""
         return self._cursor
 
     def __iter__(self) -> Self:
@@ -301,7 +301,7 @@ class Prefetched:
 
     def __next__(self) -> MicroBatch:
         if self._thread is None:
-            # It must not keep this object alive, which ends it when it goes.
+            # The thread must not keep this object alive, whose end ends the thread.
             self._thread = threading.Thread(
                 target=_fill, args=(self._batches, self._shelf, self._pin), name="dsx-data", daemon=True
             )

@@ -1,8 +1,8 @@
 """Keyed orders that need no state and no memory: what sample ``i`` is follows from (seed, i) alone.
 
-Own arithmetic rather than ``numpy.random``: NumPy does not promise the same stream from a later version
-(NEP 19), and a resumed run must see the order it began with. Nor does a trillion-token corpus need a
-permutation array in every process.
+The arithmetic is our own instead of ``numpy.random``'s: NumPy does not promise the same stream from a later
+version (NEP 19), and a resumed run must see the order that it began with. And a trillion-token corpus needs
+no permutation array in every process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def keyed_hash(*key: int | str) -> int:
 
 
 def permute(index: int, size: int, key: int) -> int:
-    """Where the permutation number ``key`` of ``range(size)`` takes ``index``.
+    """The place to which the permutation number ``key`` of ``range(size)`` takes ``index``.
 
     An unbalanced Feistel network on a rectangle of at least ``size`` cells, walked until it is back inside
     (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
@@ -60,8 +60,8 @@ def permute(index: int, size: int, key: int) -> int:
 def is_held_out(document: int, fraction: float, seed: int) -> bool:
     """Whether document number ``document`` belongs to the held-out split.
 
-    Systematic sampling: of any ``ceil(1 / fraction)`` documents in a row at least one is held out, and of n
-    documents ``n * fraction`` give or take one; the seed decides where the count starts.
+    By systematic sampling, at least one of any ``ceil(1 / fraction)`` documents in a row is held out, and of
+    n documents ``n * fraction``, give or take one; the seed decides where the count starts.
 
     >>> sum(is_held_out(i, 0.05, seed=3) for i in range(1000))
     50
@@ -74,9 +74,9 @@ class Shares:
     """Which source each place of a mixture is taken from, so that shares are exact at every length.
 
     The first source takes the places where ``floor(i * share + phase)`` steps up, the second those of the
-    rest, and so on; so any run of n places holds ``n * share`` of a source give or take less than the number
-    of sources, and a place is found without those before it. Whole numbers throughout: no rounding, at any
-    length.
+    rest, and so on; So any n places in a row have ``n * share`` of a source, give or take less than the
+    number of sources, and a place is found without those before it. All numbers are whole: nothing is
+    rounded, at any length.
 
     Args:
         weights: One for each source, above 0, in any unit; taken as the decimals they are written as.

@@ -98,7 +98,7 @@ class OwnSequences:
         return ids.long()
 
     def _check_mask(self, values: Any, labels: Tensor, index: int) -> None:
-        """A causal model never looks at padding behind what it predicts; all other padding it would see."""
+        """Refuse a mask that hides more than the end: a causal model would see such padding."""
         seen = self._ids(values, index, "attention_mask", len(labels)) != 0
         ends = int(seen.sum())
         if not bool(seen[:ends].all()) or not bool((labels[ends:] == _IGNORED).all()):
@@ -111,7 +111,7 @@ class OwnSequences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnPart:
-    """The held-out samples, as :class:`~dsx.data.text.TextPart` has a text's."""
+    """The held-out samples, as the counterpart of :class:`~dsx.data.text.TextPart`."""
 
     name: str
     share: float
@@ -119,10 +119,10 @@ class OwnPart:
 
 
 class OwnText:
-    """An :class:`OwnCorpus` as a run reads it: what :class:`~dsx.data.text.Text` is for text.
+    """An :class:`OwnCorpus` as a run reads it, as the counterpart of :class:`~dsx.data.text.Text`.
 
     Args:
-        corpus: The user's.
+        corpus: The user's data set.
         data: The ``dsx.data`` block: sequence length and the seed of the order.
 
     Raises:
@@ -173,38 +173,38 @@ class OwnText:
         return Shuffled(self._train, seed=self._data.seed)
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """The order follows from the seed: there is nothing to go on from but the cursor."""
+        """Do nothing: the order follows from the seed, and the cursor alone says where to continue."""
 
     def state(self, cursor: int) -> dict[str, Sequence[Any]]:
-        """None: see :meth:`resume`."""
+        """None, as :meth:`resume` needs nothing."""
         del cursor
         return {}
 
     def together(self, states: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, Sequence[Any]]:
-        """None: see :meth:`resume`."""
+        """None, as :meth:`resume` needs nothing."""
         del states
         return {}
 
     def news(self) -> list[str]:
-        """Nothing happens to it."""
+        """Nothing: nothing happens to it."""
         return []
 
     def mean_loss(self, losses: Mapping[str, float]) -> float:
-        """Of its one part."""
+        """The loss of its one part."""
         (loss,) = losses.values()
         return loss
 
     def bits_per_byte(self, loss: float) -> None:
-        """Not known: tokens of one's own stand for no number of bytes."""
+        """None: the user's tokens stand for an unknown number of bytes."""
         del loss
 
     @property
     def unigram_bits_per_byte(self) -> None:
-        """Not known."""
+        """None, as :meth:`bits_per_byte`."""
         return
 
     def rows(self, samples: int, shared: int) -> list[tuple[str, str]]:
-        """What a person wants to know before a run; arguments as of :meth:`Text.rows`."""
+        """What a person wants to know before a run; arguments as for :meth:`Text.rows`."""
         del shared
         held = sum(len(part.sequences) for part in self.held_out)
         turns = samples / len(self._train)
@@ -221,12 +221,12 @@ class OwnText:
 
 
 def as_text(corpus: Text | OwnText | OwnCorpus, data: DataConfig) -> Text | OwnText:
-    """What a run reads, of what a recipe gives it. Raises DataError: see :class:`OwnText`."""
+    """What a recipe gives as its corpus, as a run reads it. Raises DataError: see :class:`OwnText`."""
     return corpus if isinstance(corpus, Text | OwnText) else OwnText(corpus, data)
 
 
 def require_same_everywhere(text: OwnText) -> None:
-    """Raise on every rank what one finds, and if ranks have other data. Collective."""
+    """Raise on every rank what one finds, or if ranks have different data. Collective."""
     mine: tuple[str, ...] | DataError
     try:
         mine = text.check()

@@ -38,13 +38,13 @@ class Tokenizer(Protocol):
         """Id that ends every document."""
 
     def identity(self) -> str:
-        """Changes whenever the same text could give other ids."""
+        """A string that changes whenever the same text could give other ids."""
 
     def encode(self, documents: Sequence[str]) -> list[TokenIds]:
         """Ids of every document, without the end of document."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids; the end of a document, and other special tokens, have none."""
+        """The text of ids; the end of a document and other special tokens have none."""
 
 
 class ByteTokenizer:
@@ -59,7 +59,7 @@ class ByteTokenizer:
     end_id = 256
 
     def identity(self) -> str:
-        """The same for ever."""
+        """Always the same string."""
         return "bytes"
 
     def encode(self, documents: Sequence[str]) -> list[TokenIds]:
@@ -79,7 +79,7 @@ class TransformersTokenizer:
 
     Args:
         name: A local folder or a name on the Hugging Face hub.
-        trust_remote_code: Run code that comes with it.
+        trust_remote_code: Whether to run code that comes with it.
 
     Raises:
         DataError: It cannot be loaded, needs code that is not trusted, or has no end-of-sequence token.
@@ -90,7 +90,7 @@ class TransformersTokenizer:
         self._tokenizer = _loaded(name, trust_remote_code=trust_remote_code)
         with _blamed(name, "cannot be used"):
             end, ids = self._tokenizer.eos_token_id, self._tokenizer.get_vocab().values()
-            # Ids need not be without gaps: there may be larger ones than there are tokens.
+            # Ids may have gaps, so the largest may be above the number of tokens.
             vocab_size = max(len(self._tokenizer), 1 + max(ids, default=0))
         if not isinstance(end, int) or end < 0:
             raise DataError(
@@ -176,9 +176,9 @@ def _place(name: str) -> str:
 
 @contextmanager
 def _blamed(name: str, what: str) -> Iterator[None]:
-    """Whatever goes wrong within is the tokenizer's fault: a DataError that says what it cannot do.
+    """Blame the tokenizer for whatever goes wrong inside: raise a DataError that says what it cannot do.
 
-    Of a damaged file the tokenizers library raises a bare Exception, transformers anything at all, and a
+    For a damaged file the tokenizers library raises a bare Exception, transformers anything at all, and a
     panic in Rust is no Exception.
     """
     try:

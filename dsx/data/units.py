@@ -1,4 +1,4 @@
-"""Parts of a source that can be read on their own, from any document on: what streaming seeks by."""
+"""Parts of a source that can be read on their own, from any document on: streaming seeks by them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LONGEST_BYTES = 4 << 20
 
 
 class Unit(Protocol):
-    """A part of a source."""
+    """A part of a source that can be read on its own."""
 
     @property
     def name(self) -> str:
-        """The same on every machine, and of no other unit of the source."""
+        """A name that is the same on every machine, and that no other unit of the source has."""
 
     def documents(self, start: int | None) -> Iterator[tuple[int, str]]:
-        """Documents and where each begins, in order.
+        """Documents in order, each with where it begins.
 
         Args:
             start: Where to begin, as an earlier call said; None for the unit's first document.
@@ -77,7 +77,7 @@ class Stamp:
 
 
 def gone(path: Path, error: OSError) -> DataError:
-    """A file that cannot be opened or looked at."""
+    """The error for a file that cannot be opened or looked at."""
     missing = isinstance(error, FileNotFoundError)
     return DataError(
         str(path),
@@ -95,8 +95,8 @@ class FilePart:
         name: See :class:`Unit`.
         start: First byte.
         end: Byte after the last.
-        lines: Whether a document is a line of JSON; else it is running text.
-        column: Of the JSON, what holds the text.
+        lines: Whether a document is a line of JSON instead of a stretch of running text.
+        column: The key of the JSON that holds the text.
         cut_bytes: Running text is cut into documents of at least so many bytes, at blank lines where there
             are any, and at most about twice that.
     """
@@ -131,7 +131,7 @@ class FilePart:
         self.stamp.check()
 
     def _border(self, file: BinaryIO, at: int) -> int:
-        """Where the first document at or after byte ``at`` begins; the units that meet there agree."""
+        """Where the first document at or after byte ``at`` begins, on which adjoining units agree."""
         if at in (0, self.stamp.size_bytes):
             return at
         file.seek(at - 1)
@@ -200,8 +200,8 @@ def file_parts(
         root: Folder that ``paths`` are relative to.
         paths: Files in order.
         lanes: Lanes that read them.
-        column: Of JSON lines, what holds the text; None for running text.
-        whole_files: Running text: do not cut files into documents, but for very large ones.
+        column: The key of JSON lines that holds the text; None for running text.
+        whole_files: Do not cut files of running text into documents, but for very large ones.
     """
     stamps = [(path, Stamp.of(root / path)) for path in paths]
     total = sum(stamp.size_bytes for _, stamp in stamps)
@@ -264,7 +264,7 @@ def _line(file: BinaryIO) -> bytes:
 
 
 def _rest_of_line(file: BinaryIO) -> int:
-    """Read to the end of the line, however long, and give the position behind it."""
+    """Read to the end of the line, however long, and return the position behind it."""
     while (part := file.readline(_LONGEST_BYTES)) and not part.endswith(b"\n"):
         continue
     return file.tell()

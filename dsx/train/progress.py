@@ -1,6 +1,6 @@
 """A training run as people follow it: what starts, one line per logged step, what came of it.
 
-The same figures under the names that ``metrics.jsonl`` and W&B use: ``StepReport.metrics``.
+``StepReport.metrics`` has the same figures under the names that ``metrics.jsonl`` and W&B use.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RunRates:
 
     @classmethod
     def of(cls, run: RunConfig, *, device_name: str) -> Self:
-        """Of a resolved run on accelerators called ``device_name`` (as ``torch.cuda.get_device_name()``)."""
+        """The rates of a resolved run on accelerators called ``device_name``, as torch.cuda names them."""
         return cls(
             steps=run.dsx.train.steps,
             world_size=run.mesh.size,
@@ -57,7 +57,7 @@ class RunRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One optimizer step.
+    """The figures of one optimizer step.
 
     Args:
         rates: The run's constants.
@@ -152,7 +152,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
-    """One evaluation on the held-out text.
+    """The figures of one evaluation on the held-out text.
 
     Args:
         step: Optimizer steps done.
@@ -203,8 +203,8 @@ class Progress:
     """Prints a run: in colour on a terminal, as plain lines elsewhere.
 
     Args:
-        stream: Where to; None for standard output.
-        quiet: Print nothing: for all ranks but the one that speaks.
+        stream: Where to print; None for standard output.
+        quiet: Print nothing, as all ranks but one should.
     """
 
     def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
@@ -245,12 +245,12 @@ class Progress:
 def start_rows(
     run: RunConfig, *, device_name: str, resumed: bool = False, more: Rows = ()
 ) -> list[tuple[str, str]]:
-    """What is about to run: model, layout, batch, and what "auto" became.
+    """Rows about the run to come: model, layout, batch, and what "auto" became.
 
     Args:
         run: The resolved config.
         device_name: The accelerator's name.
-        resumed: The weights are a checkpoint's.
+        resumed: Whether the weights are a checkpoint's.
         more: Rows to add before the notes, such as the data's.
     """
     mesh, model = run.mesh, run.model
@@ -294,7 +294,7 @@ def end_rows(
     memory: str | None = None,
     written: Mapping[str, str | Path],
 ) -> list[tuple[str, str]]:
-    """What came of a run.
+    """Rows about what came of a run.
 
     Args:
         steps: Optimizer steps done in all.

@@ -98,6 +98,11 @@ FORMAT = "hf"
 _DOWNLOAD = "download or export it again"
 
 
+def looks_hugging_face(root: Path) -> bool:
+    """Whether a folder has a model's safetensors, or its ``pytorch_model.bin``."""
+    return (root / SINGLE).is_file() or (root / INDEX).is_file() or looks_bin(root)
+
+
 def catalog_of(root: Path) -> Catalog:
     """What a model folder's safetensors hold, or its ``pytorch_model.bin``, under their own names.
 
