@@ -41,7 +41,7 @@ SPLITS = ("train", "held_out")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitInfo:
-    """One split.
+    """The counts of one split.
 
     Args:
         documents: Number of documents.
@@ -109,7 +109,7 @@ class CorpusInfo:
         return info
 
     def _check(self) -> None:
-        """Raise ValueError for what no writer writes: the files are read by these."""
+        """Raise ValueError for what no writer writes, because the files are read by these values."""
         whole = {"vocab_size": self.vocab_size, "end_id": self.end_id}
         for name in SPLITS:
             split: SplitInfo = getattr(self, name)
@@ -198,7 +198,7 @@ def written_aside(target: Path) -> Iterator[Path]:
 
 
 def _process_space() -> str:
-    """Within this, a process id means one process: the host, and the container's process namespace."""
+    """Where a process id means one process: the host, and the container's process namespace."""
     try:
         space = Path("/proc/self/ns/pid").stat().st_ino
     except OSError:  # not Linux
@@ -236,10 +236,10 @@ class Tokens(Protocol):
 
 
 class TokenFile:
-    """A file of token ids.
+    """A file of token ids, read as an array.
 
-    Read by ``pread``, not through a memory map: a page of a map that the file has lost ends the process by
-    SIGBUS, and waiting for the disk in a page fault holds Python's lock. The open file outlives its name, so
+    It is read by ``pread``, not through a memory map: if the file loses a mapped page, SIGBUS ends the
+    process, and a page fault that waits for the disk holds Python's lock. The open file outlives its name, so
     a deleted corpus can be read to the end of the run.
 
     Args:
@@ -278,7 +278,7 @@ class TokenFile:
         return np.frombuffer(read, self._dtype)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """All of them, for NumPy."""
+        """All ids, for NumPy."""
         del copy  # reading is copying
         return self[:].astype(dtype or self._dtype)
 
@@ -297,9 +297,9 @@ _BATCH_CHARACTERS = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Tokens cut into sequences: S inputs and, one to the right, S labels; none is a label twice.
+    """Tokens cut into sequences of S inputs and, shifted by one, S labels; no token is a label twice.
 
-    Documents follow each other; a sequence may begin and end inside one.
+    Documents are packed one after the other; a sequence may begin and end inside one.
 
     Args:
         tokens: All token ids, end-of-document tokens included.
@@ -397,7 +397,7 @@ class Corpus:
 
     @property
     def unigram_bits_per_byte(self) -> float:
-        """Entropy of the held-out bytes' own frequencies: what a model without context can reach at best.
+        """Entropy of the held-out bytes' own frequencies: the best that a model without context can reach.
 
         Raises:
             DataError: Nothing is held out.
@@ -459,7 +459,7 @@ def prepare(data: DataConfig, cache_dir: str | Path) -> Path:
 
 
 def write_once(target: Path, write: Callable[[Path], CorpusInfo]) -> Path:
-    """``target``, written by ``write`` into a folder beside it unless it is there. Raises DataError."""
+    """``target``, which ``write`` writes into a folder beside it unless it exists. Raises DataError."""
     if (target / INFO).is_file():
         CorpusInfo.load(target)
         return target
@@ -475,7 +475,7 @@ def write_once(target: Path, write: Callable[[Path], CorpusInfo]) -> Path:
 
 
 def _split(texts: Iterable[str], data: DataConfig) -> Iterator[tuple[str, bool]]:
-    """Documents, and whether each is held out."""
+    """Each document, with whether it is held out."""
     for number, document in enumerate(texts):
         yield document, is_held_out(number, data.held_out, data.seed)
 
@@ -490,7 +490,7 @@ def write_corpus(
     """Write the token files of ``texts``, each with whether it is held out.
 
     Args:
-        folder: Where to.
+        folder: Where to write.
         texts: Documents in order.
         source: What to note as their source.
         tokenizer: Text -> ids.
@@ -527,7 +527,7 @@ def write_corpus(
 
 
 def _checked(info: CorpusInfo, data: DataConfig) -> CorpusInfo:
-    """Raise DataError if none is held out, or none is left to train on, though both were asked for."""
+    """The counts, after a check that text is held out, and text left to train on, if both were asked for."""
     train, held_out = info.train.documents, info.held_out.documents
     total = train + held_out
     if not total:

@@ -30,7 +30,7 @@ from dsx.errors import DataError
 def reachable(*, timeout_seconds: float = 5.0) -> bool:
     """Whether the hub's endpoint (``HF_ENDPOINT``) answers at all.
 
-    False in offline mode (``HF_HUB_OFFLINE``). Goes through the environment's proxies, as Hugging Face's own
+    False in offline mode (``HF_HUB_OFFLINE``). The request uses the environment's proxies, as Hugging Face's
     client does.
     """
     from huggingface_hub import constants
@@ -43,7 +43,7 @@ def reachable(*, timeout_seconds: float = 5.0) -> bool:
     except urllib.error.HTTPError:
         return True  # an error page is an answer
     except urllib.error.URLError as error:
-        # Certificates that only Hugging Face's client knows: something answers, let that client judge.
+        # Only Hugging Face's client may know the certificates. Something answers; that client shall judge.
         return isinstance(error.reason, ssl.SSLError)
     except (OSError, ValueError):
         return False
@@ -54,7 +54,7 @@ def tokenizer_problem(name: str) -> tuple[str, bool]:
     """Why the hub's tokenizer ``name`` cannot be had here, and whether another machine may have it.
 
     Returns:
-        Words, empty if it can be had; and whether it is only that nobody here can tell: a machine that checks
+        The problem, empty if there is none, and whether it may be this machine's alone: one that checks
         configs may have no network where those that train do.
     """
     from huggingface_hub import repo_exists, try_to_load_from_cache
@@ -117,7 +117,7 @@ class TextFiles:
     timestamps: bool = True
 
     def identity(self) -> dict[str, object]:
-        """What the cache recognises this corpus by."""
+        """What the cache recognises this corpus by, as JSON."""
         return file_identity(self.root, self.paths, timestamps=self.timestamps)
 
     def documents(self) -> Iterator[str]:
@@ -157,7 +157,7 @@ def standard_library() -> TextFiles:
             f"this Python has no source files in {root}",
             "name a text file or folder instead",
         )
-    # An installation's file times say nothing about its text.
+    # The file times of an installation say nothing about its text.
     return TextFiles(root=root, paths=tuple(kept), timestamps=False)
 
 
@@ -173,7 +173,7 @@ def file_identity(root: Path, paths: Iterable[Path], *, timestamps: bool = True)
 
 
 def _pieces(path: Path, cut: int) -> Iterator[str]:
-    """``path`` in pieces of ``cut`` characters or more: to the next blank line, at most twice that."""
+    """``path`` in pieces of ``cut`` characters or more, up to the next blank line, at most twice that."""
     lines: list[str] = []
     length = 0
     with path.open(encoding="utf-8", newline="") as file:  # newline="": the bytes as they are
@@ -307,8 +307,8 @@ def _local_options(source: LocalFiles, files: list[str]) -> tuple[str, dict[str,
 class TableShard:
     """A shard of a data set that ``datasets`` streams; positions are rows.
 
-    Rows before a position are read again and dropped without being decoded: ``datasets``' own ``state_dict``
-    remembers a shard and a row too, and skips alike.
+    Rows before a position are read again and dropped without being decoded: the ``state_dict`` of
+    ``datasets`` remembers a shard and a row too, and skips rows in the same way.
 
     Args:
         table: The data set.

@@ -4,7 +4,7 @@ Global sample ``g`` is row ``g // V`` of lane ``g % V``. Which source it is of f
 (:class:`dsx.data.order.Shares`); so a lane takes sequence after sequence of each source.
 
 They are shuffled in blocks of N: while block b is handed out, block b + 1 is read, one sequence for each. So
-reading is even, 2 N sequences are in memory, and where a block began is all that a checkpoint must know: a
+reading is even, 2 N sequences are in memory, and a checkpoint needs only the place where a block began: a
 resumed run reads that block again. A buffer refilled slot by slot would have to be stored whole.
 
 A source is cut into units (:mod:`dsx.data.units`) and read in lanes side by side. Of n units, lane
@@ -59,7 +59,7 @@ class StreamPlace:
     skip: int = 0
 
     def plain(self) -> list[int | None]:
-        """For a checkpoint: ``Place(*place.plain()) == place``."""
+        """The place as plain data for a checkpoint: ``StreamPlace(*place.plain()) == place``."""
         return list(astuple(self))
 
 
@@ -72,7 +72,7 @@ class StreamedSource:
         units: Its parts.
         tokenizer: Text -> ids.
         held_out: Share of the documents that are never trained on.
-        seed: Decides which.
+        seed: Decides which documents those are.
     """
 
     name: str
@@ -82,11 +82,11 @@ class StreamedSource:
     seed: int
 
     def is_held_out(self, unit: Unit, offset: int) -> bool:
-        """Whether a document is kept for evaluation: by its place, so that no count is needed."""
+        """Whether a document is kept for evaluation, by its place, so that nothing needs to be counted."""
         return keyed_hash("held-out", self.seed, unit.name, offset) < self.held_out * _POINTS
 
     def lane(self, lane: int, lanes: int) -> tuple[LaneUnit, ...]:
-        """What lane number ``lane`` of ``lanes`` reads."""
+        """The units that lane number ``lane`` of ``lanes`` reads."""
         count = len(self.units)
         first, last = lane * count // lanes, -((lane + 1) * count // -lanes)
         return tuple(
@@ -119,7 +119,7 @@ class LaneUnit:
 
 
 class LaneReader:
-    """Sequences of one lane of one source, in reading order, endless.
+    """The endless sequences of one lane of one source, in reading order.
 
     Args:
         source: The source.
@@ -173,7 +173,7 @@ class LaneReader:
         for place, ids in next(self._encoded):
             self._pending.append((place, ids))
             self._held += len(ids)
-        if first:  # nothing has been read yet: take up where the place says
+        if first:  # nothing has been read yet: begin where the place says
             if self._begun.skip >= len(self._pending[0][1]):
                 tokens = len(self._pending[0][1])
                 raise DataError(
@@ -255,7 +255,7 @@ class StreamSettings:
 
 
 class _Shuffle:
-    """Sequences of one lane of one source by number, shuffled within blocks; numbers only grow."""
+    """Sequences of one lane of one source by number, shuffled within blocks; numbers must only grow."""
 
     def __init__(self, reader: LaneReader, size: int, key: Callable[[int], int], *, block: int) -> None:
         self._reader, self._size, self._key = reader, size, key
@@ -286,23 +286,23 @@ class _Shuffle:
             self._next.append(self._reader.read())
 
     def forget(self, before: int) -> None:
-        """Where blocks begin is not needed any more for those before block number ``before``."""
+        """Drop where blocks before number ``before`` begin, which is needed no more."""
         for block in [block for block in self.begins if block < min(before, self._block)]:
             del self.begins[block]
 
 
 class Stream:
-    """Streamed training sequences by global number, which must not fall within a lane.
+    """Streamed training sequences by global number; the numbers asked of a lane must not fall.
 
     Thread-safe: one thread may take samples while another asks for the state.
 
     Args:
         names: What the sources that are mixed are called.
-        open_source: Gives a source by its number; asked when its first sequence is taken.
-        shares: In which shares.
+        open_source: Gives a source by its number, when its first sequence is taken.
+        shares: The shares of the sources.
         settings: What else decides the order.
-        in_flight: Global samples that may be taken and not trained on yet when the state is asked for.
-        state: Where to go on, as :meth:`state` gave it, of any layout's ranks together.
+        in_flight: Global samples that may be taken and not yet trained on when the state is asked for.
+        state: Where to continue: what :meth:`state` gave, of any layout's ranks together.
     """
 
     def __init__(
@@ -337,10 +337,10 @@ class Stream:
         return torch.from_numpy(ids.astype(np.int64))
 
     def check(self, global_batch: int, made_of: str) -> None:
-        """Any step can be made: a source that ends begins again."""
+        """Pass: any step can be made, because a source that ends begins again."""
 
     def state(self, cursor: int) -> dict[str, list[Any]]:
-        """What another run needs to go on with sample ``cursor``, of the lanes that were read here."""
+        """What another run needs to continue with sample ``cursor``, for the lanes that were read here."""
         found = {}
         with self._lock:
             for (source, lane), shuffle in self._lanes.items():
@@ -409,7 +409,7 @@ class Stream:
 
 
 def merged(states: Sequence[StreamState]) -> dict[str, Sequence[Any]]:
-    """The states of several ranks as one: of a lane that several have read, the furthest."""
+    """The states of several ranks as one; of a lane that several have read, the furthest."""
     found: dict[str, Sequence[Any]] = {}
     for state in states:
         for name, value in state.items():
@@ -442,7 +442,7 @@ def open_stream(data: DataConfig, name: str) -> StreamedSource:
 
 
 def order_digest(data: DataConfig, source: StreamedSource) -> str:
-    """Hash of all that decides which tokens come when: names and sizes of the parts, not what is in them."""
+    """Hash of all that decides which tokens come when: names and sizes of the parts, not their contents."""
     settings = {
         "units": [unit.name for unit in source.units],
         "tokenizer": source.tokenizer.identity(),

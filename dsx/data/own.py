@@ -1,4 +1,4 @@
-"""A data set of one's own in place of ``dsx.data``'s text: any object with a length, samples and a digest."""
+"""A data set of the user's own in place of ``dsx.data``'s text: it has a length, samples and a digest."""
 
 from __future__ import annotations
 

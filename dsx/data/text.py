@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # loaded where text is streamed
 
 
 def prepare_text(data: DataConfig, cache_dir: Path, *, held_out_tokens: int) -> tuple[Path, ...]:
-    """Prepare every source of ``data``, a folder each; streamed ones their held-out text alone.
+    """Prepare every source of ``data``, a folder each; of streamed ones, the held-out text alone.
 
     Args:
         data: The ``dsx.data`` block.
@@ -57,7 +57,7 @@ class TextPart:
     Args:
         name: What metrics call it.
         share: Its share of all samples, 0 to 1.
-        corpus: Its prepared text; of a streamed source the held-out text alone.
+        corpus: Its prepared text; for a streamed source, the held-out text alone.
     """
 
     name: str
@@ -66,7 +66,7 @@ class TextPart:
 
     @property
     def sequences(self) -> Sequences:
-        """Its held-out text."""
+        """Its held-out sequences."""
         return self.corpus.held_out
 
 
@@ -121,9 +121,10 @@ class Text:
         return tuple(part for part in self.parts if part.corpus.info.held_out.documents)
 
     def samples(self, *, cursor: int = 0, in_flight: int = 0) -> Samples:
-        """Training sequences from ``cursor`` on.
+        """Training sequences from global sample ``cursor`` on.
 
-        A streamed text goes on from where :meth:`resume` said, or where the samples given before stand.
+        A streamed text continues from where :meth:`resume` said, or where the samples given before have come
+        to.
 
         Args:
             cursor: First global sample.
@@ -153,7 +154,7 @@ class Text:
         return Mixed(parts, self._shares, seed=self._data.seed)
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Let :meth:`samples` go on where a checkpoint's client state says."""
+        """Let :meth:`samples` continue where a checkpoint's client state says."""
         self._stream_state = state.get("data_stream", {})
 
     def state(self, cursor: int) -> dict[str, Sequence[Any]]:
@@ -240,7 +241,7 @@ class Text:
         return sum(share * size for share, size in zip(shares, each, strict=True)) / sum(shares)
 
     def _open_stream(self, number: int) -> StreamedSource:
-        """On the ranks that read, when the first sequence of a source is taken."""
+        """Open a streamed source, on a rank that reads, when its first sequence is taken."""
         from dsx.data.lanes import open_stream, order_digest
 
         part, wanted = self.parts[number], self._data.parts()[number]
@@ -256,5 +257,5 @@ class Text:
 
 
 def _digest(corpus: Corpus) -> str:
-    """Of its tokens; of a streamed source its order."""
+    """Hash of a source's tokens; of a streamed source, of its order."""
     return str(corpus.info.settings.get("stream", corpus.digest))

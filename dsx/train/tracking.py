@@ -1,6 +1,6 @@
-"""Metrics of a run: ``metrics.jsonl`` always, Weights & Biases if asked for, and never an end of training.
+"""Metrics of a run: ``metrics.jsonl`` always, Weights & Biases if asked for. Neither ever ends training.
 
-One rank opens a :class:`Tracker`: the one that owns the loss.
+One rank opens a :class:`Tracker`: the one that has the loss.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ _NON_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # as in pr
 
 
 class MetricsFile:
-    """Appends records; what a resumed run will do again is dropped first.
+    """Appends records, after dropping those of steps that a resumed run will do again.
 
     Args:
         path: The file; its folder is made.
-        first_step: Records of this step and later ones go, and lines that a kill left torn. From step 1 on it
-            is another run than the one that wrote the file, which is then renamed to ``metrics.1.jsonl``.
+        first_step: Records of this step and later ones are dropped, and lines that a kill left torn. A run
+            that begins at step 1 is another one than that which wrote the file: it is renamed to
+            ``metrics.1.jsonl``.
 
     Raises:
         DataError: It cannot be written.
@@ -61,7 +62,7 @@ class MetricsFile:
     def forget(self, first_step: int) -> frozenset[tuple[int, str]]:
         """Drop the records of this step and later ones, which will come again; gives step and metric of each.
 
-        Raises OSError; the file then stays as it was, and takes records as before.
+        If that raises an OSError, the file stays as it was, and takes records as before.
         """
         self._file.flush()
         dropped = _drop_records(self.path, first_step)
@@ -70,7 +71,7 @@ class MetricsFile:
         return dropped
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a record, at once. Raises OSError; then the next call tries again to write it as well."""
+        """Append a record at once. If that raises an OSError, the next call tries to write it as well."""
         self._file.write(json.dumps(jsonable(record), allow_nan=False) + "\n")
         self._file.flush()
 
@@ -96,7 +97,7 @@ def jsonable(value: Any) -> Any:
 
 
 def _lay_aside(path: Path) -> None:
-    """Keep what another run, whose checkpoints are gone, has left there."""
+    """Rename the file of another run, whose checkpoints are gone."""
     if path.exists() and path.stat().st_size:
         names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
         path.rename(next(name for name in names if not name.exists()))
@@ -146,20 +147,20 @@ class Tracker:
     """Writes one record per call of :meth:`log` to ``metrics.jsonl`` and the same to W&B, in one row a step.
 
     W&B works in a thread of its own, so that no call but :meth:`finish` waits for it, whatever its service or
-    the network do; :meth:`finish` waits two minutes or so at most. It is quiet and never asks for input. An
-    online run that cannot start continues offline, and whatever else W&B raises is reported once, after which
-    it is left alone.
+    the network do; :meth:`finish` waits two minutes or so at most. W&B is quiet and never asks for input. An
+    online run that cannot start continues offline; whatever else W&B raises is reported once, after which W&B
+    is left alone.
 
     Args:
         output: The run's folder; ``metrics.jsonl`` and W&B's ``wandb`` folder go there.
         wandb: Mode, project and names.
         run_config: What the run's page shows as its config: any JSON (resolved config, layout, versions).
         first_step: First step that this process will log. Records of this step and later ones, which a run
-            that is being resumed wrote after its checkpoint, are dropped from ``metrics.jsonl``. W&B, which
-            can forget nothing, keeps those, and takes none a second time: online by itself, as its step is
-            ours; offline it is not given them.
+            that is being resumed wrote after its checkpoint, are dropped from ``metrics.jsonl``. W&B keeps
+            those, because it forgets nothing, and takes none a second time: online it refuses them by their
+            step, offline it is not given them.
         run_id: W&B id that a checkpoint stored, to continue its curves; None starts a new run.
-        warn: Told once about each of W&B's problems, in calls of the tracker; None logs them.
+        warn: Called once with each of W&B's problems, within calls of the tracker; None logs them.
 
     Raises:
         DataError: ``metrics.jsonl`` cannot be written.
@@ -185,7 +186,7 @@ class Tracker:
         self._in_wandb: frozenset[tuple[int, str]] = frozenset()
         if wandb.mode != "disabled":
             if run_id is not None:
-                # W&B writes a row when the next one begins, so that a kill takes the last with it.
+                # W&B writes a row when the next one begins, so that a kill loses the last one.
                 last = max((step for step, _ in self._file.dropped), default=0)
                 self._in_wandb = frozenset(one for one in self._file.dropped if one[0] < last)
             self._run_id = run_id or secrets.token_hex(4)
@@ -195,7 +196,7 @@ class Tracker:
 
     @property
     def metrics_path(self) -> Path:
-        """The ``metrics.jsonl``."""
+        """Path of the ``metrics.jsonl``."""
         return self._file.path
 
     @property
@@ -227,7 +228,7 @@ class Tracker:
         self._pass_on()
 
     def went_back(self, step: int) -> None:
-        """The run goes on from ``step``: what was recorded of later ones is dropped, as they come again."""
+        """The run continues from ``step``: records of later steps are dropped, because they come again."""
         try:
             self._in_wandb |= self._file.forget(step + 1)
         except OSError as error:
@@ -236,11 +237,12 @@ class Tracker:
     def refer_to(
         self, kind: Literal["checkpoint", "model"], folder: Path, *, step: int, about: Mapping[str, Any]
     ) -> None:
-        """Let W&B know a complete folder of ``step``: an artifact of references, none of whose bytes it gets.
+        """Tell W&B of a complete folder of ``step``, as an artifact of references, without any of its bytes.
 
-        The artifact is called after kind and run, each folder is a version, with the aliases ``latest`` and
-        ``step<N>``. Files are known by path and size; JSON files by content, a checkpoint's manifest with the
-        checksums of all tensors among them, so that another checkpoint in the same place is another version.
+        The artifact is named after kind and run; each folder is a version of it, with the aliases ``latest``
+        and ``step<N>``. Files are known by path and size; JSON files by content, a checkpoint's manifest with
+        the checksums of all tensors among them, so that another checkpoint in the same place is another
+        version.
 
         Args:
             kind: What it is.
@@ -275,7 +277,7 @@ class Tracker:
         self.finish(failed=error is not None)
 
     def _log_to_wandb(self, run: Any, step: int, metrics: Metrics, known: frozenset[tuple[int, str]]) -> None:
-        """In W&B's thread. Its own step is ours: by default it would count rows, from 0 in each process."""
+        """Log in W&B's thread, by the step's number; by default W&B counts rows, from 0 in each process."""
         new = {name: value for name, value in metrics.items() if (step, name) not in known}
         if len(new) < len(metrics) and not self._told:
             self._told = True
@@ -289,7 +291,7 @@ class Tracker:
             run.log({STEP: step, **kept}, step=step)
 
     def _pass_on(self) -> None:
-        """Give the thread's warnings, from the caller's own."""
+        """Pass the thread's warnings on, from the caller's own thread."""
         for _ in range(self._problems.qsize()):
             self._warn(self._problems.get())
 
@@ -318,12 +320,12 @@ class _WandbThread:
         self._run: Any = None
         self._broken = self._over = self._overrun = False
         self._thread = threading.Thread(target=self._work, name="dsx-wandb", daemon=True)
-        # Here, because two threads that import what imports one another may see half of a module.
+        # Imported here, because two threads that import modules importing each other may see half of one.
         self._attempt("start", lambda: import_module("wandb"))
         self._thread.start()
 
     def put(self, doing: str, action: Action) -> None:
-        """Have ``action(run)`` done when its turn comes; ``doing`` completes "W&B could not"."""
+        """Have ``action(run)`` done in its turn; ``doing`` completes the sentence "W&B could not"."""
         if self._over or self._broken:
             return
         try:
@@ -338,7 +340,7 @@ class _WandbThread:
         return self._folder
 
     def finish(self, *, failed: bool) -> None:
-        """Wait until all is done, as long as is reasonable."""
+        """Wait until all is done, within reason."""
         if self._over:
             return
         self.put("finish", lambda run: run.finish(exit_code=int(failed)))
@@ -418,7 +420,7 @@ def environment() -> dict[str, str | None]:
 def _begin(config: WandbConfig, mode: Mode, output: Path, run_id: str | None, run_config: Any) -> Any:
     import wandb
 
-    # For the process, not only the run: otherwise a terminal is asked for a key, and training waits.
+    # Set for the process, not only the run: otherwise W&B asks for a key on the terminal, and training waits.
     wandb.setup(settings=wandb.Settings(silent=True))
     limits: dict[str, Any] = {
         "finish_timeout": _FINISH_SECONDS,
@@ -462,13 +464,13 @@ def _log_references(run: Any, name: str, kind: str, folder: Path, facts: Mapping
     artifact = wandb.Artifact(name, type=kind, metadata={**facts, "bytes": size_bytes})
     for path in files:
         place = path.relative_to(folder).as_posix()
-        # A checksum of W&B's would read every byte, and a copy of the tensors' own is in the manifest.
+        # W&B's checksum would read every byte; those of the tensors are in the manifest.
         artifact.add_reference(path.as_uri(), name=place, checksum=path.suffix == ".json")
     run.log_artifact(artifact, aliases=["latest", f"step{facts['step']}"])
 
 
 def _end_services() -> None:
-    """Kill them, and wait until they are gone."""
+    """Kill the service processes, and wait until they are gone."""
     services = _services()
     for service in services:
         with suppress(psutil.NoSuchProcess):
