@@ -2,48 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.load import at, raise_all
 from dsx.config.run import RunConfig
-from dsx.config.schema import Degree, DsxConfig, ElasticConfig
+from dsx.config.schema import DsxConfig
 from dsx.errors import ConfigError, DsxError
-from dsx.memory.estimate import estimate_run
-from dsx.memory.job import job_of
-from dsx.memory.ops import DeviceKind
-from dsx.planner.cluster import Cluster, read_cluster
-from dsx.planner.predicted import predicted_step
+from dsx.parallel.limits import divisors
+from dsx.planner.search import search
+
+if TYPE_CHECKING:
+    from dsx.planner.predicted import Judge
 
 Attempt: TypeAlias = Callable[[dict[str, Any], DsxConfig, int], RunConfig]
 """(DeepSpeed's keys, dsx block, ranks) -> the run, or a DsxError."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """A candidate: degrees as in ``dsx.parallel``, and a micro-batch (None: what the config says)."""
+class _Option(NamedTuple):
+    """A run on so many ranks, or if it is open the number alone; the lower its cost, the better."""
 
-    tensor: Degree
-    pipeline: Degree
-    micro: int | None
+    ranks: int
+    cost: float = 0.0
+    run: RunConfig | None = None
 
 
-def lay_out(deepspeed: dict[str, Any], dsx: DsxConfig, world_size: int, attempt: Attempt) -> RunConfig:
+def lay_out(
+    deepspeed: dict[str, Any], dsx: DsxConfig, world_size: int, attempt: Attempt, judge: Judge | None = None
+) -> RunConfig:
     """The run on as many of ``world_size`` ranks as a legal layout can use.
 
     Most ranks go first. Among the layouts of as many, the order of ``dsx.elastic`` decides (tensor, then
-    pipeline), or with ``dsx.elastic.cluster`` the shortest predicted step that fits its memory. The
-    micro-batch is the largest divisor of the config's that keeps the global batch. The choice depends on
-    the arguments alone, so that every rank makes the same.
+    pipeline), or with a judge the shortest predicted step that fits its memory. The micro-batch is the
+    largest divisor of the config's that keeps the global batch. The choice depends on the arguments alone, so
+    that every rank makes the same.
 
     Args:
         deepspeed: DeepSpeed's keys, checked.
         dsx: The block; its ``elastic`` is not None.
         world_size: Ranks that were started.
         attempt: Resolves a config for a number of ranks.
+        judge: Of the cluster that ``dsx.elastic`` names.
 
     Raises:
         ConfigError: A key that contradicts elasticity, or no layout within its limits, with a reason.
@@ -51,25 +53,37 @@ def lay_out(deepspeed: dict[str, Any], dsx: DsxConfig, world_size: int, attempt:
     limits = dsx.elastic
     assert limits is not None
     raise_all("config", list(_problems(deepspeed, dsx)))
-    cluster = None if limits.cluster is None else read_cluster(limits.cluster)
-    illegal: DsxError | None = None
-    too_large: DsxError | None = None
-    for ranks in range(world_size, limits.min_ranks - 1, -1):
-        found: list[RunConfig] = []
-        for layout in _layouts(deepspeed, dsx, limits):
+    refusals: list[DsxError] = []
+    too_large: list[tuple[int, int]] = []
+
+    def options(ranks: int) -> Iterator[_Option]:
+        for place, (keys, block) in enumerate(_layouts(deepspeed, dsx)):
             try:
-                found.append(_take(layout, deepspeed, dsx, ranks, attempt))
+                run = attempt(keys, block, ranks)
             except DsxError as error:
-                illegal = illegal or error
+                refusals.append(error)
                 continue
-            if cluster is None:
-                break
-        chosen = _choose(found, cluster)
-        if chosen is not None:
-            return _noted(chosen, world_size)
-        if found and cluster is not None:
-            too_large = too_large or _too_large(found, cluster)
-    raise _nothing(limits, world_size, too_large or illegal)
+            if judge is None:
+                yield _Option(ranks, place, run)
+                return
+            peak_bytes = judge.peak_bytes(run)
+            if peak_bytes <= judge.capacity_bytes:
+                yield _Option(ranks, judge.seconds(run), run)
+            else:
+                too_large.append((-ranks, peak_bytes))
+
+    found = search(
+        map(_Option, range(world_size, limits.min_ranks - 1, -1)),
+        cost=lambda option: (-option.ranks, option.cost),
+        grow=lambda option: None if option.run is not None else options(option.ranks),
+    )
+    chosen = next(found, _Option(0)).run
+    if chosen is not None:
+        return _noted(chosen, world_size)
+    reason = refusals[0] if refusals else None
+    if too_large and judge is not None:
+        reason = judge.too_large(min(too_large)[1])
+    raise _nothing(dsx, world_size, reason)
 
 
 def _problems(deepspeed: Mapping[str, Any], dsx: DsxConfig) -> Iterator[ConfigError]:
@@ -105,61 +119,33 @@ def _problems(deepspeed: Mapping[str, Any], dsx: DsxConfig) -> Iterator[ConfigEr
         )
 
 
-def _layouts(deepspeed: Mapping[str, Any], dsx: DsxConfig, limits: ElasticConfig) -> Iterator[_Layout]:
-    """Candidates, the preferred first."""
-    tensor: Sequence[Degree] = limits.tensor or (dsx.parallel.tensor,)
-    pipeline: Sequence[Degree] = limits.pipeline or (dsx.parallel.pipeline,)
-    written = deepspeed.get(MICRO)
-    micros = (
-        [n for n in range(written, 0, -1) if written % n == 0]
-        if isinstance(written, int) and not isinstance(written, bool) and written > 0
-        else [None]
-    )
-    for tp, pp, micro in product(tensor, pipeline, micros):
-        yield _Layout(tp, pp, micro)
-
-
-def _take(
-    layout: _Layout, deepspeed: dict[str, Any], dsx: DsxConfig, ranks: int, attempt: Attempt
-) -> RunConfig:
-    parallel = dsx.parallel.model_copy(update={"tensor": layout.tensor, "pipeline": layout.pipeline})
-    keys = deepspeed if layout.micro is None else deepspeed | {MICRO: layout.micro}
-    return attempt(keys, dsx.model_copy(update={"parallel": parallel}), ranks)
-
-
-def _choose(found: list[RunConfig], cluster: Cluster | None) -> RunConfig | None:
-    if cluster is None:
-        return found[0] if found else None
-    fits = [run for run in found if _peak_bytes(run, cluster) <= cluster.usable_bytes]
-    return min(fits, key=lambda run: predicted_step(run, cluster).seconds, default=None)
-
-
-def _peak_bytes(run: RunConfig, cluster: Cluster) -> int:
-    device: DeviceKind = "cpu" if cluster.is_host else "cuda"
-    return estimate_run(job_of(run, device=device, capacity_bytes=cluster.usable_bytes)).peak_bytes
+def _layouts(deepspeed: dict[str, Any], dsx: DsxConfig) -> Iterator[tuple[dict[str, Any], DsxConfig]]:
+    """DeepSpeed's keys and the block of every layout that may be taken, the preferred first."""
+    limits, written = dsx.elastic, deepspeed.get(MICRO)
+    assert limits is not None
+    micros: list[dict[str, int]] = [{}]
+    if isinstance(written, int) and not isinstance(written, bool) and written > 0:
+        micros = [{MICRO: size} for size in reversed(divisors(written))]
+    for tensor, pipeline, micro in product(
+        limits.tensor or (dsx.parallel.tensor,), limits.pipeline or (dsx.parallel.pipeline,), micros
+    ):
+        parallel = dsx.parallel.model_copy(update={"tensor": tensor, "pipeline": pipeline})
+        yield deepspeed | micro, dsx.model_copy(update={"parallel": parallel})
 
 
 def _noted(run: RunConfig, world_size: int) -> RunConfig:
     spare = world_size - run.mesh.size
     waiting = f"; {spare} more wait as spares" if spare else ""
-    mesh = run.mesh
     note = (
-        f"dsx.elastic: {mesh.words}, micro-batch "
-        f"{run.micro_batch_size} x {run.accumulation}, on {mesh.size} of {world_size} ranks{waiting}"
+        f"dsx.elastic: {run.mesh.words}, micro-batch {run.micro_batch_size} x {run.accumulation}, "
+        f"on {run.mesh.size} of {world_size} ranks{waiting}"
     )
     return replace(run, spare_ranks=spare, notes=(*run.notes, note))
 
 
-def _too_large(found: Sequence[RunConfig], cluster: Cluster) -> ConfigError:
-    need, have = min(_peak_bytes(run, cluster) for run in found) / 2**30, cluster.usable_bytes / 2**30
-    return ConfigError(
-        f"dsx.elastic.cluster {cluster.name}",
-        f"at least an estimated {need:.1f} GiB per rank do not fit its {have:.1f} GiB",
-        "see `dsx estimate`",
-    )
-
-
-def _nothing(limits: ElasticConfig, world_size: int, reason: DsxError | None) -> ConfigError:
+def _nothing(dsx: DsxConfig, world_size: int, reason: DsxError | None) -> ConfigError:
+    limits = dsx.elastic
+    assert limits is not None
     if world_size < limits.min_ranks:
         return ConfigError(
             at("dsx.elastic.min_ranks", limits.min_ranks),

@@ -15,16 +15,14 @@ from dsx.config.batch import ACCUMULATION, Batch, resolve_batch
 from dsx.config.cuts import cut_layers
 from dsx.config.deepspeed import deepspeed_problems, is_bf16, optimizer_notes, zero_stage
 from dsx.config.load import at, load, raise_all
-from dsx.config.run import RunConfig
+from dsx.config.run import PENDING, RunConfig
 from dsx.config.schema import DsxConfig, ZeroConfig
 from dsx.config.sources import read_model
 from dsx.errors import ConfigError, ScheduleError
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import ModelSpec
 from dsx.parallel.limits import Asked, objections, possible
-from dsx.parallel.mesh import Mesh
-from dsx.planner import measured
-from dsx.planner.measured import is_wanted
+from dsx.parallel.mesh import AXES, Mesh
 from dsx.planner.search import search
 from dsx.schedules.builders import Options, default_chunks
 from dsx.schedules.program import Program
@@ -71,7 +69,7 @@ def choose(dsx: DsxConfig, name: str, *, pp: int, chunks: int, accumulation: int
         )
         if value is not None
     }
-    to_be_measured = block.name == "auto" and is_wanted(dsx, pp)
+    to_be_measured = block.name == "auto" and dsx.is_measured(pp)
     if not given or pp == 1 or to_be_measured:
         return Program(name=name)
     options = Options(group_size=block.group_size, warmup_per_rank=block.warmup, most_live=block.most_live)
@@ -203,6 +201,19 @@ def check_output(facts: Facts) -> Iterator[ConfigError]:
         yield ConfigError(key, "braces stand for a name that is not known", "use {layout}, or no braces")
 
 
+def check_profile(facts: Facts) -> Iterator[ConfigError]:
+    """Keys that mean nothing without a profile come with one."""
+    dsx, cap = facts.dsx, facts.dsx.schedule.activation_gib
+    for key, value, is_set in (
+        ("dsx.recompute", dsx.recompute, dsx.recompute == "auto"),
+        ("dsx.schedule.activation_gib", cap, cap is not None),
+    ):
+        if is_set and dsx.profile_source is None:
+            yield ConfigError(
+                at(key, value), "nothing is measured that it could go by", 'set dsx.profile to "measure"'
+            )
+
+
 def check_combinations(facts: Facts) -> Iterator[ConfigError]:
     """The optimizer and ZeRO go together with the degrees, and ``dsx.zero`` with the ZeRO stage."""
     yield from _refusals(
@@ -223,6 +234,7 @@ CHECKS = (
     check_roll_back,
     check_resume,
     check_combinations,
+    check_profile,
 )
 
 
@@ -316,12 +328,11 @@ _Deal: TypeAlias = tuple[tuple[int, ...], dict[str, int], tuple[str, ...], tuple
 
 def _mesh(dsx: DsxConfig, asked: Asked) -> Mesh:
     """Of all deals of the world size's factors the first: the one that passes over axes as late as it can."""
-    fixed = {"dp": None, "pp": asked.pipeline, "tp": asked.tensor}
-    accepts: dict[str, Callable[[int], bool]] = {
-        "dp": lambda _: True,
-        "pp": lambda degree: _pipeline_fits(dsx, asked, degree),
-        "tp": lambda degree: degree <= _MAX_AUTO_TENSOR and bool(possible(asked, "tensor", [degree])),
+    fits: dict[str, Callable[[int], object]] = {
+        "layers": lambda degree: _pipeline_fits(dsx, asked, degree),
+        "features": lambda degree: degree <= _MAX_AUTO_TENSOR and possible(asked, "tensor", [degree]),
     }
+    axes = {axis.name: axis for axis in sorted(AXES, key=lambda axis: not axis.replicates)}
 
     def dealt(deal: _Deal) -> list[_Deal] | None:
         passed, degrees, turns, factors = deal
@@ -335,11 +346,12 @@ def _mesh(dsx: DsxConfig, asked: Asked) -> Mesh:
                 factors[1:],
             )
             for place, axis in enumerate(turns)
-            if accepts[axis](degrees[axis] * factors[0])
+            if axes[axis].divides not in fits or fits[axes[axis].divides](degrees[axis] * factors[0])
         ]
 
-    degrees = {axis: degree or 1 for axis, degree in fixed.items()}
-    turns = tuple(axis for axis, degree in fixed.items() if degree is None)
+    fixed = {name: getattr(asked, axis.title) for name, axis in axes.items()}
+    degrees = {name: degree or 1 for name, degree in fixed.items()}
+    turns = tuple(name for name, degree in fixed.items() if degree is None)
     factors = tuple(reversed(_prime_factors((asked.ranks or 1) // prod(degrees.values()))))
     start: _Deal = ((), degrees, turns, factors)
     _, degrees, _, _ = next(search([start], cost=lambda deal: deal[0], grow=dealt))
@@ -392,6 +404,14 @@ def _schedule(dsx: DsxConfig, pp: int, chunks: int) -> str:
     return name
 
 
+def _profile_notes(dsx: DsxConfig, num_ranks: int) -> Iterator[str]:
+    """What the user should know before anything is measured."""
+    if dsx.is_measured(num_ranks):
+        yield PENDING
+    elif dsx.profile_source is not None:
+        yield f"{at('dsx.profile', dsx.profile_source)}: one pipeline rank leaves nothing to choose"
+
+
 def _notes(dsx: DsxConfig, mesh: Mesh, chunks: int, name: str) -> Iterator[str]:
     for axis, wanted, got in (
         ("parallel.tensor", dsx.parallel.tensor, mesh.tp),
@@ -399,7 +419,7 @@ def _notes(dsx: DsxConfig, mesh: Mesh, chunks: int, name: str) -> Iterator[str]:
         ("parallel.chunks", dsx.parallel.chunks, chunks),
         ("schedule.name", dsx.schedule.name, name),
     ):
-        if wanted == "auto" and axis in _MEASURABLE and is_wanted(dsx, mesh.pp):
+        if wanted == "auto" and axis in _MEASURABLE and dsx.is_measured(mesh.pp):
             continue
         if axis == "schedule.name" and dsx.schedule.file is not None:
             yield f"dsx.schedule.file: {dsx.schedule.file}, with its pipeline {mesh.pp} and chunks {chunks}"
@@ -450,7 +470,13 @@ def resolve(
     raise_all(name, deepspeed_problems(deepspeed))
     if dsx.elastic is None:
         return _resolve(name, deepspeed, dsx, world_size)
-    return elastic.lay_out(deepspeed, dsx, world_size, partial(_resolve, name))
+    judge = None
+    if dsx.elastic.cluster is not None:
+        from dsx.planner.cluster import read_cluster  # here: other runs need none of the planner
+        from dsx.planner.predicted import Judge
+
+        judge = Judge.of(read_cluster(dsx.elastic.cluster))
+    return elastic.lay_out(deepspeed, dsx, world_size, partial(_resolve, name), judge)
 
 
 def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: int) -> RunConfig:
@@ -464,13 +490,15 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
     facts = Facts(
         deepspeed=deepspeed, dsx=dsx, model=model.spec, mesh=degrees.mesh, chunks=degrees.chunks, batch=batch
     )
-    raise_all(name, [*run_problems(facts), *measured.problems(dsx)])
+    raise_all(name, run_problems(facts))
     size = {"pp": degrees.mesh.pp, "chunks": degrees.chunks, "accumulation": batch.accumulation}
     if written is not None:
         check_file(dsx, written, **size)
     program = written or choose(dsx, degrees.schedule_name, **size)
     precision: Precision = "bf16" if is_bf16(deepspeed) else "fp32"
-    if measured.is_wanted(dsx, degrees.mesh.pp):
+    if dsx.is_measured(degrees.mesh.pp):
+        from dsx.planner import measured  # here: other runs need none of the planner
+
         measured.check_saved(
             dsx,
             measured.conditions(
@@ -500,7 +528,7 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
         notes=(
             *model.notes,
             *degrees.notes,
-            *measured.notes(dsx, degrees.mesh.pp),
+            *_profile_notes(dsx, degrees.mesh.pp),
             *run_notes(facts),
             *optimizer_notes(deepspeed),
         ),

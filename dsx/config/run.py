@@ -16,6 +16,12 @@ from dsx.parallel.mesh import Mesh
 from dsx.parallel.stages import StageMap
 from dsx.schedules.program import Program
 
+PENDING = (
+    "dsx.profile: schedule, chunks, recompute and partition, where they are left open, are chosen from "
+    "measured times when the run starts"
+)
+"""The note of a run that is resolved but not yet measured."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:

@@ -20,6 +20,10 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 Degree = Positive | Literal["auto"]
 
 
+MEASURE = "measure"
+"""``dsx.profile`` of a run that measures its layers when it starts."""
+
+
 class SchemaBlock(BaseModel):
     """Base of every block: frozen, unknown keys refused, no conversion between types."""
 
@@ -511,3 +515,16 @@ class DsxConfig(SchemaBlock):
     faults: FaultsConfig = Field(
         default=FaultsConfig(), description="What is watched for, and what happens then."
     )
+
+    @property
+    def profile_source(self) -> str | None:
+        """:data:`MEASURE`, which a partition by time alone means too, the path of a profile, or None."""
+        return MEASURE if self.profile is None and self.partition.method == "time" else self.profile
+
+    def is_measured(self, num_ranks: int) -> bool:
+        """Whether a pipeline of ``num_ranks`` is to be chosen from measured costs.
+
+        With one rank only recompute and the memory cap leave anything to find out.
+        """
+        open_alone = self.recompute == "auto" or self.schedule.activation_gib is not None
+        return self.profile_source is not None and (num_ranks > 1 or open_alone)

@@ -14,14 +14,14 @@ from deepspeed.accelerator import get_accelerator
 from dsx.config.run import RunConfig
 from dsx.errors import ConfigError
 from dsx.launch.entry import ALONE, local_rank, local_world_size, rank
-from dsx.memory.estimate import RunMemory, estimate_run
-from dsx.memory.job import job_of
-from dsx.memory.ops import DeviceKind
 from dsx.memory.paper.meter import StorageMeter
 from dsx.terminal import amount
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from dsx.memory.estimate import RunMemory
+    from dsx.memory.ops import DeviceKind
 
 COUNTED_STEP = 2
 """Of a process on a CPU: the first step makes the optimizer's states, the second is like all that follow."""
@@ -70,6 +70,9 @@ def check_memory(config: RunConfig) -> None:
 
 def estimated(config: RunConfig) -> RunMemory | Exception:
     """The run's memory on this kind of device, or why it is not known: something that dsx has not learned."""
+    from dsx.memory.estimate import estimate_run  # here: a run that does not look needs none of it
+    from dsx.memory.job import job_of
+
     try:
         return estimate_run(job_of(config, device=device_kind(), capacity_bytes=capacity_bytes()))
     except Exception as unknown:  # noqa: BLE001 (no run ends because its estimate cannot be made)

@@ -10,8 +10,8 @@ from typing import Any
 
 from dsx.config.cuts import cut_layers
 from dsx.config.load import at
-from dsx.config.run import RunConfig
-from dsx.config.schema import DsxConfig, PartitionConfig
+from dsx.config.run import PENDING, RunConfig
+from dsx.config.schema import MEASURE, DsxConfig, PartitionConfig
 from dsx.errors import ConfigError, LayoutError, ScheduleError
 from dsx.models.spec import ModelSpec, Recompute
 from dsx.parallel.mesh import Mesh
@@ -20,56 +20,11 @@ from dsx.planner.partition_search import Bounds
 from dsx.planner.profile import RECOMPUTE, Conditions, Profile, digest
 from dsx.schedules.builders import NAMES
 
-MEASURE = "measure"
-
-PENDING = (
-    "dsx.profile: schedule, chunks, recompute and partition, where they are left open, are chosen from "
-    "measured times when the run starts"
-)
-"""The note of a run that is resolved but not yet measured."""
-
 NOT_SHAPES = frozenset({"device", "dsx"})
 """Conditions of a profile that decide times alone."""
 
 _MOST_OTHERS = 6
 _GIB = 1 << 30
-
-
-def is_wanted(dsx: DsxConfig, num_ranks: int) -> bool:
-    """Whether a run's pipeline is to be chosen from measured costs.
-
-    With one pipeline rank only recompute and the memory cap leave anything to find out.
-    """
-    open_alone = dsx.recompute == "auto" or dsx.schedule.activation_gib is not None
-    return source(dsx) is not None and (num_ranks > 1 or open_alone)
-
-
-def source(dsx: DsxConfig) -> str | None:
-    """``measure``, the path of a saved profile, or None. A partition by time alone means ``measure``."""
-    return MEASURE if dsx.profile is None and dsx.partition.method == "time" else dsx.profile
-
-
-def problems(dsx: DsxConfig) -> Iterator[ConfigError]:
-    """Keys that mean nothing without a profile."""
-    if source(dsx) is not None:
-        return
-    cap = dsx.schedule.activation_gib
-    for key, value, is_set in (
-        ("dsx.recompute", dsx.recompute, dsx.recompute == "auto"),
-        ("dsx.schedule.activation_gib", cap, cap is not None),
-    ):
-        if is_set:
-            yield ConfigError(
-                at(key, value), "nothing is measured that it could go by", 'set dsx.profile to "measure"'
-            )
-
-
-def notes(dsx: DsxConfig, num_ranks: int) -> Iterator[str]:
-    """What the user should know before anything is measured."""
-    if is_wanted(dsx, num_ranks):
-        yield PENDING
-    elif source(dsx) is not None:
-        yield f"{at('dsx.profile', source(dsx))}: one pipeline rank leaves nothing to choose"
 
 
 def recompute_modes(dsx: DsxConfig) -> tuple[Recompute, ...]:
@@ -134,7 +89,7 @@ def read_saved(path: Path, key: str | None = None) -> Profile:
 
 def check_saved(dsx: DsxConfig, wanted: Conditions) -> None:
     """Raise ConfigError unless the saved profile, if one is named, fits as far as is known so early."""
-    if source(dsx) in (None, MEASURE):
+    if dsx.profile_source in (None, MEASURE):
         return
     assert dsx.profile is not None
     profile, name = read_saved(Path(dsx.profile), "dsx.profile"), at("dsx.profile", dsx.profile)
@@ -147,7 +102,7 @@ def settle(run: RunConfig, profile: Profile, path: Path) -> RunConfig:
     """``run`` with everything that was left open chosen by simulated step.
 
     Args:
-        run: A resolved config for which :func:`is_wanted`.
+        run: A resolved config that is to be measured.
         profile: Costs of its layers.
         path: Where that is saved; the result's own config names it, so that loading it gives the result.
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
 from dsx.config.run import RunConfig
+from dsx.errors import ConfigError
+from dsx.memory.estimate import estimate_run
+from dsx.memory.job import job_of
 from dsx.planner.cluster import Cluster
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.layer_times import Machine
@@ -10,36 +18,86 @@ from dsx.planner.layout import PlannedLayout
 from dsx.planner.step_time import Predictor, StepTime, Task
 
 
-def predicted_step(config: RunConfig, cluster: Cluster) -> StepTime:
-    """What a training step of ``config`` would take on ``cluster``.
-
-    A schedule from a file counts as 1f1b, or as interleaved where it has chunks; offload counts as none.
+def task_of(run: RunConfig, cluster: Cluster, efficiency: Efficiency | None = None) -> Task:
+    """What a run trains, on ``cluster``.
 
     Raises:
-        ConfigError: The cluster has no rate for the config's precision.
+        ConfigError: The cluster has no rate for the run's precision.
     """
-    task = Task(
-        model=config.model,
+    cluster.peak(run.precision)
+    return Task(
+        model=run.model,
         machine=Machine(
-            network=Network(cluster, Efficiency.of(cluster)), software=Software(), precision=config.precision
+            network=Network(cluster, efficiency or Efficiency.of(cluster)),
+            software=Software(),
+            precision=run.precision,
         ),
-        global_batch=config.global_batch_size,
-        sequence_length=config.sequence_length,
-        vocab_multiple=config.dsx.model.vocab_multiple,
+        global_batch=run.global_batch_size,
+        sequence_length=run.sequence_length,
+        vocab_multiple=run.dsx.model.vocab_multiple,
     )
-    cluster.peak(config.precision)
-    usual = "interleaved" if config.chunks > 1 else "1f1b"
-    layout = PlannedLayout(
-        tensor=config.mesh.tp,
-        pipeline=config.mesh.pp,
-        data=config.mesh.dp,
-        schedule=usual if config.program.rows is not None else config.program.name,
-        chunks=config.chunks,
-        micro_batch=config.micro_batch_size,
-        recompute="none" if config.dsx.recompute == "auto" else config.dsx.recompute,
-        sequence_parallel=config.dsx.parallel.sequence_parallel,
-        zero_stage=config.zero_stage,
-        reduces_micro_batches=config.dsx.zero.reduce == "micro_batch",
-        bounds=tuple(config.stage_map.bounds),
+
+
+def layout_of(run: RunConfig) -> PlannedLayout:
+    """How a run goes about it; a schedule from a file counts as 1f1b, or interleaved where it has chunks."""
+    usual = "interleaved" if run.chunks > 1 else "1f1b"
+    return PlannedLayout(
+        tensor=run.mesh.tp,
+        pipeline=run.mesh.pp,
+        data=run.mesh.dp,
+        schedule=usual if run.program.rows is not None else run.program.name,
+        chunks=run.chunks,
+        micro_batch=run.micro_batch_size,
+        recompute="none" if run.dsx.recompute == "auto" else run.dsx.recompute,
+        sequence_parallel=run.dsx.parallel.sequence_parallel,
+        zero_stage=run.zero_stage,
+        reduces_micro_batches=run.dsx.zero.reduce == "micro_batch",
+        bounds=tuple(run.stage_map.bounds),
     )
-    return Predictor(task).predict(layout)
+
+
+def predicted_step(run: RunConfig, cluster: Cluster) -> StepTime:
+    """What a training step of ``run`` would take on ``cluster``; offload counts as nothing.
+
+    Raises:
+        ConfigError: The cluster has no rate for the run's precision.
+    """
+    return Predictor(task_of(run, cluster)).predict(layout_of(run))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """What whole runs are compared by.
+
+    Attributes:
+        name: The cluster's.
+        capacity_bytes: Memory of a rank.
+        peak_bytes: A run's estimated peak, of its fullest rank.
+        seconds: What a step of a run is predicted to take.
+    """
+
+    name: str
+    capacity_bytes: int
+    peak_bytes: Callable[[RunConfig], int]
+    seconds: Callable[[RunConfig], float]
+
+    @classmethod
+    def of(cls, cluster: Cluster, capacity_bytes: int | None = None) -> Self:
+        """By a cluster's rates and memory, or by ``capacity_bytes`` in place of its memory."""
+        capacity = cluster.usable_bytes if capacity_bytes is None else capacity_bytes
+        job = partial(job_of, device="cpu" if cluster.is_host else "cuda", capacity_bytes=capacity)
+        return cls(
+            name=cluster.name,
+            capacity_bytes=capacity,
+            peak_bytes=lambda run: estimate_run(job(run)).peak_bytes,
+            seconds=lambda run: predicted_step(run, cluster).seconds,
+        )
+
+    def too_large(self, peak_bytes: int) -> ConfigError:
+        """The error for runs of which the smallest takes so much."""
+        need, have = peak_bytes / 2**30, self.capacity_bytes / 2**30
+        return ConfigError(
+            f"dsx.elastic.cluster {self.name}",
+            f"at least an estimated {need:.1f} GiB per rank do not fit its {have:.1f} GiB",
+            "see `dsx estimate`",
+        )

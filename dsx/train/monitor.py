@@ -15,13 +15,13 @@ from dsx.data.text import Text
 from dsx.engine.engine import PipelineEngine
 from dsx.engine.recorder import write
 from dsx.errors import CheckpointError
-from dsx.memory.estimate import RunMemory
 from dsx.memory.watch import PeakMemory, beside, describe, estimated
 from dsx.train.progress import EvaluationReport, Progress, RunRates, StepReport, end_rows, start_rows
 from dsx.train.run_folder import own_checkpoint, standing
 from dsx.train.tracking import Tracker, environment
 
-if TYPE_CHECKING:  # loaded by the runs that record a step
+if TYPE_CHECKING:  # loaded by the runs that record a step, or look at their memory
+    from dsx.memory.estimate import RunMemory
     from dsx.schedules.trace import Comparison, Trace
 
 _FIRST_LINES, _MOST_LINES = 10, 200

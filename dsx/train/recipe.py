@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 import dsx
 from dsx.checkpoint import store
 from dsx.config.run import RunConfig
-from dsx.config.schema import OWN, DsxConfig
+from dsx.config.schema import MEASURE, OWN, DsxConfig
 from dsx.config.wording import at
 from dsx.data.batches import Batches, EvaluationBatches, Prefetched, pins
 from dsx.data.own import OwnCorpus, OwnPart, OwnText, as_text, require_same_everywhere
@@ -36,13 +36,13 @@ from dsx.models import families
 from dsx.models.spec import Recompute
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Groups
-from dsx.planner import measured
-from dsx.planner.profile import Profile
-from dsx.planner.profiler import measure_model
 from dsx.terminal import printable
 from dsx.train.monitor import Monitor, device_name, is_due
 from dsx.train.run_folder import CONFIG, own_checkpoint, start_of
 from dsx.waiting import Waiting
+
+if TYPE_CHECKING:
+    from dsx.planner.profile import Profile
 
 __all__ = [
     "Guard",
@@ -128,8 +128,11 @@ def measure(config: RunConfig, groups: Groups) -> RunConfig:
         ConfigError: A saved profile is of another run, naming what differs, or nothing stays within
             ``dsx.schedule.activation_gib``, naming the nearest.
     """
-    if not measured.is_wanted(config.dsx, config.mesh.pp):
+    if not config.dsx.is_measured(config.mesh.pp):
         return config
+    from dsx.planner import measured  # here: other runs need none of the planner
+    from dsx.planner.profiler import measure_model
+
     own = config.output / PROFILE
     found: tuple[Path, Profile] | None = agree(lambda: _saved_profile(config, own))
     said = "used again"
@@ -303,9 +306,11 @@ def export(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
 
 def _saved_profile(config: RunConfig, own: Path) -> tuple[Path, Profile] | None:
     """The profile by which the checkpoint to be continued was laid out, or the one that the config names."""
+    from dsx.planner import measured
+
     wanted = measured.conditions_of(config, device=device_name(), version=dsx.__version__)
-    source = measured.source(config.dsx)
-    named = None if source in (None, measured.MEASURE) else Path(str(source))
+    source = config.dsx.profile_source
+    named = None if source in (None, MEASURE) else Path(str(source))
     if (
         own_checkpoint(config) is not None
         and own.exists()

@@ -9,7 +9,7 @@ import pytest
 from sample_config import changed
 
 from dsx.config.resolve import resolve
-from dsx.config.run import RunConfig
+from dsx.config.run import PENDING, RunConfig
 from dsx.errors import ConfigError
 from dsx.models.params import layer_kinds
 from dsx.planner import measured
@@ -64,8 +64,8 @@ def profile_of(run: RunConfig) -> Profile:
 )
 def test_when_measuring_is_wanted(edits, world_size, wanted):
     run = run_of(edits, world_size)
-    assert measured.is_wanted(run.dsx, run.mesh.pp) == wanted
-    assert (measured.PENDING in run.notes) == wanted
+    assert run.dsx.is_measured(run.mesh.pp) == wanted
+    assert (PENDING in run.notes) == wanted
 
 
 def test_one_pipeline_rank_is_told_that_nothing_is_left():
@@ -116,7 +116,7 @@ def test_everything_open_is_chosen_as_choose_does():
     why = [note for note in settled.notes if note.startswith(("chosen by simulation: ", "not "))]
     assert why[0] == f"chosen by simulation: {wanted.chosen.label}: {wanted.chosen.figures}"
     assert why[1:] == [f"not {c.label}: {wanted.reason(c)}" for c in wanted.next_best(6)]
-    assert measured.PENDING not in settled.notes
+    assert PENDING not in settled.notes
 
 
 def test_the_choice_written_out_is_the_choice(tmp_path):
@@ -131,7 +131,7 @@ def test_the_choice_written_out_is_the_choice(tmp_path):
         settled.chunks,
         settled.schedule_name,
     )
-    assert measured.is_wanted(again.dsx, again.mesh.pp)
+    assert again.dsx.is_measured(again.mesh.pp)
     twice = measured.settle(again, measured.read_saved(path), path)
     assert twice.program == settled.program
     assert twice.dsx == settled.dsx
@@ -205,7 +205,7 @@ class TestSavedProfile:
 
     def test_taken(self, path):
         run = run_of(PIPELINE | {"dsx.profile": str(path)})
-        assert measured.source(run.dsx) == str(path)
+        assert run.dsx.profile_source == str(path)
 
     @pytest.mark.parametrize(
         ("edits", "said"),

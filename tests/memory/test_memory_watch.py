@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dsx.config.resolve import resolve
 from dsx.errors import ConfigError
+from dsx.memory import job
 from dsx.memory import watch as module
 from dsx.memory.estimate import estimate_run
 from dsx.memory.job import job_of
@@ -91,7 +92,7 @@ def test_a_run_whose_memory_is_not_known_goes_on(monkeypatch, capsys):
     def unknown(*_args, **_kwargs):
         raise ConfigError("zero_optimization.something", "its memory has not been learned", "leave it out")
 
-    monkeypatch.setattr(module, "job_of", unknown)
+    monkeypatch.setattr(job, "job_of", unknown)
     check_memory(resolved())
     assert capsys.readouterr().err.startswith("warning: memory is not checked: zero_optimization.something")
     assert describe(module.estimated(resolved())).startswith("not estimated: zero_optimization.something")
