@@ -1,1 +1,1 @@
-"""What keeps a run safe: lost peers, hangs, signals, figures gone wrong."""
+"""What protects a run: lost peers, hangs, signals, figures that have gone wrong."""

@@ -1,4 +1,4 @@
-"""What keeps a run safe around its training loop: failing peers, hangs, signals, figures gone wrong."""
+"""What protects a run around its training loop: failing peers, hangs, signals, figures gone wrong."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _WITHIN_STEP = ("skip", "roll_back")
 _STATE = "guard"
 
 _NEWS_SECONDS = 2.0
-"""What the news of a lost rank takes at most, once its machine is known to be silent."""
+"""The longest that news of a lost rank takes, once its machine is known to be silent."""
 
 
 class Guard:
@@ -90,7 +90,7 @@ class Guard:
         return self
 
     def _lock_output(self) -> None:
-        """On rank 0."""
+        """Lock the output folder, on rank 0."""
         self._lock = RunLock(self._config.output)
 
     def _unlock(self) -> None:
@@ -111,7 +111,7 @@ class Guard:
             return
         at = time.time()
         if lost_a_peer(error):
-            # The watch knows soon who it was, and ends this process.
+            # The watch soon learns which rank it was, and ends this process.
             self._watch.give_way("", at=at, seconds=self._faults.silent_seconds + _NEWS_SECONDS)
             self._watch.end_disconnected(error, at=at)
         if isinstance(error, KeyboardInterrupt):
@@ -154,19 +154,19 @@ class Guard:
 
     @property
     def data_cursor(self) -> int:
-        """Global sample that the next step begins with: more than were trained on, after a roll-back."""
+        """Global sample that the next step begins with; after a roll-back, more than were trained on."""
         assert self._engine is not None, "call follow first"
         return int(self._engine.global_samples) + self._ahead_samples
 
     @property
     def state(self) -> dict[str, Any]:
-        """For the checkpoint's ``client_state``: what a resumed run goes on with exactly as this one."""
+        """What a resumed run needs to continue exactly as this one, for the checkpoint's ``client_state``."""
         mine = {"skips": self._skips, "roll_backs": self._roll_backs, "health": self._health.state}
         return {"data_cursor": self.data_cursor, _STATE: mine}
 
     @property
     def must_stop(self) -> bool:
-        """Whether a signal to any rank asked the run to stop by the last step's end. Alike on every rank."""
+        """Whether a signal to any rank by the last step's end asked the run to stop. Alike on every rank."""
         assert self._engine is not None, "call follow first"
         self._agreed = self._agreed or self._engine.steering.stop_agreed
         return self._agreed
@@ -180,7 +180,7 @@ class Guard:
         """Look at the step that has just ended and do what ``dsx.faults`` says. A collective call.
 
         Returns:
-            Whether an older checkpoint has been loaded: data goes on at :attr:`data_cursor`.
+            Whether an older checkpoint has been loaded: the data then continues at :attr:`data_cursor`.
 
         Raises:
             RunError: The step is one that ends the run, or skipping and rolling back have not helped.
@@ -207,7 +207,7 @@ class Guard:
     def _finding(
         self, engine: PipelineEngine
     ) -> tuple[StepFinding | None, tuple[float, float | None] | None]:
-        """What is wrong with the last step, and the figures it was judged by; neither if nobody looks."""
+        """What is wrong with the last step, and the figures it was judged by; both None if nobody looks."""
         if all(policy == "off" for policy in self._policies.values()):
             return None, None
         inner = engine.deepspeed_engine.optimizer
@@ -218,7 +218,7 @@ class Guard:
         return self._health.judge(*figures, spikes=self._spikes), figures
 
     def _refuses(self, loss: float, grad_norm: float) -> bool:
-        """Within a step, before the weights are updated."""
+        """Whether a step must not be applied; asked within the step, before the weights are updated."""
         finding = self._health.judge(loss, grad_norm, spikes=self._spikes)
         self._judged = (finding,)
         return finding is not None and self._policies[finding.kind] in _WITHIN_STEP
@@ -245,7 +245,7 @@ class Guard:
         monitor.warn(f"{where} is skipped: {text}")
 
     def _roll_back(self, where: str, text: str, monitor: Monitor) -> None:
-        """Load the newest checkpoint of this run; its data goes on where it would have without the fault."""
+        """Load the newest checkpoint of this run; its data goes on as it would have without the fault."""
         assert self._engine is not None, "called with an engine"
         engine, root, cursor = self._engine, self._config.output / store.CHECKPOINTS, self.data_cursor
         self._roll_backs += 1

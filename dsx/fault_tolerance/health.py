@@ -19,7 +19,7 @@ class StepFinding:
 
     Attributes:
         kind: ``nonfinite``, ``loss_spike`` or ``grad_norm_spike``, as the config names its policies.
-        text: In words, with the figures.
+        text: The same in words, with the figures.
     """
 
     kind: str
@@ -30,11 +30,11 @@ class StepFinding:
 class RecentSteps:
     """The last healthy values of a series.
 
-    Robust: a few outliers in it move neither its median nor its deviation.
+    It is robust: a few outliers move neither its median nor its deviation.
 
     Args:
-        size: Values that are kept; half of them must be there before any is called a spike.
-        sigmas: How far above the median one is.
+        size: Values that are kept; half of them must be there before a value can be a spike.
+        sigmas: Standard deviations above the median from which a value is a spike.
 
     >>> window = RecentSteps(8, 6.0)
     >>> for value in (2.0, 2.1, 1.9, 2.0):
@@ -48,7 +48,7 @@ class RecentSteps:
     values: deque[float] = field(default_factory=deque)
 
     def add(self, value: float) -> None:
-        """Take a healthy value in."""
+        """Take in a healthy value."""
         self.values.append(value)
         while len(self.values) > self.size:
             self.values.popleft()
@@ -67,7 +67,7 @@ class RecentSteps:
 
 
 class Health:
-    """Judges steps by those before.
+    """Judges steps by those before them.
 
     The same figures in the same order give the same findings on every rank, in every layout and after a
     restart from :attr:`state`.
@@ -86,7 +86,7 @@ class Health:
         Args:
             loss: Mean loss of the step.
             grad_norm: Before clipping; None if unknown.
-            spikes: ``loss`` and ``grad_norm``, as far as their spikes are looked for.
+            spikes: Of ``loss`` and ``grad_norm``, those whose spikes are looked for.
         """
         known = {"loss": loss} if grad_norm is None else {"loss": loss, "grad_norm": grad_norm}
         for name, value in known.items():
@@ -108,11 +108,11 @@ class Health:
 
     @property
     def state(self) -> dict[str, list[float]]:
-        """For the checkpoint."""
+        """What :meth:`restore` needs, for the checkpoint."""
         return {name: list(window.values) for name, window in self._series.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from :attr:`state`; an empty one forgets everything."""
+        """Continue from :attr:`state`; an empty one forgets everything."""
         for name, window in self._series.items():
             values: Sequence[float] = state.get(name, ())
             window.values.clear()

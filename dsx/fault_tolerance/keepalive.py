@@ -1,12 +1,12 @@
-"""Connections among the ranks by which each one's end is known to all at once, whatever its main thread does.
+"""Connections among the ranks, by which all learn at once that one has ended, whatever its main thread does.
 
 The kernel keeps them, not the process: it answers the other side's probes also while the process computes,
 compiles, is swapped out or stopped, closes them when the process ends in whatever way, and gives up when
 nothing comes from the other machine any more (tcp(7): SO_KEEPALIVE, TCP_USER_TIMEOUT). So a connection says
 that a process lives, never that it makes progress, and costs nothing while all is well.
 
-Rank r is connected with r ± 1, 2, 4, 8 and so on: no rank has a part of its own, and what one of them hears
-reaches all in log2(ranks) hops, also when some are lost.
+Rank r is connected with r ± 1, 2, 4, 8 and so on: no rank has a special part, and what one of them hears
+reaches all in log2(ranks) hops, even when some are lost.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ _GREETING_BYTES = 4096
 _LONGEST_BYTES = 1 << 20
 _LAST_ACK = slice(56, 60)  # struct tcp_info, linux/tcp.h: tcpi_last_ack_recv, in milliseconds
 _PROBE_SECONDS = 1
-_UNHEARD_SECONDS = 1.9  # a machine that lives has answered a probe meanwhile
+_UNHEARD_SECONDS = 1.9  # a machine that is alive has answered a probe in this time
 _NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
 @dataclass(slots=True)
 class _Line:
-    """One connection, and what of the other side's next message has come."""
+    """One connection, and the part of the other side's next message that has come."""
 
     rank: int
     socket: socket.socket
     unread: bytearray = field(default_factory=bytearray)
     ended: bool = False
-    """The other side has said that it ends."""
+    """Whether the other side has said that it ends."""
 
 
 @dataclass(slots=True)
 class News:
-    """What has been heard that ends nothing at once.
+    """News that do not end the run at once.
 
     Attributes:
         hung: Whether a rank has found that the run does not go on.
-        warnings: What every machine's console is to say, in order; whoever says it takes it out.
+        warnings: What every machine's console should say, in order; whoever prints one takes it out.
     """
 
     hung: bool = False
@@ -69,7 +69,7 @@ class Keepalive:
 
     Args:
         rank: This one.
-        silent_seconds: A machine from which nothing has come for so long is lost; 0: never by that.
+        silent_seconds: A machine from which nothing has come for so long is lost; 0 never concludes that.
     """
 
     def __init__(self, rank: int, silent_seconds: int) -> None:
@@ -115,22 +115,22 @@ class Keepalive:
         return tuple(sorted(set(wanted) - {line.rank for line in self._lines}))
 
     def wake_by(self, awake: socket.socket) -> None:
-        """Have :meth:`wait` return when there is something to read there."""
+        """Have :meth:`wait` return when there is something to read from a file descriptor."""
         self._selector.register(awake, selectors.EVENT_READ, None)
 
     def wait(self, seconds: float) -> None:
-        """Hear the others for so long, or until one of them has said something or is lost."""
+        """Listen to the others for so long, or until one of them has said something or is lost."""
         for key, _ in self._selector.select(seconds):
             if key.data is not None:
                 self._hear(key.data)
 
     def lost(self) -> dict[int, Notice]:
-        """Each lost rank, by what is known best of it."""
+        """Each lost rank, with the best that is known of it."""
         with self._lock:
             return dict(self._lost)
 
     def tell(self, notice: Notice) -> None:
-        """Let every rank know. From any thread."""
+        """Tell every rank of a lost rank; called from any thread."""
         with self._lock:
             known = self._lost.get(notice.rank)
             if not better(notice, known, self._hosts):
@@ -138,20 +138,20 @@ class Keepalive:
             if known is not None:
                 notice = Notice(**{**asdict(notice), "since": min(known.since, notice.since)})
             self._lost[notice.rank] = notice
-            # Clocks of machines differ: what travels is how long ago it was.
+            # Clocks of machines differ, so a message says how long ago it was.
             data = asdict(notice)
             data["since"] = time.time() - notice.since
             self._send({"lost": data})
 
     def tell_hung(self) -> None:
-        """Let every rank know that the run does not go on."""
+        """Tell every rank that the run does not go on."""
         with self._lock:
             if not self.news.hung:
                 self.news.hung = True
                 self._send({"hung": True})
 
     def warn(self, text: str) -> None:
-        """Let every machine's console say this, once."""
+        """Have every machine's console say this, once."""
         with self._lock:
             if text not in self._said:
                 self._said.add(text)
@@ -159,14 +159,14 @@ class Keepalive:
                 self._send({"warning": text})
 
     def close(self) -> None:
-        """Say that this rank ends and is not to be missed, and disconnect."""
+        """Say that this rank ends and should not be missed, and disconnect."""
         with self._lock:
             self._send({"ends": True})
             self._selector.close()
             self._drop_all()
 
     def _send(self, message: dict[str, Any]) -> None:
-        """To all neighbours; one that has no room for so little is past hearing."""
+        """Send to all neighbours; one that has no room for so short a message is lost anyway."""
         data = json.dumps(message).encode() + b"\n"
         for line in self._lines:
             with suppress(OSError):
@@ -212,7 +212,7 @@ class Keepalive:
             return
         self.tell(self._notice(line.rank, unheard, silent=silent))
         if silent:
-            # The others that are silent too differ by less than a probe: no need to wait for each.
+            # Others that are silent too differ by less than a probe, so that none needs a wait of its own.
             for other in list(self._lines):
                 seconds = _unheard_seconds(other.socket)
                 if seconds > _UNHEARD_SECONDS and not other.ended:
@@ -231,7 +231,7 @@ class Keepalive:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._silent_seconds * 1000)
 
     def _answer(self, peers: Sequence[Peer], expected: set[int], deadline: float) -> None:
-        """Take the calls of the ranks above this one; strangers are hung up on."""
+        """Accept the calls of the ranks above this one, and hang up on strangers."""
         while expected and self._listener is not None and (left := deadline - time.monotonic()) > 0:
             self._listener.settimeout(left)
             with suppress(OSError):
@@ -246,7 +246,7 @@ class Keepalive:
     def _caller(
         self, connection: socket.socket, expected: set[int], peers: Sequence[Peer], deadline: float
     ) -> int | None:
-        """Which rank calls; None if it is not one of ``expected``."""
+        """The rank that calls; None if it is not one of ``expected``."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             caller = _greeting(connection, min(deadline, time.monotonic() + _DIAL_SECONDS))
             rank = int(caller["rank"])
@@ -301,7 +301,7 @@ def neighbours(rank: int, world_size: int) -> tuple[int, ...]:
 
 
 def own_addresses() -> tuple[str, ...]:
-    """Addresses of this machine: the one towards rank 0's machine first, then its name's, then all others."""
+    """Addresses of this machine: the one towards rank 0's machine, then its name's, then all others."""
     found: dict[str, None] = {}
     for look in (_towards_master, _of_name, _of_interfaces):
         with suppress(OSError):
@@ -340,7 +340,7 @@ def _greet(connection: socket.socket, rank: int, secret: str) -> None:
 
 
 def _greeting(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """A line, byte by byte, as what comes behind it is the next message's."""
+    """Read a line byte by byte, because what follows it is the next message."""
     read = bytearray()
     while not read.endswith(b"\n"):
         connection.settimeout(max(0.01, deadline - time.monotonic()))

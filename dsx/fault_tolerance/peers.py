@@ -48,16 +48,16 @@ class Peer:
 
     @classmethod
     def here(cls, rank: int, addresses: tuple[str, ...] = (), port: int = 0, secret: str = "") -> Peer:
-        """This process."""
+        """This process as a peer."""
         pid, host = os.getpid(), socket.gethostname()
         return cls(rank, _machine(), pid, host, addresses, port, secret)
 
 
 class LocalPeer:
-    """A peer on this machine, which lives when this is made.
+    """A peer on this machine, alive when this is made.
 
     Args:
-        peer: Who.
+        peer: The process.
     """
 
     def __init__(self, peer: Peer) -> None:
@@ -78,7 +78,7 @@ class LocalPeer:
         return "is stopped (SIGSTOP, a debugger?)" if is_stopped else ""
 
     def kill(self) -> None:
-        """SIGKILL, if it is still this process."""
+        """Send SIGKILL, if it is still the same process."""
         if self._process is not None:
             with suppress(psutil.Error):
                 self._process.kill()
@@ -97,7 +97,7 @@ def hosts_of(peers: Sequence[Peer]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a thread of this process is.
+    """Where in its program a thread of this process is.
 
     Attributes:
         collective: Name of the torch.distributed call that it is in; empty if in none.
@@ -136,7 +136,7 @@ def _frames(thread: int) -> Iterator[FrameType]:
 
 
 def _waits(frame: FrameType) -> bool:
-    """Whether the line is one that waits for something asynchronous."""
+    """Whether the line waits for something asynchronous."""
     return ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -147,7 +147,7 @@ def _members(group: object) -> tuple[int, ...]:
 
 
 def _machine() -> str:
-    """The kernel that runs, and the namespace of process ids: a container has its own."""
+    """The running kernel and the namespace of process ids, because a container has its own."""
     with suppress(OSError):
         return f"{boot_id()} {Path('/proc/self/ns/pid').readlink()}"
     return ""

@@ -1,7 +1,7 @@
 """Who keeps a run from going on: the ranks that all others wait for, and the ranks that were lost.
 
-The first follow from what each rank says of itself. Of lost ranks: which was the first, and a sentence about
-it with ranks, machines and time.
+The former follow from what each rank says of itself. Of the lost ranks, it tells which was the first, in a
+sentence with ranks, machines and time.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Sentence = tuple[str, tuple[int, ...]]
 _BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 _SENDS = (Op.SEND_F, Op.SEND_B)
 _LOST_SHARE = 0.5
-"""A message is lost if its receiver has waited for so much of the time in which nothing moved."""
+"""A message is lost if its receiver has waited for this share of the time in which nothing moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """Where one rank is.
+    """Where one rank is, as it says itself.
 
     Attributes:
         rank: Global rank.
         step: The step under way, from 1.
         phase: What it does there, e.g. ``training step``.
         action: The schedule's action that it is at; empty outside of a schedule.
-        says: What it waits for, in words; empty if for nobody.
+        says: What it waits for, in words; empty if it waits for nobody.
         waits_for: Global ranks that it waits for, if a transfer.
         collective: Name of the collective that it is in; empty if in none.
         members: Global ranks of that collective.
@@ -40,9 +40,9 @@ class RankState:
         saw: Ranks on its machine that cannot speak for themselves, and what has become of them.
         host: Its machine.
         runs: How many schedules it has begun since the start; ranks of a pipeline run the same ones.
-        awaits: The action whose result it waits to receive, e.g. ``0F5``; empty if for none.
+        awaits: The action whose result it waits to receive, e.g. ``0F5``; empty if there is none.
         sent: Actions of the schedule under way whose results it has sent.
-        sending: The one whose result it is about to send, or in the midst of sending.
+        sending: The action whose result it is sending or about to send.
     """
 
     rank: int
@@ -97,7 +97,7 @@ class Diagnosis:
 def waits(schedule: Schedule, pp_rank: int, position: int) -> Sentence:
     """What the action at ``position`` of a lowered schedule's row waits for from other pipeline ranks.
 
-    At the row's end: that its last messages are taken. Nothing for an action that computes.
+    At the row's end it waits until its last messages are taken. An action that computes waits for nothing.
 
     >>> from dsx.schedules.builders import one_f_one_b
     >>> from dsx.schedules.schedule import lower
@@ -121,7 +121,7 @@ def waits(schedule: Schedule, pp_rank: int, position: int) -> Sentence:
 def messages(schedule: Schedule, pp_rank: int, position: int) -> tuple[str, tuple[str, ...], str]:
     """What a rank that is at ``position`` of its row waits to receive, has sent, and is about to send.
 
-    Each message is named by the action that has made it; empty where there is none.
+    Each message is named by the action that made it; the name is empty where there is none.
 
     >>> from dsx.schedules.builders import one_f_one_b
     >>> from dsx.schedules.schedule import lower
@@ -140,9 +140,9 @@ def messages(schedule: Schedule, pp_rank: int, position: int) -> tuple[str, tupl
 def diagnose(states: Mapping[int, RankState], hosts: Sequence[str]) -> Diagnosis:
     """Follow who waits for whom to the ranks that hold all others up.
 
-    A rank that has said nothing is held to be the culprit: whoever can, says where it is. A rank in a
-    collective waits for those of its members that are not in it. One that waits for a message that its sender
-    has sent waits for the network, not for the sender.
+    A rank that has said nothing counts as the culprit, because every rank that can says where it is. A rank
+    in a collective waits for those of its members that are not in it. One that waits for a message that its
+    sender has sent waits for the network, not for the sender.
 
     Args:
         states: Rank -> what it says of itself, of those that could.
@@ -154,7 +154,7 @@ def diagnose(states: Mapping[int, RankState], hosts: Sequence[str]) -> Diagnosis
         by_fate: dict[str, list[int]] = {}
         for rank in missing:
             by_fate.setdefault(seen.get(rank, "gave no sign of life"), []).append(rank)
-        # What somebody has seen comes before what nobody knows.
+        # What somebody has seen precedes what nobody knows.
         found = [(fate, ranks) for fate, ranks in by_fate.items() if fate in seen.values()]
         found = found or list(by_fate.items())
         text = "; ".join(f"{located(ranks, hosts)} {_of_many(fate, len(ranks))}" for fate, ranks in found)
@@ -181,7 +181,7 @@ def diagnose(states: Mapping[int, RankState], hosts: Sequence[str]) -> Diagnosis
 
 
 def chain(states: Mapping[int, RankState], culprit: int) -> tuple[int, ...]:
-    """A longest line of ranks that wait, each for the next, for ``culprit``, which is its last.
+    """The longest line of ranks that wait, each for the next, for ``culprit``, the last of them.
 
     Each rank is taken at its least distance from the culprit.
     """
@@ -218,7 +218,7 @@ def located(ranks: Iterable[int], hosts: Sequence[str]) -> str:
 
 
 def listed(ranks: list[int] | tuple[int, ...]) -> str:
-    """Ranks in order, runs of three or more drawn together."""
+    """Ranks in order, three or more consecutive ones as a range."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -245,7 +245,7 @@ def _awaited(state: RankState, states: Mapping[int, RankState]) -> tuple[int, ..
 
 
 def _followers(edges: Mapping[int, tuple[int, ...]]) -> dict[int, set[int]]:
-    """Rank -> all that wait for it, directly or not."""
+    """Each rank -> all that wait for it, directly or not."""
     backward: dict[int, list[int]] = {}
     for rank, awaited in edges.items():
         for other in awaited:
@@ -274,7 +274,7 @@ def _circle(edges: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _lost_messages(states: Mapping[int, RankState]) -> dict[int, str]:
-    """Receiver -> words, of each message that was sent and has not arrived although there was time enough."""
+    """Receiver -> words, for each message that was sent and has not arrived in time enough."""
     least = _LOST_SHARE * max((state.idle_seconds for state in states.values()), default=0.0)
     found = {}
     for rank, state in states.items():
@@ -304,12 +304,12 @@ def _held_up(
 
 
 def _step(receive: Action) -> int:
-    """From the stage that receives to the one that sends."""
+    """The step between stages from the one that receives to the one that sends."""
     return -1 if receive.op is Op.RECV_F else 1
 
 
 def _ops(transfer: Action) -> tuple[Op, ...]:
-    """What makes the message of a transfer, and what uses it."""
+    """The ops that make a transfer's message, and those that use it."""
     return (Op.FORWARD,) if transfer.op in (Op.RECV_F, Op.SEND_F) else _BACKWARDS
 
 
@@ -340,16 +340,17 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """That a rank is lost to the run.
+    """The notice that a rank is lost to the run.
 
     Attributes:
-        rank: Which.
+        rank: The lost rank.
+
         by: The rank that says so; ``rank`` itself if it could still speak.
         since: When it was noticed, by this machine's clock, in seconds since the epoch.
         text: What the rank says of itself, or what was seen of it; empty if its process ended without a word.
         silent: Whether its machine no longer answers, rather than that its process has ended.
-        code: What the ranks that end because of it exit with.
-        shared: Whether every rank fails of this by itself, so that one report is enough.
+        code: Exit code of the ranks that end because of it.
+        shared: Whether every rank fails of the same by itself, so that one report is enough.
     """
 
     rank: int
@@ -365,7 +366,7 @@ class Notice:
 
 
 def better(new: Notice, old: Notice | None, hosts: Sequence[str]) -> bool:
-    """Whether ``new`` says more of a rank than ``old``: its own word most, then that of its own machine."""
+    """Whether ``new`` says more than ``old``: the rank's own word says most, then that of its own machine."""
 
     def weight(notice: Notice) -> tuple[bool, bool]:
         return notice.by == notice.rank, hosts[notice.by] == hosts[notice.rank]
@@ -374,12 +375,12 @@ def better(new: Notice, old: Notice | None, hosts: Sequence[str]) -> bool:
 
 
 def first(notices: Iterable[Notice]) -> Notice:
-    """The one that the run ends for: what a later one says may only have followed from it."""
+    """The notice that the run ends for; what later ones say may only have followed from it."""
     return min(notices, key=lambda notice: (notice.since, notice.rank))
 
 
 def sentence(notices: Mapping[int, Notice], hosts: Sequence[str], here: str) -> str:
-    """What the run ends for, with machines and since when, as told on the machine ``here``.
+    """Why the run ends, with machines and time, as told on the machine ``here``.
 
     A machine is named as a whole when all that ran on it is lost, and the others when it is this machine that
     no longer hears any of them.

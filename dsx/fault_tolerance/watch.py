@@ -1,12 +1,12 @@
-"""A thread beside the training: it sees peers fail, runs hang and signals come, and ends the process.
+"""A thread beside the training that sees peers fail, runs hang and signals come, and ends the process.
 
-That a rank is lost, each hears through its connections (:mod:`dsx.fault_tolerance.keepalive`); where each is
-in a run that hangs, the ranks tell each other through a folder below the run's output. No rank, the host of
-torch's store included, is needed for the others to learn what has happened, and in a healthy run nothing is
-sent or written.
+Each rank hears through its connections that another is lost (:mod:`dsx.fault_tolerance.keepalive`). Where
+each is in a run that hangs, the ranks tell each other through a folder below the run's output. No rank, the
+host of torch's store included, is needed for the others to learn what has happened, and in a healthy run
+nothing is sent or written.
 
-A main thread that waits in a collective cannot be interrupted, neither gloo's nor NCCL's. So a watch ends
-its process by ``os._exit``, after the report.
+A main thread that waits in a collective of gloo or NCCL cannot be interrupted, so a watch ends its process by
+``os._exit``, after the report.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from dsx.launch.entry import launched
 
 
 class Board:
-    """The folder that ranks tell each other through. What cannot be written or read is passed over."""
+    """The folder through which ranks tell each other. What cannot be written or read is skipped."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def names(self) -> frozenset[str]:
-        """What has been put up. Lists the folder, which network file systems then ask for anew."""
+        """The names that have been put up. Listing the folder makes network file systems ask for it anew."""
         with suppress(OSError):
             return frozenset(entry.name for entry in os.scandir(self.folder) if entry.name[0] != ".")
         return frozenset()
 
     def put(self, name: str, data: Any) -> None:
-        """Put up a JSON value, at once whole."""
+        """Put up a JSON value, whole at once."""
         self.put_text(name, json.dumps(data))
 
     def put_text(self, name: str, text: str) -> None:
-        """Put up a text, at once whole."""
+        """Put up a text, whole at once."""
         aside = self.folder / f".{name}.{os.getpid()}"
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -93,14 +93,14 @@ class Board:
 _SHOWN_RANKS = 16
 _LAST_STEPS = 5
 _OWN_THREAD = "Current thread"
-"""How faulthandler heads the stack of the thread that looks, and is not looked at."""
+"""How faulthandler heads the stack of the thread that calls it, which is not shown."""
 
 
 def report_of(told: Mapping[int, RankState], speaker: int, hosts: Sequence[str], board: Board) -> str:
-    """Who holds the run up, since when, where the ranks are, and stacks.
+    """The report: who holds the run up, since when, where the ranks are, and stacks.
 
     Args:
-        told: What each rank says of itself, of those that could.
+        told: What each rank says of itself, for those that could.
         speaker: The rank that reports; one of them.
         hosts: Machine of each rank of the run.
         board: Where the ranks have put their stacks.
@@ -132,12 +132,12 @@ def report_of(told: Mapping[int, RankState], speaker: int, hosts: Sequence[str],
 INTERRUPTED = 130  # 128 + SIGINT
 
 _POLL_SECONDS = 0.5
-_SPEAK_SECONDS = 1.0  # who else is lost with it, and why, is heard in so long
-_SILENT_SPEAK_SECONDS = 0.3  # of a machine that does not answer, the others have known as long
-_OWN_WORD_SECONDS = 0.3  # an error that only follows from a lost rank gives way to it
+_SPEAK_SECONDS = 1.0  # in this time it is heard who else is lost, and why
+_SILENT_SPEAK_SECONDS = 0.3  # the others have known of a machine that does not answer for as long
+_OWN_WORD_SECONDS = 0.3  # an error that only follows from a lost rank yields to the loss for so long
 _LOOK_SECONDS = 0.1
-_SETTLE_SECONDS = 5.0  # what ranks get to tell where they are
-_STOPPED_SECONDS = 5.0  # a debugger that looks around is not worth a line
+_SETTLE_SECONDS = 5.0  # the time that ranks get to tell where they are
+_STOPPED_SECONDS = 5.0  # a debugger that stops a rank for less is not worth a line
 
 
 class Watch:
@@ -193,7 +193,7 @@ class Watch:
         return None if self._signalled is None else self._signalled[0]
 
     def start(self) -> None:
-        """Take the signals over, if this is the main thread, and begin."""
+        """Install the signal handlers, if this is the main thread, and begin."""
         if threading.current_thread() is threading.main_thread():
             # The C handler writes the signal's number there at once, even while the main thread is in a
             # collective, where Python's own handlers have to wait.
@@ -212,13 +212,13 @@ class Watch:
         pipe_peer: Callable[[int], int],
         standing: Callable[[], str] | None = None,
     ) -> None:
-        """From here on read where the main thread is from ``whereabouts``.
+        """From now on, learn from ``whereabouts`` where the main thread is.
 
         Args:
             whereabouts: The engine's.
             pp_rank: This rank's pipeline coordinate.
             pipe_peer: Global rank of a pipeline coordinate.
-            standing: Gives the line that Ctrl-C ends with, on the rank that says it.
+            standing: Gives the line that Ctrl-C ends with, on the rank that prints it.
         """
         self._standing = standing
         self._pp_rank, self._pipe_peer, self._whereabouts = pp_rank, pipe_peer, whereabouts
@@ -230,10 +230,10 @@ class Watch:
         )
 
     def give_way(self, text: str, *, at: float, seconds: float = _OWN_WORD_SECONDS) -> None:
-        """Before an error is reported: if it only follows from the loss of another rank, end with that one.
+        """Before an error is reported: if it only follows from another rank's loss, end because of that.
 
         Args:
-            text: What this rank has failed of; added to the report. Empty if it says nothing new.
+            text: Why this rank failed, added to the report; empty if it says nothing new.
             at: When that was, in seconds since the epoch.
             seconds: How long to wait for news of such a loss.
         """
@@ -261,7 +261,7 @@ class Watch:
         self._leave(1)
 
     def close(self) -> None:
-        """End the thread and give the signals back, but those that have come: more of them may."""
+        """End the thread and restore the signal handlers, but not for signals that have come, as more may."""
         self._closed = True
         with suppress(OSError):
             self._wake.send(b"\0")
@@ -277,7 +277,7 @@ class Watch:
         self._wake.close()
 
     def _hold_signals(self) -> None:
-        """Before a fork: until the child has forgotten the run, a signal to it waits."""
+        """Before a fork: signals to the child wait until it has forgotten the run."""
         if self._handlers:
             self._held = signal.pthread_sigmask(signal.SIG_BLOCK, self._handlers)
 
@@ -286,7 +286,7 @@ class Watch:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._held)
 
     def _forget(self) -> None:
-        """In a forked child: a signal to it is none to the run."""
+        """In a forked child: make a signal to it none to the run."""
         if self._handlers:
             signal.set_wakeup_fd(-1)
             for number, handler in self._handlers.items():
@@ -302,7 +302,7 @@ class Watch:
             self._say(f"the watch has failed and looks no more:\n{traceback.format_exc()}")
 
     def _sleep(self, seconds: float) -> None:
-        """Wait, or until a signal or news of the others come."""
+        """Wait until a signal or news of the others come, or for so long."""
         self._keepalive.wait(seconds)
         with suppress(BlockingIOError):
             for number in self._awake.recv(64):
@@ -331,7 +331,7 @@ class Watch:
         self._looked = now
 
     def _look_around(self) -> None:
-        """What ends nothing by itself, but is to be known on every console."""
+        """Find what ends nothing by itself but should be known on every console."""
         if not self._speaks():
             return
         now = time.time()
@@ -354,7 +354,7 @@ class Watch:
             )
 
     def _speaks(self) -> bool:
-        """Whether this rank is the one that speaks on its machine's console."""
+        """Whether this rank prints on its machine's console."""
         lost = self._keepalive.lost()
         return not any(
             peer.rank < self._rank and peer.rank not in lost and not peer.fate() for peer in self._local
@@ -371,14 +371,14 @@ class Watch:
         """How long the main thread has not moved since it was followed."""
         here = self._whereabouts
         seen = () if here is None else (here.moves, here.at, here.position())
-        # A watch that was stopped itself has seen nothing meanwhile.
+        # A watch that was stopped itself has seen nothing in that time.
         was_stopped = now - self._looked > _POLL_SECONDS + _SETTLE_SECONDS
         if here is None or seen != self._seen or was_stopped:
             self._seen, self._since = seen, now
         return now - self._since
 
     def _end_after_loss(self) -> None:
-        """Hear who else is lost, say in one line why this run ends, and end."""
+        """Hear who else is lost, print in one line why this run ends, and end."""
         cause, speaks = first(self._keepalive.lost().values()), self._speaks()
         seconds = _SILENT_SPEAK_SECONDS if cause.silent else _SPEAK_SECONDS
         deadline = time.monotonic() + (_SETTLE_SECONDS if cause.shared else seconds)
@@ -411,7 +411,7 @@ class Watch:
         self._board.put_stacks(f"stacks-{self._rank}.txt")
         here = self._state(idle)
         self._board.put(f"rank-{self._rank}", asdict(here))
-        # Where nothing can be written, the disk being full, each knows of itself alone.
+        # Where nothing can be written, because the disk is full, each rank knows of itself alone.
         alone, told = self._rank not in self._told(), {self._rank: here}
         deadline = time.monotonic() + _SETTLE_SECONDS + 2 * _POLL_SECONDS
         stopped = {peer.rank for peer in self._local if peer.fate()}
@@ -471,7 +471,7 @@ class Watch:
         )
 
     def _say(self, text: str) -> None:
-        """Past Python's buffers, whose locks the main thread may hold."""
+        """Print past Python's buffers, whose locks the main thread may hold."""
         name = located([self._rank], self._hosts)
         os.write(sys.stderr.fileno(), f"[{name}] {text}\n".encode())
 
@@ -481,10 +481,10 @@ class Watch:
 
 
 def _noted(number: int, frame: object) -> None:
-    """Python's half of a stop signal: nothing, as the watch has its number."""
+    """Python's half of a stop signal, which does nothing because the watch has the signal's number."""
 
 
 def _decoded(data: Mapping[str, Any]) -> RankState:
-    """What :func:`dataclasses.asdict` and JSON made of a state."""
+    """A state from what :func:`dataclasses.asdict` and JSON have made of it."""
     lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
     return RankState(**{**data, **lists, "saw": {int(rank): fate for rank, fate in data["saw"].items()}})

@@ -1,1 +1,1 @@
-"""``dsx verify``: does a layout train as one process does, and if not, what is the likely mistake."""
+"""``dsx verify``: whether a layout trains as one process does, and if not, what the likely mistake is."""

@@ -1,4 +1,4 @@
-"""A layout's training against the reference: findings, evidence, and a table of how near each step is."""
+"""A layout's training against the reference: findings, evidence, and a table of each step's differences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Places:
     Attributes:
         known: Logical name -> what its first holder knows of it.
         holders: Logical name -> pipeline ranks that hold it, the first holder first.
-        degrees: Of the layout.
+        degrees: The layout's degrees.
     """
 
     known: Mapping[str, Known]
@@ -44,7 +44,7 @@ class Places:
     degrees: AxisSizes
 
     def replicated(self, name: str) -> bool:
-        """Whether several tensor-parallel ranks hold all of it."""
+        """Whether several tensor-parallel ranks hold the whole tensor."""
         spec = self.known[name].spec
         return self.degrees.tp > 1 and (spec is None or spec.split is None)
 
@@ -72,11 +72,11 @@ def gradient_facts(
     """One tensor's gradient against the reference's.
 
     Args:
-        places: Of the layout.
+        places: Where the layout has its tensors.
         name: The tensor.
         step: The layout's step.
         each: Every micro-batch's gradients in the reference, replica fastest.
-        error: As the comparison measured it.
+        error: The difference that the comparison measured.
         previous: The reference's gradient in the step before.
     """
     parts = torch.stack([gradients[name] for gradients in each]) / len(each)
@@ -109,7 +109,7 @@ def gradient_facts(
 def norm_facts(
     places: Places, seen: float | None, norm: float, squares: Mapping[str, float], expected: Evaluation
 ) -> NormFacts:
-    """A norm against the reference's, with the sums of squares that it is made of."""
+    """A norm against the reference's, with the sums of squares that make it up."""
     return NormFacts(
         seen=seen,
         expected=norm,
@@ -127,7 +127,7 @@ def norm_facts(
 def update_facts(
     name: str, before: Tensor, after: Tensor, expected: Tensor, *, rate: float, decay: float
 ) -> UpdateFacts:
-    """One update against torch's; differences below two roundings of the weight itself are none."""
+    """One update against torch's; a difference below two roundings of the weight itself counts as none."""
     moved, wanted = after - before, expected - before
     rounding = 2 * torch.finfo(torch.float32).eps * before.abs()
     off = ((moved - wanted).abs() - rounding).clamp_min(0.0)
@@ -176,7 +176,7 @@ def outputs_of(parts: Sequence[Tensor], wanted: Tensor) -> Iterator[Tensor]:
 
     Args:
         parts: One per tensor-parallel rank, in order.
-        wanted: What one process gives.
+        wanted: The output of one process.
     """
     if not parts:
         return
@@ -188,7 +188,7 @@ def outputs_of(parts: Sequence[Tensor], wanted: Tensor) -> Iterator[Tensor]:
         rest = [size for at, size in enumerate(whole) if at != dim]
         if all([s for at, s in enumerate(p.shape) if at != dim] == rest for p in parts):
             joined = torch.cat(list(parts), dim)
-            # Columns that pad the vocabulary are no part of what is compared.
+            # Columns that pad the vocabulary are not compared.
             yield joined.narrow(dim, 0, min(joined.shape[dim], whole[dim]))
             return
 
@@ -198,14 +198,14 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerances:
-    """Largest differences that pass, relative.
+    """The largest relative differences that pass.
 
     Attributes:
-        value: Of losses and norms.
-        gradient: Of a gradient's elements to its largest.
-        update: Of an update's elements to the largest update.
-        weight: Of weights that should be the same to their largest element.
-        held: Of a weight in the model to what its optimizer holds.
+        value: For losses and norms.
+        gradient: For a gradient's elements, by its largest one.
+        update: For an update's elements, by the largest update.
+        weight: For weights that should be the same, by their largest element.
+        held: For a weight in the model, by what its optimizer holds.
     """
 
     value: float
@@ -220,10 +220,10 @@ class Bench:
     """What a layout is compared with.
 
     Attributes:
-        reference: One process.
+        reference: The reference in one process.
         batches: Step -> the micro-batches of all replicas, replica fastest.
         updates: Makes torch's optimizer.
-        tolerances: What passes.
+        tolerances: The differences that pass.
         suppose: (weights, micro-batches) -> losses under mistakes, by cause.
         layers: The layout's own layers in one process, for the outputs of each; None if they are the
             reference.
@@ -258,7 +258,7 @@ class TrainingComparison:
         self.rows: list[StepRow] = []
 
     def findings(self) -> list[ParityFinding]:
-        """What differs; of several things that differ in one step, what comes first in it."""
+        """What differs; of several things that differ in one step, the first in the step's order."""
         found = self._built()
         if found is not None:
             return [found]
@@ -299,7 +299,7 @@ class TrainingComparison:
         return finding
 
     def _copies(self, index: int, step: WholeStep) -> ParityFinding | None:
-        """Ranks that should hold the same weight hold the same."""
+        """The finding for ranks that should hold the same weight and do not, if there are any."""
         for name in self._bench.reference.order:
             whole = step.weights[name]
             same = self._places.copies(name, whole)
@@ -352,7 +352,7 @@ class TrainingComparison:
         return [name for name in reversed(self._bench.reference.order) if name in expected.gradients]
 
     def _error(self, step: WholeStep, expected: Evaluation, name: str, scale: float) -> float:
-        """Largest difference of a gradient over all its copies, relative."""
+        """The largest relative difference of a gradient, over all its copies."""
         wanted = expected.gradients[name] * scale
         whole = step.gradients.get(name)
         if whole is None:
@@ -361,11 +361,11 @@ class TrainingComparison:
         same = [whole.values, *self._places.copies(name, whole)]
         size = max(scale_of(wanted), floor)
         error = max(float((values - wanted).abs().max()) for values in same)
-        # A data-parallel rank's own copy strays as the first one's does.
+        # The copy of each data-parallel rank differs from the first one's by so much.
         return max(error, step.data_spread.get(name, 0.0), whole.padding) / size
 
     def _floor(self, expected: Evaluation) -> float:
-        """What counts as large for a gradient that is nothing but rounding: a thousandth of the largest."""
+        """The size below which a gradient is nothing but rounding: a thousandth of the largest gradient."""
         return 1e-3 * max(scale_of(gradient) for gradient in expected.gradients.values())
 
     def _row(
@@ -396,7 +396,7 @@ class TrainingComparison:
         wrong: Sequence[str],
     ) -> ParityFinding:
         if wrong and not self._seen.clipping:
-            # Data that is read twice, or by the wrong replica, shows in what the gradient is a sum of.
+            # Data that is read twice, or by the wrong replica, shows in which micro-batches a gradient sums.
             errors = dict.fromkeys(wrong, 1.0)
             found = self._gradient_finding(index, step, weights, batches, wrong, errors, loss_equal=False)
             if found.cause in (diagnosis.SAME_DATA, diagnosis.DATA_ORDER):
@@ -416,7 +416,7 @@ class TrainingComparison:
         return diagnose_loss(facts, self._degrees, tolerance, step=index + 1)
 
     def _first_layer(self, own: Evaluation) -> tuple[str, float] | None:
-        """The first layer whose output for the first micro-batch is another one than in one process."""
+        """The first layer whose output for the first micro-batch differs from one process's."""
         for name, wanted in own.outputs.items():
             parts = [
                 rank.outputs[name]
@@ -451,7 +451,7 @@ class TrainingComparison:
     def _clipping_finding(
         self, index: int, step: WholeStep, expected: Evaluation, norm: float, squares: Mapping[str, float]
     ) -> ParityFinding:
-        """Without clipping the gradients of this step were right (else that pass has a finding)."""
+        """The finding for clipping: without it this step's gradients were right, or that pass has one."""
         scales: dict[int, list[tuple[float, float]]] = {}
         for name, gradient in expected.gradients.items():
             whole = step.gradients.get(name)

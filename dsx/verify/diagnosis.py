@@ -1,4 +1,4 @@
-"""Which mistake makes a gradient, a loss, a norm or an update differ as it does: pure functions."""
+"""Which mistake makes a gradient, a loss, a norm or an update differ as it does. Pure functions."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Fit:
     """The factor that brings one tensor closest to another, and the largest difference then left.
 
     Attributes:
-        factor: Least squares.
-        residual: Relative to the larger tensor's largest element.
+        factor: The factor, by least squares.
+        residual: The difference left, relative to the larger tensor's largest element.
     """
 
     factor: float
@@ -64,7 +64,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisSizes:
-    """The layout's numbers."""
+    """The degrees of the layout that is judged."""
 
     tp: int
     pp: int
@@ -81,11 +81,11 @@ class GradientFacts:
         error: Largest difference, relative to the reference's largest element.
         max_abs: Largest difference.
         stage: Pipeline rank that holds it first.
-        replicated: Every tensor-parallel rank holds all of it.
+        replicated: Whether every tensor-parallel rank holds all of it.
         holders: Pipeline ranks that hold a copy (more than one for a tied weight).
         fit: Layout against reference.
-        shares: What it is a sum of; None if no sum of micro-batches' gradients explains it.
-        shares_residual: What is left unexplained, relative.
+        shares: How often each micro-batch's gradient is in it; None if no such sum explains it.
+        shares_residual: The part that the sum leaves unexplained, relative.
         tensor_spread: Largest relative difference between tensor-parallel ranks' copies.
         tensor_sum: The sum of those copies against the reference.
         holder_spread: The same between the pipeline ranks that hold it.
@@ -116,8 +116,8 @@ class LossFacts:
     """The loss of one step against the reference's, from the same weights.
 
     Attributes:
-        seen: The layout's.
-        expected: The reference's.
+        seen: The layout's loss.
+        expected: The reference's loss.
         supposed: Cause -> the loss that the reference has under it.
         first_layer: The first layer whose output differs, and by how much, relative; None if none does.
         other_family: The layout agrees with dsx's own layers in one process, and those do not with the
@@ -133,7 +133,7 @@ class LossFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormFacts:
-    """A gradient norm, or what clipping has made of one.
+    """The facts about a gradient norm, or about what clipping has made of one.
 
     Attributes:
         seen: The norm that the engine reports; None if it reports none.
@@ -162,8 +162,8 @@ class UpdateFacts:
         error: Largest difference, relative to the largest update.
         fit: Update against expected update.
         decay: Difference of the two against the weights themselves.
-        learning_rate: The one expected.
-        weight_decay: The one expected.
+        learning_rate: The expected learning rate.
+        weight_decay: The expected weight decay.
     """
 
     name: str
@@ -177,14 +177,14 @@ class UpdateFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityFinding:
-    """One thing that is not as in one process.
+    """One thing that differs from one process.
 
     Attributes:
         cause: A short name, one of :mod:`dsx.verify.diagnosis`.
         what: What differs, with its numbers.
         why: The likely cause, in words.
         step: Training step, from 1.
-        tensor: The first tensor that differs, in the order of the backward; empty if it is none's.
+        tensor: The first tensor that differs, in the order of the backward; empty if no tensor does.
     """
 
     cause: str
@@ -201,14 +201,14 @@ class StepRow:
     Attributes:
         clipping: Largest norm of the pass; 0 for none.
         step: From 1.
-        loss: The layout's.
-        expected_loss: The reference's, at the same weights.
-        norm: As the engine reports it.
-        expected_norm: The reference's.
+        loss: The layout's loss.
+        expected_loss: The reference's loss, at the same weights.
+        norm: The norm that the engine reports.
+        expected_norm: The reference's norm.
         gradient: Largest relative difference of a gradient.
-        gradient_of: Whose.
+        gradient_of: The tensor whose gradient that is.
         update: Largest relative difference of an update; None if updates are not compared.
-        update_of: Whose.
+        update_of: The tensor whose update that is.
     """
 
     clipping: float
@@ -242,8 +242,8 @@ def diagnose_gradients(
 
     Args:
         wrong: Tensors that differ, in the order of the backward; at least one.
-        right: Those that do not.
-        degrees: Of the layout.
+        right: Tensors that do not differ.
+        degrees: The layout's degrees.
         step: Training step, from 1.
         loss_equal: Whether the step's loss agrees, so that forward and data are right.
     """
@@ -283,7 +283,7 @@ def _padding(first: GradientFacts) -> Said | None:
 
 
 def _ties(wrong: Sequence[GradientFacts]) -> Said | None:
-    """Weights used by several stages."""
+    """Causes for weights that several stages use."""
     tied = next((facts for facts in wrong if facts.holders > 1), None)
     if tied is None or len([facts for facts in wrong if facts.holders > 1]) < len(wrong):
         return None
@@ -301,7 +301,7 @@ def _ties(wrong: Sequence[GradientFacts]) -> Said | None:
 
 
 def _tensor(wrong: Sequence[GradientFacts], degrees: AxisSizes) -> Said | None:
-    """Weights that every tensor-parallel rank holds whole."""
+    """Causes for weights that every tensor-parallel rank holds whole."""
     first = wrong[0]
     if degrees.tp == 1 or not all(facts.replicated for facts in wrong):
         return None
@@ -319,7 +319,7 @@ def _tensor(wrong: Sequence[GradientFacts], degrees: AxisSizes) -> Said | None:
 
 
 def _scaled(first: GradientFacts, degrees: AxisSizes, *, everywhere: bool) -> Said | None:
-    """One factor on the whole tensor."""
+    """Causes for one factor on the whole tensor."""
     if first.fit.residual >= _CLOSE or near(first.fit.factor, 1.0):
         return None
     factor, dp, m = first.fit.factor, degrees.dp, degrees.micro_batches
@@ -342,7 +342,7 @@ def _scaled(first: GradientFacts, degrees: AxisSizes, *, everywhere: bool) -> Sa
 
 
 def _shares(first: GradientFacts, degrees: AxisSizes, *, loss_equal: bool) -> Said | None:
-    """A sum in which micro-batches or replicas have the wrong weight."""
+    """Causes for a sum in which micro-batches or replicas have the wrong weight."""
     shares = first.shares
     if shares is None or first.shares_residual >= _CLOSE:
         return None
@@ -429,7 +429,7 @@ def show(shares: Shares) -> str:
 
 
 _FIT = 0.02
-"""Least part of a difference that an explanation may leave, relative."""
+"""The relative part of a difference that an explanation may leave over."""
 
 
 def diagnose_loss(facts: LossFacts, degrees: AxisSizes, tolerance: float, *, step: int) -> ParityFinding:
@@ -483,7 +483,7 @@ def diagnose_norm(
 
     Args:
         facts: ``seen`` is what the engine reports, or what its clipping implies.
-        degrees: Of the layout.
+        degrees: The layout's degrees.
         step: Training step, from 1.
         from_clipping: ``seen`` follows from how much the gradients were scaled.
     """
@@ -544,10 +544,10 @@ def diagnose_clipping(
     """The finding for gradients that agree until they are clipped.
 
     Args:
-        norm: With the true norm; ``seen`` is not read.
+        norm: Facts with the true norm; their ``seen`` is not read.
         scales: Pipeline rank -> what its gradients were multiplied with.
         clipping: Largest norm.
-        degrees: Of the layout.
+        degrees: The layout's degrees.
         step: Training step, from 1.
     """
     values = sorted(scales.values())
@@ -582,7 +582,7 @@ def diagnose_clipping(
 
 
 def diagnose_updates(wrong: Sequence[UpdateFacts], right: Sequence[str], *, step: int) -> ParityFinding:
-    """The finding for weights that move otherwise than torch's optimizer moves them by the same gradients."""
+    """The finding for weights that torch's optimizer would move otherwise by the same gradients."""
     first = wrong[0]
     what = (
         f"gradients agree; update of {first.name} off by {first.max_abs:.3g} ({first.error:.2g} of the "

@@ -23,7 +23,7 @@ class UserModel:
     """What a user's function gives.
 
     Attributes:
-        arguments: Of PipelineModule, ``layers`` among them.
+        arguments: The arguments of PipelineModule, ``layers`` among them.
         batch: ``batch(step, index, size) -> (inputs, labels)``: micro-batch ``index`` of a step over all
             data-parallel replicas, the same whenever it is asked for.
     """
@@ -73,11 +73,11 @@ def _find(name: str) -> Callable[[], Any]:
     found = getattr(module, function, None)
     if not callable(found):
         raise ModelError(name, f"{place} has no function {function}", "name one that it has")
-    return found  # type: ignore[no-any-return]  # checked to be callable; what it returns is looked at
+    return found  # type: ignore[no-any-return]  # checked to be callable; what it returns is checked later
 
 
 def _from_path(name: str) -> Any:
-    """A module as ``python -m`` would find it: the working directory counts."""
+    """Import a module as ``python -m`` would find it, the working directory included."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)

@@ -19,12 +19,12 @@ from dsx.verify.seen import Mask
 
 
 def scale_of(tensor: Tensor) -> float:
-    """Its largest absolute value."""
+    """The largest absolute value of a tensor."""
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """Largest difference over b's largest element; infinite for other shapes or a NaN."""
+    """The largest difference over b's largest element; infinite for different shapes or a NaN."""
     if a.shape != b.shape:
         return float("inf")
     off = float((a - b).abs().max()) / max(scale_of(b), 1e-30) if a.numel() else 0.0
@@ -32,7 +32,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def fit(seen: Tensor, wanted: Tensor) -> Fit:
-    """The factor on ``wanted`` that comes nearest to ``seen``."""
+    """The factor on ``wanted`` that brings it nearest to ``seen``."""
     y, x = seen.double().flatten(), wanted.double().flatten()
     square = float(x @ x)
     factor = float(x @ y) / square if square else 0.0
@@ -95,7 +95,7 @@ def judge_masks(masks: Sequence[dict[str, Mask]], mesh: Mesh) -> Iterator[Parity
 
     Args:
         masks: By rank.
-        mesh: Of the ranks.
+        mesh: The ranks' mesh.
     """
     places = [mesh.coords(rank) for rank in range(len(masks))]
     names = list(dict.fromkeys(name for found in masks for name in found))

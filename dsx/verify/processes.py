@@ -1,4 +1,4 @@
-"""Ranks on this machine: started by fork from a process that has imported everything, watched, never left."""
+"""Ranks on this machine: forked from a process that has imported everything, watched, never left behind."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ _SHOWN_LINES = 40
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float, use_gpus: bool
 ) -> Any:
-    """``function(rank, *args)`` in ``world_size`` processes with a process group; what rank 0 gives.
+    """Run ``function(rank, *args)`` in ``world_size`` processes with a process group; gives rank 0's result.
 
     Args:
-        function: Of a module; it, its arguments and its result are pickled.
+        function: A module-level function; it, its arguments and its result are pickled.
         world_size: Number of ranks.
-        args: Passed on.
-        timeout_seconds: Until every rank must have ended.
+        args: Its further arguments.
+        timeout_seconds: Time after which every rank must have ended.
         use_gpus: NCCL with a GPU per rank; else gloo, and no rank sees a GPU.
 
     Raises:
-        DsxError: A rank's own, or that it failed otherwise, with its traceback, or missed the deadline, with
-            its stack. No process is left.
+        DsxError: A rank raised it, failed otherwise (with its traceback), or missed the deadline (with its
+            stack). No process is left.
     """
     with tempfile.TemporaryDirectory(prefix="dsx-verify-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -91,7 +91,7 @@ def start_server(world_size: int, *, use_gpus: bool) -> None:
 
 
 def _environment(world_size: int, *, use_gpus: bool) -> dict[str, str]:
-    """What a launcher would set for all ranks."""
+    """The variables that a launcher would set for all ranks."""
     own = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_SIZE": str(world_size),
@@ -140,7 +140,7 @@ def _rank(
 
 
 def _end_with_parent() -> None:
-    """A command that is killed leaves no rank behind."""
+    """Let no rank survive a command that is killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -187,7 +187,7 @@ def _report(file: Path, error: BaseException) -> None:
 def _failure(
     folder: Path, world_size: int, ended: ProcessExitedException, timeout_seconds: float
 ) -> DsxError:
-    """The error of the rank that failed first: not of one that only lost its peer."""
+    """The error of the rank that failed first, not of one that only lost its peer."""
     told = []
     for rank in range(world_size):
         file = folder / f"rank{rank}.error"

@@ -1,4 +1,4 @@
-"""The other side: one process, no pipeline, no shards, torch's autograd and optimizer over the whole model.
+"""What a layout is compared with: one process, torch's autograd and optimizer over the whole model.
 
 For dsx's families it is the transformers model of the same Hugging Face config: none of dsx's layers, engine
 or schedules. For a list of layers it is those layers, called in order.
@@ -79,18 +79,18 @@ class Updates:
         return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
     def advance(self) -> None:
-        """After a step: the schedule's next learning rate."""
+        """Take the schedule's next learning rate, after a step."""
         if self._scheduler is not None:
             self._scheduler.step()
 
     @property
     def learning_rate(self) -> float:
-        """Of the step to come."""
+        """The learning rate of the step to come."""
         return 0.0 if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
 
     @property
     def weight_decay(self) -> float:
-        """Of every step."""
+        """The weight decay of every step."""
         return (
             0.0
             if self._optimizer is None
@@ -119,11 +119,11 @@ _IGNORED = -100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Of some micro-batches: the mean loss and its gradient.
+    """The mean loss of some micro-batches, and its gradient.
 
     Attributes:
-        loss: Mean over micro-batches.
-        gradients: By logical tensor; tensors without one are left out.
+        loss: The mean over micro-batches.
+        gradients: The gradients by logical tensor; tensors without one are left out.
         outputs: Layer -> its output for the first micro-batch, where the reference has such layers.
     """
 
@@ -133,7 +133,7 @@ class Evaluation:
 
 
 class Reference(Protocol):
-    """One process."""
+    """The reference in one process."""
 
     @property
     def title(self) -> str:
@@ -210,7 +210,7 @@ class Transformers:
         Args:
             weights: Logical tensors.
             batches: Micro-batches.
-            bias_factor: On the biases that every tensor-parallel rank holds whole beside a cut weight.
+            bias_factor: Factor on the biases that every tensor-parallel rank holds whole beside a cut weight.
             padded_columns: Columns of logits 0 that take part in the softmax.
         """
         changed = dict(weights)
@@ -316,7 +316,7 @@ class ReferenceLayers:
 
 
 def family_layers(config: RunConfig) -> ReferenceLayers:
-    """Dsx's own layers of a config, whole, in one process: what the forward of every layer should give."""
+    """Dsx's own layers of a config, whole, in one process, which give the right output of every layer."""
     alone = TensorParallel()
     layers = families.layers(
         config.model, alone, dtype=torch.float32, pad_multiple=config.dsx.model.vocab_multiple
@@ -352,7 +352,7 @@ def join(spec: ParamSpec, get: Callable[[str], Tensor | None]) -> Tensor | None:
 
 
 def is_row_bias(spec: ParamSpec, specs: Sequence[ParamSpec]) -> bool:
-    """Whether it is the bias of a row-parallel linear: whole on every rank, beside a weight that is cut."""
+    """Whether a tensor is the bias of a row-parallel linear: whole on every rank, beside a cut weight."""
     if spec.split is not None or not spec.name.endswith(".bias"):
         return False
     weight = spec.name.removesuffix("bias") + "weight"

@@ -32,7 +32,7 @@ from dsx.verify.subject import VerifyJob, witness
 from dsx.waiting import Waiting
 
 EXACT = Tolerances(value=1e-5, gradient=1e-4, update=5e-4, weight=1e-6, held=1e-6)
-"""For float32: several times the rounding seen over many layouts, and a hundredth of the least mistake."""
+"""For float32: several times the rounding of many layouts, and a hundredth of the smallest mistake."""
 
 ROUGH = Tolerances(value=5e-3, gradient=0.1, update=5e-4, weight=1e-6, held=2**-8)
 """For bf16, whose numbers have 8 bits; the optimizer works in fp32 there, too."""
@@ -43,19 +43,19 @@ _CLIP_AT = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to verify.
+    """What to verify, and how.
 
     Attributes:
         source: A DeepSpeed JSON, with a ``dsx`` block unless there is an ``entry``.
         world_size: Number of ranks.
         overrides: ``key=value`` items over the config.
         steps: Steps to train.
-        full: Keep all sizes.
-        keep_precision: Keep bf16.
-        tolerance: On gradients, in place of the default.
+        full: Whether to keep all sizes.
+        keep_precision: Whether to keep bf16.
+        tolerance: Tolerance of gradients, in place of the default.
         entry: A user's function in place of dsx's families.
-        stock: Run it under stock DeepSpeed.
-        timeout_seconds: Until every rank must have ended.
+        stock: Whether to run it under stock DeepSpeed.
+        timeout_seconds: Time after which every rank must have ended.
     """
 
     source: str | Path | Mapping[str, Any]
@@ -72,15 +72,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What came of it.
+    """The result of a verification.
 
     Attributes:
         layout: The layout, in words.
         reference: What it was compared with.
         optimizer: What its updates were compared with.
-        changes: What was made other than in the config.
-        rows: How near each step came.
-        findings: What is not as in one process; empty if all is.
+        changes: What was changed from the config.
+        rows: The differences of each step.
+        findings: What differs from one process; empty if nothing does.
         masks: Number of dropout masks that were compared.
         ranks_seconds: Wall time of the ranks.
         reference_seconds: Wall time of the reference and the comparison.
@@ -107,11 +107,11 @@ class VerifyPlan:
     """A request made ready.
 
     Attributes:
-        job: For the ranks.
-        bench: For the comparison.
-        changes: Against the config.
-        layout: In words.
-        mesh: Of the ranks.
+        job: What the ranks do.
+        bench: What their results are compared on.
+        changes: What was changed from the config.
+        layout: The layout in words.
+        mesh: The ranks' mesh.
         optimizer: What updates are compared with.
     """
 
@@ -126,8 +126,8 @@ class VerifyPlan:
 def verify(request: Request) -> Verdict | None:
     """Train the layout beside one process.
 
-    Starts its own ranks, on GPUs if the machine has one for each, else on gloo. Launched by ``deepspeed`` or
-    ``torchrun`` it is one of the ranks itself: rank 0 gives the verdict, the others None.
+    It starts its own ranks, on GPUs if the machine has one for each, otherwise on gloo. Launched by
+    ``deepspeed`` or ``torchrun``, it is one of the ranks itself: rank 0 gives the verdict, the others None.
 
     Raises:
         DsxError: The config or model cannot run; a rank failed or missed the deadline.
@@ -177,7 +177,7 @@ def _launched(request: Request, *, use_gpus: bool) -> Verdict | None:
         plans: list[VerifyPlan] = []
 
         def prepared() -> VerifyJob:
-            """On rank 0 alone, which has the reference; the others need the clipping that it chooses."""
+            """Prepare on rank 0, which has the reference; the others need the clipping that it chooses."""
             plans.append(prepare(request, on_cpu=not use_gpus))
             return plans[0].job
 
@@ -194,7 +194,7 @@ def _launched(request: Request, *, use_gpus: bool) -> Verdict | None:
 
 
 def prepare(request: Request, *, on_cpu: bool = True) -> VerifyPlan:
-    """The ranks' job and the bench to compare on, clipping chosen so that it is at work."""
+    """The ranks' job, and the bench to compare on, with a clipping that is sure to be at work."""
     job, config, model, changes = _job(request, on_cpu=on_cpu)
     plan = _family_plan(job, config, changes) if config is not None else _user_plan(job, model, changes)
     clipping = float(job.content.get("gradient_clipping", 1.0))
@@ -208,7 +208,7 @@ def prepare(request: Request, *, on_cpu: bool = True) -> VerifyPlan:
 
 
 def judge(plan: VerifyPlan, found: Witness) -> Verdict:
-    """Compare what the ranks brought home with the bench's reference."""
+    """Compare the ranks' results with the bench's reference."""
     rows: list[StepRow] = []
     findings: list[ParityFinding] = []
     for seen in found.passes:
@@ -260,7 +260,7 @@ def _job(
 
 
 def _user_changes(content: dict[str, Any], *, on_cpu: bool, keep_precision: bool) -> tuple[str, ...]:
-    """Make a config without a ``dsx`` block ready for a trial, in place; what was changed."""
+    """Make a config without a ``dsx`` block ready for a trial, in place; gives what was changed."""
     changes = []
     block = content.get("optimizer")
     if not isinstance(block, dict):
@@ -314,7 +314,7 @@ def _user_plan(job: VerifyJob, model: UserModel | None, changes: tuple[str, ...]
     assert model is not None
     assert job.entry is not None
     arguments = model.arguments
-    # A second set of layers: a module given as such would be the layout's own.
+    # A second set of layers, because a module given as such is the layout's own.
     reference = _in_one_process(job.entry, arguments)
     mesh = job.mesh()
     batch = resolve_batch(job.content, mesh.dp)
@@ -346,7 +346,7 @@ def _user_plan(job: VerifyJob, model: UserModel | None, changes: tuple[str, ...]
 
 
 def _is_seeded(arguments: Mapping[str, Any]) -> bool:
-    """Whether the layers' first weights do not depend on who builds them: modules are there already."""
+    """Whether the layers' first weights do not depend on who builds them, as those of built modules."""
     modules = any(isinstance(layer, torch.nn.Module) for layer in arguments["layers"])
     return bool(arguments.get("seed_layers")) and not modules
 

@@ -1,4 +1,4 @@
-"""What is seen of a layout's training, as it travels between processes, put together to whole tensors."""
+"""The record of a layout's training, as it travels between processes, and put together to whole tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Known:
     """What a rank knows of one of its parameters.
 
     Attributes:
-        shape: Of the rank's tensor, whole over data parallelism.
-        spec: The logical tensor it is a part of; None for layers that are not dsx's (then it is whole).
+        shape: Shape of the rank's tensor, whole over data parallelism.
+        spec: The logical tensor that it is a part of; None for layers that are not dsx's, where it is whole.
         copy: Whether an earlier pipeline rank holds the same tensor.
         trained: Whether it wants a gradient.
     """
@@ -67,9 +67,9 @@ class RankStep:
     """One step on one rank.
 
     Attributes:
-        loss: As the engine gives it.
-        norm: As the engine reports it; None if it does not.
-        pieces: The optimizer's.
+        loss: The loss that the engine gives.
+        norm: The norm that the engine reports; None if it reports none.
+        pieces: What the optimizer updates.
         spread: Tensor -> largest difference of its gradient between data-parallel ranks that hold it all.
     """
 
@@ -102,7 +102,7 @@ class RankSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask:
-    """One dropout mask on one rank: where it is, what it should be, and a digest of what it is."""
+    """One dropout mask on one rank: where it is, what it should be, and a digest of it."""
 
     sharded: bool
     digest: str
@@ -113,10 +113,10 @@ class Seen:
     """A layout's training, from all ranks.
 
     Attributes:
-        mesh: The layout.
-        micro_batches: Per step and replica.
+        mesh: The layout's mesh.
+        micro_batches: Micro-batches per step and replica.
         clipping: Largest norm; 0 for none.
-        ranks: By rank.
+        ranks: What each rank has seen.
     """
 
     mesh: Mesh
@@ -127,10 +127,10 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witness:
-    """All that one launch of ranks brings home.
+    """The results of one launch of ranks.
 
     Attributes:
-        passes: Training without clipping, and if the config clips, with it.
+        passes: Training without clipping and, if the config clips, with it.
         masks: Rank -> dropout module -> mask; empty for a model without dropout.
     """
 
@@ -143,10 +143,10 @@ class Whole:
     """One logical tensor, and every copy of it.
 
     Attributes:
-        values: Of the first pipeline rank that holds it, tensor-parallel parts put together (the first rank's
-            copy where each holds all).
+        values: The tensor of the first pipeline rank that holds it, tensor-parallel parts put together (the
+            first rank's copy where each holds all).
         shards: That pipeline rank's tensors by tensor-parallel rank, whole each if it is replicated.
-        copies: ``values`` of the other pipeline ranks that hold it.
+        copies: The same of the other pipeline ranks that hold it.
         padding: Largest element in rows that only pad the vocabulary.
     """
 
@@ -161,13 +161,13 @@ class WholeStep:
     """One step of a layout in whole tensors.
 
     Attributes:
-        losses: By rank.
-        norms: By rank; None where none is reported.
-        weights: Before the step, as the model computes with them.
+        losses: The losses by rank.
+        norms: The norms by rank; None where none is reported.
+        weights: The weights before the step, as the model computes with them.
         gradients: What the optimizer was given; tensors that got none are left out.
         before: The optimizer's values before the step.
-        after: And after it.
-        next_weights: After the step, as the model computes with them.
+        after: The optimizer's values after the step.
+        next_weights: The weights after the step, as the model computes with them.
         data_spread: Tensor -> largest difference between data-parallel ranks, of gradients.
         weight_spread: The same of the weights before the step.
     """

@@ -1,4 +1,4 @@
-"""A config made small without a change of structure, for a trial that takes seconds.
+"""A config made small, its structure unchanged, for a trial that takes seconds.
 
 What decides how ranks cooperate stays: degrees, chunks, schedule, ZeRO stage, recompute, tied weights,
 biases, heads per key/value head, whether layers divide over stages, whether the vocabulary is padded or
@@ -37,7 +37,7 @@ class Trial:
 
     Attributes:
         content: DeepSpeed's JSON with its ``dsx`` block.
-        changes: What is other than in the user's config, for people.
+        changes: What differs from the user's config, for people.
         dropout: The same with dropout on; None if the model has none.
     """
 
@@ -52,10 +52,10 @@ def trial(
     """A config for a few steps of training beside one process.
 
     Args:
-        config: The user's, resolved.
-        full: Keep all sizes, and the weights that the model starts from.
-        keep_precision: Keep bf16; else it trains in fp32.
-        on_cpu: There is no GPU: nothing that compiles for one.
+        config: The user's resolved config.
+        full: Whether to keep all sizes, and the weights that the model starts from.
+        keep_precision: Whether to keep bf16 instead of training in fp32.
+        on_cpu: Whether there is no GPU, so that nothing is compiled for one.
     """
     changes: list[str] = []
     content = _deepspeed(config, changes, keep_precision=keep_precision, on_cpu=on_cpu, full=full)
@@ -115,7 +115,7 @@ def _model(
 def _deepspeed(
     config: RunConfig, changes: list[str], *, keep_precision: bool, on_cpu: bool, full: bool
 ) -> dict[str, Any]:
-    """DeepSpeed's part: no monitors, no compiled optimizer without a GPU, small buckets and batches."""
+    """DeepSpeed's part: small buckets and batches, no monitors, no compiled optimizer without a GPU."""
     content = {key: value for key, value in copy.deepcopy(config.deepspeed).items() if key not in _UNTRAINED}
     if config.precision == "bf16" and not keep_precision:
         for key in ("bf16", "bfloat16", "data_types"):
@@ -230,7 +230,7 @@ def _windows(config: RunConfig, num_layers: int, length: int) -> dict[str, Any]:
 def _layers_of_stages(config: RunConfig) -> list[int]:
     """Layers of every virtual stage: its blocks cut to one, but two where the user's stages are uneven.
 
-    A stage without blocks stays without, so that what is special about a cut stays in it.
+    A stage without blocks keeps none, so that what is special about a cut remains.
     """
     kinds, stages = layer_kinds(config.model), config.stage_map
     names = [[kinds[layer] for layer in stages.layers(stage)] for stage in range(stages.num_stages)]
@@ -242,7 +242,7 @@ def _layers_of_stages(config: RunConfig) -> list[int]:
 
 
 def _vocabulary(config: RunConfig) -> int:
-    """As odd as the user's, and padded if that is."""
+    """A small vocabulary, as odd as the user's, and padded if that is."""
     size = config.model.vocab_size
     rows = config.mesh.tp * config.dsx.model.vocab_multiple
     if size % rows == 0:

@@ -1,4 +1,4 @@
-"""On a rank: build what is to be verified, look at it while it trains, and bring home what it did."""
+"""What ranks do: build what is to be verified, watch it while it trains, and return what it did."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ Batches = Callable[[int], Iterator[tuple[Any, Any]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """An engine to look at.
+    """An engine to watch.
 
     Attributes:
         engine: With ``train_batch`` and ``get_global_grad_norm``: dsx's, or stock DeepSpeed's.
         inner: The DeepSpeedEngine.
         module: This rank's layers; children with a number for a name are layers.
         known: This rank's parameters by logical name.
-        parameters: The same, themselves.
-        rank: In the mesh.
+        parameters: These parameters themselves.
+        rank: This rank in the mesh.
         dp_rank: Data-parallel coordinate.
         data: Ranks that hold the same parameters.
     """
@@ -58,7 +58,7 @@ class Subject:
 
 
 def observe(subject: Subject, built: dict[str, Tensor], batches: Batches, steps: int) -> RankSeen:
-    """Train ``steps`` steps and note everything. A collective call over all ranks."""
+    """Train ``steps`` steps and record everything. A collective call over all ranks."""
     watch = _Watch(subject)
     weights, seen = [watch.weights()], []
     outputs: dict[str, Tensor] = {}
@@ -128,7 +128,7 @@ class _Watch:
         return found
 
     def _spread(self, values: Tensor) -> float:
-        """Largest difference over data-parallel ranks, each with all of ``values``."""
+        """The largest difference between data-parallel ranks, each of which has all of ``values``."""
         if not values.numel() or dist.get_world_size(self._subject.data) == 1:
             return 0.0
         ends = torch.stack((values, -values)).to(self._subject.inner.device)
@@ -137,7 +137,7 @@ class _Watch:
 
     @contextmanager
     def outputs(self, into: dict[str, Tensor]) -> Iterator[None]:
-        """Note the first output of every layer that is a module of its own."""
+        """Record the first output of every layer that is a module of its own."""
 
         def hook(name: str) -> Callable[..., None]:
             def note(_module: Any, _inputs: Any, output: Any) -> None:
@@ -157,17 +157,17 @@ class _Watch:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Flat, float32, on the host, its own memory."""
+    """A flat float32 copy on the host, with memory of its own."""
     return tensor.detach().float().reshape(-1).to("cpu", copy=True)
 
 
 NOISE = 0.1
-"""What fresh norms and biases are moved by: at exactly 1 and 0 they would hide mistakes."""
+"""Fresh norms and biases are moved by so much, because at exactly 1 and 0 they would hide mistakes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyJob:
-    """What ranks are told to do.
+    """The job of the ranks.
 
     Attributes:
         content: DeepSpeed's JSON, with its ``dsx`` block unless there is an ``entry``.
@@ -175,7 +175,7 @@ class VerifyJob:
         steps: Steps to train.
         clipping: Largest norm in the pass with clipping; 0 leaves that pass out.
         entry: A user's function (:mod:`dsx.verify.entry_point`); None for dsx's families.
-        stock: Run ``entry``'s model under stock DeepSpeed.
+        stock: Whether to run ``entry``'s model under stock DeepSpeed.
         dropout: The JSON with dropout on, to look at its masks; None if the model has none.
     """
 
@@ -199,17 +199,17 @@ class VerifyJob:
         return Mesh.of(pp=stages, dp=self.world_size // stages)
 
     def batch(self) -> Batch:
-        """Sizes of a step."""
+        """The sizes of a step."""
         return resolve_batch(self.content, dict(self.mesh().axes)["dp"])
 
     @property
     def sequence_parallel(self) -> bool:
-        """Of dsx's families."""
+        """Whether dsx's families run with sequence parallelism."""
         return self.entry is None and self.config().dsx.parallel.sequence_parallel
 
     @property
     def seed(self) -> int:
-        """Of the generators that dropout draws from."""
+        """The seed of the generators that dropout draws from."""
         return 0 if self.entry is not None else self.config().dsx.train.seed
 
 
@@ -254,7 +254,7 @@ def _passed(job: VerifyJob, groups: Groups, clipping: float) -> Seen | None:
 
 
 def _gathered(mine: Any) -> list[Any] | None:
-    """Everybody's, on rank 0."""
+    """What every rank gives, on rank 0."""
     everybody: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, everybody)
     return everybody

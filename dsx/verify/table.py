@@ -33,7 +33,7 @@ def findings_text(findings: Sequence[ParityFinding]) -> list[str]:
 
 
 def labelled(label: str, text: str) -> list[str]:
-    """``text`` beside a label, wrapped below itself."""
+    """``text`` beside a label, its further lines aligned with the first."""
     first, *rest = wrap(text, _WIDTH - _LABEL, break_long_words=False, break_on_hyphens=False) or [""]
     return [f"{label:<{_LABEL}}{first}", *(f"{'':<{_LABEL}}{line}" for line in rest)]
 
