@@ -1,8 +1,31 @@
 """Every error that dsx raises on purpose: where it is, what is wrong, how to mend it."""
 
+from typing import Any, Self
+
 from dsx.terminal import printable, shortened
 
 _MOST_CHARACTERS = 20_000
+
+
+class Place(str):
+    """Where an error is, in words, with the key of the config for programs.
+
+    Attributes:
+        path: The key from the top.
+        value: What is written there.
+    """
+
+    __slots__ = ("path", "value")
+    path: tuple[str | int, ...]
+    value: Any
+
+    def __new__(cls, words: str, path: tuple[str | int, ...], value: Any = None) -> Self:  # noqa: D102
+        place = super().__new__(cls, words)
+        place.path, place.value = path, value
+        return place
+
+    def __reduce__(self) -> tuple[type["Place"], tuple[str, tuple[str | int, ...], Any]]:
+        return Place, (str(self), self.path, self.value)
 
 
 class DsxError(Exception):
@@ -15,19 +38,25 @@ class DsxError(Exception):
         what: Why it is wrong.
         fix: What to do instead.
 
+    Attributes:
+        path: The key from the top of the config, if ``where`` is a :class:`Place`; else empty.
+        value: What is written there.
+
     >>> print(DsxError("dsx.parallel.tensor = 3", "8 heads do not divide by 3", "use 1, 2, 4 or 8"))
     dsx.parallel.tensor = 3: 8 heads do not divide by 3. Fix: use 1, 2, 4 or 8.
     """
 
     def __init__(self, where: str, what: str, fix: str) -> None:
+        place = where if isinstance(where, Place) else Place(where, ())
         where, what, fix = (printable(shortened(part, _MOST_CHARACTERS)) for part in (where, what, fix))
         super().__init__(f"{where}: {what.rstrip('.')}. Fix: {fix.rstrip('.')}.")
+        self.path, self.value = place.path, place.value
         self.where = where
         self.what = what
         self.fix = fix
 
     def __reduce__(self) -> tuple[type["DsxError"], tuple[str, str, str]]:
-        return type(self), (self.where, self.what, self.fix)
+        return type(self), (Place(self.where, self.path, self.value), self.what, self.fix)
 
 
 class ConfigError(DsxError):

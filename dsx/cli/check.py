@@ -15,15 +15,15 @@ import typer
 
 from dsx.cli.options import CONFIG, FORMAT, GPU_MEMORY, GPUS, SET
 from dsx.cli.output import BAD, say
-from dsx.config.wording import at
-from dsx.doctor.finding import ABSENT, Finding, dotted
-from dsx.doctor.key import shown
+from dsx.config.keys import shown
+from dsx.config.refusals import ABSENT, Finding
+from dsx.config.wording import at, dotted
 from dsx.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
+    from dsx.config.document import Source
     from dsx.config.run import RunConfig
     from dsx.doctor.examine import Report
-    from dsx.doctor.source import Source
     from dsx.errors import ConfigError
 
 
@@ -57,7 +57,7 @@ class Outcome:
 
 def unreadable(path: Path, error: ConfigError) -> Outcome:
     """The outcome for a file that is no config."""
-    why = f"{error.where.removeprefix(f'{path}, ').removeprefix(str(path))}: {error.what}".removeprefix(": ")
+    why = f"{error.where}: {error.what}" if error.where else error.what
     finding = Finding(check="syntax", severity="error", path=(), value=ABSENT, why=why, fix=error.fix)
     return Outcome(path, None, (finding,))
 
@@ -293,7 +293,7 @@ def check(
 
 
 def _explain(key: str, style: str) -> None:
-    from dsx.doctor.reference import explain, explain_json
+    from dsx.doctor.explain import explain, explain_json
 
     say(json.dumps(explain_json(key), indent=2) if style == "json" else explain(key))
 
@@ -328,9 +328,9 @@ def _one(
     writes: bool,
 ) -> Outcome:
     """Check one file, and mend it if asked to."""
+    from dsx.config.document import from_text, read_text
     from dsx.doctor.examine import examine, read
     from dsx.doctor.mend import settle, write
-    from dsx.doctor.source import from_text
     from dsx.errors import ConfigError
 
     def look(source: Source) -> Report:
@@ -345,7 +345,7 @@ def _one(
         )
 
     try:
-        source = read(path)
+        source = from_text(read_text(path), name="")
     except ConfigError as error:
         return unreadable(path, error)
     report = look(_overridden(source, overrides))
@@ -369,7 +369,7 @@ def _one(
     run = None
     more: list[Finding] = []
     if report.runner == "dsx" and not report.errors:
-        from dsx.doctor.dsx_block import resolve_run
+        from dsx.doctor.run import resolve_run
 
         run, more = resolve_run(report.source.config, world_size, gpu_memory)
         more += [] if more else _tokenizer(report.source.config["dsx"])
@@ -396,7 +396,6 @@ def _tokenizer(block: dict[str, Any]) -> list[Finding]:
     if name in ("auto", "bytes", "none") or Path(name).expanduser().exists() or not is_hub_name(name):
         return []
     from dsx.data.files import tokenizer_problem
-    from dsx.doctor.finding import Finding
 
     (why, unsure), path = tokenizer_problem(name), ("dsx", "data", "tokenizer")
     fix = 'name a folder that holds tokenizer.json, a hub tokenizer, or "bytes"'
@@ -405,7 +404,7 @@ def _tokenizer(block: dict[str, Any]) -> list[Finding]:
 
 
 def _machine() -> list[Finding]:
-    from dsx.doctor.machine import check_locks
+    from dsx.doctor.run import check_locks
     from dsx.launch.extension_locks import extensions_folder
 
     return list(check_locks(extensions_folder()))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsx.config.load import at
 from dsx.config.schema import DsxConfig
+from dsx.config.wording import at
 from dsx.errors import ConfigError, LayoutError
 from dsx.models.flops import layer_flops
 from dsx.models.param import ParamSpec

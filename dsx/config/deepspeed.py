@@ -1,20 +1,17 @@
-"""What dsx refuses in DeepSpeed's own keys before a run, and what it reads from them.
-
-The refusals are the doctor's errors (dsx/doctor): DeepSpeed ignores some of these mistakes in silence,
-and finds others only after every rank has started.
-"""
+"""What dsx refuses in DeepSpeed's own keys before a run, and what it reads from them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dsx.config.wording import at
-from dsx.doctor import examine
-from dsx.doctor.finding import ABSENT, Finding, dotted
-from dsx.doctor.key import REFERENCE
-from dsx.doctor.reference import optimizer_names as keys
+from dsx.config import refusals
+from dsx.config.document import from_mapping
+from dsx.config.keys import REFERENCE
+from dsx.config.refusals import ABSENT, Context, Finding
+from dsx.config.wording import at, dotted, key
 from dsx.errors import ConfigError
+from dsx.parallel.mesh import Mesh
 
 Json = Mapping[str, Any]
 
@@ -23,15 +20,37 @@ _LATER = ("batch-missing", "batch-triple")
 
 
 def deepspeed_problems(config: Json) -> list[ConfigError]:
-    """Everything wrong with DeepSpeed's part of a config that dsx is to run."""
-    errors = examine(config, runner="dsx", version=REFERENCE).errors
-    return [as_error(finding) for finding in errors if finding.check not in _LATER]
+    """Everything wrong with DeepSpeed's part of a config that dsx is to run, whatever the mesh."""
+    found = refusals.errors(_context(config))
+    if found is None:
+        # A key or a value that nothing takes: the run ends here, and the doctor says what may be meant.
+        from dsx.doctor.examine import examine
+
+        found = list(examine(config, runner="dsx", version=REFERENCE).errors)
+    return [as_error(finding) for finding in found if finding.check not in _LATER]
+
+
+def mesh_problems(config: Json, mesh: Mesh) -> list[ConfigError]:
+    """What dsx cannot do at this mesh, of keys that are right by themselves."""
+    rules = [rule for rule in refusals.refused() if rule.needs_mesh]
+    return [as_error(finding) for finding in refusals.apply(rules, _context(config, mesh))]
+
+
+def pipeline_problems(config: Json, mesh: Mesh) -> list[ConfigError]:
+    """What dsx's engine cannot do of a config of DeepSpeed's own, without a ``dsx`` block."""
+    found = refusals.apply(refusals.refused(), _context(config, mesh), by=("pipeline", "initialize"))
+    return [as_error(finding) for finding in found]
+
+
+def _context(config: Json, mesh: Mesh | None = None) -> Context:
+    degrees = None if mesh is None else {**dict(mesh.axes), "size": mesh.size}
+    return refusals.context(from_mapping(config), runner="dsx", version=REFERENCE, mesh=degrees)
 
 
 def as_error(finding: Finding) -> ConfigError:
     """The error that refuses what ``finding`` is about."""
-    key = dotted(finding.path)
-    where = key if finding.value is ABSENT else at(key, finding.value)
+    name = dotted(finding.path)
+    where = key(name) if finding.value is ABSENT else at(name, finding.value)
     return ConfigError(where, finding.why, finding.fix)
 
 
@@ -50,7 +69,7 @@ def optimizer_notes(config: Json) -> Iterator[str]:
     """Builds that DeepSpeed would start on a machine without a GPU."""
     optimizer = _block(config, "optimizer")
     kind = str(optimizer.get("type", "")).lower()
-    if kind in keys.COMPILED_OPTIMIZERS and not _block(optimizer, "params").get("torch_adam"):
+    if kind in refusals.names("compiled") and not _block(optimizer, "params").get("torch_adam"):
         fix = " (optimizer.params.torch_adam = true compiles nothing)" if kind.startswith("adam") else ""
         yield f"optimizer {optimizer['type']}: DeepSpeed compiles its own at first use, a minute or two{fix}"
 

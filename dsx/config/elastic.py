@@ -8,9 +8,10 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
-from dsx.config.load import at, raise_all
+from dsx.config.load import raise_all
 from dsx.config.run import RunConfig
 from dsx.config.schema import DsxConfig
+from dsx.config.wording import at, key
 from dsx.errors import ConfigError, DsxError
 from dsx.parallel.limits import divisors
 from dsx.planner.search import search
@@ -89,7 +90,7 @@ def lay_out(
 def _problems(deepspeed: Mapping[str, Any], dsx: DsxConfig) -> Iterator[ConfigError]:
     if TRAIN not in deepspeed:
         yield ConfigError(
-            "dsx.elastic",
+            key("dsx.elastic"),
             f"without {TRAIN} the global batch would change with the number of ranks",
             f"write {TRAIN}",
         )

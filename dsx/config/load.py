@@ -6,20 +6,19 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
+from dsx.config.document import from_text, read_text, unusable
+from dsx.config.keys import reference
 from dsx.config.schema import DsxConfig
-from dsx.config.wording import at, either, show, suggest
-from dsx.doctor.finding import dotted
-from dsx.doctor.reference import KEYS
-from dsx.doctor.source import from_text, read_text, unusable
+from dsx.config.wording import Path as KeyPath
+from dsx.config.wording import at, dotted, either, key, suggest
 from dsx.errors import ConfigError
-
-__all__ = ["at", "either", "explain", "raise_all", "show", "suggest"]
 
 
 class SeveralProblemsError(ConfigError):
@@ -42,17 +41,16 @@ def raise_all(source: str, problems: Sequence[ConfigError]) -> None:
 
 def explain(error: ValidationError, data: Mapping[str, Any], model: type[BaseModel]) -> list[ConfigError]:
     """One ConfigError per key that pydantic refused in ``data``, the value of the ``dsx`` block."""
-    by_path: dict[tuple[str | int, ...], list[tuple[str, str]]] = {}
+    by_path: dict[KeyPath, ErrorDetails] = {}
     for item in error.errors():
-        path = _path(item["loc"], data, item["type"])
-        by_path.setdefault(path, []).append((item["type"], item["msg"]))
+        by_path.setdefault(_path(item["loc"], data, item["type"]), item)
     schema = model.model_json_schema()
     # A wrong list item also fails the other members of a union, as a whole: the item says it better.
     outer = {path[:i] for path in by_path for i in range(len(path))}
-    return [_problem(path, reasons, data, schema) for path, reasons in by_path.items() if path not in outer]
+    return [_problem(path, reason, data, schema) for path, reason in by_path.items() if path not in outer]
 
 
-def _path(loc: Sequence[str | int], data: object, kind: str) -> tuple[str | int, ...]:
+def _path(loc: Sequence[str | int], data: object, kind: str) -> KeyPath:
     """Keys of ``loc``, without the names of union members that pydantic puts between them."""
     path: list[str | int] = []
     for i, part in enumerate(loc):
@@ -68,37 +66,42 @@ def _path(loc: Sequence[str | int], data: object, kind: str) -> tuple[str | int,
 
 
 def _problem(
-    path: tuple[str | int, ...],
-    reasons: list[tuple[str, str]],
-    data: Mapping[str, Any],
-    schema: dict[str, Any],
+    path: KeyPath, reason: ErrorDetails, data: Mapping[str, Any], schema: dict[str, Any]
 ) -> ConfigError:
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in ("dsx", *path))[1:]
-    kind, message = reasons[0]
+    name, kind = dotted(("dsx", *path)), reason["type"]
     if kind == "missing":
         field = _field(schema, path)
-        return ConfigError(key, "this key is needed", f"set it to {_expected(field, schema)}{_hint(field)}")
+        fix = f"set it to {_expected(field, schema)}{_hint(field)}"
+        return ConfigError(key(name), "this key is needed", fix)
     value: Any = data
     for part in path:
         value = value[part]
+    where = at(name, value)
     if kind == "extra_forbidden":
         siblings = _resolve(_field(schema, path[:-1]), schema).get("properties", {})
-        if any(known.path == path[-1] for known in KEYS):
+        if reference().key(str(path[-1])):
             fix = "move it to the top level, beside dsx"
-            return ConfigError(at(key, value), "a key of DeepSpeed's, not of dsx's", fix)
-        return ConfigError(at(key, value), "unknown key", suggest(str(path[-1]), siblings))
+            return ConfigError(where, "a key of DeepSpeed's, not of dsx's", fix)
+        return ConfigError(where, "unknown key", suggest(str(path[-1]), siblings))
     if kind == "value_error":
-        # A validator may say how to mend what it found; most are about keys that exclude each other.
-        what, _, fix = message.removeprefix("Value error, ").partition(". Fix: ")
-        return ConfigError(at(key, value), what, fix or "give exactly one of them")
+        mistake = reason["ctx"]["error"]
+        return ConfigError(where, str(mistake), getattr(mistake, "fix", "give exactly one of them"))
     field = _field(schema, path)
     expected = _expected(field, schema)
     if isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d+)?|true|false", value):
-        return ConfigError(at(key, value), f"a string, not {expected}", f"remove the quotes: {value}")
-    names = re.findall(r'"([^"]+)"', expected)
+        return ConfigError(where, f"a string, not {expected}", f"remove the quotes: {value}")
+    names = list(_names(field, schema))
     if isinstance(value, str) and difflib.get_close_matches(value.lower(), names, n=1):
-        return ConfigError(at(key, value), f"not {expected}", suggest(value, names))
-    return ConfigError(at(key, value), "not a value for this key", f"use {expected}{_hint(field)}")
+        return ConfigError(where, f"not {expected}", suggest(value, names))
+    return ConfigError(where, "not a value for this key", f"use {expected}{_hint(field)}")
+
+
+def _names(field: dict[str, Any], schema: dict[str, Any]) -> Iterator[str]:
+    """The words that the JSON Schema ``field`` accepts."""
+    own = _resolve(field, schema)
+    for option in own.get("anyOf", ()):
+        yield from _names(option, schema)
+    yield from (name for name in own.get("enum", [own.get("const")]) if isinstance(name, str))
 
 
 def _hint(field: dict[str, Any]) -> str:
@@ -108,10 +111,9 @@ def _hint(field: dict[str, Any]) -> str:
 
 def _resolve(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     """``field`` itself: what it refers to, also where null would do."""
-    reference = next(
-        (option["$ref"] for option in (field, *field.get("anyOf", [])) if "$ref" in option), None
-    )
-    return schema["$defs"][reference.rsplit("/", 1)[1]] if reference else field
+    links = (option["$ref"] for option in (field, *field.get("anyOf", [])) if "$ref" in option)
+    link = next(links, None)
+    return schema["$defs"][link.rsplit("/", 1)[1]] if link else field
 
 
 def _field(schema: dict[str, Any], path: Sequence[str | int]) -> dict[str, Any]:
@@ -203,9 +205,9 @@ def read(path: Path) -> dict[str, Any]:
     """The object in the JSON or HJSON file at ``path``. Raises ConfigError."""
     where = str(path)
     source = from_text(read_text(path), where)
-    for key, lines in source.twice():
+    for twice, lines in source.twice():
         place = f" (lines {', '.join(map(str, lines))})" if len(set(lines)) > 1 else ""
-        raise ConfigError(f"{where}: {dotted(key)}", f"the key is written twice{place}", "keep one of them")
+        raise ConfigError(f"{where}: {dotted(twice)}", f"the key is written twice{place}", "keep one of them")
     return source.config
 
 
@@ -220,8 +222,8 @@ def override(content: dict[str, Any], item: str) -> None:
     >>> content
     {'zero_optimization': {'stage': 3}, 'dsx': {'train': {'output': 'runs/a'}}}
     """
-    key, separator, text = item.partition("=")
-    parts = key.strip().split(".")
+    name, separator, text = item.partition("=")
+    parts = name.strip().split(".")
     if not separator:
         raise ConfigError(f"--set {item}", "there is no =", _SET_EXAMPLE)
     if not all(parts):

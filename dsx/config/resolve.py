@@ -13,11 +13,12 @@ from typing import Any, Literal, TypeAlias
 from dsx.config import elastic
 from dsx.config.batch import ACCUMULATION, Batch, resolve_batch
 from dsx.config.cuts import cut_layers
-from dsx.config.deepspeed import deepspeed_problems, is_bf16, optimizer_notes, zero_stage
-from dsx.config.load import at, load, raise_all
+from dsx.config.deepspeed import deepspeed_problems, is_bf16, mesh_problems, optimizer_notes, zero_stage
+from dsx.config.load import load, raise_all
 from dsx.config.run import PENDING, RunConfig
 from dsx.config.schema import DsxConfig, ZeroConfig
 from dsx.config.sources import read_model
+from dsx.config.wording import at
 from dsx.errors import ConfigError, ScheduleError
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import ModelSpec
@@ -116,8 +117,6 @@ _KEYS = {
     "chunks": "dsx.parallel.chunks",
     "reduce": "dsx.zero.reduce",
     "keep_gathered_bytes": "dsx.zero.keep_gathered_bytes",
-    "optimizer": "optimizer.type",
-    "secondary_partition": "zero_optimization.zero_hpz_partition_size",
 }
 
 
@@ -215,15 +214,8 @@ def check_profile(facts: Facts) -> Iterator[ConfigError]:
 
 
 def check_combinations(facts: Facts) -> Iterator[ConfigError]:
-    """The optimizer and ZeRO go together with the degrees, and ``dsx.zero`` with the ZeRO stage."""
-    yield from _refusals(
-        Asked(
-            tensor=facts.mesh.tp,
-            pipeline=facts.mesh.pp,
-            optimizer=facts.deepspeed["optimizer"]["type"],
-            secondary_partition=facts.deepspeed.get("zero_optimization", {}).get("zero_hpz_partition_size"),
-        )
-    )
+    """DeepSpeed's keys go together with the mesh, and ``dsx.zero`` with the ZeRO stage."""
+    yield from mesh_problems(facts.deepspeed, facts.mesh)
     yield from zero_problems(facts.dsx.zero, zero_stage(facts.deepspeed))
 
 

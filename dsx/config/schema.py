@@ -30,6 +30,14 @@ class SchemaBlock(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class MistakeError(ValueError):
+    """What a validator finds wrong with several keys of a block, and what to do."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what)
+        self.fix = fix
+
+
 Policy = Literal["off", "stop", "skip", "roll_back"]
 StopSignal = Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"]
 
@@ -197,23 +205,22 @@ class DataConfig(TextSource):
         fields = TextSource.model_fields
         given = [key for key in fields if getattr(self, key) != fields[key].default]
         if self.tokenizer == NO_TOKENIZER and self.source != OWN:
-            raise ValueError('tokenizer "none" is for samples that are ids (source "own"), not for text')
+            what = 'tokenizer "none" is for samples that are ids (source "own"), not for text'
+            raise MistakeError(what, 'name a tokenizer, or "auto"')
         if self.source == OWN and (self.streaming or len(given) > 1):
             other = next((key for key in given if key != "source"), "streaming")
-            raise ValueError(f'source "own" is not text, so that {other} has no meaning. Fix: leave it out')
+            raise MistakeError(f'source "own" is not text, so that {other} has no meaning', "leave it out")
         if any(part.source == OWN for part in self.sources):
-            raise ValueError('"own" cannot be mixed with text. Fix: mix in the program that has the samples')
+            raise MistakeError('"own" cannot be mixed with text', "mix in the program that has the samples")
         if self.sources and given:
             raise ValueError(f"sources and {given[0]} are both given; each of sources has its own {given[0]}")
         if self.streaming and (self.max_bytes or any(part.max_bytes for part in self.sources)):
-            raise ValueError(
-                "streaming and max_bytes are both given; a stream is read to its end. Fix: leave "
-                "one of them out"
-            )
+            what = "streaming and max_bytes are both given; a stream is read to its end"
+            raise MistakeError(what, "leave one of them out")
         counts = Counter(part.called for part in self.sources)
         twice = [name for name, count in counts.items() if count > 1]
         if twice:
-            raise ValueError(f'two of sources are called "{twice[0]}". Fix: give each a label of its own')
+            raise MistakeError(f'two of sources are called "{twice[0]}"', "give each a label of its own")
         return self
 
     def parts(self) -> tuple[MixedSource, ...]:
@@ -417,7 +424,8 @@ class TrainConfig(SchemaBlock):
     def _steps_to_trace_exist(self) -> Self:
         late = [step for step in self.trace_steps if step > self.steps]
         if late:
-            raise ValueError(f"trace_steps names step {late[0]}, and steps = {self.steps} is the last")
+            what = f"trace_steps names step {late[0]}, and steps = {self.steps} is the last"
+            raise MistakeError(what, f"name steps up to {self.steps}")
         return self
 
 

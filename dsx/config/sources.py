@@ -181,9 +181,8 @@ def _read(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     try:
         return str(file), read(file)
     except ConfigError as error:
-        place = error.where.removeprefix(f"{file}").removeprefix(", ").removeprefix(": ")
-        what = ": ".join(filter(None, (place, error.what)))
-        raise ConfigError(where, f"{file} cannot be read ({what})", "give a complete model folder") from None
+        what = f"its config.json cannot be read ({error.where}: {error.what})"
+        raise ConfigError(where, what, "give a complete model folder") from None
 
 
 def _weights(model: ModelConfig) -> Path | None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Sequence
+
+from dsx.errors import Place
+
+Path = tuple[str | int, ...]
+"""A key of a config, from the top."""
 
 _MAX_VALUE_CHARACTERS = 80
 _SUM_UP_AFTER = 12
@@ -18,9 +24,28 @@ def show(value: object) -> str:
     return text if len(text) <= _MAX_VALUE_CHARACTERS else text[: _MAX_VALUE_CHARACTERS - 3] + "..."
 
 
-def at(key: str, value: object) -> str:
+def dotted(path: Sequence[str | int]) -> str:
+    """``("a", "b", 0)`` as ``a.b[0]``.
+
+    >>> dotted(("scheduler", "params", "betas", 1))
+    'scheduler.params.betas[1]'
+    """
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
+def key(name: str) -> Place:
+    """A key as the place of an error about what is not written there.
+
+    >>> key("dsx.data.sources[0].source").path
+    ('dsx', 'data', 'sources', 0, 'source')
+    """
+    parts = re.findall(r"[^.\[\]]+", name)
+    return Place(name, tuple(int(part) if part.isdigit() else part for part in parts))
+
+
+def at(name: str, value: object) -> Place:
     """``key = value``, the place of an error."""
-    return f"{key} = {show(value)}"
+    return Place(f"{name} = {show(value)}", key(name).path, value)
 
 
 def suggest(word: str, known: Iterable[str], *, otherwise: str = "remove it") -> str:

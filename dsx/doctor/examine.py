@@ -1,104 +1,78 @@
-"""Run all checks over a config, in the order in which their findings are told."""
+"""Run all checks over a config, in the order in which their findings are told.
+
+A check is a row of ``advice.toml``, or of the table of what stops a run (:mod:`dsx.config.refusals`), or,
+where it has to look further than at values, a function here in the doctor.
+"""
 
 from __future__ import annotations
 
+import json
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
+from pathlib import Path as File
 from typing import Any, Final
 
-from dsx.doctor import reference
-from dsx.doctor.behaviour import changes
-from dsx.doctor.checks import optimizer, other, precision, ranks, together, unknown, values, zero
-from dsx.doctor.context import ACCUMULATION, MICRO, TRAIN, Context, Runner, context
-from dsx.doctor.finding import Finding
-from dsx.doctor.key import Version, installed
-from dsx.doctor.key import version as parse_version
-from dsx.doctor.source import Source, from_mapping, from_text, read_text
-from dsx.doctor.table import table
+from dsx.config import refusals
+from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
+from dsx.config.document import Source, from_mapping, from_text, read_text
+from dsx.config.keys import Version, condition, installed, shown
+from dsx.config.keys import version as parse_version
+from dsx.config.refusals import Context, Edit, Finding, Rule, Runner, context
+from dsx.doctor import figures, unknown, values
 
 Check = Callable[[Context], Iterator[Finding]]
 
-# What is wrong with single keys.
-_KEYS: Final[tuple[Check, ...]] = (
-    other.check_duplicates,
-    other.check_syntax,
+
+@cache
+def _advice() -> dict[str, Any]:
+    return tomllib.loads((File(__file__).parent / "advice.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def advice() -> tuple[Rule, ...]:
+    """The rows of what is said besides what stops a run."""
+    return refusals.read_rules(_advice())
+
+
+def check_advice(context: Context) -> Iterator[Finding]:
+    """Those rows."""
+    yield from refusals.apply(advice(), context)
+
+
+CHECKS: Final[tuple[Check, ...]] = (
+    # What is wrong with single keys.
+    values.check_duplicates,
+    values.check_syntax,
     unknown.check_unknown,
     unknown.check_removed,
-    other.check_newer,
+    values.check_newer,
     values.check_values,
-    zero.check_old_form,
-    zero.check_stage,
-    zero.check_deprecated,
-    optimizer.check_required,
+    values.check_old_form,
+    values.check_deprecated,
+    refusals.check_required,
     values.check_trainer,
     values.check_switched_off,
     values.check_no_effect,
+    # What does not go together.
+    figures.check_world,
+    figures.check_batch_triple,
+    figures.check_loss_scale,
+    figures.check_buckets,
+    figures.check_optimizer,
+    figures.check_clipping,
+    figures.check_learning_rate,
+    figures.check_betas_order,
+    figures.check_difficulties,
+    figures.check_whole_numbers,
+    figures.check_schedule,
+    figures.check_schedule_length,
+    refusals.check_same_key,
+    refusals.check_betas,
+    refusals.check_rules,
+    check_advice,
 )
-# What does not go together.
-_TOGETHER: Final[tuple[Check, ...]] = (
-    ranks.check_world,
-    ranks.check_batch_missing,
-    ranks.check_batch_triple,
-    precision.check_both,
-    precision.check_loss_scale,
-    precision.check_master_weights,
-    precision.check_data_types,
-    precision.check_autocast,
-    zero.check_offload,
-    zero.check_partial_offload,
-    zero.check_grad_norm,
-    zero.check_reduce_scatter,
-    zero.check_buckets,
-    zero.check_refused_together,
-    ranks.check_zero,
-    ranks.check_block,
-    ranks.check_autotp,
-    ranks.check_autotp_off,
-    ranks.check_timers,
-    ranks.check_clipping,
-    ranks.check_accumulation,
-    optimizer.check_name,
-    optimizer.check_untested,
-    optimizer.check_clipping,
-    optimizer.check_betas,
-    optimizer.check_adam,
-    optimizer.check_amsgrad,
-    optimizer.check_parameters,
-    optimizer.check_same_key,
-    optimizer.check_zenflow,
-    optimizer.check_compile,
-    together.check_conflicts,
-    together.check_pairs,
-    together.check_nvme_buffers,
-    other.check_learning_rate,
-    other.check_weight_decay,
-    other.check_epsilon,
-    other.check_betas_order,
-    other.check_counts,
-    other.check_difficulties,
-    optimizer.check_whole_numbers,
-    optimizer.check_offload,
-    optimizer.check_client,
-    optimizer.check_schedule,
-    optimizer.check_wrapped,
-    optimizer.check_warmup,
-    optimizer.check_cycle,
-    other.check_clipping_default,
-    other.check_activation_checkpointing,
-    other.check_profiler,
-)
-# What dsx refuses besides.
-_DSX: Final[tuple[Check, ...]] = (
-    ranks.check_taken_over,
-    ranks.check_precision,
-    ranks.check_zenflow,
-    ranks.check_optimizer,
-    ranks.check_schedule_length,
-)
-
-CHECKS: Final[tuple[Check, ...]] = (*_KEYS, *_TOGETHER)
-DSX_CHECKS: Final[tuple[Check, ...]] = (*CHECKS, *_DSX)
 
 
 # Values that are "auto": with batch keys among them, and anyhow.
@@ -141,7 +115,7 @@ class Report:
 
 
 def examine(
-    config: str | Path | Mapping[str, Any] | Source,
+    config: str | File | Mapping[str, Any] | Source,
     *,
     world_size: int | None = None,
     runner: Runner | None = None,
@@ -169,7 +143,6 @@ def examine(
     number = _number(version)
     looked_at = context(
         source,
-        table(reference.KEYS, reference.BLOCKS),
         runner=who,
         version=number,
         world_size=world_size,
@@ -177,13 +150,28 @@ def examine(
         client_optimizer=client_optimizer,
         guessed=runner is None,
     )
-    checks = DSX_CHECKS if who == "dsx" else CHECKS
-    found = [finding for check in checks for finding in check(looked_at)]
+    found = [finding for check in CHECKS for finding in check(looked_at)]
     if from_version is not None:
         # Said as a change, it need not be said as a default.
         found = [finding for finding in found if finding.check != "clipping-default"]
-        found += changes(looked_at, parse_version(from_version))
+        found += _changes(looked_at, parse_version(from_version))
     return Report(source, who, runner is None, number, ordered(found))
+
+
+def _changes(context: Context, old: Version) -> Iterator[Finding]:
+    """A warning for each change of behaviour since ``old`` that this config sees.
+
+    Its edit is safe in that it keeps what the config does under ``old``.
+    """
+    for row in sorted(_advice()["change"], key=lambda row: parse_version(row["since"])):
+        seen = all(map(context.holds, map(condition, row["when"])))
+        if not old < parse_version(row["since"]) <= context.version or not seen:
+            continue
+        path, before = tuple(row["key"].split(".")), row["old"]
+        word = json.dumps(before) if isinstance(before, bool) else f"{before:g}"
+        fix = f'write "{path[-1]}": {word} for the behaviour of {shown(old)}, or leave it'
+        why = f"since {row['since']}: {row['what']}"
+        yield context.find("behaviour", "warning", path, why, fix, Edit("set", path, before), safe=True)
 
 
 def ordered(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -227,16 +215,16 @@ def _number(given: Version | str | None) -> Version:
     return parse_version(given) if isinstance(given, str) else given
 
 
-def _source(config: str | Path | Mapping[str, Any] | Source) -> Source:
+def _source(config: str | File | Mapping[str, Any] | Source) -> Source:
     if isinstance(config, Source):
         return config
     if isinstance(config, Mapping):
         return from_mapping(config)
     if isinstance(config, str) and ("{" in config or "\n" in config):
         return from_text(config)
-    return read(Path(config))
+    return read(File(config))
 
 
-def read(path: Path) -> Source:
+def read(path: File) -> Source:
     """The config in a file. Raises ConfigError."""
     return from_text(read_text(path), str(path))

@@ -14,9 +14,9 @@ from functools import reduce
 from pathlib import Path as File
 from typing import Any
 
-from dsx.doctor.context import step
-from dsx.doctor.finding import ABSENT, Edit, Finding, Path, dotted
-from dsx.doctor.source import Member, Node, from_text, parse, same
+from dsx.config.document import Member, Node, from_text, parse, same
+from dsx.config.refusals import ABSENT, Edit, Finding, step
+from dsx.config.wording import Path, dotted
 from dsx.errors import ConfigError
 
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsx.config.deepspeed import is_bf16, zero_stage
-from dsx.config.load import read
+from dsx.config.deepspeed import is_bf16, pipeline_problems, zero_stage
+from dsx.config.load import raise_all, read
+from dsx.config.refusals import is_number
 from dsx.config.run import RunConfig
+from dsx.config.wording import at
 from dsx.errors import ConfigError
 from dsx.parallel.mesh import Mesh
 
@@ -54,8 +56,7 @@ def settings_of(config: Config | None, args: Any, mesh: Mesh) -> Settings:
         deepspeed = copy.deepcopy(dict(source.deepspeed))
     else:
         deepspeed = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read(Path(source))
-    _refuse(deepspeed)
-    _refuse_zero(deepspeed.get("zero_optimization", {}), mesh)
+    _refuse(deepspeed, mesh)
     stage, clipping = zero_stage(deepspeed), deepspeed.get("gradient_clipping", 1.0)
     if stage == 0 and not is_bf16(deepspeed):
         deepspeed["gradient_clipping"] = 0.0  # clipped by ReplicatedAdapter, by the whole model's norm
@@ -77,8 +78,8 @@ def settings_of(config: Config | None, args: Any, mesh: Mesh) -> Settings:
     return Settings(deepspeed=deepspeed, zero_stage=stage, clipping=float(clipping))
 
 
-def _refuse(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what DeepSpeed would take, or ignore, and a pipeline cannot do."""
+def _refuse(config: Mapping[str, Any], mesh: Mesh) -> None:
+    """Raise ConfigError for what DeepSpeed would take, or ignore, and a pipeline at this mesh cannot do."""
     if "dsx" in config:
         raise ConfigError(
             'config["dsx"]',
@@ -87,42 +88,12 @@ def _refuse(config: Mapping[str, Any]) -> None:
         )
     for key in ("zero_optimization", "bf16", "bfloat16", "fp16", "pipeline", "torch_autocast", "timers"):
         if not isinstance(config.get(key, {}), Mapping):
-            raise ConfigError(f"{key} = {config[key]!r}", "it must be an object", f'write "{key}": {{...}}')
-    if config.get("fp16", {}).get("enabled", False):
-        raise ConfigError(
-            "fp16.enabled = true",
-            "dynamic loss scaling is not supported across pipeline stages",
-            'use "bf16": {"enabled": true}',
-        )
-    autocast = config.get("torch_autocast", {})
-    if autocast.get("enabled", False) and autocast.get("dtype") not in ("bfloat16", "bf16"):
-        raise ConfigError(
-            f"torch_autocast.dtype = {autocast.get('dtype')!r}",
-            "float16 needs loss scaling, which is not supported across pipeline stages",
-            'use "dtype": "bfloat16"',
-        )
+            raise ConfigError(at(key, config[key]), "it must be an object", f'write "{key}": {{...}}')
     clipping = config.get("gradient_clipping", 1.0)
-    if isinstance(clipping, bool) or not isinstance(clipping, int | float) or clipping < 0:
-        raise ConfigError(
-            f"gradient_clipping = {clipping!r}", "not a norm", "use a positive number, or 0 for none"
-        )
-
-
-def _refuse_zero(zero: Mapping[str, Any], mesh: Mesh) -> None:
-    """Raise ConfigError for what ZeRO does wrongly, or in ways not checked, beside other axes than dp."""
-    if _device(zero, "offload_optimizer") == "nvme":
-        raise ConfigError(
-            'zero_optimization.offload_optimizer.device = "nvme"',
-            "gradients on NVMe are out of reach when the norm over the pipeline is taken",
-            'use "cpu"',
-        )
-    for key, off in (("zero_hpz_partition_size", 1), ("zero_quantized_gradients", False)):
-        if zero.get(key, off) != off and mesh.dp != mesh.size:
-            raise ConfigError(
-                f"zero_optimization.{key} = {zero[key]}",
-                "DeepSpeed would group ranks of different tensor and pipeline coordinates",
-                f"use {off}, or tensor and pipeline degrees of 1",
-            )
+    if not is_number(clipping) or clipping < 0:
+        fix = "use a positive number, or 0 for none"
+        raise ConfigError(at("gradient_clipping", clipping), "not a norm", fix)
+    raise_all("config", pipeline_problems(config, mesh))
 
 
 def _device(zero: Mapping[str, Any], block: str) -> str:

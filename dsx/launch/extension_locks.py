@@ -27,15 +27,23 @@ class ExtensionLock:
     age_seconds: float
     builder: int | None
 
-    def text(self) -> str:
-        """One line for people, and what to do."""
+    @property
+    def why(self) -> str:
+        """What it does to a run."""
         age = f"{self.path} is {self.age_seconds / 60:,.0f} minutes old"
         if self.builder is not None:
             return f"{age}; process {self.builder} builds there: runs that need it wait for it"
-        return (
-            f"{age} and no process of this machine builds there: runs that need it wait for ever. "
-            "Fix: delete it, if no other machine builds in that folder"
-        )
+        return f"{age} and no process of this machine builds there: runs that need it wait for ever"
+
+    @property
+    def fix(self) -> str:
+        """What to do."""
+        built_by_another = "delete it, if no other machine builds in that folder"
+        return "wait for the build" if self.builder is not None else built_by_another
+
+    def text(self) -> str:
+        """One line for people, with what to do about a lock that nobody holds."""
+        return self.why if self.builder is not None else f"{self.why}. Fix: {self.fix}"
 
 
 def extensions_folder(environment: Mapping[str, str] | None = None) -> Path:

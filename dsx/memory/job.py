@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsx.config.load import at
 from dsx.config.run import RunConfig
+from dsx.config.wording import at
 from dsx.errors import ConfigError
 from dsx.memory.estimate import Job, enough_micro_batches
 from dsx.memory.ops import DeviceKind

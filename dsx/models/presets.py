@@ -5,7 +5,7 @@ The published ones repeat the ``config.json`` of the model on the Hugging Face h
 
 from __future__ import annotations
 
-from dsx.config.load import at, either, suggest
+from dsx.config.wording import at, either, suggest
 from dsx.errors import ConfigError
 from dsx.models.family import Preset
 from dsx.models.hf_config import FAMILIES

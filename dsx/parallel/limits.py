@@ -1,6 +1,7 @@
 """Why a degree, or a combination of settings, cannot be: one table for all who choose or check a layout.
 
-The config's resolution, the planner, an elastic restart and the conversion of a checkpoint ask it. Pure data.
+The config's resolution, the planner, an elastic restart and the conversion of a checkpoint ask it. What of
+DeepSpeed's own keys does not go with a mesh stands in the table of :mod:`dsx.config.refusals`. Pure data.
 """
 
 from __future__ import annotations
@@ -11,9 +12,6 @@ from typing import Any
 
 from dsx.models.spec import ModelSpec
 from dsx.schedules.builders import default_chunks, placement_of
-
-WHOLE_MATRIX_OPTIMIZERS = frozenset({"lamb", "muon"})
-"""Their update of an element depends on the whole matrix, of which a tensor-parallel rank has a part."""
 
 _MANY = 8  # Numbers to list in a message.
 
@@ -37,8 +35,6 @@ class Asked:
         zero_stage: ZeRO stage.
         reduce: ``dsx.zero.reduce``.
         keep_gathered_bytes: ``dsx.zero.keep_gathered_bytes``.
-        secondary_partition: ``zero_optimization.zero_hpz_partition_size``.
-        optimizer: Type of the optimizer.
         ranks_do: How the ranks are called where they do not divide.
         layers_are: What the layers are called.
     """
@@ -57,8 +53,6 @@ class Asked:
     zero_stage: int | None = None
     reduce: str | None = None
     keep_gathered_bytes: int | None = None
-    secondary_partition: int | None = None
-    optimizer: str | None = None
     ranks_do: str = "the world size {} does"
     layers_are: str = "layers"
 
@@ -188,19 +182,6 @@ def _unshared(global_batch: int, data: int, micro_batch: int) -> str | None:
     return f"the global batch {global_batch} does not divide by micro-batches of it on {data} ranks"
 
 
-def _whole_matrix(optimizer: str, tensor: int) -> str | None:
-    if tensor == 1 or optimizer.lower() not in WHOLE_MATRIX_OPTIMIZERS:
-        return None
-    return f"its update needs whole matrices, which dsx.parallel.tensor = {tensor} cuts"
-
-
-def _mixed_partition(secondary_partition: int, tensor: int, pipeline: int) -> str | None:
-    """DeepSpeed groups them by world rank (deepspeed/utils/groups.py, _create_zero_param_parallel_group)."""
-    if secondary_partition == 1 or tensor * pipeline == 1:
-        return None
-    return "DeepSpeed would group ranks of different tensor and pipeline coordinates"
-
-
 def _fixed_reduction(reduce: str, zero_stage: int) -> str | None:
     if reduce != "micro_batch" or zero_stage == 2:
         return None
@@ -246,13 +227,6 @@ _RULES = (
         "use at most {most}, or a smaller dsx.parallel.pipeline",
     ),
     _Rule("micro_batch", ("global_batch", "data", "micro_batch"), _unshared),
-    _Rule("optimizer", ("optimizer", "tensor"), _whole_matrix, 'use "AdamW", or dsx.parallel.tensor = 1'),
-    _Rule(
-        "secondary_partition",
-        ("secondary_partition", "tensor", "pipeline"),
-        _mixed_partition,
-        "use 1, or tensor and pipeline degrees of 1",
-    ),
     _Rule("reduce", ("reduce", "zero_stage"), _fixed_reduction, 'use "step", or ZeRO stage 2'),
     _Rule(
         "keep_gathered_bytes",

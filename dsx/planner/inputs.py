@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
-from dsx.config.load import either, load, read
+from dsx.config.load import load, read
 from dsx.config.ordinary import complete
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.config.sources import find_model
+from dsx.config.wording import either
 from dsx.errors import ConfigError, DsxError
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dsx.config.cuts import cut_layers
-from dsx.config.load import at
 from dsx.config.run import PENDING, RunConfig
 from dsx.config.schema import MEASURE, DsxConfig, PartitionConfig
+from dsx.config.wording import at
 from dsx.errors import ConfigError, LayoutError, ScheduleError
 from dsx.models.spec import ModelSpec, Recompute
 from dsx.parallel.mesh import Mesh

@@ -1,4 +1,4 @@
-"""The sets of dsx.doctor.reference.optimizer_names and the batch arithmetic against DeepSpeed's own."""
+"""The names of optimizers in the table of refusals and the batch arithmetic against DeepSpeed's own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsx.config.batch import resolve_batch
-from dsx.doctor.reference import optimizer_names as keys
+from dsx.config.refusals import names, refused
 from dsx.errors import ConfigError
 
 
@@ -18,18 +18,25 @@ def test_optimizers():
         for name, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
     } - {"Optimizer"}
-    assert {name.lower() for name in keys.OPTIMIZERS} == set(DEEPSPEED_OPTIMIZERS)
-    assert optimizers == keys.TORCH_OPTIMIZERS
+    assert {name.lower() for name in names("deepspeed")} == set(DEEPSPEED_OPTIMIZERS)
+    assert optimizers == names("torch")
 
 
 def test_zero_tested_optimizers():
     from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
-    names = {optimizer.__name__.lower() for optimizer in ZERO_SUPPORTED_OPTIMIZERS}
-    names = {name.removeprefix("deepspeed").removeprefix("zenflow") for name in names}
-    names = {name.removeprefix("cpu").removeprefix("fused") for name in names}
+    theirs = {optimizer.__name__.lower() for optimizer in ZERO_SUPPORTED_OPTIMIZERS}
+    theirs = {name.removeprefix("deepspeed").removeprefix("zenflow") for name in theirs}
+    theirs = {name.removeprefix("cpu").removeprefix("fused") for name in theirs}
     # Muon joins the list inside is_zero_supported_optimizer.
-    assert names | {"muon"} == keys.ZERO_TESTED_OPTIMIZERS
+    assert theirs | {"muon"} == names("tested")
+
+
+def test_every_other_optimizer_is_said_to_be_untested():
+    (row,) = [rule for rule in refused() if rule.check == "optimizer-untested"]
+    (said,) = [condition.value for condition in row.when if condition.key == "optimizer.type"]
+    known = {name.lower() for name in names("deepspeed") | names("torch")}
+    assert set(said) == known - names("tested")
 
 
 @pytest.mark.parametrize("train", [None, 8, 12, 64])

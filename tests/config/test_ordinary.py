@@ -10,9 +10,9 @@ import pytest
 from transformers import LlamaConfig, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
+from dsx.config.keys import reference
 from dsx.config.ordinary import complete
 from dsx.config.resolve import resolve
-from dsx.doctor.reference import KEYS
 from dsx.errors import ConfigError
 from dsx.models.presets import find_preset
 
@@ -110,7 +110,9 @@ ASKED = {
 DROPPED = {"zero_optimization.offload_param.nvme_path", "zero_optimization.offload_optimizer.nvme_path"}
 
 
-@pytest.mark.parametrize("key", sorted({key.path for key in KEYS if key.trainer_auto} - {"train_batch_size"}))
+@pytest.mark.parametrize(
+    "key", sorted({key.path for key in reference().rows if key.trainer_auto} - {"train_batch_size"})
+)
 def test_every_auto_is_filled_in_or_asked_for(key):
     """Of all keys for which dsx check lets the Trainer's "auto" stand."""
     content = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 5e-5}}}

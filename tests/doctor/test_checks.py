@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import re
+import tomllib
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from dsx.doctor import examine, other_names, reference
-from dsx.doctor.checks import optimizer, other, values
-from dsx.doctor.context import context
-from dsx.doctor.examine import CHECKS, DSX_CHECKS
-from dsx.doctor.finding import dotted
-from dsx.doctor.source import from_mapping
-from dsx.doctor.table import table
+from dsx.config.document import from_mapping
+from dsx.config.keys import reference
+from dsx.config.refusals import By, context, refused
+from dsx.config.wording import dotted
+from dsx.doctor import examine, figures, unknown, values
+from dsx.doctor.examine import CHECKS, advice
 
 BASE = {
     "train_micro_batch_size_per_gpu": 2,
@@ -444,14 +447,21 @@ def test_other_names_lead_to_keys():
     """What the doctor proposes exists; what it calls dsx's own is dsx's."""
     from dsx.config.schema import DsxConfig
 
-    rows = table(reference.KEYS, reference.BLOCKS)
-    paths = {key.path for key in reference.KEYS if key.status == "live"}
-    assert set(other_names.KEYS.values()) <= paths
-    assert not set(other_names.KEYS) & {path for path in paths if "." not in path}
-    assert set(other_names.SCHEDULES.values()) <= set(rows.key("scheduler.type").choices)
-    for (block, word), name in other_names.INSIDE.items():
-        assert f"{block}.{name}" in paths if name else (block, word) in other_names.NOTHING
-    assert set(DsxConfig.model_fields) >= other_names.DSX
+    with (Path(unknown.__file__).parent / "names.toml").open("rb") as file:
+        names = tomllib.load(file)
+    table = reference()
+    paths = {key.path for key in table.rows if key.status == "live"}
+    assert set(names["keys"]) <= paths
+    assert not set(unknown.other_names("keys")) & {path for path in paths if "." not in path}
+    assert set(names["schedules"]) <= set(table.key("scheduler.type").choices)
+    for row in names["inside"]:
+        assert ("key" in row) != ("fix" in row)
+        assert all(f"{block}.{row['key']}" in paths for block in row["blocks"] if "key" in row)
+    assert set(DsxConfig.model_fields) >= set(names["dsx"])
+    words = [word for group in ("keys", "schedules") for each in names[group].values() for word in each]
+    words += [word for row in names["outside"] for word in row["words"]]
+    words += [(block, word) for row in names["inside"] for block in row["blocks"] for word in row["words"]]
+    assert len(set(words)) == len(words) - len({"gradient_clipping"} & set(words))
 
 
 def test_the_base_is_right():
@@ -461,28 +471,36 @@ def test_the_base_is_right():
 
 def test_every_kind_of_finding_has_a_case():
     """Each check function is the source of at least one finding above; some need a file, or a dsx block."""
-    speaking = set()
+    speaking, rules = set(), set()
     for *_, wrong, _right, arguments in CASES:
         extra = {key: value for key, value in arguments.items() if key not in ("version", "runner")}
         number = tuple(map(int, arguments.get("version", "0.19.8").split(".")))
         looked_at = context(
             from_mapping(changed(wrong)),
-            table(reference.KEYS, reference.BLOCKS),
             runner=arguments.get("runner", "deepspeed"),
             version=number,
             **extra,
         )
         speaking |= {check for check in CHECKS if any(True for _ in check(looked_at))}
-    silent = {check for check in DSX_CHECKS if check not in speaking}
-    assert silent == {
-        other.check_duplicates,
-        other.check_syntax,
+        rules |= {rule.check for rule in (*refused(), *advice()) if rule.finding(looked_at) is not None}
+    assert set(CHECKS) - speaking == {
+        values.check_duplicates,
+        values.check_syntax,
         values.check_trainer,
-        optimizer.check_whole_numbers,
-        *under_dsx_checks(),
+        figures.check_whole_numbers,
     }
+    assert {rule.check for rule in (*refused(), *advice())} == rules
 
 
-def under_dsx_checks():
-    """What test_refusals_deepspeed.py shows."""
-    return set(DSX_CHECKS) - set(CHECKS)
+def test_every_row_is_about_keys_that_there_are():
+    """A key or a condition that is misspelt would hold for no config, and nobody would see it."""
+    table = reference()
+    known = {key.path for key in table.rows}
+    facts = {"run.dtype", "run.pipeline", "run.client_optimizer", "mesh.tp", "mesh.dp", "mesh.size"}
+    for rule in (*refused(), *advice()):
+        assert set(rule.key.split("|")) <= known, rule
+        assert rule.by in get_args(By)
+        assert not re.search(r"<\w+>", rule.why + rule.fix), rule
+        others = {str(each.value)[1:] for each in rule.when if str(each.value).startswith("@")}
+        assert {each.key for each in rule.when} | others <= known | facts, rule
+        assert set(re.findall(r"\{([a-z][\w.]*)\}", rule.why + rule.fix)) <= known | facts, rule

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from dsx.doctor import examine
-from dsx.doctor.machine import check_locks
+from dsx.doctor.run import check_locks
 
 BATCH = {"train_micro_batch_size_per_gpu": 1}
 

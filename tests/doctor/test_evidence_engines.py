@@ -10,8 +10,8 @@ import pytest
 import real_engines
 
 import ranks
+from dsx.config.wording import dotted
 from dsx.doctor import examine
-from dsx.doctor.finding import dotted
 from often import often
 
 # Name -> (number in the list, the doctor's check, its key, severities that are honest, DeepSpeed's error,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dsx.config.wording import dotted
 from dsx.doctor import examine
-from dsx.doctor.finding import dotted
 
 LINES = (Path(__file__).parent / "threads.txt").read_text().splitlines()[1:]
 THREADS = {line.split(" | ", 1)[0]: line.split(" | ", 3)[1:] for line in LINES}

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from dsx.config.refusals import refused
 from dsx.doctor import examine
-from dsx.doctor.checks.together import CONFLICTS
+from dsx.doctor.examine import advice
 
 WORLD = 8
 # Values of AutoEP's keys and of those that they depend on; the first is the default.
@@ -102,7 +103,9 @@ def test_every_conflict_names_a_file_of_deepspeed():
     import deepspeed
 
     root = Path(deepspeed.__file__).parent
-    for conflict in CONFLICTS:
+    rules = [rule for rule in (*refused(), *advice()) if rule.where]
+    assert {rule.check for rule in refused() if not rule.where} >= {"nvme-path"}
+    for conflict in rules:
         path, _, function = conflict.where.partition(": ")
         assert (root / path).exists(), conflict.where
         assert not function or f"def {function}(" in (root / path).read_text()

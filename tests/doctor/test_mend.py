@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsx.config.document import from_text
 from dsx.doctor import examine
 from dsx.doctor.mend import mend, settle
-from dsx.doctor.source import from_text
 from dsx.errors import ConfigError
 
 BASE = {

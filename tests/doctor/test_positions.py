@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsx.doctor.finding import Edit
+from dsx.config.document import PositionError, from_text, parse, same
+from dsx.config.refusals import Edit
 from dsx.doctor.mend import apply_to_config, apply_to_text
-from dsx.doctor.source import PositionError, from_text, parse, same
 from dsx.errors import ConfigError
 
 TEXTS = {

@@ -16,9 +16,9 @@ from typing import get_args, get_origin
 import pytest
 import torch
 
-from dsx.doctor.key import REQUIRED
-from dsx.doctor.reference import BLOCKS, KEYS
+from dsx.config.keys import REQUIRED, reference
 
+KEYS, BLOCKS = reference().rows, reference().objects
 ROWS = {(key.path, key.variant): key for key in KEYS}
 MODELS = {
     "zero_optimization": "runtime.zero.config.DeepSpeedZeroConfig",
@@ -605,6 +605,6 @@ def test_rows_are_whole():
 
 
 def test_loads_without_torch_and_pydantic():
-    statement = "import sys; from dsx.doctor.reference import KEYS; print(*sys.modules)"
+    statement = "import sys; from dsx.config.keys import reference; reference(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, check=True)
     assert not {"torch", "pydantic", "numpy", "deepspeed"} & set(done.stdout.split())

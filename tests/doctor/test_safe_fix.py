@@ -16,9 +16,9 @@ from test_evidence_mutations import mutants, typo
 from test_evidence_valid import VALID
 from test_mend import BASE, MISTAKES
 
+from dsx.config.document import from_text
 from dsx.doctor import examine
 from dsx.doctor.mend import settle
-from dsx.doctor.source import from_text
 from often import often
 
 # Taken by DeepSpeedConfig as it is written, and fatal when the engine is made or takes its first step: the

@@ -1,15 +1,20 @@
-"""``dsx check --explain KEY``: what the reference says of one key of DeepSpeed's JSON."""
+"""``dsx check --explain KEY``: what the reference says of one key of DeepSpeed's JSON.
+
+It knows keys that DeepSpeed's documentation still describes though 0.19.8 refuses their block as a whole,
+too; the doctor reports the block.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path as File
 from typing import Any, Final
 
-from dsx.doctor.context import describe
-from dsx.doctor.key import REQUIRED, Key, KeyBlock, NoEffect, When
-from dsx.doctor.reference.table import BLOCKS, DOCUMENTED, KEYS
+from dsx.config.keys import REQUIRED, Key, KeyBlock, NoEffect, When, describe, reference
 from dsx.errors import ConfigError
 
 _OPERATORS: Final = {
@@ -21,7 +26,34 @@ _OPERATORS: Final = {
     ">=": "is at least",
 }
 _MOST_SHOWN: Final = 12
-_ALL: Final = (*KEYS, *DOCUMENTED)
+
+
+@cache
+def documented() -> tuple[Key, ...]:
+    """Keys that DeepSpeed's documentation still describes, inside blocks that are refused as a whole."""
+    return tuple(_documented())
+
+
+def _documented() -> Iterator[Key]:
+    content = tomllib.loads((File(__file__).parent / "documented.toml").read_text(encoding="utf-8"))
+    for block in content["block"]:
+        for name, effect in block["effects"].items():
+            yield Key(
+                path=f"{block['path']}.{name}",
+                kinds=("any",),
+                default=None,
+                effect=effect,
+                source="docs/_pages/config-json.md",
+                variant=block.get("variant", ""),
+                status="removed",
+                until=block["until"],
+                replacement=block["replacement"],
+            )
+
+
+@cache
+def _all() -> tuple[Key, ...]:
+    return (*reference().rows, *documented())
 
 
 def explain(path: str) -> str:
@@ -57,12 +89,12 @@ def explain_json(path: str) -> dict[str, Any]:
 def _found(path: str) -> list[list[Key]]:
     """Rows of the one key (with its variants), or of a whole optimizer or scheduler, grouped by key."""
     word = path.strip().strip(".")
-    rows = [key for key in _ALL if word in _spellings(key)]
+    rows = [key for key in _all() if word in _spellings(key)]
     if not rows:
-        rows = [key for key in _ALL if any(name.endswith(f".{word}") for name in _spellings(key))]
+        rows = [key for key in _all() if any(name.endswith(f".{word}") for name in _spellings(key))]
     if not rows and word:
         # By itself, so that it needs no unique end: WarmupLR.
-        rows = [key for key in _ALL if key.variant == word.lower()]
+        rows = [key for key in _all() if key.variant == word.lower()]
         return [[key] for key in rows] if rows else _unknown(path)
     # What DeepSpeed still has is meant, where a former block had a key of that name, too.
     rows = [key for key in rows if key.status != "removed"] or rows
@@ -83,7 +115,7 @@ def _spellings(key: Key) -> list[str]:
 
 def _unknown(path: str) -> list[list[Key]]:
     """Raise a ConfigError with the nearest keys."""
-    names = {name: key.path for key in _ALL for name in (*_spellings(key), key.path.rpartition(".")[2])}
+    names = {name: key.path for key in _all() for name in (*_spellings(key), key.path.rpartition(".")[2])}
     near = difflib.get_close_matches(path.lower(), names, n=3, cutoff=0.7)
     likely = " or ".join(dict.fromkeys(names[name] for name in near))
     fix = f"write {likely}, if that is meant" if near else "see `dsx check --help`"
@@ -97,7 +129,7 @@ def _text(rows: Sequence[Key]) -> str:
     lines += [("ignored", _cause(cause)) for cause in key.no_effect]
     lines += [('"auto"', text) for text in _auto(key)]
     lines += [("history", text) for text in _history(key)]
-    block = next((block for block in BLOCKS if block.path == key.path), None)
+    block = next((block for block in reference().objects if block.path == key.path), None)
     if block is not None:
         lines.append(("keys", _members(key.path)))
         lines.append(("unknown", _UNKNOWN[block.unknown]))
@@ -164,12 +196,15 @@ def _history(key: Key) -> Iterable[str]:
 
 def _members(path: str) -> str:
     """Names of the keys right inside a block."""
-    names = [key.path.removeprefix(f"{path}.") for key in _ALL if key.path.startswith(f"{path}.")]
+    names = [key.path.removeprefix(f"{path}.") for key in _all() if key.path.startswith(f"{path}.")]
     return ", ".join(dict.fromkeys(name for name in names if "." not in name)) or "any"
 
 
 def _json(key: Key) -> dict[str, Any]:
-    block = next((block for block in BLOCKS if (block.path, block.variant) == (key.path, key.variant)), None)
+    block = next(
+        (block for block in reference().objects if (block.path, block.variant) == (key.path, key.variant)),
+        None,
+    )
     return {
         "path": key.path,
         "variant": key.variant or None,

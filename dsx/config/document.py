@@ -1,9 +1,7 @@
-"""A config file as the doctor reads it: its values, and the place of each key in the text.
+"""The text of a config file: its values, and where each key and value stands, for messages and edits.
 
-Where each key and value of an HJSON text is: a parser that keeps offsets, for messages and edits.
-
-It reads what the ``hjson`` package reads, with which DeepSpeed loads its configs, and gives the same values
-(tests compare the two). Strict JSON is HJSON too.
+The parser reads what the ``hjson`` package reads, with which DeepSpeed loads its configs, and gives the same
+values (tests compare the two). Strict JSON is HJSON too.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ from typing import Any, Literal, NoReturn
 
 import hjson
 
-from dsx.config.wording import show
-from dsx.doctor.finding import Path, dotted
+from dsx.config.wording import Path, dotted, show
 from dsx.errors import ConfigError
 
 # Half of a pair of UTF-16 units, which is no character: \ud83d without \ude00 behind it.
@@ -439,7 +436,7 @@ def from_text(text: str, name: str = "config") -> Source:
 def _refuse(source: Source, problems: Iterable[Unusable]) -> None:
     for problem in problems:
         line = source.place(problem.path)
-        where = f"{source.name}, line {line[0]}, column {line[1]}" if line else source.name
+        where = _where(source.name, *line) if line else source.name
         raise ConfigError(f"{where}: {problem.key}".removesuffix(": "), problem.what, problem.fix)
 
 
@@ -465,6 +462,11 @@ def same(one: object, other: object) -> bool:
     return type(one) is type(other) and one == other
 
 
+def _where(name: str, line: int, column: int) -> str:
+    """A place in a file, or in the only one that is spoken of."""
+    return f"{name}, line {line}, column {column}".removeprefix(", ")
+
+
 def _syntax_error(text: str, name: str, error: Exception) -> ConfigError:
     """Where the text stops being HJSON, in words that say what to look for."""
     try:
@@ -484,9 +486,7 @@ def _syntax_error(text: str, name: str, error: Exception) -> ConfigError:
     column = offset - (text.rfind("\n", 0, offset) + 1) + 1
     lines = text.splitlines()
     shown = f": {lines[line - 1].strip()[:60]}" if line <= len(lines) else ""
-    return ConfigError(
-        f"{name}, line {line}, column {column}", f"not JSON ({message}){shown}", "mend the syntax there"
-    )
+    return ConfigError(_where(name, line, column), f"not JSON ({message}){shown}", "mend the syntax there")
 
 
 def _offset(root: Node, path: Path) -> int | None:

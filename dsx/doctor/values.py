@@ -1,4 +1,4 @@
-"""Values against the reference: type, range, choice, quotes, null, "auto"; and keys without effect."""
+"""Values against the reference: type, range, choice, quotes, null, "auto"; old names, keys without effect."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from dsx.config.wording import plain, show, suggest
-from dsx.doctor.context import (
-    ACCUMULATION,
-    MICRO,
+from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
+from dsx.config.document import same
+from dsx.config.keys import REQUIRED, Key, NoEffect, Slot, ValueVerdict, converted, judge, shown, version
+from dsx.config.refusals import (
+    ABSENT,
+    OWN_RANGES,
+    RANGES,
     STAGE,
-    TRAIN,
     Context,
-    ValueVerdict,
-    converted,
-    judge,
-    python_word,
+    Edit,
+    Finding,
+    Severity,
+    is_tuned,
 )
-from dsx.doctor.finding import Edit, Finding, Severity, dotted
-from dsx.doctor.key import REQUIRED, Key, NoEffect
-from dsx.doctor.table import Slot
+from dsx.config.wording import dotted, plain, show, suggest
 
 # Examples for blocks that are written as something else than an object.
 _EXAMPLES = {
@@ -30,9 +30,8 @@ _EXAMPLES = {
     "zero_optimization.offload_optimizer": '{"device": "cpu"}',
     "zero_optimization.offload_param": '{"device": "cpu"}',
 }
-_RANGES = ("out-of-range", "not-a-choice")
-# Judged by checks of their own: names in some spelling, and bounds that hold for dynamic scaling only.
-_OWN_RANGES = frozenset({"optimizer.type", "scheduler.type", "fp16.loss_scale_window", "fp16.min_loss_scale"})
+# Names in some spelling, which have checks of their own.
+_NAMES = frozenset({"optimizer.type", "scheduler.type"})
 # Where DeepSpeed asks for a bool by name (runtime/pipe/engine.py, module_inject/auto_ep_config.py).
 _BOOLEANS = frozenset(
     {
@@ -61,7 +60,7 @@ def check_values(context: Context) -> Iterator[Finding]:
         if key is None or key.status in ("removed", "dead"):
             continue
         verdict = judge(slot.value, key)
-        if verdict.fault and _is_tuned(context, slot):
+        if verdict.fault and is_tuned(context, slot):
             continue
         if verdict.fault == "auto":
             yield from _auto(context, slot, key)
@@ -70,15 +69,8 @@ def check_values(context: Context) -> Iterator[Finding]:
             gone, refused = Edit("remove", slot.path), slot.block.types == "coerced"
             why = f"not {verdict.expected}"
             yield context.find("null", "error", slot.path, why, fix, gone, safe=refused)
-        elif verdict.fault and not (verdict.fault in _RANGES and slot.name in _OWN_RANGES):
+        elif verdict.fault and not (verdict.fault in RANGES and slot.name in OWN_RANGES | _NAMES):
             yield from _wrong(context, slot, key, verdict)
-
-
-def _is_tuned(context: Context, slot: Slot) -> bool:
-    """A list of values to try, or "auto" or "all", that the autotuner reads (autotuning/README.md)."""
-    tunable = slot.name in (TRAIN, MICRO, ACCUMULATION) or slot.name.startswith("zero_optimization.")
-    space = isinstance(slot.value, list) or slot.value in ("auto", "all")
-    return context.tunes and tunable and space
 
 
 def _wrong(context: Context, slot: Slot, key: Key, verdict: ValueVerdict) -> Iterator[Finding]:
@@ -86,7 +78,7 @@ def _wrong(context: Context, slot: Slot, key: Key, verdict: ValueVerdict) -> Ite
     works = slot.block.types == "coerced" and converted(slot.value, key) is not None
     if verdict.fault == "quoted":
         why = "quoted, where a number or true/false belongs"
-        if python_word(slot.value):
+        if _python_word(slot.value):
             why = "Python's spelling; here it is a string"
         if works and context.runner != "dsx":
             why += "; DeepSpeed converts it, other readers of the file may not"
@@ -166,7 +158,7 @@ def _type_words(slot: Slot, key: Key, verdict: ValueVerdict) -> tuple[str, str]:
     why = f"not {verdict.expected}"
     if isinstance(slot.value, str) and slot.value.lower() == "auto" and key.trainer_auto:
         return why, 'write "auto", in lower case, for transformers\' Trainer or Accelerate; else a value'
-    if python_word(slot.value):
+    if _python_word(slot.value):
         why += "; JSON writes null" if "None" in str(slot.value) else "; JSON writes true and false"
     return why, f"use {verdict.expected}"
 
@@ -301,3 +293,104 @@ def check_switched_off(context: Context) -> Iterator[Finding]:
             yield context.find(
                 "no-effect", "warning", slot.path, why, 'add "enabled": true, or remove the block'
             )
+
+
+def _python_word(value: object) -> bool:
+    """Whether the value is a Python constant that HJSON read as a string."""
+    return isinstance(value, str) and value.strip().rstrip(",") in ("True", "False", "None")
+
+
+def check_old_form(context: Context) -> Iterator[Finding]:
+    """``"zero_optimization": true``, which means stage 1."""
+    value = context.at(("zero_optimization",))
+    if isinstance(value, bool) and context.runner != "dsx":
+        edits = (Edit("set", ("zero_optimization",), {"stage": int(value)}),)
+        why = f"the form of before 2020; DeepSpeed takes it for stage {int(value)}"
+        yield context.find(
+            "deprecated",
+            "warning",
+            ("zero_optimization",),
+            why,
+            f'write {{"stage": {int(value)}}}',
+            *edits,
+            safe=True,
+        )
+
+
+def check_deprecated(context: Context) -> Iterator[Finding]:
+    """Keys that still work under a new name (bfloat16 is precision's)."""
+    for slot in context.slots:
+        key = slot.key
+        if key is None or key.status != "deprecated" or key.path == "bfloat16":
+            continue
+        target = tuple(key.replacement.split(".")) if key.replacement else ()
+        if target and context.at(target) is not ABSENT:
+            why = f"{key.replacement} replaces it, and is given too: DeepSpeed stops with an assertion"
+            gone, safe = Edit("remove", slot.path), _says_the_same(slot, context.at(target))
+            yield context.find("deprecated", "error", slot.path, why, "remove it", gone, safe=safe)
+            continue
+        fix = f"use {key.replacement}" if key.replacement else "remove it"
+        why = "deprecated; DeepSpeed still reads it"
+        yield context.find("deprecated", "warning", slot.path, why, fix, *_renewed(slot, target), safe=True)
+
+
+def _says_the_same(slot: Slot, new: object) -> bool:
+    """Whether the replacement of a deprecated key, which is there too, holds what the key asks for."""
+    if isinstance(slot.value, bool) and isinstance(new, dict):
+        return slot.value == (new.get("device", "none") not in ("none", None))
+    return same(slot.value, new)
+
+
+def _renewed(slot: Slot, target: tuple[str, ...]) -> tuple[Edit, ...]:
+    """Edits from a deprecated key to its replacement, where their values mean the same."""
+    if not target:
+        return ()
+    if target[-1] in ("offload_optimizer", "offload_param"):
+        gone = Edit("remove", slot.path)
+        if slot.value is not True:
+            return (gone,) if slot.value is False else ()
+        return (
+            (gone, Edit("set", target, {"device": "cpu"}))
+            if slot.path[-1] != "cpu_offload_use_pin_memory"
+            else ()
+        )
+    if slot.path[:-1] == target[:-1]:
+        return (Edit("rename", slot.path, target[-1]),)
+    return (Edit("remove", slot.path), Edit("set", target, slot.value))
+
+
+def check_duplicates(context: Context) -> Iterator[Finding]:
+    """Keys written twice, which DeepSpeed refuses and other readers take the last of."""
+    for path, lines in context.source.twice():
+        where = ", ".join(map(str, lines))
+        why = f"the key is written twice (lines {where}): DeepSpeed refuses it, others take the last"
+        yield context.find("duplicate-key", "error", path, why, "keep one of them")
+
+
+def check_syntax(context: Context) -> Iterator[Finding]:
+    """HJSON, which DeepSpeed and dsx read and others do not."""
+    document = context.source.document
+    if document is None or context.runner == "dsx" or not context.source.text.strip():
+        return
+    kinds: list[str] = list(dict.fromkeys(kind for kind, _ in document.relaxed))
+    if context.source.text.startswith("\ufeff"):
+        kinds.append("byte order mark")
+    if not kinds:
+        return
+    line = context.source.line_column(document.relaxed[0][1])[0] if document.relaxed else 1
+    what = f"{', '.join(kinds)}, first on line {line}"
+    if context.runner == "trainer":
+        why = f"no strict JSON ({what}), which the Trainer and Accelerate refuse"
+        yield context.find("syntax", "error", (), why, "write strict JSON")
+    else:
+        why = f"no strict JSON ({what}): DeepSpeed reads it, but transformers, Accelerate and jq refuse it"
+        yield context.find("syntax", "note", (), why, "write strict JSON if another tool reads the file")
+
+
+def check_newer(context: Context) -> Iterator[Finding]:
+    """Keys that came after the DeepSpeed that is asked about."""
+    for slot in context.slots:
+        if slot.key is not None and slot.key.since and version(slot.key.since) > context.version:
+            does = "refuses" if slot.block.unknown == "refused" else "ignores"
+            why = f"it came with DeepSpeed {slot.key.since}; {shown(context.version)} {does} it"
+            yield context.find("version", "error", slot.path, why, f"use DeepSpeed {slot.key.since} or newer")

@@ -1,18 +1,31 @@
-"""Keys that DeepSpeed does not know: misspelled, in the wrong place, from another tool, or the user's own."""
+"""Keys that DeepSpeed does not know: misspelled, in the wrong place, from another tool, or the user's own.
+
+What other tools and habit call things is data, in ``names.toml``.
+"""
 
 from __future__ import annotations
 
 import difflib
+import tomllib
 from collections.abc import Iterator, Mapping
-from typing import Final
+from functools import cache
+from pathlib import Path as File
+from typing import Any
 
-from dsx.config.wording import plain, suggest
-from dsx.doctor.context import ACCUMULATION, MICRO, Context, judge
-from dsx.doctor.finding import ABSENT, Edit, Finding, Path, Severity, dotted
-from dsx.doctor.key import Key, version
-from dsx.doctor.other_names import COMMON, DSX, INSIDE, KEYS, NOTHING, OUTSIDE
-from dsx.doctor.source import same
-from dsx.doctor.table import Slot
+from dsx.config.document import same
+from dsx.config.keys import Key, Slot, judge
+from dsx.config.refusals import (
+    ABSENT,
+    Context,
+    Edit,
+    Finding,
+    Severity,
+    asks_for_default,
+    is_comment,
+    is_dead_wrong,
+    is_past,
+)
+from dsx.config.wording import Path, dotted, plain, suggest
 
 # Above it, a similar word is the word that was meant.
 _CERTAIN = 0.84
@@ -23,20 +36,29 @@ _MARGIN = 0.02
 _MAX_PLACES = 3
 
 
+@cache
+def _names() -> dict[str, Any]:
+    return tomllib.loads((File(__file__).parent / "names.toml").read_text(encoding="utf-8"))
+
+
+def optimizer_parts() -> list[str]:
+    """Parts of optimizers' names that say where they run and not what they compute."""
+    return list(_names()["optimizer_parts"])
+
+
+@cache
+def other_names(group: str) -> dict[str, str]:
+    """Their word -> ours, of "keys" or "schedules"."""
+    return {word: name for name, words in _names()[group].items() for word in words}
+
+
 def check_unknown(context: Context) -> Iterator[Finding]:
     """Keys that no row describes."""
     for slot in context.slots:
         # Reported by the optimizer's check.
         is_clipping = slot.name == "optimizer.params.max_grad_norm"
-        if slot.key is None and not is_clipping and not _is_comment(slot):
+        if slot.key is None and not is_clipping and not is_comment(slot):
             yield _unknown(context, slot)
-
-
-def _is_comment(slot: Slot) -> bool:
-    """A key by which strict JSON is commented, in a block that ignores it."""
-    word = str(slot.path[-1])
-    says_so = word.startswith(("_", "//", "#", "$")) or word.lower() in ("comment", "comments")
-    return says_so and slot.block.unknown == "ignored"
 
 
 def _unknown(context: Context, slot: Slot) -> Finding:
@@ -86,13 +108,16 @@ def _dotted(context: Context, slot: Slot) -> Finding | None:
 
 def _inside(context: Context, slot: Slot) -> Finding | None:
     """Another tool's name for a key of this very block."""
-    here = (slot.block.path, _word(slot))
-    name = INSIDE.get(here)
-    if name is None:
+    rows = (
+        row for row in _names()["inside"] if slot.block.path in row["blocks"] and _word(slot) in row["words"]
+    )
+    row = next(rows, None)
+    if row is None:
         return None
-    if not name:
+    name = row.get("key")
+    if name is None:
         gone = Edit("remove", slot.path)
-        return _finding(context, slot, "unknown-key", "unknown key", NOTHING[here], (gone,), loses=True)
+        return _finding(context, slot, "unknown-key", "unknown key", row["fix"], (gone,), loses=True)
     key = context.table.siblings(slot.block)[name]
     fits = judge(slot.value, key).fault in ("", "auto")
     edits = _rename(context, slot, name) if fits else ()
@@ -114,15 +139,14 @@ def _of_another_type(context: Context, slot: Slot) -> Finding | None:
 
 def _outside(context: Context, slot: Slot) -> Finding | None:
     """An option of another tool's that DeepSpeed has no key for."""
-    if context.runner == "dsx" and not slot.block.path and str(slot.path[-1]) in DSX:
+    if context.runner == "dsx" and not slot.block.path and str(slot.path[-1]) in _names()["dsx"]:
         why, fix = "a block of dsx's own", 'move it into "dsx"'
         return _finding(context, slot, "misplaced-key", why, fix)
-    known = OUTSIDE.get(_word(slot))
+    known = next((row for row in _names()["outside"] if _word(slot) in row["words"]), None)
     if known is None or slot.block.path:
         return None
-    severity, fix = known
     why = "no key of DeepSpeed's, which would ignore it in silence"
-    return context.find("unknown-key", severity, slot.path, why, fix)
+    return context.find("unknown-key", known["severity"], slot.path, why, known["fix"])
 
 
 def _word(slot: Slot) -> str:
@@ -135,8 +159,8 @@ def _elsewhere(context: Context, slot: Slot) -> Finding | None:
     names = [key.path for key in context.table.named(word) if not key.path.startswith(slot.name + ".")]
     # A block's own inner blocks come before everything else's.
     inner = [name for name in names if slot.block.path and name.startswith(f"{slot.block.path}.")]
-    names = inner or ([] if slot.block.path and word in COMMON else names)
-    other = KEYS.get(_word(slot))
+    names = inner or ([] if slot.block.path and word in _names()["common"] else names)
+    other = other_names("keys").get(_word(slot))
     if other is not None and slot.block.path and not other.startswith(f"{slot.block.path}."):
         # A word much like one of the block's own is that one, misspelt.
         other = None if _nearest(word, context.table.siblings(slot.block)) else other
@@ -251,7 +275,7 @@ def _finding(
 
 def _gone(context: Context, key: Key) -> str:
     """What to do about a word for a key that this DeepSpeed has no more; empty for one that it has."""
-    if not _is_past(context, key):
+    if not is_past(context, key):
         return ""
     last = key.path.rpartition(".")[2]
     since = f" DeepSpeed {key.until} has removed" if key.until else " DeepSpeed does not read"
@@ -274,11 +298,11 @@ def check_removed(context: Context) -> Iterator[Finding]:
     """Keys that this version does not know any more."""
     for slot in context.slots:
         key = slot.key
-        if key is None or not _is_past(context, key):
+        if key is None or not is_past(context, key):
             continue
         if key.status == "removed":
             since = f"DeepSpeed {key.until} has removed it and refuses the config" if key.until else "removed"
-            fix = _REPLACEMENTS.get(key.path) or (
+            fix = _names()["without"].get(key.path) or (
                 f"use {key.replacement}" if key.replacement else "remove it"
             )
             gone = Edit("remove", slot.path)
@@ -288,20 +312,6 @@ def check_removed(context: Context) -> Iterator[Finding]:
             yield from [found] if found else []
 
 
-# What to do without a removed block, where the reference's replacement is not enough.
-_REPLACEMENTS: Final[Mapping[str, str]] = {
-    "amp": 'remove it and use bf16: "bf16": {"enabled": true}',
-    "elasticity": f"remove it and set the batch keys: {MICRO} and {ACCUMULATION}",
-    "nebula": "remove it; checkpoints go through torch.save, or dsx's own",
-    "sparse_gradients": "remove it; embeddings made with sparse=True are reduced sparsely without it",
-    "curriculum_learning": "use data_efficiency.data_sampling.curriculum_learning",
-}
-
-
-def _is_past(context: Context, key: Key) -> bool:
-    return key.status in ("removed", "dead") and (not key.until or context.version >= version(key.until))
-
-
 def _asks_for_nothing(slot: Slot) -> bool:
     """Whether a removed key was off: else DeepSpeed refuses it so that nobody goes without it unawares."""
     return not slot.value or (isinstance(slot.value, dict) and slot.value.get("enabled") is False)
@@ -309,11 +319,11 @@ def _asks_for_nothing(slot: Slot) -> bool:
 
 def _dead(context: Context, slot: Slot, key: Key) -> Finding | None:
     """A key that is accepted and read by nothing; one that asks for the default does no harm."""
-    if slot.value in (key.default, "auto", None):
+    if asks_for_default(slot, key):
         return None
     since = f" since {key.until}" if key.until else ""
     if not key.replacement:
-        severity: Severity = "error" if slot.path[0] == "pipeline" else "warning"
+        severity: Severity = "error" if is_dead_wrong(slot, key) else "warning"
         why = f"DeepSpeed does not read it{since} ({key.effect})"
         gone, safe = Edit("remove", slot.path), severity == "warning"
         return context.find("no-effect", severity, slot.path, why, "remove it", gone, safe=safe)

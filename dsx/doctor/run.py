@@ -1,15 +1,16 @@
-"""What is wrong with the ``dsx`` block and the whole run, as findings; and how the run resolves."""
+"""What a run adds to its config: the ``dsx`` block, how all of it resolves, and the machine; as findings."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
+from pathlib import Path as File
 from typing import TYPE_CHECKING, Any
 
-from dsx.doctor.context import step
-from dsx.doctor.finding import ABSENT, Finding, Path
+from dsx.config.refusals import ABSENT, Finding, step
+from dsx.config.wording import Path
 from dsx.errors import DsxError
+from dsx.launch.extension_locks import extension_locks
 
 if TYPE_CHECKING:
     from dsx.config.run import RunConfig
@@ -73,11 +74,23 @@ def _memory(run: RunConfig, gpu_memory_gib: float) -> list[Finding]:
 
 def as_finding(error: DsxError, config: Mapping[str, Any]) -> Finding:
     """An error of dsx's as a finding about its key in ``config``."""
-    key, _, value = error.where.partition(" = ")
-    if re.fullmatch(r"[\w.\[\]-]+", key) and (value or key.startswith("dsx.")):
-        parts = re.findall(r"[^.\[\]]+", key)
-        path: Path = tuple(int(part) if part.isdigit() else part for part in parts)
-        found: Any = reduce(step, path, config)
-        return Finding(check="dsx", severity="error", path=path, value=found, why=error.what, fix=error.fix)
+    if error.path:
+        value = reduce(step, error.path, config)
+        return Finding(
+            check="dsx", severity="error", path=error.path, value=value, why=error.what, fix=error.fix
+        )
     why = f"{error.where}: {error.what}"
     return Finding(check="dsx", severity="error", path=(), value=ABSENT, why=why, fix=error.fix)
+
+
+def check_locks(folder: File, now_seconds: float | None = None) -> Iterator[Finding]:
+    """Locks of builds, for which later runs wait for ever without a word if the build was killed."""
+    for lock in extension_locks(folder, now_seconds):
+        yield Finding(
+            check="extensions-lock",
+            severity="note" if lock.builder else "warning",
+            path=(),
+            value=ABSENT,
+            why=lock.why,
+            fix=lock.fix,
+        )

@@ -1,1 +1,0 @@
-"""The doctor's checks, by topic; ``registry.CHECKS`` lists them."""
