@@ -7,7 +7,7 @@ from dsx.terminal import printable, shortened
 _MOST_CHARACTERS = 20_000
 
 
-class Place(str):
+class KeyPlace(str):
     """Where an error is, in words, with the key of the config for programs.
 
     Attributes:
@@ -24,8 +24,8 @@ class Place(str):
         place.path, place.value = path, value
         return place
 
-    def __reduce__(self) -> tuple[type["Place"], tuple[str, tuple[str | int, ...], Any]]:
-        return Place, (str(self), self.path, self.value)
+    def __reduce__(self) -> tuple[type["KeyPlace"], tuple[str, tuple[str | int, ...], Any]]:
+        return KeyPlace, (str(self), self.path, self.value)
 
 
 class DsxError(Exception):
@@ -39,7 +39,7 @@ class DsxError(Exception):
         fix: What to do instead.
 
     Attributes:
-        path: The key from the top of the config, if ``where`` is a :class:`Place`; else empty.
+        path: The key from the top of the config, if ``where`` is a :class:`KeyPlace`; else empty.
         value: What is written there.
 
     >>> print(DsxError("dsx.parallel.tensor = 3", "8 heads do not divide by 3", "use 1, 2, 4 or 8"))
@@ -47,7 +47,7 @@ class DsxError(Exception):
     """
 
     def __init__(self, where: str, what: str, fix: str) -> None:
-        place = where if isinstance(where, Place) else Place(where, ())
+        place = where if isinstance(where, KeyPlace) else KeyPlace(where, ())
         where, what, fix = (printable(shortened(part, _MOST_CHARACTERS)) for part in (where, what, fix))
         super().__init__(f"{where}: {what.rstrip('.')}. Fix: {fix.rstrip('.')}.")
         self.path, self.value = place.path, place.value
@@ -56,7 +56,7 @@ class DsxError(Exception):
         self.fix = fix
 
     def __reduce__(self) -> tuple[type["DsxError"], tuple[str, str, str]]:
-        return type(self), (Place(self.where, self.path, self.value), self.what, self.fix)
+        return type(self), (KeyPlace(self.where, self.path, self.value), self.what, self.fix)
 
 
 class ConfigError(DsxError):

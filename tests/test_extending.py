@@ -80,7 +80,7 @@ def extended(title: str, folder: Path) -> Extended:
     for block in blocks(text, "diff"):
         changed |= change(project, block)
     assert 0 < len(changed) <= MOST_FILES, changed
-    lint = ["ruff", "check", "--no-cache", *sorted(changed)]
+    lint = ["ruff", "check", "--no-cache", *sorted(name for name in changed if name.endswith(".py"))]
     done = subprocess.run(
         [sys.executable, "-m", *lint], cwd=project, capture_output=True, text=True, check=False
     )

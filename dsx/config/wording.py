@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 
-from dsx.errors import Place
+from dsx.errors import KeyPlace
 
 Path = tuple[str | int, ...]
 """A key of a config, from the top."""
@@ -33,19 +33,19 @@ def dotted(path: Sequence[str | int]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
-def key(name: str) -> Place:
+def key(name: str) -> KeyPlace:
     """A key as the place of an error about what is not written there.
 
     >>> key("dsx.data.sources[0].source").path
     ('dsx', 'data', 'sources', 0, 'source')
     """
     parts = re.findall(r"[^.\[\]]+", name)
-    return Place(name, tuple(int(part) if part.isdigit() else part for part in parts))
+    return KeyPlace(name, tuple(int(part) if part.isdigit() else part for part in parts))
 
 
-def at(name: str, value: object) -> Place:
+def at(name: str, value: object) -> KeyPlace:
     """``key = value``, the place of an error."""
-    return Place(f"{name} = {show(value)}", key(name).path, value)
+    return KeyPlace(f"{name} = {show(value)}", key(name).path, value)
 
 
 def suggest(word: str, known: Iterable[str], *, otherwise: str = "remove it") -> str:

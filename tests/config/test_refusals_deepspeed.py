@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from sample_config import REMOVE, changed
 
+from dsx.config.refusals import refused
 from dsx.config.resolve import resolve
 from dsx.errors import ConfigError, DsxError
 
@@ -159,3 +167,59 @@ def test_all_problems_of_deepspeeds_keys_come_at_once():
     assert "2 problems" in str(caught.value)
     assert "fp16.enabled" in str(caught.value)
     assert '"steps_per_print"' in str(caught.value)
+
+
+def told(rule):
+    """A row of dsx's own as the guide has it; a number that only a run knows is left out."""
+    why = re.sub(r" = \{[\w.]+\}", "", rule.why)
+    return f"| `{rule.key}` | {why} | {rule.fix} |"
+
+
+def test_the_guide_lists_what_dsx_itself_refuses():
+    """docs/guides/config.md has the rows of the table, in its order, and no others."""
+    text = (Path(__file__).parents[2] / "docs/guides/config.md").read_text(encoding="utf-8")
+    table = text.split("| key of DeepSpeed's | why | instead |\n|---|---|---|\n")[1].split("\n\n")[0]
+    own = [rule for rule in refused() if rule.by != "deepspeed" and "bf16 is enabled too" not in rule.why]
+    assert table.rstrip("\n").split("\n") == list(dict.fromkeys(map(told, own)))
+
+
+def test_a_right_config_is_judged_without_the_doctor():
+    """The doctor knows what may be meant by a wrong key, and a right config has none."""
+    program = (
+        "import json, sys\nfrom dsx.config.resolve import resolve\n"
+        "resolve(json.loads(sys.argv[1]), world_size=2)\n"
+        "print(*(name for name in sys.modules if name.startswith('dsx.doctor')))"
+    )
+    words = [sys.executable, "-c", program, json.dumps(changed({}))]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    ("edits", "key"),
+    [
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "zero_hpz_partition_size"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "zero_quantized_gradients"),
+        ({"zero_optimization.stage": 0, "optimizer.type": "Lamb"}, "type"),
+    ],
+)
+def test_what_the_mesh_decides(edits, key):
+    """Right on data-parallel ranks alone, and refused before anything is built where tensors are cut."""
+    if "optimizer.type" in edits:
+        edits |= {"zero_allow_untested_optimizer": True, "optimizer.params": {"lr": 1e-3}}
+    for tensor, legal in ((1, True), (2, False)):
+        config = changed(edits | {"dsx.parallel": {"tensor": tensor, "pipeline": 1}})
+        if legal:
+            assert resolve(config, world_size=2).mesh.dp == 2
+            continue
+        with pytest.raises(ConfigError) as caught:
+            resolve(config, world_size=4)
+        assert caught.value.path[-1] == key
+        assert caught.value.value is not None
+
+
+def test_an_error_carries_its_key_and_value_to_other_processes():
+    with pytest.raises(ConfigError) as caught:
+        resolve(changed({"zero_optimization.stage": 4}), world_size=1)
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert (error.path, error.value) == (("zero_optimization", "stage"), 4)
