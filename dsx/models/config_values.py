@@ -1,7 +1,7 @@
-"""Values of a Hugging Face config, each checked as it is read.
+"""Values of a Hugging Face config, each of which is checked as it is read.
 
 Every function raises a ModelError that names the key, its value and what would be right. A config.json is
-small whatever sizes it claims, and those are what everything is laid out by: each has a most.
+small whatever sizes it claims, and everything is laid out by these sizes, so each has a maximum.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dsx.models.spec import Rope
 from dsx.terminal import shortened
 
 MOST = 2**31 - 1
-"""Of every size: what kernels number the elements of a dimension by."""
+"""The largest size: kernels number the elements of a dimension by such integers."""
 
 MOST_LAYERS = 2048
-"""Twice those of the deepest published transformer, DeepNet (arXiv:2203.00555)."""
+"""Twice the layers of the deepest published transformer, DeepNet (arXiv:2203.00555)."""
 
 _SHOWN_CHARACTERS = 120
 
 
 def at(key: str, value: object) -> str:
-    """``key = value``, the place of an error; of a long value the beginning."""
+    """``key = value``, the place of an error; a long value is shortened to its beginning."""
     return f"{key} = {shortened(repr(value), _SHOWN_CHARACTERS)}"
 
 
@@ -115,10 +115,10 @@ def read_rope(
 
     Args:
         config: Content of config.json.
-        max_positions: Of the model; those before scaling where nothing says another.
-        theta: Its key for the base, outside the nested object.
-        share: Its key for the rotated part of each head; None for a family that rotates whole heads.
-        usual: That part where nothing says another.
+        max_positions: The model's positions; also those before scaling, unless the config says otherwise.
+        theta: Key of the base, outside the nested object.
+        share: Key of the rotated part of each head; None for a family that rotates whole heads.
+        usual: That part, unless the config says otherwise.
 
     Raises:
         ModelError: A value that is missing or wrong, or a kind of scaling that dsx does not have.
@@ -226,7 +226,7 @@ def _original_positions(
 
 
 def layer_types(config: Mapping[str, object], num_layers: int, window: int) -> tuple[bool, ...] | None:
-    """Whether each layer's attention slides, where the config names each; a ``window`` of 0 is none."""
+    """Whether each layer's attention slides, where the config names each layer's; ``window`` 0 means none."""
     kinds = config.get("layer_types")
     if kinds is None:
         return None

@@ -56,18 +56,18 @@ class LayerListBuilder:
 
     @cached_property
     def classes(self) -> dict[str, Any]:
-        """Class of the layers of each kind: dsx.nn's, or the family's own."""
+        """The class of each kind of layer: dsx.nn's, or the family's own."""
         own = FAMILIES[self.model.family].layers
         return _LAYERS | (import_module(own).LAYERS if own else {})
 
     @cached_property
     def rotary(self) -> Rotary | None:
-        """One for all blocks, so that its tables exist once."""
+        """One object for all blocks, so that its tables exist once."""
         return None if self.model.rope is None else Rotary(self.model.rope, self.model.rotary_size)
 
     @cached_property
     def windows(self) -> dict[int, Window]:
-        """One for all blocks with the same window, so that its mask exists once."""
+        """One object for all blocks with the same window, so that its mask exists once."""
         return {size: Window(size) for size in set(self.model.windows) if size}
 
     def build(self) -> list[Layer]:
@@ -83,7 +83,7 @@ class LayerListBuilder:
         return LayerSpec(self.classes["Block"], self.model, self._weights(layer), *shared)
 
     def _layer(self, kind: str, layer: int) -> Layer:
-        """A layer that is no block. The tied head is the word embedding's table once more."""
+        """A layer other than a block. The tied head is the word embedding's table once more."""
         if not self.model.tied_embeddings or kind not in ("WordEmbedding", "Head"):
             return LayerSpec(self.classes[kind], self.model, self._weights(layer))
         tie = {"forward_fn": self.classes[kind].as_head} if kind == "Head" else {}
@@ -146,7 +146,7 @@ def layers(
 def loss(
     model: ModelSpec, tp: TensorParallel, *, overwrite_logits: bool = False
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """The training loss: (logits [B, S, V/tp padded], labels [B, S]) to the mean over labels but -100.
+    """The training loss of logits [B, S, V/tp padded] and labels [B, S]: the mean over all labels but -100.
 
     ``overwrite_logits`` is for a caller that drops the logits: see :func:`dsx.nn.loss.cross_entropy`.
     """

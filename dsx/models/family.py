@@ -1,7 +1,7 @@
-"""What dsx knows of a family of models, in one record, and the parameters of its layers. Pure data.
+"""All that dsx knows of a family of models, in one record, and the parameters of its layers. Pure data.
 
 A family is one module beside this one that makes a :class:`ModelFamily`, and its place in
-:data:`dsx.models.hf_config.FAMILIES`. What its blocks compute is :mod:`dsx.nn.block`, by the numbers of the
+:data:`dsx.models.hf_config.FAMILIES`. Its blocks are those of :mod:`dsx.nn.block`, configured by the
 :class:`~dsx.models.spec.ModelSpec`, unless the family names layers of its own.
 """
 
@@ -50,13 +50,13 @@ class Preset:
 
 @dataclass(frozen=True, slots=True)
 class LayerParams:
-    """Makes the ParamSpecs of one layer of the layer list, in the order in which its module has them.
+    """Makes the ParamSpecs of one layer of the layer list, in the order of its module.
 
     Attributes:
         model: The architecture.
         family: Its family.
         layer: Index in the layer list.
-        block: Number of the block; 0 for a layer that is none.
+        block: Number of the block; 0 for other layers.
     """
 
     model: ModelSpec
@@ -90,7 +90,7 @@ class LayerParams:
     def norm(
         self, module: str, *, size: int | None = None, weight: Init | None = None
     ) -> Iterator[ParamSpec]:
-        """Weight, and bias of a LayerNorm: replicated over tp.
+        """The weight of a norm, and the bias of a LayerNorm, replicated over tp.
 
         Args:
             module: Path in the layer's module.
@@ -146,10 +146,10 @@ class LayerParams:
             )
 
     def attention(self) -> Iterator[ParamSpec]:
-        """:class:`dsx.nn.attention.Attention`."""
+        """The parameters of :class:`dsx.nn.attention.Attention`."""
         model = self.model
         qkv: tuple[int, ...] = (model.query_size, model.kv_size, model.kv_size)
-        if model.interleaved_qkv:  # cut head by head, it is one part
+        if model.interleaved_qkv:  # It is one part, cut head by head.
             qkv = (sum(qkv),)
         yield from self.column("attention.qkv", qkv, bias=model.attention_bias)
         yield from self.row("attention.out", model.query_size, bias=model.attention_out_bias)
@@ -158,7 +158,7 @@ class LayerParams:
             yield from self.norm("attention.k_norm", size=model.head_dim)
 
     def mlp(self) -> Iterator[ParamSpec]:
-        """:class:`dsx.nn.block.Mlp`."""
+        """The parameters of :class:`dsx.nn.block.Mlp`."""
         model = self.model
         width = model.ffn_size
         up = ("mlp.gate_up", (width,) * 2) if model.gated_mlp else ("mlp.up", (width,))
@@ -173,7 +173,7 @@ class LayerParams:
 
 
 def block_params(params: LayerParams) -> Iterator[ParamSpec]:
-    """Of :class:`dsx.nn.block.Block`."""
+    """The parameters of :class:`dsx.nn.block.Block`."""
     yield from params.norm("norm_1")
     yield from params.attention()
     yield from params.norm("norm_2")
@@ -181,7 +181,7 @@ def block_params(params: LayerParams) -> Iterator[ParamSpec]:
 
 
 def final_norm_params(params: LayerParams) -> Iterator[ParamSpec]:
-    """Of :class:`dsx.nn.norm.FinalNorm`."""
+    """The parameters of :class:`dsx.nn.norm.FinalNorm`."""
     yield from params.norm("norm")
 
 
@@ -191,17 +191,18 @@ class ModelFamily:
 
     Attributes:
         name: The ``model_type`` of its configs.
-        classes: transformers' classes, as config.json names them: the language model, and it without a head.
+        classes: transformers' classes, as config.json names them: the language model, and that without a
+            head.
         keys: Every key that its config may have; others are refused if they look like one of any family's.
-        read: From a config whose keys were checked to the architecture.
+        read: Reads the architecture from a config whose keys have been checked.
         presets: Built-in models, smallest first.
         hf_names: Hugging Face module names by dsx's; ``{}`` is the block's number.
         hf_transposed: Whether Hugging Face stores the matrices of linears transposed (GPT-2's Conv1D).
-        fixed: Settings that would make the model compute what dsx does not: key to the one accepted value.
-        own_names: Its own name of a key by the general one, where both mean the same.
+        fixed: The only accepted value of each key by which the model would compute what dsx does not.
+        own_names: The family's own name of a key by its general name, where both mean the same.
         dropouts: Keys of its dropout probabilities.
-        block: Parameters of a block.
-        final_norm: Parameters of the norm before the head.
+        block: Gives the parameters of a block.
+        final_norm: Gives the parameters of the norm before the head.
         layers: Module whose ``LAYERS`` has the classes of layers that are not :mod:`dsx.nn`'s, by kind.
     """
 

@@ -25,7 +25,7 @@ FAMILIES: dict[str, ModelFamily] = {
 }
 """Every family of dsx's own, by its ``model_type``."""
 
-_MOST_KEYS = 1000  # each is compared with all that are known
+_MOST_KEYS = 1000  # each key is compared with all known ones
 
 
 def model_spec(config: Mapping[str, object]) -> ModelSpec:
@@ -52,9 +52,9 @@ def model_spec(config: Mapping[str, object]) -> ModelSpec:
 
 
 def own_keys(family: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values``, given under Llama's keys, under the keys that ``family`` calls them.
+    """``values``, given under Llama's keys, under the keys that ``family`` has for them.
 
-    What a family does not say of itself, such as GPT-NeoX's key/value heads, is left out.
+    Keys that a family does not have, such as GPT-NeoX's key/value heads, are left out.
 
     >>> own_keys("gpt2", {"hidden_size": 8, "intermediate_size": 32, "head_dim": 4})
     {'n_embd': 8, 'n_inner': 32}
@@ -65,14 +65,14 @@ def own_keys(family: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_names_of(family: str, keys: Iterable[str], config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` without other names of ``keys``, which would contradict new values."""
+    """``config`` without other names of ``keys``, which would contradict the new values."""
     general = {own: name for name, own in FAMILIES[family].own_names.items()}
     others = {general.get(key) for key in keys}
     return {key: value for key, value in config.items() if key not in others}
 
 
 def _check_keys(config: Mapping[str, object], family: ModelFamily) -> None:
-    """Refuse keys of other families and near misses of a known key: both would silently leave a default.
+    """Refuse keys of other families and near misses of a known key: both would leave a default in silence.
 
     Another family's key that is null or false asks for nothing.
     """

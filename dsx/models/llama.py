@@ -1,8 +1,8 @@
 """Llama and the families whose layers are Llama's but for a setting or two.
 
 Llama (Touvron et al. 2023, arXiv:2302.13971; Llama 3, arXiv:2407.21783): RoPE, RMSNorm, SwiGLU, GQA. Mistral
-(arXiv:2310.06825): a sliding window. Qwen2 (arXiv:2407.10671): biases on Q, K and V. Qwen3
-(arXiv:2505.09388): norms of query and key heads.
+(arXiv:2310.06825) adds a sliding window, Qwen2 (arXiv:2407.10671) biases on Q, K and V, Qwen3
+(arXiv:2505.09388) norms of query and key heads.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _DEFAULTS: dict[Family, dict[str, Any]] = {
 
 
 def _read(config: Mapping[str, object], family: Family) -> ModelSpec:
-    """Llama, Mistral, Qwen2 or Qwen3."""
+    """The architecture of a Llama, Mistral, Qwen2 or Qwen3 config."""
     default = _DEFAULTS[family]
     hidden_size = size(config, "hidden_size", 4096)
     num_heads = size(config, "num_attention_heads", 32)

@@ -78,8 +78,8 @@ class Layout:
     def zero_plan(self, pp_rank: int) -> ZeroPlan:
         """ZeRO's cut of a pipeline rank's parameters, for dsx's own optimizer groups.
 
-        One group in layer order. ZeRO-1 and 2 cut a group as one flat tensor: there, a weight that is tied
-        across pipeline ranks has its own group after it, so that both its holders cut it alike.
+        There is one group, in layer order. ZeRO-1 and 2 cut a group as one flat tensor, so there a weight
+        that is tied across pipeline ranks has a group of its own after it, which both its holders cut alike.
         """
         plain: list[tuple[str, int]] = []
         tied: list[tuple[str, int]] = []

@@ -1,6 +1,6 @@
 """Where a rank sits: named parallel axes over ``range(world_size)``, outermost first.
 
-Pure data. No torch, no process groups: :mod:`dsx.parallel.groups` makes those from a :class:`Mesh`.
+This is pure data; :mod:`dsx.parallel.groups` makes process groups from a :class:`Mesh`.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ class Mesh:
 
         Args:
             rank: The rank.
-            cut: Axes that divide features divide the parameter.
-            divided: ZeRO divides it, or its state, over replicas.
+            cut: Whether axes that divide features divide the parameter.
+            divided: Whether ZeRO divides it, or its state, over replicas.
         """
         axes = tuple(
             axis.name
@@ -185,10 +185,10 @@ class Mesh:
         return self._index(rank, axes), self._count(axes)
 
     def random_stream(self, rank: int) -> int:
-        """Number of the random numbers that ``rank`` draws outside of what features divide.
+        """Number of the stream of random numbers that ``rank`` draws, outside of what features divide.
 
-        Ranks along such an axis compute the same activations there and must drop the same of them; all
-        others have layers, samples or positions of their own.
+        Ranks along an axis that divides features compute the same activations there and must drop the same
+        ones; all other ranks have layers, samples or positions of their own.
         """
         return self._index(rank, tuple(axis.name for axis in AXES if axis.divides != "features"))
 

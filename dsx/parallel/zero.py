@@ -1,4 +1,4 @@
-"""Which part of every parameter each data-parallel rank keeps under ZeRO, as DeepSpeed 0.19.8 cuts it.
+"""The part of every parameter that each data-parallel rank keeps under ZeRO, as DeepSpeed 0.19.8 cuts it.
 
 Stages 1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, ``__init__``): the parameters of an optimizer group
 are laid end to end, the whole is padded to a multiple of 2 * dp elements, and rank d keeps the d-th of dp
