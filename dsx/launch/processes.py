@@ -188,8 +188,7 @@ def distributed(
     accelerator = get_accelerator()
     cpu = accelerator.device_name() == "cpu"
     if cpu:
-        # Its C++ build takes a minute, needs a compiler, and gloo does the same without it.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        without_builds()
         # torch keeps a record of each of the last 2,000 collectives. Between the activations of a pipeline
         # these small blocks fragment the heap: 20 to 50 MiB in a thousand steps of a tiny model.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
@@ -220,6 +219,17 @@ def distributed(
     if spare_ranks and groups.rank == 0:
         dismiss(store, spare_ranks)
     dist.destroy_process_group()
+
+
+def without_builds() -> None:
+    """Keep DeepSpeed from compiling its shared-memory collectives at start.
+
+    Their build takes a minute and needs a compiler, and gloo does the same without it. Filling the table
+    (deepspeed/ops/__init__.py, __getattr__) also saves probing the compilers.
+    """
+    import deepspeed.ops
+
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
 def seed_generators(groups: Groups, seed: int) -> None:

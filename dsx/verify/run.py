@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from dsx.config import load
 from dsx.config.batch import resolve_batch
 from dsx.config.deepspeed import is_bf16
 from dsx.config.resolve import RunConfig, resolve
-from dsx.errors import ConfigError, LayoutError
+from dsx.errors import ConfigError, DsxError, LayoutError
 from dsx.launch import entry
+from dsx.launch.local_ranks import RankError, run_ranks, start_server
 from dsx.launch.processes import agree, distributed, seed_generators
 from dsx.parallel.groups import make_groups
 from dsx.parallel.mesh import Mesh
@@ -24,7 +30,6 @@ from dsx.verify.compare import Bench, Tolerances, TrainingComparison, Weights
 from dsx.verify.diagnosis import ParityFinding, StepRow
 from dsx.verify.entry_point import UserModel, user_model
 from dsx.verify.masks import judge_masks, random_tokens
-from dsx.verify.processes import run_ranks, start_server
 from dsx.verify.reference import Batch, ReferenceLayers, Transformers, Updates, family_layers, fresh_weights
 from dsx.verify.seen import Witness
 from dsx.verify.shrunk import trial
@@ -37,6 +42,8 @@ EXACT = Tolerances(value=1e-5, gradient=1e-4, update=5e-4, weight=1e-6, held=1e-
 ROUGH = Tolerances(value=5e-3, gradient=0.1, update=5e-4, weight=1e-6, held=2**-8)
 """For bf16, whose numbers have 8 bits; the optimizer works in fp32 there, too."""
 
+_PRELOAD = ("dsx.verify.subject",)
+_SHOWN_LINES = 40
 _CLIP_AT = 0.5
 """Clipping is tried at this part of the first step's norm, where the config's own would never clip."""
 
@@ -145,18 +152,23 @@ def verify(request: Request) -> Verdict | None:
     use_gpus = torch.cuda.is_available() and (launched or torch.cuda.device_count() >= request.world_size)
     if launched:
         return _launched(request, use_gpus=use_gpus)
-    start_server(request.world_size, use_gpus=use_gpus)  # imports while this process prepares
+    start_server(_PRELOAD, use_gpus=use_gpus)  # imports while this process prepares
     with Waiting("training in one process"):
         plan = prepare(request, on_cpu=not use_gpus)
     prepared = time.perf_counter()
     with Waiting(f"training {request.steps} steps on {request.world_size} ranks"):
-        found: Witness = run_ranks(
-            spawned,
-            request.world_size,
-            plan.job,
-            timeout_seconds=request.timeout_seconds,
-            use_gpus=use_gpus,
-        )
+        try:
+            found: Witness = run_ranks(
+                spawned,
+                request.world_size,
+                plan.job,
+                timeout_seconds=request.timeout_seconds,
+                use_gpus=use_gpus,
+                threads=max(1, len(os.sched_getaffinity(0)) // request.world_size),
+                preload=_PRELOAD,
+            )[0]
+        except RankError as failed:
+            raise _explained(failed, request) from None
     ran = time.perf_counter()
     with Waiting("comparing with one process"):
         verdict = judge(plan, found)
@@ -164,8 +176,29 @@ def verify(request: Request) -> Verdict | None:
     return replace(verdict, ranks_seconds=ran - prepared, reference_seconds=compared)
 
 
-def spawned(_rank: int, job: VerifyJob) -> Witness | None:
+def _explained(failed: RankError, request: Request) -> DsxError:
+    """A rank's own error, or what became of it."""
+    if isinstance(failed.error, DsxError):
+        return failed.error
+    said = failed.said.rstrip()
+    where = f"rank {failed.rank} of {request.world_size}"
+    if failed.kind == "late":
+        what = f"they had not ended after {request.timeout_seconds:g} s; where each was\n{said}\n"
+        fix = "ranks may wait for each other in different orders; or give more time: --timeout"
+        return DsxError(f"ranks from {failed.rank} on of {request.world_size}", what, fix)
+    if failed.kind == "died":
+        last = "\n".join(said.splitlines()[-_SHOWN_LINES:])
+        return DsxError(where, f"it ended without a word\n{last}\n", "free memory, or verify a smaller model")
+    return DsxError(where, f"it failed\n{said}\n", "mend what it names; the other ranks were ended")
+
+
+def spawned(rank: int, _world_size: int, job: VerifyJob) -> Witness | None:
     """What a rank that :func:`verify` has started does."""
+    # Python 3.11 fails with a KeyError when a collection amid an import runs a finalizer that imports.
+    gc.freeze()
+    gc.disable()
+    get_accelerator().set_device(rank)
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     groups = make_groups(job.mesh(), sequence_parallel=job.sequence_parallel)
     seed_generators(groups, job.seed)
     return witness(job, groups)

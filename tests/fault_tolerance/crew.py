@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import ranks as harness
+from dsx.launch.local_ranks import environment
 
 _DEADLINE_SECONDS = 200.0
 
@@ -37,7 +38,7 @@ class Ended:
 class Crew:
     """Ranks at work."""
 
-    def __init__(self, processes: list[Any], jobs: list[harness._Job]) -> None:
+    def __init__(self, processes: list[Any], jobs: list[harness.RankJob]) -> None:
         self._processes, self._jobs = processes, jobs
         self._deadline = time.monotonic() + _DEADLINE_SECONDS
 
@@ -75,11 +76,11 @@ class Crew:
 def started(fn: Callable[..., Any], world_size: int, *args: Any) -> Iterator[Crew]:
     """Run ``fn(rank, world_size, *args)`` on gloo ranks under :func:`dsx.run`; kills what is left."""
     context = multiprocessing.get_context("forkserver")
-    harness._start_server()
+    harness.serve()
     call = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="crew-", ignore_cleanup_errors=True) as folder:
         jobs = [
-            harness._Job(rank, world_size, call, Path(folder), _DEADLINE_SECONDS, dict(os.environ))
+            harness.RankJob(rank, world_size, call, Path(folder), _DEADLINE_SECONDS, environment())
             for rank in range(world_size)
         ]
         processes = [context.Process(target=_main, args=(job,)) for job in jobs]
@@ -94,12 +95,12 @@ def started(fn: Callable[..., Any], world_size: int, *args: Any) -> Iterator[Cre
                 process.join()
 
 
-def _main(job: harness._Job) -> None:
+def _main(job: harness.RankJob) -> None:
     log = job.log.open("w")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout.reconfigure(line_buffering=True)
     from dsx.launch import entry
 
-    os.environ.update(harness._launcher_environ(job))
-    entry.run(lambda: harness._work(job) or 0)
+    os.environ.update(job.launched())
+    entry.run(lambda: job.work() or 0)
