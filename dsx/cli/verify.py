@@ -124,7 +124,7 @@ def _source(
 
 
 def _lines(verdict: Verdict) -> list[str]:
-    from dsx.verify.table import findings_text, labelled, parity_table
+    from dsx.verify.diagnosis import findings_text, labelled, parity_table
 
     lines = labelled("layout", verdict.layout)
     lines += labelled("reference", f"{verdict.reference}; updates: {verdict.optimizer}")

@@ -8,14 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dsx.parallel.mesh import Mesh
 from dsx.verify import diagnosis
 from dsx.verify import seen as assemble
 from dsx.verify.diagnosis import (
     AxisSizes,
+    Fit,
     GradientFacts,
     LossFacts,
     NormFacts,
     ParityFinding,
+    Shares,
     StepRow,
     UpdateFacts,
     diagnose_clipping,
@@ -24,9 +27,49 @@ from dsx.verify.diagnosis import (
     diagnose_norm,
     diagnose_updates,
 )
-from dsx.verify.masks import fit, relative, scale_of, shares_of
 from dsx.verify.reference import Batch, Evaluation, Reference, Updates
-from dsx.verify.seen import Known, Seen, Whole, WholeStep
+from dsx.verify.seen import Known, Mask, Seen, Whole, WholeStep
+
+
+def scale_of(tensor: Tensor) -> float:
+    """The largest absolute value of a tensor."""
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """The largest difference over b's largest element; infinite for different shapes or a NaN."""
+    if a.shape != b.shape:
+        return float("inf")
+    off = float((a - b).abs().max()) / max(scale_of(b), 1e-30) if a.numel() else 0.0
+    return float("inf") if off != off else off  # noqa: PLR0124 (NaN)
+
+
+def fit(seen: Tensor, wanted: Tensor) -> Fit:
+    """The factor on ``wanted`` that brings it nearest to ``seen``."""
+    y, x = seen.double().flatten(), wanted.double().flatten()
+    square = float(x @ x)
+    factor = float(x @ y) / square if square else 0.0
+    return Fit(factor, float((y - factor * x).abs().max()) / max(scale_of(y), 1e-30))
+
+
+def shares_of(seen: Tensor, parts: Tensor, dp: int) -> tuple[Shares | None, float]:
+    """How often each micro-batch's gradient is in ``seen``, by least squares, and what is left, relative.
+
+    Args:
+        seen: The layout's gradient.
+        parts: [m x dp, ...] what each micro-batch should contribute, replica fastest.
+        dp: Data-parallel degree.
+
+    Returns:
+        None where the tensor has too few elements to tell the contributions apart.
+    """
+    columns, y = parts.flatten(1).double(), seen.double().flatten()
+    if y.numel() < 2 * len(columns):
+        return None, 0.0
+    solved = torch.linalg.lstsq(columns.t(), y.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    left = float((y - solved @ columns).abs().max()) / max(scale_of(y), 1e-30)
+    rows = solved.view(-1, dp).tolist()
+    return tuple(tuple(row) for row in rows), left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +89,7 @@ class Places:
     def replicated(self, name: str) -> bool:
         """Whether several tensor-parallel ranks hold the whole tensor."""
         spec = self.known[name].spec
-        return self.degrees.tp > 1 and (spec is None or spec.split is None)
+        return self.degrees.mesh.tp > 1 and (spec is None or spec.split is None)
 
     def copies(self, name: str, whole: Whole) -> list[Tensor]:
         """All copies of a tensor but the first."""
@@ -57,7 +100,7 @@ class Places:
         spec = self.known[name].spec
         if spec is None or spec.split is None:
             return tensor.flatten()
-        boxes = spec.boxes(self.degrees.tp, 0)
+        boxes = spec.boxes(self.degrees.mesh.tp, 0)
         return torch.cat([tensor[tuple(slice(*span) for span in box)].flatten() for box in boxes])
 
 
@@ -86,7 +129,7 @@ def gradient_facts(
     )
     replicated = places.replicated(name)
     shards = whole.shards if replicated else whole.shards[:1]
-    shares, left = shares_of(whole.values, parts, places.degrees.dp)
+    shares, left = shares_of(whole.values, parts, places.degrees.mesh.dp)
     return GradientFacts(
         name=name,
         error=error,
@@ -249,7 +292,7 @@ class TrainingComparison:
     def __init__(self, seen: Seen, bench: Bench) -> None:
         self._seen, self._bench = seen, bench
         mesh = seen.mesh
-        self._degrees = AxisSizes(tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, micro_batches=seen.micro_batches)
+        self._degrees = AxisSizes(mesh=mesh, micro_batches=seen.micro_batches)
         self._places = Places(
             known=assemble.known(seen), holders=assemble.holders(seen), degrees=self._degrees
         )
@@ -421,7 +464,7 @@ class TrainingComparison:
             parts = [
                 rank.outputs[name]
                 for rank in self._seen.ranks
-                if self._seen.mesh.coords(rank.rank)["dp"] == 0 and name in rank.outputs
+                if self._seen.mesh.replica(rank.rank) == 0 and name in rank.outputs
             ]
             real = wanted.isfinite()  # logits of padding are not
             errors = [relative(values[real], wanted[real]) for values in outputs_of(parts, wanted)]
@@ -493,3 +536,56 @@ class TrainingComparison:
         wrong = [item for item in facts.values() if not item.error <= self._bench.tolerances.update]
         right = [name for name, item in facts.items() if item not in wrong]
         return diagnose_updates(wrong, right, step=index + 1) if wrong else None
+
+
+def judge_masks(masks: Sequence[dict[str, Mask]], mesh: Mesh) -> Iterator[ParityFinding]:
+    """Findings, at most one per axis: the first layer at fault.
+
+    Args:
+        masks: By rank.
+        mesh: The ranks' mesh.
+    """
+    places = [mesh.coords(rank) for rank in range(len(masks))]
+    names = list(dict.fromkeys(name for found in masks for name in found))
+    by_tensor = [message for name in names for message in _over_tensor(name, masks, places)]
+    by_data = [message for name in names for message in _over_data(name, masks, places)]
+    for cause, messages in ((diagnosis.DROPOUT_TENSOR, by_tensor), (diagnosis.DROPOUT_DATA, by_data)):
+        if messages:
+            layer, what, why = messages[0]
+            yield ParityFinding(cause=cause, what=what, why=why, step=1, tensor=layer)
+
+
+Place = dict[str, int]
+MaskSaid = tuple[str, str, str]
+"""(module, what, why)."""
+
+
+def _over_tensor(name: str, masks: Sequence[dict[str, Mask]], places: Sequence[Place]) -> Iterator[MaskSaid]:
+    for group in _groups(name, masks, places, "tp"):
+        different = len({mask.digest for mask in group})
+        if group[0].sharded and different < len(group):
+            what = f"dropout {name}: tensor-parallel ranks drop the same elements of different slices"
+            yield name, what, "activations are cut here, so each rank must draw a mask of its own"
+        if not group[0].sharded and different > 1:
+            what = f"dropout {name}: tensor-parallel ranks drop different elements of the same activations"
+            why = "activations are the same on every rank here: their seeds differ, or one drew more"
+            yield name, what, why
+
+
+def _over_data(name: str, masks: Sequence[dict[str, Mask]], places: Sequence[Place]) -> Iterator[MaskSaid]:
+    for group in _groups(name, masks, places, "dp"):
+        if len({mask.digest for mask in group}) < len(group):
+            what = f"dropout {name}: data-parallel ranks drop the same elements"
+            yield name, what, "their generators are seeded alike: replicas should draw masks of their own"
+
+
+def _groups(
+    name: str, masks: Sequence[dict[str, Mask]], places: Sequence[Place], axis: str
+) -> list[list[Mask]]:
+    """The masks of ranks that differ in ``axis`` alone, where there are several."""
+    found: dict[tuple[tuple[str, int], ...], list[Mask]] = {}
+    for mask, place in zip(masks, places, strict=True):
+        if name in mask:
+            key = tuple((other, at) for other, at in place.items() if other != axis)
+            found.setdefault(key, []).append(mask[name])
+    return [group for group in found.values() if len(group) > 1]

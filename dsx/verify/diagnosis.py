@@ -1,10 +1,17 @@
-"""Which mistake makes a gradient, a loss, a norm or an update differ as it does. Pure functions."""
+"""Which mistake makes a gradient, a loss, a norm or an update differ as it does, and a verdict as text.
+
+Pure functions of numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import sqrt
+from textwrap import wrap
+
+from dsx.parallel.mesh import AXES, Mesh
+from dsx.terminal import aligned
 
 BIAS_PER_RANK = "bias added per tensor rank"
 CLIPPING = "clipping"
@@ -66,9 +73,7 @@ class Fit:
 class AxisSizes:
     """The degrees of the layout that is judged."""
 
-    tp: int
-    pp: int
-    dp: int
+    mesh: Mesh
     micro_batches: int
 
 
@@ -303,17 +308,17 @@ def _ties(wrong: Sequence[GradientFacts]) -> Said | None:
 def _tensor(wrong: Sequence[GradientFacts], degrees: AxisSizes) -> Said | None:
     """Causes for weights that every tensor-parallel rank holds whole."""
     first = wrong[0]
-    if degrees.tp == 1 or not all(facts.replicated for facts in wrong):
+    if degrees.mesh.tp == 1 or not all(facts.replicated for facts in wrong):
         return None
     if first.tensor_spread > _CLOSE and _is_whole(first.tensor_sum):
         return TENSOR_NOT_SUMMED, (
-            f"the {degrees.tp} tensor-parallel ranks have each a part of it (their slice of the sequence's), "
-            "together they are right: it is not all-reduced over tensor parallelism"
+            f"the {degrees.mesh.tp} tensor-parallel ranks have each a part of it (their slice of the "
+            "sequence's), together they are right: it is not all-reduced over tensor parallelism"
         )
-    if first.fit.residual < _CLOSE and near(first.fit.factor, degrees.tp):
+    if first.fit.residual < _CLOSE and near(first.fit.factor, degrees.mesh.tp):
         return TENSOR_SUMMED_TWICE, (
-            f"only tensors that every tensor-parallel rank holds whole are {degrees.tp} times too large: "
-            "each rank's gradient is whole already, and is summed over tensor parallelism once more"
+            f"only tensors that every tensor-parallel rank holds whole are {degrees.mesh.tp} times too "
+            "large: each rank's gradient is whole already, and is summed over tensor parallelism once more"
         )
     return None
 
@@ -322,7 +327,7 @@ def _scaled(first: GradientFacts, degrees: AxisSizes, *, everywhere: bool) -> Sa
     """Causes for one factor on the whole tensor."""
     if first.fit.residual >= _CLOSE or near(first.fit.factor, 1.0):
         return None
-    factor, dp, m = first.fit.factor, degrees.dp, degrees.micro_batches
+    factor, dp, m = first.fit.factor, degrees.mesh.dp, degrees.micro_batches
     found: list[Said] = []
     if dp > 1 and near(factor, dp):
         found.append((DATA_SUMMED, f"summed over {dp} data-parallel ranks instead of averaged"))
@@ -348,9 +353,9 @@ def _shares(first: GradientFacts, degrees: AxisSizes, *, loss_equal: bool) -> Sa
         return None
     columns = list(zip(*shares, strict=True))
     present = [d for d, column in enumerate(columns) if any(not near(c, 0.0) for c in column)]
-    if degrees.dp > 1 and len(present) == 1:
+    if degrees.mesh.dp > 1 and len(present) == 1:
         return _one_replica(present[0], degrees, loss_equal=loss_equal)
-    if degrees.dp > 1 and any(not near(c, row[0]) for row in shares for c in row):
+    if degrees.mesh.dp > 1 and any(not near(c, row[0]) for row in shares for c in row):
         return (
             DATA_ORDER,
             f"replicas and micro-batches weigh {show(shares)}: other data than it should",
@@ -362,11 +367,11 @@ def _one_replica(replica: int, degrees: AxisSizes, *, loss_equal: bool) -> Said:
     if loss_equal:
         return DATA_NOT_AVERAGED, (
             f"it is the gradient of data-parallel rank {replica} alone: it is not averaged over the "
-            f"{degrees.dp} ranks, which so drift apart"
+            f"{degrees.mesh.dp} ranks, which so drift apart"
         )
     return SAME_DATA, (
-        f"all {degrees.dp} data-parallel ranks have computed on rank {replica}'s micro-batches: they read "
-        "the same data"
+        f"all {degrees.mesh.dp} data-parallel ranks have computed on rank {replica}'s micro-batches: they "
+        "read the same data"
     )
 
 
@@ -461,16 +466,16 @@ def _supposed(facts: LossFacts, degrees: AxisSizes) -> Iterator[tuple[Said, floa
     """Explanations with the loss that the layout has if they hold."""
     words = {
         BIAS_PER_RANK: "a bias is added on every tensor-parallel rank and then summed: "
-        f"{degrees.tp} times the bias",
+        f"{degrees.mesh.tp} times the bias",
         PADDING: "rows that only pad the vocabulary take part in the softmax",
-        SAME_DATA: f"all {degrees.dp} data-parallel ranks read the same micro-batches",
+        SAME_DATA: f"all {degrees.mesh.dp} data-parallel ranks read the same micro-batches",
     }
     for cause, value in facts.supposed.items():
         yield (cause, words[cause]), value
     for number, of_what in (
-        (degrees.dp, "data-parallel ranks"),
+        (degrees.mesh.dp, "data-parallel ranks"),
         (degrees.micro_batches, "micro-batches"),
-        (degrees.tp, "tensor-parallel ranks"),
+        (degrees.mesh.tp, "tensor-parallel ranks"),
     ):
         yield (LOSS_SCALED, f"summed over {number} {of_what}, not averaged"), facts.expected * number
         yield (LOSS_SCALED, f"divided by {number} {of_what} once more"), facts.expected / number
@@ -511,24 +516,21 @@ def _norms(facts: NormFacts, degrees: AxisSizes) -> Iterator[tuple[Said, float]]
     if tied:
         said = NORM_TIED, "tied weights count once per stage that holds a copy"
         yield said, sqrt(total + tied)
-    replicated = sum(facts.squares[name] for name in facts.replicated) * (degrees.tp - 1)
+    replicated = sum(facts.squares[name] for name in facts.replicated) * (degrees.mesh.tp - 1)
     if replicated:
         said = NORM_REPLICATED, "what every tensor-parallel rank holds whole counts once per rank"
         yield said, sqrt(total + replicated)
         if tied:
             said = NORM_TIED, "tied and replicated weights count once per copy"
             yield said, sqrt(total + replicated + tied)
-    if degrees.tp > 1:
+    if degrees.mesh.tp > 1:
         shard = sum(facts.first_shard.values())
         yield (
             (NORM_OF_ONE_TENSOR_RANK, "it is the norm of tensor-parallel rank 0's shards alone"),
             sqrt(shard),
         )
-    for number, of_what in (
-        (degrees.dp, "data-parallel"),
-        (degrees.tp, "tensor-parallel"),
-        (degrees.pp, "pipeline"),
-    ):
+    for axis in AXES:
+        number, of_what = degrees.mesh.degree(axis.name), f"{axis.title}-parallel"
         if number > 1:
             said = NORM, f"every element counts {number} times: summed over {of_what} ranks"
             yield said, sqrt(total * number)
@@ -569,15 +571,7 @@ def diagnose_clipping(
             step=step,
         )
     implied = clipping / scale - 1e-6
-    replaced = NormFacts(
-        seen=implied,
-        expected=norm.expected,
-        squares=norm.squares,
-        stages=norm.stages,
-        holders=norm.holders,
-        replicated=norm.replicated,
-        first_shard=norm.first_shard,
-    )
+    replaced = replace(norm, seen=implied)
     return diagnose_norm(replaced, degrees, step=step, from_clipping=True)
 
 
@@ -611,3 +605,51 @@ def _why_update(first: UpdateFacts, num_right: int) -> Said:
 
 def _equal(a: float, b: float, tolerance: float) -> bool:
     return abs(a - b) <= tolerance * max(abs(b), 1e-30)
+
+
+_WIDTH = 100
+_LABEL = 11
+
+
+def parity_table(rows: Iterable[StepRow]) -> list[str]:
+    """Lines: a heading and a line per step, with how far each number is from the reference's, relative."""
+    heading = ("clipping", "step", "loss", "off", "norm", "off", "gradients off", "at most in", "updates off")
+    cells = [heading, *map(_cells, rows)]
+    return aligned(cells, left=range(len(heading)))
+
+
+def findings_text(findings: Sequence[ParityFinding]) -> list[str]:
+    """Lines on what differs, and why it may."""
+    lines = []
+    for finding in findings:
+        place = f"step {finding.step}" if finding.step else "before the first step"
+        lines += labelled("differs", f"{place}: {finding.cause}")
+        if finding.tensor:
+            lines += labelled("first", finding.tensor)
+        lines += labelled("seen", finding.what)
+        lines += labelled("likely", finding.why)
+    return lines
+
+
+def labelled(label: str, text: str) -> list[str]:
+    """``text`` beside a label, its further lines aligned with the first."""
+    first, *rest = wrap(text, _WIDTH - _LABEL, break_long_words=False, break_on_hyphens=False) or [""]
+    return [f"{label:<{_LABEL}}{first}", *(f"{'':<{_LABEL}}{line}" for line in rest)]
+
+
+def _off(seen: float, expected: float) -> str:
+    return f"{abs(seen - expected) / max(abs(expected), 1e-30):.1e}"
+
+
+def _cells(row: StepRow) -> tuple[str, ...]:
+    return (
+        f"{row.clipping:.4g}" if row.clipping else "none",
+        str(row.step),
+        f"{row.loss:.6f}",
+        _off(row.loss, row.expected_loss),
+        "not told" if row.norm is None else f"{row.norm:.6f}",
+        "" if row.norm is None else _off(row.norm, row.expected_norm),
+        f"{row.gradient:.1e}",
+        row.gradient_of,
+        "-" if row.update is None else f"{row.update:.1e}",
+    )

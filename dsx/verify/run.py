@@ -24,16 +24,14 @@ from dsx.launch import entry
 from dsx.launch.local_ranks import RankError, run_ranks, start_server
 from dsx.launch.processes import agree, distributed, seed_generators
 from dsx.parallel.groups import make_groups
-from dsx.parallel.mesh import Mesh
 from dsx.verify import diagnosis
-from dsx.verify.compare import Bench, Tolerances, TrainingComparison, Weights
+from dsx.verify.compare import Bench, Tolerances, TrainingComparison, Weights, judge_masks
 from dsx.verify.diagnosis import ParityFinding, StepRow
 from dsx.verify.entry_point import UserModel, user_model
-from dsx.verify.masks import judge_masks, random_tokens
 from dsx.verify.reference import Batch, ReferenceLayers, Transformers, Updates, family_layers, fresh_weights
 from dsx.verify.seen import Witness
 from dsx.verify.shrunk import trial
-from dsx.verify.subject import VerifyJob, witness
+from dsx.verify.subject import VerifyJob, random_tokens, witness
 from dsx.waiting import Waiting
 
 EXACT = Tolerances(value=1e-5, gradient=1e-4, update=5e-4, weight=1e-6, held=1e-6)
@@ -118,16 +116,12 @@ class VerifyPlan:
         bench: What their results are compared on.
         changes: What was changed from the config.
         layout: The layout in words.
-        mesh: The ranks' mesh.
-        optimizer: What updates are compared with.
     """
 
     job: VerifyJob
     bench: Bench
     changes: tuple[str, ...]
     layout: str
-    mesh: Mesh
-    optimizer: str
 
 
 def verify(request: Request) -> Verdict | None:
@@ -250,11 +244,11 @@ def judge(plan: VerifyPlan, found: Witness) -> Verdict:
         rows += comparison.rows
         if findings:
             break  # the pass with clipping would only say the same in other words
-    findings += judge_masks(found.masks, plan.mesh)
+    findings += judge_masks(found.masks, found.passes[0].mesh)
     return Verdict(
         layout=plan.layout,
         reference=plan.bench.reference.title,
-        optimizer=plan.optimizer,
+        optimizer=plan.bench.updates().title,
         changes=plan.changes,
         rows=tuple(rows),
         findings=tuple(findings),
@@ -316,7 +310,7 @@ def _family_plan(job: VerifyJob, config: RunConfig, changes: tuple[str, ...]) ->
     padded = -(-config.model.vocab_size // width) * width - config.model.vocab_size
 
     def batches(step: int) -> list[Batch]:
-        return [random_tokens(config, step, index) for index in range(m * mesh.dp)]
+        return [random_tokens(config, step, index) for index in range(m * mesh.num_shares)]
 
     def suppose(weights: Weights, given: Sequence[Batch]) -> Mapping[str, float]:
         found = {}
@@ -324,11 +318,10 @@ def _family_plan(job: VerifyJob, config: RunConfig, changes: tuple[str, ...]) ->
             found[diagnosis.BIAS_PER_RANK] = reference.supposed_loss(weights, given, bias_factor=mesh.tp)
         if padded:
             found[diagnosis.PADDING] = reference.supposed_loss(weights, given, padded_columns=padded)
-        if mesh.dp > 1:
-            found[diagnosis.SAME_DATA] = reference.supposed_loss(weights, given[:: mesh.dp])
+        if mesh.num_shares > 1:
+            found[diagnosis.SAME_DATA] = reference.supposed_loss(weights, given[:: mesh.num_shares])
         return found
 
-    updates = Updates(config.deepspeed)
     bench = Bench(
         reference=reference,
         batches=batches,
@@ -338,9 +331,7 @@ def _family_plan(job: VerifyJob, config: RunConfig, changes: tuple[str, ...]) ->
         layers=layers,
         built=fresh_weights(config) if config.weights is None and config.precision == "fp32" else None,
     )
-    return VerifyPlan(
-        job=job, bench=bench, changes=changes, layout=_layout(config), mesh=mesh, optimizer=updates.title
-    )
+    return VerifyPlan(job=job, bench=bench, changes=changes, layout=_layout(config))
 
 
 def _user_plan(job: VerifyJob, model: UserModel | None, changes: tuple[str, ...]) -> VerifyPlan:
@@ -350,15 +341,17 @@ def _user_plan(job: VerifyJob, model: UserModel | None, changes: tuple[str, ...]
     # A second set of layers, because a module given as such is the layout's own.
     reference = _in_one_process(job.entry, arguments)
     mesh = job.mesh()
-    batch = resolve_batch(job.content, mesh.dp)
+    batch = resolve_batch(job.content, mesh.num_shares)
 
     def batches(step: int) -> list[Batch]:
-        return [model.batch(step, index, batch.micro) for index in range(batch.accumulation * mesh.dp)]
+        return [
+            model.batch(step, index, batch.micro) for index in range(batch.accumulation * mesh.num_shares)
+        ]
 
     def suppose(weights: Weights, given: Sequence[Batch]) -> Mapping[str, float]:
-        if mesh.dp == 1:
+        if mesh.num_shares == 1:
             return {}
-        return {diagnosis.SAME_DATA: reference.evaluate(weights, given[:: mesh.dp]).loss}
+        return {diagnosis.SAME_DATA: reference.evaluate(weights, given[:: mesh.num_shares]).loss}
 
     bench = Bench(
         reference=reference,
@@ -371,11 +364,10 @@ def _user_plan(job: VerifyJob, model: UserModel | None, changes: tuple[str, ...]
     zero = job.content.get("zero_optimization", {}).get("stage", 0)
     engine = "stock DeepSpeed" if job.stock else "dsx"
     layout = (
-        f"{engine}, pipeline {mesh.pp} x data {mesh.dp} = {mesh.size} ranks, ZeRO-{zero}, "
+        f"{engine}, {mesh.words} = {mesh.size} ranks, ZeRO-{zero}, "
         f"{batch.accumulation} micro-batches of {batch.micro}"
     )
-    title = Updates(job.content).title
-    return VerifyPlan(job=job, bench=bench, changes=changes, layout=layout, mesh=mesh, optimizer=title)
+    return VerifyPlan(job=job, bench=bench, changes=changes, layout=layout)
 
 
 def _is_seeded(arguments: Mapping[str, Any]) -> bool:
@@ -411,10 +403,11 @@ def _clipping(bench: Bench, clipping: float) -> tuple[float, tuple[str, ...]]:
 
 def _layout(config: RunConfig) -> str:
     mesh = config.mesh
-    sequence = config.dsx.parallel.sequence_parallel and mesh.tp > 1
-    tp = f"tensor {mesh.tp}{' (sequence parallel)' if sequence else ''}"
+    words = f"{mesh.words} = {mesh.size} ranks"
+    if config.dsx.parallel.sequence_parallel and mesh.tp > 1:
+        words += ", sequence parallel"
     return (
-        f"dsx, {tp} x pipeline {mesh.pp} x data {mesh.dp} = {mesh.size} ranks, chunks {config.chunks}, "
+        f"dsx, {words}, chunks {config.chunks}, "
         f"{config.schedule_name}, ZeRO-{config.zero_stage}, {config.precision}, recompute "
         f"{config.dsx.recompute}, {config.accumulation} micro-batches of {config.micro_batch_size}"
     )

@@ -239,7 +239,7 @@ def whole_steps(seen: Seen) -> Iterator[WholeStep]:
 
 
 def _first_replica(seen: Seen) -> list[RankSeen]:
-    return [rank for rank in seen.ranks if seen.mesh.coords(rank.rank)["dp"] == 0]
+    return [rank for rank in seen.ranks if seen.mesh.replica(rank.rank) == 0]
 
 
 def _weights(seen: Seen, index: int) -> tuple[dict[str, Whole], dict[str, float]]:

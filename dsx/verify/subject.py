@@ -20,11 +20,11 @@ from dsx.engine.initialize import initialize
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.zero.held import held
 from dsx.models.param import ParamSpec
+from dsx.nn.dropout import Dropout
 from dsx.parallel.groups import Groups
 from dsx.parallel.mesh import Mesh
 from dsx.train import recipe
 from dsx.verify.entry_point import UserModel, user_model
-from dsx.verify.masks import masks_of, random_tokens
 from dsx.verify.reference import put
 from dsx.verify.seen import Known, Mask, RankSeen, RankStep, Seen, SeenPiece, Weight, Witness
 
@@ -345,3 +345,34 @@ def _subject(
         dp_rank=groups.dp_rank,
         data=data,
     )
+
+
+def random_tokens(config: RunConfig, step: int, index: int) -> tuple[Tensor, Tensor]:
+    """Ids [B, S] and labels [B, S] of micro-batch ``index`` of a step, counted over all replicas."""
+    generator = torch.Generator().manual_seed(1_000_003 * step + index)
+    size = (config.micro_batch_size, config.sequence_length + 1)
+    ids = torch.randint(0, config.model.vocab_size, size, generator=generator)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def masks_of(config: RunConfig, groups: Groups) -> dict[str, Mask]:
+    """What each dropout module drops in its first call of a training step, by ``layer.path``."""
+    engine = recipe.build_engine(config, groups)
+    found: dict[str, Mask] = {}
+
+    def hook(name: str) -> Callable[..., None]:
+        def note(module: Dropout, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if name not in found and module.training and module.probability > 0.0:
+                dropped = ((output == 0) & (inputs[0] != 0)).cpu().numpy().tobytes()
+                found[name] = Mask(sharded=module.sharded, digest=hashlib.sha256(dropped).hexdigest())
+
+        return note
+
+    for name, module in engine.module.named_modules():
+        if isinstance(module, Dropout):
+            module.register_forward_hook(hook(name))
+    mesh = groups.mesh
+    engine.train_batch(
+        random_tokens(config, 0, index * mesh.dp + groups.dp_rank) for index in range(config.accumulation)
+    )
+    return found

@@ -101,7 +101,7 @@ def test_a_config_of_dsx(dsx, tmp_path: Path) -> None:
     file = deepspeed(tmp_path, zero_optimization={"stage": 1}, dsx=block)
     code, out, _ = dsx(file, "--gpus", 2, "--steps", 1, "--set", "dsx.parallel.tensor=2")
     assert code == 0, out
-    assert "layout     dsx, tensor 2 (sequence parallel) x pipeline 1 x data 1 = 2 ranks" in out
+    assert "layout     dsx, tensor 2 x pipeline 1 x data 1 = 2 ranks, sequence parallel" in out
     assert "reference  transformers LlamaForCausalLM, one process, fp32; updates: torch.optim.AdamW" in out
     assert "hidden_size: 128 -> 64" in out
     assert "equal      losses, norms, gradients and updates are those of one process" in out

@@ -89,7 +89,7 @@ def _trained(rank: int, world_size: int, folder: Path, sets: list[str]) -> dict[
     from dsx.memory.paper.meter import StorageMeter
     from dsx.parallel.groups import make_groups
     from dsx.train import recipe
-    from dsx.verify.masks import random_tokens
+    from dsx.verify.subject import random_tokens
 
     torch.autograd.set_multithreading_enabled(False)  # else backwards escape the meter
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)

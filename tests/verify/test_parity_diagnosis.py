@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dsx.parallel.mesh import Mesh
 from dsx.verify import diagnosis
 from dsx.verify.diagnosis import (
     AxisSizes,
@@ -24,7 +25,7 @@ from dsx.verify.diagnosis import (
     diagnose_updates,
 )
 
-DEGREES = AxisSizes(tp=2, pp=2, dp=3, micro_batches=5)
+DEGREES = AxisSizes(mesh=Mesh.of(tp=2, pp=2, dp=3), micro_batches=5)
 BAD = Fit(0.7, 0.5)
 
 
@@ -136,7 +137,7 @@ def test_gradients(facts: GradientFacts, right: list[str], loss_equal: bool, cau
 
 def test_a_factor_on_everything_is_no_tie_and_no_tensor_parallel_mistake() -> None:
     """Degrees of 2 everywhere: what else is wrong tells them apart."""
-    degrees = AxisSizes(tp=2, pp=2, dp=2, micro_batches=4)
+    degrees = AxisSizes(mesh=Mesh.of(tp=2, pp=2, dp=2), micro_batches=4)
     tied = gradient(name="0.w", holders=2, fit=Fit(2.0, 1e-6))
     norm = gradient(name="4.norm", replicated=True, fit=Fit(2.0, 1e-6))
     cut = gradient(name="3.w", fit=Fit(2.0, 1e-6))
@@ -155,7 +156,7 @@ def test_a_factor_on_everything_is_no_tie_and_no_tensor_parallel_mistake() -> No
 
 
 def test_equal_degrees_are_both_named() -> None:
-    degrees = AxisSizes(tp=1, pp=1, dp=4, micro_batches=4)
+    degrees = AxisSizes(mesh=Mesh.of(tp=1, pp=1, dp=4), micro_batches=4)
     found = diagnose_gradients([gradient(fit=Fit(4.0, 0.0))], [], degrees, step=1, loss_equal=True)
     assert "data-parallel" in found.why
     assert "micro-batches" in found.why
