@@ -32,17 +32,17 @@ def _advice() -> dict[str, Any]:
 
 @cache
 def advice() -> tuple[Rule, ...]:
-    """The rows of what is said besides what stops a run."""
+    """The rows of advice: what is said besides what stops a run."""
     return refusals.read_rules(_advice())
 
 
 def check_advice(context: Context) -> Iterator[Finding]:
-    """Those rows."""
+    """The findings of the rows of advice."""
     yield from refusals.apply(advice(), context)
 
 
 CHECKS: Final[tuple[Check, ...]] = (
-    # What is wrong with single keys.
+    # Checks of single keys.
     values.check_duplicates,
     values.check_syntax,
     unknown.check_unknown,
@@ -55,7 +55,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     values.check_trainer,
     values.check_switched_off,
     values.check_no_effect,
-    # What does not go together.
+    # Checks of what does not go together.
     figures.check_world,
     figures.check_batch_triple,
     figures.check_loss_scale,
@@ -75,7 +75,7 @@ CHECKS: Final[tuple[Check, ...]] = (
 )
 
 
-# Values that are "auto": with batch keys among them, and anyhow.
+# Numbers of "auto" values that make a Trainer's config: with batch keys among them, and anyhow.
 _MIN_AUTO = 2
 _SURELY_AUTO = 3
 
@@ -88,7 +88,7 @@ class Report:
         source: The config.
         runner: For whom it was checked.
         inferred: Whether that was guessed from the config.
-        version: DeepSpeed's that it was checked for.
+        version: The version of DeepSpeed that it was checked for.
         findings: Errors first, then warnings, then notes; each in the order of the checks.
     """
 
@@ -100,7 +100,7 @@ class Report:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """Findings that say that it fails, or silently does something else than written."""
+        """Findings of what fails, or silently does something else than what is written."""
         return tuple(finding for finding in self.findings if finding.severity == "error")
 
     @property
@@ -128,10 +128,10 @@ def examine(
 
     Args:
         config: A path, the text of a config (a string with a brace), or its content.
-        world_size: Ranks; without it, what needs it is not checked.
-        runner: Who runs it; without it, guessed from the ``dsx`` block and "auto" values.
-        version: DeepSpeed's; the installed one by default.
-        from_version: An older DeepSpeed's, since which changes of behaviour are told too.
+        world_size: Number of ranks; without it, what depends on it is not checked.
+        runner: Who runs the config; by default guessed from the ``dsx`` block and "auto" values.
+        version: The version of DeepSpeed; the installed one by default.
+        from_version: An older version of DeepSpeed, since which changes of behaviour are reported, too.
         pipeline: Pipeline stages of the model under stock DeepSpeed, 1 for none.
         client_optimizer: Whether the script passes its own optimizer to deepspeed.initialize.
 
@@ -152,7 +152,7 @@ def examine(
     )
     found = [finding for check in CHECKS for finding in check(looked_at)]
     if from_version is not None:
-        # Said as a change, it need not be said as a default.
+        # What is reported as a change is not reported as a default as well.
         found = [finding for finding in found if finding.check != "clipping-default"]
         found += _changes(looked_at, parse_version(from_version))
     return Report(source, who, runner is None, number, ordered(found))
@@ -175,7 +175,7 @@ def _changes(context: Context, old: Version) -> Iterator[Finding]:
 
 
 def ordered(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Worst first; the same thing said of the same key by two checks only once."""
+    """The findings, worst first; the same thing said of the same key by two checks counts once."""
     rank = {"error": 0, "warning": 1, "note": 2}
     once = {(finding.path, finding.check, finding.why): finding for finding in findings}
     return tuple(sorted(once.values(), key=lambda finding: rank[finding.severity]))
@@ -184,7 +184,8 @@ def ordered(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 def infer(config: Mapping[str, Any]) -> Runner:
     """Who runs a config: dsx if it has its block, the Trainer if its batch keys are left to it.
 
-    One "auto" alone is no Trainer's config: there the batch keys, the optimizer's and others come together.
+    A single "auto" makes no Trainer's config: there, the batch keys are "auto" together with the optimizer's
+    and others.
     """
     if "dsx" in config:
         return "dsx"

@@ -1,7 +1,7 @@
 """``dsx check --explain KEY``: what the reference says of one key of DeepSpeed's JSON.
 
-It knows keys that DeepSpeed's documentation still describes though 0.19.8 refuses their block as a whole,
-too; the doctor reports the block.
+It also knows keys that DeepSpeed's documentation still describes though 0.19.8 refuses their whole block; the
+doctor reports the block.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _all() -> tuple[Key, ...]:
 
 
 def explain(path: str) -> str:
-    """What a key is: type, default, effect, what ignores it, history, where DeepSpeed reads it.
+    """A key's type, default, effect and history, what ignores it, and where DeepSpeed reads it.
 
     Args:
         path: Dotted key, the end of one that no other key has, or the name of an optimizer or scheduler.
@@ -87,16 +87,16 @@ def explain_json(path: str) -> dict[str, Any]:
 
 
 def _found(path: str) -> list[list[Key]]:
-    """Rows of the one key (with its variants), or of a whole optimizer or scheduler, grouped by key."""
+    """The rows of one key (with its variants), or of a whole optimizer or scheduler, grouped by key."""
     word = path.strip().strip(".")
     rows = [key for key in _all() if word in _spellings(key)]
     if not rows:
         rows = [key for key in _all() if any(name.endswith(f".{word}") for name in _spellings(key))]
     if not rows and word:
-        # By itself, so that it needs no unique end: WarmupLR.
+        # An optimizer or scheduler by its own name, such as WarmupLR, needs no unique end.
         rows = [key for key in _all() if key.variant == word.lower()]
         return [[key] for key in rows] if rows else _unknown(path)
-    # What DeepSpeed still has is meant, where a former block had a key of that name, too.
+    # Where a former block had a key of that name too, the one that DeepSpeed still has is meant.
     rows = [key for key in rows if key.status != "removed"] or rows
     paths = sorted({key.path for key in rows})
     if len(paths) > 1:
@@ -153,7 +153,7 @@ def _type(key: Key) -> str:
 
 
 def _defaults(rows: Sequence[Key]) -> str:
-    """The default, with the optimizers or schedulers that it is of."""
+    """The default, with the optimizers or schedulers that have it."""
     owners: dict[str, list[str]] = {}
     for key in rows:
         text = "none: it is needed" if key.default is REQUIRED else json.dumps(key.default)

@@ -29,7 +29,7 @@ _SEQUENCE = "sequence_parallel_size"
 
 
 def data_parallel_size(context: Context) -> int | None:
-    """Ranks that DeepSpeed multiplies the micro-batch with (runtime/config.py); None if it cannot be said.
+    """The ranks by which DeepSpeed multiplies the micro-batch (runtime/config.py); None if unknown.
 
     AutoTP's degree is not divided out: DeepSpeed makes its groups after this.
     """
@@ -40,7 +40,7 @@ def data_parallel_size(context: Context) -> int | None:
 
 
 def check_world(context: Context) -> Iterator[Finding]:
-    """Parallel degrees divide the number of ranks."""
+    """Check that the parallel degrees divide the number of ranks."""
     world = context.world_size
     if world is None or context.runner == "dsx":
         return
@@ -84,7 +84,7 @@ def _divisors(world: int) -> str:
 
 
 def check_batch_triple(context: Context) -> Iterator[Finding]:
-    """The product of micro-batch, accumulation and data-parallel ranks is the batch."""
+    """Check that micro-batch x accumulation x data-parallel ranks is the batch."""
     given = {name: context.value(name) for name in (TRAIN, MICRO, ACCUMULATION)}
     if any(value is UNKNOWN or (value is not None and not _is_count(value)) for value in given.values()):
         return
@@ -127,7 +127,7 @@ def _is_count(value: object) -> bool:
 
 
 def check_schedule_length(context: Context) -> Iterator[Finding]:
-    """A learning-rate schedule that has come to its end before the run has."""
+    """Find a learning-rate schedule that ends before the run does."""
     steps: Any = reduce(step, ("dsx", "train", "steps"), context.source.config)
     name = "scheduler.params.total_num_steps"
     total = context.number(name)
@@ -147,7 +147,7 @@ _MOST_SCALE_POWER = 63
 
 
 def check_loss_scale(context: Context) -> Iterator[Finding]:
-    """fp16's loss scaling."""
+    """Check fp16's loss scaling."""
     scale, enabled = context.number("fp16.loss_scale"), context.value("fp16.enabled")
     if scale == 0 and enabled is True:
         yield from _dynamic(context)
@@ -169,7 +169,7 @@ def check_loss_scale(context: Context) -> Iterator[Finding]:
 
 
 def _static(context: Context, scale: float) -> Iterator[Finding]:
-    """A fixed scale, which no overflow brings down: steps whose gradients are inf are all skipped."""
+    """Find a fixed scale that no overflow lowers: steps whose gradients are inf are all skipped."""
     if scale <= _MOST_FP16:
         return
     why = "a fixed scale stays when gradients overflow, and DeepSpeed skips each such step without a word: "
@@ -184,7 +184,7 @@ def _static(context: Context, scale: float) -> Iterator[Finding]:
 
 def _positive(context: Context, severity: Severity, when: str = "") -> Iterator[Finding]:
     for name in ("loss_scale_window", "min_loss_scale"):
-        # As written: out of its range it is nothing that DeepSpeed would use.
+        # The value as it is written, because DeepSpeed would not use one out of its range.
         value = context.at(context.path(f"fp16.{name}"))
         if isinstance(value, int | float) and value <= 0:
             why = f"dynamic loss scaling needs a whole number above 0{when}"
@@ -222,7 +222,7 @@ _METRICS: Final = ("data_efficiency", "data_sampling", "curriculum_learning", "c
 
 
 def check_learning_rate(context: Context) -> Iterator[Finding]:
-    """A learning rate above 1 where each weight moves by about that much per step; or the weight decay's."""
+    """Find a rate above 1 where weights move by about that much a step, or one that is the weight decay's."""
     kind = context.text("optimizer.type").lower()
     if kind not in _NORMALIZED:
         return
@@ -245,7 +245,7 @@ def _inverted(rate: float) -> str:
 
 
 def check_betas_order(context: Context) -> Iterator[Finding]:
-    """The decay of the gradient's average comes first, and is the shorter memory."""
+    """Find betas in the wrong order: the gradient's average comes first, and has the shorter memory."""
     name = "optimizer.params.betas"
     betas = context.value(name)
     if context.text("optimizer.type").lower() not in _ADAM_LIKE or not isinstance(betas, list):
@@ -258,7 +258,7 @@ def check_betas_order(context: Context) -> Iterator[Finding]:
 
 
 def check_difficulties(context: Context) -> Iterator[Finding]:
-    """Curricula, of the former and the present kind, that begin with what they should end with."""
+    """Find curricula, of the former and the present kind, that begin with what they should end with."""
     metrics = context.at(_METRICS)
     names = metrics if isinstance(metrics, dict) else {}
     for block in (("curriculum_learning",), *((*_METRICS, name) for name in names)):
@@ -276,7 +276,7 @@ _BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_buck
 
 
 def check_buckets(context: Context) -> Iterator[Finding]:
-    """Bucket sizes, which count elements and not bytes."""
+    """Check bucket sizes, which count elements and not bytes."""
     for last in _BUCKETS:
         name = f"zero_optimization.{last}"
         size = context.number(name)
@@ -299,7 +299,7 @@ _COUNTS: Final[tuple[Path, ...]] = (
 
 
 def check_whole_numbers(context: Context) -> Iterator[Finding]:
-    """1e3 for steps: a whole number to DeepSpeed's own reader, a float to the Trainer's (lr_schedules.py)."""
+    """Find 1e3 for steps: whole to DeepSpeed's own reader, a float to the Trainer's (lr_schedules.py)."""
     if context.runner != "trainer":
         return
     for path in _COUNTS:
@@ -311,7 +311,7 @@ def check_whole_numbers(context: Context) -> Iterator[Finding]:
 
 
 def check_schedule(context: Context) -> Iterator[Finding]:
-    """A name that DeepSpeed or torch knows, spelt as there: a name in another case is none."""
+    """Find a name that neither DeepSpeed nor torch knows, also one in another case."""
     key, kind = context.table.key("scheduler.type"), context.at(("scheduler", "type"))
     if key is None or not isinstance(kind, str) or kind in (*key.choices, "auto"):
         return
@@ -325,7 +325,7 @@ def check_schedule(context: Context) -> Iterator[Finding]:
 
 
 def check_optimizer(context: Context) -> Iterator[Finding]:
-    """A name that DeepSpeed knows (runtime/engine.py)."""
+    """Find a name that DeepSpeed does not know (runtime/engine.py)."""
     name = "optimizer.type"
     kind = context.at(("optimizer", "type"))
     if not isinstance(kind, str) or kind == "auto" or is_optimizer(kind):
@@ -345,7 +345,7 @@ def check_optimizer(context: Context) -> Iterator[Finding]:
 
 
 def check_clipping(context: Context) -> Iterator[Finding]:
-    """``max_grad_norm`` among the parameters, which DeepSpeed refuses."""
+    """Find ``max_grad_norm`` among the parameters, which DeepSpeed refuses."""
     path = ("optimizer", "params", "max_grad_norm")
     value = context.at(path)
     if value is ABSENT:

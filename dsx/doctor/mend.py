@@ -1,4 +1,4 @@
-"""``dsx check --fix``: make the edits of findings; comments, order and formatting of the file stay."""
+"""``dsx check --fix``: make the edits of findings, keeping the file's comments, order and formatting."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _remove(text: str, owner: Node, member: Member) -> str:
     if comma:
         end = comma.end()
     elif index:
-        # The last one: its predecessor's comma goes too, and what is between them (comments) stays.
+        # The last key takes its predecessor's comma with it, and leaves the comments between them.
         before = owner.members[index - 1].node.end
         kept = re.sub(r"^[ \t]*,", "", text[before:start], count=1)
         kept = kept if "\n" in kept else kept.strip()
@@ -102,7 +102,7 @@ def _remove(text: str, owner: Node, member: Member) -> str:
             before + len(kept),
             end + len(kept) - (start - before),
         )
-    # A line of its own goes as a whole.
+    # A key that has a line of its own takes the line with it.
     line_start = text.rfind("\n", 0, start) + 1
     rest = re.compile(r"[ \t]*(\r?\n)").match(text, end)
     if not text[line_start:start].strip() and rest:
@@ -111,7 +111,7 @@ def _remove(text: str, owner: Node, member: Member) -> str:
 
 
 def _add(text: str, root: Node, edit: Edit) -> str:
-    """Add a key behind the last one of its object; objects on the way are made."""
+    """Add a key behind the last one of its object, making the objects that are missing on the way."""
     node, depth = root, 0
     for part in edit.path[:-1]:
         inner = next((m for m in reversed(node.members) if m.key == part), None)
@@ -181,12 +181,12 @@ class Mended:
         return "".join(line if line.endswith("\n") else f"{line}\n" for line in marked)
 
 
-# What shows behind a mended key, and behind that.
+# Rounds of mending: what shows behind a mended key, and behind that.
 _MOST_ROUNDS = 5
 
 
 def settle(text: str, look: Callable[[str], Iterable[Finding]], *, unsafe: bool = False) -> Mended:
-    """``text`` mended until ``look`` finds nothing more to mend in it; see :func:`mend`."""
+    """Mend ``text`` until ``look`` finds nothing more to mend in it; see :func:`mend`."""
     after = text
     done: list[Finding] = []
     for _ in range(_MOST_ROUNDS):
@@ -211,7 +211,7 @@ def mend(text: str, findings: Iterable[Finding], *, unsafe: bool = False) -> Men
     first = from_text(text).config
     for finding in findings:
         now = from_text(after).config
-        # What is to be added and has come since is another finding's.
+        # A key that is to be added and has come since was added for another finding.
         came = any(
             edit.kind == "set" and has(now, edit.path) and not has(first, edit.path) for edit in finding.edits
         )

@@ -1,4 +1,4 @@
-"""What a run adds to its config: the ``dsx`` block, how all of it resolves, and the machine; as findings."""
+"""What a run adds to its config, as findings: the ``dsx`` block, how all of it resolves, and the machine."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def resolve_run(
     """The run of ``config``, or what is wrong with it; without a world size the ``dsx`` block alone is read.
 
     Args:
-        config: With a ``dsx`` block.
-        world_size: Ranks.
+        config: A config with a ``dsx`` block.
+        world_size: Number of ranks.
         gpu_memory_gib: All memory of a GPU, which each rank must fit into; None to leave that open.
     """
     from dsx.config.load import SeveralProblemsError, load, raise_all
@@ -45,7 +45,7 @@ def resolve_run(
 
 
 def _buckets(run: RunConfig, config: Mapping[str, Any]) -> list[Finding]:
-    """A bucket that is written larger than the whole model, which DeepSpeed allocates all the same."""
+    """Find a bucket larger than the whole model, which DeepSpeed allocates all the same."""
     parameters = run.summary()["model"]["parameters"]
     path: Path = ("zero_optimization", "reduce_bucket_size")
     size: Any = reduce(step, path, config)
@@ -84,7 +84,7 @@ def as_finding(error: DsxError, config: Mapping[str, Any]) -> Finding:
 
 
 def check_locks(folder: File, now_seconds: float | None = None) -> Iterator[Finding]:
-    """Locks of builds, for which later runs wait for ever without a word if the build was killed."""
+    """Find locks of builds, for which later runs wait for ever in silence if the build was killed."""
     for lock in extension_locks(folder, now_seconds):
         yield Finding(
             check="extensions-lock",

@@ -1,6 +1,6 @@
 """Keys that DeepSpeed does not know: misspelled, in the wrong place, from another tool, or the user's own.
 
-What other tools and habit call things is data, in ``names.toml``.
+``names.toml`` has the names that other tools and habits give to DeepSpeed's keys.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from dsx.config.refusals import (
 )
 from dsx.config.wording import Path, dotted, plain, suggest
 
-# Above it, a similar word is the word that was meant.
+# A word more similar than this is the word that was meant.
 _CERTAIN = 0.84
-# Below it, words have nothing to do with each other.
+# Words less similar than this have nothing to do with each other.
 _NEAR = 0.7
-# Two words that are nearer to each other than this are equally likely.
+# Two candidates whose similarity differs by less than this are equally likely.
 _MARGIN = 0.02
 _MAX_PLACES = 3
 
@@ -48,12 +48,12 @@ def optimizer_parts() -> list[str]:
 
 @cache
 def other_names(group: str) -> dict[str, str]:
-    """Their word -> ours, of "keys" or "schedules"."""
+    """The names of others -> ours, of "keys" or "schedules"."""
     return {word: name for name, words in _names()[group].items() for word in words}
 
 
 def check_unknown(context: Context) -> Iterator[Finding]:
-    """Keys that no row describes."""
+    """Find keys that no row describes."""
     for slot in context.slots:
         # Reported by the optimizer's check.
         is_clipping = slot.name == "optimizer.params.max_grad_norm"
@@ -87,7 +87,7 @@ def _unknown(context: Context, slot: Slot) -> Finding:
 
 
 def _dotted(context: Context, slot: Slot) -> Finding | None:
-    """``"zero_optimization.stage": 2``: a path where DeepSpeed wants objects in objects."""
+    """Find a path where DeepSpeed wants objects in objects: ``"zero_optimization.stage": 2``."""
     word = str(slot.path[-1])
     name = f"{slot.block.path}.{word}".removeprefix(".")
     key = None
@@ -107,7 +107,7 @@ def _dotted(context: Context, slot: Slot) -> Finding | None:
 
 
 def _inside(context: Context, slot: Slot) -> Finding | None:
-    """Another tool's name for a key of this very block."""
+    """Find another tool's name for a key of this very block."""
     rows = (
         row for row in _names()["inside"] if slot.block.path in row["blocks"] and _word(slot) in row["words"]
     )
@@ -125,7 +125,7 @@ def _inside(context: Context, slot: Slot) -> Finding | None:
 
 
 def _of_another_type(context: Context, slot: Slot) -> Finding | None:
-    """A parameter that other optimizers or schedules have."""
+    """Find a parameter that other optimizers or schedules have."""
     kind = slot.block.variant
     others = [variant for path, variant in context.table.keys if path == slot.name] if kind else []
     if not others:
@@ -138,7 +138,7 @@ def _of_another_type(context: Context, slot: Slot) -> Finding | None:
 
 
 def _outside(context: Context, slot: Slot) -> Finding | None:
-    """An option of another tool's that DeepSpeed has no key for."""
+    """Find an option of another tool for which DeepSpeed has no key."""
     if context.runner == "dsx" and not slot.block.path and str(slot.path[-1]) in _names()["dsx"]:
         why, fix = "a block of dsx's own", 'move it into "dsx"'
         return _finding(context, slot, "misplaced-key", why, fix)
@@ -154,15 +154,15 @@ def _word(slot: Slot) -> str:
 
 
 def _elsewhere(context: Context, slot: Slot) -> Finding | None:
-    """The key under its right name, or in its right place."""
+    """Find the key under its right name, or in its right place."""
     word = str(slot.path[-1])
     names = [key.path for key in context.table.named(word) if not key.path.startswith(slot.name + ".")]
-    # A block's own inner blocks come before everything else's.
+    # The block's own inner blocks precede all others.
     inner = [name for name in names if slot.block.path and name.startswith(f"{slot.block.path}.")]
     names = inner or ([] if slot.block.path and word in _names()["common"] else names)
     other = other_names("keys").get(_word(slot))
     if other is not None and slot.block.path and not other.startswith(f"{slot.block.path}."):
-        # A word much like one of the block's own is that one, misspelt.
+        # A word much like one of the block's own keys is that key, misspelt.
         other = None if _nearest(word, context.table.siblings(slot.block)) else other
     beside = other is not None and other.rpartition(".")[0] == slot.block.path
     if other is not None and (not names or beside):
@@ -181,7 +181,7 @@ def _elsewhere(context: Context, slot: Slot) -> Finding | None:
 
 
 def _wrapped(context: Context, slot: Slot) -> Finding | None:
-    """A whole config, or several of its blocks, under a key of another tool's."""
+    """Find a whole config, or several of its blocks, under a key of another tool's."""
     if slot.block.path or not isinstance(slot.value, dict) or context.table.named(str(slot.path[-1])):
         return None
     inside = [word for word in slot.value if word in context.table.siblings(slot.block)]
@@ -192,7 +192,7 @@ def _wrapped(context: Context, slot: Slot) -> Finding | None:
 
 
 def _in_params(context: Context, slot: Slot) -> Finding | None:
-    """A parameter of the optimizer or schedule that stands beside ``params`` and not in it."""
+    """Find a parameter of the optimizer or schedule that stands beside ``params`` instead of in it."""
     params = context.table.block(context.config, f"{slot.block.path}.params")
     key = None if params is None else context.table.siblings(params).get(str(slot.path[-1]))
     if params is None or key is None:
@@ -261,7 +261,7 @@ def _finding(
     does = (
         "DeepSpeed refuses it" if slot.block.unknown == "refused" else "DeepSpeed would ignore it in silence"
     )
-    # A word that resembles nothing may be somebody's own, which DeepSpeed leaves alone.
+    # A word that resembles nothing may be the user's own, which DeepSpeed leaves alone.
     own = is_guess and slot.block.unknown == "ignored" and context.runner != "dsx"
     severity: Severity = "warning" if own else "error"
     if check == "unknown-key" and why == "unknown key":
@@ -274,7 +274,7 @@ def _finding(
 
 
 def _gone(context: Context, key: Key) -> str:
-    """What to do about a word for a key that this DeepSpeed has no more; empty for one that it has."""
+    """What to do about a word for a key that this DeepSpeed no longer has; empty for one that it has."""
     if not is_past(context, key):
         return ""
     last = key.path.rpartition(".")[2]
@@ -284,7 +284,7 @@ def _gone(context: Context, key: Key) -> str:
 
 
 def _nearest(word: str, siblings: Mapping[str, Key]) -> tuple[str, float] | None:
-    """The word that is most like ``word``, and how much; with a second one as near, not enough to be sure."""
+    """The word most like ``word``, and how similar it is; not enough to be sure if another is as near."""
     ratios = {name: difflib.SequenceMatcher(None, word.lower(), name.lower()).ratio() for name in siblings}
     best = max(ratios, key=ratios.__getitem__, default="")
     if not best or ratios[best] < _NEAR:
@@ -295,7 +295,7 @@ def _nearest(word: str, siblings: Mapping[str, Key]) -> tuple[str, float] | None
 
 
 def check_removed(context: Context) -> Iterator[Finding]:
-    """Keys that this version does not know any more."""
+    """Find keys that this version no longer knows."""
     for slot in context.slots:
         key = slot.key
         if key is None or not is_past(context, key):
@@ -313,12 +313,12 @@ def check_removed(context: Context) -> Iterator[Finding]:
 
 
 def _asks_for_nothing(slot: Slot) -> bool:
-    """Whether a removed key was off: else DeepSpeed refuses it so that nobody goes without it unawares."""
+    """Whether a removed key was off; DeepSpeed refuses others, so that nobody goes without them unawares."""
     return not slot.value or (isinstance(slot.value, dict) and slot.value.get("enabled") is False)
 
 
 def _dead(context: Context, slot: Slot, key: Key) -> Finding | None:
-    """A key that is accepted and read by nothing; one that asks for the default does no harm."""
+    """Find a key that is accepted and read by nothing; one that asks for the default does no harm."""
     if asks_for_default(slot, key):
         return None
     since = f" since {key.until}" if key.until else ""

@@ -30,7 +30,7 @@ _EXAMPLES = {
     "zero_optimization.offload_optimizer": '{"device": "cpu"}',
     "zero_optimization.offload_param": '{"device": "cpu"}',
 }
-# Names in some spelling, which have checks of their own.
+# Keys that are names in some spelling, which have checks of their own.
 _NAMES = frozenset({"optimizer.type", "scheduler.type"})
 # Where DeepSpeed asks for a bool by name (runtime/pipe/engine.py, module_inject/auto_ep_config.py).
 _BOOLEANS = frozenset(
@@ -54,7 +54,7 @@ _REFUSED_WORDS = frozenset(
 
 
 def check_values(context: Context) -> Iterator[Finding]:
-    """Every value against its row."""
+    """Check every value against its row."""
     for slot in context.slots:
         key = slot.key
         if key is None or key.status in ("removed", "dead"):
@@ -100,7 +100,7 @@ def _wrong(context: Context, slot: Slot, key: Key, verdict: ValueVerdict) -> Ite
             yield context.find("wrong-type", level, slot.path, why, fix, *edits, safe=True)
             return
         if key.path == "zero_optimization" and isinstance(slot.value, bool) and context.runner != "dsx":
-            return  # checks of ZeRO say what this old form does.
+            return  # The check of the old form says what it does.
         words, inside = _type_words(slot, key, verdict), _object(context, slot, key)
         yield context.find("wrong-type", "error", slot.path, *words, *inside, safe=True)
     elif verdict.fault == "not-a-choice":
@@ -208,7 +208,7 @@ def _auto(context: Context, slot: Slot, key: Key) -> Iterator[Finding]:
         yield context.find("auto", "error", slot.path, why, fix)
     elif key.auto == "default" and context.runner != "dsx":
         why = f"{who}: it is dropped, and the default{default} used"
-        # A Trainer that was not seen for one would miss it.
+        # This helps a Trainer's config that was not recognised as one.
         safe = not (context.guessed and key.trainer_auto)
         yield context.find("auto", "warning", slot.path, why, fix, Edit("remove", slot.path), safe=safe)
     else:
@@ -216,7 +216,7 @@ def _auto(context: Context, slot: Slot, key: Key) -> Iterator[Finding]:
 
 
 def check_trainer(context: Context) -> Iterator[Finding]:
-    """Says once that the Trainer fills in what is "auto"."""
+    """Say once that the Trainer fills in what is "auto"."""
     if context.runner != "trainer":
         return
     filled = [slot for slot in context.slots if slot.key and slot.value == "auto" and slot.key.trainer_auto]
@@ -232,7 +232,7 @@ def check_trainer(context: Context) -> Iterator[Finding]:
 
 
 def check_no_effect(context: Context) -> Iterator[Finding]:
-    """Keys that do nothing given the others."""
+    """Find keys that do nothing, given the others."""
     for slot in context.slots:
         key = slot.key
         if key is None or key.status in ("removed", "dead") or _is_idle(slot.value, key):
@@ -246,29 +246,29 @@ def check_no_effect(context: Context) -> Iterator[Finding]:
         yield context.find("no-effect", severity, slot.path, f"it does nothing: {cause.why}", _fix(cause))
 
 
-# Reported by checks of their own.
+# These have checks of their own.
 _OWN_CHECKS = frozenset({"zero_optimization.offload_param", "zero_optimization.offload_optimizer"})
 
 
 def _is_idle(value: Any, key: Key) -> bool:
-    """A value that asks for nothing."""
+    """Whether a value asks for nothing."""
     return value is None or value is False or value == key.default or value in ("none", "auto")
 
 
 def _is_switch(cause: NoEffect, slot: Slot) -> bool:
-    """The block of the key is off: said once for the block, if at all."""
+    """Whether the key's block is off, which is said once for the block, if at all."""
     owner = ".".join(slot.name.split(".")[:-1])
     return any(condition.key == f"{owner}.enabled" for condition in cause.conditions)
 
 
 def _without_zero(cause: NoEffect) -> bool:
-    """ZeRO is off as a whole, as where a script's argument sets its stage."""
+    """Whether ZeRO is off as a whole, as where a script's argument sets its stage."""
     condition = cause.conditions[0]
     return condition.key == STAGE and condition.operator == "<" and condition.value == 1
 
 
 def _fix(cause: NoEffect) -> str:
-    """The change of the condition, or of the key."""
+    """The fix: a change of the condition, or of the key."""
     condition = cause.conditions[0]
     words = {"<": "at least", "<=": "above", ">": "at most", ">=": "below"}
     if condition.operator in words:
@@ -279,7 +279,7 @@ def _fix(cause: NoEffect) -> str:
 
 
 def check_switched_off(context: Context) -> Iterator[Finding]:
-    """Blocks that are filled in, and do nothing because ``enabled`` is missing."""
+    """Find blocks that are filled in and do nothing, because ``enabled`` is missing."""
     for slot in context.slots:
         if slot.key is None or not isinstance(slot.value, dict) or not slot.value:
             continue
@@ -301,7 +301,7 @@ def _python_word(value: object) -> bool:
 
 
 def check_old_form(context: Context) -> Iterator[Finding]:
-    """``"zero_optimization": true``, which means stage 1."""
+    """Find ``"zero_optimization": true``, which means stage 1."""
     value = context.at(("zero_optimization",))
     if isinstance(value, bool) and context.runner != "dsx":
         edits = (Edit("set", ("zero_optimization",), {"stage": int(value)}),)
@@ -318,7 +318,7 @@ def check_old_form(context: Context) -> Iterator[Finding]:
 
 
 def check_deprecated(context: Context) -> Iterator[Finding]:
-    """Keys that still work under a new name (bfloat16 is precision's)."""
+    """Find keys that still work under a new name (bfloat16 has rows of its own)."""
     for slot in context.slots:
         key = slot.key
         if key is None or key.status != "deprecated" or key.path == "bfloat16":
@@ -335,7 +335,7 @@ def check_deprecated(context: Context) -> Iterator[Finding]:
 
 
 def _says_the_same(slot: Slot, new: object) -> bool:
-    """Whether the replacement of a deprecated key, which is there too, holds what the key asks for."""
+    """Whether the replacement of a deprecated key, present too, has what the key asks for."""
     if isinstance(slot.value, bool) and isinstance(new, dict):
         return slot.value == (new.get("device", "none") not in ("none", None))
     return same(slot.value, new)
@@ -360,7 +360,7 @@ def _renewed(slot: Slot, target: tuple[str, ...]) -> tuple[Edit, ...]:
 
 
 def check_duplicates(context: Context) -> Iterator[Finding]:
-    """Keys written twice, which DeepSpeed refuses and other readers take the last of."""
+    """Find keys written twice, which DeepSpeed refuses and of which other readers take the last."""
     for path, lines in context.source.twice():
         where = ", ".join(map(str, lines))
         why = f"the key is written twice (lines {where}): DeepSpeed refuses it, others take the last"
@@ -368,7 +368,7 @@ def check_duplicates(context: Context) -> Iterator[Finding]:
 
 
 def check_syntax(context: Context) -> Iterator[Finding]:
-    """HJSON, which DeepSpeed and dsx read and others do not."""
+    """Find HJSON, which DeepSpeed and dsx read and others do not."""
     document = context.source.document
     if document is None or context.runner == "dsx" or not context.source.text.strip():
         return
@@ -388,7 +388,7 @@ def check_syntax(context: Context) -> Iterator[Finding]:
 
 
 def check_newer(context: Context) -> Iterator[Finding]:
-    """Keys that came after the DeepSpeed that is asked about."""
+    """Find keys that are newer than the DeepSpeed in question."""
     for slot in context.slots:
         if slot.key is not None and slot.key.since and version(slot.key.since) > context.version:
             does = "refuses" if slot.block.unknown == "refused" else "ignores"
