@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dsx.checkpoint.run.export import export_hf
-    from dsx.config.arguments import Arguments, parse_arguments
     from dsx.config.resolve import resolve as load_config
     from dsx.config.run import RunConfig
     from dsx.data.own import OwnCorpus
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
         ScheduleError,
         VersionError,
     )
-    from dsx.launch.entry import run, world_size
+    from dsx.launch.entry import Arguments, parse_arguments, run, world_size
     from dsx.launch.processes import distributed
     from dsx.models.param import ParamSpec
     from dsx.models.spec import ModelSpec
@@ -91,7 +90,7 @@ __all__ = [
 
 # Public name -> (module, name there; the module itself if empty). Nothing is imported before it is asked for.
 _HOMES = {
-    "Arguments": ("dsx.config.arguments", "Arguments"),
+    "Arguments": ("dsx.launch.entry", "Arguments"),
     "CheckpointError": ("dsx.errors", "CheckpointError"),
     "ConfigError": ("dsx.errors", "ConfigError"),
     "DataError": ("dsx.errors", "DataError"),
@@ -122,7 +121,7 @@ _HOMES = {
     "initialize": ("dsx.engine.initialize", "initialize"),
     "load_config": ("dsx.config.resolve", "resolve"),
     "load_transformers": ("dsx.train.generation", "load_transformers"),
-    "parse_arguments": ("dsx.config.arguments", "parse_arguments"),
+    "parse_arguments": ("dsx.launch.entry", "parse_arguments"),
     "printable": ("dsx.terminal", "printable"),
     "profile_layers": ("dsx.planner.profiler", "profile_layers"),
     "recipe": ("dsx.train.recipe", ""),

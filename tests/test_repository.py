@@ -86,6 +86,49 @@ def test_what_needs_no_tensors_loads_nothing_heavy():
     assert loaded_after("\n".join(f"import {name}" for name in sorted(light))) == set()
 
 
+# Of dsx, by a recipe up to its first step; 136 on the day that this was written.
+MOST_MODULES = 140
+
+FIRST_STEP = """
+import os, runpy, sys
+import dsx
+
+def count(monitor, loss):
+    print(*(name for name in sys.modules if name.partition(".")[0] == "dsx"), flush=True)
+    os._exit(0)
+
+dsx.recipe.Monitor.step = count
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_training_run_loads_what_it_needs(tmp_path):
+    """No tool that looks at runs, no reader of other programs' checkpoints, no search, no doctor."""
+    settings = (f"dsx.train.output={tmp_path}", "dsx.tracking.wandb.mode=disabled", "dsx.train.steps=1")
+    words = [word for setting in settings for word in ("--set", setting)]
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_STEP, "recipes/gpt_3d.py", "configs/zero3.json", *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = next(line for line in done.stdout.splitlines() if line.startswith("dsx ")).split()
+    assert "dsx.engine.executor" in loaded
+    assert len(loaded) <= MOST_MODULES, loaded
+    for idle in (
+        "doctor",
+        "planner.choose",
+        "planner.profiler",
+        "verify",
+        "checkpoint.formats",
+        "train.curves",
+    ):
+        assert [name for name in loaded if f"{name}.".startswith(f"dsx.{idle}.")] == []
+
+
 def test_no_module_imports_in_a_circle():
     """As they are loaded: imports inside functions and for types alone do not count."""
     paths = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in (ROOT / "dsx").rglob("*.py")}

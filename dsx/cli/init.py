@@ -52,7 +52,8 @@ def init(
     beginning; without --model it is a tiny preset. The layout is one that --gpus ranks can have. Existing
     files are never overwritten.
     """
-    from dsx.config.starter import shipped, starter
+    from dsx.config.sources import shipped
+    from dsx.config.starter import starter
 
     begun = starter(model=model, gpus=gpus, ds_config=ds_config, overrides=overrides or [])
     files = {

@@ -54,7 +54,7 @@ def guide(
     style: Annotated[Literal["table", "json"], FORMAT] = "table",
 ) -> None:
     """Print a guide, or list the guides."""
-    from dsx.config.starter import guides
+    from dsx.config.sources import guides
 
     texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(guides().glob("*.md"))}
     if name is None:

@@ -12,10 +12,9 @@ from typing import Any, Literal, TypeAlias
 
 from dsx.config import elastic
 from dsx.config.batch import ACCUMULATION, Batch, resolve_batch
-from dsx.config.cuts import cut_layers
 from dsx.config.deepspeed import deepspeed_problems, is_bf16, mesh_problems, optimizer_notes, zero_stage
 from dsx.config.load import load, raise_all
-from dsx.config.run import PENDING, RunConfig
+from dsx.config.run import PENDING, RunConfig, cut_layers
 from dsx.config.schema import DsxConfig, ZeroConfig
 from dsx.config.sources import read_model
 from dsx.config.wording import at

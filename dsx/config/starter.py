@@ -1,17 +1,10 @@
-"""What dsx brings besides its code, and a config to begin with: of a model and a number of ranks.
-
-What dsx brings besides its code: recipes, configs, guides and the set of versions that it is tested with.
-
-In a checkout they are where they are worked on; a wheel installs them under ``share/dsx`` of the environment.
-"""
+"""A config to begin with, of a model and a number of ranks."""
 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,74 +13,9 @@ from dsx.config.load import override, read
 from dsx.config.ordinary import SEQUENCE_LENGTH_KEYS, Assumption, complete
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
-from dsx.config.sources import find_model
-from dsx.errors import ConfigError
+from dsx.config.sources import find_model, shipped
 from dsx.models.hf_config import model_spec
 from dsx.models.params import num_parameters
-
-_CHECKOUT = Path(__file__).parents[2]
-_PINS = "constraints.txt"
-_WARNED_OF = ("torch", "transformers", "datasets")  # another DeepSpeed is refused (runtime/zero_adapters)
-
-
-def shipped(name: str) -> Path:
-    """A file ``recipes/NAME.py``, ``configs/NAME.json``, ``docs/guides/NAME.md`` or ``constraints.txt``.
-
-    Raises:
-        ConfigError: The installation lacks it.
-    """
-    if (_CHECKOUT / "pyproject.toml").is_file() and (_CHECKOUT / name).is_file():
-        return _CHECKOUT / name
-    place = ("share", "dsx", *Path(name).parts)
-    try:
-        files = metadata.files("dsx") or ()
-    except metadata.PackageNotFoundError:
-        files = ()
-    for file in files:
-        if file.parts[-len(place) :] == place:
-            found = Path(str(file.locate())).resolve()
-            if found.is_file():
-                return found
-    raise ConfigError(
-        name, "this installation of dsx lacks it", "install dsx with pip, from a wheel or a checkout"
-    )
-
-
-def guides() -> Path:
-    """The folder of the guides, a page each in Markdown.
-
-    Raises:
-        ConfigError: The installation lacks them.
-    """
-    return shipped("docs/guides/tour.md").parent
-
-
-def newer_than_tested() -> tuple[str, ...]:
-    """A sentence for each package whose major or minor version is above the one that dsx is tested with."""
-    try:
-        text = shipped(_PINS).read_text(encoding="utf-8")
-    except ConfigError:
-        return ()
-    told = []
-    for name in _WARNED_OF:
-        pin = re.search(rf"^{name}==(\S+)$", text, flags=re.MULTILINE)
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        if pin is not None and _release(version) > _release(pin[1]):
-            told.append(f"{name} {version} is newer than {pin[1]}, the newest that this dsx is tested with")
-    return tuple(told)
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Major and minor number.
-
-    >>> _release("2.13.0+cpu"), _release("3.0rc1")
-    ((2, 13), (3, 0))
-    """
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-
 
 _FIRST_MODEL = "llama/tiny"
 _STEPS = 200

@@ -29,7 +29,7 @@ from torch.utils.data import DistributedSampler
 
 from dsx.config.run import RunConfig
 from dsx.config.schema import ZeroConfig
-from dsx.config.starter import newer_than_tested
+from dsx.config.sources import newer_than_tested
 from dsx.config.wording import suggest
 from dsx.engine.chunks import checkpoint_non_reentrant
 from dsx.engine.engine import PipelineEngine

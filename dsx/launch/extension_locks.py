@@ -73,7 +73,7 @@ def _openers(files: set[Path]) -> dict[Path, int]:
     """Processes that have one of the files open, of those that this user may look into."""
     found: dict[Path, int] = {}
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # another user's, or it has ended meanwhile
+        with suppress(psutil.Error, OSError):  # another user's, or it has ended meanwhile
             opened = {Path(file.path) for file in process.open_files()}
             found |= dict.fromkeys(opened & files, process.pid)
     return found

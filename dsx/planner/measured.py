@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsx.config.cuts import cut_layers
-from dsx.config.run import PENDING, RunConfig
+from dsx.config.run import PENDING, RunConfig, cut_layers
 from dsx.config.schema import MEASURE, DsxConfig, PartitionConfig
 from dsx.config.wording import at
 from dsx.errors import ConfigError, LayoutError, ScheduleError

@@ -16,7 +16,7 @@ import pytest
 
 import dsx as package
 from dsx.checkpoint import store
-from dsx.config import starter as module
+from dsx.config import sources as module
 from dsx.config.load import read
 from dsx.config.resolve import resolve
 from dsx.config.starter import starter

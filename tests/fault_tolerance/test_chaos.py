@@ -26,7 +26,7 @@ from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.read import verify
 from dsx.checkpoint.run import saver
 from dsx.errors import CheckpointError, RunError
-from dsx.train.run_lock import RunLock
+from dsx.train.run_folder import RunLock
 from fault_tolerance.guarded import Run
 from parity import dsx_run
 from parity.dsx_run import Case
@@ -344,7 +344,7 @@ def test_the_newest_loads_when_it_is_mended(loading: list[dict[str, Any]]) -> No
 
 def second_run(rank: int, world_size: int, folder: str) -> tuple[str, bool]:
     """What a run says that begins in a folder where another is at work; it goes on when that has ended."""
-    import dsx.train.run_lock as module
+    import dsx.train.run_folder as module
 
     module._SAME_MACHINE_SECONDS = 0.3
     run = Run(CASE, Path(folder))

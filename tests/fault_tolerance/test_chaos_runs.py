@@ -20,7 +20,7 @@ import ranks
 from dsx.checkpoint.run import saver, state
 from dsx.engine.executor import StepRun
 from dsx.errors import RunError
-from dsx.train.run_lock import RunLock
+from dsx.train.run_folder import RunLock
 from fault_tolerance import crew
 from fault_tolerance.guarded import PIPELINE, Run
 from parity import dsx_run
@@ -207,7 +207,7 @@ def told(folder: Path, signals: dict[str, list[int]]) -> list[crew.Ended]:
 def test_sigterm_at_a_bad_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: dict[str, list[int]], steps: int
 ) -> None:
-    monkeypatch.setattr("dsx.train.run_lock._SAME_MACHINE_SECONDS", 0.0)
+    monkeypatch.setattr("dsx.train.run_folder._SAME_MACHINE_SECONDS", 0.0)
     ended = told(tmp_path, signals)
     assert [rank.code for rank in ended] == [143, 143]
     assert [rank.said for rank in ended] == ["", ""]

@@ -13,20 +13,20 @@ from pathlib import Path
 import pytest
 
 from dsx.errors import RunError
-from dsx.train import run_lock
-from dsx.train.run_lock import NAME, RunLock
+from dsx.train import run_folder
+from dsx.train.run_folder import LOCK, RunLock
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "_SAME_MACHINE_SECONDS", 0.0)
-    monkeypatch.setattr(run_lock, "_OTHER_MACHINE_SECONDS", 1e9)
-    monkeypatch.setattr(run_lock, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(run_folder, "_SAME_MACHINE_SECONDS", 0.0)
+    monkeypatch.setattr(run_folder, "_OTHER_MACHINE_SECONDS", 1e9)
+    monkeypatch.setattr(run_folder, "_LOOK_SECONDS", 0.01)
 
 
 def test_the_holder_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     held = RunLock(tmp_path / "new" / "run")
-    assert json.loads((tmp_path / "new" / "run" / NAME).read_text()) == {
+    assert json.loads((tmp_path / "new" / "run" / LOCK).read_text()) == {
         "host": socket.gethostname(),
         "pid": os.getpid(),
     }
@@ -63,7 +63,7 @@ def test_a_holder_that_is_killed_lets_go(tmp_path: Path) -> None:
 def test_a_lost_machine_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network file system keeps its lock for a while."""
     held = RunLock(tmp_path)
-    (tmp_path / NAME).write_text('{"host": "elsewhere", "pid": 7}')
+    (tmp_path / LOCK).write_text('{"host": "elsewhere", "pid": 7}')
     looks = []
 
     def wait(seconds: float) -> None:
@@ -71,12 +71,12 @@ def test_a_lost_machine_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monkey
         if len(looks) == 3:
             held.release()
 
-    monkeypatch.setattr(run_lock.time, "sleep", wait)
+    monkeypatch.setattr(run_folder.time, "sleep", wait)
     RunLock(tmp_path).release()
     assert len(looks) == 3
-    monkeypatch.setattr(run_lock, "_OTHER_MACHINE_SECONDS", 0.0)
+    monkeypatch.setattr(run_folder, "_OTHER_MACHINE_SECONDS", 0.0)
     held = RunLock(tmp_path)
-    (tmp_path / NAME).write_text('{"host": "elsewhere", "pid": 7}')
+    (tmp_path / LOCK).write_text('{"host": "elsewhere", "pid": 7}')
     with pytest.raises(RunError, match="process 7 on elsewhere"):
         RunLock(tmp_path)
     held.release()
@@ -89,13 +89,13 @@ def test_a_file_that_its_holder_deletes_meanwhile_is_no_lock(
 
     def late(descriptor: int, how: int) -> None:
         if not deleted:
-            deleted.append((tmp_path / NAME).unlink())
+            deleted.append((tmp_path / LOCK).unlink())
         lock(descriptor, how)
 
-    monkeypatch.setattr(run_lock, "_SAME_MACHINE_SECONDS", 0.1)  # the file is made and locked once more
+    monkeypatch.setattr(run_folder, "_SAME_MACHINE_SECONDS", 0.1)  # the file is made and locked once more
     monkeypatch.setattr(fcntl, "flock", late)
     held = RunLock(tmp_path)
-    assert (tmp_path / NAME).is_file()
+    assert (tmp_path / LOCK).is_file()
     with pytest.raises(RunError):
         RunLock(tmp_path)
     held.release()

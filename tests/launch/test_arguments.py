@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dsx.config.arguments import parse_arguments
 from dsx.errors import ConfigError
+from dsx.launch.entry import parse_arguments
 
 
 @pytest.mark.parametrize("rank", [[], ["--local_rank=1"], ["--local_rank", "1"], ["--local-rank=1"]])
