@@ -31,7 +31,7 @@ class SchemaBlock(BaseModel):
 
 
 class MistakeError(ValueError):
-    """What a validator finds wrong with several keys of a block, and what to do."""
+    """A validator's finding about several keys of a block, with what to do."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(what)
@@ -45,9 +45,9 @@ StopSignal = Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"]
 class FaultsConfig(SchemaBlock):
     """What ends, pauses or mends a run.
 
-    Policies: stop ends the run with an error, the bad step not saved; skip does not apply the step and goes
-    on with the next data; roll_back loads the newest checkpoint of the run and goes on with the data behind
-    the bad batch.
+    Of the policies, stop ends the run with an error, without saving the bad step; skip does not apply the
+    step and continues with the next data; roll_back loads the newest checkpoint of the run and continues with
+    the data after the bad batch.
     """
 
     hang_seconds: float = Field(
@@ -66,43 +66,42 @@ class FaultsConfig(SchemaBlock):
     stop_signals: tuple[StopSignal, ...] = Field(
         default=("SIGTERM",),
         strict=False,  # JSON has lists
-        description="Signals, to any one rank, at which the run saves after the step under way and ends with "
-        "128 + the signal's number. Empty: they kill.",
+        description="Signals, to any one rank, at which the run saves after the current step and ends with "
+        "128 + the signal's number. With none, signals kill.",
     )
     grace_seconds: float = Field(
         default=28.0,
         gt=0,
-        description="From such a signal to the end, saved or not. Launchers, Slurm and Kubernetes kill after "
-        "30 seconds unless they are told otherwise.",
+        description="The run ends so long after such a signal, saved or not. Launchers, Slurm and Kubernetes "
+        "kill after 30 seconds unless they are told otherwise.",
     )
-    nonfinite: Policy = Field(default="stop", description="When loss or gradient norm is NaN or infinite.")
+    nonfinite: Policy = Field(default="stop", description="What happens if loss or norm is not finite.")
     loss_spike: Policy = Field(
-        default="off", description="When the loss lies spike_sigmas above the median of spike_window steps."
+        default="off", description="The same if the loss is spike_sigmas above spike_window's median."
     )
-    grad_norm_spike: Policy = Field(default="off", description="Likewise for the gradient norm.")
+    grad_norm_spike: Policy = Field(default="off", description="The same for the gradient norm.")
     spike_window: int = Field(
-        default=128, ge=8, description="Steps that spikes are measured by, from half of them on."
+        default=128, ge=8, description="Latest steps by which spikes are judged, once half of them are there."
     )
     spike_sigmas: float = Field(
         default=8.0,
         gt=0,
-        description="In standard deviations, as estimated by the median absolute deviation x 1.4826.",
+        description="Height of a spike in standard deviations: the median absolute deviation x 1.4826.",
     )
-    most_skips: int = Field(default=10, ge=1, description="End the run when more steps are skipped in a row.")
+    most_skips: int = Field(default=10, ge=1, description="End the run if more steps in a row are skipped.")
     most_roll_backs: int = Field(default=3, ge=0, description="End the run at one more, restarts included.")
     check_replicas_every: int = Field(
         default=0,
         ge=0,
-        description="Steps between comparisons of what data- and tensor-parallel ranks hold alike, bit by "
-        "bit. 0: never.",
+        description="Steps between comparisons of weights that ranks hold alike, bit by bit. 0: never.",
     )
     replicas_differ: Literal["stop", "roll_back"] = Field(
-        default="stop", description="When they find a difference."
+        default="stop", description="What happens if check_replicas_every finds a difference."
     )
 
     @property
     def rolls_back(self) -> str | None:
-        """The first policy that takes the run back to a checkpoint, of what is looked for."""
+        """The first policy that is in use and takes the run back to a checkpoint."""
         keys = ("nonfinite", "loss_spike", "grad_norm_spike", "replicas_differ")
         looked_for = keys if self.check_replicas_every else keys[:-1]
         return next((key for key in looked_for if getattr(self, key) == "roll_back"), None)
@@ -129,7 +128,7 @@ class TextSource(SchemaBlock):
     split: str = Field(default="train", min_length=1, description="Split of the hub data set.")
     text_column: str = Field(default="text", min_length=1, description="Column that holds the text.")
     max_bytes: Positive | None = Field(
-        default=None, description="Read at most about this much text, in bytes."
+        default=None, description="Read about this many bytes of text at most."
     )
 
 
@@ -143,7 +142,7 @@ class MixedSource(TextSource):
     label: str | None = Field(
         default=None,
         pattern=r"^[\w.-]+$",
-        description="What metrics and messages call it; null: the last part of source.",
+        description="The name in metrics and messages; null: the last part of source.",
     )
 
     @property
@@ -193,8 +192,8 @@ class DataConfig(TextSource):
     )
     lanes: Positive = Field(
         default=64,
-        description="Streaming: parts that the text is read in side by side. Part of the order, so it stays "
-        "for a run's life. If micro-batch x data-parallel degree divides it, every rank reads its own share.",
+        description="Streaming: parts of the text that are read side by side. They decide the order, so they "
+        "stay for a run's life. If micro-batch x data-parallel degree divides them, a rank reads its own.",
     )
     prefetch: int = Field(
         default=8, ge=0, description="Micro-batches that a thread reads ahead; 0 reads when they are needed."
@@ -236,7 +235,7 @@ class DataConfig(TextSource):
 
 
 class ModelConfig(SchemaBlock):
-    """Which model to train: exactly one of preset, config and path."""
+    """The model to train: exactly one of preset, config and path."""
 
     family: Family | None = Field(
         default=None,
@@ -249,7 +248,7 @@ class ModelConfig(SchemaBlock):
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="A Hugging Face model folder: config.json and, if any, weights.",
+        description="A Hugging Face model folder: config.json and, perhaps, weights.",
     )
     weights: Literal["auto", "load", "random"] = Field(
         default="auto",
@@ -260,7 +259,7 @@ class ModelConfig(SchemaBlock):
         description="Each tensor-parallel rank's vocabulary rows are padded to a multiple of this.",
     )
     overrides: dict[str, Any] = Field(
-        default_factory=dict, description='Hugging Face config keys put over the model, e.g. {"n_layer": 8}.'
+        default_factory=dict, description='Hugging Face config keys to change, e.g. {"n_layer": 8}.'
     )
 
     @model_validator(mode="after")
@@ -275,8 +274,8 @@ class ModelConfig(SchemaBlock):
 class ParallelConfig(SchemaBlock):
     """Degrees of parallelism; data parallelism takes the ranks that tensor x pipeline leave.
 
-    "auto" degrees: the prime factors of world size / fixed degrees go round-robin, largest first, to data,
-    then pipeline, then tensor (those of them that are auto), past an axis that cannot legally take one.
+    The prime factors of world size / fixed degrees go to the "auto" degrees in turn, largest first: to data,
+    then pipeline, then tensor, skipping an axis that cannot legally take one.
     """
 
     tensor: Degree = Field(
@@ -331,8 +330,8 @@ class ScheduleConfig(SchemaBlock):
     )
     activation_gib: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="Most memory that activations may take on a rank, in GiB; null: any. What is chosen from "
-        "a profile stays within it.",
+        description="Most memory that activations may take on a rank, in GiB; null: any. Choices from a "
+        "profile stay within it.",
     )
 
     @model_validator(mode="after")
@@ -389,13 +388,13 @@ class TrainConfig(SchemaBlock):
     log_every: Positive | Literal["auto"] = Field(
         default="auto",
         description='Steps between progress lines. "auto" prints the first ten, then at most about 200 in '
-        "all; metrics.jsonl and W&B get every step. A number holds for all of them.",
+        "all, while metrics.jsonl and W&B get every step. A number holds for all three.",
     )
     eval_every: int = Field(
         default=0, ge=0, description="Steps between held-out evaluations; 0: at the end only."
     )
     eval_tokens: Positive = Field(
-        default=65_536, description="Held-out tokens per evaluation, about (whole batches)."
+        default=65_536, description="Held-out tokens per evaluation, rounded to whole batches."
     )
     save_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: at the end only.")
     seed: Seed = Field(default=0, description="Seed of fresh weights and of dropout.")
@@ -403,15 +402,15 @@ class TrainConfig(SchemaBlock):
         default="auto",
         min_length=1,
         description='"auto" continues from the latest checkpoint in output, if any; "never" does not. '
-        "A folder, of another run or of one of its checkpoints, is what a run begins with whose own output "
-        "has none; its layout may be any.",
+        "A folder, of another run or one of its checkpoints in any layout, is where a run begins whose own "
+        "output has no checkpoint.",
     )
     save_in_background: bool = Field(
         default=False,
         description="Train on while a checkpoint is written, from a copy of the states in the host's memory.",
     )
     keep_checkpoints: int = Field(
-        default=0, ge=0, description="Delete all but the newest so many checkpoints; 0 keeps all."
+        default=0, ge=0, description="Keep this many of the newest checkpoints; 0 keeps all."
     )
     export_hf: bool = Field(default=False, description="Write a Hugging Face model folder at the end.")
     trace_steps: list[Positive] = Field(
@@ -444,7 +443,7 @@ class WandbConfig(SchemaBlock):
     artifacts: Literal["reference", "off"] = Field(
         default="reference",
         description="reference: each checkpoint and exported model becomes a version of an artifact that "
-        "says where it is; none of its bytes are sent. off: none do.",
+        "says where it is; none of its bytes are sent. off: there are no artifacts.",
     )
 
 
@@ -453,13 +452,12 @@ class ElasticConfig(SchemaBlock):
 
     tensor: Annotated[list[Positive], Field(min_length=1)] | None = Field(
         default=None,
-        description="Tensor-parallel degrees it may take, the one you like best first: divisors of a node's "
-        "GPUs. null: parallel.tensor alone.",
+        description="Tensor-parallel degrees that it may take, in order of preference: divisors of a node's "
+        "GPUs. null: parallel.tensor.",
     )
     pipeline: Annotated[list[Positive], Field(min_length=1)] | None = Field(
         default=None,
-        description="Pipeline degrees it may take, the one you like best first. null: parallel.pipeline "
-        "alone.",
+        description="Pipeline degrees that it may take, in order of preference. null: parallel.pipeline.",
     )
     min_ranks: Positive = Field(
         default=1, description="Fewest ranks to train on; ranks that no layout can use wait as spares."
@@ -467,9 +465,9 @@ class ElasticConfig(SchemaBlock):
     cluster: str | None = Field(
         default=None,
         min_length=1,
-        description="Name or JSON file of a cluster (`dsx plan`): of the layouts that use most ranks, the "
-        "one with the shortest predicted step that fits its memory. null: the first that is legal, in the "
-        "order of tensor, then pipeline.",
+        description="Name or JSON file of a cluster (`dsx plan`): of the layouts with most ranks, take the "
+        "one with the shortest predicted step that fits its memory. null: take the first legal one, by "
+        "tensor, then by pipeline.",
     )
 
 
@@ -487,16 +485,16 @@ class DsxConfig(SchemaBlock):
     train: TrainConfig = Field(description="Length of the run and what it leaves behind.")
     parallel: ParallelConfig = Field(default=ParallelConfig(), description="Degrees of parallelism.")
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Pipeline schedule.")
-    partition: PartitionConfig = Field(default=PartitionConfig(), description="Layers over stages.")
+    partition: PartitionConfig = Field(default=PartitionConfig(), description="Layers of each stage.")
     zero: ZeroConfig = Field(default=ZeroConfig(), description="When ZeRO communicates.")
     profile: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
-        description='Times and bytes of the layers: "measure" takes them when the run starts and writes '
-        "profile.json to its output; or the path of such a file. All that is auto or null in schedule, "
+        description='Times and bytes of the layers: "measure" measures them when the run starts and writes '
+        "profile.json to its output; otherwise the path of such a file. What is auto or null in schedule, "
         "parallel.chunks and recompute is then chosen by simulated step; null keeps rules of thumb.",
     )
     profile_micro_batches: Positive = Field(
-        default=5, description="Micro-batches to measure per kind of layer, after two that do not count."
+        default=5, description="Micro-batches to measure per kind of layer, after two that warm up."
     )
     recompute: Recompute | Literal["auto"] = Field(
         default="none",
@@ -505,13 +503,13 @@ class DsxConfig(SchemaBlock):
     )
     memory_check: Literal["warn", "refuse", "off"] = Field(
         default="warn",
-        description="If the estimated peak (`dsx estimate`) is more than a rank's memory: say so before "
-        "anything is built, end the run there, or do not look.",
+        description="What happens if the estimated peak (`dsx estimate`) is above a rank's memory: a warning "
+        "before anything is built, or the end of the run; off does not look.",
     )
     optimizer_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="Bytes that the optimizer keeps for each parameter, weights and gradients aside: for the "
+        description="Bytes that the optimizer keeps per parameter besides weights and gradients, for the "
         "memory estimate of an optimizer that dsx does not know (it knows Adam, AdamW, Lion, SGD).",
     )
     elastic: ElasticConfig | None = Field(
