@@ -139,7 +139,8 @@ def _needed(out: dict[str, Any]) -> Iterator[Assumption]:
     optimizer = out.get("optimizer", {})
     if isinstance(optimizer, dict) and optimizer.get("type") is None:
         yield _put(out, "optimizer.type", "AdamW", _UNSAID)
-        out["optimizer"].setdefault("params", {"lr": _LEARNING_RATE})
+        if "params" not in out["optimizer"]:
+            yield _put(out, "optimizer.params.lr", _LEARNING_RATE, _UNSAID)
 
 
 def _batch(out: dict[str, Any]) -> Iterator[Assumption]:

@@ -96,6 +96,25 @@ def resolve_tokenizer(dsx: DsxConfig, weights: Path | None) -> str:
     )
 
 
+def vocabulary_of(tokenizer: str) -> int | None:
+    """How many ids a local tokenizer has, as far as its JSON says; None where it does not.
+
+    Args:
+        tokenizer: What ``dsx.data.tokenizer`` names.
+    """
+    for name in ("tokenizer.json", "vocab.json"):
+        try:
+            content = json.loads((Path(tokenizer).expanduser() / name).read_text(encoding="utf-8"))
+            words = content["model"]["vocab"] if name == "tokenizer.json" else content
+            # A Unigram model lists its words; others have an id for each.
+            ids: list[int] = list(words.values() if isinstance(words, dict) else range(len(words)))
+            ids += [int(token["id"]) for token in content.get("added_tokens", ())]
+            return 1 + int(max(ids))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue  # not there, or none that transformers would read
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
     """A model to build.

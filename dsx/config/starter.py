@@ -13,7 +13,9 @@ from dsx.config.load import override, read
 from dsx.config.ordinary import SEQUENCE_LENGTH_KEYS, Assumption, complete
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
-from dsx.config.sources import find_model, shipped
+from dsx.config.sources import find_model, shipped, vocabulary_of
+from dsx.config.wording import at
+from dsx.errors import ConfigError
 from dsx.models.hf_config import model_spec
 from dsx.models.params import num_parameters
 
@@ -90,6 +92,12 @@ def _checked(
 ) -> Starter:
     final = _with(content, overrides)
     run = resolve(final, world_size=gpus)
+    tokenizer, vocabulary = run.dsx.data.tokenizer, run.model.vocab_size
+    ids = vocabulary_of(tokenizer)
+    if ids is not None and ids > vocabulary:
+        what = f"it has {ids} ids, but the model's vocabulary is {vocabulary}"
+        fix = f"use the model's own tokenizer, or a model with vocab_size >= {ids}"
+        raise ConfigError(at("dsx.data.tokenizer", tokenizer), what, fix)
     recipe = "gpt_3d.py" if run.weights is None else "finetune.py"
     return Starter(content=final, run=run, recipe=recipe, assumed=assumed)
 

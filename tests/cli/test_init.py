@@ -135,6 +135,45 @@ def test_a_trainers_json_and_a_model_folder(dsx, tmp_path, model_folder):
     assert "`optimizer.params.lr` = `5e-05`: the Trainer's default" in (folder / "README.md").read_text()
 
 
+def test_a_learning_rate_that_nobody_wrote_is_told(dsx, tmp_path):
+    """Of a JSON whose script brings the optimizer."""
+    (tmp_path / "ds.json").write_text(
+        '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}'
+    )
+    code, out, err = dsx("init", tmp_path / "new", "--from", tmp_path / "ds.json", "--model", "gpt2/tiny")
+    assert (code, err) == (0, "")
+    assert 'assumed    optimizer.type = "AdamW" (nothing says it)\n' in out
+    assert "assumed    optimizer.params.lr = 5e-05 (nothing says it)\n" in out
+    assert written(tmp_path / "new")["optimizer"] == {"type": "AdamW", "params": {"lr": 5e-5}}
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(dsx, tmp_path, model_folder):
+    """Before anything is written, in the words of training."""
+    copy = tmp_path / "model"
+    shutil.copytree(model_folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"vocab_size": 256}))
+    code, _, err = dsx("init", tmp_path / "tune", "--model", copy)
+    assert code == 2
+    assert "it has 257 ids, but the model's vocabulary is 256. Fix: " in err
+    assert not (tmp_path / "tune").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "ids"),
+    [
+        ("tokenizer.json", {"model": {"vocab": {"a": 0, "b": 7}}}, 8),
+        ("tokenizer.json", {"model": {"vocab": [["a", 0.0], ["b", -1.0]]}, "added_tokens": [{"id": 2}]}, 3),
+        ("vocab.json", {"a": 0, "b": 4}, 5),
+        ("tokenizer.json", {"model": 3}, None),
+        ("tokenizer.model", {}, None),
+    ],
+)
+def test_how_many_ids_a_tokenizer_has(tmp_path, file, content, ids):
+    (tmp_path / file).write_text(json.dumps(content))
+    assert module.vocabulary_of(str(tmp_path)) == ids
+
+
 def leaves(node, path=()):
     if not isinstance(node, dict):
         yield path, node
