@@ -1,4 +1,4 @@
 """The ``dsx`` block of a DeepSpeed JSON: schema, loading, and resolving it for a world size.
 
-Imports neither torch nor DeepSpeed, so that a bad config is refused within a fraction of a second.
+It imports neither torch nor DeepSpeed, so that a bad config is refused within a fraction of a second.
 """

@@ -17,7 +17,7 @@ _SHOWN_TRIPLES = 3
 
 
 MOST_ACCUMULATION = 1 << 17
-"""Micro-batches of a step: each is an action in every rank's schedule."""
+"""The most micro-batches of a step, each of which is an action in every rank's schedule."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -29,7 +29,7 @@ class Batch:
     accumulation: int
 
     def keys(self) -> dict[str, int]:
-        """As DeepSpeed's keys."""
+        """The sizes under DeepSpeed's keys."""
         return {TRAIN: self.train, MICRO: self.micro, ACCUMULATION: self.accumulation}
 
     def __str__(self) -> str:
@@ -39,8 +39,8 @@ class Batch:
 def resolve_batch(config: Mapping[str, Any], dp: int) -> Batch:
     """The batch triple for ``dp`` data-parallel ranks.
 
-    As DeepSpeed (runtime/config.py, _set_batch_related_parameters): two keys give the third, and a batch size
-    alone means accumulation 1.
+    As in DeepSpeed (runtime/config.py, _set_batch_related_parameters), two keys give the third, and a batch
+    size alone means accumulation 1.
 
     Raises:
         ConfigError: A key is no positive integer, too few are given, they contradict each other, or a step
@@ -86,7 +86,7 @@ def _resolved(config: Mapping[str, Any], dp: int) -> Batch:
 
 
 def _nearest(given: Mapping[str, int], train: int, dp: int) -> list[Batch]:
-    """Legal triples that change few of the given keys, and those by little."""
+    """Legal triples that change few of the given keys, and change them little."""
 
     def change(batch: Batch) -> tuple[int, float]:
         new = batch.keys()
@@ -101,7 +101,7 @@ def _candidates(given: Mapping[str, int], train: int, dp: int) -> Iterator[Batch
     if micro and accumulation:
         yield Batch(micro * accumulation * dp, micro, accumulation)
     for fixed, is_micro in ((micro, True), (accumulation, False)):
-        # Keep one factor, round the other down and up; without either, the micro-batch takes all.
+        # Keep one factor and round the other down and up; with neither given, the micro-batch takes all.
         kept = fixed or 1
         for other in {max(1, train // (kept * dp)), -(-train // (kept * dp))}:
             pair = (kept, other) if is_micro else (other, kept)

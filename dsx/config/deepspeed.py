@@ -15,15 +15,15 @@ from dsx.parallel.mesh import Mesh
 
 Json = Mapping[str, Any]
 
-# Said better by the batch of the resolved mesh (dsx/config/batch.py), which comes next.
+# The batch of the resolved mesh (dsx/config/batch.py), which comes next, says these better.
 _LATER = ("batch-missing", "batch-triple")
 
 
 def deepspeed_problems(config: Json) -> list[ConfigError]:
-    """Everything wrong with DeepSpeed's part of a config that dsx is to run, whatever the mesh."""
+    """Everything wrong with DeepSpeed's part of a config that dsx is to run, whatever the mesh is."""
     found = refusals.errors(_context(config))
     if found is None:
-        # A key or a value that nothing takes: the run ends here, and the doctor says what may be meant.
+        # A key or value that nothing takes ends the run here; the doctor says what may be meant.
         from dsx.doctor.examine import examine
 
         found = list(examine(config, runner="dsx", version=REFERENCE).errors)
@@ -31,13 +31,13 @@ def deepspeed_problems(config: Json) -> list[ConfigError]:
 
 
 def mesh_problems(config: Json, mesh: Mesh) -> list[ConfigError]:
-    """What dsx cannot do at this mesh, of keys that are right by themselves."""
+    """What dsx cannot do on this mesh, of keys that are right by themselves."""
     rules = [rule for rule in refusals.refused() if rule.needs_mesh]
     return [as_error(finding) for finding in refusals.apply(rules, _context(config, mesh))]
 
 
 def pipeline_problems(config: Json, mesh: Mesh) -> list[ConfigError]:
-    """What dsx's engine cannot do of a config of DeepSpeed's own, without a ``dsx`` block."""
+    """What dsx's engine cannot do of a plain DeepSpeed config, one without a ``dsx`` block."""
     found = refusals.apply(refusals.refused(), _context(config, mesh), by=("pipeline", "initialize"))
     return [as_error(finding) for finding in found]
 
@@ -66,7 +66,7 @@ def is_bf16(config: Json) -> bool:
 
 
 def optimizer_notes(config: Json) -> Iterator[str]:
-    """Builds that DeepSpeed would start on a machine without a GPU."""
+    """Notes on builds that DeepSpeed would start on a machine without a GPU."""
     optimizer = _block(config, "optimizer")
     kind = str(optimizer.get("type", "")).lower()
     if kind in refusals.names("compiled") and not _block(optimizer, "params").get("torch_adam"):

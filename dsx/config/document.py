@@ -21,7 +21,7 @@ import hjson
 from dsx.config.wording import Path, dotted, show
 from dsx.errors import ConfigError
 
-# Half of a pair of UTF-16 units, which is no character: \ud83d without \ude00 behind it.
+# Half of a pair of UTF-16 units, which is no character: \ud83d without \ude00 after it.
 _HALF = re.compile("[\ud800-\udfff]")
 # Objects in objects; DeepSpeed's deepest key has eight above it.
 _MOST_LEVELS = 100
@@ -30,10 +30,10 @@ BEYOND = "a number beyond 1e308, which nothing can hold"
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """One such value.
+    """A value that no program can use.
 
     Attributes:
-        path: The key, or what holds a key that is none.
+        path: The key, or the object around a key that cannot be one.
         what: What is wrong.
         fix: What to write.
     """
@@ -62,7 +62,7 @@ def unusable(node: object, *, infinite: bool = False, path: Path = ()) -> Iterat
     Args:
         node: A config, or a part of it.
         infinite: Whether inf and nan are allowed, as in a dictionary that Python has made.
-        path: Of ``node``.
+        path: Where ``node`` stands.
     """
     if len(path) > _MOST_LEVELS:
         what = f"it holds more than {_MOST_LEVELS} objects or lists in one another"
@@ -104,9 +104,9 @@ _PUNCTUATION = "{}[],:"
 _NUMBER = re.compile(r"(-?(?:0|[1-9]\d*))(\.\d+)?([eE][-+]?\d+)?\s*")
 _VALUE_END = re.compile(r"[\r\n,}\]#]|//|/\*|\Z")
 _WORDS = {"null": None, "true": True, "false": False}
-# White space behind a word included.
+# The white space after a word is included.
 _LONGEST_WORD = 1000
-# Beyond it hjson leaves a whole number that was written with a point or exponent a float.
+# Above it hjson leaves a whole number that was written with a point or exponent a float.
 _WHOLE_FLOAT_LIMIT = 1e10
 
 
@@ -120,7 +120,7 @@ class PositionError(ValueError):
 
 @dataclass(slots=True)
 class Member:
-    """``key: value`` in an object; offsets into the text, ends exclusive. Of a list item, the key is None."""
+    """``key: value`` in an object, by offsets into the text, ends exclusive. A list item's key is None."""
 
     key: str | None
     key_start: int
@@ -139,7 +139,7 @@ class Node:
     members: list[Member] = field(default_factory=list)
 
     def plain(self) -> Any:
-        """The value as Python has it; of keys written twice, the last."""
+        """The value as Python has it; of keys written twice, the last one."""
         if self.kind == "object":
             return {member.key: member.node.plain() for member in self.members}
         return [member.node.plain() for member in self.members] if self.kind == "list" else self.value
@@ -147,7 +147,7 @@ class Node:
 
 @dataclass(slots=True)
 class Document:
-    """A parsed text: the top value, and what in it is no strict JSON."""
+    """A parsed text: the top value, and whatever in it is no strict JSON."""
 
     root: Node
     relaxed: list[tuple[Relaxed, int]]
@@ -307,10 +307,10 @@ class _Parser:
             token = self.text[start : min(end, start + _LONGEST_WORD)].strip()
             if token in _WORDS:
                 return self.trim(start, _WORDS[token])
-            # By its end in the text: a copy of a long line at each of its commas would take for ever.
+            # Searched in the text itself: a copy of a long line at each of its commas would take for ever.
             if number := _NUMBER.fullmatch(self.text, start, end):
                 return self.trim(start, self.number(number, start))
-        # Nothing of these up to the end of the line.
+        # There is none of these up to the end of the line.
         self.relaxed.append(("unquoted string", start))
         return self.trim(start, self.text[start:end].strip())
 
@@ -348,17 +348,17 @@ def _number(found: re.Match[str]) -> int | float:
 
 # Configs have kilobytes; a list of labels in a model's has a few hundred.
 _MOST_BYTES = 4 << 20
-# A word without quotes, not true, false or null, with a bracket behind it on its line.
+# A word without quotes, not true, false or null, with a bracket after it on its line.
 _SWALLOWS = re.compile(r":[ \t]*(?!true|false|null)[A-Za-z_][^\n\"']*[}\]]")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A config.
+    """A config with its text.
 
     Attributes:
-        name: Of the file, for messages.
-        text: Of the file; empty for a config that comes as a mapping.
+        name: The file's name, for messages.
+        text: The file's text; empty for a config that comes as a mapping.
         config: The values, as DeepSpeed reads them; of a key written twice, the last.
         document: The text with offsets; None for a mapping.
     """
@@ -441,7 +441,7 @@ def _refuse(source: Source, problems: Iterable[Unusable]) -> None:
 
 
 def _document(text: str, config: dict[str, Any]) -> Document | None:
-    """Offsets, if both parsers read the same."""
+    """The text with offsets, if both parsers read the same values."""
     try:
         document = parse(text)
     except (PositionError, RecursionError):
@@ -463,12 +463,12 @@ def same(one: object, other: object) -> bool:
 
 
 def _where(name: str, line: int, column: int) -> str:
-    """A place in a file, or in the only one that is spoken of."""
+    """A place in a file, or in the only config there is."""
     return f"{name}, line {line}, column {column}".removeprefix(", ")
 
 
 def _syntax_error(text: str, name: str, error: Exception) -> ConfigError:
-    """Where the text stops being HJSON, in words that say what to look for."""
+    """The error where the text stops being HJSON, in words that say what to look for."""
     try:
         parse(text)
         message, offset = str(error), 0
@@ -490,7 +490,7 @@ def _syntax_error(text: str, name: str, error: Exception) -> ConfigError:
 
 
 def _offset(root: Node, path: Path) -> int | None:
-    """Of the key at ``path``, or of the innermost object around it that is there."""
+    """Offset of the key at ``path``, or of the innermost object around it that is there."""
     members = (_member(root, path[:length]) for length in range(len(path), 0, -1))
     return next((member.key_start for member in members if member is not None), None)
 

@@ -1,4 +1,4 @@
-"""The layout that a run takes on however many ranks it is started again (``dsx.elastic``)."""
+"""The layout that a run takes when it is started again on some number of ranks (``dsx.elastic``)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Attempt: TypeAlias = Callable[[dict[str, Any], DsxConfig, int], RunConfig]
 
 
 class _Option(NamedTuple):
-    """A run on so many ranks, or if it is open the number alone; the lower its cost, the better."""
+    """A run on so many ranks, or the number alone while it is open; the lower its cost, the better."""
 
     ranks: int
     cost: float = 0.0
@@ -36,10 +36,10 @@ def lay_out(
 ) -> RunConfig:
     """The run on as many of ``world_size`` ranks as a legal layout can use.
 
-    Most ranks go first. Among the layouts of as many, the order of ``dsx.elastic`` decides (tensor, then
-    pipeline), or with a judge the shortest predicted step that fits its memory. The micro-batch is the
+    The largest number of ranks wins. Among its layouts, the order of ``dsx.elastic`` decides (tensor, then
+    pipeline), or, with a judge, the shortest predicted step that fits its memory. The micro-batch is the
     largest divisor of the config's that keeps the global batch. The choice depends on the arguments alone, so
-    that every rank makes the same.
+    that every rank makes the same choice.
 
     Args:
         deepspeed: DeepSpeed's keys, checked.
@@ -121,7 +121,7 @@ def _problems(deepspeed: Mapping[str, Any], dsx: DsxConfig) -> Iterator[ConfigEr
 
 
 def _layouts(deepspeed: dict[str, Any], dsx: DsxConfig) -> Iterator[tuple[dict[str, Any], DsxConfig]]:
-    """DeepSpeed's keys and the block of every layout that may be taken, the preferred first."""
+    """DeepSpeed's keys and the block of every layout that may be taken, the preferred ones first."""
     limits, written = dsx.elastic, deepspeed.get(MICRO)
     assert limits is not None
     micros: list[dict[str, int]] = [{}]

@@ -1,10 +1,10 @@
-"""What every key of DeepSpeed 0.19.8's JSON is (types, defaults, bounds, history), and whether a value fits.
+"""What each key of DeepSpeed 0.19.8's JSON is (types, defaults, bounds, history), and whether a value fits.
 
 The rows are data in ``reference/*.toml``, for people to edit, read without torch or pydantic;
 tests/doctor/test_reference.py holds them against the installed DeepSpeed: its pydantic models, constants and
 signatures. Versions were read out of DeepSpeed's releases 0.8.3 to 0.19.8. A file has blocks, each with the
-rows of its keys; the words ``"null"`` and ``"required"`` stand for a default of null, which TOML has not, and
-for none.
+rows of its keys; the words ``"null"`` and ``"required"`` stand for a default of null, which TOML does
+not have, and for no default.
 
 - ``[[block]]``: ``path``, ``source``, ``unknown``, ``types``, ``variant``; ``since`` and ``no_effect`` hold
   for each of its keys, the latter but for ``enabled``. One with ``keys_only`` is described in another file.
@@ -55,7 +55,7 @@ def shown(number: Version) -> str:
 
 
 def installed() -> Version:
-    """The installed DeepSpeed's; the reference's if there is none."""
+    """The version of the installed DeepSpeed; the reference's if there is none."""
     try:
         return version(importlib.metadata.version("deepspeed"))
     except importlib.metadata.PackageNotFoundError:
@@ -84,8 +84,8 @@ class When:
     """A condition on the config, as data: ``key operator value``.
 
     ``key`` is dotted; a key that is not written has its default from the reference. A ``value`` that is text
-    with an ``@`` before it is the value of that key. What the operators mean stands in
-    :meth:`dsx.config.refusals.Context.holds`.
+    with an ``@`` before it is the value of that key. :meth:`dsx.config.refusals.Context.holds` says what
+    the operators mean.
     """
 
     key: str
@@ -95,7 +95,7 @@ class When:
 
 @dataclass(frozen=True, slots=True)
 class NoEffect:
-    """The key does nothing when all of ``conditions`` hold, because of ``why`` (a clause, no full stop)."""
+    """A key does nothing when all of ``conditions`` hold, because of ``why`` (a clause, no full stop)."""
 
     conditions: tuple[When, ...]
     why: str
@@ -103,7 +103,7 @@ class NoEffect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One key.
+    """What is known of one key.
 
     Attributes:
         path: Dotted, from the top: ``zero_optimization.offload_param.device``.
@@ -217,7 +217,7 @@ class Table:
         return self.members.get((block.path, block.variant), {})
 
     def named(self, last: str) -> list[Key]:
-        """Rows whose last part is ``last``, outside blocks whose keys depend on a name, and of AdamW's."""
+        """Rows whose last part is ``last``, outside blocks whose keys depend on a name; also AdamW's."""
         return [
             key
             for (_, variant), key in self.keys.items()
@@ -288,7 +288,7 @@ def variant(config: Mapping[str, Any], block: str) -> str:
 
 
 def _inside(path: Path, value: object) -> Iterator[tuple[Path, Mapping[str, Any], str]]:
-    """Objects in ``value``: their path, content, and what their block's name has behind."""
+    """The objects in ``value``: path, content, and what follows their block's name."""
     if isinstance(value, dict):
         yield path, value, ""
     elif isinstance(value, list):
@@ -372,10 +372,10 @@ Fault = Literal["", "auto", "null", "quoted", "wrong-type", "out-of-range", "not
 
 @dataclass(frozen=True, slots=True)
 class ValueVerdict:
-    """What a value is for its key.
+    """The judgement of a value for its key.
 
     Attributes:
-        fault: Empty if it fits.
+        fault: What is wrong; empty if it fits.
         meant: The value that was surely meant, where ``has_meant``; else the value itself.
         has_meant: Whether a machine may write ``meant`` instead.
         expected: What the key takes, in words.
@@ -392,7 +392,7 @@ def judge(value: Any, key: Key) -> ValueVerdict:
     expected = describe(key)
     if value == "auto" and key.auto == "meaning":
         return ValueVerdict("", value, False, expected)
-    # Where any string goes, it is a name like others.
+    # Where any string is allowed, this is a name like others.
     is_name = "any" in key.kinds or ("string" in key.kinds and not key.choices)
     if value == "auto" and not (is_name or "auto" in key.choices):
         return ValueVerdict("auto", value, False, expected)
@@ -431,9 +431,9 @@ def unquoted(value: Any, key: Key) -> Any | None:
 
 
 def converted(value: Any, key: Key) -> Any | None:
-    """What pydantic makes of a value of another type, for a block that is read by it; None if it refuses."""
+    """What pydantic makes of a value of another type, in a block that it reads; None if it refuses."""
     if key.auto == "meaning":
-        return None  # a string is as good as a number there, and is kept
+        return None  # a string may stand there as well as a number, and is kept
     if isinstance(value, str):
         return _from_string(value.strip(), key)
     if isinstance(value, bool) and ("int" in key.kinds or "float" in key.kinds):
@@ -488,7 +488,7 @@ def _bounds(key: Key) -> str:
 
 
 def _is_switch(value: object, key: Key) -> bool:
-    """0 and 1 for a boolean."""
+    """Whether the value is 0 or 1 for a boolean."""
     return "bool" in key.kinds and isinstance(value, int | float) and value in (0, 1)
 
 

@@ -22,13 +22,13 @@ from dsx.errors import ConfigError
 
 
 class SeveralProblemsError(ConfigError):
-    """More than one problem, told as one error; ``problems`` has them one by one."""
+    """More than one problem as one error; ``problems`` has them one by one."""
 
     problems: tuple[ConfigError, ...] = ()
 
 
 def raise_all(source: str, problems: Sequence[ConfigError]) -> None:
-    """Raise ``problems`` as one error; nothing for none."""
+    """Raise ``problems`` as one error, or return if there are none."""
     if not problems:
         return
     if len(problems) == 1:
@@ -45,7 +45,7 @@ def explain(error: ValidationError, data: Mapping[str, Any], model: type[BaseMod
     for item in error.errors():
         by_path.setdefault(_path(item["loc"], data, item["type"]), item)
     schema = model.model_json_schema()
-    # A wrong list item also fails the other members of a union, as a whole: the item says it better.
+    # A wrong list item also fails the other members of a union as a whole; the item's own error is clearer.
     outer = {path[:i] for path in by_path for i in range(len(path))}
     return [_problem(path, reason, data, schema) for path, reason in by_path.items() if path not in outer]
 
@@ -110,7 +110,7 @@ def _hint(field: dict[str, Any]) -> str:
 
 
 def _resolve(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """``field`` itself: what it refers to, also where null would do."""
+    """``field`` itself: what it refers to, also where null would be allowed."""
     links = (option["$ref"] for option in (field, *field.get("anyOf", [])) if "$ref" in option)
     link = next(links, None)
     return schema["$defs"][link.rsplit("/", 1)[1]] if link else field

@@ -32,10 +32,10 @@ __all__ = ["RunConfig", "resolve"]
 
 
 def read_file(dsx: DsxConfig) -> tuple[DsxConfig, Program | None]:
-    """The schedule in ``dsx.schedule.file``, and the config with the degrees that it is written for.
+    """The schedule in ``dsx.schedule.file``, and the config with the degrees for which it is written.
 
     Raises:
-        ConfigError: The file cannot be read or run, or the config's degrees are others.
+        ConfigError: The file cannot be read or run, or the config has other degrees.
     """
     if dsx.schedule.file is None:
         return dsx, None
@@ -54,7 +54,7 @@ def read_file(dsx: DsxConfig) -> tuple[DsxConfig, Program | None]:
 
 
 def choose(dsx: DsxConfig, name: str, *, pp: int, chunks: int, accumulation: int) -> Program:
-    """The builder ``name`` with the config's options; without, if measuring is still to find the name.
+    """The builder ``name`` with the config's options; without them if measuring is still to find the name.
 
     Raises:
         ConfigError: It has no such option, or not for this size.
@@ -77,7 +77,7 @@ def choose(dsx: DsxConfig, name: str, *, pp: int, chunks: int, accumulation: int
     try:
         program.build(pp, chunks, accumulation)
     except ScheduleError as error:
-        # The builders' word for it.
+        # The name that the builders have for it.
         where, what, fix = (
             text.replace("warmup_per_rank", "warmup") for text in (error.where, error.what, error.fix)
         )
@@ -120,7 +120,7 @@ _KEYS = {
 
 
 def _refusals(asked: Asked) -> list[ConfigError]:
-    """What the table of limits has against ``asked``, the first objection to each key."""
+    """The objections of the table of limits to ``asked``, the first one for each key."""
     first = {each.key: each for each in reversed([*objections(asked)])}
     return [
         ConfigError(at(_KEYS[each.key], each.value), each.why, each.fix) for each in reversed(first.values())
@@ -135,7 +135,7 @@ def zero_problems(zero: ZeroConfig, stage: int) -> list[ConfigError]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the checks look at."""
+    """The facts that the checks look at."""
 
     deepspeed: dict[str, Any]
     dsx: DsxConfig
@@ -146,12 +146,12 @@ class Facts:
 
 
 def run_problems(facts: Facts) -> list[ConfigError]:
-    """Everything wrong with the combination."""
+    """Everything wrong with the combination of config, mesh and model."""
     return [problem for check in CHECKS for problem in check(facts)]
 
 
 def check_positions(facts: Facts) -> Iterator[ConfigError]:
-    """A sequence fits the model's positions."""
+    """Check that a sequence fits the model's positions."""
     length, most = facts.dsx.data.sequence_length, facts.model.max_positions
     if length > most:
         key = at("dsx.data.sequence_length", length)
@@ -159,7 +159,7 @@ def check_positions(facts: Facts) -> Iterator[ConfigError]:
 
 
 def check_evaluation(facts: Facts) -> Iterator[ConfigError]:
-    """There is text to evaluate on."""
+    """Check that there is text to evaluate on."""
     every = facts.dsx.train.eval_every
     if every and not facts.dsx.data.held_out:
         yield ConfigError(
@@ -170,7 +170,7 @@ def check_evaluation(facts: Facts) -> Iterator[ConfigError]:
 
 
 def check_roll_back(facts: Facts) -> Iterator[ConfigError]:
-    """There are checkpoints to roll back to."""
+    """Check that there are checkpoints to roll back to."""
     key = facts.dsx.faults.rolls_back
     if key is not None and facts.dsx.train.save_every == 0:
         yield ConfigError(
@@ -181,7 +181,7 @@ def check_roll_back(facts: Facts) -> Iterator[ConfigError]:
 
 
 def check_resume(facts: Facts) -> Iterator[ConfigError]:
-    """What is neither of the two words is a folder."""
+    """Check that dsx.train.resume names a folder, if it is neither of its two words."""
     resume = facts.dsx.train.resume
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         yield ConfigError(
@@ -192,7 +192,7 @@ def check_resume(facts: Facts) -> Iterator[ConfigError]:
 
 
 def check_output(facts: Facts) -> Iterator[ConfigError]:
-    """The only name in braces is the layout."""
+    """Check that the only name in braces is the layout."""
     output = facts.dsx.train.output
     if re.search(r"[{}]", output.replace("{layout}", "")):
         key = at("dsx.train.output", output)
@@ -200,7 +200,7 @@ def check_output(facts: Facts) -> Iterator[ConfigError]:
 
 
 def check_profile(facts: Facts) -> Iterator[ConfigError]:
-    """Keys that mean nothing without a profile come with one."""
+    """Check that keys which mean nothing without a profile come with one."""
     dsx, cap = facts.dsx, facts.dsx.schedule.activation_gib
     for key, value, is_set in (
         ("dsx.recompute", dsx.recompute, dsx.recompute == "auto"),
@@ -213,7 +213,7 @@ def check_profile(facts: Facts) -> Iterator[ConfigError]:
 
 
 def check_combinations(facts: Facts) -> Iterator[ConfigError]:
-    """DeepSpeed's keys go together with the mesh, and ``dsx.zero`` with the ZeRO stage."""
+    """Check DeepSpeed's keys against the mesh, and ``dsx.zero`` against the ZeRO stage."""
     yield from mesh_problems(facts.deepspeed, facts.mesh)
     yield from zero_problems(facts.dsx.zero, zero_stage(facts.deepspeed))
 
@@ -230,7 +230,7 @@ CHECKS = (
 
 
 def run_notes(facts: Facts) -> Iterator[str]:
-    """What the user did not write but should know."""
+    """What the user should know without having written it."""
     if "gradient_clipping" not in facts.deepspeed:
         yield "gradient_clipping: 1.0, DeepSpeed 0.19.8's default (0 turns it off)"
     pp, micro_batches = facts.mesh.pp, facts.batch.accumulation
@@ -276,11 +276,11 @@ class Degrees:
 def resolve_degrees(dsx: DsxConfig, model: ModelSpec, *, num_layers: int, world_size: int) -> Degrees:
     """Degrees for ``world_size`` ranks.
 
-    "auto": the prime factors of world size / fixed degrees go round-robin, largest first, to dp, then pp,
-    then tp (dp always takes part, the others if they are "auto"), past an axis that cannot legally take the
-    factor: tp must divide heads, key/value heads, MLP width and, with sequence parallelism, the sequence, and
-    stays within 8; pp x chunks leaves every stage a block. So 1, 2, 4, 8 ranks become tp x pp x dp =
-    1x1x1, 1x1x2, 1x2x2, 2x2x2.
+    The prime factors of world size / fixed degrees go in turn, largest first, to dp, then pp, then tp (dp
+    always takes part, the others if they are "auto"), skipping an axis that cannot legally take the factor:
+    tp must divide heads, key/value heads, MLP width and, with sequence parallelism, the sequence, and stays
+    within 8; pp x chunks leaves every stage a block. So 1, 2, 4, 8 ranks become tp x pp x dp = 1x1x1, 1x1x2,
+    1x2x2, 2x2x2.
 
     Args:
         dsx: The config.
@@ -300,7 +300,7 @@ def resolve_degrees(dsx: DsxConfig, model: ModelSpec, *, num_layers: int, world_
 
 
 def _asked(dsx: DsxConfig, model: ModelSpec, *, num_layers: int, world_size: int) -> Asked:
-    """What the config says of degrees, without what it leaves open."""
+    """The degrees that the config asks for, without what it leaves open."""
     tensor, pipeline = dsx.parallel.tensor, dsx.parallel.pipeline
     return Asked(
         ranks=world_size,
@@ -318,7 +318,7 @@ _Deal: TypeAlias = tuple[tuple[int, ...], dict[str, int], tuple[str, ...], tuple
 
 
 def _mesh(dsx: DsxConfig, asked: Asked) -> Mesh:
-    """Of all deals of the world size's factors the first: the one that passes over axes as late as it can."""
+    """Of all ways to deal out the world size's factors, the one that skips an axis as late as possible."""
     fits: dict[str, Callable[[int], object]] = {
         "layers": lambda degree: _pipeline_fits(dsx, asked, degree),
         "features": lambda degree: degree <= _MAX_AUTO_TENSOR and possible(asked, "tensor", [degree]),
@@ -388,7 +388,7 @@ def _chunks(dsx: DsxConfig, asked: Asked) -> int:
 
 
 def _schedule(dsx: DsxConfig, pp: int, chunks: int) -> str:
-    """The schedule's resolved name. One rank has nothing to wait for: all but gpipe are 1f1b there."""
+    """The schedule's resolved name. One rank has nothing to wait for: there, all but gpipe are 1f1b."""
     name = dsx.schedule.name
     if name == "auto" or (name != "gpipe" and pp == 1):
         return "interleaved" if chunks > 1 else "1f1b"

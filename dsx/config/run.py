@@ -35,7 +35,7 @@ class RunConfig:
     Attributes:
         deepspeed: For ``deepspeed.initialize``: the JSON without its ``dsx`` block, with all three batch keys
             and the gradient clipping written out.
-        dsx: The ``dsx`` block as the user wrote it, "auto" and all; the tokenizer alone is named. After
+        dsx: The ``dsx`` block as the user wrote it, with its "auto" but a named tokenizer; after
             ``dsx.recipe.measure``, with what was chosen written out.
         mesh: Degrees pp x dp x tp over the world's ranks.
         model: The architecture.
@@ -52,7 +52,7 @@ class RunConfig:
         precision: Compute dtype.
         gradient_clipping: Largest global gradient norm; 0 means no clipping.
         notes: What "auto" became, and other things that the user did not write but should know.
-        spare_ranks: Ranks that the launcher starts beyond the mesh's: they wait (``dsx.elastic``).
+        spare_ranks: Ranks that the launcher starts beyond the mesh's, and that wait (``dsx.elastic``).
     """
 
     deepspeed: dict[str, Any]
@@ -114,9 +114,9 @@ class RunConfig:
         )
 
     def resolved(self) -> dict[str, Any]:
-        """The whole config as JSON with every "auto" replaced: loading it gives this run again.
+        """The whole config as JSON with every "auto" replaced, from which loading gives this run again.
 
-        What it might become on other numbers of ranks (``dsx.elastic``) is left out.
+        ``dsx.elastic``, which is about other numbers of ranks, is left out.
         """
         block = self.dsx.model_dump(mode="json", exclude_none=True, exclude={"elastic"})
         block["parallel"] |= {"tensor": self.mesh.tp, "pipeline": self.mesh.pp, "chunks": self.chunks}
@@ -161,10 +161,10 @@ class RunConfig:
 def cut_layers(
     dsx: DsxConfig, model: ModelSpec, specs: Sequence[ParamSpec], *, num_ranks: int, num_chunks: int
 ) -> StageMap:
-    """Stage map for this many ranks and chunks; ``time``, before anything is measured, goes by FLOPs.
+    """Stage map for this many ranks and chunks; before anything is measured, ``time`` goes by FLOPs.
 
     Raises:
-        ConfigError: The method cannot cut the model so.
+        ConfigError: The method cannot cut the model like that.
     """
     method, names = dsx.partition.method, layer_kinds(model)
     key = at("dsx.partition.method", method)

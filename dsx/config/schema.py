@@ -15,7 +15,7 @@ from dsx.models.spec import Family, Recompute
 from dsx.schedules.builders import ScheduleName
 
 Positive = Annotated[int, Field(ge=1)]
-# What torch takes for a seed, with room for one of its own per rank.
+# A seed of torch's, with room for one per rank.
 Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 Degree = Positive | Literal["auto"]
 
@@ -524,13 +524,13 @@ class DsxConfig(SchemaBlock):
 
     @property
     def profile_source(self) -> str | None:
-        """:data:`MEASURE`, which a partition by time alone means too, the path of a profile, or None."""
+        """:data:`MEASURE`, which a partition by time alone implies too, the path of a profile, or None."""
         return MEASURE if self.profile is None and self.partition.method == "time" else self.profile
 
     def is_measured(self, num_ranks: int) -> bool:
         """Whether a pipeline of ``num_ranks`` is to be chosen from measured costs.
 
-        With one rank only recompute and the memory cap leave anything to find out.
+        With one rank, only recompute and the memory cap leave anything to choose.
         """
         open_alone = self.recompute == "auto" or self.schedule.activation_gib is not None
         return self.profile_source is not None and (num_ranks > 1 or open_alone)

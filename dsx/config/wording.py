@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dsx.errors import KeyPlace
 
 Path = tuple[str | int, ...]
-"""A key of a config, from the top."""
+"""The path of a key, from the top of a config."""
 
 _MAX_VALUE_CHARACTERS = 80
 _SUM_UP_AFTER = 12
-# Above it, words differ by a slip of the finger.
+# Words more similar than this differ by a slip of the finger.
 _TYPO = 0.9
 
 
@@ -34,7 +34,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def key(name: str) -> KeyPlace:
-    """A key as the place of an error about what is not written there.
+    """A key as the place of an error about something that is not written there.
 
     >>> key("dsx.data.sources[0].source").path
     ('dsx', 'data', 'sources', 0, 'source')
@@ -52,9 +52,9 @@ def suggest(word: str, known: Iterable[str], *, otherwise: str = "remove it") ->
     """The fix for an unknown ``word``: the nearest known one, or all of them if none is near.
 
     Args:
-        word: Unknown.
-        known: What could be meant.
-        otherwise: What to say when nothing is near, and there are too many to list.
+        word: The unknown word.
+        known: The words that could be meant.
+        otherwise: The fix if no word is near, and there are too many to list.
     """
     known = sorted(known)
     if part := _part(word, known):
@@ -68,7 +68,7 @@ def suggest(word: str, known: Iterable[str], *, otherwise: str = "remove it") ->
 
 
 def _part(word: str, known: Sequence[str]) -> str:
-    """The one known word that ``word`` begins with or holds as a part, unless another is nearly all of it.
+    """The only known word that ``word`` begins with or contains, unless another is nearly all of it.
 
     >>> _part("tensor_paralel", ["pipeline", "sequence_parallel", "tensor"])
     'tensor'
