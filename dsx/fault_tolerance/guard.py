@@ -19,8 +19,7 @@ from dsx.engine.engine import PipelineEngine
 from dsx.engine.replicas import differences, summary
 from dsx.errors import DsxError, RunError
 from dsx.fault_tolerance.health import Health, StepFinding
-from dsx.fault_tolerance.keepalive import Keepalive
-from dsx.fault_tolerance.peers import Peer, hosts_of
+from dsx.fault_tolerance.keepalive import Keepalive, Peer, hosts_of
 from dsx.fault_tolerance.waits import located
 from dsx.fault_tolerance.watch import INTERRUPTED, Board, Watch
 from dsx.launch.entry import AGREED, lost_a_peer

@@ -23,12 +23,13 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
 
-from dsx.fault_tolerance.peers import Peer, hosts_of
-from dsx.fault_tolerance.waits import Notice, better
+from dsx.fault_tolerance.waits import ENDED, Notice, better
+from dsx.launch.entry import boot_id
 
 _MEET_SECONDS = 10.0
 _DIAL_SECONDS = 2.0
@@ -38,6 +39,77 @@ _LAST_ACK = slice(56, 60)  # struct tcp_info, linux/tcp.h: tcpi_last_ack_recv, i
 _PROBE_SECONDS = 1
 _UNHEARD_SECONDS = 1.9  # a machine that is alive has answered a probe in this time
 _NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One process of the run.
+
+    Attributes:
+        rank: Global rank.
+        machine: The running kernel and its process table; empty if unknown.
+        pid: Process id there.
+        host: The machine's name.
+        addresses: Where other processes may reach this one, the likeliest first.
+        port: Where it listens there; 0 if it does not.
+        secret: What others greet it with there.
+    """
+
+    rank: int
+    machine: str
+    pid: int
+    host: str = ""
+    addresses: tuple[str, ...] = ()
+    port: int = 0
+    secret: str = ""
+
+    @classmethod
+    def here(cls, rank: int, addresses: tuple[str, ...] = (), port: int = 0, secret: str = "") -> Peer:
+        """This process as a peer."""
+        pid, host = os.getpid(), socket.gethostname()
+        return cls(rank, _machine(), pid, host, addresses, port, secret)
+
+
+class LocalPeer:
+    """A peer on this machine, alive when this is made.
+
+    Args:
+        peer: The process.
+    """
+
+    def __init__(self, peer: Peer) -> None:
+        self.rank = peer.rank
+        self._process: psutil.Process | None = None  # which tells a later process with its id from it
+        with suppress(psutil.NoSuchProcess):
+            self._process = psutil.Process(peer.pid)
+
+    def fate(self) -> str:
+        """What keeps the process from speaking for itself; empty if nothing does."""
+        status = psutil.STATUS_DEAD
+        if self._process is not None and self._process.is_running():
+            with suppress(psutil.NoSuchProcess):
+                status = self._process.status()
+        if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
+            return f"is gone: {ENDED}"
+        is_stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        return "is stopped (SIGSTOP, a debugger?)" if is_stopped else ""
+
+    def kill(self) -> None:
+        """Send SIGKILL, if it is still the same process."""
+        if self._process is not None:
+            with suppress(psutil.Error):
+                self._process.kill()
+
+
+def hosts_of(peers: Sequence[Peer]) -> tuple[str, ...]:
+    """Name of each rank's machine, with its address where two machines have the same name."""
+    machines: dict[str, set[str]] = {}
+    for peer in peers:
+        machines.setdefault(peer.host, set()).add(peer.machine)
+    return tuple(
+        f"{peer.host} ({peer.addresses[0]})" if len(machines[peer.host]) > 1 and peer.addresses else peer.host
+        for peer in peers
+    )
 
 
 @dataclass(slots=True)
@@ -358,3 +430,10 @@ def _unheard_seconds(connection: socket.socket) -> float:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         return float(struct.unpack("I", info[_LAST_ACK])[0]) / 1000
     return 0.0
+
+
+def _machine() -> str:
+    """The running kernel and the namespace of process ids, because a container has its own."""
+    with suppress(OSError):
+        return f"{boot_id()} {Path('/proc/self/ns/pid').readlink()}"
+    return ""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import linecache
 import os
 import re
 import signal
@@ -21,16 +22,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+import torch.distributed as dist
 
 from dsx.config.schema import FaultsConfig
 from dsx.engine.whereabouts import Whereabouts
-from dsx.fault_tolerance.keepalive import Keepalive
-from dsx.fault_tolerance.peers import LocalPeer, Peer, hosts_of, place
+from dsx.fault_tolerance.keepalive import Keepalive, LocalPeer, Peer, hosts_of
 from dsx.fault_tolerance.waits import (
     Notice,
     RankState,
@@ -488,3 +491,60 @@ def _decoded(data: Mapping[str, Any]) -> RankState:
     """A state from what :func:`dataclasses.asdict` and JSON have made of it."""
     lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
     return RankState(**{**data, **lists, "saw": {int(rank): fate for rank, fate in data["saw"].items()}})
+
+
+_TRANSFERS = ("send", "recv", "isend", "irecv")
+_DISTRIBUTED = "torch.distributed.distributed_c10d"
+_POINT_TO_POINT = ("dsx.engine.p2p", "threading")
+_DATA = ("dsx.engine.micro_batches", "_pull")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in its program a thread of this process is.
+
+    Attributes:
+        collective: Name of the torch.distributed call that it is in; empty if in none.
+        members: Global ranks of that collective.
+        where: The innermost line of its own program, e.g. ``reading data, sources.py:120``.
+    """
+
+    collective: str
+    members: tuple[int, ...]
+    where: str
+
+
+def place(thread: int) -> Place:
+    """Where the thread ``thread`` is now."""
+    collective, where, reads = "", "", False
+    members: tuple[int, ...] = ()
+    for frame in _frames(thread):
+        code, module = frame.f_code, str(frame.f_globals.get("__name__"))
+        if module == _DISTRIBUTED and code.co_name not in _TRANSFERS:
+            # The outermost call is the one that the program made.
+            collective, members = code.co_name, _members(frame.f_locals.get("group")) or members
+        if not where and module.partition(".")[0] not in ("torch", "deepspeed"):
+            where = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
+            if not collective and module not in _POINT_TO_POINT and _waits(frame):
+                collective = "the wait for a collective"
+                members = _members(getattr(frame.f_locals.get("self"), "_group", None))
+        reads = reads or (module, code.co_name) == _DATA
+    return Place(collective, members if collective else (), f"reading data, {where}" if reads else where)
+
+
+def _frames(thread: int) -> Iterator[FrameType]:
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 - the documented way
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _waits(frame: FrameType) -> bool:
+    """Whether the line waits for something asynchronous."""
+    return ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _members(group: object) -> tuple[int, ...]:
+    with suppress(Exception):  # a group of another kind, or torn down
+        return tuple(dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None))
+    return ()

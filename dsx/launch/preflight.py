@@ -21,7 +21,7 @@ import torch.distributed as dist
 from dsx.checkpoint import store
 from dsx.config.run import RunConfig
 from dsx.errors import DsxError, RunError
-from dsx.fault_tolerance.peers import Peer, hosts_of
+from dsx.fault_tolerance.keepalive import Peer, hosts_of
 from dsx.fault_tolerance.waits import located
 from dsx.launch.differences import MachineFacts, differences
 from dsx.launch.entry import AGREED

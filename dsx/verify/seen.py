@@ -21,13 +21,11 @@ class Known:
         shape: Shape of the rank's tensor, whole over data parallelism.
         spec: The logical tensor that it is a part of; None for layers that are not dsx's, where it is whole.
         copy: Whether an earlier pipeline rank holds the same tensor.
-        trained: Whether it wants a gradient.
     """
 
     shape: tuple[int, ...]
     spec: ParamSpec | None
     copy: bool
-    trained: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,34 +40,45 @@ class Subject:
         engine: With ``train_batch`` and ``get_global_grad_norm``: dsx's, or stock DeepSpeed's.
         inner: The DeepSpeedEngine.
         module: This rank's layers; children with a number for a name are layers.
-        known: This rank's parameters by logical name.
-        parameters: These parameters themselves.
-        rank: This rank in the mesh.
-        dp_rank: Data-parallel coordinate.
+        parameters: This rank's parameters by logical name.
+        built: Their values as the model was built.
+        groups: This rank's groups.
         data: Ranks that hold the same parameters.
     """
 
     engine: Any
     inner: Any
     module: nn.Module
-    known: dict[str, Known]
     parameters: dict[str, nn.Parameter]
-    rank: int
-    dp_rank: int
+    built: dict[str, Tensor]
+    groups: Groups
     data: dist.ProcessGroup
 
 
-def observe(subject: Subject, built: dict[str, Tensor], batches: Batches, steps: int) -> RankSeen:
+def observe(subject: Subject, batches: Batches, steps: int) -> RankSeen:
     """Train ``steps`` steps and record everything. A collective call over all ranks."""
     watch = _Watch(subject)
     weights, seen = [watch.weights()], []
     outputs: dict[str, Tensor] = {}
     for step in range(steps):
-        with watch.outputs(outputs) if step == 0 and subject.dp_rank == 0 else nullcontext():
+        with watch.outputs(outputs) if step == 0 and subject.groups.dp_rank == 0 else nullcontext():
             seen.append(watch.step(batches(step)))
         weights.append(watch.weights())
+    known = {
+        name: Known(
+            shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),
+            spec=getattr(parameter, "dsx_spec", None),
+            copy=bool(getattr(parameter, "ds_pipe_replicated", False)),
+        )
+        for name, parameter in subject.parameters.items()
+    }
     return RankSeen(
-        rank=subject.rank, known=subject.known, built=built, weights=weights, steps=seen, outputs=outputs
+        rank=subject.groups.rank,
+        known=known,
+        built=subject.built,
+        weights=weights,
+        steps=seen,
+        outputs=outputs,
     )
 
 
@@ -105,7 +116,7 @@ class _Watch:
                 own = None if gradient is None else gradient[at]
                 if not self._partitioned:
                     spread[name] = self._spread(after[at] if own is None else own)
-                if self._partitioned or subject.dp_rank == 0:
+                if self._partitioned or subject.groups.dp_rank == 0:
                     pieces.append(
                         SeenPiece(
                             name=name, start=span.start, before=before[at], after=after[at], gradient=own
@@ -123,7 +134,7 @@ class _Watch:
             with gathered:
                 values = parameter.detach().float().cpu().clone()
             spread = self._spread(values)
-            if self._subject.dp_rank == 0:
+            if self._subject.groups.dp_rank == 0:
                 found[name] = Weight(values=values, spread=spread)
         return found
 
@@ -240,14 +251,8 @@ def _passed(job: VerifyJob, groups: Groups, clipping: float) -> Seen | None:
                 assert config is not None
                 yield random_tokens(config, step, at)
 
-    if model is None:
-        assert config is not None
-        subject, built = _family(config, groups)
-    elif job.stock:
-        subject, built = _stock(job, model, groups, clipping)
-    else:
-        subject, built = _user(job, model, groups, clipping)
-    ranks: list[RankSeen] | None = _gathered(observe(subject, built, batches, job.steps))
+    subject = _family(config, groups) if config is not None else _user(job, model, groups, clipping)
+    ranks: list[RankSeen] | None = _gathered(observe(subject, batches, job.steps))
     if ranks is None:
         return None
     return Seen(mesh=groups.mesh, micro_batches=batch.accumulation, clipping=clipping, ranks=ranks)
@@ -260,43 +265,55 @@ def _gathered(mine: Any) -> list[Any] | None:
     return everybody
 
 
-def _family(config: RunConfig, groups: Groups) -> tuple[Subject, dict[str, Tensor]]:
+def _family(config: RunConfig, groups: Groups) -> Subject:
     pipeline = recipe.build_model(config, groups)
-    names = {spec_of(parameter).name: parameter for parameter in pipeline.chunks.parameters()}
-    built = _prepare(names, groups, fresh=config.weights is None)
-    engine = initialize(model=pipeline, config=config)[0]
-    return _subject(engine, engine.deepspeed_engine, pipeline.chunks, names, groups, groups.data), built
+    parameters = {spec_of(parameter).name: parameter for parameter in pipeline.chunks.parameters()}
+    built = _prepare(parameters, groups, fresh=config.weights is None)
+    return _ours(pipeline, config, parameters, built)
 
 
-def _user(
-    job: VerifyJob, model: UserModel, groups: Groups, clipping: float
-) -> tuple[Subject, dict[str, Tensor]]:
-    config = _plain(job, clipping)
-    pipeline = PipelineModule(**{**model.arguments, "groups": groups, "config": config})
-    names = dict(pipeline.chunks.named_parameters())
-    built = _prepare(names, groups, fresh=True)
-    engine = initialize(model=pipeline, config=config)[0]
-    return _subject(engine, engine.deepspeed_engine, pipeline.chunks, names, groups, groups.data), built
-
-
-def _stock(
-    job: VerifyJob, model: UserModel, groups: Groups, clipping: float
-) -> tuple[Subject, dict[str, Tensor]]:
+def _user(job: VerifyJob, model: UserModel | None, groups: Groups, clipping: float) -> Subject:
+    assert model is not None
+    content = {key: value for key, value in job.content.items() if key != "dsx"}
+    config = {**content, **job.batch().keys(), "gradient_clipping": clipping, "steps_per_print": None}
+    if not job.stock:
+        pipeline = PipelineModule(**{**model.arguments, "groups": groups, "config": config})
+        parameters = dict(pipeline.chunks.named_parameters())
+        return _ours(pipeline, config, parameters, _prepare(parameters, groups, fresh=True))
     from deepspeed.pipe import PipelineModule as StockModule
 
     net = StockModule(**model.arguments)
-    names = dict(net.named_parameters())
-    built = _prepare(names, groups, fresh=True)
+    parameters = dict(net.named_parameters())
+    built = _prepare(parameters, groups, fresh=True)
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    engine, *_ = deepspeed.initialize(model=net, model_parameters=trained, config=_plain(job, clipping))
-    data = engine.grid.get_data_parallel_group()
-    return _subject(engine, engine, net, names, groups, data), built
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=trained, config=config)
+    return Subject(
+        engine=engine,
+        inner=engine,
+        module=net,
+        parameters=parameters,
+        built=built,
+        groups=groups,
+        data=engine.grid.get_data_parallel_group(),
+    )
 
 
-def _plain(job: VerifyJob, clipping: float) -> dict[str, Any]:
-    """DeepSpeed's part of the JSON."""
-    content = {key: value for key, value in job.content.items() if key != "dsx"}
-    return {**content, **job.batch().keys(), "gradient_clipping": clipping, "steps_per_print": None}
+def _ours(
+    pipeline: PipelineModule,
+    config: RunConfig | dict[str, Any],
+    parameters: dict[str, nn.Parameter],
+    built: dict[str, Tensor],
+) -> Subject:
+    engine = initialize(model=pipeline, config=config)[0]
+    return Subject(
+        engine=engine,
+        inner=engine.deepspeed_engine,
+        module=pipeline.chunks,
+        parameters=parameters,
+        built=built,
+        groups=pipeline.groups,
+        data=pipeline.groups.data,
+    )
 
 
 def _prepare(names: Mapping[str, nn.Parameter], groups: Groups, *, fresh: bool) -> dict[str, Tensor]:
@@ -316,35 +333,6 @@ def _prepare(names: Mapping[str, nn.Parameter], groups: Groups, *, fresh: bool) 
                 put(moved, noise, tp=groups.mesh.tp, tp_rank=groups.tp_rank)
                 parameter.add_(moved.to(parameter))
     return built if groups.dp_rank == 0 else {}
-
-
-def _subject(
-    engine: Any,
-    inner: Any,
-    module: nn.Module,
-    names: dict[str, nn.Parameter],
-    groups: Groups,
-    data: Any,
-) -> Subject:
-    known = {
-        name: Known(
-            shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),
-            spec=getattr(parameter, "dsx_spec", None),
-            copy=bool(getattr(parameter, "ds_pipe_replicated", False)),
-            trained=parameter.requires_grad,
-        )
-        for name, parameter in names.items()
-    }
-    return Subject(
-        engine=engine,
-        inner=inner,
-        module=module,
-        known=known,
-        parameters=names,
-        rank=groups.rank,
-        dp_rank=groups.dp_rank,
-        data=data,
-    )
 
 
 def random_tokens(config: RunConfig, step: int, index: int) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from dsx.fault_tolerance.keepalive import Keepalive, neighbours
-from dsx.fault_tolerance.peers import Peer
+from dsx.fault_tolerance.keepalive import Keepalive, Peer, neighbours
 from dsx.fault_tolerance.waits import Notice
 
 SOON = 20.0

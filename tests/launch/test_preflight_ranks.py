@@ -9,7 +9,7 @@ import pytest
 
 import dsx
 import ranks
-from dsx.fault_tolerance.peers import Peer
+from dsx.fault_tolerance.keepalive import Peer
 
 
 def checked(rank: int, world_size: int, folder: str, kind: str) -> str:
