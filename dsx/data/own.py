@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -129,8 +129,6 @@ class OwnText:
         DataError: It has no digest or no samples.
     """
 
-    is_streamed = False
-
     def __init__(self, corpus: OwnCorpus, data: DataConfig) -> None:
         self.name = str(getattr(corpus, "name", None) or type(corpus).__name__)
         if not isinstance(corpus, OwnCorpus) or not isinstance(corpus.digest, str):
@@ -171,23 +169,6 @@ class OwnText:
         """Training samples, shuffled anew in every epoch; see :meth:`Text.samples`."""
         del cursor, in_flight  # of streams
         return Shuffled(self._train, seed=self._data.seed)
-
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: the order follows from the seed, and the cursor alone says where to continue."""
-
-    def state(self, cursor: int) -> dict[str, Sequence[Any]]:
-        """None, as :meth:`resume` needs nothing."""
-        del cursor
-        return {}
-
-    def together(self, states: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, Sequence[Any]]:
-        """None, as :meth:`resume` needs nothing."""
-        del states
-        return {}
-
-    def news(self) -> list[str]:
-        """Nothing: nothing happens to it."""
-        return []
 
     def mean_loss(self, losses: Mapping[str, float]) -> float:
         """The loss of its one part."""

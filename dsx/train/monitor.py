@@ -122,7 +122,7 @@ class Monitor:
             self._progress.step(report)
         if self._tracker is not None:
             self._tracker.log(step, report.metrics())
-        for text in self._corpus.news():
+        for text in self._corpus.news() if isinstance(self._corpus, Text) else ():
             self._progress.note(text)
         if comparison is not None:
             self._write_trace(comparison)

@@ -254,7 +254,8 @@ def resume(config: RunConfig, engine: PipelineEngine, corpus: RunData) -> dict[s
     with Waiting(f"reading the checkpoint in {root}", quiet=engine.groups.rank != 0):
         path, state = engine.load_checkpoint(root, tag)
     agree(lambda: _require_same_text(path, state, text, config.sequence_length))
-    text.resume(state)
+    if isinstance(text, Text):
+        text.resume(state)
     if engine.groups.rank == 0:
         kept = optimizer_settings(engine)
         for key in (key for key in wanted if key in kept and kept[key] != wanted[key]):
@@ -350,7 +351,7 @@ def _open(config: RunConfig, folders: Sequence[Path]) -> Text:
 
 def _stream_state(corpus: Text | OwnText, cursor: int) -> dict[str, Any]:
     """Where every lane of a streamed text stands, gathered from the ranks that read them. Collective."""
-    if not corpus.is_streamed:
+    if not isinstance(corpus, Text) or not corpus.is_streamed:
         return {}
     states: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(states, corpus.state(cursor))
