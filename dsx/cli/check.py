@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -267,20 +268,19 @@ def check(
         _explain(explain, style)
         return
     _check_arguments(configs, overrides, fix is not None or diff is not None, gpus, gpu_memory)
+    from dsx.doctor.examine import examine
+
+    look = partial(
+        examine,
+        world_size=gpus,
+        runner=runner,
+        version=deepspeed_version,
+        from_version=from_version,
+        pipeline=pipeline,
+        client_optimizer=client_optimizer,
+    )
     outcomes = [
-        _one(
-            path,
-            world_size=gpus,
-            pipeline=pipeline,
-            client_optimizer=client_optimizer,
-            runner=runner,
-            gpu_memory=gpu_memory,
-            deepspeed_version=deepspeed_version,
-            from_version=from_version,
-            overrides=overrides or [],
-            edits=fix or diff,
-            writes=fix is not None,
-        )
+        _one(path, look, gpus, gpu_memory, overrides or [], edits=fix or diff, writes=fix is not None)
         for path in configs or []
     ]
     around = _machine() if machine else []
@@ -315,34 +315,18 @@ def _check_arguments(
 
 def _one(
     path: Path,
-    *,
+    look: Callable[[Source], Report],
     world_size: int | None,
-    pipeline: int | None,
-    client_optimizer: bool,
-    runner: _Runner | None,
     gpu_memory: float | None,
-    deepspeed_version: str | None,
-    from_version: str | None,
     overrides: list[str],
+    *,
     edits: _Mode | None,
     writes: bool,
 ) -> Outcome:
     """Check one file, and mend it if asked to."""
     from dsx.config.document import from_text, read_text
-    from dsx.doctor.examine import examine, read
     from dsx.doctor.mend import settle, write
     from dsx.errors import ConfigError
-
-    def look(source: Source) -> Report:
-        return examine(
-            source,
-            world_size=world_size,
-            runner=runner,
-            version=deepspeed_version,
-            from_version=from_version,
-            pipeline=pipeline,
-            client_optimizer=client_optimizer,
-        )
 
     try:
         source = from_text(read_text(path), name="")
@@ -357,15 +341,11 @@ def _one(
         )
     shown, mended = "", 0
     if edits is not None:
-        changed = settle(
-            source.text,
-            lambda text: look(from_text(text, str(path))).findings,
-            unsafe=edits == "unsafe",
-        )
+        changed = settle(source.text, lambda text: look(from_text(text)).findings, unsafe=edits == "unsafe")
         shown = changed.diff(str(path))
         if writes and shown:
             write(path, changed.after)
-            mended, report = len(changed.findings), look(read(path))
+            mended, report = len(changed.findings), look(from_text(changed.after))
     run = None
     more: list[Finding] = []
     if report.runner == "dsx" and not report.errors:

@@ -44,7 +44,7 @@ def pipeline_problems(config: Json, mesh: Mesh) -> list[ConfigError]:
 
 def _context(config: Json, mesh: Mesh | None = None) -> Context:
     degrees = None if mesh is None else {**dict(mesh.axes), "size": mesh.size}
-    return refusals.context(from_mapping(config), runner="dsx", version=REFERENCE, mesh=degrees)
+    return Context(source=from_mapping(config), runner="dsx", version=REFERENCE, mesh=degrees)
 
 
 def as_error(finding: Finding) -> ConfigError:

@@ -374,7 +374,7 @@ class Source:
 
     def written(self, path: Path) -> str:
         """The text of the value at ``path``; empty if it is not known."""
-        member = None if self.document is None else _member(self.document.root, path)
+        member = None if self.document is None else find(self.document.root, path)[1]
         return "" if member is None else self.text[member.node.start : member.node.end]
 
     def place(self, path: Path) -> tuple[int, int] | None:
@@ -491,22 +491,22 @@ def _syntax_error(text: str, name: str, error: Exception) -> ConfigError:
 
 def _offset(root: Node, path: Path) -> int | None:
     """Offset of the key at ``path``, or of the innermost object around it that is there."""
-    members = (_member(root, path[:length]) for length in range(len(path), 0, -1))
+    members = (find(root, path[:length])[1] for length in range(len(path), 0, -1))
     return next((member.key_start for member in members if member is not None), None)
 
 
-def _member(root: Node, path: Path) -> Member | None:
-    node, found = root, None
-    for part in path:
-        if node.kind == "list":
-            found = node.members[part] if isinstance(part, int) and part < len(node.members) else None
+def find(root: Node, path: Path) -> tuple[Node, Member | None]:
+    """The member at ``path`` (of a key written twice the last, which counts), and what holds it or would."""
+    owner, found = root, None
+    for i, part in enumerate(path):
+        owner = owner if found is None else found.node
+        if owner.kind == "list":
+            found = owner.members[part] if isinstance(part, int) and part < len(owner.members) else None
         else:
-            # Of a key written twice, the last counts.
-            found = next((m for m in reversed(node.members) if m.key == part), None)
-        if found is None:
-            return None
-        node = found.node
-    return found
+            found = next((member for member in reversed(owner.members) if member.key == part), None)
+        if found is None and i + 1 < len(path):
+            return owner, None
+    return owner, found
 
 
 def _twice(node: Node, path: Path) -> Iterator[tuple[Path, list[int]]]:

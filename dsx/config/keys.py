@@ -212,6 +212,10 @@ class Table:
         """The row of a dotted name."""
         return self.keys.get((name, variant))
 
+    def common(self, name: str) -> Key | None:
+        """The row of a dotted name; of a parameter, that of AdamW or WarmupLR."""
+        return self.key(name) or self.key(name, "adamw") or self.key(name, "warmuplr")
+
     def siblings(self, block: KeyBlock) -> Mapping[str, Key]:
         """Rows of a block by every spelling of their last part."""
         return self.members.get((block.path, block.variant), {})
@@ -304,6 +308,7 @@ _TOPICS: Final = (
 _TUPLES: Final = ("choices", "aliases")
 
 
+@cache
 def read_data(topic: str) -> dict[str, Any]:
     """The content of one file of the reference."""
     return tomllib.loads((File(__file__).parent / "reference" / f"{topic}.toml").read_text(encoding="utf-8"))

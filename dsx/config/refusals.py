@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, reduce
+from dataclasses import dataclass
+from functools import cache, cached_property, reduce
 from typing import Any, Final, Literal, get_args
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
@@ -101,7 +101,7 @@ class _Absent:
 
 
 ABSENT = _Absent()
-
+"""What is found where nothing is written."""
 
 Runner = Literal["deepspeed", "trainer", "dsx"]
 STAGE = "zero_optimization.stage"
@@ -117,40 +117,66 @@ class _Unknown:
 UNKNOWN = _Unknown()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Context:
     """A config to check.
 
     Attributes:
         source: The file.
-        config: Its content without the ``dsx`` block.
-        table: The reference.
         runner: Who runs it: DeepSpeed alone, transformers' Trainer (or Accelerate), or dsx.
         version: DeepSpeed's.
         world_size: Ranks; None if not said.
         pipeline: Stages of the model's pipeline under stock DeepSpeed: 1 for none, None if not said.
         client_optimizer: Whether the script passes an optimizer to deepspeed.initialize.
         guessed: Whether ``runner`` was guessed from the config.
-        slots: Every key of ``config`` beside its row.
-        values: Dotted name -> value as DeepSpeed uses it, of the keys that are written; ``run.dtype`` is the
-            model's dtype if the config decides it, ``run.pipeline`` whether the model is a pipeline under
-            stock DeepSpeed ("said", "implied", "none"), and ``mesh.dp``, ``mesh.tp`` and ``mesh.size`` are
-            there with a mesh.
-        places: Dotted name -> where the key is written.
+        mesh: Degrees by their axis, and the size; None before they are known.
     """
 
     source: Source
-    config: Mapping[str, Any]
-    table: Table
     runner: Runner
     version: Version
     world_size: int | None = None
     pipeline: int | None = None
     client_optimizer: bool = False
     guessed: bool = False
-    slots: Sequence[Slot] = field(default=(), repr=False)
-    values: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    places: Mapping[str, Path] = field(default_factory=dict, repr=False)
+    mesh: Mapping[str, int] | None = None
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The content without the ``dsx`` block."""
+        return {key: value for key, value in self.source.config.items() if key != "dsx"}
+
+    @cached_property
+    def table(self) -> Table:
+        """The reference."""
+        return reference()
+
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """Every key of the config beside its row."""
+        return tuple(self.table.walk(self.config))
+
+    @cached_property
+    def places(self) -> dict[str, Path]:
+        """Dotted name -> where the key is written."""
+        return {slot.name: slot.path for slot in reversed(self.slots)}
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """Dotted name -> value as DeepSpeed uses it, of the keys that are written.
+
+        And facts: ``run.dtype`` is the model's dtype if the config decides it, ``run.pipeline`` whether the
+        model is a pipeline under stock DeepSpeed ("said", "implied", "none"), ``run.client_optimizer``
+        whether the script makes the optimizer, and ``mesh.dp``, ``mesh.tp`` and ``mesh.size`` are there with
+        a mesh.
+        """
+        values = _values(self.config, self.slots, self.runner)
+        values["run.client_optimizer"] = self.client_optimizer
+        values |= {f"mesh.{axis}": degree for axis, degree in (self.mesh or {}).items()}
+        if self.runner != "dsx" and (self.pipeline is not None or self.config.get("pipeline")):
+            stages = self.pipeline
+            values["run.pipeline"] = "implied" if stages is None else "said" if stages > 1 else "none"
+        return values
 
     def value(self, name: str) -> Any:
         """What DeepSpeed uses for a key: written, else its default; UNKNOWN where that cannot be said."""
@@ -162,7 +188,7 @@ class Context:
     def number(self, name: str) -> int | float | None:
         """The value, if it is a number."""
         value = self.value(name)
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+        return value if is_number(value) else None
 
     def text(self, name: str) -> str:
         """The value, if it is a string; else empty."""
@@ -188,18 +214,13 @@ class Context:
         stage = self.value(STAGE)
         return stage if isinstance(stage, int) else None
 
-    def offloads(self, what: str) -> bool:
-        """Whether ``param`` or ``optimizer`` go to CPU or NVMe."""
-        return self.value(f"zero_optimization.offload_{what}.device") in ("cpu", "nvme")
-
     def holds(self, condition: When) -> bool:
         """Whether a condition holds; but for "asked", one on a value that is not known does not.
 
         Of the value: comparisons, "in" and "not-in" a list, "odd", "truthy" and "falsy"; "asked" is what
         DeepSpeed may take for true. Of the key: "given" and "missing", "written" and "unwritten" (with a
-        value that can be used). Of
-        the text: "present" and "absent", "object", of these "filled" and "idle" (which asks for nothing),
-        "like" and "unlike" (what another key holds).
+        value that can be used). Of the text: "present" and "absent", "object", of these "filled" and "idle"
+        (which asks for nothing), "like" and "unlike" (what another key holds).
         """
         key, operator, other = condition.key, condition.operator, condition.value
         if operator in ("given", "missing"):
@@ -257,41 +278,6 @@ class Context:
     def _variant(self, name: str) -> str:
         block = next((b for b in ("optimizer.params", "scheduler.params") if name.startswith(b + ".")), "")
         return variant(self.config, block) if block else ""
-
-
-def context(
-    source: Source,
-    *,
-    runner: Runner,
-    version: Version,
-    world_size: int | None = None,
-    pipeline: int | None = None,
-    client_optimizer: bool = False,
-    guessed: bool = False,
-    mesh: Mapping[str, int] | None = None,
-) -> Context:
-    """The context of checks of ``source``; ``mesh`` has degrees by their axis, and the size."""
-    config = {key: value for key, value in source.config.items() if key != "dsx"}
-    table = reference()
-    slots = list(table.walk(config))
-    values = _values(config, slots, runner) | {"run.client_optimizer": client_optimizer}
-    values |= {f"mesh.{axis}": degree for axis, degree in (mesh or {}).items()}
-    if runner != "dsx" and (pipeline is not None or config.get("pipeline")):
-        values["run.pipeline"] = "implied" if pipeline is None else "said" if pipeline > 1 else "none"
-    return Context(
-        source=source,
-        config=config,
-        table=table,
-        runner=runner,
-        version=version,
-        world_size=world_size,
-        pipeline=pipeline,
-        client_optimizer=client_optimizer,
-        guessed=guessed,
-        slots=slots,
-        values=values,
-        places={slot.name: slot.path for slot in reversed(slots)},
-    )
 
 
 def _values(config: Mapping[str, Any], slots: Sequence[Slot], runner: Runner) -> dict[str, Any]:

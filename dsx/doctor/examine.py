@@ -19,7 +19,7 @@ from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.document import Source, from_mapping, from_text, read_text
 from dsx.config.keys import Version, condition, installed, shown
 from dsx.config.keys import version as parse_version
-from dsx.config.refusals import Context, Edit, Finding, Rule, Runner, context
+from dsx.config.refusals import Context, Edit, Finding, Rule, Runner
 from dsx.doctor import figures, unknown, values
 
 Check = Callable[[Context], Iterator[Finding]]
@@ -141,8 +141,8 @@ def examine(
     source = _source(config)
     who = runner or infer(source.config)
     number = _number(version)
-    looked_at = context(
-        source,
+    looked_at = Context(
+        source=source,
         runner=who,
         version=number,
         world_size=world_size,

@@ -14,7 +14,7 @@ from functools import reduce
 from pathlib import Path as File
 from typing import Any
 
-from dsx.config.document import Member, Node, from_text, parse, same
+from dsx.config.document import Member, Node, find, from_text, parse, same
 from dsx.config.refusals import ABSENT, Edit, Finding, step
 from dsx.config.wording import Path, dotted
 from dsx.errors import ConfigError
@@ -62,7 +62,7 @@ def apply_to_config(config: dict[str, Any], edit: Edit) -> dict[str, Any]:
 
 def _apply(text: str, edit: Edit) -> str:
     root = parse(text).root
-    owner, found = _find(root, edit.path)
+    owner, found = find(root, edit.path)
     if edit.kind == "rename" and found is not None:
         return text[: found.key_start] + json.dumps(edit.value) + text[found.key_end :]
     if edit.kind == "remove" and found is not None:
@@ -70,20 +70,6 @@ def _apply(text: str, edit: Edit) -> str:
     if found is not None:
         return text[: found.node.start] + _written(edit.value, found.node.value) + text[found.node.end :]
     return _add(text, root, edit)
-
-
-def _find(root: Node, path: Path) -> tuple[Node, Member | None]:
-    """The object that holds ``path``, and the last member of that name."""
-    owner, found = root, None
-    for i, part in enumerate(path):
-        owner = owner if found is None else found.node
-        if owner.kind == "list":
-            found = owner.members[part] if isinstance(part, int) and part < len(owner.members) else None
-        else:
-            found = next((m for m in reversed(owner.members) if m.key == part), None)
-        if found is None and i + 1 < len(path):
-            return owner, None
-    return owner, found
 
 
 def _remove(text: str, owner: Node, member: Member) -> str:

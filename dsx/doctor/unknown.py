@@ -90,11 +90,7 @@ def _dotted(context: Context, slot: Slot) -> Finding | None:
     """Find a path where DeepSpeed wants objects in objects: ``"zero_optimization.stage": 2``."""
     word = str(slot.path[-1])
     name = f"{slot.block.path}.{word}".removeprefix(".")
-    key = None
-    if "." in word:
-        key = (
-            context.table.key(name) or context.table.key(name, "adamw") or context.table.key(name, "warmuplr")
-        )
+    key = context.table.common(name) if "." in word else None
     if key is None:
         return None
     target = (*slot.path[:-1], *word.split("."))
@@ -175,7 +171,7 @@ def _elsewhere(context: Context, slot: Slot) -> Finding | None:
     target = names[0]
     edits: tuple[Edit, ...] = ()
     if len(names) == 1:
-        edits = _move(context, slot, context.table.key(target) or context.table.key(target, "adamw"))
+        edits = _move(context, slot, context.table.common(target))
     places = " or ".join(names)
     return _finding(context, slot, "misplaced-key", f"it belongs to {places}", f"move it to {places}", edits)
 
@@ -204,9 +200,7 @@ def _in_params(context: Context, slot: Slot) -> Finding | None:
 
 
 def _renamed(context: Context, slot: Slot, other: str) -> Finding:
-    key = (
-        context.table.key(other) or context.table.key(other, "adamw") or context.table.key(other, "warmuplr")
-    )
+    key = context.table.common(other)
     owner = other.rpartition(".")[0]
     edits: tuple[Edit, ...] = ()
     if owner == slot.block.path:

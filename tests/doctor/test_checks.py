@@ -12,7 +12,7 @@ import pytest
 
 from dsx.config.document import from_mapping
 from dsx.config.keys import reference
-from dsx.config.refusals import By, context, refused
+from dsx.config.refusals import By, Context, refused
 from dsx.config.wording import dotted
 from dsx.doctor import examine, figures, unknown, values
 from dsx.doctor.examine import CHECKS, advice
@@ -475,8 +475,8 @@ def test_every_kind_of_finding_has_a_case():
     for *_, wrong, _right, arguments in CASES:
         extra = {key: value for key, value in arguments.items() if key not in ("version", "runner")}
         number = tuple(map(int, arguments.get("version", "0.19.8").split(".")))
-        looked_at = context(
-            from_mapping(changed(wrong)),
+        looked_at = Context(
+            source=from_mapping(changed(wrong)),
             runner=arguments.get("runner", "deepspeed"),
             version=number,
             **extra,
