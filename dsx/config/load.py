@@ -39,15 +39,19 @@ def raise_all(source: str, problems: Sequence[ConfigError]) -> None:
     raise error
 
 
-def explain(error: ValidationError, data: Mapping[str, Any], model: type[BaseModel]) -> list[ConfigError]:
-    """One ConfigError per key that pydantic refused in ``data``, the value of the ``dsx`` block."""
+def explain(
+    error: ValidationError, data: Mapping[str, Any], model: type[BaseModel], block: KeyPath = ()
+) -> list[ConfigError]:
+    """One ConfigError per key that pydantic refused in ``data``, the value of ``block``."""
     by_path: dict[KeyPath, ErrorDetails] = {}
     for item in error.errors():
         by_path.setdefault(_path(item["loc"], data, item["type"]), item)
     schema = model.model_json_schema()
     # A wrong list item also fails the other members of a union as a whole; the item's own error is clearer.
     outer = {path[:i] for path in by_path for i in range(len(path))}
-    return [_problem(path, reason, data, schema) for path, reason in by_path.items() if path not in outer]
+    return [
+        _problem(path, reason, data, schema, block) for path, reason in by_path.items() if path not in outer
+    ]
 
 
 def _path(loc: Sequence[str | int], data: object, kind: str) -> KeyPath:
@@ -66,9 +70,13 @@ def _path(loc: Sequence[str | int], data: object, kind: str) -> KeyPath:
 
 
 def _problem(
-    path: KeyPath, reason: ErrorDetails, data: Mapping[str, Any], schema: dict[str, Any]
+    path: KeyPath,
+    reason: ErrorDetails,
+    data: Mapping[str, Any],
+    schema: dict[str, Any],
+    block: KeyPath,
 ) -> ConfigError:
-    name, kind = dotted(("dsx", *path)), reason["type"]
+    name, kind = dotted((*block, *path)), reason["type"]
     if kind == "missing":
         field = _field(schema, path)
         fix = f"set it to {_expected(field, schema)}{_hint(field)}"
@@ -188,7 +196,7 @@ def load(
         # JSON mode: lists and numbers are judged as JSON has them, not as Python converts them.
         return content, DsxConfig.model_validate_json(json.dumps(block))
     except ValidationError as error:
-        problems = explain(error, block, DsxConfig)
+        problems = explain(error, block, DsxConfig, ("dsx",))
     raise_all(name, problems)
     raise AssertionError(problems)
 

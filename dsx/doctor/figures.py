@@ -118,7 +118,7 @@ def _with_ranks(context: Context, given: dict[str, int | None], dp: int) -> Iter
         resolve_batch(given, dp)
     except ConfigError as error:
         name = next(name for name in (TRAIN, MICRO) if given[name] is not None)
-        why = f"{error.what} ({error.where})" if "," in error.where else error.what
+        why = error.what if error.path else f"{error.what} ({error.where})"  # several keys
         yield context.find("batch-triple", "error", name, why, error.fix)
 
 

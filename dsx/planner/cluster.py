@@ -338,17 +338,10 @@ def read_cluster(name: str) -> Cluster:
     try:
         config = ClusterConfig.model_validate_json(json.dumps(content))
     except ValidationError as error:
-        problems = [
-            ConfigError(_plain(p.where), p.what, p.fix) for p in explain(error, content, ClusterConfig)
-        ]
+        problems = explain(error, content, ClusterConfig)
         raise_all(name, [ConfigError(f"{name}: {p.where}", p.what, p.fix) for p in problems])
         raise
     return _cluster(name, config)
-
-
-def _plain(where: str) -> str:
-    """A key as the file has it: :func:`explain` writes keys of the ``dsx`` block."""
-    return where.removeprefix("dsx.")
 
 
 def _cluster(file: str, config: ClusterConfig) -> Cluster:
