@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed import checkpointing
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -103,6 +104,26 @@ class TiedUse(nn.Module):
     def forward(self, inputs: Any) -> Any:
         """``forward_fn(tied_module, inputs)``."""
         return self._forward_fn(self.tied_module, inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """One tied weight whose copies live on several pipeline ranks.
+
+    Attributes:
+        key: The TiedLayerSpec's key.
+        parameters: This rank's copies, in the order of ``tied_weight_attr``.
+        group: The ranks that hold a copy.
+    """
+
+    key: str
+    parameters: tuple[nn.Parameter, ...]
+    group: dist.ProcessGroup
+
+    def left_out(self, module: nn.Module) -> list[str]:
+        """Names of the trainable parameters of a rank's copy of the module that are not tied."""
+        tied = {id(parameter) for parameter in self.parameters}
+        return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in tied]
 
 
 class Chunks(nn.Module):

@@ -13,14 +13,14 @@ from deepspeed.utils import RepeatingLoader
 
 from dsx.config.run import RunConfig
 from dsx.config.schema import ZeroConfig
-from dsx.engine.executor import Compute, Mode, StepRun
+from dsx.engine.executor import Mode, StepRun
 from dsx.engine.micro_batches import DataWait, LabelCheck, MicroBatches
-from dsx.engine.p2p import Signatures, Tensors, header_group, open_channels
+from dsx.engine.p2p import Signatures, header_group, open_channels
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.recorder import Tracer
 from dsx.engine.stock_engine import EngineNames
 from dsx.engine.whereabouts import Whereabouts
-from dsx.engine.zero import Refuses, adapt, calls, count_samples
+from dsx.engine.zero import Refuses, StepBoundary, adapt, calls, count_samples
 from dsx.errors import ConfigError, DataError, ModelError
 from dsx.parallel.groups import Grid
 from dsx.parallel.stages import StageMap
@@ -134,7 +134,6 @@ class PipelineEngine:
         data_wait: How long ``train_batch`` has waited for its iterator.
         names: Stock PipelineEngine's further names, looked up there.
         run_config: The resolved dsx config, if it was built from one; ``config`` is DeepSpeed's.
-        at_boundary: Whether the last backward of a step, or the optimizer's step, is under way.
     """
 
     def __init__(
@@ -160,10 +159,8 @@ class PipelineEngine:
             replicas=model.replicas,
             zero=zero,
         )
-        self._calls = calls(engine, reduced_here=self._adapter.reduced_here)
-        self._boundary: bool | None = None
-        self.at_boundary = False
-        self._managed = bool(engine.managed_gradient_accumulation())
+        self._boundary = StepBoundary(engine)
+        self._calls = calls(engine, self._boundary, reduced_here=self._adapter.reduced_here)
         self._signatures = Signatures(
             dynamic=model.dynamic_shape,
             shards=model.shards,
@@ -179,7 +176,7 @@ class PipelineEngine:
         self._saver: Saver | None = None
         self.whereabouts = Whereabouts(model.device)
         self.steering = Steering(torch.zeros(2, device=model.device))
-        self.names = EngineNames(self, PipelineModule.get_additional_losses)
+        self.names = EngineNames(self, PipelineModule.get_additional_losses, self.steering.sums)
         open_channels(model.groups, model.stage_map, model.device)
 
     def __getattr__(self, name: str) -> Any:
@@ -207,6 +204,11 @@ class PipelineEngine:
     def micro_batches(self) -> int:
         """Micro-batches per step."""
         return int(self.deepspeed_engine.gradient_accumulation_steps())
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the last backward of a step, or the optimizer's step, is under way."""
+        return self._boundary.reached
 
     def is_first_stage(self) -> bool:
         """Whether this rank holds the first layers (and so needs inputs)."""
@@ -245,8 +247,9 @@ class PipelineEngine:
         self.pipeline.train()
         self.names.begin_step()
         mode = Mode(training=True, release_outputs=self.pipeline.release_outputs)
-        here = self.whereabouts
-        with here.timed_step(int(self.global_steps) + 1), self._tracer.step(self) as around:
+        here, number = self.whereabouts, int(self.global_steps) + 1
+        schedule, _ = self.programs.step(count, training=True)
+        with here.timed_step(number), self._tracer.step(number, schedule) as around:
             run = self._step_run(self.data_source, count, mode, around)
             run.run()
             here.enter("optimizer step")
@@ -254,9 +257,9 @@ class PipelineEngine:
             sums, reduced = self._sum_losses(run.losses, count)
             self._adapter.before_step(self.steering.refuser(sums, reduced))
             count_samples(engine, count)
-            self.at_boundary = True
+            self._boundary.reached = True
             engine.step()
-            self.at_boundary = False
+            self._boundary.reached = False
             reduced.wait()
         here.enter("after the step")
         self.steering.sums.copy_(sums)
@@ -433,16 +436,9 @@ class PipelineEngine:
             schedule=schedule,
             receives=receives,
             groups=self.groups,
-            compute=Compute(
-                forward=self._calls.forward,
-                backward=self._backward,
-                backward_weights=self._backward_weights,
-                hooked=self._calls.hooked,
-                trains=self.pipeline.chunks.trains,
-                begin=self._adapter.begin,
-                before_action=self._adapter.before_action,
-                chunk_done=self._adapter.chunk_done,
-            ),
+            stages=self.pipeline.chunks,
+            calls=self._calls,
+            hooks=self._adapter,
             batches=MicroBatches(source=source, count=count, device=self.pipeline.device, uses=uses),
             signatures=self._signatures,
             mode=mode,
@@ -450,25 +446,6 @@ class PipelineEngine:
             around=around,
             whereabouts=self.whereabouts,
         )
-
-    def _backward(
-        self, outputs: Tensors, gradients: Tensors, stage: int, boundary: bool, is_loss: bool
-    ) -> None:
-        """One backward through DeepSpeed, which reduces (ZeRO-2, 3) or waits for the boundary (ZeRO-0, 1)."""
-        self._adapter.before_backward(stage)
-        if self._managed and boundary is not self._boundary:
-            self.deepspeed_engine.set_gradient_accumulation_boundary(boundary)
-            self._boundary = boundary
-        self.at_boundary = boundary
-        self._calls.backward(outputs, gradients, is_loss=is_loss)
-
-    def _backward_weights(self, loss: torch.Tensor | None, stage: int, boundary: bool) -> None:
-        """The second part of a split backward: a backward like any other for DeepSpeed."""
-        if loss is None:
-            # Nothing to compute, but the boundary's reductions must run.
-            loss = torch.zeros((), device=self.pipeline.device, requires_grad=True).clone()
-        self._calls.announce(loss)
-        self._backward((loss,), (), stage, boundary, is_loss=False)
 
     def _mean_loss(self, losses: Sequence[torch.Tensor], count: int) -> torch.Tensor:
         """Mean over micro-batches and replicas, on every rank: one all-reduce of a scalar."""

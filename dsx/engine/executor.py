@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,31 +24,55 @@ Key = tuple[int, int]
 Around = Callable[[Action], AbstractContextManager[None]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compute:
-    """The two things that the executor asks of the model.
+class Stages(Protocol):
+    """What the executor asks of the layers."""
+
+    def trains(self, stage: int) -> bool:
+        """Whether a virtual stage has parameters to train."""
+
+
+class Calls(Protocol):
+    """How the executor computes: forwards and backwards of the layers, by way of DeepSpeed or past it.
 
     Attributes:
-        forward: ``forward(inputs, stage, labels, with_outputs=...)``: see :class:`dsx.engine.chunks.Chunks`.
-        backward: ``backward(outputs, gradients, stage, boundary, is_loss)``; ``gradients`` is empty for a
-            loss, ``boundary`` true on this rank's last backward of the step.
-        backward_weights: ``backward_weights(loss, stage, boundary)`` for the second part of a split backward;
-            ``loss`` is None when there is nothing to compute, on the last backward of the step only.
-        hooked: Whether anybody must hear of each parameter's gradient as it comes.
-        begin: ``begin(schedule)`` before anything else in a step.
-        before_action: ``before_action(position)`` before the action there in the rank's row.
-        trains: ``trains(stage)``: whether a virtual stage has parameters to train.
-        chunk_done: ``chunk_done(stage)`` after the last action of a virtual stage in a training step.
+        hooked: Whether somebody must hear of each parameter's gradient as it comes.
     """
 
-    forward: Callable[..., Any]
-    backward: Callable[[Tensors, Tensors, int, bool, bool], None]
-    backward_weights: Callable[[torch.Tensor | None, int, bool], None]
     hooked: bool
-    trains: Callable[[int], bool]
-    begin: Callable[[Schedule], None]
-    before_action: Callable[[int], None]
-    chunk_done: Callable[[int], None]
+
+    def forward(
+        self, inputs: Any, stage: int, labels: tuple[Any, ...] = (), *, with_outputs: bool = False
+    ) -> Any:
+        """Outputs of a virtual stage, or its loss: see :class:`dsx.engine.chunks.Chunks`."""
+
+    def announce(self, loss: torch.Tensor) -> None:
+        """Before the backward of a ``loss`` that did not come from :meth:`forward`."""
+
+    def backward(self, outputs: Tensors, gradients: Tensors, *, boundary: bool, is_loss: bool) -> None:
+        """Gradients of everything below ``outputs``, and what ZeRO does around them.
+
+        Args:
+            outputs: What wants a gradient; its memory may be gone.
+            gradients: One per output; none for a scalar.
+            boundary: Whether it is this rank's last backward of the step.
+            is_loss: The output is a micro-batch's loss, of which its share of the step counts.
+        """
+
+
+class StepHooks(Protocol):
+    """Told by the executor how far a step has come: gradients leave and parameters come by that."""
+
+    def begin(self, schedule: Schedule) -> None:
+        """Called when a step of a lowered schedule begins, an evaluation's included."""
+
+    def before_action(self, position: int) -> None:
+        """Called before the action at ``position`` of this rank's row."""
+
+    def before_backward(self, stage: int) -> None:
+        """Called before each backward of virtual stage ``stage``."""
+
+    def chunk_done(self, stage: int) -> None:
+        """Called when virtual stage ``stage`` has nothing more to do on this rank in this training step."""
 
 
 class _Alias(torch.autograd.Function):
@@ -89,7 +113,9 @@ class StepRun:
         schedule: Lowered schedule of the step (training or forward-only).
         receives: When this rank posts the receives of ``schedule``.
         groups: This rank's groups.
-        compute: Forward and backward of the model.
+        stages: The layers.
+        calls: Forward and backward of the layers.
+        hooks: Told how far the step has come.
         batches: Micro-batches for the first and last stage.
         signatures: Boundary signatures, kept between steps.
         mode: What the step is for.
@@ -106,7 +132,9 @@ class StepRun:
         schedule: Schedule,
         receives: ReceivePlan,
         groups: Groups,
-        compute: Compute,
+        stages: Stages,
+        calls: Calls,
+        hooks: StepHooks,
         batches: MicroBatches,
         signatures: Signatures,
         mode: Mode,
@@ -116,7 +144,8 @@ class StepRun:
     ) -> None:
         self._whereabouts = whereabouts or Whereabouts(batches.device)
         self._schedule, self._receives, self._groups = schedule, receives, groups
-        self._compute, self._batches, self._signatures = compute, batches, signatures
+        self._stages, self._calls, self._hooks = stages, calls, hooks
+        self._batches, self._signatures = batches, signatures
         self._mode, self._around = mode, around
         self._split = split or WeightGradients()
         self._row = schedule.rows[groups.pp_rank]
@@ -161,7 +190,7 @@ class StepRun:
         }
         varying = [inbox for inbox in self._inboxes.values() if inbox.headers is not None]
         self._whereabouts.enter("training step" if self._mode.training else "evaluation", self._schedule)
-        self._compute.begin(self._schedule)
+        self._hooks.begin(self._schedule)
         for due in self._inboxes:
             self._post_ahead(due)
         for position, action in enumerate(self._row):
@@ -170,11 +199,11 @@ class StepRun:
                 self._post(due)
             for inbox in varying:
                 inbox.post_announced()
-            self._compute.before_action(position)
+            self._hooks.before_action(position)
             with nullcontext() if self._around is None else self._around(action):
                 steps[action.op](action, position)
             if self._ends.get(action.stage) == position:
-                self._compute.chunk_done(action.stage)
+                self._hooks.chunk_done(action.stage)
             if self._taken and self._is_quiet(position):
                 while self._taken:
                     self._post_ahead(self._taken.pop())
@@ -246,7 +275,7 @@ class StepRun:
         # Read in any case, so that all ranks that share an iterator move it on alike.
         labels = (self._batches.labels(action.micro_batch),) if is_last else ()
         inputs = self._inputs[key] if mode.training else self._inputs.pop(key)
-        output = self._compute.forward(
+        output = self._calls.forward(
             _writable(inputs),
             action.stage,
             labels if mode.compute_loss else (),
@@ -260,7 +289,7 @@ class StepRun:
             self._inputs[action.stage + 1, action.micro_batch] = _hand_over(output)
         if mode.training:
             self._frozen[action.stage] = frozen = not any(t.requires_grad for t in _tensors(output))
-            if frozen and self._compute.trains(action.stage):
+            if frozen and self._stages.trains(action.stage):
                 raise ModelError(
                     f"{'loss' if is_last else 'output'} of virtual stage {action.stage}",
                     "it has no gradient, though the stage has parameters to train, which would get none",
@@ -314,11 +343,18 @@ class StepRun:
 
     def _backward_weight(self, action: Action, position: int) -> None:
         key, boundary = (action.stage, action.micro_batch), self._is_boundary(position)
-        if not self._compute.hooked:
+        if not self._calls.hooked:
             self._split.accumulate(key)
         with self._split.delivering(key) as loss:
-            if loss is not None or boundary:
-                self._compute.backward_weights(loss, action.stage, boundary)
+            if loss is None and not boundary:
+                return
+            root = loss
+            if root is None:
+                # Nothing to compute, but the boundary's reductions must run.
+                root = torch.zeros((), device=self._batches.device, requires_grad=True).clone()
+            self._calls.announce(root)
+            self._hooks.before_backward(action.stage)
+            self._calls.backward((root,), (), boundary=boundary, is_loss=False)
 
     def _backward(self, action: Action, position: int) -> None:
         key = (action.stage, action.micro_batch)
@@ -327,7 +363,8 @@ class StepRun:
         if not self._frozen[action.stage]:
             is_loss = action.stage == self._last
             roots = tuple(t for t in _tensors(output) if t.requires_grad)
-            self._compute.backward(roots, gradients, action.stage, self._is_boundary(position), is_loss)
+            self._hooks.before_backward(action.stage)
+            self._calls.backward(roots, gradients, boundary=self._is_boundary(position), is_loss=is_loss)
         if action.stage == 0:
             return
         wanted = tuple(

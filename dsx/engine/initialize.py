@@ -13,7 +13,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import deepspeed
 import torch
@@ -31,7 +31,7 @@ from dsx.config.run import RunConfig
 from dsx.config.schema import ZeroConfig
 from dsx.config.sources import newer_than_tested
 from dsx.config.wording import suggest
-from dsx.engine.chunks import checkpoint_non_reentrant
+from dsx.engine.chunks import Tie, checkpoint_non_reentrant
 from dsx.engine.engine import PipelineEngine
 from dsx.engine.p2p import Shards
 from dsx.engine.pipeline_module import PipelineModule
@@ -41,9 +41,6 @@ from dsx.errors import ConfigError, LayoutError, ModelError
 from dsx.launch.entry import AGREED
 from dsx.parallel.groups import Grid, Groups
 from dsx.terminal import shortened
-
-if TYPE_CHECKING:
-    from dsx.engine.pipeline_module import Tie
 
 
 def apply_block(block: Mapping[str, Any], model: PipelineModule, zero_stage: int) -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from dsx.engine.replicas import checksum
 from dsx.errors import ModelError
 from dsx.models.param import ParamSpec
 from dsx.nn.parallel import TensorParallel
-
-if TYPE_CHECKING:
-    from dsx.parallel.groups import Groups
+from dsx.parallel.groups import Groups
 
 _SHOWN = 3
+_TILE = 1 << 22
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +159,19 @@ def _require_fitting(first: dict[str, _Facts], theirs: dict[str, _Facts], where:
             "tensor-parallel ranks drew other random numbers: their parts would not be those of one tensor",
             "seed these ranks alike before they build: dsx.distributed does, as does seed_layers=True",
         )
+
+
+@torch.no_grad()
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """A number of a tensor's bits, int64 scalar on its device; another one whenever one element differs.
+
+    The elements' bits as integers, each times an odd number of its own, summed modulo 2**64: an odd factor
+    loses no bit, and elements that change places show.
+    """
+    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), _TILE):
+        tile = bits[start : start + _TILE].to(torch.int64)
+        odd = torch.arange(2 * start + 1, 2 * (start + tile.numel()) + 1, 2, device=tile.device)
+        total += (tile * odd).sum()
+    return total

@@ -29,17 +29,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from dsx.errors import LayoutError, ModelError
 from dsx.nn.parallel import TensorParallel
-
-if TYPE_CHECKING:
-    from dsx.parallel.groups import Groups
-    from dsx.parallel.stages import StageMap
+from dsx.parallel.groups import Groups
+from dsx.parallel.stages import StageMap
 
 
 def header_group(groups: Groups) -> dist.ProcessGroup:

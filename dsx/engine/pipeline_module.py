@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -13,15 +15,24 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
-from dsx.engine import stock_module
-from dsx.engine.chunks import Chunks, Loss, Recompute, TiedUse, checkpoint_non_reentrant
+from dsx.engine.chunks import Chunks, Loss, Recompute, Tie, TiedUse, checkpoint_non_reentrant
 from dsx.engine.layer_parameters import settle
 from dsx.engine.p2p import Shards
 from dsx.engine.settings import Config, settings_of
-from dsx.engine.stock_module import NOT_HERE, OfRecompute, check_recompute, facts, unavailable
+from dsx.engine.stock_module import (
+    NOT_HERE,
+    OfRecompute,
+    check_recompute,
+    facts,
+    index_of,
+    load_layers,
+    save_layers,
+    unavailable,
+)
 from dsx.engine.zero.building import LayerPartitioner, outside_of_init
 from dsx.errors import LayoutError, ModelError
 from dsx.nn.split import WeightGradients
@@ -182,26 +193,6 @@ def _build_empty(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-@dataclass(frozen=True, slots=True)
-class Tie:
-    """One tied weight whose copies live on several pipeline ranks.
-
-    Attributes:
-        key: The TiedLayerSpec's key.
-        parameters: This rank's copies, in the order of ``tied_weight_attr``.
-        group: The ranks that hold a copy.
-    """
-
-    key: str
-    parameters: tuple[nn.Parameter, ...]
-    group: dist.ProcessGroup
-
-    def left_out(self, module: nn.Module) -> list[str]:
-        """Names of the trainable parameters of a rank's copy of the module that are not tied."""
-        tied = {id(parameter) for parameter in self.parameters}
-        return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in tied]
-
-
 class PipelineModule(nn.Module):
     """A model as a sequence of layers, each rank building only its own stages' layers.
 
@@ -355,27 +346,140 @@ class PipelineModule(nn.Module):
     activation_checkpoint_interval = OfRecompute("interval")
     activation_checkpoint_func = OfRecompute("function")
     checkpointable_layers = OfRecompute("layer_names")
-    forward_funcs = property(stock_module.forward_funcs)
-    fwd_map = property(stock_module.fwd_map)
     is_checkpointable_results = property(lambda self: self.chunks.recomputed())
     micro_offset = property(lambda self: self.chunks.forwards)
     curr_layer = property(lambda self: self.chunks.running)
-    tied_comms = property(stock_module.tied_comms)
-    tied_weight_attrs = property(stock_module.tied_weight_attrs)
-    topology = stock_module.topology
-    num_pipeline_stages = stock_module.num_pipeline_stages
-    partitions = stock_module.partitions
-    stage_owner = stock_module.stage_owner
-    set_checkpoint_interval = stock_module.set_checkpoint_interval
-    get_tied_weights_and_groups = stock_module.get_tied_weights_and_groups
-    allreduce_tied_weight_gradients = stock_module.allreduce_tied_weight_gradients
-    get_additional_losses = stock_module.get_additional_losses
-    save_state_dict = stock_module.save_state_dict
-    load_state_dir = stock_module.load_state_dir
-    ckpt_prefix = stock_module.ckpt_prefix
-    ckpt_layer_path = stock_module.ckpt_layer_path
-    ckpt_layer_path_list = stock_module.ckpt_layer_path_list
-    forward = stock_module.run_layers
+
+    def topology(self) -> ProcessTopology:
+        """The DeepSpeed ProcessTopology of all ranks: the one that was given, if any."""
+        return self.mpu().topology()
+
+    def num_pipeline_stages(self) -> int:
+        """Pipeline degree; virtual stages are ``stage_map.num_stages``."""
+        return self.groups.mesh.pp
+
+    def partitions(self) -> list[int]:
+        """First layer of each virtual stage, and the number of layers. A stage is a rank with one chunk."""
+        return list(self.stage_map.bounds)
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """Pipeline rank that holds a layer. Raises LayoutError for an index beyond the list."""
+        if not 0 <= layer_idx < self.stage_map.num_layers:
+            raise LayoutError(
+                f"stage_owner({layer_idx})",
+                f"there are {self.stage_map.num_layers} layers",
+                f"use 0 to {self.stage_map.num_layers - 1}",
+            )
+        return self.stage_map.rank_of(self.stage_map.stage_of(layer_idx))
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Recompute runs of so many layers from the next forward on; 0 for none. Raises ConfigError."""
+        self.activation_checkpoint_interval = interval
+
+    @property
+    def forward_funcs(self) -> list[Callable[..., Any]]:
+        """This rank's layers, in order, as they are called."""
+        return list(self.chunks.layers.values())
+
+    @property
+    def fwd_map(self) -> dict[str, int]:
+        """Name of each layer that is a module of its own -> its place in ``forward_funcs``."""
+        tied = [id(module) for module in self.chunks.tied_modules.values()]
+        return {
+            str(index): local
+            for local, (index, layer) in enumerate(self.chunks.layers.items())
+            if isinstance(layer, nn.Module) and not isinstance(layer, TiedUse) and id(layer) not in tied
+        }
+
+    @property
+    def tied_weight_attrs(self) -> dict[str, list[str]]:
+        """Key of each tied module of this rank -> the names of its tied weights."""
+        specs = (spec for spec in self.layer_specs if isinstance(spec, TiedLayerSpec))
+        attributes = {spec.key: list(spec.tied_weight_attr) for spec in specs}
+        return {key: attributes[key] for key in self.chunks.tied_modules}
+
+    @property
+    def tied_comms(self) -> dict[str, dict[str, Any]]:
+        """Key of each weight tied over several pipeline ranks -> where its copies are."""
+        attributes = self.tied_weight_attrs
+        return {
+            tie.key: {
+                "ranks": dist.get_process_group_ranks(tie.group),
+                "group": tie.group,
+                "weight_attr": attributes[tie.key],
+                "module": self.chunks.tied_modules[tie.key],
+            }
+            for tie in self.ties
+        }
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """This rank's copies of weights tied over several pipeline ranks, with the group that holds them."""
+        return [(parameter, tie.group) for tie in self.ties for parameter in tie.parameters]
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        """Sum ``.grad`` of tied weights over their copies. The engine does so by itself, in every step."""
+        for weight, group in self.get_tied_weights_and_groups():
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            dist.all_reduce(weight.grad, group=group)
+
+    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
+        """Losses to report beside the one that is trained; a subclass may return some, by name.
+
+        Asked on the last stage after each micro-batch's loss. ``engine.get_additional_losses()`` has their
+        means over the step's micro-batches and all replicas, on every rank.
+        """
+        return None
+
+    def save_state_dict(
+        self, save_dir: Any, checkpoint_engine: Any = None, exclude_frozen_params: bool = False
+    ) -> None:
+        """Write a file per layer: see :func:`dsx.engine.stock_module.save_layers`."""
+        save_layers(self, save_dir, checkpoint_engine, exclude_frozen=exclude_frozen_params)
+
+    def load_state_dir(self, load_dir: Any, checkpoint_engine: Any = None, strict: bool = True) -> None:
+        """Read a file per layer: see :func:`dsx.engine.stock_module.load_layers`."""
+        load_layers(self, load_dir, checkpoint_engine, strict=strict)
+
+    def ckpt_prefix(self, checkpoints_path: str, tag: str) -> str:
+        """``folder/tag/module-pipe_PP[-model_TT]``, which begins the names of this rank's files."""
+        topology = self.topology()
+        at = topology.get_coord(rank=self.global_rank)
+        axes = [axis for axis in topology.get_axis_names() if axis != "data"]
+        name = "".join(f"-{axis}_{getattr(at, axis):02d}" for axis in axes)
+        return str(Path(checkpoints_path) / str(tag) / f"module{name}")
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        """File of this rank's ``local_layer_idx``-th layer; a subclass may name it otherwise."""
+        shares = self.topology().get_rank_repr(rank=self.global_rank)
+        index = index_of(self, local_layer_idx)
+        name = f"layer_{index:02d}{'-' + shares if shares else ''}-model_states.pt"
+        return str(Path(ckpt_dir) / name)
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        """Files of a layer there are, of all tensor-parallel ranks, in their order."""
+        pattern = f"layer_{index_of(self, local_layer_idx):02d}-*model_states.pt"
+        return sorted(map(str, Path(ckpt_dir).glob(pattern)))
+
+    def forward(self, forward_input: Any) -> Any:
+        """Call this rank's layers in order, outside of any engine, as stock DeepSpeed's forward does.
+
+        Raises:
+            ModelError: The rank's layers do not follow each other, or ZeRO-3 holds their weights in parts.
+        """
+        stages = self.stage_map.stages_of(self.groups.pp_rank)
+        apart = any(after != before + 1 for before, after in pairwise(stages))
+        if apart or any(hasattr(parameter, "ds_id") for parameter in self.parameters()):
+            raise ModelError(
+                "PipelineModule(...)",
+                "a rank holds layers that do not follow each other"
+                if apart
+                else "under ZeRO-3 no rank has the weights",
+                "use dsx.initialize, and train_batch or eval_batch",
+            )
+        for stage in stages:
+            forward_input = self.chunks(forward_input, stage)
+        return forward_input
 
     def __getattr__(self, name: str) -> Any:
         if name in NOT_HERE:

@@ -17,11 +17,10 @@ from dsx.engine.executor import Around
 from dsx.errors import ConfigError
 from dsx.launch.entry import boot_id
 from dsx.parallel.groups import Groups
-from dsx.schedules.schedule import Action
+from dsx.schedules.schedule import Action, Schedule
 from dsx.schedules.simulate import Span
 
 if TYPE_CHECKING:  # loaded by the runs that record a step
-    from dsx.engine.engine import PipelineEngine
     from dsx.schedules.trace import Comparison, Record, Rounds, Trace
 
 _ROUNDS = 8
@@ -166,9 +165,13 @@ class Tracer:
         return traces
 
     @contextmanager
-    def step(self, engine: PipelineEngine) -> Iterator[Around | None]:
-        """Around one training step: what to enter around its actions, or None for a step not recorded."""
-        number = int(engine.global_steps) + 1
+    def step(self, number: int, schedule: Schedule) -> Iterator[Around | None]:
+        """Around a training step: what to enter around its actions, or None for a step not recorded.
+
+        Args:
+            number: The step, from 1.
+            schedule: Its lowered schedule.
+        """
         wanted = self._wanted.pop(number, None)
         if wanted is None:
             yield None
@@ -181,7 +184,6 @@ class Tracer:
         if records:
             from dsx.schedules.trace import Trace
 
-            schedule, _ = engine.programs.step(engine.micro_batches, training=True)
             trace = Trace.of(schedule, records, step=number, device=self._device_name)
             for traces in wanted:
                 traces.append(trace)

@@ -11,32 +11,15 @@ import torch.distributed as dist
 from torch import nn
 
 from dsx.checkpoint.run.names import Names
+from dsx.engine.layer_parameters import checksum
 from dsx.fault_tolerance.waits import named
 
 if TYPE_CHECKING:
     from dsx.engine.engine import PipelineEngine
 
-_TILE = 1 << 22
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHOWN = 4
 
 Tensors = list[tuple[str, torch.Tensor]]
-
-
-@torch.no_grad()
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A number of a tensor's bits, int64 scalar on its device; another one whenever one element differs.
-
-    The elements' bits as integers, each times an odd number of its own, summed modulo 2**64: an odd factor
-    loses no bit, and elements that change places show.
-    """
-    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, bits.numel(), _TILE):
-        tile = bits[start : start + _TILE].to(torch.int64)
-        odd = torch.arange(2 * start + 1, 2 * (start + tile.numel()) + 1, 2, device=tile.device)
-        total += (tile * odd).sum()
-    return total
 
 
 def differences(engine: PipelineEngine) -> list[str]:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import engine as stock
 
 from dsx.engine import stock_module
+from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.zero.held import adopt_weights
 from dsx.errors import ModelError
-
-if TYPE_CHECKING:
-    from dsx.engine.engine import PipelineEngine
-    from dsx.engine.pipeline_module import PipelineModule
+from dsx.parallel.groups import Groups
 
 
 class AdditionalLosses:
@@ -119,12 +117,35 @@ NOT_HERE = {
 """Name of stock DeepSpeed's -> what to use."""
 
 
+class Engine(Protocol):
+    """What of a PipelineEngine its further names are made from; the rest is the DeepSpeedEngine's."""
+
+    pipeline: PipelineModule
+    deepspeed_engine: Any
+    groups: Groups
+    run_config: Any
+    batch_function: Any
+    data_source: Any
+
+    @property
+    def stage_id(self) -> int:
+        """Pipeline coordinate."""
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the last backward of a step, or the optimizer's step, is under way."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Of the DeepSpeedEngine."""
+
+
 class EngineNames:
     """What a PipelineEngine looks up here before it asks the DeepSpeedEngine underneath.
 
     Args:
         engine: Whose names they are.
         default: ``PipelineModule.get_additional_losses``, which reports none.
+        sums: A tensor whose first element is the mean loss of the last step.
 
     Attributes:
         agg_additional_losses: Means of the last step by name; None if the model reports none.
@@ -136,8 +157,8 @@ class EngineNames:
     ID_TO_DTYPE = stock.PipelineEngine.ID_TO_DTYPE
     DTYPE_TO_ID = stock.PipelineEngine.DTYPE_TO_ID
 
-    def __init__(self, engine: PipelineEngine, default: object) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, default: object, sums: torch.Tensor) -> None:
+        self._engine, self._sums = engine, sums
         self._losses = AdditionalLosses(engine.pipeline, default)
         self._began, self._steps = time.perf_counter(), 0
         self._trained = False
@@ -264,7 +285,7 @@ class EngineNames:
     @property
     def agg_train_loss(self) -> torch.Tensor | None:
         """Mean loss of the last step, float32 scalar; None before the first."""
-        return self._engine.steering.sums[0].clone() if self._trained else None
+        return self._sums[0].clone() if self._trained else None
 
     @property
     def batch_fn(self) -> Any:

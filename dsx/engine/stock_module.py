@@ -1,44 +1,53 @@
-"""The names of ``deepspeed.pipe.PipelineModule`` that dsx.PipelineModule needs nowhere else.
+"""What PipelineModule keeps for stock DeepSpeed's sake: a file per layer, and names that it explains.
 
-The functions are its methods: the class takes them one by one. What stock DeepSpeed calls by a name of its
-private kind, and public code outside of it is known to read (Megatron-DeepSpeed, GPT-NeoX), is there too.
-
-A file per layer, as stock DeepSpeed's PipelineModule writes and reads them by itself.
-
-Names and contents are those of deepspeed/runtime/pipe/module.py (save_state_dict, load_state_dir):
-``layer_LL[-model_TT]-model_states.pt`` with the layer's state_dict. Checkpoints of a run, with its optimizer
-and in any layout, are the engine's (:meth:`dsx.PipelineEngine.save_checkpoint`).
+Names and contents of the files are those of deepspeed/runtime/pipe/module.py (save_state_dict,
+load_state_dir): ``layer_LL[-model_TT]-model_states.pt`` with the layer's state_dict. Checkpoints of a run,
+with its optimizer and in any layout, are the engine's (:meth:`dsx.PipelineEngine.save_checkpoint`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from deepspeed import comm
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from torch import nn
 
 from dsx.checkpoint import store
-from dsx.engine.chunks import TiedUse
-from dsx.errors import CheckpointError, ConfigError, LayoutError, ModelError, UnavailableError
+from dsx.engine.chunks import Chunks, Tie, TiedUse
+from dsx.errors import CheckpointError, ConfigError, ModelError, UnavailableError
+from dsx.parallel.groups import Grid, Groups
 
-if TYPE_CHECKING:
-    from deepspeed.runtime.pipe.topology import ProcessTopology
 
-    from dsx.engine.pipeline_module import PipelineModule
-    from dsx.parallel.groups import Groups
+class HasLayers(Protocol):
+    """What reading and writing layer files asks of a PipelineModule."""
+
+    groups: Groups
+    chunks: Chunks
+    ties: tuple[Tie, ...]
+    weights_changed: Callable[[], None] | None
+
+    def mpu(self) -> Grid:
+        """The process groups, under DeepSpeed's names."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of this rank's layers."""
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        """The file of one of this rank's layers; a subclass may name it otherwise."""
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        """The files there are of that layer, of all tensor-parallel ranks."""
 
 
 def save_layers(
-    model: PipelineModule, folder: str | Path, engine: Any = None, *, exclude_frozen: bool = False
+    model: HasLayers, folder: str | Path, engine: Any = None, *, exclude_frozen: bool = False
 ) -> None:
     """Write this rank's layers, on the first data-parallel rank alone.
 
@@ -75,9 +84,7 @@ def save_layers(
         ) from error
 
 
-def load_layers(
-    model: PipelineModule, folder: str | Path, engine: Any = None, *, strict: bool = True
-) -> None:
+def load_layers(model: HasLayers, folder: str | Path, engine: Any = None, *, strict: bool = True) -> None:
     """Fill this rank's layers from :func:`save_layers`'s files or stock DeepSpeed's. Collective.
 
     Args:
@@ -100,54 +107,35 @@ def load_layers(
             raise
         except Exception as error:  # pickle, zip and torch have many ways to say that a file is no such thing
             raise CheckpointError(
-                str(path), f"layer {_index(model, local)} cannot be filled from it ({error})", "save it again"
+                str(path),
+                f"layer {index_of(model, local)} cannot be filled from it ({error})",
+                "save it again",
             ) from error
     synchronize_ties(model)
     if model.weights_changed is not None:
         model.weights_changed()
 
 
-def synchronize_ties(model: PipelineModule) -> None:
+def synchronize_ties(model: HasLayers) -> None:
     """Give every copy of a tied weight the value of the first. Collective over its ranks."""
     for tie in model.ties:
         for parameter in tie.parameters:
             dist.broadcast(parameter.data, dist.get_global_rank(tie.group, 0), group=tie.group)
 
 
-def layer_path(model: PipelineModule, folder: str, local: int) -> str:
-    """The file of this rank's ``local``-th layer."""
-    shares = model.mpu().topology().get_rank_repr(rank=model.global_rank)
-    name = f"layer_{_index(model, local):02d}{'-' + shares if shares else ''}-model_states.pt"
-    return str(Path(folder) / name)
-
-
-def layer_paths(model: PipelineModule, folder: str, local: int) -> list[str]:
-    """The files there are of this rank's ``local``-th layer, of all tensor-parallel ranks, in their order."""
-    found = Path(folder).glob(f"layer_{_index(model, local):02d}-*model_states.pt")
-    return sorted(str(path) for path in found)
-
-
-def rank_prefix(model: PipelineModule, folder: str, tag: str) -> str:
-    """``folder/tag/module-pipe_PP[-model_TT]``."""
-    topology = model.mpu().topology()
-    at = topology.get_coord(rank=model.global_rank)
-    axes = [axis for axis in topology.get_axis_names() if axis != "data"]
-    name = "".join(f"-{axis}_{getattr(at, axis):02d}" for axis in axes)
-    return str(Path(folder) / str(tag) / f"module{name}")
-
-
-def _modules(model: PipelineModule) -> Iterator[tuple[int, nn.Module]]:
+def _modules(model: HasLayers) -> Iterator[tuple[int, nn.Module]]:
     """This rank's layers that have a file; a tied weight's is that of the use that has no function."""
-    for local, layer in enumerate(model.forward_funcs):
+    for local, layer in enumerate(model.chunks.layers.values()):
         if isinstance(layer, nn.Module) and not isinstance(layer, TiedUse):
             yield local, layer
 
 
-def _index(model: PipelineModule, local: int) -> int:
+def index_of(model: HasLayers, local: int) -> int:
+    """Index in the layer list of this rank's ``local``-th layer."""
     return list(model.chunks.layers)[local]
 
 
-def _require_whole(model: PipelineModule, call: str) -> None:
+def _require_whole(model: HasLayers, call: str) -> None:
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ModelError(
             f"PipelineModule.{call}()",
@@ -156,12 +144,12 @@ def _require_whole(model: PipelineModule, call: str) -> None:
         )
 
 
-def _find(model: PipelineModule, folder: str | Path, local: int) -> Path:
+def _find(model: HasLayers, folder: str | Path, local: int) -> Path:
     files = model.ckpt_layer_path_list(str(folder), local)
     wanted = model.groups.mesh.tp
     if len(files) == wanted:
         return Path(files[model.groups.tp_rank])
-    what = f"layer {_index(model, local)} has {len(files)} files there, for {wanted} tensor-parallel ranks"
+    what = f"layer {index_of(model, local)} has {len(files)} files there, for {wanted} tensor-parallel ranks"
     fix = "convert it with dsx reshard" if files else "give the folder that save_state_dict wrote"
     raise CheckpointError(str(folder), what, fix)
 
@@ -206,10 +194,10 @@ class OfRecompute:
     def __init__(self, field: str) -> None:
         self._field = field
 
-    def __get__(self, model: PipelineModule | None, _owner: Any = None) -> Any:
+    def __get__(self, model: HasLayers | None, _owner: Any = None) -> Any:
         return self if model is None else getattr(model.chunks.recompute, self._field)
 
-    def __set__(self, model: PipelineModule, value: Any) -> None:
+    def __set__(self, model: HasLayers, value: Any) -> None:
         # A subclass may set it before there are layers; then the constructor's argument counts, as in stock.
         if "chunks" in vars(model):
             changed = {self._field: check_recompute(self._field, value)}
@@ -260,143 +248,3 @@ def facts(groups: Groups, bounds: tuple[int, ...], layers: tuple[Any, ...]) -> d
     if len(bounds) == mesh.pp + 1:
         found |= {"_local_start": bounds[groups.pp_rank], "_local_stop": bounds[groups.pp_rank + 1]}
     return found
-
-
-def topology(self: PipelineModule) -> ProcessTopology:
-    """The DeepSpeed ProcessTopology of all ranks: the one that was given, if any."""
-    return self.mpu().topology()
-
-
-def num_pipeline_stages(self: PipelineModule) -> int:
-    """Pipeline degree; virtual stages are ``stage_map.num_stages``."""
-    return self.groups.mesh.pp
-
-
-def partitions(self: PipelineModule) -> list[int]:
-    """First layer of each virtual stage, and the number of layers. One chunk: a stage per pipeline rank."""
-    return list(self.stage_map.bounds)
-
-
-def stage_owner(self: PipelineModule, layer_idx: int) -> int:
-    """Pipeline rank that holds a layer. Raises LayoutError for an index beyond the list."""
-    if not 0 <= layer_idx < self.stage_map.num_layers:
-        raise LayoutError(
-            f"stage_owner({layer_idx})",
-            f"there are {self.stage_map.num_layers} layers",
-            f"use 0 to {self.stage_map.num_layers - 1}",
-        )
-    return self.stage_map.rank_of(self.stage_map.stage_of(layer_idx))
-
-
-def set_checkpoint_interval(self: PipelineModule, interval: int) -> None:
-    """Recompute runs of so many layers from the next forward on; 0 for none. Raises ConfigError."""
-    self.activation_checkpoint_interval = interval
-
-
-def forward_funcs(self: PipelineModule) -> list[Callable[..., Any]]:
-    """This rank's layers, in order, as they are called."""
-    return list(self.chunks.layers.values())
-
-
-def fwd_map(self: PipelineModule) -> dict[str, int]:
-    """Name of each layer that is a module of its own -> its place in ``forward_funcs``."""
-    tied = [id(module) for module in self.chunks.tied_modules.values()]
-    return {
-        str(index): local
-        for local, (index, layer) in enumerate(self.chunks.layers.items())
-        if isinstance(layer, nn.Module) and not isinstance(layer, TiedUse) and id(layer) not in tied
-    }
-
-
-def tied_weight_attrs(self: PipelineModule) -> dict[str, list[str]]:
-    """Key of each tied module of this rank -> the names of its tied weights."""
-    specs = (spec for spec in self.layer_specs if isinstance(spec, TiedLayerSpec))
-    attributes = {spec.key: list(spec.tied_weight_attr) for spec in specs}
-    return {key: attributes[key] for key in self.chunks.tied_modules}
-
-
-def tied_comms(self: PipelineModule) -> dict[str, dict[str, Any]]:
-    """Key of each weight tied over several pipeline ranks -> where its copies are."""
-    attributes = tied_weight_attrs(self)
-    return {
-        tie.key: {
-            "ranks": dist.get_process_group_ranks(tie.group),
-            "group": tie.group,
-            "weight_attr": attributes[tie.key],
-            "module": self.chunks.tied_modules[tie.key],
-        }
-        for tie in self.ties
-    }
-
-
-def get_tied_weights_and_groups(self: PipelineModule) -> list[tuple[nn.Parameter, Any]]:
-    """This rank's copies of weights tied over several pipeline ranks, with the group that holds them."""
-    return [(parameter, tie.group) for tie in self.ties for parameter in tie.parameters]
-
-
-def allreduce_tied_weight_gradients(self: PipelineModule) -> None:
-    """Sum ``.grad`` of tied weights over their copies. The engine does so by itself, in every step."""
-    for weight, group in get_tied_weights_and_groups(self):
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        dist.all_reduce(weight.grad, group=group)
-
-
-def get_additional_losses(self: PipelineModule) -> dict[str, torch.Tensor] | None:
-    """Losses to report beside the one that is trained; a subclass may return some, by name.
-
-    Asked on the last stage after each micro-batch's loss. ``engine.get_additional_losses()`` has their means
-    over the step's micro-batches and all replicas, on every rank.
-    """
-    del self
-    return None
-
-
-def save_state_dict(
-    self: PipelineModule, save_dir: Any, checkpoint_engine: Any = None, exclude_frozen_params: bool = False
-) -> None:
-    """Write a file per layer: see :func:`dsx.engine.stock_module.save_layers`."""
-    save_layers(self, save_dir, checkpoint_engine, exclude_frozen=exclude_frozen_params)
-
-
-def load_state_dir(
-    self: PipelineModule, load_dir: Any, checkpoint_engine: Any = None, strict: bool = True
-) -> None:
-    """Read a file per layer: see :func:`dsx.engine.stock_module.load_layers`."""
-    load_layers(self, load_dir, checkpoint_engine, strict=strict)
-
-
-def ckpt_prefix(self: PipelineModule, checkpoints_path: str, tag: str) -> str:
-    """Path that begins the names of this rank's files, data parallelism left out."""
-    return rank_prefix(self, checkpoints_path, tag)
-
-
-def ckpt_layer_path(self: PipelineModule, ckpt_dir: str, local_layer_idx: int) -> str:
-    """File of this rank's ``local_layer_idx``-th layer; a subclass may name it otherwise."""
-    return layer_path(self, ckpt_dir, local_layer_idx)
-
-
-def ckpt_layer_path_list(self: PipelineModule, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-    """Files of a layer there are, of all tensor-parallel ranks."""
-    return layer_paths(self, ckpt_dir, local_layer_idx)
-
-
-def run_layers(self: PipelineModule, forward_input: Any) -> Any:
-    """Call this rank's layers in order, outside of any engine, as stock DeepSpeed's forward does.
-
-    Raises:
-        ModelError: The rank's layers do not follow each other, or ZeRO-3 holds their weights in parts.
-    """
-    stages = self.stage_map.stages_of(self.groups.pp_rank)
-    apart = any(after != before + 1 for before, after in pairwise(stages))
-    if apart or any(hasattr(parameter, "ds_id") for parameter in self.parameters()):
-        raise ModelError(
-            "PipelineModule(...)",
-            "a rank holds layers that do not follow each other"
-            if apart
-            else "under ZeRO-3 no rank has the weights",
-            "use dsx.initialize, and train_batch or eval_batch",
-        )
-    for stage in stages:
-        forward_input = self.chunks(forward_input, stage)
-    return forward_input

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import ranks
-from dsx.engine.replicas import checksum, differences
+from dsx.engine.layer_parameters import checksum
+from dsx.engine.replicas import differences
 from dsx.errors import RunError
 from fault_tolerance.guarded import Run
 from parity.dsx_run import Case
@@ -34,7 +35,7 @@ def test_every_bit_and_every_place_counts(dtype: torch.dtype) -> None:
 def test_tiles_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(100, generator=torch.manual_seed(0))
     whole = int(checksum(values))
-    monkeypatch.setattr("dsx.engine.replicas._TILE", 7)
+    monkeypatch.setattr("dsx.engine.layer_parameters._TILE", 7)
     assert int(checksum(values)) == whole
 
 

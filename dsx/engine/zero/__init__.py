@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import deepspeed
 from torch import nn
 
 from dsx.config.resolve import zero_problems
 from dsx.config.schema import ZeroConfig
+from dsx.engine.chunks import Tie
+from dsx.engine.executor import StepHooks
 from dsx.engine.zero.bf16 import Bf16Adapter, HighPrecisionGradients
-from dsx.engine.zero.calls import calls
+from dsx.engine.zero.calls import StepBoundary, calls
 from dsx.engine.zero.norm import NormScope, Refuses
 from dsx.engine.zero.partitioned import PartitionedAdapter, PartitionedGradients
 from dsx.engine.zero.reduction import ChunkReduction, GradientStore, Scale, reducible
@@ -26,11 +28,7 @@ from dsx.engine.zero.remade import given_optimizer_kept, share_groups
 from dsx.engine.zero.replicated import ReplicatedAdapter, WholeGradients
 from dsx.engine.zero.stage3 import Stage3Adapter, StepGathers, scope_consistency_checks
 from dsx.errors import ConfigError, ModelError, VersionError
-from dsx.schedules.schedule import Schedule
-
-if TYPE_CHECKING:
-    from dsx.engine.pipeline_module import Tie
-    from dsx.parallel.groups import Groups
+from dsx.parallel.groups import Groups
 
 SUPPORTED_DEEPSPEED = ("0.19.8",)
 
@@ -39,6 +37,7 @@ _ZERO_OPTIMIZERS = ("BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOp
 __all__ = [
     "SUPPORTED_DEEPSPEED",
     "Refuses",
+    "StepBoundary",
     "ZeroAdapter",
     "adapt",
     "calls",
@@ -49,24 +48,12 @@ __all__ = [
 ]
 
 
-class ZeroAdapter(Protocol):
+class ZeroAdapter(StepHooks, Protocol):
     """What the engine asks of an adapter."""
 
     @property
     def reduced_here(self) -> bool:
         """Whether DeepSpeed need not hear of gradients before the step: dsx reduces them."""
-
-    def begin(self, schedule: Schedule) -> None:
-        """Called when a step of a lowered schedule begins, an evaluation's included."""
-
-    def before_action(self, position: int) -> None:
-        """Called before the action at ``position`` of this rank's row."""
-
-    def before_backward(self, stage: int) -> None:
-        """Called before each backward of virtual stage ``stage``."""
-
-    def chunk_done(self, stage: int) -> None:
-        """Called when virtual stage ``stage`` has nothing more to do on this rank in this step."""
 
     def before_step(self, refuses: Refuses | None = None) -> None:
         """Called once all backwards of a step are done, before DeepSpeed's ``step``.

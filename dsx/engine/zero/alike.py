@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,7 @@ from torch import nn
 
 from dsx.errors import ModelError
 from dsx.launch.entry import AGREED
-
-if TYPE_CHECKING:
-    from dsx.parallel.groups import Groups
+from dsx.parallel.groups import Groups
 
 _ALIKE = 1e-3
 """Least relative difference that is not rounding; eight units in the last place of coarser data types."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import deepspeed.comm as dist
 import torch
@@ -27,13 +27,10 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from dsx.config.deepspeed import is_bf16
+from dsx.engine.settings import Settings
 from dsx.engine.zero import require_supported
 from dsx.errors import ConfigError, ModelError
-from dsx.parallel.groups import Grid
-
-if TYPE_CHECKING:
-    from dsx.engine.settings import Settings
-    from dsx.parallel.groups import Groups
+from dsx.parallel.groups import Grid, Groups
 
 
 class LayerPartitioner:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
+
+from dsx.engine.executor import Calls
+from dsx.engine.p2p import Tensors
 
 _EPILOGUE = "overlapping_partition_gradients_reduce_epilogue"
 
@@ -55,29 +58,27 @@ class GradientHooks:
         self._run_epilogue()
 
 
-Tensors = tuple[torch.Tensor, ...]
+class StepBoundary:
+    """Which backward is the last of a step, as DeepSpeed is told when that changes.
 
+    Args:
+        engine: The DeepSpeedEngine.
 
-class Calls(Protocol):
-    """The two calls that the executor makes for every chunk and micro-batch."""
+    Attributes:
+        reached: Whether that backward, or the optimizer's step, is under way.
+    """
 
-    hooked: bool
-    """Whether DeepSpeed must hear of each parameter's gradient as it comes."""
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._managed = engine, bool(engine.managed_gradient_accumulation())
+        self._told: bool | None = None
+        self.reached = False
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Output of ``engine.module``."""
-
-    def announce(self, loss: torch.Tensor) -> None:
-        """Before the backward of a ``loss`` that did not come from :meth:`forward`."""
-
-    def backward(self, outputs: Tensors, gradients: Tensors, *, is_loss: bool) -> None:
-        """Gradients of everything below ``outputs``, and what ZeRO does around them.
-
-        Args:
-            outputs: What wants a gradient; its memory may be gone.
-            gradients: One per output; none for a scalar.
-            is_loss: The output is a micro-batch's loss, of which its share of the step counts.
-        """
+    def before_backward(self, *, last: bool) -> None:
+        """At it DeepSpeed reduces what it has not (ZeRO-0 and 1)."""
+        if self._managed and last is not self._told:
+            self._engine.set_gradient_accumulation_boundary(last)
+            self._told = last
+        self.reached = last
 
 
 class _Seed(torch.autograd.Function):
@@ -104,8 +105,8 @@ class EngineCalls:
 
     hooked = True
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, boundary: StepBoundary) -> None:
+        self._engine, self._boundary = engine, boundary
         if engine.flops_profiler_enabled():
             _profile_whole_steps(engine)
 
@@ -113,8 +114,9 @@ class EngineCalls:
         """``engine(...)``."""
         return self._engine(*args, **kwargs)
 
-    def backward(self, outputs: Tensors, gradients: Tensors, *, is_loss: bool) -> None:
+    def backward(self, outputs: Tensors, gradients: Tensors, *, boundary: bool, is_loss: bool) -> None:
         """``engine.backward``; the prologue comes with the outputs of ``engine.forward``."""
+        self._boundary.before_backward(last=boundary)
         scalar = _Seed.apply(gradients, *outputs) if gradients else outputs[0]
         self._engine.backward(scalar, scale_wrt_gas=is_loss)
 
@@ -154,8 +156,8 @@ class DirectCalls:
 
     hooked = True
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, boundary: StepBoundary) -> None:
+        self._engine, self._boundary = engine, boundary
         self._flags = getattr(engine.optimizer, "clear_backward_seen_flag", lambda: None)
         self._scale = getattr(engine.optimizer, "scale_if_loss", lambda loss: loss)
         for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
@@ -171,8 +173,9 @@ class DirectCalls:
     def announce(self, loss: torch.Tensor) -> None:
         """Nothing to do: :meth:`backward` does it for every loss."""
 
-    def backward(self, outputs: Tensors, gradients: Tensors, *, is_loss: bool) -> None:
+    def backward(self, outputs: Tensors, gradients: Tensors, *, boundary: bool, is_loss: bool) -> None:
         """As DeepSpeed's."""
+        self._boundary.before_backward(last=boundary)
         engine = self._engine
         if is_loss:
             outputs = (self._scale(outputs[0] / engine.gradient_accumulation_steps()),)
@@ -207,8 +210,8 @@ class PlainCalls:
 
     hooked = False
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, boundary: StepBoundary) -> None:
+        self._engine, self._boundary = engine, boundary
         for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
             hook.remove()
         for hook in getattr(engine.optimizer, "_grad_acc_hooks", ()):
@@ -221,18 +224,20 @@ class PlainCalls:
     def announce(self, loss: torch.Tensor) -> None:
         """Nothing to do."""
 
-    def backward(self, outputs: Tensors, gradients: Tensors, *, is_loss: bool) -> None:
+    def backward(self, outputs: Tensors, gradients: Tensors, *, boundary: bool, is_loss: bool) -> None:
         """fp32 and bf16 have no loss scale: the loss's share of the step is all."""
+        self._boundary.before_backward(last=boundary)
         if is_loss:
             outputs = (outputs[0] / self._engine.gradient_accumulation_steps(),)
         torch.autograd.backward(outputs, gradients or None)
 
 
-def calls(engine: Any, *, reduced_here: bool) -> Calls:
-    """The cheapest right ones.
+def calls(engine: Any, boundary: StepBoundary, *, reduced_here: bool) -> Calls:
+    """The calls that cost least of those that are right for an engine.
 
     Args:
         engine: The DeepSpeedEngine.
+        boundary: Told of the last backward of a step.
         reduced_here: DeepSpeed takes gradients only when a step begins, all at once.
     """
     needed = (
@@ -249,5 +254,5 @@ def calls(engine: Any, *, reduced_here: bool) -> Calls:
         not engine.managed_gradient_accumulation(),
     )
     if any(needed):
-        return EngineCalls(engine)
-    return PlainCalls(engine) if reduced_here else DirectCalls(engine)
+        return EngineCalls(engine, boundary)
+    return PlainCalls(engine, boundary) if reduced_here else DirectCalls(engine, boundary)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from dsx.engine.zero.alike import Parts, ReplicaGradients
-
-if TYPE_CHECKING:
-    from dsx.parallel.groups import Groups
-
+from dsx.parallel.groups import Groups
 
 Refuses = Callable[[torch.Tensor], bool]
 """Whether a step with this gradient norm must not be applied; the same on every rank."""

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsx.engine.chunks import Tie
 from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.calls import GradientHooks
 from dsx.engine.zero.norm import NormScope, Refuses, all_reduce_sum
 from dsx.engine.zero.reduction import ChunkReduction
 from dsx.errors import ConfigError
 from dsx.schedules.schedule import Schedule
-
-if TYPE_CHECKING:
-    from dsx.engine.pipeline_module import Tie
 
 
 class PartitionedGradients:

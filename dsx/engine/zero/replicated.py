@@ -5,19 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsx.engine.chunks import Tie
 from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.norm import NormScope, Refuses
 from dsx.engine.zero.reduction import ChunkReduction
 from dsx.schedules.schedule import Schedule
-
-if TYPE_CHECKING:
-    from dsx.engine.pipeline_module import Tie
 
 
 class WholeGradients:

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import deepspeed
 import torch
@@ -27,18 +27,14 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 from torch import nn
 
-from dsx.engine.chunks import TiedUse
+from dsx.engine.chunks import Tie, TiedUse
 from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.calls import GradientHooks
 from dsx.engine.zero.norm import NormScope, Refuses, all_reduce_sum
 from dsx.errors import ConfigError
+from dsx.parallel.groups import Groups
 from dsx.schedules.gathers import GatherPlan, gather_plan
 from dsx.schedules.schedule import Action, Schedule
-
-if TYPE_CHECKING:
-    from dsx.engine.pipeline_module import Tie
-    from dsx.parallel.groups import Groups
-
 
 Parameter: TypeAlias = Any
 """An nn.Parameter with what ZeRO-3 adds to it (``ds_numel``, ``ds_persist``, ...)."""
