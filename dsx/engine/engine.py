@@ -20,7 +20,7 @@ from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.recorder import Tracer
 from dsx.engine.stock_engine import EngineNames
 from dsx.engine.whereabouts import Whereabouts
-from dsx.engine.zero import Refuses, StepBoundary, adapt, calls, count_samples
+from dsx.engine.zero import Backwards, Refuses, adapt, calls, count_samples
 from dsx.errors import ConfigError, DataError, ModelError
 from dsx.parallel.groups import Grid
 from dsx.parallel.stages import StageMap
@@ -159,8 +159,8 @@ class PipelineEngine:
             replicas=model.replicas,
             zero=zero,
         )
-        self._boundary = StepBoundary(engine)
-        self._calls = calls(engine, self._boundary, reduced_here=self._adapter.reduced_here)
+        self._backwards = Backwards(engine, self._adapter.before_backward)
+        self._calls = calls(engine, self._backwards, reduced_here=self._adapter.reduced_here)
         self._signatures = Signatures(
             dynamic=model.dynamic_shape,
             shards=model.shards,
@@ -208,7 +208,7 @@ class PipelineEngine:
     @property
     def at_boundary(self) -> bool:
         """Whether the last backward of a step, or the optimizer's step, is under way."""
-        return self._boundary.reached
+        return self._backwards.at_boundary
 
     def is_first_stage(self) -> bool:
         """Whether this rank holds the first layers (and so needs inputs)."""
@@ -257,9 +257,9 @@ class PipelineEngine:
             sums, reduced = self._sum_losses(run.losses, count)
             self._adapter.before_step(self.steering.refuser(sums, reduced))
             count_samples(engine, count)
-            self._boundary.reached = True
+            self._backwards.at_boundary = True
             engine.step()
-            self._boundary.reached = False
+            self._backwards.at_boundary = False
             reduced.wait()
         here.enter("after the step")
         self.steering.sums.copy_(sums)
@@ -438,7 +438,7 @@ class PipelineEngine:
             groups=self.groups,
             stages=self.pipeline.chunks,
             calls=self._calls,
-            hooks=self._adapter,
+            hooks=self._adapter.hooks,
             batches=MicroBatches(source=source, count=count, device=self.pipeline.device, uses=uses),
             signatures=self._signatures,
             mode=mode,

@@ -68,9 +68,6 @@ class StepHooks(Protocol):
     def before_action(self, position: int) -> None:
         """Called before the action at ``position`` of this rank's row."""
 
-    def before_backward(self, stage: int) -> None:
-        """Called before each backward of virtual stage ``stage``."""
-
     def chunk_done(self, stage: int) -> None:
         """Called when virtual stage ``stage`` has nothing more to do on this rank in this training step."""
 
@@ -353,7 +350,6 @@ class StepRun:
                 # Nothing to compute, but the boundary's reductions must run.
                 root = torch.zeros((), device=self._batches.device, requires_grad=True).clone()
             self._calls.announce(root)
-            self._hooks.before_backward(action.stage)
             self._calls.backward((root,), (), boundary=boundary, is_loss=False)
 
     def _backward(self, action: Action, position: int) -> None:
@@ -363,7 +359,6 @@ class StepRun:
         if not self._frozen[action.stage]:
             is_loss = action.stage == self._last
             roots = tuple(t for t in _tensors(output) if t.requires_grad)
-            self._hooks.before_backward(action.stage)
             self._calls.backward(roots, gradients, boundary=self._is_boundary(position), is_loss=is_loss)
         if action.stage == 0:
             return

@@ -174,7 +174,7 @@ def _buckets(rank: int, world_size: int, case: Case) -> tuple[list[Any], int, in
     gradients = [0]
     log: list[Any] = []
     with recorded(made, log), pytest.MonkeyPatch.context() as mp:
-        real, before_action = dist.all_reduce, made._adapter.before_action
+        real, before_action = dist.all_reduce, made._adapter.hooks.before_action
 
         def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("group") is made.groups.data:
@@ -187,7 +187,7 @@ def _buckets(rank: int, world_size: int, case: Case) -> tuple[list[Any], int, in
             before_action(position)
 
         mp.setattr(dist, "all_reduce", all_reduce)
-        mp.setattr(made._adapter, "before_action", look)
+        mp.setattr(made._adapter.hooks, "before_action", look)
         made.train_batch(toy.batches(0, MICRO_BATCHES, DP, made.groups.dp_rank, dtype=case.dtype))
     return log, most[0], gradients[0], sum(p.numel() for p in made.pipeline.parameters())
 

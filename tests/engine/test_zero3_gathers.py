@@ -29,7 +29,7 @@ class Watch:
     """What data parallelism gathers in elements, and what is there when actions begin and end."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine, self._gathers = engine, engine._adapter.gathers
+        self._engine, self._gathers = engine, engine._adapter.hooks
         self.gathered = 0
         self.ready: list[bool] = []
         self.most_bytes_between = 0
@@ -86,7 +86,7 @@ def _kept(rank: int, world_size: int, schedule: str, budgets: list[int]) -> list
                 data = toy.batches(step, MICRO_BATCHES, DP, made.groups.dp_rank)
                 losses.append((made.train_batch(data).item(), made.get_global_grad_norm()))
         made.eval_batch(toy.batches(0, MICRO_BATCHES))
-        plan = made._adapter.gathers.plan(made.programs.step(MICRO_BATCHES, training=True)[0])
+        plan = made._adapter.hooks.plan(made.programs.step(MICRO_BATCHES, training=True)[0])
         planned = sum(plan.gathers.values()) * ELEMENTS
         found.append((losses, watch.gathered, planned, watch.most_bytes_between, plan.peak_bytes))
     return found

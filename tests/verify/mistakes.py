@@ -245,12 +245,13 @@ def _scale(before: float, after: float) -> Fault:
 def _not_reduced(original: Any) -> Any:
     del original
 
-    def send(self: Any, pieces: Any) -> None:
+    def send(self: Any, pieces: Any) -> Any:
+        import torch
+
         from dsx.engine.zero.reduction import _Bucket
 
-        for piece in pieces:
-            gradient = self._store.take(piece.parameter).reshape(-1)
-            self._flying.append(_Bucket([piece], gradient, None))
+        gradients = [self._store.take(piece.parameter).reshape(-1) for piece in pieces]
+        return _Bucket(pieces, torch.cat(gradients), None)
 
     return send
 
@@ -299,7 +300,7 @@ FAULTS: dict[str, Fault] = {
     # Data parallelism.
     "sum over data": _scale(1.0, 1.0),
     "divided twice": _scale(0.5, 0.5),
-    "not reduced over data": replaced("dsx.engine.zero.reduction.ChunkReduction._send", _not_reduced),
+    "not reduced over data": replaced("dsx.engine.zero.reduction.GradientTransport.send", _not_reduced),
     "same data": replaced("dsx.verify.subject.random_tokens", _same_data),
     "a micro-batch read twice": replaced("dsx.verify.subject.random_tokens", _one_batch_repeated),
     "parts swapped": after_step(_swap_parts),

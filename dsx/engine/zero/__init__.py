@@ -20,15 +20,23 @@ from dsx.config.schema import ZeroConfig
 from dsx.engine.chunks import Tie
 from dsx.engine.executor import StepHooks
 from dsx.engine.zero.bf16 import Bf16Adapter, HighPrecisionGradients
-from dsx.engine.zero.calls import StepBoundary, calls
+from dsx.engine.zero.calls import Backwards, calls
 from dsx.engine.zero.norm import NormScope, Refuses
 from dsx.engine.zero.partitioned import PartitionedAdapter, PartitionedGradients
-from dsx.engine.zero.reduction import ChunkReduction, GradientStore, Scale, reducible
+from dsx.engine.zero.reduction import (
+    GradientStore,
+    GradientTransport,
+    LeftToDeepSpeed,
+    Reduction,
+    Scale,
+    reducible,
+)
 from dsx.engine.zero.remade import given_optimizer_kept, share_groups
 from dsx.engine.zero.replicated import ReplicatedAdapter, WholeGradients
 from dsx.engine.zero.stage3 import Stage3Adapter, StepGathers, scope_consistency_checks
 from dsx.errors import ConfigError, ModelError, VersionError
 from dsx.parallel.groups import Groups
+from dsx.parallel.reduction import ChunkReduction
 
 SUPPORTED_DEEPSPEED = ("0.19.8",)
 
@@ -36,8 +44,8 @@ _ZERO_OPTIMIZERS = ("BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOp
 
 __all__ = [
     "SUPPORTED_DEEPSPEED",
+    "Backwards",
     "Refuses",
-    "StepBoundary",
     "ZeroAdapter",
     "adapt",
     "calls",
@@ -48,12 +56,19 @@ __all__ = [
 ]
 
 
-class ZeroAdapter(StepHooks, Protocol):
+class ZeroAdapter(Protocol):
     """What the engine asks of an adapter."""
+
+    @property
+    def hooks(self) -> StepHooks:
+        """What the executor tells how far a step has come."""
 
     @property
     def reduced_here(self) -> bool:
         """Whether DeepSpeed need not hear of gradients before the step: dsx reduces them."""
+
+    def before_backward(self) -> None:
+        """Called before each backward."""
 
     def before_step(self, refuses: Refuses | None = None) -> None:
         """Called once all backwards of a step are done, before DeepSpeed's ``step``.
@@ -151,26 +166,34 @@ def _reduction(
     uses: Mapping[int, Iterable[nn.Parameter]],
     zero: ZeroConfig,
     store: GradientStore,
-) -> ChunkReduction | None:
-    """Reduce gradients in DeepSpeed's place, which from here on does not; None where it had better."""
+) -> Reduction:
+    """Reduce gradients in DeepSpeed's place, which from here on does not, unless it had better."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if not reducible(engine) or (stage == 2 and zero.reduce == "micro_batch"):
-        return None
+        return LeftToDeepSpeed()
     partitioned = type(optimizer).__name__ == "DeepSpeedZeroOptimizer"
     parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     if stage > 0:
         owned = {id(p) for g in (optimizer.bit16_groups if partitioned else optimizer.bf16_groups) for p in g}
         parameters = {name: p for name, p in parameters.items() if id(p) in owned}
     engine.enable_backward_allreduce = False
-    return ChunkReduction(
+    wire_dtype = {
+        p: optimizer.get_param_comm_dtype(p) if partitioned else engine.communication_data_type
+        for p in parameters.values()
+    }
+    transport = GradientTransport(
         store,
-        parameters=parameters,
-        uses=uses,
+        names={parameter: name for name, parameter in parameters.items()},
         group=groups.data,
-        scale=Scale.of(engine, groups.mesh.dp, always_before=partitioned and optimizer.reduce_scatter),
-        wire_dtype={
-            p: optimizer.get_param_comm_dtype(p) if partitioned else engine.communication_data_type
-            for p in parameters.values()
-        },
+        scale=Scale.of(
+            engine, groups.mesh.num_replicas, always_before=partitioned and optimizer.reduce_scatter
+        ),
+        wire_dtype=wire_dtype,
+    )
+    return ChunkReduction(
+        transport,
+        sizes={parameter: parameter.numel() for parameter in parameters.values()},
+        uses=uses,
+        kinds=wire_dtype,
         bucket_elements=engine.zero_reduce_bucket_size(),
     )

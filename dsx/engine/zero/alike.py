@@ -96,7 +96,7 @@ class ReplicaGradients:
         for part in parts:
             at = self._place.get(part.parameter)
             if at is not None and waiting[at] and part.gradient.numel():
-                asked += (_square(part.gradient) > self._asks_above[at].item()).to(device)
+                asked += (square(part.gradient) > self._asks_above[at].item()).to(device)
         return asked
 
     def answer(
@@ -134,7 +134,7 @@ class ReplicaGradients:
         for part in parts:
             at = self._place.get(part.parameter)
             if at is not None and part.gradient.numel():
-                found[0, at] += _square(part.gradient).to(device)
+                found[0, at] += square(part.gradient).to(device)
                 found[1, at] += _projection(part.gradient, part.start).to(device)
         return found
 
@@ -189,7 +189,8 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (" and others" if len(names) > _SHOWN else "")
 
 
-def _square(gradient: torch.Tensor) -> torch.Tensor:
+def square(gradient: torch.Tensor) -> torch.Tensor:
+    """Squared 2-norm, taken in fp32: a float32 scalar."""
     norm: torch.Tensor = torch.linalg.vector_norm(gradient.float())
     return norm.square()
 

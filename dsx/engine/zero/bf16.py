@@ -12,8 +12,7 @@ from torch import nn
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.norm import NormScope, Refuses
-from dsx.engine.zero.reduction import ChunkReduction
-from dsx.schedules.schedule import Schedule
+from dsx.engine.zero.reduction import Reduction
 
 
 class HighPrecisionGradients:
@@ -103,12 +102,12 @@ class Bf16Adapter:
         scope: NormScope,
         ties: Sequence[Tie],
         gradients: HighPrecisionGradients,
-        reduction: ChunkReduction | None,
+        reduction: Reduction,
     ) -> None:
         self._engine, self._scope, self._ties = engine, scope, ties
         self._norm: float | None = None
         self._refused = False
-        self._gradients, self._reduction = gradients, reduction
+        self._gradients, self.hooks = gradients, reduction
         self._optimizer = engine.optimizer
         original = self._optimizer.get_grads_for_norm
 
@@ -126,31 +125,14 @@ class Bf16Adapter:
     @property
     def reduced_here(self) -> bool:
         """Gradients reach the fp32 buffers without DeepSpeed."""
-        return self._reduction is not None
+        return self.hooks.by_dsx
 
-    def begin(self, schedule: Schedule) -> None:
-        """Parameters are always there."""
-        del schedule
-
-    def before_action(self, position: int) -> None:
-        """Go on with the reductions."""
-        del position
-        if self._reduction is not None:
-            self._reduction.advance()
-
-    def before_backward(self, stage: int) -> None:
+    def before_backward(self) -> None:
         """Gradients accumulate in the fp32 buffers by themselves."""
-        del stage
-
-    def chunk_done(self, stage: int) -> None:
-        """Start reducing the chunk's gradients."""
-        if self._reduction is not None:
-            self._reduction.chunk_done(stage)
 
     def before_step(self, refuses: Refuses | None = None) -> None:
         """Finish the reductions; sum the fp32 gradients, whole on every dp rank, of tied weights."""
-        if self._reduction is not None:
-            self._reduction.finish()
+        self.hooks.finish()
         for tie in self._ties:
             for parameter in tie.parameters:
                 if parameter.requires_grad:

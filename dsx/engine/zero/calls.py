@@ -58,27 +58,30 @@ class GradientHooks:
         self._run_epilogue()
 
 
-class StepBoundary:
-    """Which backward is the last of a step, as DeepSpeed is told when that changes.
+class Backwards:
+    """What has to be said before each backward.
 
     Args:
-        engine: The DeepSpeedEngine.
+        engine: The DeepSpeedEngine, which is told when the last backward of a step comes.
+        prepare: Called before each: what ZeRO's adapter does there.
 
     Attributes:
-        reached: Whether that backward, or the optimizer's step, is under way.
+        at_boundary: Whether the last backward, or the optimizer's step, is under way.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, prepare: Callable[[], None]) -> None:
         self._engine, self._managed = engine, bool(engine.managed_gradient_accumulation())
+        self._prepare = prepare
         self._told: bool | None = None
-        self.reached = False
+        self.at_boundary = False
 
-    def before_backward(self, *, last: bool) -> None:
-        """At it DeepSpeed reduces what it has not (ZeRO-0 and 1)."""
-        if self._managed and last is not self._told:
-            self._engine.set_gradient_accumulation_boundary(last)
-            self._told = last
-        self.reached = last
+    def begin(self, *, boundary: bool) -> None:
+        """Before a backward; at the last one DeepSpeed reduces what it has not (ZeRO-0 and 1)."""
+        self._prepare()
+        if self._managed and boundary is not self._told:
+            self._engine.set_gradient_accumulation_boundary(boundary)
+            self._told = boundary
+        self.at_boundary = boundary
 
 
 class _Seed(torch.autograd.Function):
@@ -105,8 +108,8 @@ class EngineCalls:
 
     hooked = True
 
-    def __init__(self, engine: Any, boundary: StepBoundary) -> None:
-        self._engine, self._boundary = engine, boundary
+    def __init__(self, engine: Any, backwards: Backwards) -> None:
+        self._engine, self._backwards = engine, backwards
         if engine.flops_profiler_enabled():
             _profile_whole_steps(engine)
 
@@ -116,7 +119,7 @@ class EngineCalls:
 
     def backward(self, outputs: Tensors, gradients: Tensors, *, boundary: bool, is_loss: bool) -> None:
         """``engine.backward``; the prologue comes with the outputs of ``engine.forward``."""
-        self._boundary.before_backward(last=boundary)
+        self._backwards.begin(boundary=boundary)
         scalar = _Seed.apply(gradients, *outputs) if gradients else outputs[0]
         self._engine.backward(scalar, scale_wrt_gas=is_loss)
 
@@ -156,8 +159,8 @@ class DirectCalls:
 
     hooked = True
 
-    def __init__(self, engine: Any, boundary: StepBoundary) -> None:
-        self._engine, self._boundary = engine, boundary
+    def __init__(self, engine: Any, backwards: Backwards) -> None:
+        self._engine, self._backwards = engine, backwards
         self._flags = getattr(engine.optimizer, "clear_backward_seen_flag", lambda: None)
         self._scale = getattr(engine.optimizer, "scale_if_loss", lambda loss: loss)
         for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
@@ -175,7 +178,7 @@ class DirectCalls:
 
     def backward(self, outputs: Tensors, gradients: Tensors, *, boundary: bool, is_loss: bool) -> None:
         """As DeepSpeed's."""
-        self._boundary.before_backward(last=boundary)
+        self._backwards.begin(boundary=boundary)
         engine = self._engine
         if is_loss:
             outputs = (self._scale(outputs[0] / engine.gradient_accumulation_steps()),)
@@ -210,8 +213,8 @@ class PlainCalls:
 
     hooked = False
 
-    def __init__(self, engine: Any, boundary: StepBoundary) -> None:
-        self._engine, self._boundary = engine, boundary
+    def __init__(self, engine: Any, backwards: Backwards) -> None:
+        self._engine, self._backwards = engine, backwards
         for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
             hook.remove()
         for hook in getattr(engine.optimizer, "_grad_acc_hooks", ()):
@@ -226,18 +229,18 @@ class PlainCalls:
 
     def backward(self, outputs: Tensors, gradients: Tensors, *, boundary: bool, is_loss: bool) -> None:
         """fp32 and bf16 have no loss scale: the loss's share of the step is all."""
-        self._boundary.before_backward(last=boundary)
+        self._backwards.begin(boundary=boundary)
         if is_loss:
             outputs = (outputs[0] / self._engine.gradient_accumulation_steps(),)
         torch.autograd.backward(outputs, gradients or None)
 
 
-def calls(engine: Any, boundary: StepBoundary, *, reduced_here: bool) -> Calls:
+def calls(engine: Any, backwards: Backwards, *, reduced_here: bool) -> Calls:
     """The calls that cost least of those that are right for an engine.
 
     Args:
         engine: The DeepSpeedEngine.
-        boundary: Told of the last backward of a step.
+        backwards: Told of each backward.
         reduced_here: DeepSpeed takes gradients only when a step begins, all at once.
     """
     needed = (
@@ -254,5 +257,5 @@ def calls(engine: Any, boundary: StepBoundary, *, reduced_here: bool) -> Calls:
         not engine.managed_gradient_accumulation(),
     )
     if any(needed):
-        return EngineCalls(engine, boundary)
-    return PlainCalls(engine, boundary) if reduced_here else DirectCalls(engine, boundary)
+        return EngineCalls(engine, backwards)
+    return PlainCalls(engine, backwards) if reduced_here else DirectCalls(engine, backwards)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dsx.engine.zero.alike import Parts, ReplicaGradients
+from dsx.engine.zero.alike import Parts, ReplicaGradients, square
 from dsx.parallel.groups import Groups
 
 Refuses = Callable[[torch.Tensor], bool]
@@ -70,7 +70,7 @@ class NormScope:
         """
         parts = list(parts)
         squares = [
-            torch.linalg.vector_norm(part.gradient.float()).square().to(device)
+            square(part.gradient).to(device)
             for part in parts
             if part.gradient.numel() and self.counts(part.parameter)
         ]

@@ -13,9 +13,8 @@ from dsx.engine.chunks import Tie
 from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.calls import GradientHooks
 from dsx.engine.zero.norm import NormScope, Refuses, all_reduce_sum
-from dsx.engine.zero.reduction import ChunkReduction
+from dsx.engine.zero.reduction import Reduction
 from dsx.errors import ConfigError
-from dsx.schedules.schedule import Schedule
 
 
 class PartitionedGradients:
@@ -106,10 +105,10 @@ class PartitionedAdapter:
         scope: NormScope,
         ties: Sequence[Tie],
         gradients: PartitionedGradients,
-        reduction: ChunkReduction | None,
+        reduction: Reduction,
     ) -> None:
         self._engine, self._scope = engine, scope
-        self._reduction = reduction
+        self.hooks = reduction
         self._optimizer = engine.optimizer
         self._norm = torch.zeros(())
         self._refuses: Refuses | None = None
@@ -125,7 +124,7 @@ class PartitionedAdapter:
 
         self._optimizer.step = step_with_ties
         self._optimizer.scaled_global_norm = self._global_norm
-        if reduction is not None:
+        if reduction.by_dsx:
             self._optimizer.process_gradients = lambda parameter, _: gradients.accumulate(parameter)
         self._hooks = GradientHooks(
             self._optimizer, "process_gradients", prepare=self._optimizer.setup_buckets
@@ -136,23 +135,14 @@ class PartitionedAdapter:
         """Sums in another precision than the parameters' are kept by hooks."""
         optimizer = self._optimizer
         separate = optimizer.use_separate_grad_accum or optimizer.use_grad_accum_attribute
-        return self._reduction is not None and not separate
+        return self.hooks.by_dsx and not separate
 
-    def begin(self, schedule: Schedule) -> None:
-        """Parameters are always there."""
-        del schedule
-
-    def before_action(self, position: int) -> None:
-        """Nothing to do."""
-        del position
-
-    def before_backward(self, stage: int) -> None:
+    def before_backward(self) -> None:
         """With offload: start each step from zeroed accumulators and always add.
 
         DeepSpeed overwrites on a step's first micro-batch, told by a counter that chunks and shared weights
         upset; ``setup_buckets`` adds one to it before it is read (stage_1_and_2.py:3258, 1855).
         """
-        del stage
         self._hooks.before_backward()
         if not self._optimizer.cpu_offload:
             return
@@ -164,16 +154,10 @@ class PartitionedAdapter:
             self._fresh = False
         self._optimizer.micro_step_id = 0
 
-    def chunk_done(self, stage: int) -> None:
-        """Start reducing the chunk's gradients."""
-        if self._reduction is not None:
-            self._reduction.chunk_done(stage)
-
     def before_step(self, refuses: Refuses | None = None) -> None:
         """Finish the reductions. The next step starts from nothing."""
         self._refuses = refuses
-        if self._reduction is not None:
-            self._reduction.finish()
+        self.hooks.finish()
         self._fresh = True
 
     def grad_norm(self) -> float:

@@ -1,19 +1,8 @@
-"""Gradients over data parallelism: once per step, each chunk's as soon as its last backward is done.
-
-DeepSpeed reduces in the backward that ends the step: the whole rank's gradients at once (ZeRO-0, 1) when
-nothing is left to hide the communication behind, or after every micro-batch (ZeRO-2), m times the traffic.
-Here a chunk's gradients leave as one asynchronous all-reduce (a few, if they are large) right after the last
-action of that chunk, while the rank goes on with its other chunks. They are waited for before the step.
-
-A bucket takes the place of the gradients that it was filled from, so that all buckets may be under way at
-once. Where gradients stay in place, buckets come on top of them: then they are cut to size, and
-:data:`AT_ONCE` of them are under way at most; the next leaves before one of the actions that follow.
-"""
+"""Gradients over data parallelism in DeepSpeed's place: tensors for dsx.parallel.reduction's decisions."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsx.engine.executor import StepHooks
 from dsx.errors import ModelError
-
-AT_ONCE = 2
-"""Buckets under way where gradients stay in place: one is summed while the next is filled."""
+from dsx.parallel.reduction import Piece
+from dsx.schedules.schedule import Schedule
 
 
 class GradientStore(Protocol):
@@ -80,149 +69,83 @@ class Scale:
         return cls(1.0 / factor, factor / size)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Elements of a parameter's gradient."""
+class Reduction(StepHooks, Protocol):
+    """Who reduces gradients over data parallelism.
 
-    parameter: nn.Parameter
-    start: int
-    length: int
+    Attributes:
+        by_dsx: Whether dsx does, so that DeepSpeed does not.
+    """
+
+    by_dsx: bool
+
+    def finish(self) -> None:
+        """Before the update: all gradients are averages afterwards."""
+
+
+class LeftToDeepSpeed:
+    """DeepSpeed reduces, in a step's last backward or after each micro-batch, and need not be told when."""
+
+    by_dsx = False
+
+    def begin(self, schedule: Schedule) -> None:
+        """Nothing to do."""
+
+    def before_action(self, position: int) -> None:
+        """Nothing to do."""
+
+    def chunk_done(self, stage: int) -> None:
+        """Nothing to do."""
+
+    def finish(self) -> None:
+        """Nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     """Gradients under way, end to end in one tensor."""
 
-    pieces: Sequence[_Piece]
+    pieces: Sequence[Piece[nn.Parameter]]
     flat: torch.Tensor
     work: dist.Work | None
 
 
-class ChunkReduction:
-    """Reduces every trainable parameter exactly once per step.
-
-    A parameter that several chunks of this rank use (a tied weight) leaves after the last of them; one that
-    no chunk claims (of the loss function) at the end. One without a gradient counts as zero, so that ranks
-    agree on what they send whatever their micro-batches used.
+class GradientTransport:
+    """All-reduces buckets of gradients.
 
     Args:
         store: Of the optimizer.
-        parameters: Everything to reduce, by name.
-        uses: Virtual stage -> parameters that its layers use.
+        names: Of the parameters, for messages.
         group: The data-parallel ranks.
         scale: Makes the sum an average.
         wire_dtype: What a parameter's gradient is summed in.
-        bucket_elements: A bucket is closed once it has as many elements; 0 for the largest parameter's.
     """
 
     def __init__(
         self,
         store: GradientStore,
         *,
-        parameters: Mapping[str, nn.Parameter],
-        uses: Mapping[int, Iterable[nn.Parameter]],
+        names: Mapping[nn.Parameter, str],
         group: dist.ProcessGroup,
         scale: Scale,
         wire_dtype: Mapping[nn.Parameter, torch.dtype],
-        bucket_elements: int,
     ) -> None:
-        self._store, self._group, self._scale = store, group, scale
-        self._alone = dist.get_world_size(group) == 1
+        self._store, self._names, self._group, self._scale = store, names, group, scale
         self._wire_dtype = wire_dtype
-        self._names = {parameter: name for name, parameter in parameters.items() if parameter.numel()}
-        self._bucket_elements = bucket_elements or max((p.numel() for p in self._names), default=1)
-        self._users: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in self._names}
-        for stage, used in uses.items():
-            for parameter in used:
-                if parameter in self._users:
-                    self._users[parameter].add(stage)
-        self._done: set[int] = set()
-        self._left: set[nn.Parameter] = set()
-        self._waiting: deque[list[_Piece]] = deque()
-        self._flying: deque[_Bucket] = deque()
+        self.in_place, self.alone = store.in_place, dist.get_world_size(group) == 1
 
-    def chunk_done(self, stage: int) -> None:
-        """All backwards of virtual stage ``stage`` in this step are done: start what is complete now."""
-        self._done.add(stage)
-        self._start([p for p, users in self._users.items() if users and users <= self._done])
+    def leave(self, parameter: nn.Parameter) -> None:
+        """The gradient stays where it is until it is sent; the store notes what comes after this."""
+        self._store.take(parameter)
 
-    def advance(self) -> None:
-        """Before an action: end the oldest reduction if others wait for its place, and send the next.
-
-        On every data-parallel rank before the same action, whatever has arrived: collectives of one rank
-        then come in one order.
-        """
-        if self._waiting:
-            if self._is_full:
-                self._land(self._flying.popleft())
-            self._send(self._waiting.popleft())
-
-    def finish(self) -> None:
-        """Before the step: start the rest, wait, and hand the averages to the store.
-
-        Raises:
-            ModelError: A parameter got a gradient after its reduction had begun.
-        """
-        self._start(list(self._users))
-        late = [self._names[parameter] for parameter in self._names if self._store.came_late(parameter)]
-        if late:
-            raise ModelError(
-                f"parameter {late[0]!r}",
-                "layers of a chunk that does not own it use it, so that a gradient came after its reduction",
-                "build the layers that share it as TiedLayerSpec of one key",
-            )
-        while self._waiting:
-            self.advance()
-        while self._flying:
-            self._land(self._flying.popleft())
-        self._store.complete()
-        self._done.clear()
-        self._left.clear()
-
-    def _start(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Those of ``parameters`` that have not left: fill buckets, and send as many as may be under way."""
-        filling: dict[torch.dtype, list[_Piece]] = {}
-        room: dict[torch.dtype, int] = {}
-        for parameter in parameters:
-            if parameter in self._left:
-                continue
-            self._left.add(parameter)
-            if self._store.in_place:
-                self._store.take(parameter)  # what comes while it waits is late, too
-                if self._alone:
-                    continue
-            dtype = self._wire_dtype[parameter]
-            for piece in self._cut(parameter, room.get(dtype, self._bucket_elements)):
-                filling.setdefault(dtype, []).append(piece)
-                room[dtype] = room.get(dtype, self._bucket_elements) - piece.length
-                if self._alone or room[dtype] <= 0:
-                    self._waiting.append(filling.pop(dtype))
-                    room[dtype] = self._bucket_elements
-        self._waiting.extend(filling.values())
-        while self._waiting and not self._is_full:
-            self._send(self._waiting.popleft())
-
-    def _cut(self, parameter: nn.Parameter, room: int) -> Iterator[_Piece]:
-        """All of ``parameter``; in place, as much as the bucket has room for, then buckets full of it."""
-        start, numel = 0, parameter.numel()
-        while start < numel:
-            length = min(room, numel - start) if self._store.in_place else numel
-            yield _Piece(parameter, start, length)
-            start, room = start + length, self._bucket_elements
-
-    @property
-    def _is_full(self) -> bool:
-        """Whether no more buckets may be under way."""
-        return self._store.in_place and len(self._flying) >= AT_ONCE
-
-    def _send(self, pieces: Sequence[_Piece]) -> None:
+    def send(self, pieces: Sequence[Piece[nn.Parameter]]) -> _Bucket:
+        """A flat copy, or of one gradient alone that needs no sum, itself."""
         first = pieces[0].parameter
         dtype = self._wire_dtype[first]
-        if self._alone:
+        if self.alone:
             gradient = self._store.take(first)
-            flat = _zeros(first, dtype) if gradient is None else gradient.reshape(-1)
-            self._flying.append(_Bucket(pieces, flat, None))
-            return
+            if gradient is None:
+                gradient = torch.zeros(first.numel(), dtype=dtype, device=first.device)
+            return _Bucket(pieces, gradient.reshape(-1), None)
         flat = torch.empty(sum(piece.length for piece in pieces), dtype=dtype, device=first.device)
         start = 0
         for piece in pieces:
@@ -235,10 +158,10 @@ class ChunkReduction:
             start += piece.length
         if self._scale.before != 1.0:
             flat.mul_(self._scale.before)
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
-        self._flying.append(_Bucket(pieces, flat, work))
+        return _Bucket(pieces, flat, dist.all_reduce(flat, group=self._group, async_op=True))
 
-    def _land(self, bucket: _Bucket) -> None:
+    def land(self, bucket: _Bucket) -> None:
+        """The averages go to the store."""
         if bucket.work is not None:
             bucket.work.wait()
             if self._scale.after != 1.0:
@@ -248,9 +171,19 @@ class ChunkReduction:
             self._store.put(piece.parameter, bucket.flat.narrow(0, start, piece.length), piece.start)
             start += piece.length
 
+    def all_left(self) -> None:
+        """Raises ModelError if a parameter got a gradient after its reduction had begun."""
+        late = [name for parameter, name in self._names.items() if self._store.came_late(parameter)]
+        if late:
+            raise ModelError(
+                f"parameter {late[0]!r}",
+                "layers of a chunk that does not own it use it, so that a gradient came after its reduction",
+                "build the layers that share it as TiedLayerSpec of one key",
+            )
 
-def _zeros(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
+    def complete(self) -> None:
+        """The store has all averages."""
+        self._store.complete()
 
 
 def reducible(engine: Any) -> bool:

@@ -14,8 +14,7 @@ from torch import nn
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.norm import NormScope, Refuses
-from dsx.engine.zero.reduction import ChunkReduction
-from dsx.schedules.schedule import Schedule
+from dsx.engine.zero.reduction import Reduction
 
 
 class WholeGradients:
@@ -55,10 +54,10 @@ class ReplicatedAdapter:
         scope: NormScope,
         ties: Sequence[Tie],
         clipping: float,
-        reduction: ChunkReduction | None,
+        reduction: Reduction,
     ) -> None:
         self._engine, self._scope, self._ties, self._clipping = engine, scope, ties, clipping
-        self._reduction = reduction
+        self.hooks = reduction
         self._norm = torch.zeros(())
         self.refused = False
         """Whether this step must not be applied."""
@@ -81,29 +80,14 @@ class ReplicatedAdapter:
     @property
     def reduced_here(self) -> bool:
         """FP16 optimizers around the user's have a part in each backward."""
-        return self._reduction is not None and not self._wrapped
+        return self.hooks.by_dsx and not self._wrapped
 
-    def begin(self, schedule: Schedule) -> None:
-        """Parameters are always there."""
-        del schedule
-
-    def before_action(self, position: int) -> None:
-        """Nothing to do."""
-        del position
-
-    def before_backward(self, stage: int) -> None:
+    def before_backward(self) -> None:
         """Gradients accumulate in ``p.grad`` by themselves."""
-        del stage
-
-    def chunk_done(self, stage: int) -> None:
-        """Start reducing the chunk's gradients."""
-        if self._reduction is not None:
-            self._reduction.chunk_done(stage)
 
     def before_step(self, refuses: Refuses | None = None) -> None:
         """Finish the reductions, sum ties, then compute the norm and clip."""
-        if self._reduction is not None:
-            self._reduction.finish()
+        self.hooks.finish()
         for tie in self._ties:
             for parameter in tie.parameters:
                 if not parameter.requires_grad:

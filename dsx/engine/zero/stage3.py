@@ -93,11 +93,14 @@ class StepGathers:
         self._coordinator.reset_step()
         self._keep(frozenset())
 
-    def before(self, position: int) -> None:
+    def before_action(self, position: int) -> None:
         """The action at ``position`` of this rank's row comes next: hold what the plan keeps after it."""
         if self._budget_bytes and self._schedule is not None:
             self._keep(self.plan(self._schedule).kept[position])
             self._look_again()
+
+    def chunk_done(self, stage: int) -> None:
+        """Gradients have been reduced and scattered as they came."""
 
     def plan(self, schedule: Schedule) -> GatherPlan:
         """What stays gathered when, in a step of ``schedule``."""
@@ -255,7 +258,7 @@ class Stage3Adapter:
     """Keeps accumulation straight across chunks; its norm also sums tied gradients first."""
 
     def __init__(self, engine: Any, scope: NormScope, ties: Sequence[Tie], gathers: StepGathers) -> None:
-        self._engine, self._scope, self._ties, self.gathers = engine, scope, ties, gathers
+        self._engine, self._scope, self._ties, self.hooks = engine, scope, ties, gathers
         self._optimizer = engine.optimizer
         self._norm = torch.zeros(())
         self._refuses: Refuses | None = None
@@ -273,32 +276,19 @@ class Stage3Adapter:
         """Gradients are reduced and scattered in each backward."""
         return False
 
-    def begin(self, schedule: Schedule) -> None:
-        """Gather as the steps of ``schedule`` do."""
-        self.gathers.begin(schedule)
-
-    def before_action(self, position: int) -> None:
-        """Keep what the action's chunk needs again soon."""
-        self.gathers.before(position)
-
-    def before_backward(self, stage: int) -> None:
+    def before_backward(self) -> None:
         """Start each step from zeroed partitions and always add.
 
         DeepSpeed overwrites on a step's first micro-batch and tells it by counting forwards
         (stage3.py:2394-2407). Once two backwards follow each other, chunks take turns, or two chunks share a
         tied weight, that overwrites gradients or adds stale ones, silently.
         """
-        del stage
         self._hooks.before_backward()
         if self._fresh:
             self._optimizer.grad_partitions_flat_buffer.zero_()
             self._fresh = False
         self._optimizer._epilogue_ran_this_backward = False  # noqa: SLF001
         self._optimizer.micro_step_id = 1
-
-    def chunk_done(self, stage: int) -> None:
-        """Gradients have been reduced and scattered as they came."""
-        del stage
 
     def before_step(self, refuses: Refuses | None = None) -> None:
         """The next step starts from nothing."""
