@@ -11,8 +11,7 @@ from dsx.config.wording import at
 from dsx.errors import ConfigError
 from dsx.memory.estimate import Job, enough_micro_batches
 from dsx.memory.ops import DeviceKind
-from dsx.memory.stage3_gathering import Gathering
-from dsx.memory.states import Offload, Optimizer, StateSettings
+from dsx.memory.states import Gathering, Offload, Optimizer, StateSettings
 from dsx.parallel.layout import Layout
 from dsx.schedules.schedule import lower
 

@@ -6,15 +6,14 @@ padded to a multiple of N; what is whole at a time is :mod:`dsx.memory.stage3_ga
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dsx.memory.ledger import Leaf, Ledger, Tensor
-from dsx.memory.stage3_gathering import Coordinator, Gathering, Module
-from dsx.memory.states import Offload, States, StateSettings
+from dsx.memory.ledger import Leaf, Tensor
+from dsx.memory.stage3_gathering import Coordinator, Module
+from dsx.memory.states import Gathering, States, free
 from dsx.parallel.layout import Layout
-from dsx.parallel.zero import ZeroPlan
-from dsx.schedules.gathers import GatherPlan, gather_plan
+from dsx.schedules.gathers import ChunkHolds, GatherPlan
 from dsx.schedules.schedule import Action
 
 _FILE = "zero/stage3.py"
@@ -23,51 +22,29 @@ _FILE = "zero/stage3.py"
 class Stage3(States):
     """DeepSpeedZeroOptimizer_Stage3."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        plan: ZeroPlan,
-        dp_rank: int,
-        leaves: Mapping[str, Leaf],
-        settings: StateSettings,
-    ) -> None:
-        gathering = self.gathering = settings.gathering or Gathering()
-        super().__init__(ledger, replace(plan, sub_group_size=gathering.sub_group), dp_rank, leaves, settings)
-        self.sub_groups = list(self._cut())
+    def prepare(self) -> None:
+        """This rank's partitions, the coordinator of gathers, and the bucket."""
+        gathering = self.gathering = self.settings.gathering or Gathering()
+        self.plan = replace(self.plan, sub_group_size=gathering.sub_group)
+        self.sub_groups = [[self.leaves[name] for name, _ in held] for _, held in self.plan.sub_groups()]
         self.sizes = [sum(map(self.part, group)) for group in self.sub_groups]
         self.coordinator = Coordinator(
-            ledger, plan.dp, settings.width, gathering, gathering.persistent(self.order)
+            self.ledger, self.plan.dp, self.settings.width, gathering, gathering.persistent(self.order)
         )
         self.elements = 0
         self.in_bucket: list[tuple[Leaf, Tensor | None]] = []
         self.bucket: Tensor | None = None
-        self.masters: list[Tensor] = []
         self.gradients: list[Tensor] = []
         self._gathers: GatherPlan | None = None
         self._layers: Sequence[Sequence[Leaf]] = [self.order]
         self._ties: Sequence[Leaf] = ()
         self.stand_ins: list[Tensor] = []
-        self.updated: set[int] = set()
-        self._chunks: Mapping[int, Sequence[Leaf]] = {}
         for leaf in self.order:
             leaf.accumulate = self.arrive
 
-    def _cut(self) -> Iterator[list[Leaf]]:
-        """_create_fp16_sub_groups, which :class:`dsx.parallel.zero.ZeroPlan` follows too."""
-        for group in self.plan.groups:
-            held, size = [], 0
-            for name, _ in group:
-                held.append(self.leaves[name])
-                size += self.part(held[-1])
-                if size >= self.plan.sub_group_size:
-                    yield held
-                    held, size = [], 0
-            if held:
-                yield held
-
     def part(self, leaf: Leaf) -> int:
         """Elements of a rank's part of a parameter, padding included."""
-        return -(-leaf.numel // self.plan.dp)
+        return self.plan.part(leaf.numel)
 
     @property
     def wire(self) -> int:
@@ -92,11 +69,11 @@ class Stage3(States):
             whole = [self.new(*kind, leaf.numel, leaf.width) for leaf in reversed(layer)]
             for leaf in layer:
                 self.keep_part(leaf)
-                whole.pop()
+                free(whole.pop())
                 source = "dsx engine/zero/building.py stand_in"
                 self.stand_ins.append(self.new("parameters", "stand-ins", "w", source, 1, leaf.width))
         for leaf in self._ties:
-            self.coordinator.gather_alone(leaf)
+            free(self.coordinator.gather_alone(leaf))
 
     def keep_part(self, leaf: Leaf) -> None:
         """partition_parameters.py, _partition_param."""
@@ -107,23 +84,23 @@ class Stage3(States):
 
     def start(self) -> None:
         """One buffer for all partitions; masters; bucket and gradients; hooks."""
+        free(*self.stand_ins)
         self.stand_ins.clear()
         self.flatten()
         self.make_masters()
         self.make_gradients()
         # Hooks are put on whole parameters, one after the other (create_reduce_and_remove_grad_hooks).
         for leaf in self.order:
-            self.coordinator.gather_alone(leaf)
+            free(self.coordinator.gather_alone(leaf))
 
     def flatten(self) -> None:
         """Over the host into one buffer (utils.py)."""
         source, size = "zero/utils.py defragment", self.local * self.settings.width
         aside = self.host.new("temporaries", "partitions", "w P/N, padded", source, size, pinned=False)
-        self.parameters.clear()
-        self.parameters.append(
-            self.new("parameters", "partitions", "w P/N, padded", source, self.local, self.settings.width)
-        )
-        del aside
+        free(*self.parameters)
+        kind = "parameters", "partitions", "w P/N, padded", source
+        self.parameters = [self.new(*kind, self.local, self.settings.width)]
+        free(aside)
 
     def make_masters(self) -> None:
         """Also of fp32 parameters: DeepSpeed takes them for parameters of another device."""
@@ -131,14 +108,16 @@ class Stage3(States):
         converted: Tensor | None = None
         for size in self.sizes:
             if width != 4:
+                before = converted
                 converted = self.new("temporaries", "converted", "4 P/N of a sub-group", source, size, 4)
+                free(before)
             self.masters.append(self.new("optimizer", "master weights", "4 P/N, padded", source, size, 4))
-        del converted
+        free(converted)
 
     def make_gradients(self) -> None:
         """Zeros for a moment, as the optimizer's state might have wanted; the bucket; what adds up."""
         source = f"{_FILE} initialize_optimizer_states"
-        self.new("temporaries", "zero gradients", "4 of the largest sub-group", source, max(self.sizes), 4)
+        self.passing("zero gradients", "4 of the largest sub-group", source, max(self.sizes), 4)
         self.make_bucket()
         source, width = f"{_FILE} _setup_for_real_optimizer", self.settings.accumulate
         formula = f"{width} P/N, padded"
@@ -167,16 +146,14 @@ class Stage3(States):
         """
         if not self.gathering.keep_bytes:
             return
-        small = self.coordinator.persistent
-        self._chunks = {
-            stage: [leaf for leaf in dict.fromkeys(used) if leaf.name not in small]
-            for stage, used in chunks.items()
-        }
-        sizes = {
-            stage: sum(leaf.numel for leaf in used) * self.settings.width
-            for stage, used in self._chunks.items()
-        }
-        self._gathers = gather_plan(row, sizes, self.gathering.keep_bytes)
+        small, width = self.coordinator.persistent, self.settings.width
+        holds = self.coordinator.holds = ChunkHolds(
+            chunks,
+            persistent=lambda leaf: leaf.name in small,
+            size_bytes=lambda leaf: leaf.numel * width,
+            budget_bytes=self.gathering.keep_bytes,
+        )
+        self._gathers = holds.plan(row)
 
     def begin(self) -> None:
         """A step begins."""
@@ -185,8 +162,7 @@ class Stage3(States):
     def before_action(self, position: int) -> None:
         """The action at ``position`` comes next."""
         if self._gathers is not None:
-            kept = self._gathers.kept[position]
-            self.coordinator.keep({stage: self._chunks[stage] for stage in kept})
+            self.coordinator.keep(self._gathers.kept[position])
 
     def fetch(self, module: Module, *, forward: bool) -> None:
         """Before a module's forward or backward."""
@@ -206,6 +182,8 @@ class Stage3(States):
         fits = self.gathering.contiguous and self.elements + leaf.numel <= bucket
         self.in_bucket.append((leaf, None if fits else gradient))
         self.elements += leaf.numel
+        if fits:
+            free(gradient)
 
     def flush(self) -> None:
         """Reduce what has come, and add this rank's part to what it has."""
@@ -220,11 +198,12 @@ class Stage3(States):
         else:
             held = self._scattered()
         self.add(held)
+        free(*(gradient for _, gradient in self.in_bucket))
         self.in_bucket, self.elements = [], 0
 
     def add(self, held: list[Tensor]) -> None:
         """partition_grads: in place; ``held`` are the reduced partitions."""
-        held.clear()
+        free(*held)
 
     def _scattered(self) -> list[Tensor]:
         """reduce_scatter_coalesced: a flat copy with padding, unless one parameter needs none."""
@@ -243,14 +222,13 @@ class Stage3(States):
             source = "comm/coalesced_collectives.py reduce_scatter_coalesced"
             formula = "bucket w, padded"
             copies.append(self.new("temporaries", "flat copy of the bucket", formula, source, padded, width))
-        sent.clear()
+        free(*sent)
         if accumulate == width:
             return copies
-        source = f"{_FILE} __avg_scatter_grads"
-        return [
-            self.new("temporaries", "partitions to add", "bucket/N", source, self.part(leaf), accumulate)
-            for leaf, _ in self.in_bucket
-        ]
+        kind = "temporaries", "partitions to add", "bucket/N", f"{_FILE} __avg_scatter_grads"
+        parts = [self.new(*kind, self.part(leaf), accumulate) for leaf, _ in self.in_bucket]
+        free(*copies)
+        return parts
 
     def _all_reduced(self) -> list[Tensor]:
         """``reduce_scatter`` false (__avg_scatter_contiguous_grads): in the bucket, then a scaled copy."""
@@ -261,7 +239,9 @@ class Stage3(States):
             held.append(self.new("temporaries", "scaled bucket", "bucket w", source, self.elements, width))
         if accumulate != width:
             formula = f"bucket {accumulate}"
-            held = [self.new("temporaries", "bucket to add", formula, source, self.elements, accumulate)]
+            added = self.new("temporaries", "bucket to add", formula, source, self.elements, accumulate)
+            free(*held)
+            held = [added]
         return held
 
     def reduce(self, *, boundary: bool, came: bool) -> None:
@@ -278,12 +258,12 @@ class Stage3(States):
         if self.settings.accumulate != 4:
             self.norm(max(map(self.part, self.order)))
         for index, size in enumerate(self.sizes):
-            gradient = self.take_gradient(index, size)
+            gradient = self.single(index, size)
             self.update_group(index, size)
-            del gradient
+            free(gradient)
         self.coordinator.gather_persistent(self.order)
 
-    def take_gradient(self, index: int, size: int) -> Tensor | None:
+    def single(self, index: int, size: int) -> Tensor | None:
         """_prepare_fp32_grad_for_sub_group: a flat fp32 copy; None for a single one that is fp32 already."""
         accumulate, source = self.settings.accumulate, f"{_FILE} _prepare_fp32_grad_for_sub_group"
         flat: Tensor | None = None
@@ -292,7 +272,7 @@ class Stage3(States):
         if accumulate == 4:
             return flat
         single = self.new("temporaries", "fp32 gradient", "4 P/N of a sub-group", source, size, 4)
-        del flat
+        free(flat)
         return single
 
 
@@ -324,21 +304,14 @@ def uses(layout: Layout, pp_rank: int, leaves: Mapping[str, Leaf]) -> dict[int, 
 class Stage3Offload(Stage3):
     """DeepSpeedZeroOptimizer_Stage3 with ``offload_optimizer`` or ``offload_param``."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        plan: ZeroPlan,
-        dp_rank: int,
-        leaves: Mapping[str, Leaf],
-        settings: StateSettings,
-    ) -> None:
-        super().__init__(ledger, plan, dp_rank, leaves, settings)
-        self.offload = settings.offload or Offload()
+    def prepare(self) -> None:
+        """Which sub-groups are updated on the host."""
+        super().prepare()
         self.coordinator.offloaded = self.offload.parameters and not self.offload.unified
-        self.on_host: list[Tensor] = []
         groups = len(self.sub_groups)
         first = int((1 - self.offload.ratio) * groups) if self.offload.optimizer else groups
         self.host_groups = range(first, groups)
+        self.updated: set[int] = set()
 
     # The engine
 
@@ -362,6 +335,7 @@ class Stage3Offload(Stage3):
             self.on_host.append(
                 self.host.pinned("parameters", "partitions", "w P/N, padded", source, size, pin=True)
             )
+        free(*self.parameters)
         self.parameters.clear()
 
     def make_masters(self) -> None:
@@ -377,17 +351,21 @@ class Stage3Offload(Stage3):
             copies = not there or self.settings.width != 4 if host else moves
             kind, formula = ("temporaries", "converted"), "4 P/N of a sub-group"
             if copies:
-                aside = (
-                    self.host.new(*kind, formula, source, 4 * size, pinned=False)
-                    if host
-                    else self.new(*kind, formula, source, size, 4)
+                before, aside = (
+                    aside,
+                    (
+                        self.host.new(*kind, formula, source, 4 * size, pinned=False)
+                        if host
+                        else self.new(*kind, formula, source, size, 4)
+                    ),
                 )
+                free(before)
             kind, formula = ("optimizer", "master weights"), "4 P/N, padded"
             if host:
                 self.on_host.append(self.host.new(*kind, formula, source, 4 * size, pinned=False))
             else:
                 self.masters.append(self.new(*kind, formula, source, size, 4))
-        del aside
+        free(aside)
 
     def make_gradients(self) -> None:
         """fp32 gradients of the masters, then the partitions in which micro-batches add up."""
@@ -410,8 +388,8 @@ class Stage3Offload(Stage3):
                 self.on_host.append(made)
             else:
                 self.gradients.append(self.new(*kind, formula, source, size, 4))
-            del made
-        del largest
+                free(made)
+        free(largest)
         self.make_bucket()
         source, width = f"{_FILE} _setup_for_real_optimizer", self.settings.accumulate
         kind, formula = ("gradients", "gradient partitions"), f"{width} P/N, padded"
@@ -433,15 +411,15 @@ class Stage3Offload(Stage3):
         waiting = sorted(self.in_bucket, key=lambda item: places[item[0].name], reverse=True)
         alone = None if held else waiting[0][1]
         self.in_bucket.clear()
-        while waiting:
-            leaf, own = waiting.pop()
-            if self.part(leaf) * self.dp_rank >= leaf.numel:
-                continue
-            kind, formula = ("temporaries", "sum so far"), "P/N of a parameter"
-            now = self.new(*kind, formula, source, self.part(leaf), width)
-            before = now
-            del now, own
-        del before, alone
+        for leaf, own in reversed(waiting):
+            if self.part(leaf) * self.dp_rank < leaf.numel:
+                kind, formula = ("temporaries", "sum so far"), "P/N of a parameter"
+                now = self.new(*kind, formula, source, self.part(leaf), width)
+                free(before)
+                before = now
+            if own is not alone:
+                free(own)
+        free(before, alone, *held)
 
     def step(self) -> None:
         """The sums' squares by way of the device, the update on the host."""
@@ -452,7 +430,8 @@ class Stage3Offload(Stage3):
         self.coordinator.release_all()
         for index, size in enumerate(self.sizes):
             if index in self.host_groups:
-                self.update_on_host(index, size)
+                self.update_on_host(size, first=index not in self.updated)
+                self.updated.add(index)
             else:
                 self.update_group(index, size)
         self.coordinator.gather_persistent(self.order)
@@ -466,20 +445,10 @@ class Stage3Offload(Stage3):
             if size * self.dp_rank >= leaf.numel:
                 continue
             if not self.offload.unified:
-                part = self.new("temporaries", "sum of gradients", "P/N of a parameter", source, size, width)
-            self.new("temporaries", "in float64", "8 P/N of a parameter", source, min(size, 250_000_000), 8)
+                before, kind = part, ("temporaries", "sum of gradients", "P/N of a parameter", source)
+                part = self.new(*kind, size, width)
+                free(before)
+            self.passing("in float64", "8 P/N of a parameter", source, min(size, 250_000_000), 8)
             if width != 4:
-                self.new("temporaries", "in float32", "4 P/N of a parameter", source, size, 4)
-        del part
-
-    def update_on_host(self, index: int, size: int) -> None:
-        """Moments at the first update; what the update takes besides."""
-        state, source = self.offload.state_bytes, "torch optim, or DeepSpeed's for CPUs"
-        if state and index not in self.updated:
-            formula = f"{state} P/N, padded"
-            size_bytes = state * size
-            self.on_host.append(
-                self.host.new("optimizer", "moments", formula, source, size_bytes, pinned=False)
-            )
-        self.updated.add(index)
-        self.host.taken(source, [size], self.offload.step_bytes)
+                self.passing("in float32", "4 P/N of a parameter", source, size, 4)
+        free(part)

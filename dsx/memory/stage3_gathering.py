@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Sequence
 
 from dsx.memory.ledger import Label, Leaf, Ledger, Storage, Tensor
+from dsx.memory.states import Gathering, free
+from dsx.schedules.gathers import ChunkHolds, StepTrace
 
 Module = tuple[Leaf, ...]
 """A module with these parameters of its own; maybe none."""
@@ -25,95 +25,45 @@ NEVER = -1
 _FILE = "zero/partition_parameters.py"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gathering:
-    """``zero_optimization``'s keys for ZeRO-3; sizes in elements.
-
-    What is not here changes nothing that a rank holds: ``overlap_comm`` picks streams (its copies are the
-    allocator's to keep a little longer), ``round_robin_gradients``, ``allgather_*`` and
-    ``use_multi_rank_bucket_allreduce`` belong to ZeRO-1 and 2.
-
-    Attributes:
-        prefetch: ``stage3_prefetch_bucket_size``; the parameter that reaches it still comes along.
-        reuse_distance: ``stage3_max_reuse_distance``.
-        live: ``stage3_max_live_parameters``; bounds prefetching alone.
-        persistence: ``stage3_param_persistence_threshold``.
-        model_persistence: ``stage3_model_persistence_threshold``, of all persistent parameters together.
-        sub_group: ``sub_group_size``.
-        contiguous: ``contiguous_gradients``.
-        reduce_scatter: Whether gradients are scattered, not all-reduced.
-        sequential: ``stage3_allgather_sequential``: a buffer for each parameter.
-        all_reduce: ``stage3_use_all_reduce_for_fetch_params``: parameters lie in the buffer they came in.
-        keep_bytes: ``dsx.zero.keep_gathered_bytes``.
-    """
-
-    prefetch: int = 50_000_000
-    reuse_distance: int = 1_000_000_000
-    live: int = 1_000_000_000
-    persistence: int = 100_000
-    model_persistence: int = 1 << 63
-    sub_group: int = 1_000_000_000
-    contiguous: bool = True
-    reduce_scatter: bool = True
-    sequential: bool = False
-    all_reduce: bool = False
-    keep_bytes: int = 0
-
-    def persistent(self, leaves: Sequence[Leaf]) -> frozenset[str]:
-        """Parameters that stay gathered through a step (parameter_offload.py, mark_persistent_parameters)."""
-        names, total = set(), 0
-        for leaf in leaves:
-            if leaf.numel <= self.persistence and total + leaf.numel <= self.model_persistence:
-                names.add(leaf.name)
-                total += leaf.numel
-        return frozenset(names)
-
-
 class _Handle:
     """A gathering under way: one flat buffer for several parameters, one's own buffer for a single one."""
 
     def __init__(self, coordinator: Coordinator, leaves: Sequence[Leaf]) -> None:
         self._coordinator, self._leaves, self._complete = coordinator, leaves, False
+        self._waiting = len(leaves)
         apart = len(leaves) == 1 or coordinator.gathering.sequential or coordinator.dp == 1
         self._own = [coordinator.own_buffer(leaf) for leaf in leaves] if apart else []
         self._flat = None if apart else coordinator.flat_buffer(leaves)
 
     def wait(self) -> None:
-        """The parameters are there; the flat buffer stays as long as somebody holds this handle."""
+        """The parameters are there; the flat buffer stays until :meth:`let_go` for each of them."""
         if self._complete:
             return
         self._complete = True
         coordinator = self._coordinator
         for place, leaf in enumerate(self._leaves):
-            whole = self._flat if coordinator.gathering.all_reduce else None
             if self._own:
                 whole = self._own[place]
-            elif whole is None:
+            elif self._flat is not None and coordinator.gathering.all_reduce:
+                whole = self._flat.detach()
+            else:
                 whole = coordinator.copied(leaf)
             coordinator.settle(leaf, whole)
             coordinator.flying.discard(leaf.name)
-        self._own.clear()
+
+    def let_go(self) -> None:
+        """One of the parameters is no longer waited for; after the last of them the flat buffer goes."""
+        self._waiting -= 1
+        if not self._waiting:
+            free(self._flat)
 
 
 class _Recording:
-    """The modules of a step in order, and how far it is from each point to a parameter's use."""
+    """The modules of a step in order."""
 
     def __init__(self, modules: Sequence[Module]) -> None:
-        self.uses: list[tuple[int, Leaf]] = [
-            (place, leaf) for place, module in enumerate(modules) for leaf in module
-        ]
-        self._places: dict[str, list[int]] = {}
-        for place, leaf in self.uses:
-            self._places.setdefault(leaf.name, []).append(place)
-        self._before = list(accumulate((sum(leaf.numel for leaf in m) for m in modules), initial=0))
-
-    def distance(self, leaf: Leaf, step: int) -> float:
-        """Elements that modules from ``step`` on use before the next one that uses ``leaf``."""
-        places = self._places.get(leaf.name, [])
-        following = bisect_left(places, step)
-        if following == len(places):
-            return float("inf")
-        return self._before[places[following]] - self._before[step]
+        self.uses = [(place, leaf) for place, module in enumerate(modules) for leaf in module]
+        self.trace = StepTrace([(leaf, leaf.numel) for leaf in module] for module in modules)
 
     def queue(self, step: int) -> deque[tuple[int, Leaf]]:
         """Uses from ``step`` on."""
@@ -131,6 +81,9 @@ class Coordinator:
         gathering: Settings.
         persistent: Names of parameters that stay gathered through a step.
         offloaded: Whether partitions live on the host, and come to the device to be gathered.
+
+    Attributes:
+        holds: What is held between actions; None holds nothing.
     """
 
     def __init__(
@@ -150,7 +103,7 @@ class Coordinator:
         self._registry: dict[str, _Handle] = {}
         self._active: dict[str, set[str]] = {}
         self._backward: list[Module] = []
-        self._kept: Mapping[int, Sequence[Leaf]] = {}
+        self.holds: ChunkHolds[Leaf] | None = None
         self._order: list[Module] = []
         self._recording: _Recording | None = None
         self._steps = 0
@@ -180,7 +133,7 @@ class Coordinator:
                 else None
             )
         buffer = self._padded(leaf, "_all_gather_sequential")
-        self.uploads([leaf]).clear()
+        free(*self.uploads([leaf]))
         return buffer
 
     def _padded(self, leaf: Leaf, function: str) -> Tensor:
@@ -190,7 +143,7 @@ class Coordinator:
         """The buffer that several are gathered into."""
         numel = sum(map(self.padded, leaves))
         buffer = self._new("gathering", "w P of the parameters, padded", "_all_gather_dtype", numel)
-        self.uploads(leaves).clear()
+        free(*self.uploads(leaves))
         return buffer
 
     def uploads(self, leaves: Sequence[Leaf]) -> list[Tensor]:
@@ -219,17 +172,15 @@ class Coordinator:
         self._steps += 1
         self._queue = self._recording.queue(0) if self._recording is not None else deque()
         self._passed, self._step, self._available = {}, 0, 0
-        self.keep({})
+        self.keep(frozenset())
 
-    def keep(self, chunks: Mapping[int, Sequence[Leaf]]) -> None:
-        """StepGathers.before: of these chunks nothing is let go; prefetching starts anew from here."""
-        for stage in self._kept.keys() - chunks.keys():
-            for leaf in self._kept[stage]:
-                self._workers(leaf).discard(f"chunk {stage}")
-        for stage in chunks.keys() - self._kept.keys():
-            for leaf in chunks[stage]:
-                self._workers(leaf).add(f"chunk {stage}")
-        self._kept = chunks
+    def keep(self, stages: frozenset[int]) -> None:
+        """StepGathers.before_action: of these chunks nothing is let go; prefetching starts anew from here."""
+        gone, held = self.holds.change(stages) if self.holds is not None else ([], [])
+        for stage, leaf in gone:
+            self._workers(leaf).discard(f"chunk {stage}")
+        for stage, leaf in held:
+            self._workers(leaf).add(f"chunk {stage}")
         if self._recording is not None and self.gathering.keep_bytes:
             self._queue, self._passed = self._recording.queue(self._step), {}
 
@@ -238,9 +189,11 @@ class Coordinator:
         return self._active.setdefault(leaf.name, set())
 
     def _clean(self) -> None:
-        for name, handle in list(self._registry.items()):
+        for name, handle in self._registry.items():
             handle.wait()
             self._drop(self.here[name])
+        for handle in self._registry.values():
+            handle.let_go()
         self._registry.clear()
 
     # Modules
@@ -257,7 +210,7 @@ class Coordinator:
             handle = self._registry.pop(leaf.name, None)
             if handle is not None:
                 handle.wait()
-            del handle
+                handle.let_go()
         if self._recording is not None:
             self._advance(module)
         self._step += 1
@@ -318,13 +271,14 @@ class Coordinator:
         passed = self._passed.get(leaf.name, NEVER)
         return (
             passed <= self._step
-            and self._recording.distance(leaf, self._step) >= self.gathering.reuse_distance
+            and self._recording.trace.distance(leaf, self._step) >= self.gathering.reuse_distance
         )
 
     def settle(self, leaf: Leaf, whole: Tensor | None) -> None:
-        """A parameter is whole, in this memory; None if in that of its only partition."""
+        """A parameter is whole, in this memory alone; None if in that of its only partition."""
         if whole is not None:
             leaf.hold(whole)
+            free(whole)
         self.here[leaf.name] = leaf
 
     def _drop(self, leaf: Leaf) -> None:
@@ -354,10 +308,10 @@ class Coordinator:
             one = self.dp == 1
             whole = self.own_buffer(leaf) if one else self._padded(leaf, "_allgather_params_coalesced")
             self.settle(leaf, whole)
-        parts.clear()
+        free(*parts)
 
     def gather_alone(self, leaf: Leaf) -> Tensor:
         """_allgather_params_sequential: a buffer of its own, on one rank too."""
         buffer = self._padded(leaf, "_allgather_params_sequential")
-        self.uploads([leaf]).clear()
+        free(*self.uploads([leaf]))
         return buffer

@@ -13,20 +13,18 @@ The device keeps parameters (or, with parameters offloaded, none between uses) a
 keeps fp32 masters, their gradients, the moments and, at ZeRO-3, the partitions that gradients add up in.
 Gradients go there parameter by parameter, by way of the device, where they are added up and squared.
 
-Gradients over data parallelism as dsx/engine/zero/reduction.py sends them: chunk by chunk.
-
-P: parameters of a bucket; w: bytes of an element on the wire; N: data-parallel degree.
+A tensor here is let go of by name (:func:`free`, :meth:`States.aside`), when the engine lets go of its own.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal
 
 from dsx.memory.ledger import Label, Leaf, Ledger, Storage, Tensor
-from dsx.memory.stage3_gathering import Gathering
+from dsx.parallel.reduction import ChunkReduction, Piece
 from dsx.parallel.zero import ZeroPlan
 
 
@@ -56,6 +54,50 @@ class Offload:
     step_bytes: int = 0
     rounds: bool = True
     unified: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathering:
+    """``zero_optimization``'s keys for ZeRO-3; sizes in elements.
+
+    What is not here changes nothing that a rank holds: ``overlap_comm`` picks streams (its copies are the
+    allocator's to keep a little longer), ``round_robin_gradients``, ``allgather_*`` and
+    ``use_multi_rank_bucket_allreduce`` belong to ZeRO-1 and 2.
+
+    Attributes:
+        prefetch: ``stage3_prefetch_bucket_size``; the parameter that reaches it still comes along.
+        reuse_distance: ``stage3_max_reuse_distance``.
+        live: ``stage3_max_live_parameters``; bounds prefetching alone.
+        persistence: ``stage3_param_persistence_threshold``.
+        model_persistence: ``stage3_model_persistence_threshold``, of all persistent parameters together.
+        sub_group: ``sub_group_size``.
+        contiguous: ``contiguous_gradients``.
+        reduce_scatter: Whether gradients are scattered, not all-reduced.
+        sequential: ``stage3_allgather_sequential``: a buffer for each parameter.
+        all_reduce: ``stage3_use_all_reduce_for_fetch_params``: parameters lie in the buffer they came in.
+        keep_bytes: ``dsx.zero.keep_gathered_bytes``.
+    """
+
+    prefetch: int = 50_000_000
+    reuse_distance: int = 1_000_000_000
+    live: int = 1_000_000_000
+    persistence: int = 100_000
+    model_persistence: int = 1 << 63
+    sub_group: int = 1_000_000_000
+    contiguous: bool = True
+    reduce_scatter: bool = True
+    sequential: bool = False
+    all_reduce: bool = False
+    keep_bytes: int = 0
+
+    def persistent(self, leaves: Sequence[Leaf]) -> frozenset[str]:
+        """Parameters that stay gathered through a step (parameter_offload.py, mark_persistent_parameters)."""
+        names, total = set(), 0
+        for leaf in leaves:
+            if leaf.numel <= self.persistence and total + leaf.numel <= self.model_persistence:
+                names.add(leaf.name)
+                total += leaf.numel
+        return frozenset(names)
 
 
 class Host:
@@ -89,162 +131,24 @@ class Host:
             "temporaries", f"{name}, before pinning", formula, source, size_bytes, pinned=False
         )
         if not pin or self._unified:
-            del pageable
+            free(pageable)
             return self.new(category, name, formula, source, size_bytes, pinned=False)
         locked = self.new(category, name, formula, source, size_bytes, pinned=True)
-        del pageable
+        free(pageable)
         return locked
 
     def taken(self, source: str, elements: Sequence[int], step_bytes: int) -> None:
         """The temporaries of an update, group after group."""
         for size in elements:
-            self.new("temporaries", "update", f"{step_bytes} P/N", source, size * step_bytes, pinned=False)
+            formula = f"{step_bytes} P/N"
+            free(self.new("temporaries", "update", formula, source, size * step_bytes, pinned=False))
 
 
-AT_ONCE = 2
-"""Buckets under way where gradients stay in place (engine/zero/reduction.py)."""
-
-
-class GradientStore(Protocol):
-    """Where an optimizer accumulates gradients, and where it wants the averaged ones.
-
-    Attributes:
-        in_place: Gradients stay in the store's memory.
-    """
-
-    in_place: bool
-
-    def take(self, leaf: Leaf) -> Tensor | None:
-        """The gradient of this step, which the store forgets; None if there is none or it stays in place."""
-
-    def put(self, leaf: Leaf, gradient: Tensor) -> None:
-        """The average, a view on its bucket."""
-
-
-class _Piece(NamedTuple):
-    """Elements of a parameter's gradient."""
-
-    leaf: Leaf
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    pieces: Sequence[_Piece]
-    flat: Tensor
-
-
-class ChunkReduction:
-    """Reduces every parameter once per step, each chunk's after its last action.
-
-    Args:
-        ledger: Counts.
-        store: Of the optimizer.
-        leaves: All parameters, in the module's order.
-        uses: Virtual stage -> parameters that its layers use.
-        dp: Data-parallel degree.
-        width: Bytes of an element on the wire.
-        bucket: Elements that close a bucket; 0 for the largest parameter's.
-    """
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        store: GradientStore,
-        *,
-        leaves: Sequence[Leaf],
-        uses: Mapping[int, Sequence[Leaf]],
-        dp: int,
-        width: int,
-        bucket: int,
-    ) -> None:
-        self._ledger, self._store, self._dp = ledger, store, dp
-        self._width = width
-        self._bucket_elements = bucket or max((leaf.numel for leaf in leaves), default=1)
-        self._users: dict[str, set[int]] = {leaf.name: set() for leaf in leaves}
-        self._leaves = list(leaves)
-        for stage, used in uses.items():
-            for leaf in used:
-                self._users[leaf.name].add(stage)
-        self._done: set[int] = set()
-        self._left: set[str] = set()
-        self._waiting: deque[list[_Piece]] = deque()
-        self._flying: deque[_Bucket] = deque()
-
-    def chunk_done(self, stage: int) -> None:
-        """A virtual stage has nothing more to do in this step."""
-        self._done.add(stage)
-        self._start([leaf for leaf in self._leaves if self._users[leaf.name] <= self._done])
-
-    def advance(self) -> None:
-        """Before an action: the next bucket, in the place of the oldest one if there are enough."""
-        if self._waiting:
-            if self._is_full:
-                self._land(self._flying.popleft())
-            self._send(self._waiting.popleft())
-
-    def finish(self) -> None:
-        """Before the update: the rest, then the averages go to the store, bucket by bucket."""
-        self._start(self._leaves)
-        while self._waiting:
-            self.advance()
-        while self._flying:
-            self._land(self._flying.popleft())
-        self._done.clear()
-        self._left.clear()
-
-    def _start(self, leaves: Sequence[Leaf]) -> None:
-        filling: list[_Piece] = []
-        room = self._bucket_elements
-        for leaf in leaves:
-            if leaf.name in self._left:
-                continue
-            self._left.add(leaf.name)
-            if self._store.in_place and self._dp == 1:
-                continue
-            for piece in self._cut(leaf, room):
-                filling.append(piece)
-                room -= piece.length
-                if self._dp == 1 or room <= 0:
-                    self._waiting.append(filling)
-                    filling, room = [], self._bucket_elements
-        if filling:
-            self._waiting.append(filling)
-        while self._waiting and not self._is_full:
-            self._send(self._waiting.popleft())
-
-    def _cut(self, leaf: Leaf, room: int) -> Iterator[_Piece]:
-        """All of it; in place, as much as the bucket has room for, then buckets full of it."""
-        left = leaf.numel
-        while left:
-            length = min(room, left) if self._store.in_place else left
-            yield _Piece(leaf, length)
-            left, room = left - length, self._bucket_elements
-
-    @property
-    def _is_full(self) -> bool:
-        return self._store.in_place and len(self._flying) >= AT_ONCE
-
-    def _send(self, pieces: Sequence[_Piece]) -> None:
-        if self._dp == 1:
-            gradient = self._store.take(pieces[0].leaf)
-            self._flying.append(_Bucket(pieces, gradient or self._flat(0)))
-            return
-        flat = self._flat(sum(piece.length for piece in pieces))
-        for piece in pieces:
-            self._store.take(piece.leaf)
-        self._flying.append(_Bucket(pieces, flat))
-
-    def _flat(self, elements: int) -> Tensor:
-        what = Label(
-            "buckets", "gradients under way", "P w, P of a chunk", "dsx engine/zero/reduction.py _send"
-        )
-        storage = Storage(self._ledger, what, elements * self._width)
-        return Tensor((elements,), self._width, storage)
-
-    def _land(self, bucket: _Bucket) -> None:
-        for piece in bucket.pieces:
-            self._store.put(piece.leaf, bucket.flat)
+def free(*tensors: Tensor | None) -> None:
+    """Let go of tensors, of which each is the only one that holds on to its memory for its owner."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,8 +193,54 @@ class StateSettings:
     gathering: Gathering | None = None
 
 
+class CountedBuckets:
+    """Buckets of gradients on the ledger: what dsx/engine/zero/reduction.py GradientTransport allocates.
+
+    Args:
+        states: Where gradients are taken from, and averages go.
+    """
+
+    def __init__(self, states: States) -> None:
+        self._states = states
+        self._width = states.settings.communication or states.settings.width
+        self.in_place, self.alone = states.in_place, states.plan.dp == 1
+
+    def leave(self, parameter: Leaf) -> None:
+        """The gradient stays where it is."""
+
+    def send(self, pieces: Sequence[Piece[Leaf]]) -> tuple[Sequence[Piece[Leaf]], Tensor]:
+        """A flat copy, or of one gradient alone that needs no sum, itself."""
+        states = self._states
+        if self.alone:
+            gradient = states.take(pieces[0].parameter)
+            return pieces, gradient or self._flat(0)
+        flat = self._flat(sum(piece.length for piece in pieces))
+        for piece in pieces:
+            free(states.take(piece.parameter))
+        return pieces, flat
+
+    def land(self, bucket: tuple[Sequence[Piece[Leaf]], Tensor]) -> None:
+        """The averages go to the states."""
+        pieces, flat = bucket
+        for piece in pieces:
+            self._states.put(piece.parameter, flat)
+        free(flat)
+
+    def all_left(self) -> None:
+        """No gradient comes late in a plan."""
+
+    def complete(self) -> None:
+        """The states have all averages."""
+        self._states.complete()
+
+    def _flat(self, elements: int) -> Tensor:
+        source = "dsx engine/zero/reduction.py send"
+        kind = "buckets", "gradients under way", "P w, P of a chunk", source
+        return self._states.new(*kind, elements, self._width)
+
+
 class States:
-    """Base: fp32 without ZeRO. Parameters, gradients and moments are the model's own tensors.
+    """fp32 without ZeRO: parameters, gradients and moments are the model's own tensors. Base of the others.
 
     Args:
         ledger: Counts.
@@ -303,10 +253,12 @@ class States:
         replicated: Parameters that are copies of another pipeline rank's, tied ones.
         reduction: dsx's own, if DeepSpeed does not reduce.
         in_place: Whether buckets come on top of gradients, which stay where they are.
+        reduces_itself: Whether DeepSpeed reduces gradients.
         capacity_bytes: What a device has for tensors; None for enough.
     """
 
     in_place = False
+    reduces_itself = False
 
     def __init__(
         self,
@@ -318,12 +270,19 @@ class States:
     ) -> None:
         self.ledger, self.plan, self.dp_rank = ledger, plan, dp_rank
         self.leaves, self.settings, self.host = leaves, settings, Host(settings.offload, ledger)
+        self.offload = settings.offload or Offload()
         self.replicated: frozenset[str] = frozenset()
         self.order = [leaves[name] for group in plan.groups for name, _ in group]
-        self.reduction: ChunkReduction | None = None
+        self.reduction: ChunkReduction[Leaf, tuple[Sequence[Piece[Leaf]], Tensor]] | None = None
         self.capacity_bytes: int | None = None
         self.parameters: list[Tensor] = []
+        self.masters: list[Tensor] = []
         self.moments: list[Tensor] = []
+        self.on_host: list[Tensor] = []
+        self.prepare()
+
+    def prepare(self) -> None:
+        """The last act of construction: what one kind of states has besides."""
 
     def build(self) -> None:
         """The model's parameters, one by one."""
@@ -340,9 +299,8 @@ class States:
 
     def before_action(self, position: int) -> None:
         """Before the action at ``position`` of the rank's row: go on with the reductions."""
-        del position
         if self.reduction is not None:
-            self.reduction.advance()
+            self.reduction.before_action(position)
 
     def plan_reduction(self, uses: Mapping[int, Sequence[Leaf]]) -> None:
         """Have dsx reduce gradients, where it does (engine/zero/reduction.py, reducible).
@@ -352,32 +310,28 @@ class States:
         """
         if not self.reduces_itself:
             self.reduction = ChunkReduction(
-                self.ledger,
-                self,
-                leaves=list(self.leaves.values()),
+                CountedBuckets(self),
+                sizes={leaf: leaf.numel for leaf in self.leaves.values()},
                 uses=uses,
-                dp=self.plan.dp,
-                width=self.settings.communication or self.settings.width,
-                bucket=self.settings.bucket,
+                kinds=dict.fromkeys(self.leaves.values()),
+                bucket_elements=self.settings.bucket,
             )
 
-    @property
-    def reduces_itself(self) -> bool:
-        """Whether DeepSpeed reduces gradients."""
-        return False
-
     def take(self, leaf: Leaf) -> Tensor | None:
-        """Gradients in ``p.grad`` (engine/zero/replicated.py)."""
+        """The step's gradient, which the states forget: ``p.grad`` (engine/zero/replicated.py)."""
         gradient, leaf.grad = leaf.grad, None
         return gradient
 
     def put(self, leaf: Leaf, gradient: Tensor) -> None:
-        """Back there, in the parameter's dtype."""
+        """The average, a view on its bucket, in the parameter's dtype: back into ``p.grad``."""
         if gradient.width == leaf.width:
             leaf.grad = gradient.detach()
         else:
             source = "dsx engine/zero/replicated.py put"
             leaf.grad = self.new("gradients", "averaged gradient", "w P", source, leaf.numel, leaf.width)
+
+    def complete(self) -> None:
+        """All averages have been put."""
 
     def reduce(self, *, boundary: bool, came: bool) -> None:
         """After each backward; ``boundary`` after the last of the step, ``came`` if any gradient did."""
@@ -394,92 +348,104 @@ class States:
 
     def step(self) -> None:
         """The update."""
-        numels = [leaf.numel for leaf in self.order]
-        self.update(numels)
+        self.update([leaf.numel for leaf in self.order])
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """``zero_grad(set_to_none=True)``."""
         for leaf in self.order:
-            leaf.grad = None
+            free(self.take(leaf))
 
     def norm(self, largest: int) -> None:
-        """Squares are taken in fp32, gradient by gradient (dsx/engine/zero/norm.py)."""
-        self.new(
-            "temporaries",
-            "gradient in float32",
-            "4 of the largest gradient",
-            "dsx engine/zero/norm.py",
-            largest,
-            4,
-        )
+        """Squares are taken in fp32, gradient by gradient (dsx/engine/zero/alike.py, square)."""
+        source = "dsx engine/zero/alike.py square"
+        self.passing("gradient in float32", "4 of the largest gradient", source, largest, 4)
 
-    def update(self, numels: Iterable[int]) -> None:
+    def update(self, numels: Sequence[int]) -> None:
         """One optimizer step over fp32 tensors of these sizes."""
-        numels, optimizer = list(numels), self.settings.optimizer
+        optimizer = self.settings.optimizer
         if not self.moments and optimizer.state_bytes:
-            self.moments = [
-                self.new(
-                    "optimizer",
-                    "moments",
-                    f"{optimizer.state_bytes} P",
-                    "torch optim",
-                    n * optimizer.state_bytes,
-                    1,
-                )
-                for n in numels
-            ]
-        temporaries: list[Tensor] = []
-        for n in numels if optimizer.step_bytes else ():
+            formula = f"{optimizer.state_bytes} P"
+            self.moments = [self._moments(formula, numel) for numel in numels]
+        held: list[Tensor] = []
+        for numel in numels if optimizer.step_bytes else ():
             if optimizer.one_by_one:
-                temporaries.clear()
-            temporaries.append(self._taken(n, "P"))
+                free(*held)
+                held.clear()
+            held.append(self._taken(numel, "P"))
+        free(*held)
 
     def update_group(self, index: int, size: int) -> None:
         """The update of one group's partition."""
         optimizer = self.settings.optimizer
         if len(self.moments) <= index and optimizer.state_bytes:
-            formula = f"{optimizer.state_bytes} P/N, padded"
-            held = size * optimizer.state_bytes
-            self.moments.append(self.new("optimizer", "moments", formula, "torch optim", held, 1))
+            self.moments.append(self._moments(f"{optimizer.state_bytes} P/N, padded", size))
         if optimizer.step_bytes:
-            self._taken(size, "P/N")
+            free(self._taken(size, "P/N"))
+
+    def update_on_host(self, size: int, *, first: bool) -> None:
+        """The same where the optimizer is offloaded; its state comes with the ``first`` update."""
+        state, source = self.offload.state_bytes, "torch optim, or DeepSpeed's for CPUs"
+        if state and first:
+            kind = "optimizer", "moments", f"{state} P/N, padded", source
+            self.on_host.append(self.host.new(*kind, state * size, pinned=False))
+        self.host.taken(source, [size], self.offload.step_bytes)
+
+    def _moments(self, formula: str, elements: int) -> Tensor:
+        size_bytes = elements * self.settings.optimizer.state_bytes
+        return self.new("optimizer", "moments", formula, "torch optim", size_bytes, 1)
 
     def _taken(self, elements: int, of: str) -> Tensor:
         """Temporaries of the update."""
         each = self.settings.optimizer.step_bytes
         return self.new("temporaries", "update", f"{each} {of}", "torch optim", elements * each, 1)
 
-    def flattened(
-        self, held: dict[str, Tensor], group: Sequence[tuple[str, int]], size: int, *, by_way_of_host: bool
-    ) -> Tensor:
-        """A group's parameters end to end; one alone without padding stays where it is.
+    def flatten_groups(self, sizes: Sequence[int], *, by_way_of_host: bool) -> Iterator[int]:
+        """Group by group the flat copy beside the parameters; yields after each what a rank has of it.
 
         Args:
-            held: The parameters by name; the group's are let go of.
-            group: Name and elements of each.
-            size: Elements of all, padding included.
+            sizes: Elements of a rank's partition of each group.
             by_way_of_host: Flatten on the host what the device has no room for beside the parameters
                 (zero/stage_1_and_2.py, __init__, flatten_on_accelerator).
         """
+        held = dict(zip((leaf.name for leaf in self.order), self.parameters, strict=True))
+        self.parameters = []
+        for group, size in zip(self.plan.groups, sizes, strict=True):
+            self.parameters.append(self._flattened(held, group, size * self.plan.dp, by_way_of_host))
+            yield size
+        free(*held.values())
+
+    def _flattened(
+        self, held: dict[str, Tensor], group: Sequence[tuple[str, int]], size: int, by_way_of_host: bool
+    ) -> Tensor:
+        """A group's parameters end to end, ``size`` elements with padding; one alone without stays as it is.
+
+        ``held`` are the parameters by name; the group's are let go of.
+        """
         source, width = "zero/stage_1_and_2.py flatten_dense_tensors_aligned", self.settings.width
-        free = None if self.capacity_bytes is None else self.capacity_bytes - self.ledger.current_bytes
-        on_host = by_way_of_host and free is not None and free < size * width
+        room = None if self.capacity_bytes is None else self.capacity_bytes - self.ledger.current_bytes
+        on_host = by_way_of_host and room is not None and room < size * width
         copies = []
         for name, numel in group if on_host else ():
             copies.append(self._on_host("parameters on their way", "w P", source, numel * width))
-            held[name] = self.new("parameters", "place of a parameter", "4", source, 1, 4)
+            place = self.new("parameters", "place of a parameter", "4", source, 1, 4)
+            free(held[name])
+            held[name] = place
         kind = "parameters", "flat parameters", "w P, padded", source
         if len(group) == 1 and group[0][1] == size:
-            return self.new(*kind, size, width) if on_host else held.pop(group[0][0])
-        padding = size - sum(numel for _, numel in group)
+            flat = self.new(*kind, size, width) if on_host else held.pop(group[0][0])
+            free(*copies)
+            return flat
         if on_host:
             together = self._on_host("flat parameters", "w P, padded", source, size * width)
-            copies.clear()
+            free(*copies)
             flat = self.new(*kind, size, width)
-            del together
+            free(together)
         else:
-            zeros = self.new("temporaries", "padding", "w 2 N", source, padding, width)
-            flat = self.new(*kind, size, width)
-            del zeros
-        for name, _ in group:
-            del held[name]
+            padding = size - sum(numel for _, numel in group)
+            with self.aside("padding", "w 2 N", source, padding, width):
+                flat = self.new(*kind, size, width)
+        free(*(held.pop(name) for name, _ in group))
         return flat
 
     def _on_host(self, name: str, formula: str, source: str, size_bytes: int) -> Tensor:
@@ -487,9 +453,23 @@ class States:
 
     def new(self, category: str, name: str, formula: str, source: str, numel: int, width: int) -> Tensor:
         """A flat tensor of ``numel`` elements."""
-        return Tensor(
-            (numel,), width, Storage(self.ledger, Label(category, name, formula, source), numel * width)
-        )
+        storage = Storage(self.ledger, Label(category, name, formula, source), numel * width)
+        return Tensor((numel,), width, storage)
+
+    def each(self, category: str, name: str, formula: str, source: str, width: int) -> list[Tensor]:
+        """A tensor of ``width`` for each parameter."""
+        return [self.new(category, name, formula, source, leaf.numel, width) for leaf in self.order]
+
+    @contextmanager
+    def aside(self, name: str, formula: str, source: str, numel: int, width: int) -> Iterator[None]:
+        """Inside, there is a temporary tensor too."""
+        tensor = self.new("temporaries", name, formula, source, numel, width)
+        yield
+        free(tensor)
+
+    def passing(self, name: str, formula: str, source: str, numel: int, width: int) -> None:
+        """A temporary tensor that comes and goes."""
+        free(self.new("temporaries", name, formula, source, numel, width))
 
 
 class Unfused(States):
@@ -498,62 +478,45 @@ class Unfused(States):
     def start(self) -> None:
         """Masters, then a first update on zero gradients, which dsx undoes."""
         source = "fp16/unfused_optimizer.py __init__"
-        self.masters = []
         for leaf in self.order:
-            clone = self.new("temporaries", "clone", "w of a parameter", source, leaf.numel, leaf.width)
-            self.masters.append(self.new("optimizer", "master weights", "4 P", source, leaf.numel, 4))
-            del clone
+            with self.aside("clone", "w of a parameter", source, leaf.numel, leaf.width):
+                self.masters.append(self.new("optimizer", "master weights", "4 P", source, leaf.numel, 4))
         source = "fp16/unfused_optimizer.py initialize_optimizer_states"
-        low = [
-            self.new("gradients", "zero gradients", "w P", source, leaf.numel, leaf.width)
-            for leaf in self.order
-        ]
-        high = [
-            self.new("temporaries", "fp32 gradients", "4 P", source, leaf.numel, 4) for leaf in self.order
-        ]
-        self.update(leaf.numel for leaf in self.order)
-        del low, high
+        low = self.each("gradients", "zero gradients", "w P", source, self.settings.width)
+        high = self.each("temporaries", "fp32 gradients", "4 P", source, 4)
+        self.update([leaf.numel for leaf in self.order])
+        free(*low, *high, *self.moments)
         self.moments.clear()
 
     def step(self) -> None:
         """The norm, fp32 gradients beside the bf16 ones, and the update."""
         self.norm(max(leaf.numel for leaf in self.order))
         source = "fp16/unfused_optimizer.py step"
-        gradients = [
-            self.new("temporaries", "fp32 gradients", "4 P", source, leaf.numel, 4) for leaf in self.order
-        ]
-        self.update(leaf.numel for leaf in self.order)
-        del gradients
-        for leaf in self.order:
-            leaf.grad = None
+        gradients = self.each("temporaries", "fp32 gradients", "4 P", source, 4)
+        self.update([leaf.numel for leaf in self.order])
+        free(*gradients)
+        self.drop_gradients()
 
 
 class Flat(States):
     """bf16 without ZeRO, fused optimizers: fp16/fused_optimizer.py, flat bf16 and flat fp32."""
 
-    masters: Tensor
-
     def start(self) -> None:
         """Clones, their flat copy, the flat masters; a first update, which dsx undoes."""
-        source = "fp16/fused_optimizer.py __init__"
-        clones = [
-            self.new("temporaries", "clones", "w P", source, leaf.numel, leaf.width) for leaf in self.order
-        ]
+        source, width = "fp16/fused_optimizer.py __init__", self.settings.width
+        clones = self.each("temporaries", "clones", "w P", source, width)
         total = sum(leaf.numel for leaf in self.order)
-        flat = self.new("parameters", "flat parameters", "w P", source, total, self.settings.width)
-        clones.clear()
+        flat = self.new("parameters", "flat parameters", "w P", source, total, width)
+        free(*clones, *self.parameters)
         self.parameters = [flat]
-        clone = self.new("temporaries", "clone", "w P", source, total, self.settings.width)
-        self.masters = self.new("optimizer", "master weights", "4 P", source, total, 4)
-        del clone
-        gradient = self.new("temporaries", "zero gradients", "4 P", source, total, 4)
-        self.update([total])
-        del gradient
+        with self.aside("clone", "w P", source, total, width):
+            self.masters = [self.new("optimizer", "master weights", "4 P", source, total, 4)]
+        with self.aside("zero gradients", "4 P", source, total, 4):
+            self.update([total])
         source = "dsx engine/zero/replicated.py _undo_initial_step"
-        wide = self._wide(source)
-        flat = self.new("temporaries", "parameters in float32", "4 P", source, total, 4)
-        wide.clear()
-        del flat
+        wide = self.each("temporaries", "each in float32", "4 P", source, 4)
+        self.passing("parameters in float32", "4 P", source, total, 4)
+        free(*wide, *self.moments)
         self.moments.clear()
 
     def step(self) -> None:
@@ -561,29 +524,18 @@ class Flat(States):
         self.norm(max(leaf.numel for leaf in self.order))
         source = "fp16/fused_optimizer.py step"
         total = sum(leaf.numel for leaf in self.order)
-        casts = self._wide(source)
-        flat = self.new("temporaries", "flat fp32 gradients", "4 P", source, total, 4)
-        casts.clear()
-        for leaf in self.order:
-            leaf.grad = None
-        if self.replicated:
-            self._masked_norm(total)
-        self.update([total])
-        del flat
-
-    def _wide(self, source: str) -> list[Tensor]:
-        return [
-            self.new("temporaries", "each in float32", "4 P", source, leaf.numel, 4) for leaf in self.order
-        ]
+        casts = self.each("temporaries", "each in float32", "4 P", source, 4)
+        with self.aside("flat fp32 gradients", "4 P", source, total, 4):
+            free(*casts)
+            self.drop_gradients()
+            if self.replicated:
+                self._masked_norm(total)
+            self.update([total])
 
     def _masked_norm(self, total: int) -> None:
         """Where a copy of a tied weight does not count (runtime/utils.py, get_flattened_grad_norm)."""
-
-        def new(width: int) -> Tensor:
-            source = "runtime/utils.py get_flattened_grad_norm"
-            return self.new("temporaries", "mask of the norm", "4 P, 4 P, P", source, total, width)
-
-        marks, sums, mask = new(4), new(4), new(1)
-        del marks, sums
-        masked = new(4)
-        del mask, masked
+        source = "runtime/utils.py get_flattened_grad_norm"
+        kind = "temporaries", "mask of the norm", "4 P, 4 P, P", source, total
+        marks, sums, mask = (self.new(*kind, width) for width in (4, 4, 1))
+        free(marks, sums)
+        free(self.new(*kind, 4), mask)

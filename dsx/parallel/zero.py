@@ -13,7 +13,7 @@ Stage 0: every rank keeps everything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,7 +79,9 @@ class ZeroPlan:
         """
         if not 0 <= dp_rank < self.dp:
             raise LayoutError(f"dp rank {dp_rank}", f"there are {self.dp}", f"use 0 to {self.dp - 1}")
-        make = {0: self._whole, 3: self._per_parameter}.get(self.stage, self._per_group)
+        if self.stage == 3:
+            return tuple(self._per_parameter(dp_rank))
+        make = self._per_group if self.stage else self._whole
         return tuple(
             buffer for index, group in enumerate(self.groups) for buffer in make(index, group, dp_rank)
         )
@@ -96,6 +98,33 @@ class ZeroPlan:
         if self.stage == 3:
             return self.state(dp_rank)
         return {name: (0, numel) for group in self.groups for name, numel in group}
+
+    def owners(self) -> dict[str, list[tuple[int, int]]]:
+        """Ranks that keep optimizer state of each parameter, in order, with how many elements each keeps."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for rank in range(self.dp):
+            for buffer in self.buffers(rank):
+                for piece in buffer.pieces:
+                    found.setdefault(piece.name, []).append((rank, piece.stop - piece.start))
+        return found
+
+    def part(self, numel: int) -> int:
+        """Elements of each rank's part of a parameter of ``numel`` elements at stage 3, padding included."""
+        return -(-numel // self.dp)
+
+    def sub_groups(self) -> list[tuple[int, tuple[tuple[str, int], ...]]]:
+        """Stage 3: optimizer group of each sub-group, and the parameters in it."""
+        found: list[tuple[int, tuple[tuple[str, int], ...]]] = []
+        for index, group in enumerate(self.groups):
+            held: list[tuple[str, int]] = []
+            for name, numel in group:
+                held.append((name, numel))
+                if sum(self.part(size) for _, size in held) >= self.sub_group_size:
+                    found.append((index, tuple(held)))
+                    held = []
+            if held:
+                found.append((index, tuple(held)))
+        return found
 
     def _whole(self, index: int, group: Sequence[tuple[str, int]], _: int) -> list[Buffer]:
         return [Buffer(index, numel, (ZeroPiece(name, 0, numel, 0),)) for name, numel in group]
@@ -118,17 +147,13 @@ class ZeroPlan:
     def _in_flat_order(self, group: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
         return [item for at in range(self.dp) for item in group[at :: self.dp]] if self.round_robin else group
 
-    def _per_parameter(self, index: int, group: Sequence[tuple[str, int]], dp_rank: int) -> list[Buffer]:
-        buffers = []
-        pieces: list[ZeroPiece] = []
-        offset = 0
-        for position, (name, numel) in enumerate(group):
-            size = -(-numel // self.dp)
-            start, stop = dp_rank * size, min((dp_rank + 1) * size, numel)
-            if start < stop:
-                pieces.append(ZeroPiece(name, start, stop, offset))
-            offset += size
-            if offset >= self.sub_group_size or position == len(group) - 1:
-                buffers.append(Buffer(index, offset, tuple(pieces)))
-                pieces, offset = [], 0
-        return buffers
+    def _per_parameter(self, dp_rank: int) -> Iterator[Buffer]:
+        for index, sub_group in self.sub_groups():
+            pieces, offset = [], 0
+            for name, numel in sub_group:
+                size = self.part(numel)
+                start, stop = dp_rank * size, min((dp_rank + 1) * size, numel)
+                if start < stop:
+                    pieces.append(ZeroPiece(name, start, stop, offset))
+                offset += size
+            yield Buffer(index, offset, tuple(pieces))

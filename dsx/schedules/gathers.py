@@ -9,8 +9,11 @@ algorithms for virtual-storage computers").
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Generic, TypeVar
 
 from dsx.schedules.schedule import Action, Op
 
@@ -129,3 +132,73 @@ def _gaps(row: Sequence[Action]) -> list[Gap]:
                 found.append(Gap(action.stage, latest[action.stage], position))
             latest[action.stage] = position
     return sorted(found, key=lambda gap: gap.begin)
+
+
+P = TypeVar("P", bound=Hashable)
+
+
+class ChunkHolds(Generic[P]):
+    """Which parameters of which chunks are held between actions in steps of one rank.
+
+    The engine holds tensors by this (dsx/engine/zero/stage3.py), and the memory estimate counts them.
+
+    Args:
+        uses: Virtual stage -> parameters that its layers use. What is tied counts for every stage.
+        persistent: Whether a parameter is small enough to be gathered always, whatever is held.
+        size_bytes: Size of a gathered parameter.
+        budget_bytes: Memory for what is held; 0 holds nothing.
+
+    Attributes:
+        parameters: Virtual stage -> its parameters, persistent ones left out.
+    """
+
+    def __init__(
+        self,
+        uses: Mapping[int, Iterable[P]],
+        *,
+        persistent: Callable[[P], bool],
+        size_bytes: Callable[[P], int],
+        budget_bytes: int,
+    ) -> None:
+        self.parameters = {
+            stage: tuple(p for p in dict.fromkeys(used) if not persistent(p)) for stage, used in uses.items()
+        }
+        self.stage_bytes = {stage: sum(map(size_bytes, used)) for stage, used in self.parameters.items()}
+        self._budget_bytes = budget_bytes
+        self._kept: frozenset[int] = frozenset()
+
+    def plan(self, row: Sequence[Action]) -> GatherPlan:
+        """What stays gathered when, in a step with these actions."""
+        return gather_plan(row, self.stage_bytes, self._budget_bytes)
+
+    def change(self, kept: frozenset[int]) -> tuple[list[tuple[int, P]], list[tuple[int, P]]]:
+        """Hold the chunks ``kept`` and no others: what is no longer held, what is held anew, by stage."""
+        gone, fresh = self._kept - kept, kept - self._kept
+        self._kept = kept
+        return (
+            [(stage, parameter) for stage in gone for parameter in self.parameters[stage]],
+            [(stage, parameter) for stage in fresh for parameter in self.parameters[stage]],
+        )
+
+
+class StepTrace(Generic[P]):
+    """The modules of a step in the order in which they run, and how far it is to a parameter's next use.
+
+    Args:
+        modules: For each module its parameters with their numbers of elements.
+    """
+
+    def __init__(self, modules: Iterable[Sequence[tuple[P, int]]]) -> None:
+        self._uses: dict[P, list[int]] = {}
+        sizes = []
+        for place, module in enumerate(modules):
+            sizes.append(sum(numel for _, numel in module))
+            for parameter, _ in module:
+                self._uses.setdefault(parameter, []).append(place)
+        self._before = list(accumulate(sizes, initial=0))
+
+    def distance(self, parameter: P, step: int) -> float:
+        """Elements that modules from ``step`` on use before the next one that uses ``parameter``."""
+        uses = self._uses.get(parameter, [])
+        following = bisect_left(uses, step)
+        return self._before[uses[following]] - self._before[step] if following < len(uses) else float("inf")

@@ -54,13 +54,13 @@ class Watch:
 
     @contextmanager
     def _around(self, action: Any) -> Iterator[None]:
-        mine = self._gathers._parameters[action.stage]
+        mine = self._gathers.holds.parameters[action.stage]
         if action.op in ("F", "B", "I"):
             self.ready.append(all(p.ds_status.name != "NOT_AVAILABLE" for p in mine))
         yield
         there = {
             id(p): p.ds_numel * 4
-            for parameters in self._gathers._parameters.values()
+            for parameters in self._gathers.holds.parameters.values()
             for p in parameters
             if p.ds_status.name == "AVAILABLE"
         }

@@ -8,8 +8,8 @@ from dsx.errors import ConfigError
 from dsx.memory.job import gathering_of
 from dsx.memory.ledger import Leaf, Ledger
 from dsx.memory.stage3 import Stage3, Stage3Offload
-from dsx.memory.stage3_gathering import Coordinator, Gathering
-from dsx.memory.states import Offload, Optimizer, StateSettings
+from dsx.memory.stage3_gathering import Coordinator
+from dsx.memory.states import Gathering, Offload, Optimizer, StateSettings
 from dsx.parallel.zero import ZeroPlan
 
 ADAM = Optimizer(state_bytes=8, step_bytes=4)

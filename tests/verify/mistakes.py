@@ -65,18 +65,22 @@ def in_backward(change: Callable[[Any, dict[str, Any]], Any]) -> Fault:
     """``change(engine, call)`` around each backward; it may put other outputs into ``call``."""
 
     def make(original: Any) -> Any:
-        def backward(
-            self: Any, outputs: Any, gradients: Any, stage: int, boundary: bool, is_loss: bool
-        ) -> None:
-            call = {"outputs": outputs, "boundary": boundary, "is_loss": is_loss}
-            after = change(self, call)
-            original(self, call["outputs"], gradients, stage, boundary, is_loss)
-            if after is not None:
-                after()
+        def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            inner = self._calls.backward
 
-        return backward
+            def backward(outputs: Any, gradients: Any, *, boundary: bool, is_loss: bool) -> None:
+                call = {"outputs": outputs, "boundary": boundary, "is_loss": is_loss}
+                after = change(self, call)
+                inner(call["outputs"], gradients, boundary=boundary, is_loss=is_loss)
+                if after is not None:
+                    after()
 
-    return replaced("dsx.engine.engine.PipelineEngine._backward", make)
+            self._calls.backward = backward
+
+        return construct
+
+    return replaced("dsx.engine.engine.PipelineEngine.__init__", make)
 
 
 def _twice_reduced(original: Any) -> Any:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, TypeAlias
 
 import deepspeed
@@ -33,8 +32,8 @@ from dsx.engine.zero.calls import GradientHooks
 from dsx.engine.zero.norm import NormScope, Refuses, all_reduce_sum
 from dsx.errors import ConfigError
 from dsx.parallel.groups import Groups
-from dsx.schedules.gathers import GatherPlan, gather_plan
-from dsx.schedules.schedule import Action, Schedule
+from dsx.schedules.gathers import ChunkHolds, GatherPlan, StepTrace
+from dsx.schedules.schedule import Schedule
 
 Parameter: TypeAlias = Any
 """An nn.Parameter with what ZeRO-3 adds to it (``ds_numel``, ``ds_persist``, ...)."""
@@ -67,14 +66,16 @@ class StepGathers:
             )
         self._coordinator = optimizer.parameter_offload.get_param_coordinator()
         self._pp_rank, self._budget_bytes = pp_rank, budget_bytes
-        # Small parameters are always gathered ("persistent"). What is tied counts for every stage.
-        self._parameters = {
-            stage: tuple(p for p in dict.fromkeys(used) if not p.ds_persist) for stage, used in uses.items()
-        }
+        self.holds: ChunkHolds[Parameter] = ChunkHolds(
+            uses,
+            persistent=lambda p: bool(p.ds_persist),
+            size_bytes=lambda p: int(p.ds_numel * p.element_size()),
+            budget_bytes=budget_bytes,
+        )
         self._plans: list[tuple[Schedule, GatherPlan]] = []
         self._schedule: Schedule | None = None
-        self._kept: frozenset[int] = frozenset()
-        self._trace = _Trace(())
+        self._traced: tuple[nn.Module, ...] = ()
+        self._trace: StepTrace[Parameter] = StepTrace(())
         optimizer.parameter_offload.fwd_pre_hook.remove()  # the reset at every forward
         setattr(self._coordinator, f"{_PRIVATE}params_to_release", self._releasable)
         self._release_leftovers = self._coordinator.release_backward_leftovers
@@ -107,30 +108,20 @@ class StepGathers:
         for known, plan in self._plans:
             if known is schedule:
                 return plan
-        row: tuple[Action, ...] = schedule.rows[self._pp_rank]
-        plan = gather_plan(row, self.stage_bytes(), self._budget_bytes)
+        plan = self.holds.plan(schedule.rows[self._pp_rank])
         self._plans.append((schedule, plan))
         return plan
-
-    def stage_bytes(self) -> dict[int, int]:
-        """Virtual stage -> size of its parameters when they are gathered, persistent ones left out."""
-        return {
-            stage: sum(p.ds_numel * p.element_size() for p in parameters)
-            for stage, parameters in self._parameters.items()
-        }
 
     def _keep(self, stages: frozenset[int]) -> None:
         """DeepSpeed does not let go of a parameter that a module is at work with: be that module.
 
         What is no longer kept goes when the modules of the coming action are done with it.
         """
-        for stage in self._kept - stages:
-            for parameter in self._parameters[stage]:
-                parameter.ds_active_sub_modules.discard(_holder(stage))
-        for stage in stages - self._kept:
-            for parameter in self._parameters[stage]:
-                parameter.ds_active_sub_modules.add(_holder(stage))
-        self._kept = stages
+        gone, held = self.holds.change(stages)
+        for stage, parameter in gone:
+            parameter.ds_active_sub_modules.discard(_holder(stage))
+        for stage, parameter in held:
+            parameter.ds_active_sub_modules.add(_holder(stage))
 
     def _look_again(self) -> None:
         """Have prefetching start from here.
@@ -171,10 +162,14 @@ class StepGathers:
         for module in list(reversed(active.values())):
             self._coordinator.release_sub_module(module, forward=False)
 
-    def _trace_of_step(self) -> _Trace:
+    def _trace_of_step(self) -> StepTrace[Parameter]:
         order = getattr(self._coordinator, f"{_PRIVATE}submodule_order")
-        if self._trace.modules is not order:
-            self._trace = _Trace(order)
+        if self._traced is not order:
+            self._traced = order
+            self._trace = StepTrace(
+                [(p, p.ds_numel) for p in iter_params(module, recurse=z3_leaf_module(module))]
+                for module in order
+            )
         return self._trace
 
 
@@ -226,27 +221,6 @@ class _AfterBackward(torch.autograd.Function):
         if ctx.remaining[0] == 0:
             ctx.done(ctx.module)
         return gradients[0], None, None, None
-
-
-class _Trace:
-    """A recording: the modules of a step in order, and how far it is from each point to a parameter's use."""
-
-    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
-        self.modules = modules
-        self._uses: dict[int, list[int]] = {}
-        sizes = [0]
-        for index, module in enumerate(modules):
-            parameters = list(iter_params(module, recurse=z3_leaf_module(module)))
-            sizes.append(sum(p.ds_numel for p in parameters))
-            for parameter in parameters:
-                self._uses.setdefault(id(parameter), []).append(index)
-        self._before = list(accumulate(sizes))
-
-    def distance(self, parameter: Parameter, step: int) -> float:
-        """Elements that modules from ``step`` on use before the next one that uses ``parameter``."""
-        uses = self._uses.get(id(parameter), [])
-        next_use = bisect_left(uses, step)
-        return self._before[uses[next_use]] - self._before[step] if next_use < len(uses) else float("inf")
 
 
 def _holder(stage: int) -> int:
