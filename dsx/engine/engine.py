@@ -353,7 +353,7 @@ class PipelineEngine:
             ConfigError: It is not a multiple of micro-batch size x data-parallel degree.
         """
         engine = self.deepspeed_engine
-        unit = engine.train_micro_batch_size_per_gpu() * self.groups.mesh.dp
+        unit = engine.train_micro_batch_size_per_gpu() * self.groups.mesh.num_shares
         if train_batch_size < 1 or train_batch_size % unit:
             raise ConfigError(
                 f"train_batch_size = {train_batch_size}",
@@ -456,8 +456,9 @@ class PipelineEngine:
     def _sum_losses(self, losses: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, dist.Work]:
         """:attr:`Steering.sums`, once the all-reduce, which is under way, has been waited for."""
         total = torch.zeros(2, dtype=torch.float32, device=self.pipeline.device)
-        if losses and self.groups.tp_rank == 0:
-            total[0] = torch.stack([loss.float() for loss in losses]).sum() / (count * self.groups.mesh.dp)
+        if losses and self.groups.speaks:
+            shares = count * self.groups.mesh.num_shares
+            total[0] = torch.stack([loss.float() for loss in losses]).sum() / shares
         total[1] = self.steering.wish()
         work = dist.all_reduce(total, async_op=True)
         assert work is not None

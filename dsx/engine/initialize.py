@@ -508,7 +508,7 @@ def _check_build(model: PipelineModule, settings: Settings) -> None:
         model.partitioner.require(settings)
         return
     whole = any(not hasattr(parameter, "ds_id") for parameter in model.chunks.parameters())
-    if settings.zero_stage == 3 and model.groups.mesh.dp > 1 and whole and model.groups.rank == 0:
+    if settings.zero_stage == 3 and model.groups.mesh.num_replicas > 1 and whole and model.groups.rank == 0:
         warnings.warn(
             "ZeRO-3: the layers were built before the config was known, and each rank holds all of its own "
             "whole. Give dsx.PipelineModule the config too (config=), and they are partitioned one by one.",
@@ -519,6 +519,6 @@ def _check_build(model: PipelineModule, settings: Settings) -> None:
 def _loader(engine: Any, dataset: Any, groups: Groups) -> Any:
     """As stock PipelineEngine's (deepspeed/runtime/pipe/engine.py, _build_data_iter): in order."""
     sampler: DistributedSampler[Any] = DistributedSampler(
-        dataset, num_replicas=groups.mesh.dp, rank=groups.dp_rank, shuffle=False
+        dataset, num_replicas=groups.mesh.num_shares, rank=groups.share, shuffle=False
     )
     return engine.deepspeed_io(dataset, data_sampler=sampler)

@@ -37,7 +37,7 @@ from dsx.engine.zero.building import LayerPartitioner, outside_of_init
 from dsx.errors import LayoutError, ModelError
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Grid, Groups, make_groups, new_group
-from dsx.parallel.mesh import Mesh
+from dsx.parallel.mesh import AXES, Mesh
 from dsx.parallel.partition import partition
 from dsx.parallel.stages import Placement, StageMap
 from dsx.schedules.program import Program
@@ -586,8 +586,7 @@ class PipelineModule(nn.Module):
                 tie = self._tie_copies(key, specs[0][1].tied_weight_attr, group, ranks)
                 ties.append(tie)
                 untied = tie.left_out(self.chunks.tied_modules[key])
-                here = self.groups.pp_rank, self.groups.dp_rank, self.groups.tp_rank
-                if untied and here == (owners[0], 0, 0):
+                if untied and ranks[0] == self.groups.rank and self.groups.pipe_peer(0) == 0:
                     _warn_of_untied(self.layer_specs, key, [index for index, _ in specs], owners, untied)
         return tuple(ties)
 
@@ -615,8 +614,8 @@ class PipelineModule(nn.Module):
 
 def _require_whole(layers: Sequence[Any], mesh: Mesh) -> None:
     """Refuse modules that deepspeed.zero.Init has cut over ranks of other stages: gathering would hang."""
-    modules = [layer for layer in layers if isinstance(layer, nn.Module)]
-    if mesh.dp != mesh.size and any(hasattr(p, "ds_id") for module in modules for p in module.parameters()):
+    held = (p for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters())
+    if mesh.num_replicas != mesh.size and any(hasattr(parameter, "ds_id") for parameter in held):
         raise ModelError(
             "modules built under deepspeed.zero.Init",
             "their parameters are cut over all ranks, which here hold different layers or parts of them",
@@ -628,20 +627,21 @@ def _mesh(num_stages: int | None, topology: Any) -> Mesh:
     """Mesh of ``num_stages`` or of a DeepSpeed ProcessTopology."""
     world_size = dist.get_world_size()
     if topology is not None:
-        unknown = set(topology.get_axis_names()) - {"pipe", "data", "model"}
-        if unknown:
+        given, known = list(topology.get_axis_names()), {axis.deepspeed: axis.name for axis in AXES}
+        if unknown := set(given) - known.keys():
             raise LayoutError(
-                f"topology axes {sorted(unknown)}", "dsx does not know them", "use pipe, data, model"
+                f"topology axes {sorted(unknown)}",
+                "dsx does not know them",
+                f"use {', '.join(name for name in known if name)}",
             )
-        axes = [axis for axis in ("pipe", "data", "model") if axis in topology.get_axis_names()]
-        if list(topology.get_axis_names()) != axes:
+        axes = [axis for axis in known if axis in given]
+        if given != axes:
             raise LayoutError(
-                f"topology axes {list(topology.get_axis_names())}",
+                f"topology axes {given}",
                 "dsx numbers ranks with data inside pipe and model inside data",
                 f"give the axes in the order {axes}",
             )
-        pp, dp, tp = (topology.get_dim(axis) or 1 for axis in ("pipe", "data", "model"))
-        return Mesh.of(pp=pp, dp=dp, tp=tp)
+        return Mesh.of(**{known[axis]: topology.get_dim(axis) for axis in given})
     if num_stages is None:
         raise LayoutError("PipelineModule", "num_stages and topology are both missing", "give one of them")
     if num_stages < 1 or world_size % num_stages:

@@ -189,9 +189,9 @@ class Tracer:
                 traces.append(trace)
 
     def _gather(self, record: Record) -> list[Record]:
-        """Records of the pipeline of dp 0, tp 0, on its first rank; nothing elsewhere."""
+        """Records of the pipeline that rank 0 is in, on its first rank; nothing elsewhere."""
         groups = self._groups
-        if groups.dp_rank or groups.tp_rank:
+        if groups.pipe_peer(0):
             return []
         records: list[Any] = [None] * groups.mesh.pp
         first = groups.pp_rank == 0

@@ -15,6 +15,7 @@ from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.zero.held import adopt_weights
 from dsx.errors import ModelError
 from dsx.parallel.groups import Groups
+from dsx.parallel.mesh import AXES
 
 
 class AdditionalLosses:
@@ -54,9 +55,9 @@ class AdditionalLosses:
         total = torch.zeros(len(self._names) + 1, dtype=torch.float32, device=self._model.device)
         if self._is_last and sorted(self._sums) != self._names:
             total[-1] = 1
-        elif self._is_last and groups.tp_rank == 0 and self._names:
+        elif self._is_last and groups.speaks and self._names:
             values = torch.stack([self._sums[name] for name in self._names])
-            total[:-1] = values / (micro_batches * groups.mesh.dp)
+            total[:-1] = values / (micro_batches * groups.mesh.num_shares)
         dist.all_reduce(total)
         if total[-1]:
             raise ModelError(
@@ -230,7 +231,7 @@ class EngineNames:
 
     def log_for_device(self, *msg: object) -> None:
         """Print on the ranks that deepspeed.runtime.pipe.engine's LOG_STAGE and DATA_PARALLEL_ID name."""
-        stage, replica = self._engine.stage_id, self._engine.groups.dp_rank
+        stage, replica = self._engine.stage_id, self._engine.groups.share
         if stock.LOG_STAGE in (stage, -1) and stock.DATA_PARALLEL_ID in (replica, -1):
             _say(f"RANK={self.global_rank} PIPE-ID={stage} DATA-ID={replica} ::", *msg)
 
@@ -325,17 +326,17 @@ class EngineNames:
     @property
     def is_pipe_parallel(self) -> bool:
         """Pipeline degree above 1."""
-        return self._engine.groups.mesh.pp > 1
+        return self._is_over("pipe")
 
     @property
     def is_data_parallel(self) -> bool:
         """Data-parallel degree above 1."""
-        return self._engine.groups.mesh.dp > 1
+        return self._is_over("data")
 
     @property
     def is_model_parallel(self) -> bool:
         """Tensor-parallel degree above 1."""
-        return self._engine.groups.mesh.tp > 1
+        return self._is_over("model")
 
     @property
     def is_pipe_partitioned(self) -> bool:
@@ -348,6 +349,11 @@ class EngineNames:
         """Whether layers are recomputed by a function that needs inputs with a gradient."""
         recompute = self._engine.pipeline.chunks.recompute
         return recompute.interval > 0 and recompute.may_be_reentrant
+
+    def _is_over(self, axis: str) -> bool:
+        """Whether there are several ranks along the axis that DeepSpeed calls so."""
+        mesh = self._engine.groups.mesh
+        return any(mesh.degree(each.name) > 1 for each in AXES if each.deepspeed == axis)
 
     def _adopt_weights(self) -> None:
         adopt_weights(self._engine.deepspeed_engine)

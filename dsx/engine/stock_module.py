@@ -65,7 +65,7 @@ def save_layers(
         CheckpointError: A file cannot be written.
     """
     _require_whole(model, "save_state_dict")
-    if model.groups.dp_rank != 0:
+    if model.groups.replica != 0:
         return
     root = Path(folder)
     try:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dsx.memory.ledger import Label, Leaf, Ledger, Storage, Tensor
-from dsx.parallel.reduction import ChunkReduction, Piece
+from dsx.parallel.reduction import ChunkReduction, GradientPiece
 from dsx.parallel.zero import ZeroPlan
 
 
@@ -208,7 +208,7 @@ class CountedBuckets:
     def leave(self, parameter: Leaf) -> None:
         """The gradient stays where it is."""
 
-    def send(self, pieces: Sequence[Piece[Leaf]]) -> tuple[Sequence[Piece[Leaf]], Tensor]:
+    def send(self, pieces: Sequence[GradientPiece[Leaf]]) -> tuple[Sequence[GradientPiece[Leaf]], Tensor]:
         """A flat copy, or of one gradient alone that needs no sum, itself."""
         states = self._states
         if self.alone:
@@ -219,7 +219,7 @@ class CountedBuckets:
             free(states.take(piece.parameter))
         return pieces, flat
 
-    def land(self, bucket: tuple[Sequence[Piece[Leaf]], Tensor]) -> None:
+    def land(self, bucket: tuple[Sequence[GradientPiece[Leaf]], Tensor]) -> None:
         """The averages go to the states."""
         pieces, flat = bucket
         for piece in pieces:
@@ -273,7 +273,7 @@ class States:
         self.offload = settings.offload or Offload()
         self.replicated: frozenset[str] = frozenset()
         self.order = [leaves[name] for group in plan.groups for name, _ in group]
-        self.reduction: ChunkReduction[Leaf, tuple[Sequence[Piece[Leaf]], Tensor]] | None = None
+        self.reduction: ChunkReduction[Leaf, tuple[Sequence[GradientPiece[Leaf]], Tensor]] | None = None
         self.capacity_bytes: int | None = None
         self.parameters: list[Tensor] = []
         self.masters: list[Tensor] = []

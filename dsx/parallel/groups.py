@@ -43,6 +43,8 @@ class Groups:
         tp_rank: Coordinate on the tensor-parallel axis.
         replica: Place among the ranks of ``data``.
         share: Which share of every batch this rank reads.
+        speaks: Whether this rank is the first of those along axes that divide features: what all of them
+            hold alike, such as a loss, is counted once, here.
     """
 
     mesh: Mesh
@@ -60,6 +62,7 @@ class Groups:
     tp_rank: int = field(init=False)
     replica: int = field(init=False)
     share: int = field(init=False)
+    speaks: bool = field(init=False)
     _peers: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,6 +71,8 @@ class Groups:
             object.__setattr__(self, f"{axis}_rank", at[axis])
         object.__setattr__(self, "replica", self.mesh.replica(self.rank))
         object.__setattr__(self, "share", self.mesh.share(self.rank))
+        copy, _ = self.mesh.copies(self.rank, cut=False, divided=True)
+        object.__setattr__(self, "speaks", copy == 0)
         object.__setattr__(self, "_peers", self.mesh.group_of(self.rank, "pp"))
 
     @property

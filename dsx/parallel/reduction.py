@@ -30,7 +30,7 @@ B = TypeVar("B")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece(Generic[P]):
+class GradientPiece(Generic[P]):
     """Elements ``start`` to ``start + length`` of a parameter's flattened gradient."""
 
     parameter: P
@@ -53,7 +53,7 @@ class Transport(Protocol[P, B]):
     def leave(self, parameter: P) -> None:
         """In place: the gradient is complete, and what comes from now on in this step is late."""
 
-    def send(self, pieces: Sequence[Piece[P]]) -> B:
+    def send(self, pieces: Sequence[GradientPiece[P]]) -> B:
         """Fill a bucket, in the order of ``pieces``, and start summing it."""
 
     def land(self, bucket: B) -> None:
@@ -102,7 +102,7 @@ class ChunkReduction(Generic[P, B]):
                     self._users[parameter].add(stage)
         self._done: set[int] = set()
         self._left: set[P] = set()
-        self._waiting: deque[list[Piece[P]]] = deque()
+        self._waiting: deque[list[GradientPiece[P]]] = deque()
         self._flying: deque[B] = deque()
 
     def begin(self, schedule: Schedule) -> None:
@@ -142,7 +142,7 @@ class ChunkReduction(Generic[P, B]):
     def _start(self, parameters: Sequence[P]) -> None:
         """Those of ``parameters`` that have not left: fill buckets, and send as many as may be under way."""
         transport = self._transport
-        filling: dict[Hashable, list[Piece[P]]] = {}
+        filling: dict[Hashable, list[GradientPiece[P]]] = {}
         room: dict[Hashable, int] = {}
         for parameter in parameters:
             if parameter in self._left:
@@ -163,12 +163,12 @@ class ChunkReduction(Generic[P, B]):
         while self._waiting and not self._is_full:
             self._advance()
 
-    def _cut(self, parameter: P, room: int) -> Iterator[Piece[P]]:
+    def _cut(self, parameter: P, room: int) -> Iterator[GradientPiece[P]]:
         """All of ``parameter``; in place, as much as the bucket has room for, then buckets full of it."""
         start, numel = 0, self._sizes[parameter]
         while start < numel:
             length = min(room, numel - start) if self._transport.in_place else numel
-            yield Piece(parameter, start, length)
+            yield GradientPiece(parameter, start, length)
             start, room = start + length, self._bucket_elements
 
     @property

@@ -117,11 +117,13 @@ class ZeroPlan:
         found: list[tuple[int, tuple[tuple[str, int], ...]]] = []
         for index, group in enumerate(self.groups):
             held: list[tuple[str, int]] = []
+            size = 0
             for name, numel in group:
                 held.append((name, numel))
-                if sum(self.part(size) for _, size in held) >= self.sub_group_size:
+                size += self.part(numel)
+                if size >= self.sub_group_size:
                     found.append((index, tuple(held)))
-                    held = []
+                    held, size = [], 0
             if held:
                 found.append((index, tuple(held)))
         return found

@@ -152,7 +152,7 @@ class ReplicaGradients:
         self._asks_above = torch.where(counts, torch.inf, _GROWN * own)
         self._doubts = torch.where(apart & ~counts, self._doubts + 1, 0)
         doubtful = (self._doubts == _DOUBTS).nonzero().view(-1).tolist()
-        if doubtful and self._groups.tp_rank == 0 and self._groups.dp_rank == 0:
+        if doubtful and self._groups.pipe_peer(0) == 0:
             warnings.warn(
                 f"{_listed([self._names[at] for at in doubtful])}: the gradient {_DIFFERS}, in each of "
                 f"the last {_DOUBTS} comparisons, but is so small that it may be rounding. If it is not: "

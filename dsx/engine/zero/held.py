@@ -8,6 +8,7 @@ fp16/unfused_optimizer.py and plain torch optimizers (a tensor per parameter).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -155,21 +156,26 @@ def _refresh_partitions(wrapper: Any) -> None:
         wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
 
 
-def _plan_spans(
-    groups: Sequence[Sequence[nn.Parameter]], stage: int, process_group: Any, **options: Any
+def _spans(
+    groups: Sequence[Sequence[nn.Parameter]], stage: int, process_group: Any = None, **options: Any
 ) -> list[tuple[Span, ...]]:
-    """The spans of each group's partition on this rank."""
-    named = [
-        tuple((f"{at}.{index}", p.numel()) for index, p in enumerate(group))
-        for at, group in enumerate(groups)
-    ]
-    plan = ZeroPlan(stage=stage, dp=dist.get_world_size(process_group), groups=tuple(named), **options)
-    by_name = {
-        f"{at}.{index}": parameter for at, group in enumerate(groups) for index, parameter in enumerate(group)
-    }
+    """What this rank keeps of each group (stage 0: of each parameter), as :class:`ZeroPlan` cuts them.
+
+    Without a process group it keeps all.
+    """
+    names = {f"{at}.{index}": p for at, group in enumerate(groups) for index, p in enumerate(group)}
+    plan = ZeroPlan(
+        stage=stage,
+        dp=1 if process_group is None else dist.get_world_size(process_group),
+        groups=tuple(
+            tuple((f"{at}.{index}", getattr(p, "ds_numel", p.numel())) for index, p in enumerate(group))
+            for at, group in enumerate(groups)
+        ),
+        **options,
+    )
     return [
-        tuple(Span(by_name[piece.name], piece.start, piece.stop, piece.offset) for piece in buffer.pieces)
-        for buffer in plan.buffers(dist.get_rank(process_group))
+        tuple(Span(names[piece.name], piece.start, piece.stop, piece.offset) for piece in buffer.pieces)
+        for buffer in plan.buffers(0 if process_group is None else dist.get_rank(process_group))
     ]
 
 
@@ -177,7 +183,7 @@ def _zero_1_and_2(wrapper: Any) -> Iterator[Held]:
     groups = wrapper.bit16_groups
     element_bytes = groups[0][0].element_size()
     alignment = max(1, 16 // element_bytes) if wrapper.parameter_alignment else 1
-    spans = _plan_spans(
+    spans = _spans(
         groups,
         1,
         wrapper.real_dp_process_group[0],
@@ -190,50 +196,36 @@ def _zero_1_and_2(wrapper: Any) -> Iterator[Held]:
 
 
 def _bf16(wrapper: Any) -> Iterator[Held]:
-    spans = _plan_spans(wrapper.bf16_groups, 1, wrapper.real_dp_process_group[0])
+    spans = _spans(wrapper.bf16_groups, 1, wrapper.real_dp_process_group[0])
     for group, (master, its) in enumerate(zip(wrapper.fp32_groups_flat_partition, spans, strict=True)):
         yield Held(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
 
 
 def _zero_3(wrapper: Any) -> Iterator[Held]:
-    rank = dist.get_rank(wrapper.dp_process_group)
-    for index, (parameters, master) in enumerate(
-        zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True)
-    ):
-        spans, offset = [], 0
-        for parameter in parameters:
-            size = parameter.partition_numel()
-            start, stop = rank * size, min((rank + 1) * size, parameter.ds_numel)
-            if start < stop:
-                spans.append(Span(parameter, start, stop, offset))
-            offset += size
+    """Sub-groups are cut parameter by parameter, as a group that nothing closes."""
+    spans = _spans(wrapper.fp16_groups, 3, wrapper.dp_process_group, sub_group_size=sys.maxsize)
+    for index, (master, its) in enumerate(zip(wrapper.fp32_partitioned_groups_flat, spans, strict=True)):
         group = wrapper.sub_group_to_group_id[index]
-        yield Held(master=master, group=group, spans=tuple(spans), optimizer=wrapper.optimizer)
+        yield Held(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
 
 
 def _flat_groups(wrapper: Any) -> Iterator[Held]:
-    for group, (parameters, master) in enumerate(
-        zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True)
-    ):
-        spans, offset = [], 0
-        for parameter in parameters:
-            spans.append(Span(parameter, 0, parameter.numel(), offset))
-            offset += parameter.numel()
-        yield Held(master=master, group=group, spans=tuple(spans), optimizer=wrapper.optimizer)
+    spans = _spans(wrapper.fp16_groups, 1)
+    for group, (master, its) in enumerate(zip(wrapper.fp32_groups_flat, spans, strict=True)):
+        yield Held(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
 
 
 def _copies(wrapper: Any) -> Iterator[Held]:
     for group, (parameters, masters) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)):
-        for parameter, master in zip(parameters, masters, strict=True):
-            spans = (Span(parameter, 0, parameter.numel(), 0),)
-            yield Held(master=master, group=group, spans=spans, optimizer=wrapper.optimizer)
+        for master, its in zip(masters, _spans([parameters], 0), strict=True):
+            yield Held(master=master, group=group, spans=its, optimizer=wrapper.optimizer)
 
 
 def _plain(optimizer: torch.optim.Optimizer) -> Iterator[Held]:
     for group, settings in enumerate(optimizer.param_groups):
-        for parameter in filter(_is_trained(optimizer), settings["params"]):
-            spans = (Span(parameter, 0, parameter.numel(), 0),)
-            yield Held(master=parameter, group=group, spans=spans, optimizer=optimizer)
+        trained = list(filter(_is_trained(optimizer), settings["params"]))
+        for parameter, its in zip(trained, _spans([trained], 0), strict=True):
+            yield Held(master=parameter, group=group, spans=its, optimizer=optimizer)
 
 
 def _is_trained(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], bool]:

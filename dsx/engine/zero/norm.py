@@ -19,10 +19,10 @@ Refuses = Callable[[torch.Tensor], bool]
 class NormScope:
     """Which local gradients count, and over which ranks their squares are summed.
 
-    A tensor that is the same on every tp rank counts on tp rank 0; a tied copy on a later pipeline rank not
-    at all. DeepSpeed's own norm sums per parameter group, one collective each, and so hangs when pipeline
-    ranks have different numbers of groups (a tied group on the first and last only, or ZeRO-3's sub-groups
-    of unequal stages): here every rank takes part in exactly one all-reduce.
+    A tensor that tensor-parallel ranks hold whole counts on the first of them; a tied copy on a later
+    pipeline rank not at all. DeepSpeed's own norm sums per parameter group, one collective each, and so hangs
+    when pipeline ranks have different numbers of groups (a tied group on the first and last only, or ZeRO-3's
+    sub-groups of unequal stages): here every rank takes part in exactly one all-reduce.
 
     Args:
         groups: This rank's process groups.
@@ -42,13 +42,13 @@ class NormScope:
     @property
     def data_rank(self) -> int:
         """This rank's place among those that share a cut gradient."""
-        return self._groups.dp_rank
+        return self._groups.replica
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank's gradient of ``parameter`` enters the norm."""
         if getattr(parameter, "ds_pipe_replicated", False):
             return False
-        return bool(getattr(parameter, "tensor_model_parallel", False)) or self._groups.tp_rank == 0
+        return bool(getattr(parameter, "tensor_model_parallel", False)) or self._groups.speaks
 
     def norm(
         self,

@@ -12,7 +12,7 @@ from torch import nn
 
 from dsx.engine.executor import StepHooks
 from dsx.errors import ModelError
-from dsx.parallel.reduction import Piece
+from dsx.parallel.reduction import GradientPiece
 from dsx.schedules.schedule import Schedule
 
 
@@ -104,7 +104,7 @@ class LeftToDeepSpeed:
 class _Bucket:
     """Gradients under way, end to end in one tensor."""
 
-    pieces: Sequence[Piece[nn.Parameter]]
+    pieces: Sequence[GradientPiece[nn.Parameter]]
     flat: torch.Tensor
     work: dist.Work | None
 
@@ -137,7 +137,7 @@ class GradientTransport:
         """The gradient stays where it is until it is sent; the store notes what comes after this."""
         self._store.take(parameter)
 
-    def send(self, pieces: Sequence[Piece[nn.Parameter]]) -> _Bucket:
+    def send(self, pieces: Sequence[GradientPiece[nn.Parameter]]) -> _Bucket:
         """A flat copy, or of one gradient alone that needs no sum, itself."""
         first = pieces[0].parameter
         dtype = self._wire_dtype[first]

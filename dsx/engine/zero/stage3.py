@@ -309,7 +309,8 @@ def scope_consistency_checks(groups: Groups) -> None:
     world rank 0 (deepspeed/runtime/zero/utils.py, assert_ints_same_as_other_ranks); pipeline ranks rightly
     differ, so that the stock check deadlocks.
     """
-    group, source, size = groups.data, groups.mesh.group_of(groups.rank, "dp")[0], groups.mesh.dp
+    mesh, group, size = groups.mesh, groups.data, groups.mesh.num_replicas
+    source = mesh.group_of(groups.rank, *mesh.replica_axes)[0]
 
     def same_over_data_parallel(ints: Sequence[int]) -> None:
         if size == 1:
