@@ -18,7 +18,7 @@ from dsx.errors import CheckpointError, ConfigError
 from dsx.models.param import ParamSpec
 from dsx.parallel.layout import Layout
 from dsx.parallel.limits import Asked, objections
-from dsx.parallel.mesh import Mesh
+from dsx.parallel.mesh import AXES, Mesh
 from dsx.parallel.partition import balanced
 from dsx.parallel.stages import StageMap
 
@@ -85,6 +85,11 @@ def stock_layout(
         specs=tuple(replace(spec, name=names.get(spec.name, spec.name)) for spec in specs),
         groups=merged_groups(source) if specs else layout.groups,
     )
+
+
+def stock_mesh(layout: StockLayout) -> Mesh:
+    """The ranks of a stock engine."""
+    return Mesh.of(pp=max(1, len(layout.bounds) - 1), dp=layout.dp, tp=layout.tp)
 
 
 def _known_ties(source: Catalog) -> Ties:
@@ -279,16 +284,8 @@ def cut_note(layout: StockLayout) -> tuple[str, ...]:
     return (f"The PipelineModule that loads it has {', '.join(map(str, counts))} layers in its stages.",)
 
 
-_NAMES = {
-    "tp": "tensor",
-    "tensor": "tensor",
-    "pp": "pipeline",
-    "pipeline": "pipeline",
-    "dp": "data",
-    "data": "data",
-    "chunks": "chunks",
-    "zero": "zero",
-}
+_NAMES = {word: axis.title for axis in AXES for word in (axis.name, axis.title)}
+_NAMES |= {"chunks": "chunks", "zero": "zero"}
 _MOST_DIGITS = 6  # of a layer's number
 
 
@@ -347,22 +344,21 @@ def layout_like(source: Catalog, wanted: TargetDegrees) -> Layout:
             enough.
         LayoutError: Degrees that do not fit the model.
     """
-    mesh = source.facts.get("mesh") or {}
-    tp = _or(wanted.tensor, mesh.get("tp", 1))
-    pp = _or(wanted.pipeline, mesh.get("pp", 1))
+    saved = source.facts.get("mesh") or {}
+    mesh = Mesh.of(**{a.name: _or(getattr(wanted, a.title), saved.get(a.name, 1)) for a in AXES})
     chunks = _or(wanted.chunks, source.facts.get("chunks", 1))
     params = specs_of(source)
     known = {spec.name for spec in source.specs}
     unknown = [spec.name for spec in params if spec.name not in known]
-    if unknown and tp > 1:
+    if unknown and mesh.tp > 1:
         raise CheckpointError(
             f"{source.root}: tensor {unknown[0]}",
-            f"the checkpoint does not say how tensor parallelism of degree {tp} cuts it",
+            f"the checkpoint does not say how tensor parallelism of degree {mesh.tp} cuts it",
             "ask for tensor 1, or name a CONFIG of the model",
         )
     return Layout(
-        mesh=Mesh.of(pp=pp, dp=_or(wanted.data, mesh.get("dp", 1)), tp=tp),
-        stages=_stages(source, params, pp, chunks),
+        mesh=mesh,
+        stages=_stages(source, params, mesh.pp, chunks),
         params=params,
         zero_stage=_or(wanted.zero, source.facts.get("zero_stage", 0)),
     )

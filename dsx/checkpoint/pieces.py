@@ -121,30 +121,48 @@ def local_parts(spec: ParamSpec, tp: int, tp_rank: int, start: int, stop: int) -
     """Elements ``start`` to ``stop`` of a rank's flattened local tensor, as boxes of the logical tensor.
 
     The local tensor is what tensor parallelism leaves on ``tp_rank``, its fused blocks one after another and
-    padding last along the split dim. Padding has no part.
+    padding last along the split dim.
+    """
+    dim = spec.split
+    spans = () if dim is None else tuple(box[dim] for box in spec.boxes(tp, tp_rank))
+    return cut_parts(spec.local_shape(tp), dim, spans, start, stop)
+
+
+def cut_parts(
+    shape: Sequence[int], dim: int | None, spans: Sequence[tuple[int, int]], start: int, stop: int
+) -> tuple[Part, ...]:
+    """Elements ``start`` to ``stop`` of a flattened local tensor, as boxes of the logical tensor.
+
+    Args:
+        shape: Of the local tensor.
+        dim: Dim that is cut; None if the local tensor is the logical one.
+        spans: What the local tensor has along ``dim``: (start, stop) of each block, in its order. Rows past
+            them are padding, which has no part.
+        start: First element.
+        stop: The element after the last.
 
     Returns:
         The parts in the order of their first elements.
     """
-    shape = spec.local_shape(tp)
     strides = contiguous(shape)
     parts = []
     for local in interval_boxes(shape, start, stop):
-        for start_local, box in _globals(spec, local, tp, tp_rank):
-            flat = sum(at * step for at, step in zip(start_local, strides, strict=True))
+        for corner_local, box in _globals(dim, spans, local):
+            flat = sum(at * step for at, step in zip(corner_local, strides, strict=True))
             corner = tuple(low for low, _ in box)
             parts.append(Part(corner, tuple(high - low for low, high in box), strides, flat))
     return tuple(sorted(parts, key=lambda part: part.flat))
 
 
-def _globals(spec: ParamSpec, local: Box, tp: int, tp_rank: int) -> Iterator[tuple[tuple[int, ...], Box]]:
-    """Local corner and global box of every block of the split dim that a local box reaches into."""
-    if spec.split is None:
+def _globals(
+    dim: int | None, spans: Sequence[tuple[int, int]], local: Box
+) -> Iterator[tuple[tuple[int, ...], Box]]:
+    """Local corner and global box of every block of the cut dim that a local box reaches into."""
+    if dim is None:
         yield tuple(low for low, _ in local), local
         return
-    dim, base = spec.split, 0
-    for box in spec.boxes(tp, tp_rank):
-        low, high = box[dim]
+    base = 0
+    for low, high in spans:
         shift = low - base
         start, stop = max(local[dim][0], base), min(local[dim][1], base + high - low)
         base += high - low

@@ -19,7 +19,15 @@ from dsx.checkpoint.formats.deepspeed.layer_names import as_model
 from dsx.checkpoint.formats.deepspeed.plan import StockLayout
 from dsx.checkpoint.formats.deepspeed.reader import FORMAT as STOCK
 from dsx.checkpoint.formats.huggingface import catalog
-from dsx.checkpoint.layouts import Pipeline, TargetDegrees, cut_note, layout_like, merged_groups, stock_layout
+from dsx.checkpoint.layouts import (
+    Pipeline,
+    TargetDegrees,
+    cut_note,
+    layout_like,
+    merged_groups,
+    stock_layout,
+    stock_mesh,
+)
 from dsx.checkpoint.staging import check_absent
 from dsx.checkpoint.target import Target
 from dsx.errors import CheckpointError, LayoutError, ModelError
@@ -301,8 +309,7 @@ def _stock(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:
     )
     universal = wanted.format == "universal"
     source, layout = stock_layout(source, degrees, wanted.pipeline, layout, universal=universal)
-    facts = {"pp": max(1, len(layout.bounds) - 1), "dp": layout.dp, "tp": layout.tp, "chunks": 1}
-    facts |= {"zero_stage": layout.zero_stage}
+    facts = {**dict(stock_mesh(layout).axes), "chunks": 1, "zero_stage": layout.zero_stage}
     writer = universal_target if universal else deepspeed_target
     target = writer.target_of(source, root, layout)
     return source, replace(target, dropped=(*target.dropped, *cut_note(layout))), facts

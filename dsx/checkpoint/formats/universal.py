@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint import store
-from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry, Piece
+from dsx.checkpoint.catalog import Catalog, Entry, Piece
+from dsx.checkpoint.formats.deepspeed.cut import Cut
 from dsx.checkpoint.formats.deepspeed.files import StockFiles, open_stock
 from dsx.checkpoint.formats.deepspeed.flat import (
     Fragment,
@@ -29,7 +30,7 @@ from dsx.checkpoint.formats.deepspeed.flat import (
 )
 from dsx.checkpoint.formats.deepspeed.module import Module, modules_of
 from dsx.checkpoint.formats.deepspeed.plan import StockLayout, StockPlan
-from dsx.checkpoint.formats.deepspeed.reader import facts_of
+from dsx.checkpoint.formats.deepspeed.reader import facts_of, located
 from dsx.checkpoint.formats.deepspeed.target import (
     VERSION,
     Files,
@@ -42,7 +43,7 @@ from dsx.checkpoint.formats.deepspeed.target import (
 )
 from dsx.checkpoint.formats.torch_file import Global, TensorRef, TorchFile, read_torch_file
 from dsx.checkpoint.formats.torch_target import Call, number
-from dsx.checkpoint.pieces import Part, contiguous, interval_boxes
+from dsx.checkpoint.pieces import contiguous
 from dsx.checkpoint.target import Target
 from dsx.errors import CheckpointError
 
@@ -72,11 +73,11 @@ def catalog_of(root: Path) -> Catalog:
                 f"if you know that it came to its end, remove the folder tmp; else {_AGAIN}",
             )
     files = open_stock(root, universal=True)
-    module = modules_of(files)[0] if files.pp * files.tp == 1 else None
+    module = modules_of(files)[0] if len(files.ranks) == 1 else None
     shapes = _shapes(files)
     held = list(_parameters(root))
     common = read_torch_file(root, f"{FOLDER}/{COMMON}")
-    entries = list(_entries(root, held, shapes, module, files.tp))
+    entries = list(_entries(root, held, shapes, module, cut=len(files.shards) > 1))
     trained = {entry.name for entry in entries if entry.role == "trained"}
     lost = sorted(set(shapes) - trained)
     if lost:
@@ -96,7 +97,7 @@ def catalog_of(root: Path) -> Catalog:
         root=root,
         format=FORMAT,
         entries=tuple(entries),
-        facts={**({"optimizer": optimizer} if optimizer else {}), **facts, **_mesh(files)},
+        facts={**({"optimizer": optimizer} if optimizer else {}), **facts},
         checksums=(*checksums, *(one for file in files.all for one in file.checksums)),
     )
 
@@ -112,10 +113,6 @@ def _lost(files: StockFiles, known: set[str]) -> Iterator[str]:
         for name, kind in told.items()
         if name not in known
     )
-
-
-def _mesh(files: StockFiles) -> dict[str, Any]:
-    return {"mesh": {"pp": files.pp, "dp": files.dp, "tp": files.tp}}
 
 
 def _parameters(root: Path) -> Iterator[tuple[str, dict[str, TorchFile]]]:
@@ -145,7 +142,8 @@ def _entries(
     held: Sequence[tuple[str, Mapping[str, TorchFile]]],
     shapes: Mapping[str, tuple[int, ...]],
     module: Module | None,
-    tp: int,
+    *,
+    cut: bool,
 ) -> Iterator[Entry]:
     aliases = {names[0]: names[1:] for names in module.ties} if module is not None else {}
     for name, parts in held:
@@ -156,7 +154,7 @@ def _entries(
                 continue
             ref = _tensor(file)
             shape, local = ref.shape, shapes.get(name, ref.shape)
-            divided = tp > 1 and len(local) == 1  # a vector: the file has it whole, the model a part
+            divided = cut and len(local) == 1  # a vector: the file has it whole, the model a part
             if len(shape) < 2 and not divided:
                 shape = local
             where = f"{root / file.name}: tensor {name}, {state}"
@@ -207,19 +205,12 @@ def _kept(module: Module, trained: set[str]) -> Iterator[Entry]:
             state="weight",
             shape=fragments[0].shape,
             dtype=fragments[0].dtype,
-            pieces=tuple(piece for fragment in fragments for piece in _pieces(fragment)),
+            pieces=tuple(
+                piece for fragment in fragments for piece in located(Cut(fragment.shape), 0, fragment)
+            ),
             role="buffer" if name in module.buffers else "trained" if name in trained else "frozen",
             aliases=tuple(aliases.get(name, ())),
         )
-
-
-def _pieces(fragment: Fragment) -> Iterator[Piece]:
-    strides = fragment.strides or contiguous(fragment.shape)
-    for box in interval_boxes(fragment.shape, fragment.start, fragment.stop):
-        corner = tuple(low for low, _ in box)
-        flat = sum(at * step for at, step in zip(corner, strides, strict=True)) - fragment.start
-        part = Part(corner, tuple(high - low for low, high in box), strides, flat)
-        yield part.at(fragment.file, fragment.offset, ITEM_BYTES[fragment.dtype])
 
 
 def _groups(

@@ -69,7 +69,7 @@ def layer_weights(
 def logical_tensors(pipeline: Any) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
     """This stage's logical tensors one by one, whole, on the CPU. A collective call over the stage's ranks.
 
-    A tied tensor is given once, by the first stage that holds it. Only the rank at dp 0 and tp 0 of each
+    A tied tensor is given once, by the first stage that holds it. Only the first rank of each
     stage gets the contents; the others get an empty tensor.
     """
     for parameter in pipeline.chunks.parameters():
@@ -81,7 +81,7 @@ def logical_tensors(pipeline: Any) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
             if getattr(parameter, "ds_pipe_replicated", False):
                 continue
             whole = torch.empty(0)
-            if pipeline.groups.dp_rank == 0:
+            if pipeline.groups.replica == 0:
                 whole = _whole(parameter.detach(), spec, pipeline.groups)
             yield spec, whole
 
@@ -101,7 +101,7 @@ def export_weights(pipeline: Any, folder: str | Path, config: dict[str, Any]) ->
     """
     groups, folder = pipeline.groups, Path(folder)
     tensors = {}
-    writer = groups.dp_rank == 0 and groups.tp_rank == 0
+    writer = groups.replica == 0 and groups.tp_rank == 0
     for spec, tensor in logical_tensors(pipeline):
         if writer:
             tensors.update(hf.split(spec, tensor))

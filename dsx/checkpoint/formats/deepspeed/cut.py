@@ -37,7 +37,7 @@ from dsx.checkpoint.catalog import NO_SETTINGS
 from dsx.checkpoint.formats.deepspeed.order import Ties
 from dsx.checkpoint.formats.huggingface.names import read_json
 from dsx.checkpoint.formats.torch_file import PickledObject
-from dsx.checkpoint.pieces import Part, contiguous, interval_boxes
+from dsx.checkpoint.pieces import Part, contiguous, cut_parts
 from dsx.errors import CheckpointError
 from dsx.models.param import ParamSpec
 
@@ -65,28 +65,8 @@ class Cut:
 
     def parts(self, rank: int, local: Shape, start: int, stop: int) -> tuple[Part, ...]:
         """Elements ``start`` to ``stop`` of a rank's flattened local tensor as boxes of the logical one."""
-        strides = contiguous(local)
-        found = []
-        for box in interval_boxes(local, start, stop):
-            for corner, extents, at in self._blocks(rank, box):
-                flat = sum(index * step for index, step in zip(at, strides, strict=True))
-                found.append(Part(corner, extents, strides, flat))
-        return tuple(found)
-
-    def _blocks(self, rank: int, box: tuple[tuple[int, int], ...]) -> list[tuple[Shape, Shape, Shape]]:
-        """(global corner, extents, local corner) of what a local box has of every block."""
-        lows, extents = tuple(low for low, _ in box), tuple(high - low for low, high in box)
-        if self.dim is None:
-            return [(lows, extents, lows)]
-        found, base, dim = [], 0, self.dim
-        for low, high in self.spans[rank]:
-            start, stop = max(box[dim][0], base), min(box[dim][1], base + high - low)
-            if start < stop:
-                put = (*lows[:dim], start + low - base, *lows[dim + 1 :])
-                size = (*extents[:dim], stop - start, *extents[dim + 1 :])
-                found.append((put, size, (*lows[:dim], start, *lows[dim + 1 :])))
-            base += high - low
-        return found
+        spans = () if self.dim is None else self.spans[rank]
+        return cut_parts(local, self.dim, spans, start, stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from typing import Any
 from dsx.checkpoint.formats.deepspeed.types import check_model, check_optimizer, config_of
 from dsx.checkpoint.formats.torch_file import TorchFile, read_torch_file
 from dsx.errors import CheckpointError
+from dsx.parallel.mesh import Mesh
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -36,9 +37,7 @@ class StockFiles:
         models: By (model-parallel rank, data-parallel rank); below ZeRO-3 only data-parallel rank 0.
         optimizers: By the same; none without ZeRO.
         layers: By (global layer, tensor-parallel rank).
-        pp: Pipeline stages.
-        tp: Tensor-parallel degree.
-        dp: Data-parallel degree.
+        mesh: Over how many ranks of which axes the model was.
         zero_stage: ZeRO stage.
     """
 
@@ -46,10 +45,36 @@ class StockFiles:
     models: Mapping[tuple[int, int], TorchFile]
     optimizers: Mapping[tuple[int, int], TorchFile]
     layers: Mapping[tuple[int, int], TorchFile]
-    pp: int
-    tp: int
-    dp: int
+    mesh: Mesh
     zero_stage: int
+
+    @property
+    def ranks(self) -> range:
+        """Model-parallel ranks: pipeline stage slowest, tensor fastest."""
+        return range(self.mesh.num_parts)
+
+    @property
+    def shards(self) -> range:
+        """Tensor-parallel ranks."""
+        return range(self.mesh.tp)
+
+    @property
+    def replicas(self) -> range:
+        """Data-parallel ranks."""
+        return range(self.mesh.num_replicas)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """How many data-parallel and tensor-parallel ranks there are."""
+        return {"replicas": len(self.replicas), "shards": len(self.shards)}
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Pipeline stage and tensor-parallel rank of a model-parallel rank."""
+        return divmod(rank, self.mesh.tp)
+
+    def stages_of(self, shard: int = 0) -> range:
+        """Model-parallel ranks, stage by stage, of one tensor-parallel rank."""
+        return self.ranks[shard :: self.mesh.tp]
 
     @property
     def first(self) -> Mapping[str, Any]:
@@ -68,12 +93,11 @@ def looks_stock(root: Path) -> bool:
     return root.is_dir() and any(_MODEL.fullmatch(path.name) for path in root.iterdir())
 
 
-def open_stock(root: Path, tp: int | None = None, *, universal: bool = False) -> StockFiles:
+def open_stock(root: Path, *, universal: bool = False) -> StockFiles:
     """Read the structure of every file of a stock checkpoint.
 
     Args:
         root: The folder of one tag.
-        tp: Tensor-parallel degree, where it is known from elsewhere.
         universal: It is of the universal format, which has neither optimizers' nor layers' files.
 
     Raises:
@@ -95,19 +119,23 @@ def open_stock(root: Path, tp: int | None = None, *, universal: bool = False) ->
         check_optimizer(file)
     first = models[0, 0].content
     degree = int(first.get("mp_world_size") or max(rank for rank, _ in models) + 1)
-    tensor = tp or _tensor_degree(first, layers, degree)
+    tensor = _tensor_degree(first, layers, degree)
     if degree % tensor:
         raise CheckpointError(
-            str(root), f"{degree} model-parallel ranks, tensor-parallel degree {tensor}", "name the right tp"
+            str(root),
+            f"{degree} model-parallel ranks, tensor-parallel degree {tensor}",
+            "use the files of one save",
         )
     files = StockFiles(
         root=root,
         models=models,
         optimizers=optimizers,
         layers=layers,
-        pp=degree // tensor,
-        tp=tensor,
-        dp=int(first.get("dp_world_size") or max((rank for _, rank in optimizers), default=0) + 1),
+        mesh=Mesh.of(
+            pp=degree // tensor,
+            dp=int(first.get("dp_world_size") or max((rank for _, rank in optimizers), default=0) + 1),
+            tp=tensor,
+        ),
         zero_stage=_zero_stage(first, optimizers, models),
     )
     _check_complete(files, universal=universal)
@@ -168,13 +196,12 @@ def _zero_stage(first: Mapping[str, Any], optimizers: Mapping[Any, TorchFile], m
 
 
 def _check_complete(files: StockFiles, *, universal: bool) -> None:
-    copies = files.dp if files.zero_stage == 3 else 1
-    ranks = range(files.pp * files.tp)
-    _require(files.root, files.models, ranks, range(copies), "model_states")
+    copies = files.replicas if files.zero_stage == 3 else range(1)
+    _require(files.root, files.models, files.ranks, copies, "model_states")
     if (files.zero_stage or files.optimizers) and not universal:
-        _require(files.root, files.optimizers, ranks, range(files.dp), "optim_states")
+        _require(files.root, files.optimizers, files.ranks, files.replicas, "optim_states")
     numbers = {layer for layer, _ in files.layers}
-    _require(files.root, files.layers, numbers, range(files.tp), "layer")
+    _require(files.root, files.layers, numbers, files.shards, "layer")
     tags = {
         (file.content.get("global_steps"), file.content.get("ds_version")) for file in files.models.values()
     }

@@ -65,7 +65,7 @@ def part_numel(shape: Iterable[int], ranks: int) -> int:
 
 
 def over_all_ranks(
-    sizes: Sequence[int], shapes: Sequence[Iterable[Sequence[int]]], *, dp: int, tp: int
+    sizes: Sequence[int], shapes: Sequence[Iterable[Sequence[int]]], *, replicas: int, shards: int
 ) -> list[bool]:
     """Whether the parameters that have a part in each buffer are divided over all ranks.
 
@@ -75,16 +75,16 @@ def over_all_ranks(
     Args:
         sizes: Elements of each buffer on one rank.
         shapes: Local shapes of those parameters.
-        dp: Data-parallel degree.
-        tp: Tensor-parallel degree.
+        replicas: Data-parallel degree.
+        shards: Tensor-parallel degree.
 
-    >>> over_all_ranks([6, 12, 1], [[(24,)], [(24,)], [(2,)]], dp=2, tp=2)
+    >>> over_all_ranks([6, 12, 1], [[(24,)], [(24,)], [(2,)]], replicas=2, shards=2)
     [True, False, True]
     """
     found: list[bool | None] = []
     for size, held in zip(sizes, map(tuple, shapes), strict=True):
-        own = sum(part_numel(shape, dp) for shape in held)
-        every = sum(part_numel(shape, dp * tp) for shape in held)
+        own = sum(part_numel(shape, replicas) for shape in held)
+        every = sum(part_numel(shape, replicas * shards) for shape in held)
         found.append(size == every if own != every else None)
     return [any(found) if one is None else one for one in found]
 
@@ -181,10 +181,10 @@ def sharded_state(files: StockFiles, rank: int, weights: Mapping[str, tuple[int,
         CheckpointError: The files contradict each other, or are of a form that is not known.
     """
     model = files.models[rank, 0]
-    states = [_Saved.of(files.optimizers[rank, dp]) for dp in range(files.dp)]
+    states = [_Saved.of(files.optimizers[rank, replica]) for replica in files.replicas]
     shapes = _shapes(model) if model.content.get("param_shapes") else _mapped_shapes(states, weights)
     settings = config_of(model.content).get("zero_optimization") or {}
-    turns = files.dp if isinstance(settings, dict) and settings.get("round_robin_gradients") else 1
+    turns = len(files.replicas) if isinstance(settings, dict) and settings.get("round_robin_gradients") else 1
     fragments: list[Fragment] = []
     if states[0].per_parameter:
         fragments += _per_parameters(files, states, shapes)
@@ -362,8 +362,8 @@ def _per_parameters(
     """Every sub-group of stage 3. AutoTP's ranks count tensor parallelism fastest."""
     flats = states[0].flats
     sizes = [flats[number].numel if number < len(flats) else 0 for number in range(len(shapes))]
-    everywhere = over_all_ranks(sizes, [group.values() for group in shapes], dp=files.dp, tp=files.tp)
-    world = [_Saved.of(files.optimizers[mp, dp]) for dp in range(files.dp) for mp in range(files.tp)]
+    everywhere = over_all_ranks(sizes, [group.values() for group in shapes], **files.degrees)
+    world = [_Saved.of(files.optimizers[at, replica]) for replica in files.replicas for at in files.shards]
     for number, (group, over_all) in enumerate(zip(shapes, everywhere, strict=True)):
         found = _per_parameter(world if over_all else states, number, group) if group else ()
         yield from (replace(one, over_all=over_all) for one in found)

@@ -34,7 +34,7 @@ def tied_layers(files: StockFiles, ties: Ties | None) -> dict[int, str]:
         CheckpointError: Two tied modules have the same tensors, or the user's word does not fit the files.
     """
     known: dict[str, int] = {}
-    for rank in range(0, files.pp * files.tp, files.tp):
+    for rank in files.stages_of():
         known.update(_trained(files, rank))
         known.update(dict.fromkeys(buffers_of(files, rank), 0))
     keys: dict[str, dict[str, int]] = defaultdict(dict)
@@ -121,8 +121,8 @@ def _trained(files: StockFiles, rank: int) -> dict[str, int]:
     if shapes:
         return {str(name): prod(shape) for group in shapes for name, shape in group.items()}
     found: dict[str, int] = defaultdict(int)
-    for dp in range(files.dp if files.optimizers else 0):
-        for name, numel in mapped(files.optimizers[rank, dp]):
+    for replica in files.replicas if files.optimizers else ():
+        for name, numel in mapped(files.optimizers[rank, replica]):
             found[name] += numel
     return found
 
@@ -165,11 +165,10 @@ def modules_of(files: StockFiles, ties: Ties | None = None) -> dict[int, Module]
         files: The checkpoint.
         ties: A pipeline's tied modules, where the user says which there are.
     """
-    ranks = range(files.pp * files.tp)
     if files.layers:
         tied = tied_layers(files, ties)
-        return {rank: _pipeline(files, rank, tied) for rank in ranks}
-    return {rank: _plain(files, rank) for rank in ranks}
+        return {rank: _pipeline(files, rank, tied) for rank in files.ranks}
+    return {rank: _plain(files, rank) for rank in files.ranks}
 
 
 def _plain(files: StockFiles, rank: int) -> Module:
@@ -224,9 +223,9 @@ def _frozen_parts(files: StockFiles, rank: int) -> Iterator[Fragment]:
     shapes = files.models[rank, 0].content.get("frozen_param_shapes") or {}
     first = files.models[rank, 0].content.get("frozen_param_fragments") or {}
     sizes = [ref.numel if isinstance(ref := first.get(name), TensorRef) else 0 for name in shapes]
-    everywhere = over_all_ranks(sizes, [[shape] for shape in shapes.values()], dp=files.dp, tp=files.tp)
-    own = [files.models[rank, dp] for dp in range(files.dp)]
-    world = [files.models[mp, dp] for dp in range(files.dp) for mp in range(files.tp)]
+    everywhere = over_all_ranks(sizes, [[shape] for shape in shapes.values()], **files.degrees)
+    own = [files.models[rank, replica] for replica in files.replicas]
+    world = [files.models[shard, replica] for replica in files.replicas for shard in files.shards]
     for (name, shape), over_all in zip(shapes.items(), everywhere, strict=True):
         holders = world if over_all else own
         size = part_numel(shape, len(holders))
@@ -245,12 +244,12 @@ def _frozen_parts(files: StockFiles, rank: int) -> Iterator[Fragment]:
 
 def _pipeline(files: StockFiles, rank: int, tied: Mapping[int, str]) -> Module:
     """The layers; which stage has which is not written, and only their order matters."""
-    stage, tensor = divmod(rank, files.tp)
+    stage, tensor = files.place(rank)
     model = files.models[rank, 0]
     buffers = frozenset(map(str, model.content.get("buffer_names") or ()))
     if stage:
         return Module(weights=(), names=(), order={}, buffers=buffers, ties=())
-    everywhere = {name for at in range(files.pp) for name in buffers_of(files, at * files.tp + tensor)}
+    everywhere = {name for at in files.stages_of(tensor) for name in buffers_of(files, at)}
     weights: list[Fragment] = []
     order: dict[str, tuple[int, ...]] = {}
     ties: dict[str, list[str]] = defaultdict(list)

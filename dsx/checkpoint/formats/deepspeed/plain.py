@@ -33,13 +33,12 @@ def plain_states(files: StockFiles, modules: Mapping[int, Module], rules: Rules)
     Raises:
         CheckpointError: More than one naming is possible, or none.
     """
-    ranks = range(files.pp * files.tp)
-    if all(not files.models[rank, 0].content.get("optimizer") for rank in ranks):
-        return dict.fromkeys(ranks, _NOTHING)
-    saved = {rank: _parts(files.models[rank, 0]) for rank in ranks}
+    if all(not files.models[rank, 0].content.get("optimizer") for rank in files.ranks):
+        return dict.fromkeys(files.ranks, _NOTHING)
+    saved = {rank: _parts(files.models[rank, 0]) for rank in files.ranks}
     found: dict[int, OptimizerState] = {}
-    for tensor in range(files.tp):
-        mine = [stage * files.tp + tensor for stage in range(files.pp)]
+    for tensor in files.shards:
+        mine = files.stages_of(tensor)
         groups = [saved[rank].groups for rank in mine]
         told = [
             _told(files.models[rank, 0], saved[rank], modules[tensor if files.layers else rank])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import ITEM_BYTES, NO_SETTINGS, PRECISIONS, Catalog, Entry, numbers_in
-from dsx.checkpoint.pieces import Part, contiguous, interval_boxes, local_parts
+from dsx.checkpoint.pieces import Part, cut_parts, local_parts
 from dsx.errors import CheckpointError
 from dsx.models.param import ParamSpec
 from dsx.parallel.zero import ZeroPlan
@@ -132,18 +132,12 @@ class StockPlan:
         spec = self.specs.get(name)
         return self.blanks[name, "weight"].shape if spec is None else spec.local_shape(self.layout.tp)
 
-    def parts(self, name: str, start: int, stop: int) -> Iterator[Part]:
+    def parts(self, name: str, start: int, stop: int) -> tuple[Part, ...]:
         """Elements ``start`` to ``stop`` of a rank's flattened part, as boxes of the tensor; no padding."""
         spec = self.specs.get(name)
         if spec is not None:
-            yield from local_parts(spec, self.layout.tp, self.tensor, start, stop)
-            return
-        shape = self.shape(name)
-        strides = contiguous(shape)
-        for box in interval_boxes(shape, start, stop):
-            corner = tuple(low for low, _ in box)
-            flat = sum(at * step for at, step in zip(corner, strides, strict=True))
-            yield Part(corner, tuple(high - low for low, high in box), strides, flat)
+            return local_parts(spec, self.layout.tp, self.tensor, start, stop)
+        return cut_parts(self.shape(name), None, (), start, stop)
 
     def is_cut(self, name: str) -> bool:
         """Whether each tensor-parallel rank has another part of a tensor."""
@@ -195,7 +189,7 @@ class StockPlan:
         return {**saved, **modes, "zero_optimization": self.zero_keys()}
 
     @property
-    def pp(self) -> int:
+    def num_stages(self) -> int:
         """Pipeline stages."""
         return max(1, len(self.layout.bounds) - 1)
 
@@ -226,7 +220,7 @@ class StockPlan:
                     f"of {sorted(tied)}",
                     "name the layers of the pipeline that will load it, and its tied modules",
                 )
-        return tuple(self._of_stage(stage) for stage in range(self.pp))
+        return tuple(self._of_stage(stage) for stage in range(self.num_stages))
 
     def _of_stage(self, stage: int) -> StockPlan:
         low, high = self.layout.bounds[stage], self.layout.bounds[stage + 1]

@@ -86,7 +86,7 @@ def facts_of(
         "lr_scheduler": _encoded(first.get("lr_scheduler"), file, "lr_scheduler", left),
         "loss_scale": _loss_scale(files, common),
         "counters": {key: int(first[key]) for key in _COUNTERS if first.get(key) is not None},
-        "mesh": {"pp": files.pp, "dp": files.dp, "tp": files.tp},
+        "mesh": dict(files.mesh.axes),
         "zero_stage": files.zero_stage,
         "precision": _precision(config),
         "client_state": client,
@@ -216,25 +216,24 @@ def _precision(config: Mapping[str, Any]) -> str:
 FORMAT = "deepspeed"
 
 
-def catalog_of(root: Path, rules: Rules | None = None, *, tp: int | None = None) -> Catalog:
+def catalog_of(root: Path, rules: Rules | None = None) -> Catalog:
     """What a stock DeepSpeed checkpoint holds.
 
     Args:
         root: The folder of one tag.
         rules: The user's; they come before what the checkpoint says itself.
-        tp: Tensor-parallel degree, if it is not the one that the files tell.
 
     Raises:
         CheckpointError: Files are missing or contradict each other, or it is not known how a tensor is cut.
     """
-    files = open_stock(root, tp)
+    files = open_stock(root)
     rules = _merged(rules, files)
     modules = modules_of(files, rules.ties)
     if files.optimizers:
         states = {}
-        for rank in range(files.pp * files.tp):
+        for rank in files.ranks:
             # A pipeline's layers are all listed at its first stage.
-            weights = modules[rank % files.tp if files.layers else rank].weights
+            weights = modules[files.place(rank)[1] if files.layers else rank].weights
             states[rank] = sharded_state(files, rank, {one.name: one.shape for one in weights})
     else:
         states = plain_states(files, modules, rules)
@@ -256,7 +255,7 @@ def _tie_facts(files: StockFiles, states: Mapping[int, OptimizerState], rules: R
     """A pipeline's tied modules: what the user said, and layers that turned out to be on several stages."""
     if not files.layers:
         return {}
-    stages = [states[rank].groups for rank in range(0, files.pp * files.tp, files.tp)]
+    stages = [states[rank].groups for rank in files.stages_of()]
     counts = Counter(name for groups in stages for name in {one for group in groups for one in group.names})
     unnamed = {name.partition(".")[0] for name, count in counts.items() if count > 1} - {TIED}
     return {
@@ -330,8 +329,8 @@ class _Names:
                 first = next((name for name in names if name in trained), names[0])
                 canonical.update(dict.fromkeys(names, first))
                 aliases[first].update(dict.fromkeys(name for name in names if name != first))
-        for rank in range(files.pp * files.tp):
-            stage, tensor = divmod(rank, files.tp)
+        for rank in files.ranks:
+            stage, tensor = files.place(rank)
             found: dict[tuple[str, str], list[Fragment]] = defaultdict(list)
             for fragment in (*modules[rank].weights, *states[rank].fragments):
                 name = canonical.get(fragment.name, fragment.name)
@@ -377,14 +376,14 @@ def _copies(fragments: Sequence[Fragment]) -> Iterator[list[Fragment]]:
 def _entries(files: StockFiles, names: _Names, rules: Rules) -> Iterator[Entry]:
     for (name, state), by_rank in names.held.items():
         where = str(files.root)
-        lacking = [rank for rank in range(files.tp) if rank not in by_rank]
+        lacking = [rank for rank in files.shards if rank not in by_rank]
         if lacking:
             raise CheckpointError(
                 f"{where}: tensor {name}, {state}",
                 f"tensor-parallel rank {lacking[0]} does not have it",
                 "use the files of one save",
             )
-        first = [by_rank[rank][0].fragments[0] for rank in range(files.tp)]
+        first = [by_rank[rank][0].fragments[0] for rank in files.shards]
         cut = rules.cut(name, [fragment.shape for fragment in first], where)
         if cut.dim is not None and any(one.over_all for one in first):
             raise CheckpointError(
@@ -400,7 +399,7 @@ def _entries(files: StockFiles, names: _Names, rules: Rules) -> Iterator[Entry]:
                 USE_ANOTHER,
             )
         if cut.compare:
-            _compare(files, name, [by_rank[rank][0].fragments for rank in range(files.tp)])
+            _compare(files, name, [by_rank[rank][0].fragments for rank in files.shards])
         yield Entry(
             name=name,
             state=state,
@@ -424,10 +423,11 @@ def _pieces(cut: Cut, by_rank: Mapping[int, Sequence[_Held]]) -> Iterator[Piece]
             else:
                 at = number
             for fragment in copy.fragments:
-                yield from _located(cut, rank, fragment, at)
+                yield from located(cut, rank, fragment, at)
 
 
-def _located(cut: Cut, rank: int, fragment: Fragment, replica: int) -> Iterator[Piece]:
+def located(cut: Cut, rank: int, fragment: Fragment, replica: int = 0) -> Iterator[Piece]:
+    """Where a fragment, which is of a tensor-parallel rank, has which boxes of the logical tensor."""
     item = ITEM_BYTES[fragment.dtype]
     origin = fragment.offset - fragment.start * item
     for part in cut.parts(rank, fragment.shape, fragment.start, fragment.stop):
