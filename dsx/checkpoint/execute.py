@@ -113,7 +113,7 @@ def _check_model(found: Catalog, wanted: Catalog) -> None:
         catalog.as_dsx(found, specs_of_model(found, model))
     except CheckpointError as error:
         raise CheckpointError(
-            f"{wanted.root}: {error.where.removeprefix(f'{found.root}: ')}",
+            f"{wanted.root}: {error.where}",
             f"its config.json is of another model: {error.what}",
             "give the config.json of the model that the checkpoint is of",
         ) from error
