@@ -48,7 +48,7 @@ Optimizer states that are one number per tensor, in ``param_groups``: ``step`` a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -75,6 +75,20 @@ def with_numbers(group: Mapping[str, Any], values: Mapping[str, Mapping[str, flo
     kept = {state: one for state, by_name in values.items() if (one := _one(by_name)) is not None}
     step = kept.pop("step", None)
     return {**group, "step": step, **({"numbers": kept} if kept else {})}
+
+
+def merged_groups(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The optimizer groups of all ranks as one list: those of one place with the same hyperparameters."""
+    merged: list[dict[str, Any]] = []
+    for groups in ranks:
+        for place, group in enumerate(groups):
+            if place == len(merged):
+                merged.append({**group, "names": [], "numbers": {}})
+            known = dict.fromkeys((*merged[place]["names"], *group["names"]))
+            merged[place]["names"] = list(known)
+            for state, values in group["numbers"].items():
+                merged[place]["numbers"].setdefault(state, {}).update(values)
+    return [with_numbers(group, group.pop("numbers")) for group in merged]
 
 
 def numbers_in(group: Mapping[str, Any], name: str) -> dict[str, float]:

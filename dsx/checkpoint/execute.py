@@ -306,7 +306,7 @@ class _Run:
         self._unflushed_bytes = 0
         self._batch_bytes = max(plan.write_bytes // _BATCHES, _LEAST_BATCH_BYTES)
         self.resumed_bytes = 0
-        for record in staging.records:
+        for record in staging.journal.records:
             self._take(record)
             self._reader.note([(*part,) for part in record["read"]], checked=record["checked"])
             self.resumed_bytes += _written_bytes(record)
@@ -337,7 +337,7 @@ class _Run:
                 done_bytes = _written_bytes(record)
                 with self._lock:
                     self._take(record)
-                    self._staging.note(record)
+                    self._staging.journal.append(record)
                     self._unflushed |= {region[0] for region in record["regions"]}
                     self._unflushed_bytes += done_bytes
                     due = self._unflushed_bytes >= self._batch_bytes
@@ -383,14 +383,14 @@ class _Run:
         """Bring what was written to the disk, then say so in the journal."""
         with self._flushing:
             with self._lock:
-                names, count = sorted(self._unflushed), self._staging.count
+                names, count = sorted(self._unflushed), self._staging.journal.count
                 self._unflushed, self._unflushed_bytes = set(), 0
             for name in names:
                 path = self._staging.path_of(name)
                 with blamed(path, "its tensors", "flushing", RESUMES), self.writes.lend(name) as file:
                     os.fdatasync(file)
             with self._lock:
-                self._staging.seal(count)
+                self._staging.journal.seal(count)
 
     def fill_crc32(self) -> None:
         """Write the CRC32s that the target's files keep of their own members."""

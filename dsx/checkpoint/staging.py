@@ -2,12 +2,10 @@
 
 ::
 
-    OUT.partial/journal.jsonl   what is done (:mod:`dsx.checkpoint.staging`)
+    OUT.partial/journal.jsonl   what is done, as lines of JSON
     OUT.partial/data/           the files, renamed to OUT at the end
 
 A kill at any moment leaves either no OUT or a complete one.
-
-What of a conversion is done, as lines of JSON.
 
 A record is written when its bytes are, so that a killed process loses next to nothing: what was written
 lives on in the system. A machine that goes down loses what was not flushed; so :meth:`Journal.seal` notes how
@@ -33,6 +31,7 @@ from dsx.launch.entry import boot_id
 
 VERSION = 1
 Record = Mapping[str, Any]
+RESUMES = "free space and run the same command again: it goes on from where it stopped"
 
 
 class Journal:
@@ -46,6 +45,7 @@ class Journal:
 
     Attributes:
         records: What an interrupted conversion had done, when the journal was opened.
+        count: Records in the file.
 
     Raises:
         CheckpointError: Another process has it open, or it is of another conversion.
@@ -62,7 +62,7 @@ class Journal:
         except BaseException:
             self.close()
             raise
-        self._count = len(self.records)
+        self.count = len(self.records)
 
     def __enter__(self) -> Self:
         return self
@@ -70,20 +70,16 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def count(self) -> int:
-        """Records in the file."""
-        return self._count
-
     def append(self, record: Record) -> None:
         """Add a record of bytes that are written, if not flushed. Not for two threads at once."""
         self._write(record)
-        self._count += 1
+        self.count += 1
 
     def seal(self, count: int) -> None:
         """Note that the bytes of the first ``count`` records are flushed, and flush the note."""
         self._write({"flushed": count})
-        os.fsync(self._descriptor)
+        with blamed(self._path, "the journal", "writing", RESUMES):
+            os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Close and unlock the file."""
@@ -126,7 +122,8 @@ class Journal:
 
     def _write(self, line: Record) -> None:
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
-        write_from(self._descriptor, memoryview(data), self._end)
+        with blamed(self._path, "the journal", "writing", RESUMES):
+            write_from(self._descriptor, memoryview(data), self._end)
         self._end += len(data)
 
 
@@ -167,7 +164,6 @@ def _lines(data: bytes) -> Iterator[tuple[Record, int]]:
 
 _JOURNAL = "journal.jsonl"
 _DATA = "data"
-RESUMES = "free space and run the same command again: it goes on from where it stopped"
 
 
 class Staging:
@@ -177,6 +173,9 @@ class Staging:
         target: What is to be made.
         about: What identifies this conversion, for resuming.
         restart: Throw away what an interrupted conversion left.
+
+    Attributes:
+        journal: What is done.
 
     Raises:
         CheckpointError: The target exists, is being written by somebody else, does not fit on the disk, or
@@ -198,7 +197,7 @@ class Staging:
         store.require_space(self.final.absolute().parent, self._missing_bytes())
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
-            self._journal = Journal(self.partial / _JOURNAL, about)
+            self.journal = Journal(self.partial / _JOURNAL, about)
         except OSError as error:
             raise CheckpointError(
                 str(self.partial), f"cannot be made ({error.strerror})", "choose another target"
@@ -206,7 +205,7 @@ class Staging:
         try:
             self._make_files()
         except BaseException:
-            self._journal.close()
+            self.journal.close()
             raise
 
     def __enter__(self) -> Self:
@@ -218,31 +217,11 @@ class Staging:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._journal.close()
-
-    @property
-    def records(self) -> tuple[Record, ...]:
-        """What an interrupted conversion had done."""
-        return self._journal.records
+        self.journal.close()
 
     def path_of(self, file: str) -> Path:
         """Where a file of the target is now."""
         return self.data / file
-
-    @property
-    def count(self) -> int:
-        """Records in the journal."""
-        return self._journal.count
-
-    def note(self, record: Record) -> None:
-        """Record work whose bytes are written. Not for two threads at once."""
-        with blamed(self.partial / _JOURNAL, "the journal", "writing", RESUMES):
-            self._journal.append(record)
-
-    def seal(self, count: int) -> None:
-        """Note that the bytes of the first ``count`` records are on the disk."""
-        with blamed(self.partial / _JOURNAL, "the journal", "writing", RESUMES):
-            self._journal.seal(count)
 
     def commit(self, *, point_latest: bool) -> None:
         """Flush everything, give the folder its name, and make it what ``latest`` names if wanted."""
@@ -251,7 +230,7 @@ class Staging:
             self.final.parent.mkdir(parents=True, exist_ok=True)
             self.data.rename(self.final)
         store.sync_folder(self.final.absolute().parent)
-        self._journal.close()
+        self.journal.close()
         self.discard()
         if point_latest:
             store.point_latest(self.final.absolute().parent, self.final.name)
@@ -287,7 +266,7 @@ class Staging:
         return max(0, total - taken)
 
     def _make_files(self) -> None:
-        resumed = bool(self.records)
+        resumed = bool(self.journal.records)
         if not resumed and self.data.exists():
             shutil.rmtree(self.data)
         for skeleton in self._target.skeletons:

@@ -1,26 +1,21 @@
-"""``dsx-2``: dsx's own checkpoints. Any layout writes one, any layout reads it.
-
-Which rank writes which part of every tensor into a dsx checkpoint. Pure data, from a Layout.
-
-Each rank writes what it holds anyway. What several hold alike is written once, by one of them or, if it is
-large, by each in part, so that all ranks write about as much.
+"""``dsx-2``: dsx's own checkpoints. Any layout writes one, any layout reads it. Pure data.
 
 A folder with
 
-- ``dsx.json``, the manifest (:mod:`dsx.checkpoint.formats.native`): facts, every tensor with the place
-  of every piece, and checksums;
-- ``rank_00000.safetensors``, ...: what each rank writes (:mod:`dsx.checkpoint.formats.native`), as intervals
-  of its flattened local tensors, named ``<state>/<name>``;
+- ``dsx.json``, the manifest: facts, every tensor with the place of every piece, and checksums;
+- ``rank_00000.safetensors``, ...: what each rank writes, as intervals of its flattened local tensors, named
+  ``<state>/<name>``;
 - ``dsx_random_0.safetensors``, ...: the ranks' random states, if the run had them.
 
-The fp32 master of a weight that is fp32 itself is that weight, and is stored once.
+Each rank writes what it holds anyway. What several hold alike is written once, by one of them or, if it is
+large, by each in part, so that all ranks write about as much. The fp32 master of a weight that is fp32 itself
+is that weight, and is stored once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +42,7 @@ from dsx.checkpoint.catalog import (
 from dsx.checkpoint.checksums import digest
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS
 from dsx.checkpoint.file_io import blamed
-from dsx.checkpoint.formats.safetensors_file import NAMES
+from dsx.checkpoint.formats import safetensors_file
 from dsx.checkpoint.json_text import parsed
 from dsx.checkpoint.pieces import Part, local_parts
 from dsx.checkpoint.target import Skeleton, Target, Written, left_behind
@@ -324,7 +319,6 @@ def _digest(content: Mapping[str, Any]) -> str:
     return digest(text.encode())
 
 
-_ALIGNMENT_BYTES = 64
 _LARGEST_RANDOM_STATE = 1 << 20
 
 
@@ -499,28 +493,16 @@ def _rank_file(
     blocks = blocks_of(layout, rank, wanted)
     if not blocks:
         return None
-    header = header_of(blocks)
-    at = len(header)
-    for block in blocks:
+    header, places = header_of(blocks)
+    for block, (at, _) in zip(blocks, places, strict=True):
         pieces[block.entry.key] += [part.at(name, at, block.entry.item_bytes) for part in block.parts]
-        at += block.num_bytes
-    return Skeleton(file=name, num_bytes=at, parts=((0, header),))
+    return Skeleton(file=name, num_bytes=places[-1][1], parts=((0, header),))
 
 
-def header_of(blocks: Sequence[StoredBlock]) -> bytes:
-    """The header of a safetensors file with these tensors one after another."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "dsx": FORMAT_NAME}}
-    at = 0
-    for block in blocks:
-        header[f"{block.entry.state}/{block.entry.name}"] = {
-            "dtype": NAMES[block.entry.dtype],
-            "shape": block.shape,
-            "data_offsets": [at, at + block.num_bytes],
-        }
-        at += block.num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
-    return struct.pack("<Q", len(text)) + text
+def header_of(blocks: Sequence[StoredBlock]) -> tuple[bytes, list[tuple[int, int]]]:
+    """As :func:`~dsx.checkpoint.formats.safetensors_file.header_of`, of a rank's file."""
+    named = ((f"{one.entry.state}/{one.entry.name}", one.entry.dtype, one.shape) for one in blocks)
+    return safetensors_file.header_of(named, {"format": "pt", "dsx": FORMAT_NAME})
 
 
 def _entries(source: Catalog, layout: Layout, precision: str | None) -> dict[str, tuple[Entry, ...]]:

@@ -6,8 +6,9 @@ has no checksums. dsx puts each tensor's into ``__metadata__``; who else writes 
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +44,7 @@ NAMES: Mapping[str, str] = {dtype: name for name, dtype in DTYPES.items()}
 """The other way round."""
 _METADATA = "__metadata__"
 _LARGEST_HEADER = 100_000_000  # safetensors' own limit
+_ALIGNMENT_BYTES = 64  # of the first tensor
 _DOWNLOAD = "download or export it again"
 
 
@@ -60,6 +62,31 @@ def contents(root: Path, file: str) -> tuple[list[Entry], list[Checksum]]:
     entries = list(_tensors(root, file, header, base))
     told = header.get(_METADATA)
     return entries, list(_checksums(root, told, entries)) if isinstance(told, dict) else []
+
+
+def header_of(
+    tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[tuple[int, int]]]:
+    """The start of a file that is to be written, up to its first tensor.
+
+    Args:
+        tensors: Name, torch's dtype and shape of each, in the order in which they will lie.
+        metadata: Of the file. transformers refuses files whose ``format`` is not ``pt``.
+
+    Returns:
+        The bytes, and where each tensor lies in the file: first byte, and the one after the last.
+    """
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    at = 0
+    for name, dtype, shape in tensors:
+        stop = at + prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
+    data = len(text).to_bytes(8, "little") + text
+    places = [told["data_offsets"] for name, told in header.items() if name != _METADATA]
+    return data, [(len(data) + start, len(data) + stop) for start, stop in places]
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dsx.checkpoint import store
-from dsx.checkpoint.catalog import Catalog, Checksum, Entry
+from dsx.checkpoint.catalog import Catalog, Checksum, Entry, merged_groups
 from dsx.checkpoint.checksums import digest
 from dsx.checkpoint.file_io import blamed, stretches, write_from
 from dsx.checkpoint.formats import native
@@ -27,7 +27,7 @@ from dsx.checkpoint.formats.native import StoredBlock, read_manifest, write_mani
 from dsx.checkpoint.plain import as_numpy
 from dsx.checkpoint.read import tiles_of
 from dsx.checkpoint.run.names import CheckpointedRun, specs_here
-from dsx.checkpoint.run.state import group_facts, merged_groups, run_facts, save_random_states
+from dsx.checkpoint.run.state import group_facts, run_facts, save_random_states
 from dsx.checkpoint.run.stored import stored_here
 from dsx.errors import CheckpointError
 from dsx.launch.entry import AGREED
@@ -54,7 +54,7 @@ def write_share(blocks: Sequence[StoredBlock], folder: Path, rank: int) -> Catal
     """
     name = native.rank_file(rank)
     path = folder / name
-    header = native.header_of(blocks)
+    header, places = native.header_of(blocks)
     entries: list[Entry] = []
     checksums = [Checksum(name, 0, len(header), "xxh3_128", digest(header))]
     what = f"the part of rank {rank}"
@@ -62,15 +62,13 @@ def write_share(blocks: Sequence[StoredBlock], folder: Path, rank: int) -> Catal
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
             write_from(descriptor, memoryview(header), 0)
-            at = len(header)
-            for block in blocks:
+            for block, (at, _) in zip(blocks, places, strict=True):
                 data = _bytes_of(block.values)
                 for low in range(0, len(data), _WRITE_BYTES):
                     write_from(descriptor, data[low : low + _WRITE_BYTES], at + low)
                 entry, sums = _described(block, name, at, data)
                 entries.append(entry)
                 checksums += sums
-                at += len(data)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -197,56 +195,53 @@ class Saver:
             raise error
 
 
+@dataclass(kw_only=True)
 class _Work:
-    """One rank's part in one save."""
+    """One rank's part in one save.
 
-    def __init__(
-        self,
-        *,
-        root: Path,
-        tag: str,
-        staged: Path,
-        rank: int,
-        world_size: int,
-        blocks: Sequence[StoredBlock],
-        specs: Sequence[ParamSpec],
-        groups: list[dict[str, Any]],
-        facts: Mapping[str, Any],
-        keep: int,
-    ) -> None:
-        self.root, self.tag, self.world_size = root, tag, world_size
-        self._staged, self._rank, self._keep = staged, rank, keep
-        self._blocks, self._specs, self._groups, self._facts = blocks, specs, groups, facts
-        self._checksums: tuple[Checksum, ...] = ()
-        self.failure: tuple[bool, CheckpointError] | None = None
-        """What went wrong first, and whether another rank had given the save up before."""
+    Attributes:
+        failure: What went wrong first, and whether another rank had given the save up before.
+    """
+
+    root: Path
+    tag: str
+    staged: Path
+    rank: int
+    world_size: int
+    blocks: Sequence[StoredBlock]
+    specs: Sequence[ParamSpec]
+    groups: list[dict[str, Any]]
+    facts: Mapping[str, Any]
+    keep: int
+    checksums: tuple[Checksum, ...] = ()
+    failure: tuple[bool, CheckpointError] | None = None
 
     def begin(self, action: Callable[[], tuple[Checksum, ...]]) -> None:
         """What has to be done before the run goes on; gives checksums of the files that it writes."""
-        self._checksums = self._attempt(action) or ()
+        self.checksums = self._attempt(action) or ()
 
     def run(self) -> None:
         """Write, note, and on rank 0 commit. Never raises: see :attr:`failure`."""
-        share = _nothing(self._staged)
+        share = _nothing(self.staged)
         if self.failure is None:
-            share = self._attempt(lambda: write_share(self._blocks, self._staged, self._rank)) or share
-        self._blocks = ()
+            share = self._attempt(lambda: write_share(self.blocks, self.staged, self.rank)) or share
+        self.blocks = ()
         # Of dsx's own layers: those of others are not known to be cut in any way.
-        own = tuple(spec for spec in self._specs if spec.hf != (spec.name,))
+        own = tuple(spec for spec in self.specs if spec.hf != (spec.name,))
         note = replace(
             share,
             specs=own,
-            checksums=(*share.checksums, *self._checksums),
+            checksums=(*share.checksums, *self.checksums),
             facts={
-                "param_groups": self._groups,
-                "order": [spec.name for spec in self._specs],
+                "param_groups": self.groups,
+                "order": [spec.name for spec in self.specs],
                 "failed": self.failure is not None,
             },
         )
         if self._attempt(lambda: self._leave(note)) is None:
             # The disk is too full even for a note: by this rank 0 sees that it need not wait for one.
             store.give_up(self.root, self.tag)
-        elif self._rank == 0 and self.failure is None:
+        elif self.rank == 0 and self.failure is None:
             self._attempt(self._commit)
 
     def _attempt(self, action: Callable[[], T]) -> T | None:
@@ -256,42 +251,42 @@ class _Work:
             self._note_failure(error)
         except Exception as error:  # noqa: BLE001 - in a thread nobody else would hear of it
             what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            self._note_failure(CheckpointError(f"the part of rank {self._rank}", what, _FIX))
+            self._note_failure(CheckpointError(f"the part of rank {self.rank}", what, _FIX))
         return None
 
     def _note_failure(self, error: CheckpointError) -> None:
         if self.failure is None:
-            self.failure = not self._staged.is_dir(), error
+            self.failure = not self.staged.is_dir(), error
 
     def _leave(self, note: Catalog) -> Path:
         """Tell rank 0 that this rank's file is on the disk: by a manifest of it."""
-        path = self._note(self._rank)
+        path = self._note(self.rank)
         store.write_atomically(path, write_manifest(note))
         return path
 
     def _note(self, rank: int) -> Path:
-        return self._staged / f"note_{rank:05d}.json"
+        return self.staged / f"note_{rank:05d}.json"
 
     def _commit(self) -> None:
         notes = [self._await(rank) for rank in range(self.world_size)]
         if any(note.facts["failed"] for note in notes):
             return  # that rank tells all of why: see wait
-        manifest = write_manifest(_catalog(self.root / self.tag, notes, self._facts))
+        manifest = write_manifest(_catalog(self.root / self.tag, notes, self.facts))
         for rank in range(self.world_size):
             self._note(rank).unlink()
-        store.write_atomically(self._staged / store.MANIFEST, manifest)
+        store.write_atomically(self.staged / store.MANIFEST, manifest)
         store.commit(self.root, self.tag)
         store.point_latest(self.root, self.tag)
-        if self._keep:
-            store.prune(self.root, keep=self._keep)
+        if self.keep:
+            store.prune(self.root, keep=self.keep)
 
     def _await(self, rank: int) -> Catalog:
         """The note of a rank, when it is there."""
         path, deadline = self._note(rank), time.monotonic() + _PATIENCE_SECONDS
         while not path.exists():
-            if time.monotonic() > deadline or not self._staged.is_dir():
+            if time.monotonic() > deadline or not self.staged.is_dir():
                 raise CheckpointError(
-                    str(self._staged), f"rank {rank} has not written its part", "see that rank's output"
+                    str(self.staged), f"rank {rank} has not written its part", "see that rank's output"
                 )
             time.sleep(_LOOK_SECONDS)
         return read_manifest(path)

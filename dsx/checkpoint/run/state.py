@@ -17,7 +17,7 @@ from safetensors.torch import save
 
 import dsx
 from dsx.checkpoint import plain, store
-from dsx.checkpoint.catalog import NO_SETTINGS, USE_ANOTHER, Catalog, Checksum, model_fact, with_numbers
+from dsx.checkpoint.catalog import NO_SETTINGS, USE_ANOTHER, Catalog, Checksum, model_fact
 from dsx.checkpoint.checksums import digest
 from dsx.checkpoint.claims import reading
 from dsx.checkpoint.formats import native
@@ -151,20 +151,6 @@ def group_facts(run: CheckpointedRun) -> list[dict[str, Any]]:
         for state, number in kept.numbers().items():
             groups[kept.group]["numbers"].setdefault(state, {}).update(dict.fromkeys(mine, number))
     return groups
-
-
-def merged_groups(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The optimizer groups of all ranks as one list: those of one place with the same hyperparameters."""
-    merged: list[dict[str, Any]] = []
-    for groups in ranks:
-        for place, group in enumerate(groups):
-            if place == len(merged):
-                merged.append({**group, "names": [], "numbers": {}})
-            known = dict.fromkeys((*merged[place]["names"], *group["names"]))
-            merged[place]["names"] = list(known)
-            for state, values in group["numbers"].items():
-                merged[place]["numbers"].setdefault(state, {}).update(values)
-    return [with_numbers(group, group.pop("numbers")) for group in merged]
 
 
 def restore_facts(run: CheckpointedRun, facts: Mapping[str, Any], where: str) -> dict[str, Any]:

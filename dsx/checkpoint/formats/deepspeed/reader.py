@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dsx.checkpoint import plain
-from dsx.checkpoint.catalog import ITEM_BYTES, USE_ANOTHER, Catalog, Entry, Piece, with_numbers
+from dsx.checkpoint.catalog import ITEM_BYTES, USE_ANOTHER, Catalog, Entry, Piece, merged_groups
 from dsx.checkpoint.formats.deepspeed.cut import Cut, Rules, rules_of
 from dsx.checkpoint.formats.deepspeed.files import StockFiles, open_stock
 from dsx.checkpoint.formats.deepspeed.flat import Fragment, OptimizerGroup, OptimizerState, sharded_state
@@ -153,28 +153,31 @@ def _groups(
     states: Mapping[int, OptimizerState], canonical: Mapping[str, str], left: list[str]
 ) -> list[dict[str, Any]]:
     """The optimizer's groups, those of one place on all ranks as one."""
-    merged: list[dict[str, Any]] = []
-    for groups in (state.groups for state in states.values()):
-        for place, group in enumerate(groups):
-            if place == len(merged):
-                settings = {
-                    str(key): _encoded(value, group.file, f"{key} of optimizer group {place}", left)
-                    for key, value in group.settings.items()
-                    if key != "step"
+    ranks: list[list[dict[str, Any]]] = []
+    for state in states.values():
+        known = max(map(len, ranks), default=0)  # the first rank's hyperparameters are taken
+        ranks.append(
+            [
+                {
+                    **({} if place < known else _settings(group, place, left)),
+                    "names": [canonical.get(name, name) for name in group.names],
+                    "numbers": {
+                        state: {canonical.get(name, name): one for name, one in values.items()}
+                        for state, values in group.numbers.items()
+                    },
                 }
-                merged.append({"names": [], "numbers": {}, **settings})
-            _add(merged[place], group, canonical)
-    return [with_numbers(one, one.pop("numbers")) for one in merged]
+                for place, group in enumerate(state.groups)
+            ]
+        )
+    return merged_groups(ranks)
 
 
-def _add(merged: dict[str, Any], group: OptimizerGroup, canonical: Mapping[str, str]) -> None:
-    for name in group.names:
-        home = canonical.get(name, name)
-        if home not in merged["names"]:
-            merged["names"].append(home)
-        for state, values in group.numbers.items():
-            if name in values:
-                merged["numbers"].setdefault(state, {}).setdefault(home, values[name])
+def _settings(group: OptimizerGroup, place: int, left: list[str]) -> dict[str, Any]:
+    return {
+        str(key): _encoded(value, group.file, f"{key} of optimizer group {place}", left)
+        for key, value in group.settings.items()
+        if key != "step"
+    }
 
 
 def _optimizer(config: Mapping[str, Any], states: Mapping[int, OptimizerState]) -> str | None:

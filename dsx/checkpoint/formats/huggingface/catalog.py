@@ -1,11 +1,8 @@
 """Hugging Face model folders as catalogs and to be written, and their names and dsx's for one another.
 
-Weights in ``pytorch_model.bin``: older Hugging Face folders, DeepSpeed's zero_to_fp32, save_16bit_model.
-
-Files of ``torch.save`` that hold a state dict, one or several with an index. Never executed
-(:mod:`dsx.checkpoint.formats.torch_file`).
-
-Hugging Face model folders as catalogs, and the names of Hugging Face's models and dsx's for one another.
+Weights lie in safetensors, or as pickles in ``pytorch_model.bin`` (older folders, DeepSpeed's zero_to_fp32
+and save_16bit_model), which are never executed (:mod:`dsx.checkpoint.formats.torch_file`); in one file, or in
+several with an index.
 
 A parameter of dsx may be several Hugging Face tensors (Q, K and V; gate and up) or the transpose of one
 (GPT-2's Conv1D); its :class:`~dsx.models.param.ParamSpec` says so. In a catalog that is only another start
@@ -37,8 +34,8 @@ from dsx.checkpoint.formats.huggingface.names import (
     untied,
     weight_map,
 )
-from dsx.checkpoint.formats.safetensors_file import CRC32, NAMES, contents
-from dsx.checkpoint.formats.torch_file import TensorRef, TorchFile, read_torch_file
+from dsx.checkpoint.formats.safetensors_file import CRC32, contents, header_of
+from dsx.checkpoint.formats.torch_file import TensorRef, read_torch_file
 from dsx.checkpoint.pieces import contiguous, intersect
 from dsx.checkpoint.target import Crc32Field, Skeleton, Target, left_behind
 from dsx.errors import CheckpointError
@@ -46,74 +43,51 @@ from dsx.models.param import ParamSpec
 
 BIN_SINGLE = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
-_AGAIN = "download or write it again"
-
-
-def looks_bin(root: Path) -> bool:
-    """Whether a folder has such files."""
-    return (root / BIN_SINGLE).is_file() or (root / BIN_INDEX).is_file()
-
-
-def bin_contents(root: Path) -> tuple[tuple[Entry, ...], list[Checksum]]:
-    """All tensors of a folder under their own names, and the CRC32s of their files.
-
-    Raises:
-        CheckpointError: A file is missing, damaged or holds no state dict; the index does not fit them.
-    """
-    told: dict[str, str] = {}
-    if (root / BIN_INDEX).is_file():
-        told = weight_map(root / BIN_INDEX, _AGAIN)
-    found: dict[str, Entry] = {}
-    checksums: list[Checksum] = []
-    for name in dict.fromkeys(told.values()) if told else [BIN_SINGLE]:
-        file = read_torch_file(root, name)
-        found |= _entries(file)
-        checksums += file.checksums
-    lost = next((name for name in told if name not in found), None)
-    if lost is not None:
-        raise CheckpointError(f"{root / told[lost]}: tensor {lost}", "the file does not have it", _AGAIN)
-    return tuple(found.values()), checksums
-
-
-def _entries(file: TorchFile) -> dict[str, Entry]:
-    content = file.content if isinstance(file.content, dict) else {}
-    refs = {str(name): ref for name, ref in content.items() if isinstance(ref, TensorRef)}
-    if not refs:
-        raise CheckpointError(str(file.path), "it holds no state dict: names with tensors", _AGAIN)
-    return {
-        name: Entry(
-            name=name,
-            state="weight",
-            shape=ref.shape,
-            dtype=ref.dtype,
-            pieces=(Piece(file.name, ref.offset, (0,) * len(ref.shape), ref.shape, ref.strides),)
-            if ref.numel
-            else (),
-        )
-        for name, ref in refs.items()
-    }
-
-
 FORMAT = "hf"
-_DOWNLOAD = "download or export it again"
+_AGAIN = "download or export it again"
 
 
 def looks_hugging_face(root: Path) -> bool:
     """Whether a folder has a model's safetensors, or its ``pytorch_model.bin``."""
-    return (root / SINGLE).is_file() or (root / INDEX).is_file() or looks_bin(root)
+    return _files_of(root) is not None
+
+
+def _files_of(root: Path) -> tuple[str, Path] | None:
+    """The one file of weights, and the index that there is with several."""
+    for single, index in ((SINGLE, root / INDEX), (BIN_SINGLE, root / BIN_INDEX)):
+        if index.is_file() or (root / single).is_file():
+            return single, index
+    return None
 
 
 def catalog_of(root: Path) -> Catalog:
     """What a model folder's safetensors hold, or its ``pytorch_model.bin``, under their own names.
 
     Raises:
-        CheckpointError: No weights, or a file that is cut short, missing or of another kind.
+        CheckpointError: No weights, an index that does not fit them, or a file that is cut short, missing or
+            of another kind.
     """
-    safe = (root / INDEX).is_file() or (root / SINGLE).is_file()
-    entries, checksums = bin_contents(root) if not safe and looks_bin(root) else _safetensors(root)
+    files = _files_of(root)
+    if files is None:
+        raise CheckpointError(
+            str(root), f"it has neither {SINGLE} nor {INDEX}", "name a Hugging Face model folder"
+        )
+    single, index = files
+    safe = single == SINGLE
+    told = weight_map(index, _AGAIN) if index.is_file() else {}
+    found: dict[str, Entry] = {}
+    checksums: list[Checksum] = []
+    for file in dict.fromkeys(told.values()) if told else [single]:
+        held, sums = contents(root, file) if safe else _bin_contents(root, file)
+        found |= {entry.name: entry for entry in held}
+        checksums += sums
+    lost = next((name for name in told if name not in found), None)
+    if lost is not None:
+        raise CheckpointError(f"{root / told[lost]}: tensor {lost}", "the file does not have it", _AGAIN)
+    entries = [found[name] for name in (told if safe and told else found)]
     facts: dict[str, Any] = {}
     if (root / CONFIG).is_file():
-        facts["hf_config"] = read_json(root / CONFIG, _DOWNLOAD)
+        facts["hf_config"] = read_json(root / CONFIG, _AGAIN)
     read = {piece.file for entry in entries for piece in entry.pieces}
     others = sorted(path.name for path in root.glob("adapter_*") if path.name not in read)
     if others:
@@ -128,26 +102,25 @@ def catalog_of(root: Path) -> Catalog:
     )
 
 
-def _safetensors(root: Path) -> tuple[tuple[Entry, ...], list[Checksum]]:
-    index, single = root / INDEX, root / SINGLE
-    told: dict[str, str] = {}
-    if index.is_file():
-        told = weight_map(index, _DOWNLOAD)
-    elif not single.is_file():
-        raise CheckpointError(
-            str(root), f"it has neither {SINGLE} nor {INDEX}", "name a Hugging Face model folder"
+def _bin_contents(root: Path, name: str) -> tuple[list[Entry], Sequence[Checksum]]:
+    """As :func:`contents`, of a file of ``torch.save`` that holds a state dict."""
+    file = read_torch_file(root, name)
+    content = file.content if isinstance(file.content, dict) else {}
+    refs = {str(name): ref for name, ref in content.items() if isinstance(ref, TensorRef)}
+    if not refs:
+        raise CheckpointError(str(file.path), "it holds no state dict: names with tensors", _AGAIN)
+    return [
+        Entry(
+            name=name,
+            state="weight",
+            shape=ref.shape,
+            dtype=ref.dtype,
+            pieces=(Piece(file.name, ref.offset, (0,) * len(ref.shape), ref.shape, ref.strides),)
+            if ref.numel
+            else (),
         )
-    files = list(dict.fromkeys(told.values())) if told else [SINGLE]
-    found: dict[str, Entry] = {}
-    checksums: list[Checksum] = []
-    for file in files:
-        held, sums = contents(root, file)
-        found |= {entry.name: entry for entry in held}
-        checksums += sums
-    lost = next((name for name, file in told.items() if name not in found), None)
-    if lost is not None:
-        raise CheckpointError(f"{root / told[lost]}: tensor {lost}", "the file does not have it", _DOWNLOAD)
-    return tuple(found[name] for name in (told or found)), checksums
+        for name, ref in refs.items()
+    ], file.checksums
 
 
 def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
@@ -557,24 +530,11 @@ def file_name(at: int, count: int) -> str:
 
 
 def _file(name: str, shard: list[Entry]) -> tuple[Skeleton, list[Entry]]:
-    # transformers refuses files without the format entry.
     sums = {CRC32 + entry.name: "0" * 8 for entry in shard if entry.numel}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **sums}}
-    offset = 0
-    for entry in shard:
-        header[entry.name] = {
-            "dtype": NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, offset + entry.num_bytes],
-        }
-        offset += entry.num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64 + 56)  # tensors begin at a multiple of 64
-    base = 8 + len(text)
-    head = len(text).to_bytes(8, "little") + text
+    named = ((entry.name, entry.dtype, entry.shape) for entry in shard)
+    head, places = header_of(named, {"format": "pt", **sums})
     entries, fields, at = [], [], 0
-    for entry in shard:
-        start, stop = (base + place for place in header[entry.name]["data_offsets"])
+    for entry, (start, stop) in zip(shard, places, strict=True):
         corner = (0,) * len(entry.shape)
         piece = Piece(name, start, corner, entry.shape, contiguous(entry.shape))
         entries.append(replace(entry, pieces=(piece,) if entry.numel else ()))
@@ -582,7 +542,7 @@ def _file(name: str, shard: list[Entry]) -> tuple[Skeleton, list[Entry]]:
             key = f'{json.dumps(CRC32 + entry.name)}:"'.encode()
             at = head.index(key, at) + len(key)
             fields.append(Crc32Field(start, stop, (at,), as_text=True))
-    skeleton = Skeleton(file=name, num_bytes=base + offset, parts=((0, head),), crc32_fields=tuple(fields))
+    skeleton = Skeleton(file=name, num_bytes=places[-1][1], parts=((0, head),), crc32_fields=tuple(fields))
     return skeleton, entries
 
 
