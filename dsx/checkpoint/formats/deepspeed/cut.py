@@ -31,7 +31,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from dsx.checkpoint.catalog import NO_SETTINGS
 from dsx.checkpoint.formats.deepspeed.order import Ties
@@ -69,6 +71,37 @@ class Cut:
         return cut_parts(local, self.dim, spans, start, stop)
 
 
+def _no_states(settings: dict[str, Any]) -> dict[str, Any]:
+    if not settings.keys().isdisjoint(NO_SETTINGS):
+        raise ValueError(f"one of {NO_SETTINGS} is no hyperparameter")
+    return settings
+
+
+_Size = Annotated[int, Field(ge=1)]
+
+
+class _Split(BaseModel):
+    """The rule of a tensor that is cut."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    split: int
+    parts: list[_Size] = []
+    extent: _Size = 1
+
+
+class _RulesFile(BaseModel):
+    """The user's rules file."""
+
+    model_config = ConfigDict(strict=True)
+
+    tensors: dict[str, Literal["replicate", "average"] | _Split] = {}
+    groups: list[list[str]] = []
+    tied: dict[str, Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]] | None = None
+    settings: list[Annotated[dict[str, Any], AfterValidator(_no_states)]] = []
+    names: dict[str, str] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """How tensors are cut, by name.
@@ -97,31 +130,30 @@ class Rules:
     def read(cls, path: Path) -> Self:
         """The user's rules file. Raises CheckpointError with the key at fault."""
         content = read_json(path, _SEE_DOC)
-        if content.keys() - _KEYS:
-            raise CheckpointError(str(path), f"its keys are not of {sorted(_KEYS)}", _SEE_DOC)
-        tensors, groups = content.get("tensors", {}), content.get("groups", [])
-        names, settings = content.get("names", {}), content.get("settings", [])
-        tied = content.get("tied")
-        fits = _is_texts(names) and _is_lists(groups) and _is_dicts(settings) and _is_ties(tied)
-        if not (isinstance(tensors, dict) and fits):
-            raise CheckpointError(str(path), "a key's value is of the wrong type", _SEE_DOC)
-        patterns = [*tensors, *names, *(pattern for group in groups for pattern in group)]
-        for pattern in patterns:
+        if content.keys() - _RulesFile.model_fields.keys():
+            keys = sorted(_RulesFile.model_fields)
+            raise CheckpointError(str(path), f"its keys are not of {keys}", _SEE_DOC)
+        try:
+            told = _RulesFile.model_validate(content)
+        except ValidationError as error:
+            key, *places = error.errors()[0]["loc"]
+            where, what = str(path), f"the value of {key} is of the wrong type"
+            if key == "tensors" and places:
+                where, what = f"{path}: {places[0]}", f"no rule: {json.dumps(content[key][places[0]])}"
+            raise CheckpointError(where, what, _SEE_DOC) from None
+        for pattern in (*told.tensors, *told.names, *(one for group in told.groups for one in group)):
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise CheckpointError(
                     f"{path}: {pattern}", f"no regular expression ({error})", _SEE_DOC
                 ) from None
-        for pattern, rule in tensors.items():
-            if not _is_rule(rule):
-                raise CheckpointError(f"{path}: {pattern}", f"no rule: {json.dumps(rule)}", _SEE_DOC)
         return cls(
-            tensors=tuple(tensors.items()),
-            groups=tuple(map(tuple, groups)),
-            settings=tuple(settings),
-            names=tuple(names.items()),
-            ties=None if tied is None else tuple((key, tuple(layers)) for key, layers in tied.items()),
+            tensors=tuple((pattern, content["tensors"][pattern]) for pattern in told.tensors),
+            groups=tuple(map(tuple, told.groups)),
+            settings=tuple(told.settings),
+            names=tuple(told.names.items()),
+            ties=None if told.tied is None else tuple((key, tuple(at)) for key, at in told.tied.items()),
             source=str(path),
         )
 
@@ -160,7 +192,6 @@ _SEE_DOC = (
     '"groups": [["regex"]], "tied": {"key": [0, 4]}, "settings": [{"lr": 0.001}], '
     '"names": {"regex": "new name"}}, any of them'
 )
-_KEYS = {"tensors", "groups", "settings", "names", "tied"}
 
 
 def rules_of(info: Any, where: str) -> Rules:
@@ -234,47 +265,6 @@ def _sub_params(state: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(blocks, int):  # that many equal ones
         return {"split": dim, "equal_parts": blocks}
     return {"split": dim, "parts": [int(extent) for extent in blocks]}
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
-
-
-def _is_lists(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(group, list) and all(isinstance(one, str) for one in group) for group in value
-    )
-
-
-def _is_ties(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and all(
-            isinstance(layers, list) and layers and all(type(one) is int and one >= 0 for one in layers)
-            for layers in value.values()
-        )
-    )
-
-
-def _is_dicts(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(one, dict) and not set(one) & {*NO_SETTINGS} for one in value
-    )
-
-
-def _is_rule(rule: Any) -> bool:
-    if rule in ("replicate", "average"):
-        return True
-    if not isinstance(rule, dict) or not isinstance(rule.get("split"), int):
-        return False
-    parts, extent = rule.get("parts", []), rule.get("extent", 1)
-    return (
-        not rule.keys() - {"split", "parts", "extent"}
-        and isinstance(parts, list)
-        and all(type(part) is int and part > 0 for part in parts)
-        and type(extent) is int
-        and extent > 0
-    )
 
 
 def _of_rule(rule: Any, shapes: Sequence[Shape]) -> Cut:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, Field, InstanceOf, Strict, TypeAdapter, ValidationError
 
 from dsx.checkpoint.catalog import USE_ANOTHER
 from dsx.checkpoint.formats.torch_file import PickledObject, TensorRef, TorchFile
 from dsx.errors import CheckpointError
 
-_MOST = 1 << 63
 _ESCAPED_OR_CLASS = re.compile(r"\\.|\[\^?\]?[^\]]*\]")
 _MOST_REPEATS, _LONGEST_PATTERN = 3, 1000
 
@@ -22,7 +23,7 @@ def check_model(file: TorchFile) -> None:
 
 def check_optimizer(file: TorchFile) -> None:
     """Raise CheckpointError unless an optimizer's file is a dict whose values are of DeepSpeed's types."""
-    _check(file, file.content, {"optimizer_state_dict": _is_dict}, "")
+    _check(file, file.content, {"optimizer_state_dict": TypeAdapter(_Dict)}, "")
     _check(file, file.content.get("optimizer_state_dict", {}), _OPTIMIZER, "optimizer_state_dict.")
 
 
@@ -68,126 +69,87 @@ def _patterns(info: Mapping[str, Any]) -> Iterator[str]:
             yield from (one for one in value if isinstance(one, str))
 
 
-def _check(file: TorchFile, content: Any, types: Mapping[str, Callable[[Any], bool]], head: str) -> None:
+def _check(file: TorchFile, content: Any, types: Mapping[str, TypeAdapter[Any]], head: str) -> None:
     if not isinstance(content, dict):
         raise CheckpointError(str(file.path), "it is no file of DeepSpeed: it holds no dict", USE_ANOTHER)
-    for key, fits in types.items():
+    for key, kind in types.items():
         value = content.get(key)
-        if value is not None and not fits(value):
+        try:
+            if value is not None:
+                kind.validate_python(value)
+        except ValidationError:
             raise CheckpointError(
                 f"{file.path}: {head}{key}",
                 f"a {type(value).__name__} that cannot be this: {str(value)[:80]}"
                 if isinstance(value, bool | int | float | str)
                 else f"a {type(value).__name__} of another form than DeepSpeed's",
                 USE_ANOTHER,
-            )
+            ) from None
 
 
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
+_Text = Annotated[str, Strict()]
+_Count = Annotated[int, Strict(), Field(ge=0, lt=1 << 63)]
+_Degree = Annotated[int, Strict(), Field(ge=1, lt=1 << 63)]
+_Dict = Annotated[dict[Any, Any], Strict()]
+_Names = (
+    Annotated[list[_Text], Strict()]
+    | Annotated[tuple[_Text, ...], Strict()]
+    | Annotated[set[_Text], Strict()]
+    | Annotated[frozenset[_Text], Strict()]
+    | Annotated[dict[_Text, Any], Strict()]
+)
+_Counts = Annotated[list[_Count], Strict()] | Annotated[tuple[_Count, ...], Strict()]
+_Shapes = Annotated[dict[_Text, _Counts], Strict()]
+_Listed = Annotated[list[_Shapes], Strict()] | Annotated[tuple[_Shapes, ...], Strict()]
+_Tensors = Annotated[list[InstanceOf[TensorRef]], Strict()]
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MOST
+class _Address(BaseModel):
+    start: _Count
+    numel: _Count
 
 
-def _is_degree(value: Any) -> bool:
-    return _is_count(value) and value > 0
+def _addressed(value: PickledObject) -> PickledObject:
+    """An entry of ``param_slice_mappings``."""
+    _Address.model_validate(value.state)
+    return value
 
 
-def _is_stage(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= 3
+class _Group(BaseModel):
+    params: _Counts = []
 
 
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list | tuple | set | frozenset | dict) and all(isinstance(n, str) for n in value)
+_Place = Annotated[InstanceOf[PickledObject], AfterValidator(_addressed)]
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair)
+class _Base(BaseModel):
+    """The optimizer's own state dict."""
+
+    state: Annotated[dict[Any, _Dict], Strict()]
+    param_groups: Annotated[list[_Group], Strict()]
 
 
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple | list) and all(map(_is_count, value))
-
-
-def _is_shapes(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(name, str) and _is_shape(one) for name, one in value.items()
-    )
-
-
-def _is_groups_of_shapes(value: Any) -> bool:
-    return _is_shapes(value) or (isinstance(value, list | tuple) and all(map(_is_shapes, value)))
-
-
-def _is_degrees(value: Any) -> bool:
-    return isinstance(value, dict) and all(one is None or _is_degree(one) for one in value.values())
-
-
-def _is_counts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(map(_is_count, value))
-
-
-def _is_lists_of_counts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(map(_is_counts, value))
-
-
-def _is_tensors(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, TensorRef) for one in value)
-
-
-def _is_mappings(value: Any) -> bool:
-    """``param_slice_mappings``: per group, the place of each parameter."""
-    return isinstance(value, list | tuple) and all(
-        isinstance(group, dict) and all(map(_is_place, group.values())) for group in value
-    )
-
-
-def _is_place(value: Any) -> bool:
-    state = value.state if isinstance(value, PickledObject) else None
-    return isinstance(state, dict) and all(_is_count(state.get(key)) for key in ("start", "numel"))
-
-
-def _is_base(value: Any) -> bool:
-    """The optimizer's own state dict; or in the elastic form a list of states."""
-    if isinstance(value, list):
-        return all(map(_is_dict, value))
-    return (
-        isinstance(value, dict) and _is_states(value.get("state")) and _is_groups(value.get("param_groups"))
-    )
-
-
-def _is_states(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_dict, value.values()))
-
-
-def _is_groups(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(group, dict) and _is_counts(group.get("params", ())) for group in value
-    )
-
-
-_MODEL: Mapping[str, Callable[[Any], bool]] = {
-    "buffer_names": _is_names,
-    "shared_params": _is_texts,
-    "param_shapes": _is_groups_of_shapes,
-    "frozen_param_shapes": _is_shapes,
-    "frozen_param_fragments": _is_dict,
-    "optimizer": _is_dict,
-    "ds_version": lambda value: isinstance(value, str),
-    "ds_config": lambda value: isinstance(value, dict | str),
-    "checkpoint_parallel_dimensions": _is_degrees,
-    **dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "micro_steps"), _is_count),
-    **dict.fromkeys(("dp_world_size", "mp_world_size"), _is_degree),
+_States = _Base | Annotated[list[_Dict], Strict()]  # in the elastic form a list of states
+_MODEL: Mapping[str, TypeAdapter[Any]] = {
+    "buffer_names": TypeAdapter(_Names),
+    "shared_params": TypeAdapter(Annotated[dict[_Text, _Text], Strict()]),
+    "param_shapes": TypeAdapter(_Shapes | _Listed),
+    "frozen_param_shapes": TypeAdapter(_Shapes),
+    "frozen_param_fragments": TypeAdapter(_Dict),
+    "optimizer": TypeAdapter(_Dict),
+    "ds_version": TypeAdapter(_Text),
+    "ds_config": TypeAdapter(_Dict | _Text),
+    "checkpoint_parallel_dimensions": TypeAdapter(Annotated[dict[Any, _Degree | None], Strict()]),
+    **dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "micro_steps"), TypeAdapter(_Count)),
+    **dict.fromkeys(("dp_world_size", "mp_world_size"), TypeAdapter(_Degree)),
 }
-_OPTIMIZER: Mapping[str, Callable[[Any], bool]] = {
-    "zero_stage": _is_stage,
-    "fp32_flat_groups": _is_tensors,
-    "single_partition_of_fp32_groups": _is_tensors,
-    "base_optimizer_state": _is_base,
-    "optimizer_state_dict": _is_base,
-    "group_paddings": _is_counts,
-    "param_alignment_paddings": _is_lists_of_counts,
-    "param_slice_mappings": _is_mappings,
+_OPTIMIZER: Mapping[str, TypeAdapter[Any]] = {
+    "zero_stage": TypeAdapter(Annotated[int, Strict(), Field(ge=0, le=3)]),
+    "fp32_flat_groups": TypeAdapter(_Tensors),
+    "single_partition_of_fp32_groups": TypeAdapter(_Tensors),
+    "base_optimizer_state": TypeAdapter(_States),
+    "optimizer_state_dict": TypeAdapter(_States),
+    "group_paddings": TypeAdapter(_Counts),
+    "param_alignment_paddings": TypeAdapter(Sequence[_Counts]),
+    "param_slice_mappings": TypeAdapter(Sequence[Annotated[dict[Any, _Place], Strict()]]),
 }
