@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from dsx.checkpoint.catalog import PRECISIONS, Catalog
 from dsx.checkpoint.file_io import convert, numpy_dtype
-from dsx.checkpoint.formats.deepspeed.layer_names import as_model
+from dsx.checkpoint.formats.deepspeed.module import as_model
 from dsx.checkpoint.formats.huggingface.catalog import as_hf
 from dsx.checkpoint.pieces import Part, contiguous
 from dsx.checkpoint.read import Reader

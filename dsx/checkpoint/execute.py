@@ -22,18 +22,39 @@ from typing import Any
 
 import numpy as np
 
-from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Checksum, Entry, Piece, check_files, locate
-from dsx.checkpoint.checksums import Crc32Parts, Summed, crc32_joined, crc32_of_zeros, digest
+from dsx.checkpoint.catalog import (
+    ITEM_BYTES,
+    Catalog,
+    Checksum,
+    Crc32Field,
+    Entry,
+    Piece,
+    Target,
+    Written,
+    check_files,
+    locate,
+)
 from dsx.checkpoint.claims import specs_of_model
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS, CopyPlan, check_cover, region
-from dsx.checkpoint.file_io import FilePool, blamed, convert, start_writeback, write_box, write_from
+from dsx.checkpoint.file_io import (
+    Crc32Parts,
+    FilePool,
+    Summed,
+    blamed,
+    convert,
+    crc32_joined,
+    crc32_of_zeros,
+    digest,
+    start_writeback,
+    write_box,
+    write_from,
+)
 from dsx.checkpoint.formats.deepspeed.order import TIED
 from dsx.checkpoint.formats.huggingface import catalog
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.pieces import PieceIndex, volume
 from dsx.checkpoint.read import DamagedError, Reader, within
 from dsx.checkpoint.staging import RESUMES, Record, Staging
-from dsx.checkpoint.target import Crc32Field, Target, Written
 from dsx.errors import CheckpointError, ModelError
 from dsx.models.hf_config import model_spec
 from dsx.models.param import Box

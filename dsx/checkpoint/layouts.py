@@ -11,7 +11,7 @@ from typing import Self
 
 from dsx.checkpoint.catalog import NO_SETTINGS, Catalog, Entry
 from dsx.checkpoint.claims import check_layers
-from dsx.checkpoint.formats.deepspeed.layer_names import tied_names, under_names
+from dsx.checkpoint.formats.deepspeed.module import tied_names, under_names
 from dsx.checkpoint.formats.deepspeed.order import TIED, Ties
 from dsx.checkpoint.formats.deepspeed.plan import StockLayout
 from dsx.errors import CheckpointError, ConfigError

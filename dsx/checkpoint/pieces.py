@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
-from dsx.checkpoint.catalog import Piece
+from dsx.checkpoint.catalog import Entry, Piece
 from dsx.models.param import Box, ParamSpec
 
 
@@ -72,6 +72,18 @@ def intersect(a: Box, b: Box) -> Box | None:
             return None
         shared.append((start, stop))
     return tuple(shared)
+
+
+def clipped(entry: Entry, box: Box) -> tuple[Piece, ...]:
+    """What an entry's pieces hold of a box."""
+    found = []
+    for piece in entry.pieces:
+        shared = intersect(piece.box, box)
+        if shared is not None:
+            start, shape = tuple(low for low, _ in shared), tuple(high - low for low, high in shared)
+            offset = piece.offset + flat_offset(piece, shared) * entry.item_bytes
+            found.append(replace(piece, start=start, shape=shape, offset=offset))
+    return tuple(found)
 
 
 def subtract(box: Box, hole: Box) -> Iterator[Box]:

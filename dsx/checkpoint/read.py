@@ -17,14 +17,17 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from dsx.checkpoint.catalog import USE_ANOTHER, Catalog, Checksum, Entry, Piece, check_files, heads, locate
-from dsx.checkpoint.checksums import Crc32Parts, Summed, crc32_joined, digest
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS, region, tiles
 from dsx.checkpoint.file_io import (
     Array,
+    Crc32Parts,
     FilePool,
+    Summed,
     blamed,
     convert,
+    crc32_joined,
     crc32_of_file,
+    digest,
     digest_of_file,
     numpy_dtype,
     read_box,

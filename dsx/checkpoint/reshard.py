@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dsx.checkpoint.catalog import Catalog, check_files, model_fact
+from dsx.checkpoint.catalog import Catalog, Target, check_files, model_fact
 from dsx.checkpoint.claims import specs_of_model
 from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import ConversionOptions, ConversionReport, execute, worker_bytes
 from dsx.checkpoint.formats import dcp, megatron, native
 from dsx.checkpoint.formats import universal as universal_target
 from dsx.checkpoint.formats.deepspeed import target as deepspeed_target
-from dsx.checkpoint.formats.deepspeed.layer_names import as_model
+from dsx.checkpoint.formats.deepspeed.module import as_model
 from dsx.checkpoint.formats.deepspeed.plan import StockLayout
 from dsx.checkpoint.formats.deepspeed.reader import FORMAT as STOCK
 from dsx.checkpoint.formats.huggingface import catalog
@@ -29,7 +29,6 @@ from dsx.checkpoint.layouts import (
     stock_mesh,
 )
 from dsx.checkpoint.staging import check_absent
-from dsx.checkpoint.target import Target
 from dsx.errors import CheckpointError, LayoutError, ModelError
 from dsx.models.hf_config import model_spec
 from dsx.models.param import ParamSpec

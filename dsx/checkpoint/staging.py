@@ -24,8 +24,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from dsx.checkpoint import store
+from dsx.checkpoint.catalog import Skeleton, Target
 from dsx.checkpoint.file_io import blamed, write_from
-from dsx.checkpoint.target import Skeleton, Target
 from dsx.errors import CheckpointError
 from dsx.launch.entry import boot_id
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save
 
 import made
-from dsx.checkpoint.checksums import digest
 from dsx.checkpoint.execute import ConversionOptions
+from dsx.checkpoint.file_io import digest
 from dsx.checkpoint.layouts import Pipeline, TargetDegrees
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.reshard import WantedTarget, prepare

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import made
 from dsx.checkpoint.compare import compare, only_in
 from dsx.checkpoint.execute import ConversionOptions
-from dsx.checkpoint.formats.deepspeed.layer_names import as_model
+from dsx.checkpoint.formats.deepspeed.module import as_model
 from dsx.checkpoint.layouts import Pipeline, TargetDegrees
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.read import verify

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsx.checkpoint.checksums import Crc32Parts, crc32_joined, crc32_of_zeros
-from dsx.checkpoint.file_io import convert, numpy_dtype, ulps
+from dsx.checkpoint.file_io import Crc32Parts, convert, crc32_joined, crc32_of_zeros, numpy_dtype, ulps
 
 FLOATS = ["float64", "float32", "bfloat16", "float16"]
 

@@ -19,13 +19,12 @@ import pytest
 
 import made
 from dsx.checkpoint import store
-from dsx.checkpoint.catalog import Catalog, Checksum, Entry, Piece
+from dsx.checkpoint.catalog import Catalog, Checksum, Crc32Field, Entry, Piece, Skeleton, Target
 from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import ConversionOptions, execute
 from dsx.checkpoint.formats import native
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.read import DamagedError, verify
-from dsx.checkpoint.target import Crc32Field, Skeleton, Target
 from dsx.errors import CheckpointError
 
 TO = {"dp": 2, "tp": 2, "zero": 3}
@@ -394,7 +393,7 @@ from pathlib import Path
 from dsx.checkpoint.catalog import Catalog, Entry, Piece
 from dsx.checkpoint.copy_plan import plan
 from dsx.checkpoint.execute import ConversionOptions, execute
-from dsx.checkpoint.target import Skeleton, Target
+from dsx.checkpoint.catalog import Skeleton, Target
 folder = Path(sys.argv[1])
 rows, columns = 8192, 4096
 def catalog(name, strides):

@@ -38,8 +38,12 @@ from dsx.checkpoint.catalog import (
     USE_ANOTHER,
     Catalog,
     Checksum,
+    Crc32Field,
     Entry,
     Piece,
+    Skeleton,
+    Target,
+    left_behind,
     locate,
     numbers_in,
     with_numbers,
@@ -55,7 +59,6 @@ from dsx.checkpoint.formats.torch_file import (
 )
 from dsx.checkpoint.formats.torch_target import Call, Hole, number, pickled, size_of, torch_skeleton
 from dsx.checkpoint.pieces import contiguous
-from dsx.checkpoint.target import Crc32Field, Skeleton, Target, left_behind
 from dsx.errors import CheckpointError, LayoutError
 from dsx.models.param import ParamSpec
 

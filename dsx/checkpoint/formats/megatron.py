@@ -25,10 +25,9 @@ from dsx.checkpoint import plain, store
 from dsx.checkpoint.catalog import Catalog, Entry, Piece
 from dsx.checkpoint.formats import dcp
 from dsx.checkpoint.formats.deepspeed.reader import readable
-from dsx.checkpoint.formats.huggingface.catalog import clipped
 from dsx.checkpoint.formats.torch_file import read_torch_file
 from dsx.checkpoint.json_text import parsed
-from dsx.checkpoint.pieces import whole
+from dsx.checkpoint.pieces import clipped, whole
 from dsx.errors import CheckpointError
 from dsx.models.param import Box, ParamSpec
 from dsx.models.spec import ModelSpec
@@ -130,9 +129,7 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec], model: ModelSpec) -> Cat
     Raises:
         CheckpointError: It lacks a tensor of the model, or has one of another shape.
     """
-    held: dict[str, dict[str, Entry]] = {}
-    for entry in source.entries:
-        held.setdefault(entry.name, {})[entry.state] = entry
+    held = source.by_name
     entries: list[Entry] = []
     for spec in specs:
         entries += _of_spec(source, spec, held, model)
@@ -187,16 +184,11 @@ def _unstacked(source: Catalog, entry: Entry, layer: int) -> Entry:
             f"{source.root}: {entry}", f"its shape {entry.shape} has no layer {layer}", _GIVE
         )
     box = ((layer, layer + 1), *whole(entry.shape[1:]))
-    pieces = [clipped(piece, box, entry.item_bytes) for piece in entry.pieces]
-    return replace(
-        entry,
-        shape=entry.shape[1:],
-        pieces=tuple(
-            replace(piece, start=piece.start[1:], shape=piece.shape[1:], strides=piece.strides[1:])
-            for piece in pieces
-            if piece is not None
-        ),
+    pieces = tuple(
+        replace(piece, start=piece.start[1:], shape=piece.shape[1:], strides=piece.strides[1:])
+        for piece in clipped(entry, box)
     )
+    return replace(entry, shape=entry.shape[1:], pieces=pieces)
 
 
 def _ungrouped(entry: Entry, model: ModelSpec) -> Entry:
@@ -214,11 +206,9 @@ def _ungrouped(entry: Entry, model: ModelSpec) -> Entry:
         )
         for start, rows, home in homes:
             box: Box = ((start, start + rows), *whole(entry.shape[1:]))
-            inside = (clipped(piece, box, entry.item_bytes) for piece in entry.pieces)
             pieces += [
                 replace(piece, start=(piece.start[0] - start + home, *piece.start[1:]))
-                for piece in inside
-                if piece is not None
+                for piece in clipped(entry, box)
             ]
     return replace(entry, pieces=tuple(pieces))
 
@@ -232,6 +222,5 @@ def _fitted(source: Catalog, entry: Entry, spec: ParamSpec, state: str) -> Entry
         raise CheckpointError(
             f"{source.root}: {entry}", f"its shape is {entry.shape}, the model's {spec.shape}", _GIVE
         )
-    pieces = [clipped(piece, whole(spec.shape), entry.item_bytes) for piece in entry.pieces]
-    kept = tuple(piece for piece in pieces if piece is not None)
+    kept = clipped(entry, whole(spec.shape))
     return replace(entry, name=spec.name, state=state, shape=spec.shape, pieces=kept, role="trained")

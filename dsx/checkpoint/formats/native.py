@@ -37,15 +37,17 @@ from dsx.checkpoint.catalog import (
     Entry,
     Piece,
     Role,
+    Skeleton,
+    Target,
+    Written,
+    left_behind,
     locate,
 )
-from dsx.checkpoint.checksums import digest
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS
-from dsx.checkpoint.file_io import blamed
+from dsx.checkpoint.file_io import blamed, digest
 from dsx.checkpoint.formats import safetensors_file
 from dsx.checkpoint.json_text import parsed
 from dsx.checkpoint.pieces import Part, local_parts
-from dsx.checkpoint.target import Skeleton, Target, Written, left_behind
 from dsx.errors import CheckpointError, LayoutError
 from dsx.models.param import Init, ParamSpec
 from dsx.parallel.layout import Layout

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from dsx.checkpoint.catalog import ITEM_BYTES
+from dsx.checkpoint.catalog import ITEM_BYTES, Crc32Field, Skeleton
 from dsx.checkpoint.formats.torch_file import STORAGES, Global, PickledObject
 from dsx.checkpoint.pieces import contiguous
-from dsx.checkpoint.target import Crc32Field, Skeleton
 
 _ALIGNMENT = 64
 _LARGE = 0xFFFFFFFF

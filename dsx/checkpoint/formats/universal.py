@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint import store
-from dsx.checkpoint.catalog import Catalog, Entry, Piece
+from dsx.checkpoint.catalog import Catalog, Entry, Piece, Target
 from dsx.checkpoint.formats.deepspeed.cut import Cut
 from dsx.checkpoint.formats.deepspeed.files import StockFiles, open_stock
 from dsx.checkpoint.formats.deepspeed.flat import (
@@ -44,7 +44,6 @@ from dsx.checkpoint.formats.deepspeed.target import (
 from dsx.checkpoint.formats.torch_file import Global, TensorRef, TorchFile, read_torch_file
 from dsx.checkpoint.formats.torch_target import Call, number
 from dsx.checkpoint.pieces import contiguous
-from dsx.checkpoint.target import Target
 from dsx.errors import CheckpointError
 
 FORMAT = "universal"

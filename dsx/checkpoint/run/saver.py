@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Catalog, Checksum, Entry, merged_groups
-from dsx.checkpoint.checksums import digest
-from dsx.checkpoint.file_io import blamed, stretches, write_from
+from dsx.checkpoint.file_io import blamed, digest, stretches, write_from
 from dsx.checkpoint.formats import native
 from dsx.checkpoint.formats.native import StoredBlock, read_manifest, write_manifest
 from dsx.checkpoint.plain import as_numpy

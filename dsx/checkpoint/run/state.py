@@ -18,8 +18,8 @@ from safetensors.torch import save
 import dsx
 from dsx.checkpoint import plain, store
 from dsx.checkpoint.catalog import NO_SETTINGS, USE_ANOTHER, Catalog, Checksum, model_fact
-from dsx.checkpoint.checksums import digest
 from dsx.checkpoint.claims import reading
+from dsx.checkpoint.file_io import digest
 from dsx.checkpoint.formats import native
 from dsx.checkpoint.formats.native import random_file
 from dsx.checkpoint.open import open_checkpoint

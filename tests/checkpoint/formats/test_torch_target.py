@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import made
+from dsx.checkpoint.catalog import Skeleton
 from dsx.checkpoint.formats.torch_file import PickledObject, read_torch_file
 from dsx.checkpoint.formats.torch_target import Hole, Ordered, number, size_of, torch_skeleton
-from dsx.checkpoint.target import Skeleton
 
 
 def make(folder: Path, skeleton: Skeleton, tensors: dict[Hole, torch.Tensor]) -> Path:

@@ -28,8 +28,7 @@ from math import prod
 from typing import Any
 
 from dsx.checkpoint.catalog import ITEM_BYTES, USE_ANOTHER
-from dsx.checkpoint.formats.deepspeed.files import StockFiles
-from dsx.checkpoint.formats.deepspeed.types import config_of
+from dsx.checkpoint.formats.deepspeed.files import StockFiles, config_of
 from dsx.checkpoint.formats.torch_file import TensorRef, TorchFile
 from dsx.errors import CheckpointError
 

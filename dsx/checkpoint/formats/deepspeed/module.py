@@ -1,7 +1,7 @@
 """The model's own tensors in a stock checkpoint: weights, frozen ones, buffers, and which names are ties.
 
-Which layers of a stock pipeline are copies of a tied module: by what the files say, or by the user's word.
-
+``PipelineModule`` calls a tied layer's tensors ``tied_modules.<key>.<path>``, where dsx has
+``<layer>.<path>``. Which layers of a stock pipeline are copies of a tied module, the files say or the user.
 A layer's file names its tensors without the layer, and only layers that call the module itself have one:
 those with a ``forward_fn`` have none (pipe/module.py, ``save_state_dict``).
 """
@@ -14,13 +14,16 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from dsx.checkpoint.catalog import USE_ANOTHER
+from dsx.checkpoint.catalog import USE_ANOTHER, Catalog, Entry
 from dsx.checkpoint.file_io import crc32_of_file
 from dsx.checkpoint.formats.deepspeed.files import StockFiles
 from dsx.checkpoint.formats.deepspeed.flat import Fragment, mapped, over_all_ranks, part_numel, whole
 from dsx.checkpoint.formats.deepspeed.order import TIED, Ties
+from dsx.checkpoint.formats.huggingface.catalog import as_dsx, renamed
 from dsx.checkpoint.formats.torch_file import TensorRef, TorchFile
+from dsx.checkpoint.pieces import clipped
 from dsx.errors import CheckpointError
+from dsx.models.param import ParamSpec
 
 
 def tied_layers(files: StockFiles, ties: Ties | None) -> dict[int, str]:
@@ -271,3 +274,54 @@ def _pipeline(files: StockFiles, rank: int, tied: Mapping[int, str]) -> Module:
         buffers=buffers,
         ties=tuple((name, *others) for name, others in ties.items()),
     )
+
+
+def tied_names(specs: Sequence[ParamSpec]) -> dict[str, str]:
+    """What PipelineModule calls the tensors that several layers use."""
+    return {
+        spec.name: f"tied_modules.{spec.tie}.{spec.name.partition('.')[2]}"
+        for spec in specs
+        if spec.tie is not None
+    }
+
+
+def under_names(source: Catalog, names: Mapping[str, str]) -> Catalog:
+    """The same checkpoint with some tensors under other names, and without what is known of their cuts."""
+    if not any(entry.name in names for entry in source.entries):
+        return source
+    entries = []
+    for entry in source.entries:
+        name = names.get(entry.name, entry.name)
+        aliases = tuple(alias for alias in entry.aliases if alias != name)
+        entries.append(replace(entry, name=name, aliases=aliases))
+    return replace(
+        source,
+        entries=tuple(entries),
+        tile_digests={(names.get(n, n), state): sums for (n, state), sums in source.tile_digests.items()},
+        facts=renamed(source.facts, lambda name: (names.get(name, name),), str(source.root)),
+        specs=(),
+    )
+
+
+def as_model(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
+    """The same checkpoint under dsx's names, whatever engine of the model wrote it.
+
+    Args:
+        source: Of dsx, of a Hugging Face model, or of dsx's layers in a stock engine.
+        specs: The model's tensors.
+
+    Raises:
+        CheckpointError: It is of another model.
+    """
+    stock = {name: ours for ours, name in tied_names(specs).items()}
+    source = under_names(source, stock)
+    known = {spec.name: spec for spec in specs}
+    entries = tuple(_unpadded(entry, known.get(entry.name)) for entry in source.entries)
+    return as_dsx(replace(source, entries=entries), specs)
+
+
+def _unpadded(entry: Entry, spec: ParamSpec | None) -> Entry:
+    if spec is None or spec.pad_multiple is None or entry.shape != spec.local_shape(1):
+        return entry
+    box = tuple((0, extent) for extent in spec.shape)
+    return replace(entry, shape=spec.shape, pieces=clipped(entry, box))

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from dsx.checkpoint.catalog import USE_ANOTHER
-from dsx.checkpoint.checksums import crc32_of_zeros
+from dsx.checkpoint.file_io import crc32_of_zeros
 from dsx.checkpoint.formats.deepspeed.cut import Rules
 from dsx.checkpoint.formats.deepspeed.files import StockFiles
 from dsx.checkpoint.formats.deepspeed.flat import Fragment, OptimizerGroup, OptimizerState, numbers_of, whole

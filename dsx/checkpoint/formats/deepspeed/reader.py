@@ -21,12 +21,11 @@ from typing import Any, Literal
 from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import ITEM_BYTES, USE_ANOTHER, Catalog, Entry, Piece, merged_groups
 from dsx.checkpoint.formats.deepspeed.cut import Cut, Rules, rules_of
-from dsx.checkpoint.formats.deepspeed.files import StockFiles, open_stock
+from dsx.checkpoint.formats.deepspeed.files import StockFiles, check_patterns, config_of, open_stock
 from dsx.checkpoint.formats.deepspeed.flat import Fragment, OptimizerGroup, OptimizerState, sharded_state
 from dsx.checkpoint.formats.deepspeed.module import Module, modules_of
 from dsx.checkpoint.formats.deepspeed.order import TIED
 from dsx.checkpoint.formats.deepspeed.plain import plain_states
-from dsx.checkpoint.formats.deepspeed.types import check_patterns, config_of
 from dsx.checkpoint.formats.huggingface.catalog import with_names
 from dsx.checkpoint.formats.torch_file import PickledObject, TensorRef, TorchFile
 from dsx.checkpoint.pieces import contiguous

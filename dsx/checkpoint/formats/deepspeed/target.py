@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint import plain
-from dsx.checkpoint.catalog import Catalog, Entry, Piece
+from dsx.checkpoint.catalog import Catalog, Entry, Piece, Skeleton, Target, left_behind
 from dsx.checkpoint.formats.deepspeed.cut import UNIVERSAL_INFO, cut_info
 from dsx.checkpoint.formats.deepspeed.plan import StockLayout, StockPlan
 from dsx.checkpoint.formats.deepspeed.reader import FORMAT
 from dsx.checkpoint.formats.torch_file import Global, PickledObject
 from dsx.checkpoint.formats.torch_target import Call, Hole, Ordered, number, size_of, torch_skeleton
-from dsx.checkpoint.target import Skeleton, Target, left_behind
 from dsx.errors import CheckpointError
 from dsx.parallel.zero import Buffer, ZeroPlan
 

@@ -20,7 +20,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dsx.checkpoint.catalog import PRECISIONS, Catalog, Checksum, Entry, Piece
+from dsx.checkpoint.catalog import (
+    PRECISIONS,
+    Catalog,
+    Checksum,
+    Crc32Field,
+    Entry,
+    Piece,
+    Skeleton,
+    Target,
+    left_behind,
+)
 from dsx.checkpoint.compare import compare
 from dsx.checkpoint.formats.huggingface.names import (
     CONFIG,
@@ -36,8 +46,7 @@ from dsx.checkpoint.formats.huggingface.names import (
 )
 from dsx.checkpoint.formats.safetensors_file import CRC32, contents, header_of
 from dsx.checkpoint.formats.torch_file import TensorRef, read_torch_file
-from dsx.checkpoint.pieces import contiguous, intersect
-from dsx.checkpoint.target import Crc32Field, Skeleton, Target, left_behind
+from dsx.checkpoint.pieces import clipped, contiguous
 from dsx.errors import CheckpointError
 from dsx.models.param import ParamSpec
 
@@ -368,8 +377,7 @@ def _parted(spec: ParamSpec, entry: Entry) -> Iterator[Entry]:
         if len(spec.hf) > 1 and spec.split is not None:
             dim = spec.split
             box = (*box[:dim], (start, start + spec.parts[number]), *box[dim + 1 :])
-        inside = [clipped(piece, box, entry.item_bytes) for piece in entry.pieces]
-        pieces = [_turned(_shifted(piece, spec, -start), spec) for piece in inside if piece is not None]
+        pieces = [_turned(_shifted(piece, spec, -start), spec) for piece in clipped(entry, box)]
         aliases = (head_of(name),) if spec.tie is not None else ()
         yield replace(
             entry,
@@ -391,17 +399,6 @@ def _shifted(piece: Piece, spec: ParamSpec, by: int) -> Piece:
         return piece
     dim = spec.split
     return replace(piece, start=(*piece.start[:dim], piece.start[dim] + by, *piece.start[dim + 1 :]))
-
-
-def clipped(piece: Piece, box: tuple[tuple[int, int], ...], item_bytes: int) -> Piece | None:
-    """What a piece holds of a box."""
-    shared = intersect(piece.box, box)
-    if shared is None:
-        return None
-    start = tuple(low for low, _ in shared)
-    skipped = sum((low - at) * step for low, at, step in zip(start, piece.start, piece.strides, strict=True))
-    shape = tuple(high - low for low, high in shared)
-    return replace(piece, start=start, shape=shape, offset=piece.offset + skipped * item_bytes)
 
 
 def _renamed_number(value: Any, names_of: Callable[[str], Sequence[str]]) -> Any:
