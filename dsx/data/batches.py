@@ -328,8 +328,3 @@ def _fill(batches: Batches, shelf: _Shelf, pin: bool) -> None:
 def _pinned(batch: MicroBatch) -> MicroBatch:
     inputs, labels = batch
     return inputs.pin_memory(), labels.pin_memory()
-
-
-def pins() -> bool:
-    """Whether page-locked memory helps here."""
-    return torch.cuda.is_available()

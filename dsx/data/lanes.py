@@ -232,28 +232,6 @@ StreamState = Mapping[str, Sequence[Any]]
 """``source/lane`` -> number of a block, and where it begins (:meth:`StreamPlace.plain`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamSettings:
-    """What decides the order, besides the sources.
-
-    Args:
-        lanes: V.
-        shuffle_buffer: Sequences in memory, over all lanes of a source.
-        sequence_length: S.
-        seed: Seed of the order.
-    """
-
-    lanes: int
-    shuffle_buffer: int
-    sequence_length: int
-    seed: int
-
-    @property
-    def block(self) -> int:
-        """N: sequences of a lane that are shuffled together."""
-        return max(1, self.shuffle_buffer // (2 * self.lanes))
-
-
 class _Shuffle:
     """Sequences of one lane of one source by number, shuffled within blocks; numbers must only grow."""
 
@@ -285,6 +263,11 @@ class _Shuffle:
         while len(self._next) < count:
             self._next.append(self._reader.read())
 
+    @property
+    def turn(self) -> int:
+        """How often the lane has been read to its end."""
+        return self._reader.place.turn
+
     def forget(self, before: int) -> None:
         """Drop where blocks before number ``before`` begin, which is needed no more."""
         for block in [block for block in self.begins if block < min(before, self._block)]:
@@ -300,7 +283,7 @@ class Stream:
         names: What the sources that are mixed are called.
         open_source: Gives a source by its number, when its first sequence is taken.
         shares: The shares of the sources.
-        settings: What else decides the order.
+        data: The ``dsx.data`` block: lanes, shuffle buffer, sequence length and seed.
         in_flight: Global samples that may be taken and not yet trained on when the state is asked for.
         state: Where to continue: what :meth:`state` gave, of any layout's ranks together.
     """
@@ -310,18 +293,19 @@ class Stream:
         names: Sequence[str],
         open_source: Callable[[int], StreamedSource],
         shares: Shares,
-        settings: StreamSettings,
+        data: DataConfig,
         *,
         in_flight: int,
         state: StreamState,
     ) -> None:
         self._names, self._open_source = list(names), open_source
-        self._shares, self._settings = shares, settings
-        rows = in_flight // settings.lanes + 2
-        self._kept_blocks = rows // settings.block + 2
+        self._shares, self._data = shares, data
+        # So many sequences of a lane are shuffled together, and as many are read meanwhile.
+        self._block = max(1, data.shuffle_buffer // (2 * data.lanes))
+        rows = in_flight // data.lanes + 2
+        self._kept_blocks = rows // self._block + 2
         self._state = state
         self._lanes: dict[tuple[int, int], _Shuffle] = {}
-        self._readers: dict[tuple[int, int], LaneReader] = {}
         self._sources: dict[int, StreamedSource] = {}
         self._turns = dict.fromkeys(range(len(self._names)), 0)
         self._news: list[str] = []
@@ -330,7 +314,7 @@ class Stream:
 
     def take(self, sample: int) -> torch.Tensor:
         """Global sample number ``sample``: int64 [S + 1]. Raises DataError, as reading does."""
-        row, lane = divmod(sample, self._settings.lanes)
+        row, lane = divmod(sample, self._data.lanes)
         with self._lock:
             source, number = self._shares.locate(row, lane)
             ids = self._take(source, lane, number)
@@ -344,8 +328,8 @@ class Stream:
         found = {}
         with self._lock:
             for (source, lane), shuffle in self._lanes.items():
-                rows = -((lane - cursor) // self._settings.lanes)  # rows of the lane before the cursor
-                wanted = self._shares.counts(rows, lane)[source] // self._settings.block
+                rows = -((lane - cursor) // self._data.lanes)  # rows of the lane before the cursor
+                wanted = self._shares.counts(rows, lane)[source] // self._block
                 block = max((block for block in shuffle.begins if block <= wanted), default=None)
                 if block is not None:
                     found[self._name(source, lane)] = [block, shuffle.begins[block].plain()]
@@ -358,7 +342,7 @@ class Stream:
             if self._opened and self._opening_seconds >= self._told_from:
                 news.append(
                     f"data: {self._opened} lanes opened in {self._opening_seconds:.1f} s, "
-                    f"{self._opened * self._settings.block} sequences read to shuffle"
+                    f"{self._opened * self._block} sequences read to shuffle"
                 )
                 self._opened, self._opening_seconds, self._told_from = 0, 0.0, _LONG_SECONDS
         return news
@@ -373,8 +357,8 @@ class Stream:
             self._opening_seconds += time.perf_counter() - began
         else:
             ids = self._lanes[key].take(number)
-        self._lanes[key].forget(number // self._settings.block - self._kept_blocks)
-        turn = self._readers[key].place.turn
+        self._lanes[key].forget(number // self._block - self._kept_blocks)
+        turn = self._lanes[key].turn
         if turn > self._turns[source]:
             self._turns[source] = turn
             self._news.append(
@@ -385,22 +369,21 @@ class Stream:
 
     def _open(self, key: tuple[int, int]) -> None:
         source, lane = key
-        settings, name = self._settings, self._name(source, lane)
+        data, name = self._data, self._name(source, lane)
         if source not in self._sources:
             self._sources[source] = self._open_source(source)
         block, place = self._state.get(name, (0, StreamPlace().plain()))
         reader = LaneReader(
             self._sources[source],
             lane,
-            settings.lanes,
-            sequence_length=settings.sequence_length,
+            data.lanes,
+            sequence_length=data.sequence_length,
             place=StreamPlace(*place),
         )
-        self._readers[key] = reader
         self._lanes[key] = _Shuffle(
             reader,
-            settings.block,
-            lambda block: keyed_hash("stream", settings.seed, name, block),
+            self._block,
+            lambda block: keyed_hash("stream", data.seed, name, block),
             block=int(block),
         )
 

@@ -131,19 +131,14 @@ class Text:
             in_flight: Global samples that may be taken ahead of training.
         """
         if self._data.streaming:
-            from dsx.data.lanes import Stream, StreamSettings
+            from dsx.data.lanes import Stream
 
             self._stream_state = self.together([self.state(cursor)])
             self._stream = Stream(
                 [part.name for part in self.parts],
                 self._open_stream,
                 self._shares,
-                StreamSettings(
-                    lanes=self._data.lanes,
-                    shuffle_buffer=self._data.shuffle_buffer,
-                    sequence_length=self._data.sequence_length,
-                    seed=self._data.seed,
-                ),
+                self._data,
                 in_flight=in_flight,
                 state=self._stream_state,
             )

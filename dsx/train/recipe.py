@@ -21,7 +21,7 @@ from dsx.checkpoint import store
 from dsx.config.run import RunConfig
 from dsx.config.schema import MEASURE, OWN, DsxConfig
 from dsx.config.wording import at
-from dsx.data.batches import Batches, EvaluationBatches, Prefetched, pins
+from dsx.data.batches import Batches, EvaluationBatches, Prefetched
 from dsx.data.own import OwnCorpus, OwnPart, OwnText, as_text, require_same_everywhere
 from dsx.data.text import Text, TextPart, prepare_text
 from dsx.engine.engine import PipelineEngine
@@ -213,7 +213,7 @@ def training_batches(
         dp_rank=dp_rank,
         cursor=cursor,
     )
-    return Prefetched(batches, depth=ahead, pin=pins()) if ahead else batches
+    return Prefetched(batches, depth=ahead, pin=torch.cuda.is_available()) if ahead else batches
 
 
 def evaluate(config: RunConfig, engine: PipelineEngine, corpus: RunData) -> float | dict[str, float] | None:
