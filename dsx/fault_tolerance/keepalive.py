@@ -123,31 +123,23 @@ class _Line:
     """Whether the other side has said that it ends."""
 
 
-@dataclass(slots=True)
-class News:
-    """News that do not end the run at once.
-
-    Attributes:
-        hung: Whether a rank has found that the run does not go on.
-        warnings: What every machine's console should say, in order; whoever prints one takes it out.
-    """
-
-    hung: bool = False
-    warnings: list[str] = field(default_factory=list)
-
-
 class Keepalive:
     """This rank's connections. Every rank makes one, and calls :meth:`meet` with all ranks' :attr:`peer`.
 
     Args:
         rank: This one.
         silent_seconds: A machine from which nothing has come for so long is lost; 0 never concludes that.
+
+    Attributes:
+        hung: Whether a rank has found that the run does not go on.
+        warnings: What every machine's console should say, in order; whoever prints one takes it out.
     """
 
     def __init__(self, rank: int, silent_seconds: int) -> None:
         self._silent_seconds = silent_seconds
         self._listener: socket.socket | None = None
-        self.news = News()
+        self.hung = False
+        self.warnings: list[str] = []
         port, secret = 0, secrets.token_hex(16)
         with suppress(OSError):
             self._listener = _listening()
@@ -218,8 +210,8 @@ class Keepalive:
     def tell_hung(self) -> None:
         """Tell every rank that the run does not go on."""
         with self._lock:
-            if not self.news.hung:
-                self.news.hung = True
+            if not self.hung:
+                self.hung = True
                 self._send({"hung": True})
 
     def warn(self, text: str) -> None:
@@ -227,7 +219,7 @@ class Keepalive:
         with self._lock:
             if text not in self._said:
                 self._said.add(text)
-                self.news.warnings.append(text)
+                self.warnings.append(text)
                 self._send({"warning": text})
 
     def close(self) -> None:

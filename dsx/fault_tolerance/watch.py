@@ -61,10 +61,6 @@ class Board:
             return frozenset(entry.name for entry in os.scandir(self.folder) if entry.name[0] != ".")
         return frozenset()
 
-    def put(self, name: str, data: Any) -> None:
-        """Put up a JSON value, whole at once."""
-        self.put_text(name, json.dumps(data))
-
     def put_text(self, name: str, text: str) -> None:
         """Put up a text, whole at once."""
         aside = self.folder / f".{name}.{os.getpid()}"
@@ -72,12 +68,6 @@ class Board:
             self.folder.mkdir(parents=True, exist_ok=True)
             aside.write_text(text)
             aside.replace(self.folder / name)
-
-    def get(self, name: str) -> Any:
-        """A JSON value; None if it cannot be read."""
-        with suppress(OSError, ValueError):
-            return json.loads((self.folder / name).read_text())
-        return None
 
     def text(self, name: str) -> str:
         """A text; empty if it cannot be read."""
@@ -321,13 +311,13 @@ class Watch:
             os.write(sys.stderr.fileno(), f"{standing()}\n".encode())
 
     def _look(self) -> None:
-        now, news = time.monotonic(), self._keepalive.news
+        now = time.monotonic()
         if self._keepalive.lost() and not self._closed:
             self._end_after_loss()
         self._look_around()
         self._say_warnings()
         idle = self._idle_seconds(now)
-        if news.hung or 0 < self._config.hang_seconds < idle:
+        if self._keepalive.hung or 0 < self._config.hang_seconds < idle:
             self._end_hung(idle)
         if self._signalled is not None and now - self._signalled[1] > self._config.grace_seconds:
             self._end_unsaved(idle)
@@ -364,7 +354,7 @@ class Watch:
         )
 
     def _say_warnings(self) -> None:
-        warnings = self._keepalive.news.warnings
+        warnings = self._keepalive.warnings
         while warnings:
             text = warnings.pop(0)
             if self._speaks():
@@ -413,7 +403,7 @@ class Watch:
         self._keepalive.tell_hung()
         self._board.put_stacks(f"stacks-{self._rank}.txt")
         here = self._state(idle)
-        self._board.put(f"rank-{self._rank}", asdict(here))
+        self._board.put_text(f"rank-{self._rank}", json.dumps(asdict(here)))
         # Where nothing can be written, because the disk is full, each rank knows of itself alone.
         alone, told = self._rank not in self._told(), {self._rank: here}
         deadline = time.monotonic() + _SETTLE_SECONDS + 2 * _POLL_SECONDS
@@ -437,8 +427,11 @@ class Watch:
         self._leave(1)
 
     def _told(self) -> dict[int, RankState]:
-        names = [name for name in self._board.names() if name.startswith("rank-")]
-        found = [_decoded(data) for data in map(self._board.get, names) if data]
+        found = []
+        for name in self._board.names():
+            if name.startswith("rank-"):
+                with suppress(ValueError):  # it cannot be read
+                    found.append(_decoded(json.loads(self._board.text(name))))
         return {state.rank: state for state in sorted(found, key=lambda state: state.rank)}
 
     def _state(self, idle: float) -> RankState:

@@ -105,9 +105,9 @@ def test_warnings_and_hangs_spread_once() -> None:
         for _ in range(2):
             ranks[3].warn("rank 3 on a is stopped")
         ranks[7].tell_hung()
-        hear(ranks, lambda: all(one.news.hung and one.news.warnings for one in ranks))
+        hear(ranks, lambda: all(one.hung and one.warnings for one in ranks))
         hear(ranks, lambda: True)
-        assert all(one.news.warnings == ["rank 3 on a is stopped"] for one in ranks)
+        assert all(one.warnings == ["rank 3 on a is stopped"] for one in ranks)
         assert not any(one.lost() for one in ranks)
 
 
