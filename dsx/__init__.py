@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from dsx.parallel.groups import Groups
     from dsx.parallel.mesh import Mesh
     from dsx.parallel.stages import StageMap
-    from dsx.planner.choose import Space, choose
+    from dsx.planner.choose import choose
+    from dsx.planner.layout import Space
     from dsx.planner.profile import Profile
     from dsx.planner.profiler import profile_layers
     from dsx.schedules.program import Program
@@ -109,7 +110,7 @@ _HOMES = {
     "Schedule": ("dsx.schedules.schedule", "Schedule"),
     "RunError": ("dsx.errors", "RunError"),
     "ScheduleError": ("dsx.errors", "ScheduleError"),
-    "Space": ("dsx.planner.choose", "Space"),
+    "Space": ("dsx.planner.layout", "Space"),
     "StageMap": ("dsx.parallel.stages", "StageMap"),
     "TensorParallel": ("dsx.nn.parallel", "TensorParallel"),
     "VersionError": ("dsx.errors", "VersionError"),

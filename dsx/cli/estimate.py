@@ -287,26 +287,20 @@ def _advice(
     """The cheapest changes, by the step's time on ``cluster``: on an H100's if there is none."""
     from dsx.planner.cluster import preset
     from dsx.planner.fit import what_would_fit
-    from dsx.planner.predicted import predicted_step
+    from dsx.planner.predicted import Judge
 
     where = cluster or preset("H100")
-    found = what_would_fit(
-        source,
-        items,
-        run,
-        capacity_bytes=capacity,
-        peak_bytes=lambda changed: _memory(changed, cluster, capacity).peak_bytes,
-        seconds=lambda changed: predicted_step(changed, where).seconds,
-    )
+    judge = Judge.of(where, capacity)
+    found = what_would_fit(source, items, run, judge)
     if not found:
         return (
             "dsx: it does not fit, and no one or two changes make it fit: `dsx plan` looks through all "
             "layouts of these GPUs; if none fits, use more GPUs"
         )
-    now = predicted_step(run, where).seconds
+    now = judge.seconds(run)
     lines = [f"dsx: it does not fit. The cheapest changes with which it would (steps on {where.name}):"]
     for fit in found:
         flags = " ".join(f"--set {item}" for item in fit.items)
         step = "waiting for the host besides" if fit.seconds is None else f"{fit.seconds / now:.2f}x the step"
-        lines.append(f"  {fit.words}: {fit.peak_bytes / _GIB:.2f} GiB, {step} ({flags})")
+        lines.append(f"  {fit.saving.words}: {fit.peak_bytes / _GIB:.2f} GiB, {step} ({flags})")
     return "\n".join(lines)

@@ -73,8 +73,9 @@ def plan(
     fixed = Fixed(tensor=tensor, pipeline=pipeline, zero=zero, micro_batch=micro_batch, gpu_memory=gpu_memory)
     inputs = _inputs(cluster, gpus, model, config, global_batch, sequence_length)
     measured = _measured(inputs) if measure else None
-    search = plan_search(inputs, fixed, measured)
-    with judging(DsxError), Waiting("comparing layouts"):
+    waiting = Waiting("comparing", unit="layouts")
+    search = plan_search(inputs, fixed, measured, looked=waiting.advance)
+    with judging(DsxError), waiting:
         found = search.run(top)
         content = layout_config(inputs, found.best[0].layout, search.predictor)
     if output is not None:
@@ -200,14 +201,17 @@ def _figures(inputs: PlanInputs, found: Plan, ranked: Ranked) -> dict[str, Any]:
 
 
 def _facts(inputs: PlanInputs, found: Plan) -> dict[str, Any]:
+    from dsx.parallel.mesh import AXES
     from dsx.planner.plan import reason
 
     def facts(ranked: Ranked) -> dict[str, Any]:
         layout = asdict(ranked.layout)
-        layout.pop("bounds")
+        del layout["mesh"], layout["bounds"]
+        degrees = {axis.title: ranked.layout.mesh.degree(axis.name) for axis in AXES}
         figures = _figures(inputs, found, ranked) | {"parts_seconds": ranked.time.parts()}
         return (
-            layout
+            degrees
+            | layout
             | figures
             | {"fits": ranked.fits, "peak_is_bound": ranked.is_bound, "reason": reason(found, ranked)}
         )

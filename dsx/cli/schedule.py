@@ -15,7 +15,8 @@ import typer
 from dsx.cli.options import OUTPUT, drawn
 from dsx.cli.output import deliver, judging
 from dsx.errors import ConfigError, ScheduleError
-from dsx.planner.choose import Choice, Ranking, Space, choose
+from dsx.planner.choose import Choice, Ranking, choose
+from dsx.planner.layout import Space
 from dsx.planner.profile import Profile
 from dsx.schedules.builders import NAMES, Options, build, default_chunks
 from dsx.schedules.simulate import Costs, Seconds, simulate

@@ -98,6 +98,24 @@ class Mesh:
             raise LayoutError(f"mesh axis {name!r}", "there is no such axis", f"use {', '.join(known)}")
         return cls(tuple((name, degrees.get(name, 1)) for name in known))
 
+    @classmethod
+    def over(cls, ranks: int, **degrees: int) -> Mesh:
+        """Mesh of ``ranks`` ranks: what the degrees given leave of them divides samples.
+
+        Raises:
+            LayoutError: They do not divide the ranks, or are none of :meth:`of`.
+
+        >>> Mesh.over(8, pp=2, tp=2).axes
+        (('pp', 2), ('dp', 2), ('tp', 2))
+        """
+        given = cls.of(**degrees)
+        if ranks % given.size:
+            raise LayoutError(
+                f"mesh of {given.words}", f"it does not divide {ranks} ranks", "use other degrees"
+            )
+        (samples,) = _dividing("samples")
+        return cls.of(**dict(given.axes) | {samples: given.degree(samples) * ranks // given.size})
+
     @property
     def size(self) -> int:
         """Number of ranks."""

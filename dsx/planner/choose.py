@@ -2,55 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
 from dsx.errors import DsxError, LayoutError, ScheduleError
 from dsx.models.spec import Recompute
-from dsx.planner.partition_search import Bounds, LayerCut, SimulatedPipeline, search
+from dsx.planner.layout import Space
+from dsx.planner.partition_search import LayerCut, SimulatedPipeline, search
 from dsx.planner.profile import RECOMPUTE, Profile
-from dsx.schedules.builders import NAMES, Options, default_chunks, placement_of
+from dsx.schedules.builders import Options
 from dsx.schedules.interleaved import groups
 from dsx.schedules.program import Program
 from dsx.terminal import amount
-
-CHUNKS = (2, 3, 4, 6, 8)
-"""Virtual stages per rank that "auto" tries where a schedule can have any number."""
 
 _WARMUPS = (1, 2, 3)
 _SIMPLE = ("1f1b", "gpipe", "zb_h1", "interleaved", "looped_bfs", "zbv", "interleaved_zb", "dualpipev")
 _TIE = 1.005  # Closer than measurements tell: the simpler one wins.
 _GLANCE, _LOOK = 100_000, 4_000_000  # Actions to simulate per candidate, first and for the best few.
 _FEW = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
-    """What may be chosen; one value is no choice.
-
-    Attributes:
-        names: Schedules.
-        chunks: Virtual stages per rank; None: those that each schedule can have, of :data:`CHUNKS`.
-        group_size: As :class:`~dsx.schedules.builders.Options`; None: whatever is best.
-        warmup_per_rank: The same.
-        most_live: The same; None is the schedule's default.
-        rows: A schedule written by hand, in place of all of these.
-        recompute: Recompute modes.
-        cut: Bounds for a number of virtual stages (raises LayoutError for one that it cannot); None searches
-            for the shortest step.
-        most_bytes: Most activation bytes per rank; None for any.
-    """
-
-    names: tuple[str, ...] = NAMES
-    chunks: tuple[int, ...] | None = None
-    group_size: int | None = None
-    warmup_per_rank: int | None = None
-    most_live: int | None = None
-    rows: Program | None = None
-    recompute: tuple[Recompute, ...] = ("none",)
-    cut: Callable[[int], Bounds] | None = None
-    most_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,20 +208,8 @@ def _candidates(space: Space, num_ranks: int, num_layers: int) -> Iterator[_Cand
     options = Options(
         group_size=space.group_size, warmup_per_rank=space.warmup_per_rank, most_live=space.most_live
     )
-    for name, mode in product(space.names, space.recompute):
-        for chunks in _chunks(name, space.chunks, num_ranks, num_layers):
-            yield Program(name=name, options=options), chunks, mode
-
-
-def _chunks(name: str, wanted: tuple[int, ...] | None, num_ranks: int, num_layers: int) -> Iterator[int]:
-    """Numbers of chunks to try; without a wanted one, only what every stage has a layer for."""
-    if default_chunks(name) == 1 or num_ranks == 1:
-        legal: tuple[int, ...] = (1,)
-    else:
-        legal = (2,) if placement_of(name) == "v" else tuple(v for v in wanted or CHUNKS if v > 1)
-    for chunks in legal:
-        if (chunks in wanted) if wanted is not None else (chunks * num_ranks <= num_layers):
-            yield chunks
+    for (name, chunks), mode in product(space.pipelines(num_ranks, num_layers), space.recompute):
+        yield Program(name=name, options=options), chunks, mode
 
 
 def _has_options(choice: Choice) -> bool:

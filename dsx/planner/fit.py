@@ -2,61 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, islice
 from math import inf
 from pathlib import Path
 from typing import Any
 
+from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
-from dsx.errors import DsxError
-
-_OFFLOAD = "zero_optimization.offload_optimizer.device=cpu"
+from dsx.errors import DsxError, LayoutError
+from dsx.parallel.limits import Asked, objections
+from dsx.parallel.mesh import AXES, Mesh
+from dsx.planner.predicted import Judge, layout_of
+from dsx.planner.search import search
 
 ENOUGH = 3
 """Suggestions that are worth a user's time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySaving:
-    """Something to set otherwise.
+class Saving:
+    """One or two things to change.
 
     Attributes:
-        words: What it is, in a few words.
-        items: ``key=value`` as ``--set`` takes them; batch keys are written by :func:`_with_batch`.
+        words: What they are, in a few words.
+        fields: Of the :class:`~dsx.planner.layout.Candidate`, with their new values.
+        degrees: New degrees, by axis.
+        more: Further settings of the config.
     """
 
     words: str
-    items: tuple[str, ...]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def __and__(self, other: Saving) -> Saving:
+        return Saving(
+            words=f"{self.words} and {other.words}",
+            fields={**self.fields, **other.fields},
+            degrees={**self.degrees, **other.degrees},
+            more={**self.more, **other.more},
+        )
+
+    @property
+    def keys(self) -> set[str]:
+        """What is changed."""
+        return {*self.fields, *self.degrees, *self.more}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
-    """One or two changes with which a run fits.
+    """A run with something changed so that it fits, or may fit.
 
     Attributes:
-        words: What they are.
+        saving: What is changed.
         items: ``key=value`` as ``--set`` takes them.
-        peak_bytes: Of the fullest rank, then.
-        seconds: Of a step, then; None where offloading adds what is not predicted.
+        run: The run, then.
+        seconds: Of a step; None where offloading adds what is not predicted.
+        peak_bytes: Of the fullest rank; 0 before anybody has looked.
     """
 
-    words: str
+    saving: Saving
     items: tuple[str, ...]
-    peak_bytes: int
+    run: RunConfig = field(repr=False)
     seconds: float | None
+    peak_bytes: int = 0
+
+    @property
+    def cost(self) -> float:
+        """Fastest step first, offloading last."""
+        return inf if self.seconds is None else self.seconds
 
 
 def what_would_fit(
-    source: Path | Mapping[str, Any],
-    overrides: Sequence[str],
-    config: RunConfig,
-    *,
-    capacity_bytes: int,
-    peak_bytes: Callable[[RunConfig], int],
-    seconds: Callable[[RunConfig], float],
+    source: Path | Mapping[str, Any], overrides: Sequence[str], config: RunConfig, judge: Judge
 ) -> tuple[Fitting, ...]:
     """The cheapest changes with which ``config`` fits: single ones if enough of those do, else pairs too.
 
@@ -64,92 +86,88 @@ def what_would_fit(
         source: What ``config`` was resolved from.
         overrides: With these.
         config: A run that does not fit.
-        capacity_bytes: Memory of a rank.
-        peak_bytes: A run's peak, of its fullest rank.
-        seconds: What a step of a run takes, by which the changes are ranked.
+        judge: Its memory and its steps' time are by these.
 
     Returns:
         At most three, fastest step first and offloading last; fewer, or none, if no more fit.
     """
-    found: list[Fitting] = []
-    single = list(_changes(config))
-    helps: list[MemorySaving] = []
-    peak = peak_bytes(config)
+    peak, helpful = judge.peak_bytes(config), set[str]()
 
-    def judge(changes: Sequence[MemorySaving]) -> int | None:
-        items = (*overrides, *_with_batch(changes, config))
-        try:
-            changed = resolve(source, world_size=config.mesh.size, overrides=items)
-        except DsxError:  # not every layout can take every change
+    def tried(savings: Iterable[Saving]) -> Iterator[Fitting]:
+        for saving in savings:
+            try:
+                items = _items(saving, config)
+                run = resolve(source, world_size=config.mesh.size, overrides=(*overrides, *items))
+            except DsxError:  # not every layout can take every change
+                continue
+            seconds = None if saving.more else judge.seconds(run)
+            yield Fitting(saving=saving, items=items, run=run, seconds=seconds)
+
+    def grow(fitting: Fitting) -> list[Fitting] | None:
+        if fitting.peak_bytes:
             return None
-        held = peak_bytes(changed)
-        if held <= capacity_bytes:
-            words = " and ".join(change.words for change in changes)
-            own = items[len(overrides) :]
-            takes = None if _OFFLOAD in own else seconds(changed)
-            found.append(Fitting(words=words, items=own, peak_bytes=held, seconds=takes))
-        return held
+        held = judge.peak_bytes(fitting.run)
+        if held <= judge.capacity_bytes:
+            return [replace(fitting, peak_bytes=held)]
+        if held < peak:
+            helpful.add(fitting.saving.words)
+        return []
 
-    for change in single:
-        held = judge([change])
-        if held is not None and held < peak:
-            helps.append(change)
+    def best(savings: Iterable[Saving]) -> list[Fitting]:
+        return list(islice(search(tried(savings), cost=lambda fitting: fitting.cost, grow=grow), ENOUGH))
+
+    single = list(_savings(config))
+    found = best(single)
     if len(found) < ENOUGH:
-        fitting = {fit.words for fit in found}
-        left = [change for change in helps if change.words not in fitting]
-        for pair in combinations(left, 2):
-            if pair[0].items[0].split("=")[0] != pair[1].items[0].split("=")[0]:
-                judge(pair)
-    return tuple(sorted(found, key=lambda fit: inf if fit.seconds is None else fit.seconds)[:ENOUGH])
+        left = [saving for saving in single if saving.words in helpful]
+        pairs = [one & other for one, other in combinations(left, 2) if not one.keys & other.keys]
+        found = sorted([*found, *best(pairs)], key=lambda fitting: fitting.cost)
+    return tuple(found[:ENOUGH])
 
 
-def _changes(config: RunConfig) -> Iterator[MemorySaving]:
+def _savings(config: RunConfig) -> Iterator[Saving]:
     """Single changes that may help."""
     mesh, zero, block = config.mesh, config.zero_stage, config.dsx
     order = ("none", "selective", "full")
     for level in order[order.index(block.recompute) + 1 :] if block.recompute in order else ():
-        yield MemorySaving(words=f"recompute {level}", items=(f"dsx.recompute={level}",))
-    for stage in range(zero + 1, 4) if mesh.dp > 1 else ():
-        yield MemorySaving(words=f"ZeRO-{stage}", items=(f"zero_optimization.stage={stage}",))
+        yield Saving(words=f"recompute {level}", fields={"recompute": level})
+    for stage in range(zero + 1, 4) if mesh.num_replicas > 1 else ():
+        yield Saving(words=f"ZeRO-{stage}", fields={"zero_stage": stage})
     if config.micro_batch_size > 1:
         half = config.micro_batch_size // 2
-        yield MemorySaving(
-            words=f"micro-batches of {half}", items=(f"train_micro_batch_size_per_gpu={half}",)
-        )
+        yield Saving(words=f"micro-batches of {half}", fields={"micro_batch": half})
     if mesh.tp > 1 and not block.parallel.sequence_parallel:
-        yield MemorySaving(words="sequence parallelism", items=("dsx.parallel.sequence_parallel=true",))
-    if mesh.dp % 2 == 0:
-        yield MemorySaving(words=f"tensor {mesh.tp * 2}", items=(f"dsx.parallel.tensor={mesh.tp * 2}",))
-        yield MemorySaving(words=f"pipeline {mesh.pp * 2}", items=(f"dsx.parallel.pipeline={mesh.pp * 2}",))
+        yield Saving(words="sequence parallelism", fields={"sequence_parallel": True})
+    for axis in reversed(AXES) if mesh.num_shares % 2 == 0 else ():
+        if not axis.replicates:
+            twice = 2 * mesh.degree(axis.name)
+            yield Saving(words=f"{axis.title} {twice}", degrees={axis.name: twice})
     if mesh.pp > 1 and config.schedule_name != "1f1b" and block.schedule.file is None:
-        items = ("dsx.schedule.name=1f1b", "dsx.parallel.chunks=1")
-        yield MemorySaving(words="schedule 1f1b", items=items)
+        yield Saving(words="schedule 1f1b", fields={"schedule": "1f1b", "chunks": 1})
     if zero == 2 and block.zero.reduce == "step" and config.accumulation > 1:
         words = "gradients reduced after every micro-batch"
-        yield MemorySaving(words=words, items=("dsx.zero.reduce=micro_batch",))
+        yield Saving(words=words, fields={"reduces_micro_batches": True})
     if zero and not config.deepspeed["zero_optimization"].get("offload_optimizer"):
-        words = "optimizer states on the host"
-        yield MemorySaving(words=words, items=(_OFFLOAD,))
+        more = {"zero_optimization.offload_optimizer.device": "cpu"}
+        yield Saving(words="optimizer states on the host", more=more)
 
 
-def _with_batch(changes: Sequence[MemorySaving], config: RunConfig) -> tuple[str, ...]:
-    """The changes' items with all three batch keys, so that the global batch stays."""
-    items = [item for change in changes for item in change.items]
-    values = dict(item.split("=", 1) for item in items)
-    mesh = config.mesh
-    tensor = int(values.get("dsx.parallel.tensor", mesh.tp))
-    pipeline = int(values.get("dsx.parallel.pipeline", mesh.pp))
-    micro = int(values.get("train_micro_batch_size_per_gpu", config.micro_batch_size))
-    dp = mesh.size // (tensor * pipeline)
-    if dp == mesh.dp and micro == config.micro_batch_size:
-        return tuple(items)
-    accumulation, rest = divmod(config.global_batch_size, max(1, dp * micro))
-    if rest or not accumulation:
-        return ("train_batch_size=0",)  # no such batch: refused by resolve
-    kept = [item for item in items if not item.startswith("train_micro_batch")]
-    return (
-        *kept,
-        f"train_micro_batch_size_per_gpu={micro}",
-        f"gradient_accumulation_steps={accumulation}",
-        f"train_batch_size={config.global_batch_size}",
+def _items(saving: Saving, config: RunConfig) -> tuple[str, ...]:
+    """As ``--set`` takes them, with all three batch keys where they change.
+
+    Raises:
+        LayoutError: The degrees do not divide the ranks, or the batch not by what they leave.
+    """
+    now, batch = layout_of(config), config.global_batch_size
+    kept = {axis.name: now.mesh.degree(axis.name) for axis in AXES if axis.divides != "samples"}
+    mesh = Mesh.over(config.mesh.size, **kept | dict(saving.degrees))
+    new, old = replace(now, mesh=mesh, **saving.fields), now.settings
+    settings = {key: value for key, value in new.settings.items() if value != old[key]} | dict(saving.more)
+    if (new.data, new.micro_batch) != (now.data, now.micro_batch):
+        asked = Asked(global_batch=batch, data=new.data, micro_batch=new.micro_batch)
+        for each in objections(asked):
+            raise LayoutError(new.label, each.why, each.fix)
+        settings |= {MICRO: new.micro_batch, ACCUMULATION: new.micro_batches(batch), TRAIN: batch}
+    return tuple(
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()
     )

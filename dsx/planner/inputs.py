@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
-from dsx.config.load import load, read
+from dsx.config.load import load, override, read
 from dsx.config.ordinary import complete
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
@@ -19,10 +20,10 @@ from dsx.errors import ConfigError, DsxError
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
 from dsx.planner.cluster import Cluster, gpu_memory
-from dsx.planner.costs import Efficiency, Network, Software
-from dsx.planner.layer_times import Machine
-from dsx.planner.layout import LayoutSpace, PlannedLayout, Task, meshes, variants
+from dsx.planner.costs import Efficiency
+from dsx.planner.layout import Candidate, Space, Task, meshes, variants
 from dsx.planner.plan import Search
+from dsx.planner.predicted import task_of
 from dsx.planner.step_time import Predictor
 
 
@@ -218,13 +219,20 @@ class Calibration:
     text: str = ""
 
 
-def plan_search(inputs: PlanInputs, fixed: Fixed, measured: Calibration | None = None) -> Search:
+def plan_search(
+    inputs: PlanInputs,
+    fixed: Fixed,
+    measured: Calibration | None = None,
+    *,
+    looked: Callable[[], None] = lambda: None,
+) -> Search:
     """A search, ready to run.
 
     Args:
         inputs: What is trained, and on what.
         fixed: What is not to be chosen.
         measured: What takes the place of the cluster's usual rates.
+        looked: Called for every layout that is looked at.
 
     Raises:
         ConfigError: A fixed value that cannot be.
@@ -232,31 +240,21 @@ def plan_search(inputs: PlanInputs, fixed: Fixed, measured: Calibration | None =
     """
     _check(inputs, fixed)
     used = measured or Calibration(cluster=inputs.cluster, efficiency=Efficiency.of(inputs.cluster))
-    cluster = used.cluster
-    task = Task(
-        model=inputs.run.model,
-        machine=Machine(
-            network=Network(cluster, used.efficiency),
-            software=Software(),
-            precision=inputs.run.precision,
-        ),
-        global_batch=inputs.global_batch,
-        sequence_length=inputs.sequence_length,
-        vocab_multiple=inputs.run.dsx.model.vocab_multiple,
-    )
-    cluster.peak(inputs.run.precision)
+    cluster, open_run = used.cluster, inputs.run
+    task = replace(task_of(open_run, cluster, used.efficiency), global_batch=inputs.global_batch)
     space = _space(inputs, fixed)
     _check_space(task, space, fixed)
-    job_of(inputs.run, device="cpu" if cluster.is_host else "cuda")  # Refuses what no layout could mend.
+    job_of(open_run, device="cpu" if cluster.is_host else "cuda")  # Refuses what no layout could mend.
     search = Search(
         task=task,
         space=space,
         memory=lambda _: 0,
         cap_bytes=None if fixed.gpu_memory is None else gpu_memory(fixed.gpu_memory, cluster).usable_bytes,
         update_bytes=_update_bytes(inputs),
+        looked=looked,
     )
     memory = LayoutMemory(inputs, search.predictor, cluster.is_host, search.cap)
-    return replace(search, memory=memory)
+    return replace(search, memory=memory, least=memory.least)
 
 
 def _check(inputs: PlanInputs, fixed: Fixed) -> None:
@@ -282,7 +280,7 @@ def _check(inputs: PlanInputs, fixed: Fixed) -> None:
         )
 
 
-def _check_space(task: Task, space: LayoutSpace, fixed: Fixed) -> None:
+def _check_space(task: Task, space: Space, fixed: Fixed) -> None:
     """Raise unless there is something to search."""
     found = tuple(meshes(task, space))
     if any(True for mesh in found for _ in variants(task, space, mesh)):
@@ -295,16 +293,15 @@ def _check_space(task: Task, space: LayoutSpace, fixed: Fixed) -> None:
     )
 
 
-def _space(inputs: PlanInputs, fixed: Fixed) -> LayoutSpace:
-    space = LayoutSpace(gpus=inputs.gpus, zero_stages=tuple(range(inputs.lowest_zero_stage, 4)))
-    if fixed.zero is not None:
-        space = replace(space, zero_stages=(fixed.zero,))
-    return replace(
-        space,
-        tensor=None if fixed.tensor is None else (fixed.tensor,),
-        pipeline=None if fixed.pipeline is None else (fixed.pipeline,),
-        micro_batches=None if fixed.micro_batch is None else (fixed.micro_batch,),
-    )
+def _space(inputs: PlanInputs, fixed: Fixed) -> Space:
+    given = {
+        "tensor": fixed.tensor,
+        "pipeline": fixed.pipeline,
+        "micro_batches": fixed.micro_batch,
+        "zero_stages": fixed.zero,
+    }
+    decided = {name: (value,) for name, value in given.items() if value is not None}
+    return Space.of(inputs.gpus, **{"zero_stages": tuple(range(inputs.lowest_zero_stage, 4))} | decided)
 
 
 def _update_bytes(inputs: PlanInputs) -> int:
@@ -316,31 +313,22 @@ def _update_bytes(inputs: PlanInputs) -> int:
     return moments + (4 if inputs.run.precision == "bf16" else 0)
 
 
-def layout_config(inputs: PlanInputs, layout: PlannedLayout, predictor: Predictor) -> dict[str, Any]:
+def layout_config(inputs: PlanInputs, layout: Candidate, predictor: Predictor) -> dict[str, Any]:
     """The DeepSpeed JSON of a layout, ``dsx`` block and all: what :func:`~dsx.config.resolve.resolve` takes.
 
     The cut into stages is written out, as the plan's times are for that one.
     """
-    content = copy.deepcopy(inputs.content)
-    content[MICRO] = layout.micro_batch
-    zero = content.pop("zero_optimization", {})
-    content["zero_optimization"] = zero | {"stage": layout.zero_stage}
-    block = content["dsx"]
-    block["parallel"] = {
-        "tensor": layout.tensor,
-        "pipeline": layout.pipeline,
-        "chunks": layout.chunks,
-        "sequence_parallel": layout.sequence_parallel,
-    }
-    if layout.pipeline > 1:
+    content, settings = copy.deepcopy(inputs.content), layout.settings
+    content["dsx"].get("zero", {}).pop("reduce", None)
+    if not layout.reduces_micro_batches:
+        del settings["dsx.zero.reduce"]
+    if layout.pipeline == 1:
+        del settings["dsx.schedule.name"]
+    else:
         stages = predictor.stages(layout)
-        counts = [len(stages.layers(stage)) for stage in range(stages.num_stages)]
-        block["schedule"], block["partition"] = {"name": layout.schedule}, {"method": counts}
-    block["recompute"] = layout.recompute
-    if layout.reduces_micro_batches:
-        block["zero"] = block.get("zero", {}) | {"reduce": "micro_batch"}
-    elif layout.zero_stage != 2 and "zero" in block:
-        block["zero"].pop("reduce", None)
+        settings["dsx.partition.method"] = [len(stages.layers(stage)) for stage in range(stages.num_stages)]
+    for key, value in settings.items():
+        override(content, f"{key}={json.dumps(value)}")
     return content
 
 
@@ -363,19 +351,40 @@ class LayoutMemory:
     predictor: Predictor
     on_cpu: bool
     cap_bytes: int
+    _least: dict[object, int] = field(default_factory=dict)
 
-    def __call__(self, layout: PlannedLayout) -> int:
+    def __call__(self, layout: Candidate) -> int:
         """Bytes of the fullest pipeline rank, or of one above the cap.
-
-        Of many ranks the first two, the last and the one with most parameters are looked at: one of these is
-        the fullest, or within a few per mille of it.
 
         Raises:
             DsxError: The layout cannot be run.
         """
-        config = layout_config(self.inputs, layout, self.predictor)
-        run = resolve(config, world_size=self.inputs.gpus)
+        return self._peak(layout, walks=True)
+
+    def least(self, layout: Candidate) -> int:
+        """Bytes that parameters, gradients, optimizer and their update take by themselves.
+
+        It is the estimate of a step without micro-batches, which is what layouts with the same stages and
+        ZeRO stage have in common, and many times as fast. 0 for a layout that cannot be run.
+        """
+        stages = self.predictor.stages(layout)
+        key = (layout.mesh, stages, layout.zero_stage, layout.reduces_micro_batches)
+        if key not in self._least:
+            try:
+                self._least[key] = self._peak(layout, walks=False)
+            except DsxError:
+                return 0
+        return self._least[key]
+
+    def _peak(self, layout: Candidate, *, walks: bool) -> int:
+        """Of many ranks the first two, the last and the one with most parameters are looked at.
+
+        One of these is the fullest, or within a few per mille of it.
+        """
+        run = resolve(layout_config(self.inputs, layout, self.predictor), world_size=self.inputs.gpus)
         job = job_of(run, device="cpu" if self.on_cpu else "cuda", capacity_bytes=self.cap_bytes)
+        if not walks:
+            job = replace(job, schedule=replace(job.schedule, rows=tuple(() for _ in job.schedule.rows)))
         ranks = list(range(layout.pipeline))
         if layout.pipeline > _ALL:
             ranks = list(dict.fromkeys((0, ranks[-1], max(ranks, key=run.local_parameters), 1)))

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
+from typing import TYPE_CHECKING, Any
 
 from dsx.errors import LayoutError
 from dsx.models.flops import flops_per_token
 from dsx.models.spec import ModelSpec, Recompute
+from dsx.parallel.limits import Asked, divisors, objections, possible
 from dsx.parallel.mesh import Mesh
-from dsx.planner.choose import CHUNKS
-from dsx.planner.layer_times import Machine
-from dsx.schedules.builders import ScheduleName, default_chunks, placement_of
+from dsx.schedules.builders import NAMES
 from dsx.schedules.program import Program
+
+if TYPE_CHECKING:
+    from dsx.planner.layer_times import Machine
+
+CHUNKS = (2, 3, 4, 6, 8)
+"""Virtual stages per rank that "auto" tries where a schedule can have any number."""
+
+Bounds = tuple[int, ...]
+"""First layer of every virtual stage, then the number of layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +56,12 @@ class Task:
         return tokens * flops_per_token(self.model, self.sequence_length)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedLayout:
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
     """One way to train it.
 
     Attributes:
-        tensor: Tensor-parallel degree.
-        pipeline: Pipeline degree.
-        data: Data-parallel degree.
+        mesh: The degrees.
         schedule: Of the pipeline.
         chunks: Virtual stages per pipeline rank.
         micro_batch: Sequences per micro-batch.
@@ -64,9 +72,7 @@ class PlannedLayout:
         bounds: Layers of the virtual stages; None: the cut whose longest stage is the shortest.
     """
 
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
+    mesh: Mesh
     schedule: str = "1f1b"
     chunks: int = 1
     micro_batch: int = 1
@@ -74,17 +80,27 @@ class PlannedLayout:
     sequence_parallel: bool = True
     zero_stage: int = 1
     reduces_micro_batches: bool = False
-    bounds: tuple[int, ...] | None = None
+    bounds: Bounds | None = None
+
+    @cached_property
+    def tensor(self) -> int:
+        """Tensor-parallel degree."""
+        return self.mesh.tp
+
+    @cached_property
+    def pipeline(self) -> int:
+        """Pipeline degree."""
+        return self.mesh.pp
+
+    @cached_property
+    def data(self) -> int:
+        """Ranks that read samples of their own."""
+        return self.mesh.num_shares
 
     @property
     def gpus(self) -> int:
         """How many it takes."""
-        return self.tensor * self.pipeline * self.data
-
-    @property
-    def mesh(self) -> Mesh:
-        """Its mesh."""
-        return Mesh.of(pp=self.pipeline, dp=self.data, tp=self.tensor)
+        return self.mesh.size
 
     @property
     def program(self) -> Program:
@@ -96,9 +112,24 @@ class PlannedLayout:
         return global_batch // (self.data * self.micro_batch)
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """It as keys of a config, without the batch and the cut into stages."""
+        return {
+            "dsx.recompute": self.recompute,
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "zero_optimization.stage": self.zero_stage,
+            "dsx.parallel.tensor": self.tensor,
+            "dsx.parallel.pipeline": self.pipeline,
+            "dsx.parallel.chunks": self.chunks,
+            "dsx.parallel.sequence_parallel": self.sequence_parallel,
+            "dsx.schedule.name": self.schedule,
+            "dsx.zero.reduce": "micro_batch" if self.reduces_micro_batches else "step",
+        }
+
+    @property
     def label(self) -> str:
         """In words."""
-        parts = [f"tensor {self.tensor}", f"pipeline {self.pipeline}", f"data {self.data}"]
+        parts = self.mesh.words.split(" x ")
         if self.pipeline > 1:
             parts.append(self.schedule + (f" x {self.chunks}" if self.chunks > 1 else ""))
         parts.append(f"micro-batch {self.micro_batch}")
@@ -111,14 +142,14 @@ class PlannedLayout:
         return ", ".join(parts)
 
 
-SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zb_h1", "zbv", "interleaved_zb", "dualpipev")
-"""Those worth trying: gpipe has 1f1b's bubble and looped_bfs interleaved's, with more memory."""
+SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "interleaved_zb", "dualpipev")
+"""Those worth predicting: gpipe has 1f1b's bubble and looped_bfs interleaved's, with more memory."""
 
 _LARGEST_MICRO_BATCH = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutSpace:
+class Space:
     """What may be chosen; one value is no choice.
 
     Attributes:
@@ -126,101 +157,88 @@ class LayoutSpace:
         tensor: Tensor-parallel degrees; None: those that divide a node.
         pipeline: Pipeline degrees; None: all.
         micro_batches: Sizes of micro-batches; None: up to 32.
-        schedules: Pipeline schedules.
-        recompute: Recompute modes.
         zero_stages: ZeRO stages; 2 is meant with a reduction per micro-batch, for otherwise it takes the time
             and the memory of 1 (docs/adr/0008).
+        names: Schedules.
+        chunks: Virtual stages per rank; None: those that each schedule can have, of :data:`CHUNKS`.
+        group_size: As :class:`~dsx.schedules.builders.Options`; None: whatever is best.
+        warmup_per_rank: The same.
+        most_live: The same; None is the schedule's default.
+        rows: A schedule written by hand, in place of all of these.
+        recompute: Recompute modes.
+        cut: Bounds for a number of virtual stages (raises LayoutError for one that it cannot); None searches
+            for the shortest step.
+        most_bytes: Most activation bytes per rank; None for any.
     """
 
-    gpus: int
+    gpus: int = 1
     tensor: tuple[int, ...] | None = None
     pipeline: tuple[int, ...] | None = None
     micro_batches: tuple[int, ...] | None = None
-    schedules: tuple[ScheduleName, ...] = SCHEDULES
-    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    names: tuple[str, ...] = NAMES
+    chunks: tuple[int, ...] | None = None
+    group_size: int | None = None
+    warmup_per_rank: int | None = None
+    most_live: int | None = None
+    rows: Program | None = None
+    recompute: tuple[Recompute, ...] = ("none",)
+    cut: Callable[[int], Bounds] | None = None
+    most_bytes: int | None = None
+
+    @classmethod
+    def of(cls, gpus: int, **fixed: Any) -> Space:
+        """Everything that is worth predicting on so many GPUs, but for what is ``fixed``."""
+        open_ones: dict[str, Any] = {"names": SCHEDULES, "recompute": ("none", "selective", "full")}
+        return cls(gpus=gpus, **(open_ones | fixed))
+
+    def pipelines(self, num_ranks: int, num_layers: int) -> Iterator[tuple[str, int]]:
+        """Schedules and chunks; chunks that are not asked for leave every stage one of ``num_layers``."""
+        layers = num_layers if self.chunks is None else None
+        for name in self.names:
+            asked = Asked(schedule=name, pipeline=num_ranks, layers=layers)
+            tried = (1,) if num_ranks == 1 else self.chunks or (1, *CHUNKS)
+            for chunks in possible(asked, "chunks", tried):
+                if self.chunks is None or chunks in self.chunks:
+                    yield name, chunks
 
 
-def meshes(task: Task, space: LayoutSpace) -> Iterator[PlannedLayout]:
-    """One layout per mesh: tensor, pipeline and data degree.
+def meshes(task: Task, space: Space) -> Iterator[Candidate]:
+    """One candidate per mesh: tensor, pipeline and data degree.
 
     Raises:
         LayoutError: A degree that is asked for and cannot be, or a batch that no mesh can share out.
     """
-    degrees = list(_degrees(task, space))
-    shared = [(tp, pp, dp) for tp, pp, dp in degrees if task.global_batch % dp == 0]
+    found = list(_meshes(task, space))
+    shared = [mesh for mesh in found if task.global_batch % mesh.num_shares == 0]
     if not shared:
-        sizes = sorted({dp for _, _, dp in degrees})
+        sizes = sorted({mesh.num_shares for mesh in found})
         raise LayoutError(
             f"global batch {task.global_batch} on {space.gpus} GPUs",
-            f"it divides by none of the data-parallel degrees that are possible ({_some(sizes)})",
+            "it divides by none of the data-parallel degrees that are possible "
+            f"({', '.join(map(str, sizes[:12]))}{', ...' if len(sizes) > 12 else ''})",
             f"use a multiple of {sizes[0]}",
         )
-    for tp, pp, dp in shared:
-        yield PlannedLayout(tensor=tp, pipeline=pp, data=dp)
+    for mesh in shared:
+        yield Candidate(mesh=mesh)
 
 
-def tensor_objection(task: Task, tp: int) -> str | None:
-    """Why the model cannot be cut over ``tp`` ranks; None if it can."""
-    model = task.model
-    sizes = {
-        "attention heads": model.num_heads,
-        "key/value heads": model.num_kv_heads,
-        "MLP width": model.ffn_size,
-    }
-    bad = [f"{name} = {size}" for name, size in sizes.items() if size % tp]
-    return f"{', '.join(bad)}: not divisible by it" if bad else None
-
-
-def variants(task: Task, space: LayoutSpace, mesh: PlannedLayout) -> Iterator[PlannedLayout]:
-    """Layouts of a mesh with everything but their schedule."""
-    share = task.global_batch // mesh.data
-    sizes = space.micro_batches or tuple(range(1, _LARGEST_MICRO_BATCH + 1))
-    stages = space.zero_stages
-    if mesh.data == 1:
-        stages = tuple(stage for stage in stages if stage < 2) or stages  # There is nothing to cut.
-    can_cut = mesh.tensor > 1 and task.sequence_length % mesh.tensor == 0
-    for size, mode, zero in product(sizes, space.recompute, stages):
-        if share % size:
+def _meshes(task: Task, space: Space) -> Iterator[Mesh]:
+    node, found = task.machine.network.cluster.gpus_per_node, False
+    asked = Asked(
+        ranks=space.gpus,
+        ranks_do="{} GPUs do",
+        model=task.model,
+        layers=task.model.num_layers,
+        layers_are="blocks",
+    )
+    for tensor in _degrees(asked, "tensor", space.tensor):
+        if space.tensor is None and (tensor > node or node % tensor):
             continue
-        layout = replace(
-            mesh,
-            micro_batch=size,
-            recompute=mode,
-            zero_stage=zero,
-            reduces_micro_batches=zero == 2,
-            sequence_parallel=can_cut,
-        )
-        yield layout
-        if can_cut:
-            yield replace(layout, sequence_parallel=False)
-
-
-def scheduled(task: Task, space: LayoutSpace, layout: PlannedLayout) -> Iterator[PlannedLayout]:
-    """The same with every schedule that it can have."""
-    if layout.pipeline == 1:
-        yield replace(layout, schedule="1f1b", chunks=1)
-        return
-    for name in space.schedules:
-        if default_chunks(name) == 1:
-            chunks: Iterable[int] = (1,)
-        else:
-            chunks = (2,) if placement_of(name) == "v" else CHUNKS
-        for count in chunks:
-            if layout.pipeline * count <= task.model.num_layers:
-                yield replace(layout, schedule=name, chunks=count)
-
-
-def _degrees(task: Task, space: LayoutSpace) -> Iterator[tuple[int, int, int]]:
-    node = task.machine.network.cluster.gpus_per_node
-    found = False
-    for tp in _asked("tensor", space.tensor, space.gpus, lambda n: tensor_objection(task, n)):
-        if space.tensor is None and (tp > node or node % tp):
-            continue
-        for pp in _asked("pipeline", space.pipeline, space.gpus, lambda n: _pipeline_objection(task, n)):
-            if space.gpus % (tp * pp) == 0:
-                found = True
-                yield tp, pp, space.gpus // (tp * pp)
+        pipelines = _degrees(asked, "pipeline", space.pipeline)
+        for pipeline in possible(replace(asked, tensor=tensor), "pipeline", pipelines):
+            found = True
+            yield Mesh.over(space.gpus, pp=pipeline, tp=tensor)
     if not found:
         raise LayoutError(
             f"tensor {space.tensor} x pipeline {space.pipeline}",
@@ -229,24 +247,39 @@ def _degrees(task: Task, space: LayoutSpace) -> Iterator[tuple[int, int, int]]:
         )
 
 
-def _pipeline_objection(task: Task, pp: int) -> str | None:
-    layers = task.model.num_layers
-    return f"the model has {layers} blocks, fewer than stages" if pp > layers else None
-
-
-def _asked(
-    name: str, wanted: tuple[int, ...] | None, gpus: int, objection: Callable[[int], str | None]
-) -> list[int]:
+def _degrees(asked: Asked, key: str, wanted: tuple[int, ...] | None) -> list[int]:
     """Legal degrees; those asked for must be legal."""
-    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    legal = [n for n in divisors if objection(n) is None]
     for degree in wanted or ():
-        why = f"{gpus} GPUs do not divide by it" if degree not in divisors else objection(degree)
-        if why is not None:
-            raise LayoutError(f"{name} = {degree}", why, f"use one of {_some(legal)}")
-    return legal if wanted is None else list(wanted)
+        field: dict[str, Any] = {key: degree}
+        for each in objections(replace(asked, **field)):
+            raise LayoutError(f"{key} = {degree}", each.why, each.fix)
+    return possible(asked, key, divisors(asked.ranks or 1)) if wanted is None else list(wanted)
 
 
-def _some(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:12]))
-    return shown + (", ..." if len(numbers) > 12 else "")
+def variants(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]:
+    """Candidates of a mesh with everything but their schedule."""
+    batch = Asked(global_batch=task.global_batch, data=layout.data)
+    sizes = possible(batch, "micro_batch", space.micro_batches or range(1, _LARGEST_MICRO_BATCH + 1))
+    stages = space.zero_stages
+    if layout.mesh.num_replicas == 1:
+        stages = tuple(stage for stage in stages if stage < 2) or stages  # There is nothing to cut.
+    sequence = Asked(sequence_length=task.sequence_length)
+    cuts = (True, False) if layout.tensor > 1 and possible(sequence, "tensor", [layout.tensor]) else (False,)
+    for size, mode, zero, cut in product(sizes, space.recompute, stages, cuts):
+        yield replace(
+            layout,
+            micro_batch=size,
+            recompute=mode,
+            zero_stage=zero,
+            reduces_micro_batches=zero == 2,
+            sequence_parallel=cut,
+        )
+
+
+def scheduled(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]:
+    """The same with every schedule that it can have."""
+    if layout.pipeline == 1:
+        yield replace(layout, schedule="1f1b", chunks=1)
+        return
+    for name, chunks in space.pipelines(layout.pipeline, task.model.num_layers):
+        yield replace(layout, schedule=name, chunks=chunks)

@@ -14,8 +14,8 @@ from dsx.config.wording import at
 from dsx.errors import ConfigError, LayoutError, ScheduleError
 from dsx.models.spec import ModelSpec, Recompute
 from dsx.parallel.mesh import Mesh
-from dsx.planner.choose import Ranking, Space, choose
-from dsx.planner.partition_search import Bounds
+from dsx.planner.choose import Ranking, choose
+from dsx.planner.layout import Bounds, Space
 from dsx.planner.profile import RECOMPUTE, Conditions, Profile, digest
 from dsx.schedules.builders import NAMES
 

@@ -15,6 +15,7 @@ from math import comb
 
 from dsx.parallel.partition import balanced, partition
 from dsx.parallel.stages import StageMap
+from dsx.planner.layout import Bounds
 from dsx.planner.profile import LayerCost, StageCosts, stage_costs
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Op, Schedule
@@ -50,7 +51,6 @@ def peak_bytes(schedule: Schedule, stages: StageCosts) -> tuple[int, ...]:
     return tuple(peaks)
 
 
-Bounds = tuple[int, ...]
 Key = tuple[int, float, float, Bounds]
 """(bytes above the cap, seconds, sum of squares of stages' seconds, bounds): less is better."""
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import count
 
 from dsx.errors import DsxError, LayoutError, ScheduleError
 from dsx.memory.layers import Layers
 from dsx.memory.ledger import Leaf, Ledger, Tape
 from dsx.memory.ops import Ops, label
 from dsx.models.params import layer_kinds, param_specs
-from dsx.planner.choose import CHUNKS
-from dsx.planner.layout import LayoutSpace, PlannedLayout, Task, meshes, scheduled, variants
+from dsx.parallel.mesh import Mesh
+from dsx.planner.layout import CHUNKS, Candidate, Space, Task, meshes, scheduled, variants
+from dsx.planner.search import search
 from dsx.planner.step_time import Predictor, StepTime
 from dsx.terminal import amount
 
@@ -33,11 +32,11 @@ class MemoryFloor:
     update_bytes: int = 12
     _kept: dict[object, int] = field(default_factory=dict)
 
-    def of(self, layout: PlannedLayout) -> float:
+    def of(self, layout: Candidate) -> float:
         """Bytes that some rank of the layout holds at least."""
         return self.states(layout) + self.activations(layout)
 
-    def states(self, layout: PlannedLayout) -> float:
+    def states(self, layout: Candidate) -> float:
         """Parameters, gradients and optimizer state of a mean pipeline rank (arXiv:1910.02054, section 5)."""
         width = self.predictor.task.width
         number = sum(self.predictor.elements(layout.tensor)) / layout.pipeline
@@ -47,21 +46,21 @@ class MemoryFloor:
         ]
         return number * (width * shares[0] + width * shares[1] + self.update_bytes * shares[2])
 
-    def activations(self, layout: PlannedLayout) -> float:
+    def activations(self, layout: Candidate) -> float:
         """What the blocks of the first pipeline rank keep for the micro-batches under way."""
         count = layout.micro_batches(self.predictor.task.global_batch)
         live = count if layout.schedule in _ALL_LIVE else min(count, layout.pipeline)
         blocks = self.predictor.task.model.num_layers // layout.pipeline
         return float(live * blocks * self.kept_bytes(layout))
 
-    def kept_bytes(self, layout: PlannedLayout) -> int:
+    def kept_bytes(self, layout: Candidate) -> int:
         """What one block keeps of one micro-batch, from the ledger's own list of operations."""
         key = (layout.tensor, layout.sequence_parallel, layout.micro_batch, layout.recompute)
         if key not in self._kept:
             self._kept[key] = self._one_block(layout)
         return self._kept[key]
 
-    def _one_block(self, layout: PlannedLayout) -> int:
+    def _one_block(self, layout: Candidate) -> int:
         task, ledger = self.predictor.task, Ledger()
         model = replace(task.model, num_layers=1, windows=())  # with a window a block keeps more, if anything
         block = layer_kinds(model).index("Block")
@@ -102,7 +101,7 @@ def reason(plan: Plan, ranked: Ranked) -> str:
     return f"{step:+.1%} step: {', '.join(words)}" if words else f"{step:+.1%} step"
 
 
-Memory = Callable[[PlannedLayout], int]
+Memory = Callable[[Candidate], int]
 """Peak bytes of the fullest rank of a layout; a DsxError for one that cannot be run."""
 
 _NEARLY = 0.9  # Stages before the last may be a little shorter than the mean.
@@ -120,7 +119,7 @@ class Ranked:
         is_bound: Whether ``peak_bytes`` is a bound.
     """
 
-    layout: PlannedLayout
+    layout: Candidate
     time: StepTime
     peak_bytes: float
     fits: bool
@@ -151,15 +150,28 @@ class Plan:
     estimated: int
 
 
-@dataclass(order=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Node:
-    """A layout in the heap; the lower its seconds, the earlier its turn."""
+    """A candidate of the search: a mesh's variant, the same with a schedule, or that with its step.
+
+    Attributes:
+        seconds: Its step, or a bound that no step which comes of it is below.
+        layout: Which.
+        is_scheduled: Whether its schedule is chosen.
+        time: Its step.
+    """
 
     seconds: float
-    order: tuple[int, ...]
-    layout: PlannedLayout = field(compare=False)
-    is_scheduled: bool = field(compare=False, default=False)
-    time: StepTime | None = field(compare=False, default=None)
+    layout: Candidate
+    is_scheduled: bool = False
+    time: StepTime | None = None
+
+    @property
+    def cost(self) -> tuple[float, tuple[int, ...]]:
+        """Of equally fast layouts the simpler one comes first."""
+        layout = self.layout
+        simplicity = (layout.zero_stage, layout.chunks, int(layout.program.divides), layout.pipeline)
+        return self.seconds, () if self.time is None else simplicity
 
 
 @dataclass(slots=True)
@@ -170,22 +182,26 @@ class Search:
         task: What is trained.
         space: What may be chosen.
         memory: Peak bytes of a layout.
+        least: A bound of the same that is soon known. Once a layout has proved too large, others that exceed
+            the cap by it alone are not estimated, unless somebody is to read by how much.
         cap_bytes: What they must stay within; None: what the cluster's GPUs have.
         update_bytes: What the optimizer keeps per parameter at least, the fp32 copy of a bf16 one included.
+        looked: Called for every layout that is simulated, and for every memory that is estimated.
     """
 
     task: Task
-    space: LayoutSpace
+    space: Space
     memory: Memory
+    least: Memory = lambda _: 0
     cap_bytes: int | None = None
     update_bytes: int = 12
+    looked: Callable[[], None] = lambda: None
     predictor: Predictor = field(init=False)
     _floor: MemoryFloor = field(init=False)
-    _peaks: dict[PlannedLayout, int | None] = field(init=False, default_factory=dict)
-    _times: dict[PlannedLayout, StepTime] = field(init=False, default_factory=dict)
-    _large: dict[PlannedLayout, Ranked] = field(init=False, default_factory=dict)
+    _peaks: dict[Candidate, int | None] = field(init=False, default_factory=dict)
+    _times: dict[Candidate, StepTime] = field(init=False, default_factory=dict)
+    _large: dict[Candidate, Ranked] = field(init=False, default_factory=dict)
     _refusals: list[DsxError] = field(init=False, default_factory=list)
-    _ticket: Iterator[int] = field(init=False, default_factory=count)
 
     def __post_init__(self) -> None:
         self.predictor = Predictor(self.task)
@@ -205,45 +221,48 @@ class Search:
         Raises:
             LayoutError: Nothing fits; names what comes nearest.
         """
-        heap = [node for mesh in meshes(self.task, self.space) for node in self._open(mesh)]
-        heapq.heapify(heap)
-        best: dict[tuple[int, int], Ranked] = {}
-        while heap and len(best) < top:
-            node = heapq.heappop(heap)
-            mesh = (node.layout.tensor, node.layout.pipeline)
-            if mesh in best:
-                continue
-            if node.time is None:
-                for inner in self._inner(node):
-                    heapq.heappush(heap, inner)
-                continue
-            ranked = self._judge(node.layout, node.time)
+        best: dict[Mesh, Ranked] = {}
+        starts = [node for mesh in meshes(self.task, self.space) for node in self._open(mesh)]
+
+        def grow(node: _Node) -> Iterable[_Node] | None:
+            if node.layout.mesh in best:
+                return ()
+            return self._inner(node) if node.time is None else None
+
+        for node in search(starts, cost=lambda node: node.cost, grow=grow):
+            ranked = self._judge(node.layout, self._time(node.layout))
             if ranked is not None and ranked.fits:
-                best[mesh] = ranked
+                best[node.layout.mesh] = ranked
+            if len(best) == top:
+                break
         if not best:
             raise self._nothing_fits()
         first = min(best.values(), key=lambda each: each.time.seconds)
+        others, too_large = tuple(self._neighbours(first)), tuple(self._faster(first))
         return Plan(
             task=self.task,
             cap_bytes=self.cap,
             best=tuple(sorted(best.values(), key=lambda each: each.time.seconds)),
-            others=tuple(self._neighbours(first)),
-            too_large=self._faster(first),
+            others=others,
+            too_large=too_large,
             predicted=len(self._times),
             estimated=len(self._peaks),
         )
 
-    def judge(self, layout: PlannedLayout) -> Ranked | None:
+    def judge(self, layout: Candidate) -> Ranked | None:
         """One layout; None if it cannot be run."""
-        return self._judge(layout, self._time(layout)) if self._can_run(layout) else None
+        if not self._can_run(layout):
+            return None
+        ranked = self._judge(layout, self._time(layout))
+        return self._in_full(ranked) if ranked is not None and self._is_open(ranked) else ranked
 
-    def _open(self, mesh: PlannedLayout) -> Iterator[_Node]:
+    def _open(self, mesh: Candidate) -> Iterator[_Node]:
         """A mesh's variants whose memory can fit, with a bound as if there were no bubble."""
         for layout in variants(self.task, self.space, mesh):
             if self._can_fit(layout):
-                yield _Node(self._ideal(layout), (0, next(self._ticket)), layout)
+                yield _Node(self._ideal(layout), layout)
 
-    def _ideal(self, layout: PlannedLayout) -> float:
+    def _ideal(self, layout: Candidate) -> float:
         """Seconds with equal ranks, which start as early as with the most chunks."""
         times, ranks = self.predictor.times(layout), layout.pipeline
         work = sum(time.seconds for time in times) * layout.micro_batches(self.task.global_batch)
@@ -251,48 +270,74 @@ class Search:
         fill = sum(time.forward_seconds for time in times) * (ranks - 1) / chunks
         return (work + _NEARLY * fill) / ranks
 
-    def _can_fit(self, layout: PlannedLayout) -> bool:
-        return self._floor.of(layout) <= self.cap
+    def _can_fit(self, layout: Candidate) -> bool:
+        return self._floor.states(layout) <= self.cap and self._floor.of(layout) <= self.cap
 
     def _inner(self, node: _Node) -> Iterator[_Node]:
         """What a node leads to: its schedules, or its own prediction."""
         if node.is_scheduled:
             time = self._time(node.layout)
-            yield _Node(time.seconds, _simplicity(node.layout), node.layout, True, time)
+            yield _Node(time.seconds, node.layout, time=time)
             return
         for layout in scheduled(self.task, self.space, node.layout):
             if self._can_fit(layout):
                 bound = self.predictor.bound(layout)
-                yield _Node(max(bound, node.seconds), (1, next(self._ticket)), layout, True)
+                yield _Node(max(bound, node.seconds), layout, is_scheduled=True)
 
-    def _time(self, layout: PlannedLayout) -> StepTime:
+    def _time(self, layout: Candidate) -> StepTime:
         if layout not in self._times:
+            self.looked()
             self._times[layout] = self.predictor.predict(layout)
         return self._times[layout]
 
-    def _judge(self, layout: PlannedLayout, time: StepTime) -> Ranked | None:
-        """With its memory, by the bound if that says enough; None if it cannot be run."""
+    def _judge(self, layout: Candidate, time: StepTime) -> Ranked | None:
+        """With its memory, by a bound if that says enough; None if it cannot be run."""
         floor = self._floor.of(layout)
         if floor > self.cap:
             return Ranked(layout=layout, time=time, peak_bytes=floor, fits=False, is_bound=True)
+        least = self.least(layout) if self._large else 0  # worth its time where little fits
+        ranked = Ranked(layout=layout, time=time, peak_bytes=least, fits=False, is_bound=True)
+        if least <= self.cap:
+            return self._in_full(ranked)
+        self._large[layout] = ranked
+        return ranked
+
+    def _in_full(self, ranked: Ranked) -> Ranked | None:
+        """With its memory estimated; None if it cannot be run."""
+        layout = ranked.layout
         if layout not in self._peaks:
+            self.looked()
             try:
                 self._peaks[layout] = self.memory(layout)
             except DsxError as error:
                 self._refusals.append(error)
                 self._peaks[layout] = None
         peak = self._peaks[layout]
+        self._large.pop(layout, None)
         if peak is None:
             return None
-        ranked = Ranked(layout=layout, time=time, peak_bytes=peak, fits=peak <= self.cap)
+        ranked = replace(ranked, peak_bytes=peak, fits=peak <= self.cap, is_bound=False)
         if not ranked.fits:
             self._large[layout] = ranked
         return ranked
 
+    def _is_open(self, ranked: Ranked) -> bool:
+        """Whether its memory has only been compared by the bound that is soon known."""
+        return ranked.is_bound and ranked.layout in self._large
+
+    def _nearest(self, found: Iterable[Ranked]) -> Ranked | None:
+        """The one that takes least memory, and how much that is."""
+
+        def grow(ranked: Ranked) -> Iterable[Ranked] | None:
+            return filter(None, [self._in_full(ranked)]) if self._is_open(ranked) else None
+
+        return next(search(found, cost=lambda ranked: ranked.peak_bytes, grow=grow), None)
+
     def _neighbours(self, first: Ranked) -> list[Ranked]:
         """The best layout with one thing changed, the best of each such change."""
-        layout, found = first.layout, []
-        changed: dict[str, list[PlannedLayout]] = {}
+        layout = first.layout
+        found: list[Ranked] = []
+        changed: dict[str, list[Candidate]] = {}
         wide = replace(self.space, tensor=(layout.tensor,), pipeline=(layout.pipeline,))
         for other in variants(self.task, wide, layout):
             names = _differences(layout, other)
@@ -306,10 +351,10 @@ class Search:
             elif other.chunks != layout.chunks:
                 changed.setdefault("chunks", []).append(other)
         for options in changed.values():
-            found += self._best_of(options, first)
+            found += filter(None, [self._best_of(options, first)])
         return sorted(found, key=lambda each: each.time.seconds)
 
-    def _best_of(self, layouts: Iterable[PlannedLayout], first: Ranked) -> list[Ranked]:
+    def _best_of(self, layouts: Iterable[Candidate], first: Ranked) -> Ranked | None:
         """The fastest that may fit; if none does, the one that comes nearest.
 
         Memory is estimated in full only for those that are faster than the first: others lose anyhow.
@@ -323,28 +368,31 @@ class Search:
                 fits = floor <= self.cap
                 ranked = Ranked(layout=layout, time=time, peak_bytes=floor, fits=fits, is_bound=True)
             if ranked is not None and ranked.fits:
-                return [ranked]
+                return ranked
             tried += [] if ranked is None else [ranked]
-        return sorted(tried, key=lambda each: each.peak_bytes)[:1]
+        return self._nearest(tried)
 
-    def _can_run(self, layout: PlannedLayout) -> bool:
+    def _can_run(self, layout: Candidate) -> bool:
         try:
             self._time(layout)
         except (LayoutError, ScheduleError):
             return False
         return True
 
-    def _faster(self, first: Ranked) -> tuple[Ranked, ...]:
+    def _faster(self, first: Ranked) -> Iterator[Ranked]:
         """What is faster and too large: the fastest of each mesh and way to recompute."""
-        kinds: dict[tuple[object, ...], Ranked] = {}
+        kinds: set[tuple[object, ...]] = set()
         for ranked in sorted(self._large.values(), key=lambda each: each.time.seconds):
-            if ranked.time.seconds < first.time.seconds:
-                layout = ranked.layout
-                kinds.setdefault((layout.tensor, layout.pipeline, layout.recompute), ranked)
-        return tuple(kinds.values())
+            kind = ranked.layout.mesh, ranked.layout.recompute
+            if ranked.time.seconds >= first.time.seconds or kind in kinds:
+                continue
+            known = self._in_full(ranked) if self._is_open(ranked) else ranked
+            if known is not None:
+                kinds.add(kind)
+                yield known
 
     def _nothing_fits(self) -> DsxError:
-        nearest = min(self._large.values(), key=lambda each: each.peak_bytes, default=None)
+        nearest = self._nearest(list(self._large.values()))
         if nearest is None and self._refusals:
             return self._refusals[0]
         if nearest is None:
@@ -363,18 +411,13 @@ class Search:
         )
 
 
-def _simplicity(layout: PlannedLayout) -> tuple[int, ...]:
-    """Of equally fast layouts the simpler one comes first."""
-    return (1, layout.zero_stage, layout.chunks, int(layout.program.divides), layout.pipeline)
-
-
 _KNOBS = ("micro_batch", "recompute", "zero_stage", "sequence_parallel")
 
 
-def _differences(one: PlannedLayout, other: PlannedLayout) -> list[str]:
+def _differences(one: Candidate, other: Candidate) -> list[str]:
     return [name for name in _KNOBS if getattr(one, name) != getattr(other, name)]
 
 
-def _value(layout: PlannedLayout, name: str) -> str:
+def _value(layout: Candidate, name: str) -> str:
     """Changes of which only the best is shown have no value of their own."""
     return "" if name == "micro_batch" else str(getattr(layout, name))

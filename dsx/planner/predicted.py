@@ -14,7 +14,7 @@ from dsx.memory.job import job_of
 from dsx.planner.cluster import Cluster
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.layer_times import Machine
-from dsx.planner.layout import PlannedLayout
+from dsx.planner.layout import Candidate
 from dsx.planner.step_time import Predictor, StepTime, Task
 
 
@@ -38,13 +38,11 @@ def task_of(run: RunConfig, cluster: Cluster, efficiency: Efficiency | None = No
     )
 
 
-def layout_of(run: RunConfig) -> PlannedLayout:
+def layout_of(run: RunConfig) -> Candidate:
     """How a run goes about it; a schedule from a file counts as 1f1b, or interleaved where it has chunks."""
     usual = "interleaved" if run.chunks > 1 else "1f1b"
-    return PlannedLayout(
-        tensor=run.mesh.tp,
-        pipeline=run.mesh.pp,
-        data=run.mesh.dp,
+    return Candidate(
+        mesh=run.mesh,
         schedule=usual if run.program.rows is not None else run.program.name,
         chunks=run.chunks,
         micro_batch=run.micro_batch_size,

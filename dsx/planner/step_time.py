@@ -24,12 +24,12 @@ from dsx.parallel.stages import StageMap
 from dsx.planner.cluster import Group
 from dsx.planner.costs import Kind
 from dsx.planner.layer_times import LayerTime, Machine, Shape, layer_times
-from dsx.planner.layout import PlannedLayout, Task
+from dsx.planner.layout import Candidate, Task
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Op, Schedule
 from dsx.schedules.simulate import Costs, Timeline, simulate
 
-__all__ = ["PlannedLayout", "Predictor", "StepTime", "Task"]
+__all__ = ["Candidate", "Predictor", "StepTime", "Task"]
 
 
 MOST_ACTIONS = 8_000
@@ -161,7 +161,7 @@ _FP32_BYTES = 4
 class Wire:
     """Pipeline transfers: what an action takes longer for one, and the delay until it has arrived."""
 
-    def __init__(self, machine: Machine, shape: Shape, layout: PlannedLayout) -> None:
+    def __init__(self, machine: Machine, shape: Shape, layout: Candidate) -> None:
         self.action = self.delay = 0.0
         if layout.pipeline == 1:
             return
@@ -185,7 +185,7 @@ class ZeroActions:
     beside computation (docs/adr/0009). Stage 2 with a reduction per micro-batch waits for it (docs/adr/0008).
     """
 
-    def __init__(self, task: Task, layout: PlannedLayout) -> None:
+    def __init__(self, task: Task, layout: Candidate) -> None:
         self._machine, self._group = task.machine, Group(layout.data, layout.tensor)
         self._width, self._share = task.width, task.machine.software.gather_share
         self._stage, self._each = layout.zero_stage, layout.reduces_micro_batches
@@ -301,7 +301,7 @@ class Predictor:
     _pipelines: dict[object, PipelineStep] = field(default_factory=dict)
     _runs: dict[object, PipelineTime] = field(default_factory=dict)
 
-    def shape(self, layout: PlannedLayout) -> Shape:
+    def shape(self, layout: Candidate) -> Shape:
         """A micro-batch of the layout."""
         return Shape(
             model=self.task.model,
@@ -313,7 +313,7 @@ class Predictor:
             vocab_multiple=self.task.vocab_multiple,
         )
 
-    def times(self, layout: PlannedLayout) -> tuple[LayerTime, ...]:
+    def times(self, layout: Candidate) -> tuple[LayerTime, ...]:
         """Of every layer."""
         key = _timing(layout)
         if key not in self._times:
@@ -334,7 +334,7 @@ class Predictor:
             self._elements[tensor] = tuple(counts[kind] for kind in layer_kinds(self.task.model))
         return self._elements[tensor]
 
-    def stages(self, layout: PlannedLayout) -> StageMap:
+    def stages(self, layout: Candidate) -> StageMap:
         """Layers over virtual stages."""
         count = layout.pipeline * layout.chunks
         bounds = layout.bounds
@@ -345,7 +345,7 @@ class Predictor:
             bounds = self._bounds[key]
         return StageMap(bounds, layout.pipeline, layout.program.placement)
 
-    def costs(self, layout: PlannedLayout) -> Costs:
+    def costs(self, layout: Candidate) -> Costs:
         """Of every virtual stage, for the simulator."""
         stages = self.stages(layout)
         totals = self._stage_totals(layout, stages.bounds)
@@ -370,9 +370,7 @@ class Predictor:
             transfer_seconds=wire.delay,
         )
 
-    def _stage_totals(
-        self, layout: PlannedLayout, bounds: tuple[int, ...]
-    ) -> tuple[tuple[LayerTime, int], ...]:
+    def _stage_totals(self, layout: Candidate, bounds: tuple[int, ...]) -> tuple[tuple[LayerTime, int], ...]:
         """Time and parameters of every virtual stage."""
         key = (_timing(layout), bounds)
         if key not in self._totals:
@@ -382,13 +380,13 @@ class Predictor:
             )
         return self._totals[key]
 
-    def bound(self, layout: PlannedLayout) -> float:
+    def bound(self, layout: Candidate) -> float:
         """Seconds that the prediction of a layout cannot be below."""
         costs = self.costs(layout)
         count = layout.micro_batches(self.task.global_batch)
         return least_seconds(layout.program, layout.pipeline, count, costs)
 
-    def predict(self, layout: PlannedLayout) -> StepTime:
+    def predict(self, layout: Candidate) -> StepTime:
         """The layout's step.
 
         Raises:
@@ -415,20 +413,20 @@ class Predictor:
             bubble_over_ideal=ran.bubble,
         )
 
-    def _pipeline(self, layout: PlannedLayout, count: int) -> PipelineStep:
+    def _pipeline(self, layout: Candidate, count: int) -> PipelineStep:
         key = (layout.schedule, layout.pipeline, layout.chunks, count)
         if key not in self._pipelines:
             self._pipelines[key] = PipelineStep(layout.program, layout.pipeline, layout.chunks, count)
         return self._pipelines[key]
 
-    def _run(self, layout: PlannedLayout, pipeline: PipelineStep) -> PipelineTime:
+    def _run(self, layout: Candidate, pipeline: PipelineStep) -> PipelineTime:
         key = (pipeline, self.costs(layout))
         if key not in self._runs:
             self._runs[key] = pipeline.run(key[1])
         return self._runs[key]
 
     def _end(
-        self, layout: PlannedLayout, stages: StageMap, ran: PipelineTime, rank: int
+        self, layout: Candidate, stages: StageMap, ran: PipelineTime, rank: int
     ) -> tuple[float, float, float]:
         """After the schedule, on one pipeline rank: reduction, update, gathering."""
         elements, task = self.elements(layout.tensor), self.task
@@ -468,7 +466,7 @@ class Predictor:
         return max(0.0, now)
 
 
-def _timing(layout: PlannedLayout) -> object:
+def _timing(layout: Candidate) -> object:
     """What the layers' times depend on."""
     return layout.tensor, layout.sequence_parallel, layout.micro_batch, layout.recompute
 
@@ -484,9 +482,7 @@ class _Mean:
     gathers: float
 
     @classmethod
-    def of(
-        cls, predictor: Predictor, layout: PlannedLayout, ran: PipelineTime, pipeline: PipelineStep
-    ) -> _Mean:
+    def of(cls, predictor: Predictor, layout: Candidate, ran: PipelineTime, pipeline: PipelineStep) -> _Mean:
         total, ranks = LayerTime.total(predictor.times(layout)), layout.pipeline
         divided, stages = pipeline.divided_share, predictor.stages(layout)
         waits = total.forward_wait + total.again_wait + (1 - divided) * total.backward_wait

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dsx.planner.choose import Space, choose
+from dsx.planner.choose import choose
+from dsx.planner.layout import Space
 from dsx.schedules.program import load
 from planner.profiles import cost, profile
 

@@ -13,7 +13,8 @@ from dsx.config.run import PENDING, RunConfig
 from dsx.errors import ConfigError
 from dsx.models.params import layer_kinds
 from dsx.planner import measured
-from dsx.planner.choose import CHUNKS, Space, choose
+from dsx.planner.choose import choose
+from dsx.planner.layout import CHUNKS, Space
 from dsx.planner.profile import LayerCost, Profile
 from dsx.schedules.builders import build
 

@@ -8,7 +8,8 @@ import pytest
 from profiles import cost, gpt2, profile, random_layers
 
 from dsx.errors import ConfigError, LayoutError, ScheduleError
-from dsx.planner.choose import CHUNKS, Space, choose
+from dsx.planner.choose import choose
+from dsx.planner.layout import CHUNKS, Space
 from dsx.planner.partition_search import SimulatedPipeline, search
 from dsx.schedules.builders import NAMES, Options, build, default_chunks
 from dsx.schedules.program import Program

@@ -16,7 +16,8 @@ from dsx.errors import ModelError
 from dsx.nn.linear import ColumnParallelLinear
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
-from dsx.planner.choose import Space, choose
+from dsx.planner.choose import choose
+from dsx.planner.layout import Space
 from dsx.planner.profile import Profile
 from dsx.planner.profiler import MeasuredLink, profile_layers
 from engine import toy_pipeline as toy

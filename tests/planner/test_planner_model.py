@@ -9,11 +9,12 @@ from dsx.models.flops import layer_flops
 from dsx.models.hf_config import model_spec
 from dsx.models.params import layer_kinds, num_parameters
 from dsx.models.presets import presets
+from dsx.parallel.mesh import Mesh
 from dsx.planner import layer_times as kernels
 from dsx.planner.cluster import PRESETS, Group, Link, preset
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.layer_times import Machine, Shape, layer_times
-from dsx.planner.layout import PlannedLayout, Task
+from dsx.planner.layout import Candidate, Task
 from dsx.planner.step_time import Predictor
 
 MODELS = [model_spec(each.config) for each in presets()]
@@ -98,10 +99,8 @@ def test_larger_matrices_are_more_efficient():
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_parts_add_up(schedule, zero):
     chunks = 1 if schedule in ("1f1b", "zb_h1") else 2
-    layout = PlannedLayout(
-        tensor=2,
-        pipeline=4,
-        data=2,
+    layout = Candidate(
+        mesh=Mesh.of(pp=4, dp=2, tp=2),
         schedule=schedule,
         chunks=chunks,
         zero_stage=zero,
@@ -120,9 +119,9 @@ def test_parts_add_up(schedule, zero):
 
 def test_no_layout_beats_the_hardware():
     for layout in (
-        PlannedLayout(data=8),
-        PlannedLayout(tensor=8),
-        PlannedLayout(pipeline=8, schedule="zbv", chunks=2),
+        Candidate(mesh=Mesh.of(dp=8)),
+        Candidate(mesh=Mesh.of(tp=8)),
+        Candidate(mesh=Mesh.of(pp=8), schedule="zbv", chunks=2),
     ):
         found = task()
         step = Predictor(found).predict(layout)
@@ -133,7 +132,7 @@ def test_what_slows_a_step():
     predictor = Predictor(task())
 
     def seconds(**changes):
-        return predictor.predict(replace(PlannedLayout(tensor=2, pipeline=2, data=2), **changes)).seconds
+        return predictor.predict(replace(Candidate(mesh=Mesh.of(pp=2, dp=2, tp=2)), **changes)).seconds
 
     assert seconds() < seconds(recompute="selective") < seconds(recompute="full")
     assert seconds() < seconds(sequence_parallel=False)
@@ -144,8 +143,8 @@ def test_what_slows_a_step():
 def test_gradients_of_several_chunks_are_reduced_beside_computation():
     """docs/adr/0008: all but the last chunk's reduction is hidden."""
     predictor = Predictor(task(batch=256))
-    one = predictor.predict(PlannedLayout(pipeline=4, data=16, chunks=1))
-    four = predictor.predict(PlannedLayout(pipeline=4, data=16, schedule="interleaved", chunks=4))
+    one = predictor.predict(Candidate(mesh=Mesh.of(pp=4, dp=16), chunks=1))
+    four = predictor.predict(Candidate(mesh=Mesh.of(pp=4, dp=16), schedule="interleaved", chunks=4))
     assert one.gradients > 0
     assert four.gradients < 0.5 * one.gradients
 

@@ -10,11 +10,12 @@ from dsx.memory.states import Optimizer, StateSettings
 from dsx.models.hf_config import model_spec
 from dsx.models.params import param_specs
 from dsx.models.presets import presets
-from dsx.parallel.layout import Layout as HeldLayout
+from dsx.parallel.layout import Layout
+from dsx.parallel.mesh import Mesh
 from dsx.planner.cluster import preset
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.layer_times import Machine
-from dsx.planner.layout import LayoutSpace, PlannedLayout, Task, meshes, scheduled, variants
+from dsx.planner.layout import Candidate, Space, Task, meshes, scheduled, variants
 from dsx.planner.plan import MemoryFloor, Search, reason
 from dsx.planner.step_time import Predictor
 from dsx.schedules.schedule import lower
@@ -41,7 +42,7 @@ def held(floor):
 
 @pytest.mark.parametrize("cap_gib", [80, 12, 7])
 def test_finds_what_trying_everything_finds(cap_gib):
-    found, space = task(), LayoutSpace(gpus=8, micro_batches=(1, 2), recompute=("none", "full"))
+    found, space = task(), Space.of(8, micro_batches=(1, 2), recompute=("none", "full"))
     predictor = Predictor(found)
     floor, cap = MemoryFloor(predictor), cap_gib << 30
     seconds = [
@@ -64,7 +65,7 @@ def test_finds_what_trying_everything_finds(cap_gib):
 
 
 def test_the_space_is_legal():
-    found, space = task(batch=24), LayoutSpace(gpus=16)
+    found, space = task(batch=24), Space.of(16)
     layouts = list(everything(found, space))
     assert {each.gpus for each in layouts} == {16}
     for each in layouts:
@@ -79,7 +80,7 @@ def test_the_space_is_legal():
 
 def test_neighbours_differ_in_one_thing():
     found = task()
-    search = Search(found, LayoutSpace(gpus=8, pipeline=(2,), tensor=(2,)), lambda _: 1)
+    search = Search(found, Space.of(8, pipeline=(2,), tensor=(2,)), lambda _: 1)
     plan = search.run(1)
     first = plan.best[0].layout
     knobs = ("micro_batch", "recompute", "zero_stage", "sequence_parallel")
@@ -92,15 +93,13 @@ def test_neighbours_differ_in_one_thing():
 
 def test_reasons_name_the_part_that_grows():
     found = task()
-    search = Search(found, LayoutSpace(gpus=8), lambda _: 1)
+    search = Search(found, Space.of(8), lambda _: 1)
     plan = search.run(5)
     words = {other.layout.recompute: reason(plan, other) for other in plan.others}
     assert "recompute +" in words["full"]
-    wide = search.judge(
-        replace(plan.best[0].layout, tensor=8, pipeline=1, data=1, zero_stage=0, micro_batch=1)
-    )
+    wide = search.judge(replace(plan.best[0].layout, mesh=Mesh.of(tp=8), zero_stage=0, micro_batch=1))
     assert "tensor-parallel communication +" in reason(plan, wide)
-    deep = search.judge(PlannedLayout(pipeline=8, data=1, zero_stage=0))
+    deep = search.judge(Candidate(mesh=Mesh.of(pp=8), zero_stage=0))
     assert "bubble +" in reason(plan, deep)
     small = replace(plan, cap_bytes=10 << 30)
     large = replace(plan.best[1], fits=False, peak_bytes=20 << 30)
@@ -108,7 +107,7 @@ def test_reasons_name_the_part_that_grows():
 
 
 def test_nothing_fits():
-    search = Search(task(), LayoutSpace(gpus=8), lambda _: 1 << 60, cap_bytes=1 << 30)
+    search = Search(task(), Space.of(8), lambda _: 1 << 60, cap_bytes=1 << 30)
     with pytest.raises(LayoutError, match=r"no layout .* fits; the nearest takes at least \d\.\d\d GiB"):
         search.run(1)
 
@@ -116,10 +115,10 @@ def test_nothing_fits():
 @pytest.mark.parametrize(
     ("space", "word"),
     [
-        (LayoutSpace(gpus=8, tensor=(3,)), "8 GPUs do not divide by it"),
-        (LayoutSpace(gpus=64, tensor=(64,)), "attention heads = 32"),
-        (LayoutSpace(gpus=64, pipeline=(32,)), "16 blocks"),
-        (LayoutSpace(gpus=8, tensor=(4,), pipeline=(4,)), "does not divide 8 GPUs"),
+        (Space.of(8, tensor=(3,)), "8 GPUs do not divide by it"),
+        (Space.of(64, tensor=(64,)), "attention heads = 32"),
+        (Space.of(64, pipeline=(32,)), "16 blocks"),
+        (Space.of(8, tensor=(4,), pipeline=(4,)), "does not divide 8 GPUs"),
     ],
 )
 def test_degrees_that_cannot_be(space, word):
@@ -129,7 +128,7 @@ def test_degrees_that_cannot_be(space, word):
 
 def test_a_batch_that_nobody_can_share_out():
     with pytest.raises(LayoutError, match="global batch 7"):
-        list(meshes(task(batch=7), LayoutSpace(gpus=8, tensor=(1,), pipeline=(1, 2))))
+        list(meshes(task(batch=7), Space.of(8, tensor=(1,), pipeline=(1, 2))))
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT2])
@@ -139,13 +138,13 @@ def test_floor_is_below_the_ledger(model, zero, recompute):
     """It would hide layouts that fit if it were not."""
     found = task(model, length=1024)
     predictor = Predictor(found)
-    layout = PlannedLayout(
-        tensor=2, pipeline=2, data=2, zero_stage=zero, recompute=recompute, schedule="interleaved", chunks=2
+    layout = Candidate(
+        mesh=Mesh.of(pp=2, dp=2, tp=2), zero_stage=zero, recompute=recompute, schedule="interleaved", chunks=2
     )
     stages = predictor.stages(layout)
     job = Job(
         model=model,
-        layout=HeldLayout(mesh=layout.mesh, stages=stages, params=param_specs(model), zero_stage=zero),
+        layout=Layout(mesh=layout.mesh, stages=stages, params=param_specs(model), zero_stage=zero),
         schedule=lower(layout.program.build(2, 2, 4)),
         micro_batch=1,
         sequence_length=1024,

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 from dsx.models.hf_config import model_spec
 from dsx.models.spec import ModelSpec, Recompute
+from dsx.parallel.mesh import Mesh
 from dsx.planner.cluster import preset
 from dsx.planner.costs import MEGATRON_2021, Efficiency, Network, Software
 from dsx.planner.layer_times import Machine
-from dsx.planner.layout import PlannedLayout, Task
+from dsx.planner.layout import Candidate, Task
 from dsx.planner.step_time import Predictor, StepTime
 
 SEQUENCE_LENGTH = 2048
@@ -55,15 +56,13 @@ class Run:
     published: float = 0.0
 
     @property
-    def layout(self) -> PlannedLayout:
+    def layout(self) -> Candidate:
         """As the planner takes it: equal stages, embedding on the first, head on the last."""
         stages = self.pipeline * self.chunks
         each = self.layers // stages
         inner = [2 + each * stage for stage in range(1, stages)]
-        return PlannedLayout(
-            tensor=self.tensor,
-            pipeline=self.pipeline,
-            data=self.gpus // (self.tensor * self.pipeline),
+        return Candidate(
+            mesh=Mesh.over(self.gpus, pp=self.pipeline, tp=self.tensor),
             schedule="interleaved" if self.chunks > 1 else "1f1b",
             chunks=self.chunks,
             micro_batch=self.micro_batch,
