@@ -215,8 +215,7 @@ def meshes(task: Task, space: Space) -> Iterator[Candidate]:
         sizes = sorted({mesh.num_shares for mesh in found})
         raise LayoutError(
             f"global batch {task.global_batch} on {space.gpus} GPUs",
-            "it divides by none of the data-parallel degrees that are possible "
-            f"({', '.join(map(str, sizes[:12]))}{', ...' if len(sizes) > 12 else ''})",
+            f"it divides by none of the data-parallel degrees that are possible ({_some(sizes)})",
             f"use a multiple of {sizes[0]}",
         )
     for mesh in shared:
@@ -249,11 +248,16 @@ def _meshes(task: Task, space: Space) -> Iterator[Mesh]:
 
 def _degrees(asked: Asked, key: str, wanted: tuple[int, ...] | None) -> list[int]:
     """Legal degrees; those asked for must be legal."""
+    legal = possible(asked, key, divisors(asked.ranks or 1))
     for degree in wanted or ():
         field: dict[str, Any] = {key: degree}
         for each in objections(replace(asked, **field)):
-            raise LayoutError(f"{key} = {degree}", each.why, each.fix)
-    return possible(asked, key, divisors(asked.ranks or 1)) if wanted is None else list(wanted)
+            raise LayoutError(f"{key} = {degree}", each.why, f"use one of {_some(legal)}")
+    return legal if wanted is None else list(wanted)
+
+
+def _some(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")
 
 
 def variants(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]:
