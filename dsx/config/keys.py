@@ -69,14 +69,18 @@ Operator = Literal[
 ]  # fmt: skip
 
 
-class _Required:
-    """The default of a key that has none."""
+class NoValue:
+    """What stands where there is no value of JSON's; it says of itself why there is none."""
+
+    def __init__(self, word: str) -> None:
+        self._word = word
 
     def __repr__(self) -> str:
-        return "required"
+        return self._word
 
 
-REQUIRED = _Required()
+REQUIRED = NoValue("required")
+"""The default of a key that has none."""
 
 
 @dataclass(frozen=True, slots=True)

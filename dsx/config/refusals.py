@@ -33,6 +33,7 @@ from dsx.config.keys import (
     Key,
     KeyBlock,
     NoEffect,
+    NoValue,
     Slot,
     Table,
     Version,
@@ -93,28 +94,14 @@ class Finding:
     safe: bool = False
 
 
-class _Absent:
-    """The value of a key that is not written."""
+ABSENT = NoValue("absent")
+"""The value of a key that is not written."""
 
-    def __repr__(self) -> str:
-        return "absent"
-
-
-ABSENT = _Absent()
-"""What is found where nothing is written."""
+UNKNOWN = NoValue("unknown")
+"""A value that cannot be known here: an "auto" that a Trainer fills in, or one that is wrong anyway."""
 
 Runner = Literal["deepspeed", "trainer", "dsx"]
 STAGE = "zero_optimization.stage"
-
-
-class _Unknown:
-    """A value that cannot be known here: "auto" that a Trainer fills in, or one that is wrong anyway."""
-
-    def __repr__(self) -> str:
-        return "unknown"
-
-
-UNKNOWN = _Unknown()
 
 
 @dataclass(frozen=True, kw_only=True)
