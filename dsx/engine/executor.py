@@ -146,7 +146,7 @@ class StepRun:
         self._mode, self._around = mode, around
         self._split = split or WeightGradients()
         self._row = schedule.rows[groups.pp_rank]
-        self._last = schedule.num_stages - 1
+        self._last, self._position = schedule.num_stages - 1, 0
         # A chunk's last transfer included, so that nobody waits for what is done with its gradients.
         self._ends = {a.stage: i for i, a in enumerate(self._row)} if mode.training else {}
         self._inputs: dict[Key, Any] = {}
@@ -192,16 +192,17 @@ class StepRun:
             self._post_ahead(due)
         for position, action in enumerate(self._row):
             self._whereabouts.reach(position)
+            self._position = position
             for due in self._receives.posts[position]:
                 self._post(due)
             for inbox in varying:
                 inbox.post_announced()
             self._hooks.before_action(position)
             with nullcontext() if self._around is None else self._around(action):
-                steps[action.op](action, position)
+                steps[action.op](action)
             if self._ends.get(action.stage) == position:
                 self._hooks.chunk_done(action.stage)
-            if self._taken and self._is_quiet(position):
+            if self._taken and self._is_quiet():
                 while self._taken:
                     self._post_ahead(self._taken.pop())
         self._whereabouts.reach(len(self._row))
@@ -248,22 +249,20 @@ class StepRun:
         self._taken.append(source)
         return self._inboxes[source].take(key)
 
-    def _is_quiet(self, position: int) -> bool:
+    def _is_quiet(self) -> bool:
         """Nobody waits for what this rank does next: neither its computation on what came, nor its result."""
-        after = self._row[position + 1 : position + 2]
+        after = self._row[self._position + 1 : self._position + 2]
         sends = bool(after) and after[0].op in (Op.SEND_F, Op.SEND_B)
-        return not sends and self._row[position].op not in (Op.RECV_F, Op.RECV_B)
+        return not sends and self._row[self._position].op not in (Op.RECV_F, Op.RECV_B)
 
-    def _receive_input(self, action: Action, position: int) -> None:
-        del position
+    def _receive_input(self, action: Action) -> None:
         key = (action.stage, action.micro_batch)
         signature, tensors = self._take("F", action.stage - 1, key)
         for meta, tensor in zip(signature.tensors, tensors, strict=True):
             tensor.requires_grad_(meta.requires_grad)
         self._inputs[key] = tensors if signature.is_tuple else tensors[0]
 
-    def _forward(self, action: Action, position: int) -> None:
-        del position
+    def _forward(self, action: Action) -> None:
         key, mode = (action.stage, action.micro_batch), self._mode
         if action.stage == 0:
             self._inputs[key] = self._batches.inputs(action.micro_batch)
@@ -312,8 +311,7 @@ class StepRun:
             self.losses.append(output.detach())
         return output
 
-    def _send_output(self, action: Action, position: int) -> None:
-        del position
+    def _send_output(self, action: Action) -> None:
         key, training = (action.stage, action.micro_batch), self._mode.training
         output = self._outputs[key] if training else self._outputs.pop(key)
         signature = Signature.of(output, f"virtual stage {action.stage}")
@@ -329,17 +327,16 @@ class StepRun:
                     gone = torch.empty((), dtype=tensor.dtype, device=tensor.device)
                     tensor.data = gone.expand(tensor.shape)
 
-    def _receive_gradient(self, action: Action, position: int) -> None:
-        del position
+    def _receive_gradient(self, action: Action) -> None:
         key = (action.stage, action.micro_batch)
         self._gradients[key] = self._take("B", action.stage + 1, key)[1]
 
-    def _backward_input(self, action: Action, position: int) -> None:
+    def _backward_input(self, action: Action) -> None:
         with self._split.deferring((action.stage, action.micro_batch)):
-            self._backward(action, position)
+            self._backward(action)
 
-    def _backward_weight(self, action: Action, position: int) -> None:
-        key, boundary = (action.stage, action.micro_batch), self._is_boundary(position)
+    def _backward_weight(self, action: Action) -> None:
+        key, boundary = (action.stage, action.micro_batch), self._is_boundary
         if not self._calls.hooked:
             self._split.accumulate(key)
         with self._split.delivering(key) as loss:
@@ -352,14 +349,14 @@ class StepRun:
             self._calls.announce(root)
             self._calls.backward((root,), (), boundary=boundary, is_loss=False)
 
-    def _backward(self, action: Action, position: int) -> None:
+    def _backward(self, action: Action) -> None:
         key = (action.stage, action.micro_batch)
         inputs, output = self._inputs.pop(key), self._outputs.pop(key)
         gradients = self._gradients.pop(key, ())
         if not self._frozen[action.stage]:
             is_loss = action.stage == self._last
             roots = tuple(t for t in _tensors(output) if t.requires_grad)
-            self._calls.backward(roots, gradients, boundary=self._is_boundary(position), is_loss=is_loss)
+            self._calls.backward(roots, gradients, boundary=self._is_boundary, is_loss=is_loss)
         if action.stage == 0:
             return
         wanted = tuple(
@@ -367,16 +364,16 @@ class StepRun:
         )
         self._gradients[action.stage - 1, action.micro_batch] = wanted
 
-    def _send_gradient(self, action: Action, position: int) -> None:
-        del position
+    def _send_gradient(self, action: Action) -> None:
         gradients = self._gradients.pop((action.stage - 1, action.micro_batch))
         self._signatures.check("B", action.stage - 1, self._mode.training, gradients)
         self._outbox.send(gradients, "B", self._schedule.rank_of(action.stage - 1))
 
-    def _is_boundary(self, position: int) -> bool:
+    @property
+    def _is_boundary(self) -> bool:
         """No later backward on this rank has anything to do."""
         backwards = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-        later = (a for a in self._row[position + 1 :] if a.op in backwards)
+        later = (a for a in self._row[self._position + 1 :] if a.op in backwards)
         return all(self._frozen.get(a.stage, False) for a in later)
 
 
