@@ -9,7 +9,7 @@ from dsx.memory.layers import Layers
 from dsx.memory.ledger import Label, Leaf, Ledger, Storage, Tape, Tensor
 from dsx.memory.ops import DeviceKind, Later, Ops, label
 from dsx.memory.partitioned import Bf16, Bucketed, Partitioned, PartitionedOffload
-from dsx.memory.stage3 import Stage3, Stage3Offload, built, uses
+from dsx.memory.stage3 import Stage3, built, uses
 from dsx.memory.states import Flat, States, StateSettings, Unfused
 from dsx.memory.walk import Boundary, Walk
 from dsx.models.params import layer_kinds
@@ -235,7 +235,7 @@ def _wrapper(job: Job) -> type[States]:
     if stage == 1 and settings.width == 2 and settings.accumulate == 4 and not settings.offload:
         return Bf16
     if settings.offload is not None:
-        return Stage3Offload if stage == 3 else PartitionedOffload
+        return Stage3 if stage == 3 else PartitionedOffload
     if stage == 2 and settings.reduce == "micro_batch":
         return Bucketed
     return Stage3 if stage == 3 else Partitioned

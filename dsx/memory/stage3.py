@@ -12,6 +12,7 @@ from dataclasses import replace
 from dsx.memory.ledger import Leaf, Tensor
 from dsx.memory.stage3_gathering import Coordinator, Module
 from dsx.memory.states import Gathering, States, free
+from dsx.models.param import ParamSpec
 from dsx.parallel.layout import Layout
 from dsx.schedules.gathers import ChunkHolds, GatherPlan
 from dsx.schedules.schedule import Action
@@ -20,7 +21,11 @@ _FILE = "zero/stage3.py"
 
 
 class Stage3(States):
-    """DeepSpeedZeroOptimizer_Stage3."""
+    """DeepSpeedZeroOptimizer_Stage3, with ``offload_optimizer`` or ``offload_param`` or without.
+
+    Attributes:
+        host_groups: Sub-groups that are updated on the host.
+    """
 
     def prepare(self) -> None:
         """This rank's partitions, the coordinator of gathers, and the bucket."""
@@ -31,6 +36,11 @@ class Stage3(States):
         self.coordinator = Coordinator(
             self.ledger, self.plan.dp, self.settings.width, gathering, gathering.persistent(self.order)
         )
+        self.coordinator.offloaded = self.offload.parameters and not self.offload.unified
+        groups = len(self.sub_groups)
+        first = int((1 - self.offload.ratio) * groups) if self.offload.optimizer else groups
+        self.host_groups = range(first, groups)
+        self.updated: set[int] = set()
         self.elements = 0
         self.in_bucket: list[tuple[Leaf, Tensor | None]] = []
         self.bucket: Tensor | None = None
@@ -77,10 +87,14 @@ class Stage3(States):
 
     def keep_part(self, leaf: Leaf) -> None:
         """partition_parameters.py, _partition_param."""
-        source, part = "zero/partition_parameters.py _partition_param", self.part(leaf)
-        self.parameters.append(
-            self.new("parameters", "partitions", "w P/N, padded", source, part, self.settings.width)
-        )
+        part, width = self.part(leaf), self.settings.width
+        source = "zero/partition_parameters.py _partition_param"
+        kind = "parameters", "partitions", "w P/N, padded", source
+        if self.offload.parameters:
+            pin = self.offload.pinned_parameters
+            self.parameters.append(self.host.pinned(*kind, part * width, pin=pin))
+        else:
+            self.parameters.append(self.new(*kind, part, width))
 
     def start(self) -> None:
         """One buffer for all partitions; masters; bucket and gradients; hooks."""
@@ -94,34 +108,68 @@ class Stage3(States):
             free(self.coordinator.gather_alone(leaf))
 
     def flatten(self) -> None:
-        """Over the host into one buffer (utils.py)."""
-        source, size = "zero/utils.py defragment", self.local * self.settings.width
-        aside = self.host.new("temporaries", "partitions", "w P/N, padded", source, size, pinned=False)
+        """Over the host into one buffer (utils.py), or on the host into a pinned one for each group."""
+        name, formula, width = "partitions", "w P/N, padded", self.settings.width
+        if self.offload.parameters:
+            source = f"{_FILE} _create_param_groups_fp16_flat_cpu_memory"
+            for group in self.plan.groups:
+                size = sum(self.plan.part(numel) for _, numel in group) * width
+                self.on_host.append(self.host.pinned("parameters", name, formula, source, size, pin=True))
+            free(*self.parameters)
+            self.parameters.clear()
+            return
+        source, size = "zero/utils.py defragment", self.local * width
+        aside = self.host.new("temporaries", name, formula, source, size, pinned=False)
         free(*self.parameters)
-        kind = "parameters", "partitions", "w P/N, padded", source
-        self.parameters = [self.new(*kind, self.local, self.settings.width)]
+        self.parameters = [self.new("parameters", name, formula, source, self.local, width)]
         free(aside)
 
     def make_masters(self) -> None:
-        """Also of fp32 parameters: DeepSpeed takes them for parameters of another device."""
-        source, width = f"{_FILE} _create_fp32_partitions", self.settings.width
+        """Of fp32 parameters too: DeepSpeed takes them for parameters of another device."""
+        source, narrow = f"{_FILE} _create_fp32_partitions", self.settings.width != 4
+        moves = narrow or (self.offload.parameters and not self.offload.unified)
+        stays = self.offload.parameters or self.offload.unified
         converted: Tensor | None = None
-        for size in self.sizes:
-            if width != 4:
-                before = converted
-                converted = self.new("temporaries", "converted", "4 P/N of a sub-group", source, size, 4)
+        for index, size in enumerate(self.sizes):
+            host = index in self.host_groups
+            if (narrow or not stays) if host else moves:
+                before, kind = converted, ("temporaries", "converted", "4 P/N of a sub-group", source)
+                converted = self._fp32(host, *kind, size)
                 free(before)
-            self.masters.append(self.new("optimizer", "master weights", "4 P/N, padded", source, size, 4))
+            master = self._fp32(host, "optimizer", "master weights", "4 P/N, padded", source, size)
+            (self.on_host if host else self.masters).append(master)
         free(converted)
 
+    def _fp32(self, host: bool, category: str, name: str, formula: str, source: str, size: int) -> Tensor:
+        if host:
+            return self.host.new(category, name, formula, source, 4 * size, pinned=False)
+        return self.new(category, name, formula, source, size, 4)
+
     def make_gradients(self) -> None:
-        """Zeros for a moment, as the optimizer's state might have wanted; the bucket; what adds up."""
+        """Zeros for a moment, as the optimizer's state might want; the bucket; what micro-batches add up in.
+
+        With the optimizer offloaded also the fp32 gradients of its masters.
+        """
+        offloaded, pin = self.offload.optimizer, self.offload.pinned
         source = f"{_FILE} initialize_optimizer_states"
-        self.passing("zero gradients", "4 of the largest sub-group", source, max(self.sizes), 4)
+        kind = "temporaries", "zero gradients", "4 of the largest sub-group", source
+        zeros = self._fp32(offloaded, *kind, max(self.sizes))
+        for index, size in enumerate(self.sizes if offloaded else ()):
+            kind = "gradients", "fp32 gradients", "4 P/N, padded", source
+            made = self.host.pinned(*kind, 4 * size, pin=pin)
+            if index in self.host_groups:
+                self.on_host.append(made)
+            else:
+                self.gradients.append(self.new(*kind, size, 4))
+                free(made)
+        free(zeros)
         self.make_bucket()
         source, width = f"{_FILE} _setup_for_real_optimizer", self.settings.accumulate
-        formula = f"{width} P/N, padded"
-        self.gradients = [self.new("gradients", "gradient partitions", formula, source, self.local, width)]
+        kind = "gradients", "gradient partitions", f"{width} P/N, padded", source
+        if offloaded:
+            self.on_host.append(self.host.pinned(*kind, width * self.local, pin=pin))
+        else:
+            self.gradients = [self.new(*kind, self.local, width)]
 
     def make_bucket(self) -> None:
         """``contiguous_gradients``: gradients are copied next to each other as they come."""
@@ -202,8 +250,30 @@ class Stage3(States):
         self.in_bucket, self.elements = [], 0
 
     def add(self, held: list[Tensor]) -> None:
-        """partition_grads: in place; ``held`` are the reduced partitions."""
-        free(*held)
+        """partition_grads: in place; or each partition comes from the host, is added to, and goes back.
+
+        ``held`` are the reduced partitions.
+        """
+        if not self.offload.optimizer or self.offload.unified:
+            free(*held)
+            return
+        source, width = f"{_FILE} partition_grads", self.settings.accumulate
+        before: Tensor | None = None
+        # A gradient beside the bucket goes when its part has been added, in the order of the parameters; a
+        # single one that needed no copy holds the reduced part itself.
+        places = {leaf.name: place for place, leaf in enumerate(self.order)}
+        waiting = sorted(self.in_bucket, key=lambda item: places[item[0].name], reverse=True)
+        alone = None if held else waiting[0][1]
+        self.in_bucket.clear()
+        for leaf, own in reversed(waiting):
+            if self.part(leaf) * self.dp_rank < leaf.numel:
+                kind, formula = ("temporaries", "sum so far"), "P/N of a parameter"
+                now = self.new(*kind, formula, source, self.part(leaf), width)
+                free(before)
+                before = now
+            if own is not alone:
+                free(own)
+        free(before, alone, *held)
 
     def _scattered(self) -> list[Tensor]:
         """reduce_scatter_coalesced: a flat copy with padding, unless one parameter needs none."""
@@ -254,11 +324,17 @@ class Stage3(States):
 
     def step(self) -> None:
         """Sub-group by sub-group."""
+        if self.offload.optimizer:
+            self._finalize()
         self.coordinator.release_all()
-        if self.settings.accumulate != 4:
+        if not self.offload.optimizer and self.settings.accumulate != 4:
             self.norm(max(map(self.part, self.order)))
         for index, size in enumerate(self.sizes):
-            gradient = self.single(index, size)
+            if index in self.host_groups:
+                self.update_on_host(size, first=index not in self.updated)
+                self.updated.add(index)
+                continue
+            gradient = None if self.offload.optimizer else self.single(index, size)
             self.update_group(index, size)
             free(gradient)
         self.coordinator.gather_persistent(self.order)
@@ -275,168 +351,7 @@ class Stage3(States):
         free(flat)
         return single
 
-
-def built(layout: Layout, pp_rank: int, leaves: Mapping[str, Leaf]) -> tuple[list[list[Leaf]], list[Leaf]]:
-    """What :meth:`Stage3.plan_build` takes: a rank's layers by virtual stage, and its ties."""
-    stages, specs = layout.stages, layout.params_of(pp_rank)
-    layers: dict[int, list[Leaf]] = {layer: [] for layer in stages.layers_of(pp_rank)}
-    for spec in specs:
-        uses = [spec.layer] if spec.tie is None else [spec.layer, stages.num_layers - 1]
-        layers[next(layer for layer in layers if layer in uses)].append(leaves[spec.name])
-    ties = [leaves[spec.name] for spec in specs if len(layout.owners(spec)) > 1]
-    return list(layers.values()), ties
-
-
-def uses(layout: Layout, pp_rank: int, leaves: Mapping[str, Leaf]) -> dict[int, list[Leaf]]:
-    """Virtual stage of a pipeline rank -> the parameters that its layers use, tied ones included."""
-    stages = layout.stages
-    found: dict[int, list[Leaf]] = {
-        stage: [] for stage in range(stages.num_stages) if stages.rank_of(stage) == pp_rank
-    }
-    for spec in layout.params_of(pp_rank):
-        layers = [spec.layer] if spec.tie is None else [spec.layer, stages.num_layers - 1]
-        for stage in dict.fromkeys(map(stages.stage_of, layers)):
-            if stage in found:
-                found[stage].append(leaves[spec.name])
-    return found
-
-
-class Stage3Offload(Stage3):
-    """DeepSpeedZeroOptimizer_Stage3 with ``offload_optimizer`` or ``offload_param``."""
-
-    def prepare(self) -> None:
-        """Which sub-groups are updated on the host."""
-        super().prepare()
-        self.coordinator.offloaded = self.offload.parameters and not self.offload.unified
-        groups = len(self.sub_groups)
-        first = int((1 - self.offload.ratio) * groups) if self.offload.optimizer else groups
-        self.host_groups = range(first, groups)
-        self.updated: set[int] = set()
-
-    # The engine
-
-    def keep_part(self, leaf: Leaf) -> None:
-        """On the host."""
-        if not self.offload.parameters:
-            super().keep_part(leaf)
-            return
-        source, size = "zero/partition_parameters.py _partition_param", self.part(leaf) * self.settings.width
-        pin = self.offload.pinned_parameters
-        self.parameters.append(self.host.pinned("parameters", "partitions", "w P/N", source, size, pin=pin))
-
-    def flatten(self) -> None:
-        """On the host into one pinned buffer for each group."""
-        if not self.offload.parameters:
-            super().flatten()
-            return
-        source = f"{_FILE} _create_param_groups_fp16_flat_cpu_memory"
-        for group in self.plan.groups:
-            size = sum(self.part(self.leaves[name]) for name, _ in group) * self.settings.width
-            self.on_host.append(
-                self.host.pinned("parameters", "partitions", "w P/N, padded", source, size, pin=True)
-            )
-        free(*self.parameters)
-        self.parameters.clear()
-
-    def make_masters(self) -> None:
-        """On the host, or beside a copy that comes from there."""
-        if not self.offload.optimizer and not self.offload.parameters:
-            super().make_masters()
-            return
-        source, aside = f"{_FILE} _create_fp32_partitions", None
-        moves = self.settings.width != 4 or (self.offload.parameters and not self.offload.unified)
-        for index, size in enumerate(self.sizes):
-            host = index in self.host_groups
-            there = self.offload.parameters or self.offload.unified
-            copies = not there or self.settings.width != 4 if host else moves
-            kind, formula = ("temporaries", "converted"), "4 P/N of a sub-group"
-            if copies:
-                before, aside = (
-                    aside,
-                    (
-                        self.host.new(*kind, formula, source, 4 * size, pinned=False)
-                        if host
-                        else self.new(*kind, formula, source, size, 4)
-                    ),
-                )
-                free(before)
-            kind, formula = ("optimizer", "master weights"), "4 P/N, padded"
-            if host:
-                self.on_host.append(self.host.new(*kind, formula, source, 4 * size, pinned=False))
-            else:
-                self.masters.append(self.new(*kind, formula, source, size, 4))
-        free(aside)
-
-    def make_gradients(self) -> None:
-        """fp32 gradients of the masters, then the partitions in which micro-batches add up."""
-        if not self.offload.optimizer:
-            super().make_gradients()
-            return
-        source = f"{_FILE} initialize_optimizer_states"
-        largest = self.host.new(
-            "temporaries",
-            "zero gradients",
-            "4 of the largest sub-group",
-            source,
-            4 * max(self.sizes),
-            pinned=False,
-        )
-        for index, size in enumerate(self.sizes):
-            kind, formula = ("gradients", "fp32 gradients"), "4 P/N, padded"
-            made = self.host.pinned(*kind, formula, source, 4 * size, pin=self.offload.pinned)
-            if index in self.host_groups:
-                self.on_host.append(made)
-            else:
-                self.gradients.append(self.new(*kind, formula, source, size, 4))
-                free(made)
-        free(largest)
-        self.make_bucket()
-        source, width = f"{_FILE} _setup_for_real_optimizer", self.settings.accumulate
-        kind, formula = ("gradients", "gradient partitions"), f"{width} P/N, padded"
-        size = width * self.local
-        self.on_host.append(self.host.pinned(*kind, formula, source, size, pin=self.offload.pinned))
-
-    # Gradients
-
-    def add(self, held: list[Tensor]) -> None:
-        """partition_grads: each partition comes from the host, is added to, and goes back."""
-        if not self.offload.optimizer or self.offload.unified:
-            super().add(held)
-            return
-        source, width = f"{_FILE} partition_grads", self.settings.accumulate
-        before: Tensor | None = None
-        # A gradient beside the bucket goes when its part has been added, in the order of the parameters; a
-        # single one that needed no copy holds the reduced part itself.
-        places = {leaf.name: place for place, leaf in enumerate(self.order)}
-        waiting = sorted(self.in_bucket, key=lambda item: places[item[0].name], reverse=True)
-        alone = None if held else waiting[0][1]
-        self.in_bucket.clear()
-        for leaf, own in reversed(waiting):
-            if self.part(leaf) * self.dp_rank < leaf.numel:
-                kind, formula = ("temporaries", "sum so far"), "P/N of a parameter"
-                now = self.new(*kind, formula, source, self.part(leaf), width)
-                free(before)
-                before = now
-            if own is not alone:
-                free(own)
-        free(before, alone, *held)
-
-    def step(self) -> None:
-        """The sums' squares by way of the device, the update on the host."""
-        if not self.offload.optimizer:
-            super().step()
-            return
-        self.finalize()
-        self.coordinator.release_all()
-        for index, size in enumerate(self.sizes):
-            if index in self.host_groups:
-                self.update_on_host(size, first=index not in self.updated)
-                self.updated.add(index)
-            else:
-                self.update_group(index, size)
-        self.coordinator.gather_persistent(self.order)
-
-    def finalize(self) -> None:
+    def _finalize(self) -> None:
         """_finalize_offload_gradient_accumulation: the norm in fp64, then fp32 to the host."""
         source, width = f"{_FILE} _offload_grad_partition_at_boundary", self.settings.accumulate
         part: Tensor | None = None
@@ -452,3 +367,30 @@ class Stage3Offload(Stage3):
             if width != 4:
                 self.passing("in float32", "4 P/N of a parameter", source, size, 4)
         free(part)
+
+
+def built(layout: Layout, pp_rank: int, leaves: Mapping[str, Leaf]) -> tuple[list[list[Leaf]], list[Leaf]]:
+    """What :meth:`Stage3.plan_build` takes: a rank's layers by virtual stage, and its ties."""
+    specs = layout.params_of(pp_rank)
+    layers: dict[int, list[Leaf]] = {layer: [] for layer in layout.stages.layers_of(pp_rank)}
+    for spec in specs:
+        first = next(layer for layer in layers if layer in _users(layout, spec))
+        layers[first].append(leaves[spec.name])
+    ties = [leaves[spec.name] for spec in specs if len(layout.owners(spec)) > 1]
+    return list(layers.values()), ties
+
+
+def uses(layout: Layout, pp_rank: int, leaves: Mapping[str, Leaf]) -> dict[int, list[Leaf]]:
+    """Virtual stage of a pipeline rank -> the parameters that its layers use, tied ones included."""
+    stages = layout.stages
+    found: dict[int, list[Leaf]] = {stage: [] for stage in stages.stages_of(pp_rank)}
+    for spec in layout.params_of(pp_rank):
+        for stage in dict.fromkeys(map(stages.stage_of, _users(layout, spec))):
+            if stage in found:
+                found[stage].append(leaves[spec.name])
+    return found
+
+
+def _users(layout: Layout, spec: ParamSpec) -> list[int]:
+    """Layers that use a parameter."""
+    return [spec.layer] if spec.tie is None else [spec.layer, layout.stages.num_layers - 1]

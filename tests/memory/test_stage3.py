@@ -7,7 +7,7 @@ import pytest
 from dsx.errors import ConfigError
 from dsx.memory.job import gathering_of
 from dsx.memory.ledger import Leaf, Ledger
-from dsx.memory.stage3 import Stage3, Stage3Offload
+from dsx.memory.stage3 import Stage3
 from dsx.memory.stage3_gathering import Coordinator
 from dsx.memory.states import Gathering, Offload, Optimizer, StateSettings
 from dsx.parallel.zero import ZeroPlan
@@ -26,7 +26,7 @@ def states(sizes, dp, *, width=2, rank=0, offload=None, **gathering):
         offload=offload,
         gathering=Gathering(**gathering),
     )
-    made = (Stage3 if offload is None else Stage3Offload)(Ledger(), plan, rank, leaves, settings)
+    made = Stage3(Ledger(), plan, rank, leaves, settings)
     made.build()
     made.start()
     return made
