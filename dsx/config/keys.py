@@ -130,6 +130,9 @@ class Key:
             "meaning" (it is a value of its own), "kept" (the string is used as if it were the value: wrong).
         trainer_auto: Whether transformers' Trainer fills in "auto" here.
         aliases: Other spellings of the last part that DeepSpeed takes for the same key.
+        main: Of an object, the key inside whose value is often written in its place (``"bf16": true``).
+        example: Of an object, how it is written.
+        strict: Whether DeepSpeed asks for a boolean by name, where a number for one fails.
         source: ``file:line`` or class in DeepSpeed 0.19.8, below deepspeed/.
     """
 
@@ -154,6 +157,9 @@ class Key:
     auto: Literal["default", "meaning", "kept"] = "kept"
     trainer_auto: bool = False
     aliases: tuple[str, ...] = ()
+    main: str = ""
+    example: str = ""
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,26 +22,8 @@ from dsx.config.refusals import (
 )
 from dsx.config.wording import dotted, plain, show, suggest
 
-# Examples for blocks that are written as something else than an object.
-_EXAMPLES = {
-    "optimizer": '{"type": "AdamW", "params": {"lr": 3e-4}}',
-    "scheduler": '{"type": "WarmupLR", "params": {...}}',
-    "zero_optimization": '{"stage": 3}',
-    "zero_optimization.offload_optimizer": '{"device": "cpu"}',
-    "zero_optimization.offload_param": '{"device": "cpu"}',
-}
 # Keys that are names in some spelling, which have checks of their own.
 _NAMES = frozenset({"optimizer.type", "scheduler.type"})
-# Where DeepSpeed asks for a bool by name (runtime/pipe/engine.py, module_inject/auto_ep_config.py).
-_BOOLEANS = frozenset(
-    {
-        "pipeline.pipe_partitioned",
-        "pipeline.grad_partitioned",
-        "expert_parallel.validate_folding_routing",
-        "expert_parallel.async_split_plan",
-        "expert_parallel.has_shared_experts",
-    }
-)
 _SWITCHES = (STAGE, "fp16.enabled", "bf16.enabled")
 # Numbers outside DeepSpeed's pydantic blocks that fail as strings at the latest in the first step: compared,
 # divided by or passed to an optimizer. Others may never be looked at, or compare unequal in silence.
@@ -95,7 +77,7 @@ def _wrong(context: Context, slot: Slot, key: Key, verdict: ValueVerdict) -> Ite
             return
         if verdict.has_meant and context.runner != "dsx":
             fix = f"write {show(verdict.meant)}"
-            level: Severity = "error" if slot.name in _BOOLEANS else "note"
+            level: Severity = "error" if key.strict else "note"
             why = "a number for a boolean"
             yield context.find("wrong-type", level, slot.path, why, fix, *edits, safe=True)
             return
@@ -151,9 +133,8 @@ def _type_words(slot: Slot, key: Key, verdict: ValueVerdict) -> tuple[str, str]:
     if not key.kinds:
         return f"JSON has no value for it ({key.effect})", "remove it"
     if "object" in key.kinds:
-        last = _INSIDE.get(key.path)
-        example = f'{{"{last}": {show(slot.value)}}}' if last and isinstance(slot.value, bool) else "{...}"
-        example = _EXAMPLES.get(key.path, example)
+        is_switch = key.main and isinstance(slot.value, bool)
+        example = key.example or (f'{{"{key.main}": {show(slot.value)}}}' if is_switch else "{...}")
         return "it must be an object", f'write "{slot.path[-1]}": {example}'
     why = f"not {verdict.expected}"
     if isinstance(slot.value, str) and slot.value.lower() == "auto" and key.trainer_auto:
@@ -163,30 +144,14 @@ def _type_words(slot: Slot, key: Key, verdict: ValueVerdict) -> tuple[str, str]:
     return why, f"use {verdict.expected}"
 
 
-# Blocks that are often written as the one value that matters: key -> where it goes.
-_INSIDE = {
-    "bf16": "enabled",
-    "fp16": "enabled",
-    "bfloat16": "enabled",
-    "zero_optimization": "stage",
-    "tensor_parallel": "autotp_size",
-    "compile": "deepcompile",
-    "checkpoint.parallel_write": "pipeline_stage",
-    **dict.fromkeys(("wandb", "tensorboard", "csv_monitor", "comms_logger", "flops_profiler"), "enabled"),
-    "zero_optimization.offload_optimizer": "device",
-    "zero_optimization.offload_param": "device",
-}
-
-
 def _object(context: Context, slot: Slot, key: Key) -> tuple[Edit, ...]:
     """``"bf16": true`` as ``{"enabled": true}``, ``"offload_param": "cpu"`` as ``{"device": "cpu"}``."""
-    last = _INSIDE.get(key.path)
-    inner = context.table.key(f"{key.path}.{last}")
-    if last is None or inner is None:
+    inner = context.table.key(f"{key.path}.{key.main}") if key.main else None
+    if inner is None:
         return ()
     verdict = judge(slot.value, inner)
     fits = not verdict.fault or verdict.has_meant
-    return (Edit("set", slot.path, {last: verdict.meant}),) if fits else ()
+    return (Edit("set", slot.path, {key.main: verdict.meant}),) if fits else ()
 
 
 def _auto(context: Context, slot: Slot, key: Key) -> Iterator[Finding]:

@@ -594,6 +594,7 @@ def test_rows_are_whole():
         assert not key.effect.endswith(".")
         assert key.path.rpartition(".")[0].removesuffix("[]").removesuffix(".*") in known, key.path
         assert not key.replacement or key.replacement in known, key.path
+        assert not key.main or f"{key.path.replace('bfloat16', 'bf16')}.{key.main}" in known, key.path
         assert all(condition.key in known for cause in key.no_effect for condition in cause.conditions), (
             key.path
         )
