@@ -1,1 +1,1 @@
-"""Does it: DeepSpeed's engines under any schedule, with transfers, chunks and ZeRO."""
+"""Runs the steps: DeepSpeed's engines under any schedule, with transfers, chunks and ZeRO."""

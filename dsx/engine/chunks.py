@@ -1,4 +1,4 @@
-"""All layers of one rank, grouped into chunks (virtual stages), as the one module DeepSpeed sees."""
+"""All layers of one rank, grouped into chunks (virtual stages), as the one module that DeepSpeed sees."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def checkpoint_non_reentrant(function: Callable[..., Any], *inputs: Any) -> Any:
 
 
 class _Replayed:
-    """Inside, a tracker of random states is where it was when this was made; entered as often as need be."""
+    """Inside, a tracker of random states is where it was when this was made; may be entered again."""
 
     def __init__(self, tracker: Any) -> None:
         self._tracker, self._then = tracker, tracker.get_states()
@@ -66,7 +66,7 @@ class Recompute:
 
     @property
     def may_be_reentrant(self) -> bool:
-        """Whether inputs need a gradient for weights to get one: so it is unless the function is known."""
+        """Whether inputs need a gradient for weights to get one, as is assumed of unknown functions."""
         known = (checkpoint_non_reentrant, checkpointing.non_reentrant_checkpoint)
         return not any(self.function is function for function in known)
 
@@ -87,7 +87,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 class TiedUse(nn.Module):
     """One use of a tied module through a function of its own, e.g. an embedding used as the output head.
 
-    A module of its own so that ZeRO-3's hooks, which fire on modules, gather the weight here too.
+    It is a module of its own, so that ZeRO-3's hooks, which fire on modules, gather the weight here too.
     """
 
     def __init__(self, module: nn.Module, forward_fn: Callable[[nn.Module, Any], Any]) -> None:
@@ -200,7 +200,7 @@ class Chunks(nn.Module):
         ]
 
     def compile_layers(self, *args: Any, **keys: Any) -> None:
-        """``torch.compile`` every layer: modules in place, and functions by what stands in their place."""
+        """``torch.compile`` every layer: modules in place, functions by replacing them."""
         for stage, layers in self._stages.items():
             compiled = []
             for index, layer in layers:
@@ -261,9 +261,10 @@ class Chunks(nn.Module):
 
 
 def _with_gradient(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Inputs of a checkpoint function that may be reentrant: one must want a gradient, or none comes back.
+    """Inputs for a checkpoint function that may be reentrant: one must want a gradient, or none comes back.
 
-    As stock DeepSpeed does for the first stage (deepspeed/runtime/pipe/engine.py, _exec_load_micro_batch).
+    Stock DeepSpeed does the same for the first stage (deepspeed/runtime/pipe/engine.py,
+    _exec_load_micro_batch).
     """
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
     if not torch.is_grad_enabled() or any(x.requires_grad for x in tensors):

@@ -1,4 +1,4 @@
-"""The engine: the interface of DeepSpeed's PipelineEngine, any schedule, any ZeRO."""
+"""The engine: the interface of DeepSpeed's PipelineEngine, with any schedule and any ZeRO stage."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Step = tuple[Schedule, ReceivePlan]
 
 @dataclass(slots=True)
 class Programs:
-    """The steps of one pipeline rank.
+    """The schedules of one pipeline rank's steps.
 
     Args:
         program: Schedule of the training steps.
@@ -61,7 +61,7 @@ class Programs:
         return self._steps[key]
 
     def put(self, schedule: Schedule) -> None:
-        """Train with ``schedule``, of compute actions, whenever a step has so many micro-batches."""
+        """Train with ``schedule``, of compute actions, whenever a step has as many micro-batches."""
         self._steps[True, schedule.num_micro_batches] = self._made(schedule)
 
     def _built(self, num_micro_batches: int, training: bool) -> Schedule:
@@ -78,12 +78,12 @@ class Programs:
 
 @dataclass(slots=True)
 class Steering:
-    """Asked by an engine in every training step, by all ranks.
+    """What an engine asks in every training step, on all ranks.
 
     Attributes:
-        sums: [mean loss, ranks that wanted to stop] of the last step, over all ranks: one place for all.
+        sums: [mean loss, number of ranks that wanted to stop] of the last step, over all ranks.
         stop_wanted: Whether this rank wants no further step; None never does.
-        refuses: ``refuses(loss, grad_norm)``, asked alike on every rank before the weights are updated:
+        refuses: ``refuses(loss, grad_norm)``, asked alike on every rank before the weights are updated, says
             whether this step must not be applied. It then counts as one that DeepSpeed skipped.
     """
 
@@ -104,8 +104,8 @@ class Steering:
         """:attr:`refuses` as a question about the gradient norm alone.
 
         Args:
-            sums: Of the step under way.
-            reduced: Their all-reduce, which is under way too.
+            sums: The sums of the current step.
+            reduced: Their all-reduce, not yet waited for.
         """
         if self.refuses is None:
             return None
@@ -129,10 +129,10 @@ class PipelineEngine:
     ``global_steps`` or ``train_batch_size()``.
 
     Attributes:
-        whereabouts: Where this rank is, for whoever watches it.
-        steering: What others have to say about training steps.
+        whereabouts: Where this rank is, for the watch.
+        steering: What others decide about training steps.
         data_wait: How long ``train_batch`` has waited for its iterator.
-        names: Stock PipelineEngine's further names, looked up there.
+        names: The further names of stock PipelineEngine, which are looked up there.
         run_config: The resolved dsx config, if it was built from one; ``config`` is DeepSpeed's.
     """
 
@@ -180,7 +180,7 @@ class PipelineEngine:
         open_channels(model.groups, model.stage_map, model.device)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is one of stock PipelineEngine's names, or the DeepSpeedEngine's."""
+        """Any other name is one of stock PipelineEngine's, or of the DeepSpeedEngine's."""
         if name in ("deepspeed_engine", "names"):
             raise AttributeError(name)
         return getattr(self.names if self.names.has(name) else self.deepspeed_engine, name)
@@ -285,7 +285,7 @@ class PipelineEngine:
             compute_loss: Compute the loss; without it the list of outputs takes its place.
             reduce_output: "avg" for the mean loss, None for the list of losses (on the last stage). Outputs
                 are never reduced.
-            bcast_loss: Give the mean loss to every rank, not to those of the last stage alone.
+            bcast_loss: Whether to give the mean loss to every rank, not only to those of the last stage.
             num_micro_batches: Micro-batches to read; the number of accumulation steps by default.
 
         Returns:
@@ -389,8 +389,8 @@ class PipelineEngine:
             save_dir: Folder of checkpoints, on a file system that all ranks share.
             tag: Name; ``global_step<N>`` by default.
             client_state: Plain data that :meth:`load_checkpoint` shall give back.
-            background: Go on training once the states are copied to the host's memory.
-            keep: Delete older checkpoints there but for so many; 0 keeps all.
+            background: Whether to go on training once the states are copied to the host's memory.
+            keep: Number of the newest checkpoints to keep there; 0 keeps all.
 
         Raises:
             CheckpointError: It cannot be written, or one before that was written in the background has
@@ -465,14 +465,14 @@ class PipelineEngine:
         return total, work
 
     def _write(self, name: str, loss: torch.Tensor) -> None:
-        """To DeepSpeed's monitors (tensorboard, csv_monitor, wandb, ...), as stock PipelineEngine does."""
+        """Write to DeepSpeed's monitors (tensorboard, csv_monitor, ...), as stock PipelineEngine does."""
         engine = self.deepspeed_engine
         if engine.monitor.enabled and self.groups.rank == 0:
             engine.monitor.write_events([(f"Train/Samples/{name}", loss.item(), engine.global_samples)])
 
 
 def _require_iterator(data: Any) -> None:
-    """A loader or a list would begin with its first micro-batches again in every step."""
+    """Refuse a loader or list, which would begin with its first micro-batches again in every step."""
     if not hasattr(data, "__next__"):
         raise DataError(
             f"train_batch({type(data).__name__})",

@@ -35,7 +35,7 @@ class Calls(Protocol):
     """How the executor computes: forwards and backwards of the layers, by way of DeepSpeed or past it.
 
     Attributes:
-        hooked: Whether somebody must hear of each parameter's gradient as it comes.
+        hooked: Whether parameters' hooks must be called as their gradients come.
     """
 
     hooked: bool
@@ -46,21 +46,21 @@ class Calls(Protocol):
         """Outputs of a virtual stage, or its loss: see :class:`dsx.engine.chunks.Chunks`."""
 
     def announce(self, loss: torch.Tensor) -> None:
-        """Before the backward of a ``loss`` that did not come from :meth:`forward`."""
+        """Called before the backward of a ``loss`` that did not come from :meth:`forward`."""
 
     def backward(self, outputs: Tensors, gradients: Tensors, *, boundary: bool, is_loss: bool) -> None:
         """Gradients of everything below ``outputs``, and what ZeRO does around them.
 
         Args:
-            outputs: What wants a gradient; its memory may be gone.
+            outputs: The outputs that want a gradient; their memory may be gone.
             gradients: One per output; none for a scalar.
             boundary: Whether it is this rank's last backward of the step.
-            is_loss: The output is a micro-batch's loss, of which its share of the step counts.
+            is_loss: Whether the output is a micro-batch's loss, of which its share of the step counts.
         """
 
 
 class StepHooks(Protocol):
-    """Told by the executor how far a step has come: gradients leave and parameters come by that."""
+    """What the executor calls as a step proceeds, so that gradients leave and parameters come in time."""
 
     def begin(self, schedule: Schedule) -> None:
         """Called when a step of a lowered schedule begins, an evaluation's included."""
@@ -73,7 +73,7 @@ class StepHooks(Protocol):
 
 
 class _Alias(torch.autograd.Function):
-    """The same memory under a tensor that is no leaf, so that a first layer may write to it in place."""
+    """The same memory as a tensor that is no leaf, so that a first layer may write to it in place."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -116,10 +116,9 @@ class StepRun:
         batches: Micro-batches for the first and last stage.
         signatures: Boundary signatures, kept between steps.
         mode: What the step is for.
-        split: What the layers were built with, for schedules that split the backward. Layers without it do
-            their whole backward in its first part.
-        around: Entered around every action, to look at it (:mod:`dsx.engine.recorder`); None looks at
-            nothing.
+        split: The object that the layers were built with, for schedules that split the backward. Layers
+            without it do their whole backward in its first part.
+        around: Entered around every action, to record it (:mod:`dsx.engine.recorder`); None records nothing.
         whereabouts: Told of every action, for whoever watches the rank.
     """
 
@@ -250,7 +249,7 @@ class StepRun:
         return self._inboxes[source].take(key)
 
     def _is_quiet(self) -> bool:
-        """Nobody waits for what this rank does next: neither its computation on what came, nor its result."""
+        """Whether nobody waits for what this rank does next."""
         after = self._row[self._position + 1 : self._position + 2]
         sends = bool(after) and after[0].op in (Op.SEND_F, Op.SEND_B)
         return not sends and self._row[self._position].op not in (Op.RECV_F, Op.RECV_B)
@@ -295,7 +294,7 @@ class StepRun:
             self._outputs[key] = output
 
     def _finish(self, micro_batch: int, output: Any) -> Any:
-        """Note what the last stage gave; the loss, or its outputs if there is none."""
+        """Note the result of the last stage: the loss, or its outputs if there is none."""
         if self._mode.keep_outputs:
             loss, outputs = output if self._mode.compute_loss else (None, output)
             self.kept_outputs.append(outputs)

@@ -1,10 +1,9 @@
-"""``dsx.initialize``: a PipelineModule, a config, an optimizer and a schedule of its rate to an engine.
+"""``dsx.initialize`` makes an engine of a PipelineModule, a config, an optimizer and a schedule of its rate.
 
-DeepSpeed's ``pipeline`` block of a config, applied to layers that are built already.
-
-Its keys are those of deepspeed/runtime/config.py (get_pipeline_config), and ``use_reentrant``, which
-deepspeed/runtime/pipe/engine.py reads besides. Stock DeepSpeed reads neither ``stages`` nor ``partition`` nor
-``seed_layers``, nor any key that it does not know, and says nothing.
+DeepSpeed's ``pipeline`` block of the config is applied to layers that are built already. Its keys are those
+of deepspeed/runtime/config.py (get_pipeline_config), and ``use_reentrant``, which
+deepspeed/runtime/pipe/engine.py reads besides. Stock DeepSpeed silently ignores ``stages``, ``partition``,
+``seed_layers`` and every key that it does not know.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from dsx.terminal import shortened
 
 
 def apply_block(block: Mapping[str, Any], model: PipelineModule, zero_stage: int) -> None:
-    """Do to ``model`` what the block asks for.
+    """Apply the block to ``model``.
 
     Raises:
         ConfigError: A key that is unknown, or a value that is wrong or that contradicts the layers as built.
@@ -117,7 +116,7 @@ def _interval(model: PipelineModule, value: Any) -> None:
 
 
 def _reentrant(model: PipelineModule, value: Any, zero_stage: int) -> None:
-    """DeepSpeed's functions, which follow ``deepspeed.checkpointing.configure``; torch's at ZeRO-3."""
+    """DeepSpeed's function, which follows ``deepspeed.checkpointing.configure``; torch's at ZeRO-3."""
     if value is None:
         return
     _boolean("use_reentrant")(value)
@@ -129,7 +128,7 @@ def _reentrant(model: PipelineModule, value: Any, zero_stage: int) -> None:
 
 
 def _shards(model: PipelineModule, block: Mapping[str, Any]) -> None:
-    """What is divided over tensor-parallel ranks on its way: all that crosses a boundary, or nothing."""
+    """What tensor-parallel ranks share in a transfer: all that crosses a boundary, or nothing."""
     tensor_parallel = model.groups.tensor_parallel
     if tensor_parallel.size == 1:
         return
@@ -159,9 +158,9 @@ def prepare(
     Args:
         model: The pipeline.
         zero_stage: ZeRO-1 and 2 cut each group as one flat tensor, and so need :func:`split_tied`.
-        optimizer: The user's, if any.
-        lr_scheduler: The user's, if any.
-        model_parameters: As :func:`dsx.initialize` takes them.
+        optimizer: The user's optimizer, if any.
+        lr_scheduler: The user's scheduler, if any.
+        model_parameters: The parameters, as :func:`dsx.initialize` takes them.
 
     Raises:
         ConfigError: A scheduler was built for groups that have to be split; a list mixes parameters and
@@ -187,7 +186,7 @@ def prepare(
 
 
 def as_groups(parameters: Iterable[Any]) -> list[Group]:
-    """Parameters or parameter groups, as a torch optimizer takes them, as groups. Raises ConfigError."""
+    """Parameters or groups of them, given as a torch optimizer takes them, as groups. Raises ConfigError."""
     given = list(parameters)
     if all(isinstance(item, Mapping) for item in given):
         groups = [dict(item) for item in given]
@@ -208,8 +207,8 @@ def as_groups(parameters: Iterable[Any]) -> list[Group]:
 def split_tied(groups: Sequence[Group], ties: Sequence[Tie]) -> list[Group]:
     """Groups in which each tied weight that spans pipeline ranks stands alone.
 
-    ZeRO cuts a group as one flat tensor; alone, a tied weight is cut alike on every rank that holds it.
-    Groups without anything to train, which ZeRO cannot cut, are left out.
+    ZeRO cuts a group as one flat tensor; a tied weight that is alone is cut alike on every rank that holds
+    it. Groups without anything to train, which ZeRO cannot cut, are left out.
     """
     keys = {id(p): tie.key for tie in ties for p in tie.parameters if p.requires_grad}
     result = []
@@ -227,7 +226,7 @@ def split_tied(groups: Sequence[Group], ties: Sequence[Tie]) -> list[Group]:
 
 
 def _require_unchanged(model: PipelineModule, lr_scheduler: Any, *, changed: bool) -> None:
-    """Raise the same ConfigError on every rank if a schedule was made for groups that one has changed."""
+    """Raise the same ConfigError on every rank if one has changed groups that a schedule was made for."""
     if _pipeline_ranks_where(model, changed):
         error = ConfigError(
             f"lr_scheduler = {type(lr_scheduler).__name__}(optimizer)",
@@ -240,7 +239,7 @@ def _require_unchanged(model: PipelineModule, lr_scheduler: Any, *, changed: boo
 
 
 def _pipeline_ranks_where(model: PipelineModule, flag: bool) -> list[int]:
-    """Pipeline ranks of which one has ``flag``, known on every rank. Collective."""
+    """The pipeline ranks on which ``flag`` is set, known on every rank. Collective."""
     flags = torch.zeros(model.groups.mesh.pp, dtype=torch.int32, device=model.device)
     flags[model.groups.pp_rank] = flag
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
@@ -268,15 +267,15 @@ _DEEPSPEED = tuple(lr_schedules.VALID_LR_SCHEDULES)
 
 
 def schedule_of(block: Mapping[str, Any] | None, given: Any) -> Any:
-    """The user's schedule, or what makes that of a config's ``scheduler`` block for an optimizer.
+    """The user's schedule, or a callable that makes the schedule of a config's ``scheduler`` block.
 
     DeepSpeed would give the schedule its own wrapper of the optimizer, which torch's schedules refuse under
-    ZeRO and in bf16, and behind which it may have made the optimizer anew (deepspeed/runtime/engine.py,
+    ZeRO and in bf16, and in which it may have made the optimizer anew (deepspeed/runtime/engine.py,
     _scheduler_from_config; zero/stage3.py, initialize_optimizer_states). A callable gets the optimizer
     itself.
 
     Args:
-        block: Of the config, if it has one.
+        block: The config's block, if it has one.
         given: A schedule, or a callable that makes one from an optimizer; None leaves it to the config.
 
     Returns:
@@ -315,10 +314,10 @@ def schedule_of(block: Mapping[str, Any] | None, given: Any) -> Any:
 
 
 def require_drives(lr_scheduler: Any, optimizer: Any) -> None:
-    """Refuse a schedule of an optimizer that does not train: the learning rate would never change.
+    """Refuse a schedule of another optimizer than the one that trains, whose rate would never change.
 
     Args:
-        lr_scheduler: As it was made. One that does not say whose it is passes.
+        lr_scheduler: The schedule as it was made. One that does not name its optimizer passes.
         optimizer: The optimizer that trains, inside of DeepSpeed's wrapper; None if nothing trains.
 
     Raises:
@@ -337,7 +336,7 @@ def require_drives(lr_scheduler: Any, optimizer: Any) -> None:
 
 
 def _require_no_metric(lr_scheduler: Any) -> None:
-    """Refuse a schedule that wants one: DeepSpeed would pass it the batch size (engine.py:3550)."""
+    """Refuse a schedule that wants a metric: DeepSpeed would pass it the batch size (engine.py:3550)."""
     if isinstance(lr_scheduler, torch_schedules.ReduceLROnPlateau):
         raise _wants_a_metric("lr_scheduler = ReduceLROnPlateau(...)")
 
@@ -388,11 +387,11 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         model_parameters: Parameters or parameter groups to optimize; all by default.
         training_data: A torch Dataset, in order, split over data-parallel ranks.
         lr_scheduler: A scheduler or a callable that makes one from an optimizer; the config's by default.
-        distributed_port: Taken for stock DeepSpeed's sake: the ranks are there already, as a PipelineModule
-            needs them.
+        distributed_port: Accepted as in stock DeepSpeed, and unused: a PipelineModule needs the ranks
+            already.
         mpu: Refused, as by stock pipelines: the groups are the PipelineModule's.
-        dist_init_required: Taken for stock DeepSpeed's sake, like ``distributed_port``.
-        collate_fn: For ``training_data``.
+        dist_init_required: Accepted and unused, like ``distributed_port``.
+        collate_fn: Makes micro-batches of ``training_data``.
         config: A resolved dsx config (:func:`dsx.load_config`), or an ordinary DeepSpeed config as a dict or
             path.
         mesh_param: Refused, like ``mpu``.
@@ -481,7 +480,7 @@ _SAME = (
 
 
 def _require_same_everywhere(config: Mapping[str, Any], model: PipelineModule) -> None:
-    """Raise on every rank if one has other settings or layers. Collective over all ranks."""
+    """Raise on every rank if one rank has other settings or layers. Collective over all ranks."""
     mine = {key: config.get(key) for key in _SAME}
     mine["layers"] = [getattr(each, "typename", type(each)).__name__ for each in model.layer_specs]
     text = {key: json.dumps(value, sort_keys=True, default=repr) for key, value in mine.items()}
@@ -517,7 +516,7 @@ def _check_build(model: PipelineModule, settings: Settings) -> None:
 
 
 def _loader(engine: Any, dataset: Any, groups: Groups) -> Any:
-    """As stock PipelineEngine's (deepspeed/runtime/pipe/engine.py, _build_data_iter): in order."""
+    """The loader, in order as stock PipelineEngine's (deepspeed/runtime/pipe/engine.py, _build_data_iter)."""
     sampler: DistributedSampler[Any] = DistributedSampler(
         dataset, num_replicas=groups.mesh.num_shares, rank=groups.share, shuffle=False
     )

@@ -1,4 +1,4 @@
-"""What a layer's parameters must be before a pipeline trains it: there, named, and alike where they are."""
+"""Before a pipeline trains a layer, its parameters must have values and names, and be equal on replicas."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class _Facts:
     """What tensor-parallel ranks compare of one parameter or buffer.
 
     Attributes:
-        cut: Each rank has a part of its own.
-        shape: Of this rank's tensor, unless it is cut.
-        seed: What the whole tensor's values were drawn from, if dsx.nn made it.
+        cut: Whether each rank has a part of its own.
+        shape: Shape of this rank's tensor, unless it is cut.
+        seed: The seed of the whole tensor's values, if dsx.nn made it.
         values: Checksum of a tensor that all must hold alike and that dsx.nn has not made.
     """
 
@@ -44,9 +44,9 @@ def settle(layer: nn.Module, name: str, index: int, groups: Groups) -> dict[nn.P
     Megatron: a parameter counts as cut if it is marked ``tensor_model_parallel``, which dsx.nn's are.
 
     Args:
-        layer: As it was built.
-        name: Of the layer in the pipeline's module: its index, or where it is kept if it is tied.
-        index: Of the layer in the layer list.
+        layer: The layer as it was built.
+        name: Its name in the pipeline's module: its index, or its place if it is tied.
+        index: Its index in the layer list.
         groups: This rank's process groups.
 
     Returns:
@@ -83,7 +83,7 @@ def settle(layer: nn.Module, name: str, index: int, groups: Groups) -> dict[nn.P
 
 
 def _require_ranks(module: nn.Module, where: str, groups: Groups) -> None:
-    """Refuse a module of dsx.nn that would sum over other ranks than those that share this layer."""
+    """Refuse a module of dsx.nn that would sum over ranks other than those that share this layer."""
     tp = getattr(module, "tp", None)
     if not isinstance(tp, TensorParallel) or tp.size == 1:
         return
@@ -100,7 +100,7 @@ def _require_ranks(module: nn.Module, where: str, groups: Groups) -> None:
 
 
 def _make_alike(layer: nn.Module, where: str, groups: Groups) -> None:
-    """Give every tensor-parallel rank the same of what none of them cuts."""
+    """Make equal on all tensor-parallel ranks what none of them cuts."""
     tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
     mine = {path: _facts(tensor) for path, tensor in tensors.items()}
     if all(fact.seed is None and fact.values is None for fact in mine.values()):
@@ -163,10 +163,10 @@ def _require_fitting(first: dict[str, _Facts], theirs: dict[str, _Facts], where:
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A number of a tensor's bits, int64 scalar on its device; another one whenever one element differs.
+    """A number made of a tensor's bits, int64 scalar on its device, which differs if any one element does.
 
-    The elements' bits as integers, each times an odd number of its own, summed modulo 2**64: an odd factor
-    loses no bit, and elements that change places show.
+    The elements' bits as integers are each multiplied by an odd number of their own and summed modulo 2**64:
+    an odd factor loses no bit, and exchanged elements show.
     """
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

@@ -16,7 +16,7 @@ from dsx.nn.loss import cross_entropy
 
 @dataclass(slots=True)
 class MicroBatches:
-    """Pulled when first needed, in order, and dropped after their last use.
+    """A step's micro-batches, pulled in order when first needed, and dropped after their last use.
 
     Args:
         source: Yields ``(inputs, labels)``; None on a rank that needs neither.
@@ -75,8 +75,8 @@ class LabelCheck:
     Another loss may shift by itself, or want its input back.
 
     Args:
-        loss_fn: Of the pipeline.
-        due: Whether the next batch is to be looked at.
+        loss_fn: The pipeline's loss.
+        due: Whether the next batch is to be checked.
     """
 
     loss_fn: Callable[..., Any] | None
@@ -96,7 +96,7 @@ class LabelCheck:
 
 
 def _is_unshifted(batch: Any) -> bool:
-    """Whether labels equal inputs, and would not if they were shifted."""
+    """Whether labels equal inputs, as they would not if they were shifted."""
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         return False
     inputs, labels = batch[:2]
@@ -110,14 +110,14 @@ class DataWait:
     """How long training has waited for its iterator.
 
     Attributes:
-        seconds: In all, on this rank.
+        seconds: The total on this rank.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def around(self, source: Iterator[Any]) -> Iterator[Any]:
-        """The same items, the time that each took noted. Ending it early does not end ``source``."""
+        """Yield the same items and note the time that each took. Ending early does not end ``source``."""
         items = []  # emptied before each yield, so that no batch outlives its step here
         while True:
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Asynchronous transfers between pipeline ranks.
+"""Asynchronous transfers between pipeline ranks: messages, their headers and shares.
 
 Messages of one channel (kind, source, destination) go out in the order in which the source's schedule row
 sends them, and the destination posts its receives in that very order, at moments that
@@ -6,13 +6,10 @@ sends them, and the destination posts its receives in that very order, at moment
 more than two messages of a channel under way. NCCL matches the transfers of a pair by order alone, and so
 does gloo here.
 
-Headers of messages whose shapes vary: they travel apart from the messages, from host to host.
-
-A receiver has to know a message's shape before it can post the receive. In the channel of the messages
-themselves a header could be waited for only where its message is posted, and on a GPU reading it waits for
-the device. So headers have a group of their own on the hosts (gloo), in which they are received as they come.
-
-Transfers of activations that all tensor-parallel ranks hold alike: each sends its share, and gathers.
+Where shapes vary, a receiver has to know a message's shape before it can post the receive. In the channel of
+the messages themselves a header could be waited for only where its message is posted, and on a GPU reading it
+waits for the device. So headers have a group of their own on the hosts (gloo), in which they are received as
+they come.
 
 Without sequence parallelism every tensor-parallel rank has the same activation at a stage boundary, and the
 pipeline would send it once per rank. Here each rank sends 1/tp of the bytes to its peer, and the receiving
@@ -50,7 +47,7 @@ def header_group(groups: Groups) -> dist.ProcessGroup:
 class Headers:
     """The headers that one rank sends this one in a step, in order.
 
-    A thread takes them in: gloo has no way to ask whether a receive is done without waiting for it.
+    A thread receives them, because gloo cannot be asked whether a receive is done without waiting for it.
 
     Args:
         count: How many will come.
@@ -93,8 +90,8 @@ class Signatures:
     """What each boundary carries, learned from its first micro-batch; nothing is kept for dynamic shapes.
 
     Attributes:
-        dynamic: Shapes may differ from micro-batch to micro-batch.
-        shards: How tensors are cut for the way; None if they go whole.
+        dynamic: Whether shapes may differ from micro-batch to micro-batch.
+        shards: How tensors are cut for the transfer; None if they go whole.
         headers: Group for the headers of dynamic shapes (:func:`dsx.engine.p2p.header_group`).
     """
 
@@ -132,7 +129,7 @@ class Signatures:
         return first
 
     def check(self, kind: str, stage: int, training: bool, tensors: Tensors) -> None:
-        """Before a boundary's first message to ``stage`` is cut: whether all ranks that cut it hold it alike.
+        """Check that all ranks hold a boundary's first message to ``stage`` alike, before they cut it.
 
         A collective call over the tensor-parallel ranks. Raises ModelError if they do not.
         """
@@ -197,7 +194,8 @@ class Shards:
     def gather(self, buffer: torch.Tensor) -> dist.Work | None:
         """Start filling ``buffer`` from the slots of all ranks, each of which has received its own.
 
-        Every tensor-parallel rank must call this in the same order, as they do: they walk one schedule.
+        Every tensor-parallel rank must call this in the same order, which they do because they walk one
+        schedule.
         """
         if buffer.numel() == 0:
             return None
@@ -302,7 +300,7 @@ class Signature:
 
     @property
     def gradient(self) -> Signature:
-        """What comes back: gradients look like the outputs that want them."""
+        """The signature of what comes back: gradients look like the outputs that want them."""
         return Signature(tuple(meta for meta in self.tensors if meta.requires_grad), is_tuple=True)
 
     @classmethod
@@ -367,7 +365,7 @@ class Inbox:
         group: Process group of the channel.
         device: Where buffers live.
         shards: How the sender cuts tensors; None if it sends them whole.
-        headers: Of shapes that vary; None if headers, where there are any, come in the channel.
+        headers: The headers of varying shapes; None if any headers come in the channel.
     """
 
     messages: Sequence[tuple[int, int]]

@@ -44,7 +44,7 @@ from dsx.schedules.program import Program
 
 
 def require_layers(layers: Sequence[Any]) -> None:
-    """Raise the same ModelError on every rank, whichever builds the layer."""
+    """Raise the same ModelError on every rank, whichever rank builds the layer."""
     for index, layer in enumerate(layers):
         if not isinstance(layer, LayerSpec) and not callable(layer):
             raise ModelError(
@@ -89,8 +89,8 @@ def cut_layers(
         num_ranks: Pipeline degree.
         num_chunks: Virtual stages per pipeline rank.
         placement: Which rank has which virtual stage.
-        as_stock_draws: Where parameters are counted, build each layer for real, and so move the random
-            generators on as stock DeepSpeed does. Without it nothing is allocated.
+        as_stock_draws: Whether to build each layer for real where parameters are counted, which advances the
+            random generators as stock DeepSpeed does. Without it nothing is allocated.
     """
     if isinstance(method, str) and not method.lower().startswith("type:"):
         method = method.lower()
@@ -116,8 +116,8 @@ def layer_name(layer: Any) -> str:
 def warn_of_copies(layers: Sequence[Any], stages: StageMap) -> None:
     """Warn of weights that layers of several pipeline ranks share as one Python object.
 
-    Each rank is a process of its own, and so has a copy, which gets the gradients of its own layers alone:
-    stock DeepSpeed trains them apart as well, without a word.
+    Each rank is a process of its own and so has a copy, which gets only the gradients of its own layers.
+    Stock DeepSpeed trains the copies apart as well, without a warning.
     """
     users: dict[int, list[int]] = {}
     for index, layer in enumerate(layers):
@@ -158,7 +158,7 @@ def _placed(layers: Sequence[Any], indices: Sequence[int], ranks: Sequence[int])
 
 
 def _modules_in(layer: Any) -> Iterator[nn.Module]:
-    """A layer that is a module, and the modules that a function carries: bound, partial or closed over."""
+    """The modules in a layer: itself, or those that a function carries as bound, partial or closed over."""
     if isinstance(layer, LayerSpec):
         return
     held: list[Any] = [layer, getattr(layer, "__self__", None)]
@@ -205,7 +205,7 @@ class PipelineModule(nn.Module):
         topology: A DeepSpeed ProcessTopology with axes among pipe, data and model, in place of
             ``num_stages``.
         loss_fn: ``loss_fn(outputs, labels)``.
-        seed_layers: Seed the generators before each layer with ``base_seed`` plus its index.
+        seed_layers: Whether to seed the generators before each layer with ``base_seed`` plus its index.
         seed_fn: Seeds the generators; DeepSpeed's own by default.
         base_seed: First seed.
         partition_method: "parameters", "uniform", "type:<regex>", or a list with the number of layers of each
@@ -215,17 +215,18 @@ class PipelineModule(nn.Module):
         activation_checkpoint_func: Called as ``func(run, *inputs)``; torch's non-reentrant checkpoint by
             default.
         checkpointable_layers: Class names that may be recomputed.
-        dynamic_shape: Shapes at stage boundaries may differ from micro-batch to micro-batch.
+        dynamic_shape: Whether shapes at stage boundaries may differ from micro-batch to micro-batch.
         num_chunks: Virtual stages per pipeline rank (interleaved schedule when above 1).
         schedule: "auto" (interleaved with chunks, else 1f1b), a name of dsx.schedules.builders.NAMES, or a
             :class:`dsx.schedules.program.Program` with options or rows of its own.
         groups: Process groups made beforehand (:func:`dsx.distributed`), in place of num_stages and topology.
         stage_map: Layers of each virtual stage, in place of ``partition_method``.
-        release_outputs: Free a stage's output once it is sent. Right when the last layer of every stage
-            returns fresh tensors that no other operation has taken as an input, as dsx's own models do.
-        shard_transfers: Tensor-parallel ranks each send their share of what crosses a stage boundary, and
-            gather what they receive (:mod:`dsx.engine.p2p`). Right when all of them hold the same there,
-            which is compared at first use: dsx's own models do without sequence parallelism.
+        release_outputs: Whether to free a stage's output once it is sent. That is right if the last layer of
+            every stage returns fresh tensors that no other operation has taken as an input, as in dsx's own
+            models.
+        shard_transfers: Whether tensor-parallel ranks each send their share of what crosses a stage boundary,
+            and gather what they receive (:mod:`dsx.engine.p2p`). That is right if all of them hold the same
+            there, which is compared at first use; dsx's own models do without sequence parallelism.
         split: What the layers were built with, for schedules that split the backward (dsx's own can).
         config: What :func:`dsx.initialize` will be given. At ZeRO-3 each layer is then partitioned over the
             data-parallel ranks as soon as it is built, so that no rank ever holds more than one whole layer.
@@ -236,7 +237,7 @@ class PipelineModule(nn.Module):
             indices on this rank.
 
     Attributes:
-        partitioner: What partitioned the layers as they were built; None if they are whole.
+        partitioner: The object that partitioned the layers as they were built; None if they are whole.
         replicas: Parameters of the caller's own layers here that every tensor-parallel rank holds whole, with
             their names; empty without tensor parallelism.
 
@@ -417,7 +418,7 @@ class PipelineModule(nn.Module):
         return [(parameter, tie.group) for tie in self.ties for parameter in tie.parameters]
 
     def allreduce_tied_weight_gradients(self) -> None:
-        """Sum ``.grad`` of tied weights over their copies. The engine does so by itself, in every step."""
+        """Sum ``.grad`` of tied weights over their copies, as the engine does by itself in every step."""
         for weight, group in self.get_tied_weights_and_groups():
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
@@ -426,8 +427,8 @@ class PipelineModule(nn.Module):
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
         """Losses to report beside the one that is trained; a subclass may return some, by name.
 
-        Asked on the last stage after each micro-batch's loss. ``engine.get_additional_losses()`` has their
-        means over the step's micro-batches and all replicas, on every rank.
+        It is called on the last stage after each micro-batch's loss. ``engine.get_additional_losses()`` gives
+        the means over the step's micro-batches and all replicas, on every rank.
         """
         return None
 
@@ -492,7 +493,7 @@ class PipelineModule(nn.Module):
             self.chunks.loss_fn = value
 
     def train(self, mode: bool = True) -> PipelineModule:
-        """As of any module."""
+        """Switch training mode, as for any module."""
         super().train(mode)
         if "chunks" in vars(self):
             self.chunks.training = mode
@@ -503,7 +504,7 @@ class PipelineModule(nn.Module):
         self.chunks.compile_layers(*args, **kwargs)
 
     def _adopt(self, chunks: Chunks) -> None:
-        """Take the layers as children of this module's own: under the names that stock DeepSpeed gives them.
+        """Make the layers children of this module, under the names that stock DeepSpeed gives them.
 
         ``chunks``, which DeepSpeed's engine wraps, has the same children and is none itself.
         """
@@ -558,14 +559,14 @@ class PipelineModule(nn.Module):
         return layer
 
     def _finished(self, index: int, layer: nn.Module, name: str) -> nn.Module:
-        """A layer with its weights, its parameters checked and named, partitioned."""
+        """A layer with its weights loaded, its parameters checked and named, and partitioned."""
         self.replicas |= settle(layer, name, index, self.groups)
         if self.partitioner is not None:
             self.partitioner.partition(layer)
         return layer
 
     def _tie(self) -> tuple[Tie, ...]:
-        """Groups over the copies of each tied weight, first copies broadcast to the others.
+        """Make groups over the copies of each tied weight, and broadcast the first copies to the others.
 
         A copy on a later pipeline rank is marked ``ds_pipe_replicated``, DeepSpeed's name for "already
         counted in the gradient norm elsewhere".

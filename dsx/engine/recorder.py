@@ -1,4 +1,4 @@
-"""Recording training steps: when each rank did what, by one clock, without a wait inside the step."""
+"""Records when each rank did what in training steps, by one clock and without a wait inside the step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROUNDS = 8
 
 
 class Clock(Protocol):
-    """Takes marks while a step runs, and says when they were once it has run."""
+    """Takes marks while a step runs, and tells their times once it has run."""
 
     error_seconds: float
     """How far what :meth:`seconds` gives can be from ``time.perf_counter``."""
@@ -122,7 +122,7 @@ class Recorder:
 
 
 class Tracer:
-    """Which steps of an engine are recorded, and where their traces go.
+    """The steps of an engine that are recorded, and where their traces go.
 
     Args:
         groups: This rank's groups.
@@ -166,7 +166,7 @@ class Tracer:
 
     @contextmanager
     def step(self, number: int, schedule: Schedule) -> Iterator[Around | None]:
-        """Around a training step: what to enter around its actions, or None for a step not recorded.
+        """Entered around a training step; gives what to enter around its actions, or None without recording.
 
         Args:
             number: The step, from 1.

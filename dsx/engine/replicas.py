@@ -1,4 +1,4 @@
-"""Whether ranks that hold the same weights still do, bit by bit."""
+"""Checks whether ranks that should hold the same weights still do, bit by bit."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ Tensors = list[tuple[str, torch.Tensor]]
 
 
 def differences(engine: PipelineEngine) -> list[str]:
-    """Replicated weights that are not the same everywhere, with the ranks that have them. Collective.
+    """Replicated weights that differ between ranks, with these ranks. Collective.
 
-    Compared are, as the model computes with them: below ZeRO-3 all weights over data parallelism (ZeRO-3
-    holds none of them twice), what tensor parallelism does not cut over its ranks, and both ends of a tie.
+    Weights are compared as the model computes with them: below ZeRO-3 all weights over data parallelism
+    (ZeRO-3 holds none of them twice), those that tensor parallelism does not cut over its ranks, and both
+    ends of a tie.
 
     Returns:
         A sentence for each, the same on every rank; empty if all is well.
@@ -49,7 +50,7 @@ def summary(texts: Sequence[str]) -> str:
 
 
 def _replicas(engine: PipelineEngine) -> Iterator[tuple[dist.ProcessGroup, Tensors]]:
-    """Groups, and what their ranks hold alike, in the same order on each."""
+    """Groups, each with the tensors that its ranks hold alike, in the same order on each rank."""
     names, groups = Names(engine), engine.groups
     parameters = list(engine.pipeline.chunks.parameters())
     if engine.zero_optimization_stage() < 3:
@@ -61,7 +62,7 @@ def _replicas(engine: PipelineEngine) -> Iterator[tuple[dist.ProcessGroup, Tenso
 
 
 def _here(parameter: nn.Parameter) -> torch.Tensor:
-    """What this rank has of a parameter: under ZeRO-3 its part."""
+    """What this rank has of a parameter; under ZeRO-3, its part."""
     part = getattr(parameter, "ds_tensor", None)
     return parameter if part is None else part
 
@@ -84,7 +85,7 @@ def _compare(engine: PipelineEngine, group: dist.ProcessGroup, tensors: Tensors)
 
 
 def _told(name: str, ranks: Sequence[int], sums: Sequence[int]) -> str:
-    """Who differs from the majority; without one, that they differ."""
+    """A sentence on who differs from the majority, or, without one, that they differ."""
     (common, count), *_ = Counter(sums).most_common(1)
     odd = [rank for rank, value in zip(ranks, sums, strict=True) if value != common]
     if 2 * count <= len(ranks):

@@ -21,10 +21,10 @@ Config = RunConfig | Mapping[str, Any] | str | Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What :func:`dsx.initialize` makes of a config.
+    """The settings that :func:`dsx.initialize` makes of a config.
 
     Attributes:
-        deepspeed: For ``deepspeed.initialize``.
+        deepspeed: The config for ``deepspeed.initialize``.
         zero_stage: ZeRO stage.
         clipping: Largest norm of the whole model's gradient; 0 for none.
     """
@@ -38,9 +38,9 @@ def settings_of(config: Config | None, args: Any, mesh: Mesh) -> Settings:
     """Read a config, refuse what a pipeline cannot do, and turn off what dsx does itself.
 
     Args:
-        config: As :func:`dsx.initialize` takes it.
-        args: Its ``deepspeed_config`` is the config when ``config`` is None, as DeepSpeed has it.
-        mesh: Of the pipeline.
+        config: The config, as :func:`dsx.initialize` takes it.
+        args: Its ``deepspeed_config`` is the config when ``config`` is None, as in DeepSpeed.
+        mesh: The pipeline's mesh.
 
     Raises:
         ConfigError: None given, or a setting that cannot work.

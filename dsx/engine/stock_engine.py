@@ -22,7 +22,7 @@ class AdditionalLosses:
     """Sums over a step's micro-batches of what ``PipelineModule.get_additional_losses`` gives.
 
     Args:
-        model: Its class says by a method of its own that there are such losses; else nothing is asked.
+        model: The model. Only if its class has a method of its own are there such losses.
         default: The method of a class that has none.
     """
 
@@ -39,7 +39,7 @@ class AdditionalLosses:
         self._sums.clear()
 
     def means(self, micro_batches: int) -> dict[str, torch.Tensor] | None:
-        """Mean of each over micro-batches and replicas, float32 scalars, on every rank; None without any.
+        """Mean of each loss over micro-batches and replicas, float32 scalars on every rank; None without any.
 
         A collective call over all ranks.
 
@@ -119,7 +119,7 @@ NOT_HERE = {
 
 
 class Engine(Protocol):
-    """What of a PipelineEngine its further names are made from; the rest is the DeepSpeedEngine's."""
+    """What the further names need of a PipelineEngine; the rest comes from the DeepSpeedEngine."""
 
     pipeline: PipelineModule
     deepspeed_engine: Any
@@ -141,17 +141,17 @@ class Engine(Protocol):
 
 
 class EngineNames:
-    """What a PipelineEngine looks up here before it asks the DeepSpeedEngine underneath.
+    """Names that a PipelineEngine looks up here before it asks the DeepSpeedEngine underneath.
 
     Args:
-        engine: Whose names they are.
+        engine: The engine whose names they are.
         default: ``PipelineModule.get_additional_losses``, which reports none.
         sums: A tensor whose first element is the mean loss of the last step.
 
     Attributes:
         agg_additional_losses: Means of the last step by name; None if the model reports none.
-        has_attention_mask: Kept for who reads it.
-        has_bool_tensors: Kept for who reads it: boolean tensors cross stage boundaries as they are.
+        has_attention_mask: Kept for programs that read it.
+        has_bool_tensors: Kept for programs that read it; boolean tensors cross stage boundaries as they are.
         log_batch_step_id: As in stock DeepSpeed, where nothing sets it either.
     """
 
@@ -208,7 +208,7 @@ class EngineNames:
             )
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """What the model reports beside its loss: means over the last step's micro-batches and replicas."""
+        """The model's additional losses: means over the last step's micro-batches and replicas."""
         return self.agg_additional_losses
 
     def get_pipeline_parallel_rank(self) -> int:
@@ -218,8 +218,8 @@ class EngineNames:
     def set_has_attention_mask(self, value: bool) -> None:
         """Whether the last tensor at a stage boundary is an attention mask. Raises ModelError for no bool.
 
-        Nothing follows from it: stock DeepSpeed casts that tensor to fp16 for the way and to bool on arrival;
-        here every dtype crosses as it is.
+        It has no effect: stock DeepSpeed casts that tensor to fp16 for the transfer and to bool on arrival,
+        while here every dtype crosses as it is.
         """
         if not isinstance(value, bool):
             raise ModelError(f"set_has_attention_mask({value!r})", "not a bool", "use True or False")
@@ -260,7 +260,7 @@ class EngineNames:
 
         Args:
             checkpoint: ``{"module": state}`` with what :meth:`module_state_dict` gave on this rank.
-            strict: Every tensor of this rank must be there, and no other.
+            strict: Whether every tensor of this rank must be there, and no other.
             custom_load_fn: Not supported, as in stock pipelines.
 
         Raises:
@@ -351,7 +351,7 @@ class EngineNames:
         return recompute.interval > 0 and recompute.may_be_reentrant
 
     def _is_over(self, axis: str) -> bool:
-        """Whether there are several ranks along the axis that DeepSpeed calls so."""
+        """Whether there are several ranks along the axis that DeepSpeed calls ``name``."""
         mesh = self._engine.groups.mesh
         return any(mesh.degree(each.name) > 1 for each in AXES if each.deepspeed == axis)
 
@@ -368,6 +368,6 @@ class EngineNames:
 
 
 def _say(*words: object) -> None:
-    """To the console, whatever else writes there."""
+    """Print to the console, whatever else writes there."""
     sys.stdout.write(" ".join(map(str, words)) + "\n")
     sys.stdout.flush()

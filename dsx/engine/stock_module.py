@@ -51,14 +51,14 @@ def save_layers(
 ) -> None:
     """Write this rank's layers, on the first data-parallel rank alone.
 
-    A file holds all of its old or all of its new content at any moment, but where ``engine`` writes later
-    than it returns.
+    At any moment a file has all of its old or all of its new content, unless ``engine`` writes after it
+    returns.
 
     Args:
         model: The pipeline.
-        folder: Where to; made if it is missing.
-        engine: A DeepSpeed CheckpointEngine that writes; torch.save without.
-        exclude_frozen: Leave out parameters that want no gradient.
+        folder: Where to write; made if it is missing.
+        engine: A DeepSpeed CheckpointEngine that writes; torch.save by default.
+        exclude_frozen: Whether to leave out parameters that want no gradient.
 
     Raises:
         ModelError: ZeRO-3 holds the weights in parts.
@@ -92,7 +92,7 @@ def load_layers(model: HasLayers, folder: str | Path, engine: Any = None, *, str
         folder: Where the files are.
         engine: A DeepSpeed CheckpointEngine that reads. Files of torch.save are read without one, and no code
             in them is executed.
-        strict: Every tensor of a layer must be in its file, and no other.
+        strict: Whether every tensor of a layer must be in its file, and no other.
 
     Raises:
         ModelError: ZeRO-3 holds the weights in parts.
@@ -124,7 +124,7 @@ def synchronize_ties(model: HasLayers) -> None:
 
 
 def _modules(model: HasLayers) -> Iterator[tuple[int, nn.Module]]:
-    """This rank's layers that have a file; a tied weight's is that of the use that has no function."""
+    """This rank's layers that have a file; a tied weight's file is that of the use without a function."""
     for local, layer in enumerate(model.chunks.layers.values()):
         if isinstance(layer, nn.Module) and not isinstance(layer, TiedUse):
             yield local, layer
@@ -189,7 +189,7 @@ def unavailable(owner: str, name: str, instead: str) -> UnavailableError:
 
 
 class OfRecompute:
-    """An attribute of a PipelineModule that is one of its :class:`~dsx.engine.chunks.Recompute`."""
+    """An attribute of a PipelineModule that belongs to its :class:`~dsx.engine.chunks.Recompute`."""
 
     def __init__(self, field: str) -> None:
         self._field = field
@@ -205,7 +205,7 @@ class OfRecompute:
 
 
 def check_recompute(field: str, value: Any) -> Any:
-    """A value for one field of Recompute. Raises ConfigError for one that cannot be meant."""
+    """Check a value for one field of Recompute. Raises ConfigError for one that cannot be meant."""
     if field == "interval" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise ConfigError(
             f"activation_checkpoint_interval = {value!r}",
@@ -229,9 +229,9 @@ def facts(groups: Groups, bounds: tuple[int, ...], layers: tuple[Any, ...]) -> d
     """What stock DeepSpeed's constructor sets as plain attributes.
 
     Args:
-        groups: This rank's.
+        groups: This rank's groups.
         bounds: First layer of each virtual stage, and the number of layers.
-        layers: The list.
+        layers: The layer list.
     """
     mesh = groups.mesh
     found = {

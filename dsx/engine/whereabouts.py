@@ -23,13 +23,13 @@ class Whereabouts:
 
     Attributes:
         device: What the rank computes on. On an accelerator the host runs ahead: see :meth:`position`.
-        step: The step under way, from 1; the last one between two.
-        phase: What it does there.
-        schedule: Of the phase; None if it has none.
+        step: The current step, from 1; between steps, the last one.
+        phase: What the rank does there.
+        schedule: The phase's schedule; None if it has none.
         at: The host's position in its row of the schedule.
         moves: Grows when anything else changes.
         runs: How many schedules it has begun.
-        step_seconds: Of the last steps.
+        step_seconds: Durations of the last steps.
     """
 
     device: torch.device
@@ -49,20 +49,20 @@ class Whereabouts:
 
     @contextmanager
     def doing(self, phase: str) -> Iterator[None]:
-        """While the rank does something other than what it did before. An error leaves it there."""
+        """Inside the block, the rank is in another phase. An error leaves it there."""
         before = self.phase
         self.enter(phase)
         yield
         self.enter(before)
 
     def enter(self, phase: str, schedule: Schedule | None = None) -> None:
-        """From here on the rank does this."""
+        """Enter a phase."""
         self.schedule, self.at, self.phase = schedule, 0, phase
         self.runs += schedule is not None
         self.moves += 1
 
     def reach(self, position: int) -> None:
-        """The host comes to the action at ``position``."""
+        """Note that the host has come to the action at ``position``."""
         if self._event is not None:
             self._mark(position)
         self.at = position
@@ -75,7 +75,7 @@ class Whereabouts:
         self.step_seconds.append(time.monotonic() - began)
 
     def position(self) -> int:
-        """The action that the rank is at: on an accelerator the first one that the device has not ended."""
+        """Position of the current action; on an accelerator, the first one that the device has not ended."""
         at = self.at
         for position, mark in enumerate(self._marks[1 : at + 1]):
             if not mark.query():

@@ -1,7 +1,7 @@
-"""Everywhere that dsx touches DeepSpeed's private state, one small module per kind of optimizer.
+"""All code of dsx that touches DeepSpeed's private state, a module for each kind of optimizer.
 
 An adapter makes a plain DeepSpeedEngine right for a rank that holds a part of a pipeline: it keeps gradient
-accumulation straight when chunks take turns, sums the gradients of tied weights once, and computes the
+accumulation right when chunks take turns, sums the gradients of tied weights once, and computes the
 gradient norm over the whole model, each logical element counted once. Checked against the DeepSpeed versions
 of :data:`SUPPORTED_DEEPSPEED`; others are refused, because none of this is a public interface.
 """
@@ -61,11 +61,11 @@ class ZeroAdapter(Protocol):
 
     @property
     def hooks(self) -> StepHooks:
-        """What the executor tells how far a step has come."""
+        """The hooks that the executor calls as a step proceeds."""
 
     @property
     def reduced_here(self) -> bool:
-        """Whether DeepSpeed need not hear of gradients before the step: dsx reduces them."""
+        """Whether dsx reduces gradients, so that DeepSpeed need not know of them before the step."""
 
     def before_backward(self) -> None:
         """Called before each backward."""
@@ -81,8 +81,8 @@ class ZeroAdapter(Protocol):
     def grad_norm(self) -> float:
         """Norm of the last step's gradient over the whole model, before clipping.
 
-        Infinite or NaN if a gradient was (every rank then skips the step, but in fp32 without ZeRO, where
-        as in torch the NaN enters the weights); NaN if DeepSpeed was told not to compute it.
+        It is infinite or NaN if a gradient was (every rank then skips the step, except in fp32 without ZeRO,
+        where the NaN enters the weights as in torch), and NaN if DeepSpeed was told not to compute it.
         """
 
 
@@ -98,9 +98,9 @@ def require_supported() -> None:
 
 
 def count_samples(engine: Any, micro_batches: int) -> None:
-    """Before a step: have DeepSpeed count its samples once.
+    """Have DeepSpeed count a step's samples once; called before the step.
 
-    Without managed accumulation it counts backwards, of which there is one per chunk (engine.py:3561).
+    Without managed accumulation DeepSpeed counts backwards, of which each chunk has one (engine.py:3561).
     """
     if not engine.managed_gradient_accumulation():
         engine._unmanaged_backward_count = micro_batches  # noqa: SLF001
@@ -167,7 +167,7 @@ def _reduction(
     zero: ZeroConfig,
     store: GradientStore,
 ) -> Reduction:
-    """Reduce gradients in DeepSpeed's place, which from here on does not, unless it had better."""
+    """Make dsx reduce gradients in DeepSpeed's place, where that is possible."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if not reducible(engine) or (stage == 2 and zero.reduce == "micro_batch"):
         return LeftToDeepSpeed()

@@ -1,4 +1,4 @@
-"""Whether the gradients of what every tensor-parallel rank holds whole are the same on all of them."""
+"""Checks that the gradients of what every tensor-parallel rank holds whole are the same on all of them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _TILE = 1 << 22
 
 
 class GradientPart(NamedTuple):
-    """A parameter's gradient, or what this rank has of it.
+    """A parameter's gradient, or this rank's part of it.
 
     Attributes:
-        parameter: Whose.
-        gradient: Its elements from ``start`` on, of the flattened gradient.
+        parameter: The parameter.
+        gradient: The elements of the flattened gradient from ``start`` on.
         start: 0 where the gradient is whole.
     """
 
@@ -81,7 +81,7 @@ class ReplicaGradients:
         return self._any
 
     def begin(self) -> bool:
-        """A step's gradients are complete: whether ranks tell in its norm what they ask for, alike on all."""
+        """Called when a step's gradients are complete; says, alike on all ranks, if they ask in its norm."""
         self._steps += 1
         often = self._steps & (self._steps - 1) == 0
         self._due |= self._any and (often or self._steps % _AT_LEAST_EVERY == 0)
@@ -108,7 +108,7 @@ class ReplicaGradients:
         partitioned: bool,
         device: torch.device,
     ) -> None:
-        """Compare if any rank of ``among`` asked. A collective call if one did.
+        """Compare if any rank of ``among`` asked, in which case this is a collective call.
 
         Raises:
             ModelError: A gradient is not the same on all tensor-parallel ranks. On every rank.
@@ -129,7 +129,7 @@ class ReplicaGradients:
             self._refuse(tuple(compress(self._names, wrong.tolist())), among)
 
     def _measure(self, parts: Parts, device: torch.device) -> torch.Tensor:
-        """Squared norm and projection of each replica's gradient, (2, replicas), of this rank's parts."""
+        """Squared norm and projection of each replica's gradient, (2, replicas), from this rank's parts."""
         found = torch.zeros(2, len(self._place), device=device)
         for part in parts:
             at = self._place.get(part.parameter)
@@ -139,7 +139,7 @@ class ReplicaGradients:
         return found
 
     def _compare(self, mine: torch.Tensor, *, partitioned: bool) -> torch.Tensor:
-        """Which gradients differ for certain; notes what is still to be compared."""
+        """The gradients that certainly differ; notes what is still to be compared."""
         own = mine[0].clone().cpu()
         if partitioned:
             dist.all_reduce(mine, group=self._groups.data)

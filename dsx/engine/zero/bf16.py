@@ -16,11 +16,11 @@ from dsx.engine.zero.reduction import Reduction
 
 
 class HighPrecisionGradients:
-    """Gradients in BF16_Optimizer's fp32 buffers, which are set to zero after a step.
+    """The gradients in BF16_Optimizer's fp32 buffers, which are set to zero after a step.
 
     Each gradient is added as it comes, and its bf16 tensor is freed. DeepSpeed does so only if asked to
-    (``immediate_grad_update``), by way of a copy in fp32; by default the bf16 gradients of all parameters
-    stay until the step, 2 bytes a parameter that nobody reads.
+    (``immediate_grad_update``), with a copy in fp32; by default the bf16 gradients of all parameters stay
+    until the step, 2 unread bytes a parameter.
     """
 
     in_place = True
@@ -43,7 +43,7 @@ class HighPrecisionGradients:
 
     @torch.no_grad()
     def _accumulate(self, parameter: nn.Parameter) -> None:
-        """A gradient has come, or none: the input part of a divided backward gives weights nothing."""
+        """Add a gradient, if one has come: the input part of a split backward gives weights none."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
@@ -59,7 +59,7 @@ class HighPrecisionGradients:
         return buffer.view(-1)
 
     def mark(self, parameter: nn.Parameter) -> None:
-        """Have it count in the norm."""
+        """Make a gradient count in the norm."""
         group, index = self._places[id(parameter)]
         self._optimizer.fp32_groups_has_gradients[group][index] = True
 
@@ -74,7 +74,7 @@ class HighPrecisionGradients:
         return self.of(parameter)
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor, start: int = 0) -> None:
-        """Over what is in the buffer."""
+        """Overwrite the buffer's part."""
         self.of(parameter).narrow(0, start, gradient.numel()).copy_(gradient)
         self.mark(parameter)
 
@@ -83,7 +83,7 @@ class HighPrecisionGradients:
         return parameter in self._late
 
     def complete(self) -> None:
-        """What was taken in this step is forgotten."""
+        """Forget what was taken in this step."""
         self._taken.clear()
         self._late.clear()
 
@@ -91,8 +91,8 @@ class HighPrecisionGradients:
 class Bf16Adapter:
     """Sums tied gradients.
 
-    Its norm is right as it is: one sum over pipe x tensor of whole fp32 gradients, with tied copies and
-    tensor-parallel replicas left out (deepspeed/runtime/bf16_optimizer.py, get_grads_for_norm), but for a
+    DeepSpeed's norm is right as it is: one sum over pipe x tensor of whole fp32 gradients, with tied copies
+    and tensor-parallel replicas left out (deepspeed/runtime/bf16_optimizer.py, get_grads_for_norm), but for a
     rank on which that leaves nothing, where it fails: there a zero counts.
     """
 

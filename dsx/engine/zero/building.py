@@ -1,4 +1,4 @@
-"""ZeRO-3 while layers are built: each is partitioned before the next one is made.
+"""Partitions layers for ZeRO-3 while they are built, each before the next one is made.
 
 DeepSpeed partitions a model that is there already, or, under ``deepspeed.zero.Init``, each submodule as its
 ``__init__`` returns. The first needs the memory of the whole model. The second partitions over all ranks,
@@ -37,7 +37,7 @@ class LayerPartitioner:
     """Partitions layers over the data-parallel ranks, one by one. Collective over those ranks.
 
     Args:
-        init: DeepSpeed's own ``zero.Init``, set up for those ranks and never entered.
+        init: DeepSpeed's ``zero.Init``, set up for those ranks and never entered.
     """
 
     def __init__(self, init: Any) -> None:
@@ -45,7 +45,7 @@ class LayerPartitioner:
 
     @classmethod
     def of_settings(cls, settings: Settings, groups: Groups) -> LayerPartitioner | None:
-        """As a config says; None below ZeRO-3. Raises VersionError."""
+        """The partitioner for a config; None below ZeRO-3. Raises VersionError."""
         if settings.zero_stage != 3:
             return None
         require_supported()
@@ -64,7 +64,7 @@ class LayerPartitioner:
 
     @classmethod
     def of_context(cls, groups: Groups) -> LayerPartitioner | None:
-        """As the surrounding ``deepspeed.zero.Init`` says, but over data parallelism; None outside of one."""
+        """The partitioner for the surrounding ``deepspeed.zero.Init``, but over data parallelism; or None."""
         context = partition_parameters.top_level_context
         if context is None:
             return None
@@ -76,7 +76,7 @@ class LayerPartitioner:
         return cls(init)
 
     def partition(self, layer: nn.Module) -> None:
-        """Leave this rank's part of each parameter, and in the parameter's place a stand-in."""
+        """Keep this rank's part of each parameter, and put a stand-in in the parameter's place."""
         init, low = self._init, self._low
         for parameter in layer.parameters():
             if hasattr(parameter, "ds_id"):
@@ -88,18 +88,18 @@ class LayerPartitioner:
 
     @staticmethod
     def stand_in(parameters: Iterable[Any]) -> None:
-        """Put one number in the place of all of a partitioned parameter's, with the shape of the whole.
+        """Replace a partitioned parameter's values by one number that has the whole's shape.
 
-        So whoever groups parameters by their shape before :func:`dsx.initialize` finds it, whoever reads
-        values finds NaN, and what is written is noticed. DeepSpeed leaves an empty tensor, where all of that
-        goes wrong in silence.
+        So code that groups parameters by their shape before :func:`dsx.initialize` finds the shape, code that
+        reads values finds NaN, and writing to them is noticed. DeepSpeed leaves an empty tensor, with which
+        all of that goes wrong in silence.
         """
         for parameter in parameters:
             parameter.data = parameter.data.new_full((), torch.nan).expand(parameter.ds_shape)
 
     @staticmethod
     def hand_over(module: nn.Module) -> None:
-        """Leave what DeepSpeed leaves: an optimizer may make states in the shape of what it is given.
+        """Leave an empty tensor, as DeepSpeed does: an optimizer may make states in the shape that it finds.
 
         Raises:
             ModelError: A parameter was written to after it had been partitioned.
@@ -116,7 +116,7 @@ class LayerPartitioner:
             parameter.data = parameter.data.new_empty(0)
 
     def require(self, settings: Settings) -> None:
-        """Refuse a config by which the layers would have been partitioned otherwise. Raises ConfigError."""
+        """Refuse a config that would have partitioned the layers in another way. Raises ConfigError."""
         mine = {
             "ZeRO stage": 3,
             "precision": "fp32" if self._low is None else str(self._low).removeprefix("torch."),
@@ -138,13 +138,13 @@ class LayerPartitioner:
 
     @property
     def _low(self) -> torch.dtype | None:
-        """What the engine would cast to; as built in fp32."""
+        """The dtype that the engine would cast to; None in fp32, which leaves layers as built."""
         return None if self._init.dtype == torch.float32 else self._init.dtype
 
 
 @contextmanager
 def outside_of_init() -> Iterator[None]:
-    """Inside, modules are built as if no ``deepspeed.zero.Init`` were around."""
+    """Inside the block, modules are built as if there were no ``deepspeed.zero.Init`` around."""
     partition_parameters.shutdown_init_context()
     try:
         yield

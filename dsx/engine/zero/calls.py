@@ -21,7 +21,7 @@ _EPILOGUE = "overlapping_partition_gradients_reduce_epilogue"
 
 
 class GradientHooks:
-    """Skips what ZeRO does with gradients where there are none.
+    """Skips ZeRO's handling of gradients where there are none.
 
     The input part of a split backward gives weights no gradient. torch calls a parameter's post-accumulate
     hook all the same (2.13; older ones do not), and DeepSpeed's takes ``parameter.grad`` for granted. After
@@ -30,7 +30,7 @@ class GradientHooks:
     Args:
         optimizer: DeepSpeed's ZeRO optimizer.
         handler: Its method that a hook calls with the parameter whose gradient has come.
-        prepare: What the epilogue needs that ``handler`` would have done.
+        prepare: Does what the epilogue needs and ``handler`` would have done.
     """
 
     def __init__(self, optimizer: Any, handler: str, prepare: Callable[[], None] | None = None) -> None:
@@ -59,11 +59,11 @@ class GradientHooks:
 
 
 class Backwards:
-    """What has to be said before each backward.
+    """What has to be done before each backward.
 
     Args:
         engine: The DeepSpeedEngine, which is told when the last backward of a step comes.
-        prepare: Called before each: what ZeRO's adapter does there.
+        prepare: Called before each backward; the work of ZeRO's adapter there.
 
     Attributes:
         at_boundary: Whether the last backward, or the optimizer's step, is under way.
@@ -104,7 +104,7 @@ class _Seed(torch.autograd.Function):
 
 
 class EngineCalls:
-    """DeepSpeed's own. ZeRO-3 needs them, and what is measured, compiled or cast."""
+    """DeepSpeed's own calls, which ZeRO-3 needs, and models that are measured, compiled or cast."""
 
     hooked = True
 
@@ -136,8 +136,9 @@ class EngineCalls:
 def _profile_whole_steps(engine: Any) -> None:
     """Have DeepSpeed's profiler count every forward of its step.
 
-    It starts anew at each forward (runtime/engine.py, _forward_prologue), so that of all chunks and
-    micro-batches only the last would be counted, and divided by the time of all, which the timers add up.
+    The profiler starts anew at each forward (runtime/engine.py, _forward_prologue), so that only the last of
+    all chunks and micro-batches would be counted, and divided by the time of all of them, which the timers
+    add up.
     """
     profiler, module = engine.flops_profiler, engine.module
     start_anew, counted = profiler.reset_profile, -1
@@ -167,7 +168,7 @@ class DirectCalls:
             hook.remove()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's, but for hooks on the outputs: :meth:`backward` hooks the loss."""
+        """DeepSpeed's forward without hooks on the outputs, because :meth:`backward` hooks the loss."""
         if self._engine.training_dataloader is None:
             self._engine.tput_timer.start()
         self._flags()
@@ -205,7 +206,7 @@ def _before_backward(outputs: Sequence[torch.Tensor], prologue: Callable[[], Non
 
 
 class PlainCalls:
-    """The module and autograd alone, where dsx reduces the gradients and ZeRO has nothing to do meanwhile.
+    """The module and autograd alone, for when dsx reduces the gradients and ZeRO has nothing to do.
 
     DeepSpeed's hooks on parameters count them anew in every backward, and prologue and epilogue keep the
     books of reductions that do not come.
@@ -228,7 +229,7 @@ class PlainCalls:
         """Nothing to do."""
 
     def backward(self, outputs: Tensors, gradients: Tensors, *, boundary: bool, is_loss: bool) -> None:
-        """fp32 and bf16 have no loss scale: the loss's share of the step is all."""
+        """Scale the loss by its share of the step alone, because fp32 and bf16 have no loss scale."""
         self._backwards.begin(boundary=boundary)
         if is_loss:
             outputs = (outputs[0] / self._engine.gradient_accumulation_steps(),)
@@ -236,7 +237,7 @@ class PlainCalls:
 
 
 def calls(engine: Any, backwards: Backwards, *, reduced_here: bool) -> Calls:
-    """The calls that cost least of those that are right for an engine.
+    """The cheapest calls that are right for an engine.
 
     Args:
         engine: The DeepSpeedEngine.

@@ -1,8 +1,8 @@
-"""What of each parameter a rank keeps in fp32 with its optimizer state, for each of DeepSpeed's wrappers.
+"""The part of each parameter that a rank keeps in fp32, for each of DeepSpeed's optimizer wrappers.
 
-The one place that knows where DeepSpeed 0.19.8 has its master weights. Sources below deepspeed/runtime:
-zero/stage_1_and_2.py and bf16_optimizer.py (one flat partition per group), zero/stage3.py (sub-groups of
-parameters, each cut by itself), fp16/fused_optimizer.py (one flat tensor per group),
+This is the one place that knows where DeepSpeed 0.19.8 has its master weights. Sources below
+deepspeed/runtime: zero/stage_1_and_2.py and bf16_optimizer.py (one flat partition per group), zero/stage3.py
+(sub-groups of parameters, each cut by itself), fp16/fused_optimizer.py (one flat tensor per group),
 fp16/unfused_optimizer.py and plain torch optimizers (a tensor per parameter).
 """
 
@@ -35,9 +35,9 @@ class Held:
     """One fp32 tensor that the optimizer updates.
 
     Attributes:
-        master: It; flattened it has the elements that ``spans`` name, and padding.
+        master: The tensor; flattened, it has the elements that ``spans`` name, and padding.
         group: Its optimizer group.
-        spans: What of which parameters it holds.
+        spans: The parts of parameters that it holds.
         optimizer: Whose ``state[master]`` has its moments.
     """
 
@@ -63,7 +63,7 @@ class Held:
         }
 
     def make(self, moments: Sequence[str], numbers: Mapping[str, float]) -> None:
-        """Give it these states: moments of zeros where it has none, numbers of the kind that it uses."""
+        """Set the states: moments of zeros where there are none, numbers of the kind that is used."""
         state = self.optimizer.state[self.master]
         for name in moments:
             if name not in state:

@@ -36,7 +36,7 @@ class NormScope:
 
     @property
     def compares(self) -> bool:
-        """Whether the norm is also where replicas are compared, so that it must be taken in every step."""
+        """Whether replicas are compared as part of the norm, so that it must be taken in every step."""
         return self._replicas.exist
 
     @property

@@ -18,7 +18,7 @@ from dsx.errors import ConfigError
 
 
 class PartitionedGradients:
-    """Whole gradients that accumulate on this rank, of which it keeps its intervals once they are reduced.
+    """Whole gradients that accumulate on this rank, which keeps its intervals of them once they are reduced.
 
     The intervals lie in the flat buffers that DeepSpeed itself makes for gradients of another precision than
     the parameters', and whose contents its ``step`` takes as they are (stage_1_and_2.py,
@@ -36,7 +36,7 @@ class PartitionedGradients:
         }
 
     def accumulate(self, parameter: nn.Parameter) -> None:
-        """Called when a gradient has come: add it in the precision that the user wants sums in."""
+        """Add a gradient that has come, in the precision that the user wants sums in."""
         if not self._optimizer.use_separate_grad_accum:
             return
         gradient, parameter.grad = parameter.grad, None
@@ -57,7 +57,7 @@ class PartitionedGradients:
         return found
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor, start: int = 0) -> None:
-        """Keep this rank's interval, if it has one."""
+        """Keep this rank's interval of an average, if it has one."""
         assert start == 0
         piece = self._pieces.get(id(parameter))
         if piece is not None:
@@ -65,7 +65,7 @@ class PartitionedGradients:
             self._buffer(group).narrow(0, at, length).copy_(gradient.narrow(0, begin, length))
 
     def complete(self) -> None:
-        """Before the step: have a buffer for every group, of zeros where no parameter is this rank's."""
+        """Have a buffer for every group before the step, of zeros where no parameter is this rank's."""
         for group in range(len(self._optimizer.bit16_groups)):
             self._buffer(group)
 
@@ -76,7 +76,7 @@ class PartitionedGradients:
         return flat
 
     def came_late(self, parameter: nn.Parameter) -> bool:
-        """Whether there is a sum again."""
+        """Whether a gradient has come since, so that there is a sum again."""
         return parameter.grad is not None or getattr(parameter, "grad_accum", None) is not None
 
     def _piece(self, group: int, parameter: nn.Parameter) -> tuple[int, int, int, int]:
@@ -89,14 +89,14 @@ class PartitionedGradients:
 
 
 class PartitionedAdapter:
-    """Sums tied gradients as a step's first act, and replaces the optimizer's norm by ours.
+    """Sums tied gradients at the beginning of a step, and replaces the optimizer's norm by dsx's.
 
     Tied weights sit in parameter groups of their own (:func:`dsx.engine.initialize.split_tied`), so
     that their interval of the gradient is the same on every pipeline rank that holds a copy.
 
     Raises:
-        ConfigError: They do not, because the user's optimizer was built some other way; or the optimizer
-            cannot have them.
+        ConfigError: They are in other groups, because the user's optimizer was built in another way, or the
+            optimizer cannot have them.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class PartitionedAdapter:
         return self.hooks.by_dsx and not separate
 
     def before_backward(self) -> None:
-        """With offload: start each step from zeroed accumulators and always add.
+        """With offload, start each step from zeroed accumulators and always add.
 
         DeepSpeed overwrites on a step's first micro-batch, told by a counter that chunks and shared weights
         upset; ``setup_buckets`` adds one to it before it is read (stage_1_and_2.py:3258, 1855).
@@ -210,7 +210,7 @@ class PartitionedAdapter:
         return [t for t in self._optimizer.averaged_gradients[index] if t is not None and t.numel()]
 
     def _parts(self) -> Iterator[GradientPart]:
-        """This rank's parts, over all groups: an interval of each, of which the first may begin midway."""
+        """This rank's intervals of all groups, in which the first parameter may begin midway."""
         optimizer = self._optimizer
         for index, parameters in enumerate(optimizer.params_in_partition):
             if optimizer.cpu_offload:

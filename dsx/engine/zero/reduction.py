@@ -1,4 +1,4 @@
-"""Gradients over data parallelism in DeepSpeed's place: tensors for dsx.parallel.reduction's decisions."""
+"""Reduces gradients over data parallelism in DeepSpeed's place, as dsx.parallel.reduction decides."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class GradientStore(Protocol):
     """Where an optimizer accumulates gradients, and where it wants the averaged ones.
 
     Attributes:
-        in_place: Gradients stay in the store's memory, and averages go back there. Else the store lets go of
-            what is taken, and nothing is put before all has been taken.
+        in_place: Whether gradients stay in the store's memory and averages go back there. Otherwise the store
+            lets go of what is taken, and nothing is put before all has been taken.
     """
 
     in_place: bool
@@ -33,33 +33,33 @@ class GradientStore(Protocol):
         """The average over data-parallel ranks, flat, of :meth:`take`'s dtype or the wire's.
 
         Args:
-            parameter: Whose it is.
-            gradient: All of it, or, in place, some elements.
-            start: The first of them.
+            parameter: The parameter.
+            gradient: The whole average or, in place, some elements of it.
+            start: The first of these elements.
         """
 
     def came_late(self, parameter: nn.Parameter) -> bool:
         """Whether a gradient has come since :meth:`take`."""
 
     def complete(self) -> None:
-        """All averages of the step have been put."""
+        """Called when all averages of the step have been put."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What a sum over the ranks is multiplied with to be an average, before and after the summation."""
+    """The factors that make a sum over the ranks an average, before and after the summation."""
 
     before: float
     after: float
 
     @classmethod
     def of(cls, engine: Any, size: int, *, always_before: bool) -> Scale:
-        """As DeepSpeed does it (runtime/engine.py, allreduce_bucket; stage_1_and_2.py, average_tensor).
+        """The factors of DeepSpeed (runtime/engine.py, allreduce_bucket; stage_1_and_2.py, average_tensor).
 
         Args:
             engine: The DeepSpeedEngine.
             size: Data-parallel degree.
-            always_before: ZeRO-1 and 2 with ``reduce_scatter`` take no other way.
+            always_before: Whether to multiply before, as ZeRO-1 and 2 with ``reduce_scatter`` always do.
         """
         if not engine.gradient_average:
             return cls(1.0, 1.0)
@@ -73,17 +73,17 @@ class Reduction(StepHooks, Protocol):
     """Who reduces gradients over data parallelism.
 
     Attributes:
-        by_dsx: Whether dsx does, so that DeepSpeed does not.
+        by_dsx: Whether dsx does it instead of DeepSpeed.
     """
 
     by_dsx: bool
 
     def finish(self) -> None:
-        """Before the update: all gradients are averages afterwards."""
+        """Make all gradients averages, before the update."""
 
 
 class LeftToDeepSpeed:
-    """DeepSpeed reduces, in a step's last backward or after each micro-batch, and need not be told when."""
+    """Leaves it to DeepSpeed, which reduces in a step's last backward or after each micro-batch."""
 
     by_dsx = False
 
@@ -102,7 +102,7 @@ class LeftToDeepSpeed:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Gradients under way, end to end in one tensor."""
+    """Gradients that are being reduced, end to end in one tensor."""
 
     pieces: Sequence[GradientPiece[nn.Parameter]]
     flat: torch.Tensor
@@ -113,11 +113,11 @@ class GradientTransport:
     """All-reduces buckets of gradients.
 
     Args:
-        store: Of the optimizer.
-        names: Of the parameters, for messages.
+        store: The optimizer's store.
+        names: The parameters' names, for messages.
         group: The data-parallel ranks.
         scale: Makes the sum an average.
-        wire_dtype: What a parameter's gradient is summed in.
+        wire_dtype: Gives the dtype that a parameter's gradient is summed in.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class GradientTransport:
         self._store.take(parameter)
 
     def send(self, pieces: Sequence[GradientPiece[nn.Parameter]]) -> _Bucket:
-        """A flat copy, or of one gradient alone that needs no sum, itself."""
+        """Send a flat copy of a bucket; a single gradient that needs no sum is sent itself."""
         first = pieces[0].parameter
         dtype = self._wire_dtype[first]
         if self.alone:
@@ -161,7 +161,7 @@ class GradientTransport:
         return _Bucket(pieces, flat, dist.all_reduce(flat, group=self._group, async_op=True))
 
     def land(self, bucket: _Bucket) -> None:
-        """The averages go to the store."""
+        """Put the averages into the store."""
         if bucket.work is not None:
             bucket.work.wait()
             if self._scale.after != 1.0:
@@ -182,17 +182,17 @@ class GradientTransport:
             )
 
     def complete(self) -> None:
-        """The store has all averages."""
+        """Tell the store that it has all averages."""
         self._store.complete()
 
 
 def reducible(engine: Any) -> bool:
     """Whether dsx reduces in DeepSpeed's place.
 
-    Not where DeepSpeed does something else with gradients than to average them: offload (they go to the host
+    It does not where DeepSpeed does more with gradients than to average them: offload (they go to the host
     one by one), ZenFlow, sparse embeddings, Ulysses' sequence parallelism, DeepCompile, Muon (which needs
-    whole matrices on several ranks). Those are reduced in the step's last backward, or at ZeRO-2 and with
-    offload after each micro-batch.
+    whole matrices on several ranks). There they are reduced in the step's last backward, or, at ZeRO-2 and
+    with offload, after each micro-batch.
     """
     optimizer = engine.optimizer
     modules = engine.module.modules()

@@ -28,7 +28,7 @@ class WholeGradients:
         return gradient
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor, start: int = 0) -> None:
-        """Back into ``p.grad``, in the parameter's dtype."""
+        """Put the average into ``p.grad``, in the parameter's dtype."""
         assert start == 0
         parameter.grad = gradient.view(parameter.shape).to(parameter.dtype)
 
@@ -37,7 +37,7 @@ class WholeGradients:
         return parameter.grad is not None
 
     def complete(self) -> None:
-        """``p.grad`` is all there is."""
+        """Nothing to do: ``p.grad`` is all there is."""
 
 
 class ReplicatedAdapter:
@@ -79,7 +79,7 @@ class ReplicatedAdapter:
 
     @property
     def reduced_here(self) -> bool:
-        """FP16 optimizers around the user's have a part in each backward."""
+        """Whether dsx reduces; FP16 optimizers around the user's have a part in each backward."""
         return self.hooks.by_dsx and not self._wrapped
 
     def before_backward(self) -> None:
@@ -111,7 +111,7 @@ class ReplicatedAdapter:
         return float(self._norm)
 
     def _let_refuse(self, optimizer: Any) -> None:
-        """Have a plain torch optimizer know steps that are not applied, as DeepSpeed's own do."""
+        """Let a plain torch optimizer skip steps that are not applied, as DeepSpeed's own do."""
         step = optimizer.step
 
         @functools.wraps(step)  # with the marks that torch's schedulers leave on it
@@ -122,9 +122,9 @@ class ReplicatedAdapter:
 
 
 class _NormTells:
-    """Stands in for CheckOverflow: a gradient that is not finite shows in the norm of the whole model.
+    """Replaces CheckOverflow, because a gradient that is not finite shows in the norm of the whole model.
 
-    Every rank then decides alike, without a look at each parameter and another collective.
+    So every rank decides alike, without checking each parameter and without another collective.
     """
 
     def __init__(self, adapter: ReplicatedAdapter) -> None:

@@ -1,13 +1,12 @@
 """ZeRO-3: parameters and gradients partitioned parameter by parameter, gathered as the schedule needs them.
 
-ZeRO-3's gathers over a whole step of a schedule: ahead of use, and kept between uses under a budget.
-
+Parameters are gathered ahead of use, and kept between uses under a budget, over a whole step of a schedule.
 DeepSpeed records which modules run in what order and prefetches from the recording. It begins anew at every
-forward of the engine's module, which under a pipeline is every forward of a chunk: what follows is never what
-was recorded, so that it records, discards and records again, compares each recording over the data-parallel
-ranks (which waits for the device), and prefetches next to nothing. Here a recording is a step. Every step of
-a schedule is the same, and so the next action's parameters, of another chunk or not, are on their way while
-this one computes.
+forward of the engine's module, which under a pipeline is every forward of a chunk. What follows is never what
+was recorded, so it records, discards and records again, compares each recording over the data-parallel ranks
+(which waits for the device), and prefetches next to nothing. Here a recording is a step. Every step of a
+schedule is the same, so the next action's parameters, of whichever chunk, are gathered while this one
+computes.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _PRIVATE = "_PartitionedParameterCoordinator__"
 
 
 class StepGathers:
-    """What DeepSpeed's coordinator of ZeRO-3 gathers and lets go of in the steps of schedules.
+    """Controls what DeepSpeed's coordinator of ZeRO-3 gathers and frees in the steps of schedules.
 
     Args:
         optimizer: DeepSpeed's ZeRO-3 optimizer.
@@ -95,16 +94,16 @@ class StepGathers:
         self._keep(frozenset())
 
     def before_action(self, position: int) -> None:
-        """The action at ``position`` of this rank's row comes next: hold what the plan keeps after it."""
+        """Hold what the plan keeps after the action at ``position`` of this rank's row, which comes next."""
         if self._budget_bytes and self._schedule is not None:
             self._keep(self.plan(self._schedule).kept[position])
             self._look_again()
 
     def chunk_done(self, stage: int) -> None:
-        """Gradients have been reduced and scattered as they came."""
+        """Nothing to do: gradients have been reduced and scattered as they came."""
 
     def plan(self, schedule: Schedule) -> GatherPlan:
-        """What stays gathered when, in a step of ``schedule``."""
+        """The plan of what stays gathered when, in a step of ``schedule``."""
         for known, plan in self._plans:
             if known is schedule:
                 return plan
@@ -113,7 +112,7 @@ class StepGathers:
         return plan
 
     def _keep(self, stages: frozenset[int]) -> None:
-        """DeepSpeed does not let go of a parameter that a module is at work with: be that module.
+        """Keep parameters by posing as a module that works with them, which DeepSpeed takes none from.
 
         What is no longer kept goes when the modules of the coming action are done with it.
         """
@@ -126,8 +125,8 @@ class StepGathers:
     def _look_again(self) -> None:
         """Have prefetching start from here.
 
-        It takes each use off a queue once, also when the parameter is there at that moment. What the plan
-        lets go of before that use has to be found again.
+        Prefetching takes each use off a queue once, even if the parameter is there at that moment. What the
+        plan frees before that use has to be found again.
         """
         coordinator = self._coordinator
         if coordinator.is_complete_trace():
@@ -138,11 +137,11 @@ class StepGathers:
             getattr(coordinator, f"{_PRIVATE}most_recent_step_id_param_fetched_for").clear()
 
     def _releasable(self, submodule: nn.Module, step: int) -> set[int]:
-        """Stands in for ``__params_to_release``: ids of the parameters to let go of after ``submodule``.
+        """Replaces ``__params_to_release``: ids of the parameters to free after ``submodule``.
 
-        The same rule (a parameter stays when it is used again within the reuse distance, or when prefetching
-        has passed over that use because it was there), without a walk from each module over the rest of the
-        step, which is now long. With a budget the plan alone decides.
+        It has the same rule (a parameter stays if it is used again within the reuse distance, or if
+        prefetching has passed over that use because it was there), without a walk from each module over the
+        rest of the step, which is now long. With a budget the plan alone decides.
         """
         trace, coordinator = self._trace_of_step(), self._coordinator
         parameters = iter_params(submodule, recurse=z3_leaf_module(submodule))
@@ -154,7 +153,7 @@ class StepGathers:
         return {p.ds_id for p in candidates if passed[p] <= step and trace.distance(p, step) >= distance}
 
     def _release_rest(self) -> None:
-        """After a backward: the modules whose inputs get no gradient (a model's first), by the same rule."""
+        """After a backward, free by the same rule for modules whose inputs get no gradient."""
         if not self._coordinator.is_complete_trace():
             self._release_leftovers()
             return
@@ -174,7 +173,7 @@ class StepGathers:
 
 
 def _release_after_every_backward(offload: Any) -> None:
-    """Have each module's parameters let go of when its backward is done, in every micro-batch.
+    """Free each module's parameters when its backward is done, in every micro-batch.
 
     DeepSpeed counts the inputs whose gradients are to come on the module, from nothing at each forward
     (parameter_offload.py, _post_backward_module_hook). With several forwards under way the count goes below
@@ -187,7 +186,7 @@ def _release_after_every_backward(offload: Any) -> None:
 
 
 class _Inputs:
-    """Stands in for DeepSpeed's PostBackwardFunctionModule of one module."""
+    """Replaces DeepSpeed's PostBackwardFunctionModule of one module."""
 
     def __init__(self, module: Any, done: Callable[[nn.Module], None]) -> None:
         self._module, self._done = module, done
@@ -229,7 +228,7 @@ def _holder(stage: int) -> int:
 
 
 class Stage3Adapter:
-    """Keeps accumulation straight across chunks; its norm also sums tied gradients first."""
+    """Keeps accumulation right across chunks, and sums tied gradients before the norm."""
 
     def __init__(self, engine: Any, scope: NormScope, ties: Sequence[Tie], gathers: StepGathers) -> None:
         self._engine, self._scope, self._ties, self.hooks = engine, scope, ties, gathers
@@ -274,7 +273,7 @@ class Stage3Adapter:
         return float(self._norm)
 
     def _reduce_ties_and_norm(self) -> list[torch.Tensor]:
-        """Stands in for ``_get_norm_groups``: one group, the whole model."""
+        """Replaces ``_get_norm_groups`` by one group, the whole model."""
         device = self._engine.device
         for tie in self._ties:
             ids = {id(parameter) for parameter in tie.parameters}
@@ -289,7 +288,7 @@ class Stage3Adapter:
         return [norm.to(self._optimizer.device)]
 
     def _parts(self) -> Iterator[GradientPart]:
-        """This rank's parts, padding included as zeros: each parameter is cut into equal ones."""
+        """This rank's parts, padded with zeros, because each parameter is cut into equal parts."""
         optimizer, rank = self._optimizer, self._scope.data_rank
         for index, parameters in enumerate(optimizer.fp16_groups):
             if optimizer.offload_optimizer:
