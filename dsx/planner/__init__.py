@@ -1,1 +1,1 @@
-"""What to choose: the layout of the shortest step on a cluster, schedules and cuts from measured costs."""
+"""Chooses the layout with the shortest step on a cluster, and schedules and cuts from measured costs."""

@@ -1,4 +1,4 @@
-"""Choose schedule, chunks, group size, warm-up, recompute and cut together, from measured costs."""
+"""Chooses schedule, chunks, group size, warm-up, recompute and cut together, from measured costs."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """What was chosen, and what else there was.
+    """The choice and its alternatives.
 
     Attributes:
-        chosen: The shortest simulated step within the cap; of those as short, the simplest.
+        chosen: The choice with the shortest simulated step within the cap; of equal ones, the simplest.
         others: The best of every other schedule, number of chunks and recompute mode, those within the cap
             first, then by step.
         most_bytes: The cap.
@@ -81,7 +81,7 @@ class Ranking:
     def next_best(self, most: int) -> tuple[Choice, ...]:
         """At most ``most`` of the others, for a person to read: by step, a third of them above the cap.
 
-        Within the cap, other ways of recomputing the same schedule are left out.
+        Other ways of recomputing the same schedule are left out if they are within the cap.
         """
         above = [other for other in self.others if self._is_above(other)]
         seen, within = {_kind(self.chosen)[:2]}, []
@@ -110,9 +110,8 @@ def choose(profile: Profile, *, num_ranks: int, num_micro_batches: int, space: S
     """The best way to run a profiled model as a pipeline.
 
     Every schedule x chunks x recompute mode is cut with a short search; group sizes and warm-ups are tried
-    for the best few that have them, and the best few of all are cut with a long search. Times are of the
-    simulator: the optimizer step, ZeRO's traffic and what the engine itself takes between actions are not in
-    them.
+    for the best few that have them, and the best few of all are cut with a long search. Times are the
+    simulator's, without the optimizer step, ZeRO's traffic and the engine's own time between actions.
 
     Args:
         profile: Measured costs.
@@ -143,7 +142,7 @@ _Candidate = tuple[Program, int, Recompute]
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What all candidates share."""
+    """The inputs that all candidates share."""
 
     profile: Profile
     num_ranks: int
@@ -165,7 +164,7 @@ class _Task:
         return found
 
     def variants(self, choice: Choice) -> Iterator[_Candidate]:
-        """The same with other group sizes and warm-ups, where these are free and there are any."""
+        """The same candidates with other group sizes and warm-ups, where these are free and exist."""
         program, chunks, recompute = _again(choice)
         p, m, given = self.num_ranks, self.num_micro_batches, program.options
         usual = groups(p, m, None)
@@ -180,7 +179,7 @@ class _Task:
                 yield replace(program, options=options), chunks, recompute
 
     def order(self, choice: Choice) -> tuple[bool, float, tuple[int, ...]]:
-        """Within the cap first, then by step, then the simpler."""
+        """Sort key: within the cap first, then by step, then the simpler."""
         cap = self.space.most_bytes
         return cap is not None and choice.peak_bytes > cap, choice.cut.step_seconds, _complexity(choice)
 
@@ -213,13 +212,13 @@ def _candidates(space: Space, num_ranks: int, num_layers: int) -> Iterator[_Cand
 
 
 def _has_options(choice: Choice) -> bool:
-    """Whether its schedule takes groups and warm-ups."""
+    """Whether a choice's schedule takes groups and warm-ups."""
     program = choice.cut.program
     return program.rows is None and program.name in ("interleaved", "interleaved_zb")
 
 
 def _again(choice: Choice) -> _Candidate:
-    """What ``choice`` was made from, without its cut's times."""
+    """The candidate that ``choice`` was made from, without its cut's times."""
     program = choice.cut.program
     if program.rows is None:
         program = replace(program, options=replace(program.options, costs=None))

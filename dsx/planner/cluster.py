@@ -1,4 +1,4 @@
-"""A cluster as the planner sees it: what a GPU computes, what it holds, and what joins it to the others."""
+"""A cluster as the planner sees it: a GPU's rate and memory, and the links between GPUs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a GPU sends through at one level.
+    """The link of a GPU at one level.
 
     Attributes:
         bytes_per_second: Nominal rate of one GPU in one direction.
-        latency_seconds: Of one step of a collective.
+        latency_seconds: Latency of one step of a collective.
     """
 
     bytes_per_second: float
@@ -39,15 +39,15 @@ class Cluster:
     """Nodes of equal GPUs (or of CPU processes, which count as GPUs).
 
     Attributes:
-        name: For people.
+        name: The name, for people.
         gpus_per_node: GPUs that the inner links join.
-        nodes: How many; None for as many as a run asks for.
-        memory_bytes: Of a GPU.
+        nodes: Number of nodes; None for as many as a run asks for.
+        memory_bytes: Memory of a GPU.
         memory_bytes_per_second: Nominal rate of a GPU's memory.
         flops: Precision -> dense peak FLOP/s of a GPU.
         inside: Link between GPUs of a node.
         between: Link between nodes, each GPU's share of its node's network.
-        is_host: Whether the "GPUs" are CPU processes: then nothing runs beside a rank's computing.
+        is_host: Whether the "GPUs" are CPU processes, where nothing runs beside a rank's computation.
         reserved_bytes: What device context, communication libraries and the allocator's gaps take of a GPU's
             memory. An allowance, not a measurement.
 
@@ -112,7 +112,7 @@ class Cluster:
         return self.flops[precision]
 
     def check_gpus(self, gpus: int) -> None:
-        """Raise ConfigError, which names ``--gpus``, unless it has so many, in whole nodes."""
+        """Raise a ConfigError that names ``--gpus``, unless the cluster has so many, in whole nodes."""
         key, node = f"--gpus {gpus}", self.gpus_per_node
         if gpus < 1:
             raise ConfigError(key, "not a number of GPUs", "use 1 or more")
@@ -211,13 +211,13 @@ def _all() -> tuple[Cluster, ...]:
 
 
 def allowance(memory_bytes: int) -> int:
-    """What of a GPU's memory is reserved where nobody says it: 2 GiB and a twenty-fifth of all."""
+    """The usual reserve of a GPU's memory: 2 GiB and a twenty-fifth of all."""
     return 2 * _GIB + memory_bytes // 25
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """What a GPU has for the tensors of a run.
+    """The memory of a GPU, and what a run's tensors may take of it.
 
     >>> str(GpuMemory(80 << 30, allowance(80 << 30))), str(GpuMemory(4 << 30, 0))
     ('80 GiB less 5.20 for context, libraries and gaps', '4 GiB')
@@ -238,11 +238,11 @@ class GpuMemory:
 
 
 def gpu_memory(gib: float, cluster: Cluster | None = None) -> GpuMemory:
-    """What ``--gpu-memory`` leaves to tensors: what is reserved on a GPU of ``cluster`` is reserved here.
+    """The memory that ``--gpu-memory`` leaves to tensors, with the reserve of a GPU of ``cluster``.
 
     Args:
         gib: All memory of a GPU.
-        cluster: Whose GPUs they are; None for any GPU. A reserve of its own stays, the usual one goes by
+        cluster: The cluster of these GPUs; None for any GPU. Its own reserve stays, the usual one depends on
             ``gib``, and CPU processes have none.
 
     Raises:
@@ -377,7 +377,7 @@ def _cluster(file: str, config: ClusterConfig) -> Cluster:
 
 
 def _reserved(memory_bytes: int, *, is_host: bool) -> dict[str, int]:
-    """The usual reserve of so much memory, not that of the GPU whose other fields are taken."""
+    """The usual reserve for so much memory, not that of the GPU whose other fields are taken."""
     return {"reserved_bytes": 0 if is_host else allowance(memory_bytes)}
 
 

@@ -25,10 +25,11 @@ ENOUGH = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """One or two things to change.
+    """One or two changes.
 
     Attributes:
-        words: What they are, in a few words.
+        words: The changes in a few words.
+
         fields: Of the :class:`~dsx.planner.layout.Candidate`, with their new values.
         degrees: New degrees, by axis.
         more: Further settings of the config.
@@ -61,8 +62,8 @@ class Fitting:
         saving: What is changed.
         items: ``key=value`` as ``--set`` takes them.
         run: The run, then.
-        seconds: Of a step; None where offloading adds what is not predicted.
-        peak_bytes: Of the fullest rank; 0 before anybody has looked.
+        seconds: Time of a step; None where offloading adds what is not predicted.
+        peak_bytes: Peak of the fullest rank; 0 before it is estimated.
     """
 
     saving: Saving
@@ -80,11 +81,11 @@ class Fitting:
 def what_would_fit(
     source: Path | Mapping[str, Any], overrides: Sequence[str], config: RunConfig, judge: Judge
 ) -> tuple[Fitting, ...]:
-    """The cheapest changes with which ``config`` fits: single ones if enough of those do, else pairs too.
+    """The cheapest changes with which ``config`` fits: single ones, and pairs if too few single ones do.
 
     Args:
-        source: What ``config`` was resolved from.
-        overrides: With these.
+        source: The config from which ``config`` was resolved.
+        overrides: The overrides with which it was.
         config: A run that does not fit.
         judge: Its memory and its steps' time are by these.
 

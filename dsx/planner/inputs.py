@@ -1,4 +1,4 @@
-"""From a model, a batch and what a config says to the search for its layout, and from that to a config."""
+"""From a model, a batch and a config to the search for its layout, and from the result to a config."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class PlanInputs:
     """What is to be trained.
 
     Attributes:
-        content: A whole config, but for its layout: DeepSpeed's keys and the ``dsx`` block.
+        content: A whole config without its layout: DeepSpeed's keys and the ``dsx`` block.
         run: The same, resolved for one rank.
-        cluster: What to train on.
-        gpus: How many of its GPUs.
+        cluster: The cluster to train on.
+        gpus: Number of its GPUs.
         global_batch: Sequences per step.
         sequence_length: Tokens.
     """
@@ -54,7 +54,7 @@ class PlanInputs:
 
     @property
     def lowest_zero_stage(self) -> int:
-        """That what is offloaded allows."""
+        """The lowest ZeRO stage that what is offloaded allows."""
         return _lowest_stage(self.content)
 
 
@@ -114,7 +114,7 @@ def plan_inputs(
 
 
 def _lowest_stage(content: Mapping[str, Any]) -> int:
-    """ZeRO partitions what is offloaded: the optimizer from stage 1, parameters from stage 3."""
+    """The lowest stage that partitions what is offloaded: 1 for the optimizer, 3 for parameters."""
     zero = content.get("zero_optimization", {})
     for key, stage in (("offload_param", 3), ("offload_optimizer", 1)):
         if (zero.get(key) or {}).get("device", "none") != "none":
@@ -123,7 +123,7 @@ def _lowest_stage(content: Mapping[str, Any]) -> int:
 
 
 def _written(config: Path, model: str | None) -> dict[str, Any]:
-    """What the file says; of an ordinary DeepSpeed JSON with ``model`` no batch and no length are assumed."""
+    """The file's config; in an ordinary DeepSpeed JSON with ``model``, no batch and length are assumed."""
     content = read(config)
     if "dsx" in content:
         load(config)  # Strict: unknown keys are named with their file.
@@ -194,7 +194,7 @@ class Fixed:
         pipeline: Pipeline degree.
         zero: ZeRO stage.
         micro_batch: Sequences.
-        gpu_memory: GiB of a GPU, what is reserved of it included.
+        gpu_memory: All GiB of a GPU, its reserve included.
     """
 
     tensor: int | None = None
@@ -206,7 +206,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What to plan with.
+    """What a plan goes by.
 
     Attributes:
         cluster: The cluster, with its rates.
@@ -231,8 +231,8 @@ def plan_search(
     Args:
         inputs: What is trained, and on what.
         fixed: What is not to be chosen.
-        measured: What takes the place of the cluster's usual rates.
-        looked: Called for every layout that is looked at.
+        measured: Rates in place of the cluster's usual ones.
+        looked: Called for every layout that is examined.
 
     Raises:
         ConfigError: A fixed value that cannot be.
@@ -305,7 +305,7 @@ def _space(inputs: PlanInputs, fixed: Fixed) -> Space:
 
 
 def _update_bytes(inputs: PlanInputs) -> int:
-    """What an optimizer keeps at least on the device for a parameter that it updates."""
+    """The least that an optimizer keeps on the device for a parameter that it updates."""
     if inputs.offloads:
         return 0
     kind = inputs.run.deepspeed["optimizer"]["type"].lower()
@@ -316,7 +316,7 @@ def _update_bytes(inputs: PlanInputs) -> int:
 def layout_config(inputs: PlanInputs, layout: Candidate, predictor: Predictor) -> dict[str, Any]:
     """The DeepSpeed JSON of a layout, ``dsx`` block and all: what :func:`~dsx.config.resolve.resolve` takes.
 
-    The cut into stages is written out, as the plan's times are for that one.
+    The cut into stages is written out, because the plan's times are for that cut.
     """
     content, settings = copy.deepcopy(inputs.content), layout.settings
     content["dsx"].get("zero", {}).pop("reduce", None)
@@ -344,7 +344,7 @@ class LayoutMemory:
         inputs: What is trained.
         predictor: Cuts it into stages.
         on_cpu: Whether the ranks are CPU processes.
-        cap_bytes: Above this it does not matter how far above.
+        cap_bytes: Bytes above which the exact peak does not matter.
     """
 
     inputs: PlanInputs
@@ -377,7 +377,7 @@ class LayoutMemory:
         return self._least[key]
 
     def _peak(self, layout: Candidate, *, walks: bool) -> int:
-        """Of many ranks the first two, the last and the one with most parameters are looked at.
+        """The peak of the first two ranks, the last and the one with most parameters, of many ranks.
 
         One of these is the fullest, or within a few per mille of it.
         """

@@ -1,4 +1,4 @@
-"""What is trained, one way to train it, and all ways on so many GPUs."""
+"""A training task, one way to do it, and all ways on a number of GPUs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Task:
 
     @property
     def flops(self) -> float:
-        """Of a step, by the convention of MFU."""
+        """FLOPs of a step, by the convention of MFU."""
         tokens = self.global_batch * self.sequence_length
         return tokens * flops_per_token(self.model, self.sequence_length)
 
@@ -62,7 +62,7 @@ class Candidate:
 
     Attributes:
         mesh: The degrees.
-        schedule: Of the pipeline.
+        schedule: The pipeline's schedule.
         chunks: Virtual stages per pipeline rank.
         micro_batch: Sequences per micro-batch.
         recompute: What backward computes again.
@@ -99,7 +99,7 @@ class Candidate:
 
     @property
     def gpus(self) -> int:
-        """How many it takes."""
+        """Number of GPUs that it takes."""
         return self.mesh.size
 
     @property
@@ -108,12 +108,12 @@ class Candidate:
         return Program(name=self.schedule)
 
     def micro_batches(self, global_batch: int) -> int:
-        """Per step and data-parallel rank."""
+        """Micro-batches per step and data-parallel rank."""
         return global_batch // (self.data * self.micro_batch)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """It as keys of a config, without the batch and the cut into stages."""
+        """The candidate as keys of a config, without the batch and the cut into stages."""
         return {
             "dsx.recompute": self.recompute,
             "train_micro_batch_size_per_gpu": self.micro_batch,
@@ -188,12 +188,12 @@ class Space:
 
     @classmethod
     def of(cls, gpus: int, **fixed: Any) -> Space:
-        """Everything that is worth predicting on so many GPUs, but for what is ``fixed``."""
+        """Everything that is worth predicting on so many GPUs, within what is ``fixed``."""
         open_ones: dict[str, Any] = {"names": SCHEDULES, "recompute": ("none", "selective", "full")}
         return cls(gpus=gpus, **(open_ones | fixed))
 
     def pipelines(self, num_ranks: int, num_layers: int) -> Iterator[tuple[str, int]]:
-        """Schedules and chunks; chunks that are not asked for leave every stage one of ``num_layers``."""
+        """Schedules with chunks; chunks that are not asked for leave every stage one of ``num_layers``."""
         layers = num_layers if self.chunks is None else None
         for name in self.names:
             asked = Asked(schedule=name, pipeline=num_ranks, layers=layers)
@@ -281,7 +281,7 @@ def variants(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]
 
 
 def scheduled(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]:
-    """The same with every schedule that it can have."""
+    """The same candidate with every schedule that it can have."""
     if layout.pipeline == 1:
         yield replace(layout, schedule="1f1b", chunks=1)
         return

@@ -27,7 +27,7 @@ _GIB = 1 << 30
 
 
 def recompute_modes(dsx: DsxConfig) -> tuple[Recompute, ...]:
-    """Modes to measure; what is never computed again must be known for what recomputation holds at once."""
+    """Modes to measure, without recomputation among them, which tells what recomputation holds at once."""
     if dsx.recompute == "auto":
         return RECOMPUTE
     return ("none",) if dsx.recompute == "none" else ("none", dsx.recompute)
@@ -43,7 +43,7 @@ def conditions(
     device: str = "",
     version: str = "",
 ) -> Conditions:
-    """What a profile must have been measured with."""
+    """The conditions under which a profile must have been measured."""
     return Conditions(
         model=digest(model, vocab_multiple=dsx.model.vocab_multiple),
         micro_batch_size=micro_batch_size,
@@ -98,12 +98,12 @@ def check_saved(dsx: DsxConfig, wanted: Conditions) -> None:
 
 
 def settle(run: RunConfig, profile: Profile, path: Path) -> RunConfig:
-    """``run`` with everything that was left open chosen by simulated step.
+    """``run`` with all that was open chosen by simulated step.
 
     Args:
         run: A resolved config that is to be measured.
         profile: Costs of its layers.
-        path: Where that is saved; the result's own config names it, so that loading it gives the result.
+        path: Where the profile is saved; the result's config names it, so that loading it gives the result.
 
     Raises:
         ConfigError: Nothing that may be chosen stays within the cap, or can be built.

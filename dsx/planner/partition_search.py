@@ -1,9 +1,9 @@
 """Cut layers into virtual stages so that the simulated step is shortest.
 
 The least largest stage does not give the shortest step: with several chunks a rank's sum counts, and while
-the pipeline fills and drains every stage counts, in its own place. So the cut with the least largest stage
-(:func:`dsx.parallel.partition.balanced`) is only where the search starts; what it compares are simulated
-steps of the run's own schedule with the layers' own times.
+the pipeline fills and drains every stage counts, in its own place. So the search only starts from the cut
+with the least largest stage (:func:`dsx.parallel.partition.balanced`), and compares simulated steps of the
+run's own schedule with the layers' own times.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dsx.schedules.simulate import execution_order, simulate
 
 
 def peak_bytes(schedule: Schedule, stages: StageCosts) -> tuple[int, ...]:
-    """Per rank, the most that its activations take, of all of its virtual stages together.
+    """The most bytes that each rank's activations take, of all of its virtual stages together.
 
-    A forward keeps its stage's ``kept_bytes``, a whole backward frees them. The first part of a divided one
-    leaves ``pending_bytes`` until the second. While a backward recomputes, its ``working_bytes`` come on top.
-    (Transfer buffers, a few boundary tensors, are not counted.)
+    A forward keeps its stage's ``kept_bytes``, a whole backward frees them. The first part of a split one
+    leaves ``pending_bytes`` until the second. While a backward recomputes, its ``working_bytes`` are added.
+    Transfer buffers, a few boundary tensors, are not counted.
     """
     kept, pending, working = stages.kept_bytes, stages.pending_bytes, stages.working_bytes
     peaks = []
@@ -63,7 +63,7 @@ _REBUILD, _REFILL = 10, 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCut:
-    """Layers cut for a pipeline, and what the simulator says of it.
+    """A cut of layers for a pipeline, and what the simulator says of it.
 
     Attributes:
         stage_map: The cut.
@@ -92,8 +92,8 @@ class SimulatedPipeline:
         num_ranks: Pipeline degree.
         num_chunks: Virtual stages per rank.
         num_micro_batches: Micro-batches per step.
-        transfer_seconds: Of one transfer between ranks.
-        most_bytes: Activation memory of a rank; None for any.
+        transfer_seconds: Time of one transfer between ranks.
+        most_bytes: Most activation memory of a rank; None for any.
     """
 
     layers: Sequence[LayerCost]
@@ -118,7 +118,7 @@ class SimulatedPipeline:
         ).bounds
 
     def costs(self, bounds: Bounds) -> StageCosts:
-        """The layers added up."""
+        """The costs of the stages, their layers added up."""
         return stage_costs(self.layers, bounds, self.transfer_seconds)
 
     def judge(self, bounds: Bounds) -> LayerCut:
@@ -143,7 +143,7 @@ class SimulatedPipeline:
         )
 
     def key(self, cut: LayerCut) -> Key:
-        """What the search makes least."""
+        """What the search minimises."""
         return self.key_for(cut.stage_map.bounds, cut.step_seconds, max(cut.peak_bytes))
 
     def key_for(self, bounds: Bounds, seconds: float, most: int) -> Key:
@@ -164,9 +164,9 @@ def search(
 
     Args:
         pipeline: The layers and the schedule.
-        most_exhaustive: Try all of so many cuts.
-        most_actions: Bound on the work: actions simulated in all, about half a microsecond each. What is
-            begun is ended, so that the least is one cut.
+        most_exhaustive: Number of cuts up to which all are tried.
+        most_actions: Bound on the actions that are simulated in all, about half a microsecond each. A cut
+            that is begun is finished, so that at least one is judged.
 
     Raises:
         LayoutError: More stages than layers.
@@ -190,7 +190,7 @@ def search(
 
 
 def _starts(pipeline: SimulatedPipeline) -> Iterator[Bounds]:
-    """Different enough to end in different places."""
+    """Starts that differ enough to end in different places."""
     n, stages = len(pipeline.layers), pipeline.num_stages
     seen = set()
     mean = sum(layer.seconds for layer in pipeline.layers) / n
@@ -216,7 +216,7 @@ class _Search:
         self._judged: dict[Bounds, LayerCut] = {}
 
     def judge(self, bounds: Bounds) -> LayerCut:
-        """Exactly, each cut once."""
+        """Judge a cut exactly, each cut once."""
         if bounds not in self._judged:
             cut = self._judged[bounds] = self._pipeline.judge(bounds)
             self.left -= self._work(cut)
@@ -227,10 +227,10 @@ class _Search:
         return other if _less(self._pipeline.key(other), self._pipeline.key(one)) else one
 
     def descend(self, cut: LayerCut) -> LayerCut:
-        """From ``cut`` to where no move helps, with the order of actions that ``cut`` has.
+        """Walk from ``cut`` until no move helps, with the order of actions that ``cut`` has.
 
-        Where that order depends on the times, it is made anew for the cut that was found, and the search goes
-        on from there.
+        If that order depends on the times, it is made anew for the cut that was found, and the search
+        continues from there.
         """
         for _ in range(_REFILLS if self._pipeline.program.divides else 1):
             replay = _Replay(cut.schedule)
@@ -244,7 +244,7 @@ class _Search:
         return cut
 
     def polish(self, cut: LayerCut) -> LayerCut:
-        """Downhill with the weight gradients placed anew for every cut: exact, and many times the work."""
+        """Walk downhill, placing weight gradients anew for every cut: exact, and many times the work."""
 
         def key(bounds: Bounds) -> Key:
             return self._pipeline.key(self.judge(bounds))
@@ -299,7 +299,7 @@ class _Replay:
 
     @property
     def num_actions(self) -> int:
-        """Work of one :meth:`seconds`."""
+        """The work of one :meth:`seconds`."""
         return len(self._steps)
 
     def key_of(self, pipeline: SimulatedPipeline) -> Callable[[Bounds], Key]:

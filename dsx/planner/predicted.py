@@ -19,7 +19,7 @@ from dsx.planner.step_time import Predictor, StepTime, Task
 
 
 def task_of(run: RunConfig, cluster: Cluster, efficiency: Efficiency | None = None) -> Task:
-    """What a run trains, on ``cluster``.
+    """The task of a run on ``cluster``.
 
     Raises:
         ConfigError: The cluster has no rate for the run's precision.
@@ -39,7 +39,7 @@ def task_of(run: RunConfig, cluster: Cluster, efficiency: Efficiency | None = No
 
 
 def layout_of(run: RunConfig) -> Candidate:
-    """How a run goes about it; a schedule from a file counts as 1f1b, or interleaved where it has chunks."""
+    """The layout of a run; a schedule from a file counts as 1f1b, or as interleaved if it has chunks."""
     usual = "interleaved" if run.chunks > 1 else "1f1b"
     return Candidate(
         mesh=run.mesh,
@@ -55,7 +55,7 @@ def layout_of(run: RunConfig) -> Candidate:
 
 
 def predicted_step(run: RunConfig, cluster: Cluster) -> StepTime:
-    """What a training step of ``run`` would take on ``cluster``; offload counts as nothing.
+    """The time of a training step of ``run`` on ``cluster``; offload counts as nothing.
 
     Raises:
         ConfigError: The cluster has no rate for the run's precision.
@@ -68,10 +68,10 @@ class Judge:
     """What whole runs are compared by.
 
     Attributes:
-        name: The cluster's.
+        name: The cluster's name.
         capacity_bytes: Memory of a rank.
-        peak_bytes: A run's estimated peak, of its fullest rank.
-        seconds: What a step of a run is predicted to take.
+        peak_bytes: Gives the estimated peak of a run's fullest rank.
+        seconds: Gives the predicted time of a run's step.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Judge:
 
     @classmethod
     def of(cls, cluster: Cluster, capacity_bytes: int | None = None) -> Self:
-        """By a cluster's rates and memory, or by ``capacity_bytes`` in place of its memory."""
+        """The judge by a cluster's rates and memory, or by ``capacity_bytes`` in place of its memory."""
         capacity = cluster.usable_bytes if capacity_bytes is None else capacity_bytes
         job = partial(job_of, device="cpu" if cluster.is_host else "cuda", capacity_bytes=capacity)
         return cls(
@@ -92,7 +92,7 @@ class Judge:
         )
 
     def too_large(self, peak_bytes: int) -> ConfigError:
-        """The error for runs of which the smallest takes so much."""
+        """The error for runs of which even the smallest takes so much."""
         need, have = peak_bytes / 2**30, self.capacity_bytes / 2**30
         return ConfigError(
             f"dsx.elastic.cluster {self.name}",

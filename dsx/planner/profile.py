@@ -1,4 +1,4 @@
-"""What a model's layers and its pipeline's links take, as measured: the base of every measured "auto"."""
+"""Measured costs of a model's layers and its pipeline's links: the base of every measured "auto"."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What a profile was measured with: figures mean nothing under others.
+    """The conditions of a profile, under which alone its figures mean something.
 
     Attributes:
         model: :func:`digest` of the architecture, or any name for a layer list of one's own.
         micro_batch_size: Sequences (samples) per micro-batch.
         sequence_length: Tokens per sequence; 0 where there is no such thing.
         tensor: Tensor-parallel degree.
-        sequence_parallel: Activations between layers cut along the sequence.
-        precision: Dtype that is computed in.
+        sequence_parallel: Whether activations between layers are cut along the sequence.
+        precision: Dtype of the computation.
         device: The accelerator's name.
         dsx: Version of dsx.
     """
@@ -84,11 +84,11 @@ class Profile:
     """Measured figures of every layer of a layer list, per way of recomputing, and of the links.
 
     Attributes:
-        conditions: What was measured.
+        conditions: The conditions of the measurement.
         layers: Recompute mode -> cost of every layer, in order. The modes have equally many.
-        latency_seconds: Of a transfer between pipeline neighbours, without its bytes.
-        bytes_per_second: Of such a transfer; None where there was no neighbour to measure, and transfers
-            count as free.
+        latency_seconds: Time of a transfer between pipeline neighbours, without its bytes.
+        bytes_per_second: Rate of such a transfer; None if there was no neighbour to measure, so that
+            transfers count as free.
     """
 
     conditions: Conditions
@@ -102,7 +102,7 @@ class Profile:
         return len(next(iter(self.layers.values())))
 
     def transfer_seconds(self, recompute: Recompute) -> float:
-        """A transfer of the largest tensor that can cross between stages."""
+        """Time of a transfer of the largest tensor that can cross between stages."""
         if self.bytes_per_second is None:
             return 0.0
         largest = max(layer.boundary_bytes for layer in self.layers[recompute])
@@ -174,7 +174,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """What a cut into virtual stages takes: seconds for the simulator, bytes per micro-batch and stage."""
+    """The costs of a cut into virtual stages: seconds for the simulator, bytes per micro-batch and stage."""
 
     seconds: Costs
     kept_bytes: tuple[int, ...]
@@ -187,7 +187,7 @@ def stage_costs(
 ) -> StageCosts:
     """Layers added up per virtual stage ``[bounds[s], bounds[s + 1])``.
 
-    Recomputation happens layer by layer, so that of ``working_bytes`` the largest counts.
+    Recomputation happens layer by layer, so the largest of the ``working_bytes`` counts.
     """
     stages = [layers[start:stop] for start, stop in pairwise(bounds)]
     return StageCosts(
@@ -222,7 +222,7 @@ def _layers(rows: Sequence[dict[str, Any]]) -> tuple[LayerCost, ...]:
 
 
 def _objection(profile: Profile) -> str | None:
-    """Why the figures cannot be; None if they can."""
+    """Why the figures are impossible; None if they are possible."""
     if not profile.layers or len({len(costs) for costs in profile.layers.values()}) != 1:
         return "its recompute modes have no layers, or not equally many"
     if not profile.num_layers:

@@ -1,4 +1,4 @@
-"""The one search for a layout: the cheapest candidates first, with what is cheap as an argument. Pure."""
+"""The one search for a layout: the cheapest candidates come first, by a cost that is an argument. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def search(
     cost: Callable[[Candidate], Any],
     grow: Callable[[Candidate], Iterable[Candidate] | None],
 ) -> Iterator[Candidate]:
-    """Complete candidates, the cheapest first; whoever takes the first only does no more work than it needs.
+    """Complete candidates, the cheapest first; taking only the first does only the work that it needs.
 
     Args:
         starts: Candidates of which something, or nothing, is open.
-        cost: What they are ordered by. Of one with something open a bound, which nothing that comes of it
-            is below. Of equals the one that was found first comes first.
-        grow: The candidates that come of one with something open, those that cannot be or cannot fit left
-            out; None for a complete one.
+        cost: The cost that orders them; for an incomplete candidate, a lower bound of all that come of it. Of
+            equal ones, the one found first comes first.
+        grow: Gives the candidates that come of an incomplete one, without those that cannot be or cannot fit;
+            None for a complete one.
     """
     order = count()
     heap = [(cost(start), next(order), start) for start in starts]
