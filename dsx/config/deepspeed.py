@@ -9,8 +9,8 @@ from dsx.config import refusals
 from dsx.config.document import from_mapping
 from dsx.config.keys import REFERENCE
 from dsx.config.refusals import ABSENT, Context, Finding
-from dsx.config.wording import at, dotted, key
-from dsx.errors import ConfigError
+from dsx.config.wording import at, dotted
+from dsx.errors import ConfigError, KeyPlace
 from dsx.parallel.mesh import Mesh
 
 Json = Mapping[str, Any]
@@ -50,8 +50,10 @@ def _context(config: Json, mesh: Mesh | None = None) -> Context:
 def as_error(finding: Finding) -> ConfigError:
     """The error that refuses what ``finding`` is about."""
     name = dotted(finding.path)
-    where = key(name) if finding.value is ABSENT else at(name, finding.value)
-    return ConfigError(where, finding.why, finding.fix)
+    is_written = finding.value is not ABSENT
+    where = at(name, finding.value) if is_written else name
+    value = finding.value if is_written else None
+    return ConfigError(KeyPlace(where, finding.path, value), finding.why, finding.fix)
 
 
 def zero_stage(config: Json) -> int:

@@ -223,3 +223,6 @@ def test_an_error_carries_its_key_and_value_to_other_processes():
         resolve(changed({"zero_optimization.stage": 4}), world_size=1)
     for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
         assert (error.path, error.value) == (("zero_optimization", "stage"), 4)
+    with pytest.raises(ConfigError) as caught:
+        resolve(changed({}) | {"bf16.enabled": True}, world_size=1)
+    assert caught.value.path == ("bf16.enabled",)  # one key that has a dot in it
