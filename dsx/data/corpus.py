@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -225,16 +225,6 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-class Tokens(Protocol):
-    """Token ids that can be sliced: an array, or a file."""
-
-    def __len__(self) -> int:
-        """Number of ids."""
-
-    def __getitem__(self, part: slice, /) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """Some of them."""
-
-
 class TokenFile:
     """A file of token ids, read as an array.
 
@@ -291,6 +281,9 @@ class TokenFile:
 def _stamp(stat: os.stat_result) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
+
+Tokens = TokenFile | npt.NDArray[np.unsignedinteger[Any]]
+"""Token ids that can be sliced."""
 
 _BATCH_CHARACTERS = 8 << 20
 

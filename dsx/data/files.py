@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dsx.config.schema import DataConfig
 from dsx.config.sources import PATTERN, STANDARD_LIBRARY, TABLES, TEXTS, is_hub_name
@@ -418,17 +418,8 @@ _CARD = re.compile(r"readme|license|\.gitattributes", re.IGNORECASE)
 _KNOWN = ", ".join(sorted(TEXTS | TABLES.keys()))
 
 
-class DocumentSource(Protocol):
-    """A corpus of documents in a fixed order."""
-
-    def identity(self) -> dict[str, object]:
-        """JSON of what the cache recognises the corpus by."""
-
-    def documents(self) -> Iterator[str]:
-        """Documents in order."""
-
-    def units(self, lanes: int) -> tuple[Unit, ...]:
-        """Parts that can be read on their own, for so many lanes."""
+DocumentSource = TextFiles | Tables
+"""A corpus of documents in a fixed order."""
 
 
 def documents(data: DataConfig) -> Iterator[str]:

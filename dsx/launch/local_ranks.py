@@ -129,13 +129,8 @@ class RankJob:
         return {**ranks, **sizes, **place, **({"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {})}
 
 
-@dataclass(frozen=True)
-class _Reply:
-    """What a rank sends back: a pickled value, or a traceback and (if it pickles) the exception."""
-
-    value: bytes = b""
-    trace: str = ""
-    error: bytes = b""
+_Reply = tuple[bytes, str, bytes]
+"""What a rank sends back: a pickled value, or a traceback and (if it pickles) the pickled exception."""
 
 
 def run_ranks(
@@ -245,10 +240,10 @@ def _collect(
         ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
         for receiving in [reply for reply in waiting if reply in ready]:
             job, reply = waiting.pop(receiving), _receive(receiving)
-            if reply is None or reply.trace:
+            if reply is None or reply[1]:
                 failed.append((job, reply))
             else:
-                results[job.rank] = pickle.loads(reply.value)  # noqa: S301 (a rank of ours sent it)
+                results[job.rank] = pickle.loads(reply[0])  # noqa: S301 (a rank of ours sent it)
         if failed:
             if not ready:
                 break
@@ -263,10 +258,9 @@ def _collect(
 
 def _receive(receiving: Connection) -> _Reply | None:
     """What the rank sent; None if it ended without a word."""
-    try:
-        reply: _Reply = pickle.loads(receiving.recv_bytes())  # noqa: S301 (a rank of ours sent it)
-    except (EOFError, ConnectionResetError):
-        return None
+    reply: _Reply | None = None
+    with suppress(EOFError, ConnectionResetError):
+        reply = receiving.recv()
     return reply
 
 
@@ -274,8 +268,9 @@ def _failure(job: RankJob, reply: _Reply | None) -> RankError:
     name = f"rank {job.rank} of {job.world_size}"
     if reply is None:
         return RankError(f"{name} died without a result", "died", job.rank, said=job.read_log())
-    error = pickle.loads(reply.error) if reply.error else None  # noqa: S301 (a rank of ours sent it)
-    failure = RankError(f"{name} failed", "raised", job.rank, said=reply.trace, error=error)
+    _, trace, pickled = reply
+    error = pickle.loads(pickled) if pickled else None  # noqa: S301 (a rank of ours sent it)
+    failure = RankError(f"{name} failed", "raised", job.rank, said=trace, error=error)
     failure.__cause__ = error
     return failure
 
@@ -317,12 +312,12 @@ def _rank_main(job: RankJob, sending: Connection) -> None:
     faulthandler.register(_DUMP_SIGNAL, file=log, all_threads=True, chain=True)  # and then die of it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        reply = _Reply(value=pickle.dumps(job.work()))
+        reply = pickle.dumps(job.work()), "", b""
     except BaseException as error:  # noqa: BLE001 (the caller hears of it)
-        reply = _Reply(trace=traceback.format_exc(), error=_pickled(error))
+        reply = b"", traceback.format_exc(), _pickled(error)
     with suppress(BrokenPipeError):
-        sending.send_bytes(pickle.dumps(reply))
-    if reply.trace:  # wait for the kill: peers that saw this rank's sockets close would fail of that
+        sending.send(reply)
+    if reply[1]:  # wait for the kill: peers that saw this rank's sockets close would fail of that
         _end_with_parent()
 
 

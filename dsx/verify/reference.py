@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -130,24 +130,6 @@ class Evaluation:
     loss: float
     gradients: dict[str, Tensor]
     outputs: dict[str, Tensor] = field(default_factory=dict)
-
-
-class Reference(Protocol):
-    """The reference in one process."""
-
-    @property
-    def title(self) -> str:
-        """What it is, for people."""
-
-    @property
-    def order(self) -> tuple[str, ...]:
-        """Logical tensors in the order of the forward."""
-
-    def weights(self) -> dict[str, Tensor]:
-        """Some weights, of the size that the layout starts from."""
-
-    def evaluate(self, weights: Mapping[str, Tensor], batches: Sequence[Batch]) -> Evaluation:
-        """Loss and gradient at these weights."""
 
 
 class Transformers:
@@ -313,6 +295,10 @@ class ReferenceLayers:
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
             put(parameter, weights[name], tp=1, tp_rank=0)
+
+
+Reference = Transformers | ReferenceLayers
+"""One process."""
 
 
 def family_layers(config: RunConfig) -> ReferenceLayers:
