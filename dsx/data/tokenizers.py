@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,31 +20,6 @@ from dsx.models.quiet_transformers import first_line, quiet_transformers
 from dsx.terminal import printable
 
 TokenIds = npt.NDArray[np.integer[Any]]
-
-
-class Tokenizer(Protocol):
-    """What a corpus needs of a tokenizer."""
-
-    @property
-    def name(self) -> str:
-        """As the config names it."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids are below this."""
-
-    @property
-    def end_id(self) -> int:
-        """Id that ends every document."""
-
-    def identity(self) -> str:
-        """A string that changes whenever the same text could give other ids."""
-
-    def encode(self, documents: Sequence[str]) -> list[TokenIds]:
-        """Ids of every document, without the end of document."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids; the end of a document and other special tokens have none."""
 
 
 class ByteTokenizer:
@@ -189,6 +164,13 @@ def _blamed(name: str, what: str) -> Iterator[None]:
             raise
         fix = 'name a folder that holds tokenizer.json, a hub tokenizer, or "bytes"'
         raise DataError(_place(name), f"{what} ({first_line(error)})", fix) from error
+
+
+Tokenizer = ByteTokenizer | TransformersTokenizer
+"""Text -> ids below ``vocab_size`` and back.
+
+``end_id`` ends every document, and ``identity`` changes whenever the same text could give other ids.
+"""
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
