@@ -1,7 +1,8 @@
-"""What a checkpoint says of itself, held to what its files hold, before anything is made of it.
+"""What a checkpoint says of itself is checked against what its files hold, before anything is made of it.
 
-A few bytes can say that a checkpoint has 10^15 ranks, layers or elements. So whatever a loop or an array
-could be as long as is compared here with what is there: tensors, their elements, the bytes of their files.
+A few bytes can say that a checkpoint has 10^15 ranks, layers or elements. So every number that could be the
+length of a loop or an array is compared here with what is there: tensors, their elements, the bytes of their
+files.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class _Facts(BaseModel):
 
 
 class _Group(BaseModel):
-    """What of an optimizer group is no hyperparameter."""
+    """The keys of an optimizer group that are no hyperparameters."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -85,10 +86,10 @@ class _Group(BaseModel):
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Within, what breaks because files say what no writer writes is one error about them.
+    """Turn whatever breaks inside, because files say what no writer writes, into one error about them.
 
-    Readers check what they look at, and say it with the file and the key. This is for what is left: a text
-    where all writers put a number, in one of the many places where any value can stand.
+    Readers check what they look at, and name the file and the key. This is for the rest, such as a text where
+    all writers put a number, in one of the many places where any value can stand.
 
     Args:
         what: The checkpoint, for messages.
@@ -147,14 +148,14 @@ def check_claims(catalog: Catalog) -> None:
 
 
 def check_layers(catalog: Catalog, claimed: Mapping[str, int]) -> None:
-    """Hold numbers of layers to what tensors can be of, those without tensors counted in.
+    """Check numbers of layers against the tensors there are, allowing for layers without tensors.
 
     Args:
         catalog: The checkpoint.
-        claimed: The largest number of a layer, by what says it.
+        claimed: The largest layer number, by the fact that claims it.
 
     Raises:
-        CheckpointError: With what says it.
+        CheckpointError: With the fact that claims it.
     """
     held = len(catalog.by_name)
     most = _SPARE_LAYERS + 4 * held
@@ -197,7 +198,7 @@ def specs_of_model(catalog: Catalog, model: ModelSpec) -> tuple[ParamSpec, ...]:
 
 
 def _check_entry(catalog: Catalog, entry: Entry, sizes: dict[str, int]) -> None:
-    """A tensor is no larger than its files, and its names can be told to any file system and person."""
+    """Check that a tensor is no larger than its files, and that its names can be shown and name files."""
     for text in (entry.name, entry.state, *entry.aliases):
         if not text or "\0" in text or not is_unicode(text):
             raise _wrong(catalog, str(entry), f"it cannot be called {text!r}")

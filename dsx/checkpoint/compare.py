@@ -35,13 +35,13 @@ class TensorDifference:
     """One state of one tensor in both.
 
     Attributes:
-        name: Of the tensor.
-        state: Of the tensor.
-        elements: Elements of it.
-        differing: How many have other bits.
+        name: Name of the tensor.
+        state: State of the tensor.
+        elements: Number of its elements.
+        differing: Number of elements with different bits.
         max_ulps: The largest distance, in representable numbers; :data:`BROKEN_ULPS` beside a NaN.
         max_abs: The largest absolute difference of finite elements.
-        what: Why it could not be compared: shapes or dtypes differ. Empty if it was.
+        what: Why it could not be compared (shapes or dtypes differ); empty if it was.
     """
 
     name: str
@@ -88,12 +88,12 @@ def compare(
 
 
 def only_in(a: Catalog, b: Catalog) -> tuple[tuple[str, str], ...]:
-    """Names and states of what ``a`` has and ``b`` has not."""
+    """Names and states of what ``a`` has and ``b`` lacks."""
     return tuple(sorted(a.by_key.keys() - b.by_key.keys()))
 
 
 def fact_differences(a: Catalog, b: Catalog) -> dict[str, tuple[Any, Any]]:
-    """Facts that both tell, differently, and that do not depend on the layout."""
+    """Facts that both have with different values, and that do not depend on the layout."""
     shared = (a.facts.keys() & b.facts.keys()) - _LAYOUT_FACTS
     return {key: (a.facts[key], b.facts[key]) for key in sorted(shared) if a.facts[key] != b.facts[key]}
 

@@ -1,9 +1,8 @@
-"""Does a plan of copies, may be killed at will, and reads the target back before it gets its name.
+"""Carries out a plan of copies, may be killed at will, and reads the target back before it gets its name.
 
-A target read as its loader reads it, before it gets its name: names, ties, shapes, and where parts lie.
-
-The reader of the target's format knows nothing of the plan that the files were made by. What it finds in them
-has to be that plan: a loader that follows the same rules then finds every tensor, whole and in its place.
+The reader of the target's format knows nothing of the plan by which the files were made. The names, ties,
+shapes and places that it finds have to be the plan's: then a loader that follows the same rules finds every
+tensor, whole and in its place.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def check_target(folder: Path, wanted: Catalog) -> None:
 
     Args:
         folder: Where the files are now.
-        wanted: What they were made by.
+        wanted: The catalog by which they were made.
 
     Raises:
         CheckpointError: A tensor, one of its names, its shape, dtype or role, or a part of it is not there.
@@ -125,7 +124,7 @@ def _place(piece: Piece, box: Box, entry: Entry) -> tuple[int, tuple[int, ...]]:
 
 
 def _check_model(found: Catalog, wanted: Catalog) -> None:
-    """A Hugging Face folder against its own config, where that is of one of dsx's families."""
+    """Check a Hugging Face folder against its own config, if that is of one of dsx's families."""
     try:
         model = model_spec(dict(found.facts.get("hf_config") or {}))
     except ModelError:
@@ -160,13 +159,13 @@ def default_workers() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionOptions:
-    """How to work.
+    """The options of a conversion.
 
     Attributes:
         memory_bytes: Private memory that the process may take.
         workers: Threads; fewer are used if the memory is for fewer.
-        restart: Begin anew where an interrupted conversion could be continued.
-        point_latest: Make the new checkpoint the one that ``latest`` beside it names.
+        restart: Whether to begin anew where an interrupted conversion could be continued.
+        point_latest: Whether ``latest`` beside the new checkpoint shall name it.
         progress: Called with the bytes written since the last call, from any thread.
     """
 
@@ -179,7 +178,7 @@ class ConversionOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
-    """What a conversion did: the proof of it.
+    """What a conversion did, and the proof of it.
 
     Attributes:
         target: The new checkpoint's folder.
@@ -188,7 +187,7 @@ class ConversionReport:
         elements: Elements of all of them.
         read_bytes: Bytes of tensors read, this time and before an interruption.
         written_bytes: Bytes of tensors written, likewise.
-        resumed_bytes: How many of them were there when this run began.
+        resumed_bytes: Written bytes that were there when this run began.
         tiles_checked: Tiles whose bytes had the digest that the source's manifest has.
         sums_checked: Other checksums of the source's files that were right: CRC32s of members, mostly.
         seconds: Time that this run took.
@@ -218,7 +217,7 @@ def execute(
 ) -> ConversionReport:
     """Make ``target`` from ``source``. It appears whole or not at all.
 
-    Interrupted and called again with the same arguments, it goes on where it stopped.
+    If it was interrupted and is called again with the same arguments, it continues where it stopped.
 
     Args:
         source: What to copy from.
@@ -309,7 +308,7 @@ def _about(source: Catalog, target: Target, plan: CopyPlan) -> dict[str, Any]:
 
 
 class _Run:
-    """One conversion under way: what its threads share."""
+    """A conversion under way, with what its threads share."""
 
     def __init__(
         self, reader: Reader, target: Target, plan: CopyPlan, staging: Staging, options: ConversionOptions

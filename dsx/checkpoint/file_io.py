@@ -42,7 +42,7 @@ def digest(data: Buffer) -> str:
 
 
 def crc32_joined(first: int, second: int, second_bytes: int) -> int:
-    """CRC32 of two stretches one after the other, from their own.
+    """CRC32 of two consecutive stretches, from those of the two.
 
     Appending n bytes multiplies the first CRC, as a polynomial over GF(2), by x^(8n) modulo the CRC's own.
 
@@ -80,8 +80,8 @@ class Crc32Parts:
     def stretches(self, file: str, start: int, stop: int) -> Iterator[tuple[int, int, int | None]]:
         """Parts of bytes ``start`` to ``stop`` in order, without gaps: (start, stop, CRC32, None in a gap).
 
-        What was noted twice, because it was read twice, comes once. Parts that reach over the bounds or
-        into each other count as gaps.
+        A part that was noted twice, because it was read twice, comes once. Parts that cross the bounds or
+        overlap count as gaps.
         """
         at = start
         for low, high, crc in sorted(self._parts.get(file, ())):
@@ -207,7 +207,7 @@ class FilePool:
 
     @contextmanager
     def lend(self, file: str) -> Iterator[int]:
-        """A descriptor that nobody else uses meanwhile."""
+        """A descriptor that nobody else uses inside the block."""
         with self._lock:
             waiting = self._idle.get(file)
             descriptor = waiting.pop() if waiting else None
@@ -239,15 +239,15 @@ class FilePool:
 
 
 class FileWindow(io.RawIOBase):
-    """A part of a file as a file, of which nobody reads more than there is.
+    """A part of a file as a file, from which no read takes more than there is.
 
-    A pickle may ask for 2^63 bytes, for which Python would make room before it looks.
+    A pickle may ask for 2^63 bytes, for which Python would allocate memory before it reads.
 
     Args:
         file: The file.
         start: First byte of the part.
-        length: Of the part.
-        most_bytes: To give at a time.
+        length: Length of the part.
+        most_bytes: Most bytes that one read gives.
     """
 
     def __init__(self, file: BinaryIO, start: int, length: int, most_bytes: int = 1 << 28) -> None:
@@ -308,8 +308,8 @@ def write_from(descriptor: int, view: memoryview, offset: int) -> None:
 def start_writeback(descriptor: int, start: int, stop: int) -> None:
     """Have the system begin to bring written bytes to the disk, without waiting for it.
 
-    So the disk works while the next tiles are copied, and the flush at the end has little left to do. Linux
-    alone has a call for it (sync_file_range(2)); elsewhere this does nothing.
+    The disk then works while the next tiles are copied, and the flush at the end has little left to do. Only
+    Linux has a call for this (sync_file_range(2)); elsewhere it does nothing.
     """
     call = _sync_file_range()
     if call is not None:

@@ -1,4 +1,4 @@
-"""A folder, whatever wrote it, as a catalog."""
+"""Reads a folder as a catalog, whatever wrote it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _opened(folder: Path, rules: Path | None, ties: Ties | None) -> Catalog:
 
 
 def _newest(folder: Path) -> Path:
-    """Itself, or the checkpoint that the file ``latest`` names in it, or in a run's folder of checkpoints."""
+    """The folder itself, or the checkpoint that ``latest`` names in it or in a run's checkpoints."""
     if _has_manifest(folder) or looks_stock(folder):
         return folder
     found = next((root for root in _roots(folder) if (root / store.LATEST).is_file()), None)

@@ -40,18 +40,18 @@ _DAMAGED = f"{USE_ANOTHER}: this one is damaged"
 
 
 class DamagedError(CheckpointError):
-    """Bytes that are not those that were written."""
+    """Bytes that differ from those that were written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A tile as read.
+    """A tile that was read.
 
     Attributes:
         values: Array of the tile's shape, in the numpy dtype that holds the entry's.
         digest: xxh3_128 of its bytes, row-major.
         checked: Whether the checkpoint's manifest has that digest.
-        parts: CRC32s of what was read of files that have checksums of that kind.
+        parts: CRC32s of the stretches that were read from files that have such checksums.
     """
 
     values: Array
@@ -63,7 +63,7 @@ class Tile:
 class Reader:
     """Reads tensors of a checkpoint, for several threads. A context manager that closes its files.
 
-    What is read whole is compared with its checksum, where the checkpoint has one.
+    Whatever is read whole is compared with its checksum, if the checkpoint has one.
 
     Args:
         catalog: The checkpoint.
@@ -123,7 +123,7 @@ class Reader:
             entry: The tensor.
             parts: Boxes, and where they lie in ``out``.
             out: One dim, written in place.
-            dtype: Of ``out``, as torch names it.
+            dtype: The dtype of ``out``, by torch's name.
 
         Raises:
             CheckpointError: Something is nowhere in the checkpoint, a file ends early, or bytes are not what
@@ -176,7 +176,7 @@ class Reader:
         return Tile(out, found, checked, tuple(parts))
 
     def _index(self, entry: Entry) -> PieceIndex:
-        """The pieces that are read of an entry."""
+        """An index of the pieces of an entry that are read."""
         index = self._indexes.get(entry.key)
         if index is None:
             index = PieceIndex(entry.read_pieces)
@@ -186,7 +186,7 @@ class Reader:
     def _checked(
         self, entry: Entry, piece: Piece, box: Box, out: Array, *, regions: bool = True
     ) -> Iterator[tuple[int, int, memoryview]]:
-        """As :func:`read_box`, and compared with the checksums of the same stretches (``regions``)."""
+        """Read as :func:`read_box`, and compare with the checksums of the same stretches (``regions``)."""
         path = self.catalog.root / piece.file
         with blamed(path, str(entry), "reading", _DAMAGED), self._files.lend(piece.file) as file:
             for start, stop, data in read_box(file, piece, box, out):
@@ -218,8 +218,9 @@ class Reader:
     def check_rest(self, entries: Iterable[Entry]) -> int:
         """Compare the checksums that could not be compared while tiles were read.
 
-        CRC32s of all members of files of which anything was read; and what ranks wrote, where it was not read
-        as it was written, because tensors go by other names and shapes now. Reads what it has to once more.
+        These are the CRC32s of all members of files from which anything was read, and the checksums of what
+        ranks wrote, where it was not read as it was written, because tensors now have other names and shapes.
+        What has to be is read once more.
 
         Args:
             entries: What was read.
@@ -295,7 +296,7 @@ class Reader:
 
 
 def verify(catalog: Catalog, progress: Callable[[int], None] = lambda _: None) -> Iterator[DamagedError]:
-    """Read everything that a checkpoint has a checksum of and compare; yields what is wrong.
+    """Read everything that has a checksum, and compare; yields what is wrong.
 
     Args:
         catalog: The checkpoint.
@@ -361,7 +362,7 @@ def _damaged(path: object, tensor: str, checksum: Checksum) -> DamagedError:
 
 
 def tiles_of(shape: Sequence[int], box: Box) -> Iterator[Box]:
-    """The parts of a box by which it is read: of the tiles of its tensor, so that layouts share them."""
+    """The parts in which a box is read: those of the tensor's tiles, so that layouts share them."""
     for tile in tiles(shape, TILE_ELEMENTS):
         shared = intersect(tile, box)
         if shared is not None:

@@ -46,13 +46,13 @@ Names = Literal["dsx", "hf", "source"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedTarget:
-    """What is asked for.
+    """The target that is asked for.
 
     Attributes:
-        format: Of the target, one of :data:`WRITERS`.
-        degrees: Of the target's layout; the source's where they say nothing.
+        format: The target's format, one of :data:`WRITERS`.
+        degrees: The degrees of the target's layout; the source's where they say nothing.
         run: A resolved config whose model and layout to take instead.
-        precision: Of the weights, ``fp32``, ``bf16`` or ``fp16``; the source's by default.
+        precision: ``fp32``, ``bf16`` or ``fp16`` for the weights; the source's by default.
         names: Whose names the tensors shall have. By default dsx's for dsx, Hugging Face's for ``hf``, where
             the model is known, and the source's for DeepSpeed and DCP.
         hf_config: Content of the ``config.json`` of a ``hf`` target; of the source or the run by default.
@@ -70,7 +70,7 @@ class WantedTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A conversion that was thought through and can be done.
+    """A conversion that is planned and can be done.
 
     Attributes:
         source: What there is.
@@ -85,11 +85,11 @@ class Conversion:
     plan: CopyPlan
 
     def run(self, options: ConversionOptions) -> ConversionReport:
-        """Do it. Raises CheckpointError; the target exists whole or not at all."""
+        """Carry it out. Raises CheckpointError; the target exists whole or not at all."""
         return execute(self.source, self.target, self.plan, options)
 
     def outline(self, options: ConversionOptions) -> dict[str, Any]:
-        """What it will take, as JSON values."""
+        """What the conversion will take, as JSON values."""
         folder = self.target.catalog.root.absolute().parent
         while not folder.exists():
             folder = folder.parent
@@ -113,7 +113,7 @@ class Conversion:
 
 
 def prepare(source: Catalog, root: Path, wanted: WantedTarget) -> Conversion:
-    """Everything that can be known before a byte is written.
+    """Plan a conversion, and find all that can be wrong, before a byte is written.
 
     Args:
         source: The checkpoint to convert.
@@ -175,7 +175,7 @@ def _named(source: Catalog, wanted: WantedTarget) -> Catalog:
 def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:
     """A checkpoint under the names of the Hugging Face model of ``hf_config``.
 
-    One of a model that is none of dsx's families keeps its names.
+    A checkpoint of a model outside dsx's families keeps its names.
 
     Raises:
         CheckpointError: It lacks a tensor of the model, has another, or one of another shape.

@@ -38,7 +38,8 @@ _CHOOSE = "choose another folder (dsx.train.output, or the save and load argumen
 def write_atomically(path: Path, data: bytes) -> None:
     """Write ``path`` so that it holds, at any moment, all of its old or all of its new content.
 
-    Written aside, synced, renamed, and the folder synced. Raises CheckpointError if that is impossible.
+    It is written aside, synced and renamed, and the folder is synced. Raises CheckpointError if that is
+    impossible.
     """
     aside = path.with_name(f".{path.name}.partial")
     with _explained(path):
@@ -74,10 +75,10 @@ def content_of(path: Path, most_bytes: int) -> bytes:
 
 
 def stage(root: Path, tag: str) -> Path:
-    """An empty folder to write checkpoint ``tag`` of ``root`` into. Nothing finds it before :func:`commit`.
+    """An empty folder to write checkpoint ``tag`` of ``root`` into, hidden until :func:`commit`.
 
-    Also deletes what killed saves of any tag left in ``root``: one run at a time may save there. Raises
-    CheckpointError for a bad tag or an unwritable root.
+    What killed saves of any tag left in ``root`` is deleted, because only one run at a time may save there.
+    Raises CheckpointError for a bad tag or an unwritable root.
     """
     _check_tag(f"checkpoint tag {tag!r}", root, tag)
     staged = _partial(root, tag)
@@ -89,7 +90,7 @@ def stage(root: Path, tag: str) -> Path:
 
 
 def give_up(root: Path, tag: str) -> None:
-    """Take the staged folder away from those who write into it. Needs no room on the disk; never raises."""
+    """Take the staged folder away from those who write into it. This needs no disk space and never raises."""
     with suppress(OSError):
         _partial(root, tag).rename(_removed(root, tag))
 
@@ -131,7 +132,8 @@ def point_latest(root: Path, tag: str) -> None:
 def find(root: Path, tag: str | None = None) -> Path:
     """Folder of checkpoint ``tag``, or of the one that ``latest`` names; always a complete one.
 
-    Puts an old checkpoint back whose replacement was interrupted. Any number of ranks may call it at once.
+    An old checkpoint whose replacement was interrupted is put back. Any number of ranks may call this at
+    once.
 
     Raises:
         CheckpointError: Nothing of that name, ``latest`` missing, empty or unreadable, or a tag that
@@ -153,7 +155,7 @@ def find(root: Path, tag: str | None = None) -> Path:
 
 
 def place(folder: Path, tag: str | None = None) -> tuple[Path, str | None]:
-    """Folder of checkpoints and tag that somebody means by ``folder``, for :func:`find`.
+    """The folder of checkpoints and the tag that a user means by ``folder``, for :func:`find`.
 
     A folder of checkpoints, that of a run, or without ``tag`` a checkpoint itself.
     """
@@ -179,7 +181,7 @@ def tags(root: Path) -> tuple[str, ...]:
 
 
 def prune(root: Path, *, keep: int) -> tuple[str, ...]:
-    """Delete the oldest checkpoints but ``keep``, never the one that ``latest`` names; gives their tags.
+    """Delete all but the newest ``keep`` checkpoints, never the one that ``latest`` names; gives their tags.
 
     Each vanishes at once, by a rename, before its files are deleted. Raises CheckpointError.
     """

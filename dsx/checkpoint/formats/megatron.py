@@ -11,7 +11,7 @@ What differs is how the model lies in them (megatron-core 0.16, transformer_bloc
 - optimizer states are ``optimizer.state.<state>.<tensor>``, fp32 masters ``optimizer.state.fp32_param``;
   ``common.pt`` has the iteration, the optimizer's step count and its groups without their tensors.
 
-Which model it is, the files do not say: the user does, by its config.
+The files do not say which model it is; the user does, by its config.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _mark(root: Path) -> dict[str, Any]:
 
 
 def catalog_of(root: Path) -> Catalog:
-    """What it holds, under Megatron's names and as it lies there: see :func:`as_dsx`.
+    """What a Megatron checkpoint holds, under its names and in its order; see :func:`as_dsx`.
 
     Raises:
         CheckpointError: As :func:`dsx.checkpoint.formats.dcp.catalog_of`; another backend than torch's.
@@ -86,7 +86,7 @@ def catalog_of(root: Path) -> Catalog:
 
 
 def _facts(root: Path) -> dict[str, Any]:
-    """Step counts and hyperparameters; of several groups nothing says which tensors each has."""
+    """Step counts and hyperparameters. With several groups nothing says which tensors each has."""
     if not (root / COMMON).is_file():
         return {}
     file = read_torch_file(root, COMMON)
@@ -105,7 +105,7 @@ def _facts(root: Path) -> dict[str, Any]:
 
 
 def _told(entry: Entry) -> Entry:
-    """Name and state of an optimizer's tensor by its key; any other is a weight."""
+    """Name and state of a tensor by its key; what is not the optimizer's is a weight."""
     key = entry.name
     if key.startswith(_OPTIMIZER):
         state, _, name = key.removeprefix(_OPTIMIZER).partition(".")
@@ -160,7 +160,7 @@ def _of_spec(
 
 
 def _home(spec: ParamSpec, held: Mapping[str, object], model: ModelSpec) -> tuple[str, int | None]:
-    """Megatron's name of a tensor, the first possible one if it has none; and the layer, if stacked."""
+    """Megatron's name of a tensor, or the first possible one; and the layer, if layers are stacked."""
     names = list(_candidates(spec, spec.layer - 1 - (model.rope is None)))
     return next((one for one in names if one[0] in held), names[0])
 

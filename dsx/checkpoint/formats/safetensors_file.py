@@ -1,7 +1,8 @@
 """safetensors files as data: where each tensor's bytes lie, and the checksums that dsx puts beside them.
 
-The format (its own description): eight bytes with the length of a JSON header, the header, the tensors. It
-has no checksums. dsx puts each tensor's into ``__metadata__``; who else writes the file anew leaves them out.
+The format (its own description): eight bytes with the length of a JSON header, the header, the tensors. The
+format has no checksums. dsx puts each tensor's into ``__metadata__``; other programs that rewrite the file
+leave them out.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def contents(root: Path, file: str) -> tuple[list[Entry], list[Checksum]]:
 
     Args:
         root: Folder of the checkpoint.
-        file: In it.
+        file: The file in it.
 
     Raises:
         CheckpointError: It is no such file, is cut short, or describes a tensor that it cannot have.
@@ -71,7 +72,7 @@ def header_of(
 
     Args:
         tensors: Name, torch's dtype and shape of each, in the order in which they will lie.
-        metadata: Of the file. transformers refuses files whose ``format`` is not ``pt``.
+        metadata: The file's metadata. transformers refuses files whose ``format`` is not ``pt``.
 
     Returns:
         The bytes, and where each tensor lies in the file: first byte, and the one after the last.
@@ -108,8 +109,9 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 def _names_by_library(path: Path) -> set[str]:
     """Names of the tensors in a file that the safetensors library takes.
 
-    It refuses what lies outside of the file, in other tensors or behind gaps, headers that are too long, and
-    more: what it reads, and nothing else, is a safetensors file. But where tensors lie, it does not tell.
+    The library refuses tensors that lie outside of the file, overlap or leave gaps, headers that are too
+    long, and more: what it reads is a safetensors file, and nothing else is. But it does not say where
+    tensors lie.
     """
     with safe_open(path, framework="np") as file:
         return set(file.keys())

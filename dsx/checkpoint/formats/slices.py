@@ -1,4 +1,4 @@
-"""Between a logical tensor and the local ones of its tensor-parallel ranks."""
+"""Cuts a logical tensor into the local ones of its tensor-parallel ranks, and merges them."""
 
 from __future__ import annotations
 

@@ -5,14 +5,11 @@ and ``<root>/data/<key>`` per storage. One of before torch 1.6, which DeepSpeed 
 ``checkpoint.writer``'s serialization off, is four pickles, a list of keys, and the storages one after
 another, each behind its number of elements (torch/serialization.py, ``_legacy_load``).
 
-Reads the pickled structure of torch's files as inert data: nothing is imported and nothing is called.
-
 A pickle is a program for a small stack machine, and Python's own machine calls whatever the program names.
-This one knows no classes at all: a global is only its name, and what the program wants called is looked up
-in a table of the few constructors that stock checkpoints use, which build plain values. Any other global is
-an error. So the worst that a malicious file can do is to be refused.
-
-Opcodes and their meaning: the standard library's :mod:`pickletools`.
+The one here imports nothing and knows no classes: a global is only its name, and a call is looked up in a
+table of the few constructors that stock checkpoints use, which build plain values. Any other global is an
+error, so the worst that a malicious file can do is to be refused. The standard library's :mod:`pickletools`
+documents the opcodes.
 """
 
 from __future__ import annotations
@@ -71,7 +68,7 @@ class TensorRef:
     Attributes:
         dtype: As torch names it.
         shape: Extents.
-        strides: In elements.
+        strides: Strides in elements.
         storage: Key of the storage in the file.
         start: Element of the storage at which it begins.
         offset: Byte of the file at which it begins; -1 until the file's directory is known.
@@ -193,7 +190,7 @@ class _Machine:
             )
 
     def items(self) -> list[Any]:
-        """What lies above the last mark; the mark goes."""
+        """Pop what lies above the last mark, and the mark."""
         items, self.stack = self.stack, self.marks.pop()
         return items
 
@@ -252,7 +249,7 @@ class _Machine:
 
 
 def _is_type(known: Global) -> bool:
-    """Globals that are only mentioned: dtypes, storage classes, the class of a rebuilt tensor."""
+    """Whether a global is only mentioned: a dtype, a storage class, the class of a rebuilt tensor."""
     return (
         (known.module in {"torch", "torch.storage"} and (known.name in STORAGES or known.name in _DTYPES))
         or (known.module == "torch.nn.parameter" and known.name == "Parameter")
@@ -485,7 +482,7 @@ def read_torch_file(folder: Path, name: str, start: int = 0, length: int | None 
     """Read the structure of ``folder/name``; of the tensors only where they lie.
 
     Args:
-        folder: The checkpoint's.
+        folder: The checkpoint's folder.
         name: Path of the file in it.
         start: First byte of the file of ``torch.save``, which may be a part of another file.
         length: Its length; to the end by default.
@@ -596,7 +593,7 @@ def _read_legacy(file: FileWindow, path: Path) -> tuple[Any, dict[str, FileStora
 
 
 def _placed(content: Any, storages: Mapping[str, FileStorage], where: str) -> Any:
-    """The same values with every tensor's byte filled in. What occurs several times stays one object."""
+    """The same values with every tensor's byte filled in; what occurs repeatedly stays one object."""
     done: dict[int, Any] = {}
 
     def place(value: Any, depth: int) -> Any:

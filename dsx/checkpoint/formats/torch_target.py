@@ -27,7 +27,7 @@ _STORAGE_CLASS = {dtype: name for name, dtype in STORAGES.items()}
 
 @dataclass(eq=False, slots=True)
 class Hole:
-    """A tensor whose bytes come later, or are ``data``. Stored once, however often it is referred to.
+    """A tensor whose bytes come later, or are ``data``. It is stored once, however often it is referred to.
 
     Attributes:
         dtype: As torch names it.
@@ -180,7 +180,7 @@ class _Archive:
         self._open: list[tuple[int, int, int, int]] = []  # start, stop, place of the local CRC, entry
 
     def add(self, name: str, data: bytes | None, size: int | None = None) -> int:
-        """A member; without data it is left empty. Returns its first byte."""
+        """Add a member, left empty without data; gives its first byte."""
         count = len(data) if data is not None else size or 0
         path = f"{self._root}/{name}".encode()
         wide = struct.pack("<HHQQ", 1, 16, count, count) if count >= _LARGE else b""
@@ -202,7 +202,7 @@ class _Archive:
         return start
 
     def close(self) -> None:
-        """The directory and the end of the archive."""
+        """Write the directory and the end of the archive."""
         start = self.end
         places = []
         for entry in self._central:

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: what each rank writes and wants back, and the state that is no tensor."""
+"""Checkpoints of a run: what each rank writes and wants back, and the state outside tensors."""

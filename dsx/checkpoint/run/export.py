@@ -42,7 +42,7 @@ _TOKENIZER_FILES = {
 def layer_weights(
     folder: str | Path, specs: Sequence[ParamSpec], groups: Groups
 ) -> Iterator[Callable[[int, nn.Module], None]]:
-    """What gives layers of dsx's families the weights of a Hugging Face folder, one by one.
+    """The function that gives layers of dsx's families the weights of a Hugging Face folder, one by one.
 
     It is for ``load_layer`` of :class:`~dsx.PipelineModule`. Each rank reads only its own slices. A
     collective call over all ranks.
@@ -93,7 +93,7 @@ def export_weights(pipeline: Any, folder: str | Path, config: dict[str, Any]) ->
 
     Args:
         pipeline: A module of dsx's families, trained or not.
-        folder: Where to; must not exist with other content.
+        folder: Where to write; must not exist with other content.
         config: The Hugging Face config.json to write.
 
     Raises:
@@ -125,8 +125,8 @@ def export_hf(
     ``dsx.data.tokenizer`` names. A collective call over all ranks; the folder appears whole or not at all.
 
     Args:
-        engine: Of a model of dsx's families, trained or not, in any layout.
-        folder: Where to; must not exist with other content.
+        engine: An engine of a model of dsx's families, trained or not, in any layout.
+        folder: Where to write; must not exist with other content.
         config: The Hugging Face config to write; that of the dsx config by default, which the engine knows
             if :func:`dsx.initialize` was given it.
 
@@ -156,8 +156,8 @@ def export_hf(
 def copy_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) -> None:
     """Put the tokenizer called ``name`` into a model folder, so that ``AutoTokenizer`` finds it there.
 
-    From a folder its files come as they are, with the generation settings beside them, and with its Python
-    files if its code is trusted; "bytes", which transformers does not have, and "none" leave nothing.
+    A folder's files are copied as they are, with the generation settings beside them, and with its Python
+    files if its code is trusted. "bytes", which transformers does not have, and "none" leave nothing.
 
     Raises:
         CheckpointError: A file cannot be written.

@@ -1,4 +1,4 @@
-"""A run as its checkpoints see it, and the logical (global) tensors that its parameters are parts of."""
+"""A run as checkpoints see it, and the logical (global) tensors of which its parameters are parts."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class CheckpointedRun(Protocol):
 class Names:
     """Logical tensors of a rank's parameters and buffers.
 
-    Tensor-parallel ranks hold the same of what a layer that is not dsx's does not mark as cut
-    (``tensor_model_parallel``). What it does mark is cut in an unknown way: each rank's is a tensor of its
-    own, which only the same tensor-parallel degree can load.
+    Of a layer that is not dsx's, tensor-parallel ranks hold the same, unless it marks a parameter as cut
+    (``tensor_model_parallel``). A marked one is cut in an unknown way: each rank's is a tensor of its own,
+    which only the same tensor-parallel degree can load.
 
     Args:
-        run: Whose parameters they are.
+        run: The run whose parameters they are.
     """
 
     def __init__(self, run: CheckpointedRun) -> None:

@@ -1,4 +1,4 @@
-"""What of each logical tensor a rank of a run holds: what it stores in checkpoints and wants back."""
+"""The part of each logical tensor that a rank of a run holds, stores in checkpoints and wants back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stored_here(run: CheckpointedRun, *, everything: bool = False) -> Iterator[S
 
     Args:
         run: The run.
-        everything: Also what another rank stores: what this rank must get back.
+        everything: Whether to give also what another rank stores and this one must get back.
 
     Yields:
         Blocks whose values are the run's own memory, flattened.
@@ -53,7 +53,7 @@ def stored_here(run: CheckpointedRun, *, everything: bool = False) -> Iterator[S
 
 
 class _Share:
-    """Of what the ranks hold alike, this one's part."""
+    """This rank's part of what ranks hold alike."""
 
     def __init__(self, run: CheckpointedRun, everything: bool) -> None:
         self.names, self._groups, self._everything = Names(run), run.groups, everything
@@ -73,7 +73,7 @@ class _Share:
         return spec, *share_of(spec.local_shape(mesh.tp), number, (start, stop), *copies)
 
     def first_has(self, spec: ParamSpec) -> bool:
-        """Whether this rank stores what is the first one's alone, as buffers that ranks may have changed."""
+        """Whether this rank stores what only the first one does, as buffers that ranks may have changed."""
         copy, _ = self._groups.mesh.copies(self._groups.rank, cut=is_cut(spec), divided=False)
         return self._everything or copy == 0
 
@@ -116,7 +116,7 @@ def _untrained(run: CheckpointedRun, share: _Share) -> Iterator[StoredBlock]:
 def load_stored(run: CheckpointedRun, catalog: Catalog) -> int:
     """Fill masters, moments, frozen weights and buffers from a checkpoint of any layout.
 
-    Each rank reads what it holds, and nothing else. Weights are still to be made of the masters.
+    Each rank reads what it holds, and nothing else. The weights have yet to be made from the masters.
 
     Returns:
         Bytes of tensors that this rank read.
@@ -142,7 +142,7 @@ def load_stored(run: CheckpointedRun, catalog: Catalog) -> int:
 
 
 def _fill(reader: Reader, block: StoredBlock, *, frozen: bool) -> None:
-    """Read one block. Of a frozen parameter a layout keeps master and moments, or the weight alone."""
+    """Read one block. For a frozen parameter, a layout keeps master and moments, or the weight alone."""
     wanted, values = block.entry, block.values
     name = wanted.name
     # A weight that is its own master comes from a master that is wider than the weight beside it.
@@ -176,7 +176,7 @@ def _fill(reader: Reader, block: StoredBlock, *, frozen: bool) -> None:
 
 
 def _one_of(catalog: Catalog, state: str, values: set[float]) -> float:
-    """What a buffer of several tensors keeps once; steps differ where some had no gradients at first."""
+    """The one number of a buffer of several tensors, whose steps differ if some had no gradients at first."""
     if state != "step" and len(values) > 1:
         raise CheckpointError(
             f"{catalog.root}: {state} of the optimizer",
