@@ -193,7 +193,7 @@ def test_both_optimizers_of_a_partly_offloaded_zero3_follow_the_schedule() -> No
     """The second one steps what stays on a GPU; DeepSpeed's copy of the first group is frozen."""
     from types import SimpleNamespace
 
-    from dsx.engine.zero.remade import share_groups
+    from dsx.engine.zero.stage3 import share_groups
 
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     first = torch.optim.AdamW([{"params": [w], "weight_decay": at / 10} for at, w in enumerate(weights)])

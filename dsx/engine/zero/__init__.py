@@ -8,11 +8,14 @@ of :data:`SUPPORTED_DEEPSPEED`; others are refused, because none of this is a pu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
 import deepspeed
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from dsx.config.resolve import zero_problems
@@ -31,9 +34,8 @@ from dsx.engine.zero.reduction import (
     Scale,
     reducible,
 )
-from dsx.engine.zero.remade import given_optimizer_kept, share_groups
 from dsx.engine.zero.replicated import ReplicatedAdapter, WholeGradients
-from dsx.engine.zero.stage3 import Stage3Adapter, StepGathers, scope_consistency_checks
+from dsx.engine.zero.stage3 import Stage3Adapter, StepGathers, scope_consistency_checks, share_groups
 from dsx.errors import ConfigError, ModelError, VersionError
 from dsx.parallel.groups import Groups
 from dsx.parallel.reduction import ChunkReduction
@@ -95,6 +97,38 @@ def require_supported() -> None:
             "dsx touches DeepSpeed's internals and has not been checked against this version",
             f"install one of: {', '.join(SUPPORTED_DEEPSPEED)}",
         )
+
+
+@contextmanager
+def given_optimizer_kept() -> Iterator[None]:
+    """Inside the block, ZeRO steps the optimizer that it is given.
+
+    ZeRO-1 to 3 make torch's Adagrad anew, over their fp32 partitions, in one parameter group with the
+    defaults (stage_1_and_2.py:947, stage3.py:1358). Schedules and users hold on to the first one, so that its
+    learning rate would never reach a weight; the settings of each group would be lost, and with a second
+    group the step fails. The groups of the first one have their fp32 partitions by then; all that it lacks
+    are the states of those.
+    """
+    kinds = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
+    originals = [kind.initialize_optimizer_states for kind in kinds]
+    for kind, original in zip(kinds, originals, strict=True):
+        kind.initialize_optimizer_states = _keeping(original)
+    try:
+        yield
+    finally:
+        for kind, original in zip(kinds, originals, strict=True):
+            kind.initialize_optimizer_states = original
+
+
+def _keeping(initialize_states: Callable[[Any], None]) -> Callable[[Any], None]:
+    def initialize(wrapper: Any) -> None:
+        given = wrapper.optimizer
+        initialize_states(wrapper)
+        made = wrapper.optimizer
+        if made is not given:
+            given.state, wrapper.optimizer = made.state, given
+
+    return initialize
 
 
 def count_samples(engine: Any, micro_batches: int) -> None:

@@ -301,6 +301,21 @@ class Stage3Adapter:
                     yield GradientPart(parameter, gradient, rank * gradient.numel())
 
 
+def share_groups(wrapper: Any) -> None:
+    """Have the second optimizer of a partly offloaded ZeRO-3 follow the first one's settings.
+
+    It steps what stays on the GPU (``offload_optimizer.ratio``), and its first group is a copy, which no
+    schedule reaches (stage3.py:317). Both may have the same groups: each step puts its parameters into them
+    and takes them out again (stage3.py, _optimizer_step).
+    """
+    second = getattr(wrapper, "backup_optimizer", None)
+    if second is not None:
+        second.param_groups.clear()
+        second.state.clear()
+        for group in wrapper.optimizer.param_groups:
+            second.add_param_group(group)
+
+
 def scope_consistency_checks(groups: Groups) -> None:
     """Compare ZeRO-3's traces over the data-parallel group only.
 
