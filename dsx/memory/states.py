@@ -1,19 +1,20 @@
-"""What DeepSpeed 0.19.8 keeps for a rank's parameters, and takes for a moment, as the ledger sees it.
+"""What DeepSpeed 0.19.8 keeps for a rank's parameters, and takes for a moment, on the ledger.
 
-One class per optimizer wrapper that DeepSpeed chooses (engine.py, _do_optimizer_sanity_check). Each is asked
-in the order of a run: :meth:`States.build`, :meth:`States.start`, gradients as they come,
-:meth:`States.reduce` after each backward, :meth:`States.step`. Source files are below deepspeed/runtime.
+There is one class per optimizer wrapper that DeepSpeed chooses (engine.py, _do_optimizer_sanity_check). Each
+is asked in the order of a run: :meth:`States.build`, :meth:`States.start`, gradients as they come,
+:meth:`States.reduce` after each backward, :meth:`States.step`. In which buckets gradients leave, what is cut
+where and what stays gathered is decided by the objects that the engine itself uses (dsx.parallel.reduction,
+dsx.parallel.zero, dsx.schedules.gathers). Sources named here are below deepspeed/runtime.
 
-P: parameters of this rank's layers, tensor-parallel cut and padding included; N: data-parallel degree; w:
-bytes of a parameter, 2 or 4.
+P: parameters of this rank's layers, tensor-parallel cut and padding included; N: ranks over which ZeRO
+partitions; w: bytes of a parameter, 2 or 4.
 
-What ZeRO-Offload moves to the host: settings, and the host's own ledger.
+With offload the device keeps parameters (or, with parameters offloaded, none between uses) and the reduce
+bucket. The host keeps fp32 masters, their gradients, the moments and, at ZeRO-3, the partitions that
+gradients add up in. Gradients go there parameter by parameter, by way of the device, where they are added up
+and squared.
 
-The device keeps parameters (or, with parameters offloaded, none between uses) and the reduce bucket. The host
-keeps fp32 masters, their gradients, the moments and, at ZeRO-3, the partitions that gradients add up in.
-Gradients go there parameter by parameter, by way of the device, where they are added up and squared.
-
-A tensor here is let go of by name (:func:`free`, :meth:`States.aside`), when the engine lets go of its own.
+Tensors are freed by name (:func:`free`, :meth:`States.aside`) at the moment when the engine frees its own.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class Host:
 
 
 def free(*tensors: Tensor | None) -> None:
-    """Let go of tensors, of which each is the only one that holds on to its memory for its owner."""
+    """Let go of the memory that these tensors hold, each by its one owner; None is nothing to free."""
     for tensor in tensors:
         if tensor is not None:
             tensor.release()
