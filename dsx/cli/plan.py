@@ -67,11 +67,19 @@ def plan(
     parallelism by predicted step time, within the memory of a GPU; what an option gives is kept. All but the
     layout comes from CONFIG, or, without one, from usual settings. Exit code 1: nothing fits.
     """
-    from dsx.planner.inputs import Fixed, layout_config, plan_search
+    from dsx.planner.cluster import read_cluster
+    from dsx.planner.inputs import Fixed, layout_config, plan_inputs, plan_search
     from dsx.waiting import Waiting
 
     fixed = Fixed(tensor=tensor, pipeline=pipeline, zero=zero, micro_batch=micro_batch, gpu_memory=gpu_memory)
-    inputs = _inputs(cluster, gpus, model, config, global_batch, sequence_length)
+    inputs = plan_inputs(
+        model=model,
+        config=config,
+        cluster=read_cluster(cluster),
+        gpus=gpus,
+        global_batch=global_batch,
+        sequence_length=sequence_length,
+    )
     measured = _measured(inputs) if measure else None
     waiting = Waiting("comparing", unit="layouts")
     search = plan_search(inputs, fixed, measured, looked=waiting.advance)
@@ -87,27 +95,6 @@ def plan(
     say(_text(inputs, found, measured))
     if output is not None:
         say(f"wrote {output}")
-
-
-def _inputs(
-    cluster: str,
-    gpus: int,
-    model: str | None,
-    config: Path | None,
-    global_batch: int | None,
-    sequence_length: int | None,
-) -> PlanInputs:
-    from dsx.planner.cluster import read_cluster
-    from dsx.planner.inputs import plan_inputs
-
-    return plan_inputs(
-        model=model,
-        config=config,
-        cluster=read_cluster(cluster),
-        gpus=gpus,
-        global_batch=global_batch,
-        sequence_length=sequence_length,
-    )
 
 
 def _measured(inputs: PlanInputs) -> Calibration:

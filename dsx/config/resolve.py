@@ -487,19 +487,10 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
         check_file(dsx, written, **size)
     program = written or choose(dsx, degrees.schedule_name, **size)
     precision: Precision = "bf16" if is_bf16(deepspeed) else "fp32"
-    if dsx.is_measured(degrees.mesh.pp):
-        from dsx.planner import measured  # here: other runs need none of the planner
-
-        measured.check_saved(
-            dsx,
-            measured.conditions(
-                dsx, model.spec, mesh=degrees.mesh, micro_batch_size=batch.micro, precision=precision
-            ),
-        )
     specs = param_specs(model.spec, pad_multiple=dsx.model.vocab_multiple)
     stage_map = cut_layers(dsx, model.spec, specs, num_ranks=degrees.mesh.pp, num_chunks=degrees.chunks)
     clipping = float(deepspeed.get("gradient_clipping", _DEFAULT_CLIPPING))
-    return RunConfig(
+    run = RunConfig(
         deepspeed=deepspeed | batch.keys() | {"gradient_clipping": clipping},
         dsx=dsx,
         mesh=degrees.mesh,
@@ -524,3 +515,8 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
             *optimizer_notes(deepspeed),
         ),
     )
+    if dsx.is_measured(run.mesh.pp):
+        from dsx.planner.measured import check_saved  # here: other runs need none of the planner
+
+        check_saved(run)
+    return run

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from importlib.resources import files
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -148,68 +150,6 @@ class Group:
         return ceil(self.size / self.members_per_node(gpus_per_node))
 
 
-PRESETS = ("A100-80", "H100", "H200", "B200", "MI300X", "CPU")
-"""Names that :func:`preset` knows."""
-
-
-def preset(name: str) -> Cluster:
-    """A cluster of usual nodes of eight, of any size, by :data:`PRESETS` name (case does not matter).
-
-    Peak rates are :func:`dsx.models.flops.peak_flops`'s. The rest, per GPU:
-
-    - A100-80: NVIDIA A100 80GB SXM datasheet: 80 GB, 2,039 GB/s, NVLink 600 GB/s both ways together. Network:
-      DGX A100 has eight HDR InfiniBand adapters of 200 Gb/s for eight GPUs, as arXiv:2104.04473 section 5.
-    - H100, H200: NVIDIA H100 and H200 SXM datasheets: 80 GB at 3.35 TB/s and 141 GB at 4.8 TB/s, NVLink 900
-      GB/s. Network: DGX H100 and H200 have eight 400 Gb/s adapters.
-    - B200: NVIDIA DGX B200 datasheet: 1,440 GB and 64 TB/s of eight GPUs, NVLink 14.4 TB/s of eight; eight
-      400 Gb/s adapters.
-    - MI300X: AMD Instinct MI300X and MI300X platform data sheets: 192 GB, 5.3 TB/s, seven links of 128 GB/s
-      both ways together, which a ring over all eight uses. Network: eight 400 Gb/s adapters, as usual.
-    - CPU: a stand-in for eight processes of a desktop machine in fp32: two 3 GHz cores with two 256-bit fused
-      multiply-adds each (192 GFLOP/s), 4 of 32 GiB, an eighth of two channels DDR4-3200, gloo through memory.
-      ``dsx plan --measure`` puts the machine's own rates in place of these.
-
-    Memory sizes are what the drivers report, rounded down to whole GiB: the data sheets' "GB" are GiB here,
-    less what the device keeps. On GPUs 2 GiB and a twenty-fifth of the rest are reserved. Latencies are the
-    ring steps of the Simple protocol, NCCL 2.10, src/graph/tuning.cc, hwLat: 3.4 us over NVLink and 9.6 us
-    over a network.
-
-    Raises:
-        ConfigError: No such cluster.
-
-    >>> preset("h200").memory_bytes >> 30
-    139
-    """
-    known = {each.name.upper(): each for each in _all()}
-    if name.upper() not in known:
-        raise ConfigError(
-            f"cluster {name!r}",
-            "neither a known cluster nor a file",
-            f"use one of {', '.join(PRESETS)}, or the path of a JSON file",
-        )
-    return known[name.upper()]
-
-
-def _all() -> tuple[Cluster, ...]:
-    return (
-        _gpus("A100-80", "A100", 79 * _GIB, 2.039e12, 300e9, 25e9),
-        _gpus("H100", "H100", 79 * _GIB, 3.35e12, 450e9, 50e9),
-        _gpus("H200", "H200", 139 * _GIB, 4.8e12, 450e9, 50e9),
-        _gpus("B200", "B200", 178 * _GIB, 8e12, 900e9, 50e9),
-        _gpus("MI300X", "MI300X", 191 * _GIB, 5.3e12, 448e9, 50e9),
-        Cluster(
-            name="CPU",
-            gpus_per_node=8,
-            memory_bytes=4 * _GIB,
-            memory_bytes_per_second=6.4e9,
-            flops={"bf16": 192e9, "fp32": 192e9},
-            inside=Link(2e9, 50e-6),
-            between=Link(1.25e8, 100e-6),
-            is_host=True,
-        ),
-    )
-
-
 def allowance(memory_bytes: int) -> int:
     """The usual reserve of a GPU's memory: 2 GiB and a twenty-fifth of all."""
     return 2 * _GIB + memory_bytes // 25
@@ -260,22 +200,6 @@ def gpu_memory(gib: float, cluster: Cluster | None = None) -> GpuMemory:
     return GpuMemory(memory_bytes, reserved)
 
 
-def _gpus(name: str, device: str, memory: int, rate: float, inside: float, between: float) -> Cluster:
-    half, single = peak_flops(device, "bf16"), peak_flops(device, "fp32")
-    assert half is not None
-    assert single is not None
-    return Cluster(
-        name=name,
-        gpus_per_node=8,
-        memory_bytes=memory,
-        memory_bytes_per_second=rate,
-        flops={"bf16": half, "fp32": single},
-        inside=Link(inside, 3.4e-6),
-        between=Link(between, 9.6e-6),
-        reserved_bytes=allowance(memory),
-    )
-
-
 _GIGA = 1e9
 
 PositiveNumber = Annotated[float, Field(gt=0)]
@@ -290,6 +214,11 @@ class LinkConfig(SchemaBlock):
     latency_microseconds: Annotated[float, Field(ge=0)] | None = Field(
         default=None, description="Of one step of a collective."
     )
+
+    @property
+    def link(self) -> Link:
+        """In bytes and seconds."""
+        return Link((self.gigabytes_per_second or 0) * _GIGA, (self.latency_microseconds or 0) / 1e6)
 
 
 class ClusterConfig(SchemaBlock):
@@ -321,6 +250,27 @@ class ClusterConfig(SchemaBlock):
     between: LinkConfig = Field(default=LinkConfig(), description="Between nodes, each GPU's share.")
 
 
+_PRESETS: dict[str, dict[str, Any]] = tomllib.loads(
+    (files("dsx.planner") / "clusters.toml").read_text(encoding="utf-8")
+)
+
+PRESETS = tuple(_PRESETS)
+"""Names that :func:`preset` knows; their figures and whose these are stand in ``clusters.toml``."""
+
+
+def preset(name: str) -> Cluster:
+    """A cluster of usual nodes of eight, of any size, by :data:`PRESETS` name (case does not matter).
+
+    Raises:
+        ConfigError: No such cluster.
+
+    >>> preset("h200").memory_bytes >> 30
+    139
+    """
+    known = _known(name)
+    return _cluster(known, known, ClusterConfig.model_validate(_PRESETS[known] | {"gpu": known}))
+
+
 def read_cluster(name: str) -> Cluster:
     """The cluster that ``--cluster`` names.
 
@@ -341,72 +291,59 @@ def read_cluster(name: str) -> Cluster:
         problems = explain(error, content, ClusterConfig)
         raise_all(name, [ConfigError(f"{name}: {p.where}", p.what, p.fix) for p in problems])
         raise
-    return _cluster(name, config)
-
-
-def _cluster(file: str, config: ClusterConfig) -> Cluster:
-    given = _given(config)
     if config.gpu is not None:
-        base = preset(config.gpu)
-        links = {
-            level: replace(getattr(base, level), **_link(getattr(config, level)))
-            for level in ("inside", "between")
-        }
-        reserved = _reserved(
-            given.get("memory_bytes", base.memory_bytes), is_host=given.get("is_host", base.is_host)
+        base = _PRESETS[_known(config.gpu)]
+        given = config.model_dump(exclude_none=True)
+        links = {level: base[level] | given.get(level, {}) for level in ("inside", "between")}
+        config = ClusterConfig.model_validate(base | given | links)
+    return _cluster(name, Path(name).stem, config)
+
+
+def _known(name: str) -> str:
+    found = next((each for each in PRESETS if each.upper() == name.upper()), None)
+    if found is None:
+        raise ConfigError(
+            f"cluster {name!r}",
+            "neither a known cluster nor a file",
+            f"use one of {', '.join(PRESETS)}, or the path of a JSON file",
         )
-        return replace(base, **{"name": Path(file).stem} | reserved | given | links)
-    links = {level: _link(getattr(config, level)) for level in ("inside", "between")}
+    return found
+
+
+def _cluster(file: str, name: str, config: ClusterConfig) -> Cluster:
+    rates: dict[Precision, float | None] = {"bf16": None, "fp32": None}
+    if config.teraflops is not None:
+        rates = {precision: 1e12 * rate for precision, rate in config.teraflops.items()}
+    elif config.gpu is not None:
+        rates = {precision: peak_flops(config.gpu, precision) for precision in rates}
+    flops = {precision: rate for precision, rate in rates.items() if rate is not None}
     needed = {
         "gpus_per_node": config.gpus_per_node,
         "memory_gib": config.memory_gib,
         "memory_gigabytes_per_second": config.memory_gigabytes_per_second,
-        "teraflops": config.teraflops,
-        **{f"{level}.gigabytes_per_second": getattr(config, level).gigabytes_per_second for level in links},
+        "teraflops": flops,
+        "inside.gigabytes_per_second": config.inside.gigabytes_per_second,
+        "between.gigabytes_per_second": config.between.gigabytes_per_second,
     }
-    missing = [key for key, value in needed.items() if not value]
-    if missing:
+    for key in (key for key, value in needed.items() if not value):
         raise ConfigError(
-            f"{file}: {missing[0]}",
+            f"{file}: {key}",
             "it is left out, and no gpu is named to take it from",
             'add it, or name a known one, e.g. "gpu": "H100"',
         )
-    made = {level: Link(**{"latency_seconds": 0.0} | link) for level, link in links.items()}
-    reserved = _reserved(given["memory_bytes"], is_host=given.get("is_host", False))
-    return Cluster(**{"name": Path(file).stem} | reserved | given | made)
-
-
-def _reserved(memory_bytes: int, *, is_host: bool) -> dict[str, int]:
-    """The usual reserve for so much memory, not that of the GPU whose other fields are taken."""
-    return {"reserved_bytes": 0 if is_host else allowance(memory_bytes)}
-
-
-def _given(config: ClusterConfig) -> dict[str, Any]:
-    """Fields of a Cluster that the file gives, links apart."""
-    found = {
-        "name": config.name,
-        "gpus_per_node": config.gpus_per_node,
-        "nodes": config.nodes,
-        "is_host": config.is_host,
-        "memory_bytes": _whole(_scaled(config.memory_gib, _GIB)),
-        "reserved_bytes": _whole(_scaled(config.reserved_gib, _GIB)),
-        "memory_bytes_per_second": _scaled(config.memory_gigabytes_per_second, _GIGA),
-        "flops": config.teraflops and {key: 1e12 * value for key, value in config.teraflops.items()},
-    }
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def _link(config: LinkConfig) -> dict[str, float]:
-    found = {
-        "bytes_per_second": _scaled(config.gigabytes_per_second, _GIGA),
-        "latency_seconds": _scaled(config.latency_microseconds, 1e-6),
-    }
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
-
-
-def _scaled(value: float | None, unit: float) -> float | None:
-    return None if value is None else value * unit
+    memory_bytes, is_host = int((config.memory_gib or 0) * _GIB), bool(config.is_host)
+    reserved_bytes = 0 if is_host else allowance(memory_bytes)
+    if config.reserved_gib is not None:
+        reserved_bytes = int(config.reserved_gib * _GIB)
+    return Cluster(
+        name=config.name or name,
+        gpus_per_node=config.gpus_per_node or 1,
+        nodes=config.nodes,
+        memory_bytes=memory_bytes,
+        memory_bytes_per_second=(config.memory_gigabytes_per_second or 0) * _GIGA,
+        flops=flops,
+        inside=config.inside.link,
+        between=config.between.link,
+        is_host=is_host,
+        reserved_bytes=reserved_bytes,
+    )

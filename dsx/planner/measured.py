@@ -12,8 +12,7 @@ from dsx.config.run import PENDING, RunConfig, cut_layers
 from dsx.config.schema import MEASURE, DsxConfig, PartitionConfig
 from dsx.config.wording import at
 from dsx.errors import ConfigError, LayoutError, ScheduleError
-from dsx.models.spec import ModelSpec, Recompute
-from dsx.parallel.mesh import Mesh
+from dsx.models.spec import Recompute
 from dsx.planner.choose import Ranking, choose
 from dsx.planner.layout import Bounds, Space
 from dsx.planner.profile import RECOMPUTE, Conditions, Profile, digest
@@ -33,39 +32,17 @@ def recompute_modes(dsx: DsxConfig) -> tuple[Recompute, ...]:
     return ("none",) if dsx.recompute == "none" else ("none", dsx.recompute)
 
 
-def conditions(
-    dsx: DsxConfig,
-    model: ModelSpec,
-    *,
-    mesh: Mesh,
-    micro_batch_size: int,
-    precision: str,
-    device: str = "",
-    version: str = "",
-) -> Conditions:
-    """The conditions under which a profile must have been measured."""
+def conditions_of(run: RunConfig, *, device: str = "", version: str = "") -> Conditions:
+    """The conditions under which a profile of ``run`` must have been measured."""
     return Conditions(
-        model=digest(model, vocab_multiple=dsx.model.vocab_multiple),
-        micro_batch_size=micro_batch_size,
-        sequence_length=dsx.data.sequence_length,
-        tensor=mesh.tp,
-        sequence_parallel=dsx.parallel.sequence_parallel and mesh.tp > 1,
-        precision=precision,
-        device=device,
-        dsx=version,
-    )
-
-
-def conditions_of(run: RunConfig, *, device: str, version: str) -> Conditions:
-    """The same of a resolved run, with its accelerator's name and dsx's version."""
-    return conditions(
-        run.dsx,
-        run.model,
-        mesh=run.mesh,
+        model=digest(run.model, vocab_multiple=run.dsx.model.vocab_multiple),
         micro_batch_size=run.micro_batch_size,
+        sequence_length=run.sequence_length,
+        tensor=run.mesh.tp,
+        sequence_parallel=run.dsx.parallel.sequence_parallel and run.mesh.tp > 1,
         precision=run.precision,
         device=device,
-        version=version,
+        dsx=version,
     )
 
 
@@ -86,14 +63,14 @@ def read_saved(path: Path, key: str | None = None) -> Profile:
     return Profile.from_json(text, name=where)
 
 
-def check_saved(dsx: DsxConfig, wanted: Conditions) -> None:
+def check_saved(run: RunConfig) -> None:
     """Raise ConfigError unless the saved profile, if one is named, fits as far as is known so early."""
-    if dsx.profile_source in (None, MEASURE):
+    if run.dsx.profile_source in (None, MEASURE):
         return
-    assert dsx.profile is not None
-    profile, name = read_saved(Path(dsx.profile), "dsx.profile"), at("dsx.profile", dsx.profile)
-    profile.require(wanted, name=name, ignore=NOT_SHAPES)
-    for mode in recompute_modes(dsx):
+    assert run.dsx.profile is not None
+    profile, name = read_saved(Path(run.dsx.profile), "dsx.profile"), at("dsx.profile", run.dsx.profile)
+    profile.require(conditions_of(run), name=name, ignore=NOT_SHAPES)
+    for mode in recompute_modes(run.dsx):
         profile.require_mode(mode, name=name)
 
 
