@@ -113,7 +113,7 @@ def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None) -> str:
     run, cluster = inputs.run, found.task.machine.network.cluster
     title = (
         f"{run.model.family}, {compact(run.num_parameters)} parameters on {inputs.gpus} x {cluster.name}, "
-        f"{inputs.global_batch} sequences of {inputs.sequence_length} tokens per step, {run.precision}"
+        f"{run.global_batch_size} sequences of {run.sequence_length} tokens per step, {run.precision}"
     )
     lines = [title]
     if measured is not None:
@@ -179,7 +179,7 @@ def _figures(inputs: PlanInputs, found: Plan, ranked: Ranked) -> dict[str, Any]:
     peak = task.machine.network.cluster.peak(task.machine.precision)
     return {
         "step_seconds": seconds,
-        "tokens_per_second": inputs.global_batch * inputs.sequence_length / seconds,
+        "tokens_per_second": inputs.run.global_batch_size * inputs.run.sequence_length / seconds,
         "mfu": task.flops / (seconds * inputs.gpus * peak),
         "bubble_over_ideal": ranked.time.bubble_over_ideal,
         "communication_share": ranked.time.communication_share,

@@ -33,19 +33,15 @@ class PlanInputs:
 
     Attributes:
         content: A whole config without its layout: DeepSpeed's keys and the ``dsx`` block.
-        run: The same, resolved for one rank.
+        run: The same, resolved for one rank with micro-batches of one sequence.
         cluster: The cluster to train on.
         gpus: Number of its GPUs.
-        global_batch: Sequences per step.
-        sequence_length: Tokens.
     """
 
     content: dict[str, Any]
     run: RunConfig
     cluster: Cluster
     gpus: int
-    global_batch: int
-    sequence_length: int
 
     @property
     def offloads(self) -> bool:
@@ -100,17 +96,9 @@ def plan_inputs(
         if value is None:
             raise ConfigError(name, "it is needed", f"give {name} N")
     content[TRAIN], block["data"]["sequence_length"] = batch, length
-    assert batch is not None
     zero = content.get("zero_optimization", {}) | {"stage": _lowest_stage(content)}
     run = resolve(content | {MICRO: 1, "zero_optimization": zero}, world_size=1)
-    return PlanInputs(
-        content=content,
-        run=run,
-        cluster=cluster,
-        gpus=gpus,
-        global_batch=batch,
-        sequence_length=length,
-    )
+    return PlanInputs(content=content, run=run, cluster=cluster, gpus=gpus)
 
 
 def _lowest_stage(content: Mapping[str, Any]) -> int:
@@ -241,7 +229,7 @@ def plan_search(
     _check(inputs, fixed)
     used = measured or Calibration(cluster=inputs.cluster, efficiency=Efficiency.of(inputs.cluster))
     cluster, open_run = used.cluster, inputs.run
-    task = replace(task_of(open_run, cluster, used.efficiency), global_batch=inputs.global_batch)
+    task = task_of(open_run, cluster, used.efficiency)
     space = _space(inputs, fixed)
     _check_space(task, space, fixed)
     job_of(open_run, device="cpu" if cluster.is_host else "cuda")  # Refuses what no layout could mend.
@@ -269,7 +257,7 @@ def _check(inputs: PlanInputs, fixed: Fixed) -> None:
             f"what the config offloads needs stage {inputs.lowest_zero_stage} or more",
             "use that, or remove zero_optimization.offload_optimizer and offload_param",
         )
-    micro, batch = fixed.micro_batch, inputs.global_batch
+    micro, batch = fixed.micro_batch, inputs.run.global_batch_size
     if micro is not None and (micro < 1 or batch % micro):
         raise ConfigError(
             f"--micro-batch {micro}", f"it does not divide the global batch {batch}", "use a divisor of it"

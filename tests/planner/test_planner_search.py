@@ -14,6 +14,7 @@ from dsx.parallel.layout import Layout
 from dsx.parallel.mesh import Mesh
 from dsx.planner.cluster import preset
 from dsx.planner.costs import Efficiency, Network, Software
+from dsx.planner.inputs import Fixed, plan_inputs, plan_search
 from dsx.planner.layer_times import Machine
 from dsx.planner.layout import Candidate, Space, Task, meshes, scheduled, variants
 from dsx.planner.plan import MemoryFloor, Search, reason
@@ -62,6 +63,44 @@ def test_finds_what_trying_everything_finds(cap_gib):
     for each in plan.too_large:
         assert each.time.seconds < best.time.seconds
         assert each.peak_bytes > cap
+
+
+@pytest.mark.parametrize("cap_gib", [16, 3])
+def test_a_bound_that_is_soon_known_saves_estimates_and_changes_nothing(cap_gib):
+    found, space, answers = task(), Space.of(8, micro_batches=(1,), recompute=("none", "full")), []
+    floor = MemoryFloor(Predictor(found))
+
+    def memory(layout):
+        return int(4 * floor.of(layout))
+
+    for least in (lambda _: 0, lambda layout: int(0.99 * memory(layout))):
+        plan = Search(found, space, memory, least, cap_bytes=cap_gib << 30)
+        try:
+            answers.append(plan.run(3))
+        except LayoutError as error:
+            answers.append(str(error))
+    if cap_gib > 3:
+        assert answers[1].estimated < answers[0].estimated
+        answers[0] = replace(answers[0], estimated=answers[1].estimated)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("cluster", ["H100", "CPU"])
+def test_the_bound_of_a_config_is_below_its_estimate(cluster):
+    inputs = plan_inputs(
+        model="llama/tiny",
+        config=None,
+        cluster=preset(cluster),
+        gpus=4,
+        global_batch=8,
+        sequence_length=128,
+    )
+    search = plan_search(inputs, Fixed(micro_batch=1))
+    wide = replace(search.space, recompute=("full",), names=("1f1b", "zbv"))
+    layouts = list(everything(search.task, wide))[::3]
+    assert len(layouts) > 10
+    for layout in layouts:
+        assert 0 < search.least(layout) <= search.memory(layout)
 
 
 def test_the_space_is_legal():
