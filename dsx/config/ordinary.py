@@ -1,6 +1,6 @@
 """An ordinary DeepSpeed JSON, the transformers Trainer's too, as a config of dsx.
 
-What the file leaves open, or leaves to the Trainer as "auto", is filled in, and what it became is told.
+What the file leaves open, or leaves to the Trainer as "auto", is filled in and reported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TRAINER_DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumption:
-    """A key that the file does not decide, what it became, and by what."""
+    """A key that the file does not decide, its value, and the reason for it."""
 
     key: str
     value: Any
@@ -57,7 +57,7 @@ class Assumption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
-    """A config with a ``dsx`` block, and what in it is neither the file's nor the command line's."""
+    """A config with a ``dsx`` block, and what in it comes neither from the file nor from the command line."""
 
     content: dict[str, Any]
     assumed: tuple[Assumption, ...]
@@ -73,16 +73,16 @@ def complete(
 ) -> Completed:
     """A config of dsx.
 
-    With a ``dsx`` block it stays as it is, but for ``model``, which goes before ``dsx.model``. Without one
-    the run is DeepSpeed's own: data parallel, sequences of the model's greatest length.
+    A config with a ``dsx`` block stays as it is, but ``model`` replaces ``dsx.model``. Without one the run is
+    DeepSpeed's own: data parallel, with sequences of the model's greatest length.
 
     Args:
-        content: The file's; empty for none, which is bf16, AdamW and ZeRO-1.
+        content: The file's content; empty for no file, which means bf16, AdamW and ZeRO-1.
         model: A preset, as ``llama-3-8b`` or ``gpt2/tiny``; a Hugging Face config.json; or a model folder.
             None where the content names one.
-        overrides: ``key=value`` items that go before the content, as ``--set`` takes them.
+        overrides: ``key=value`` items that replace the content's, as ``--set`` takes them.
         where: The file's name, for messages.
-        steps: Of the run, for a schedule whose length is the Trainer's to say.
+        steps: Steps of the run, for a schedule whose length the Trainer decides.
 
     Raises:
         ConfigError: No model is named or there is none of that name; an override that is none.
@@ -126,7 +126,7 @@ def complete(
 
 
 def _usual(out: dict[str, Any]) -> Iterator[Assumption]:
-    """What a run has of which nothing is said but the model."""
+    """The usual settings of a run of which only the model is given."""
     if not {"bf16", "fp16"} & set(out):
         yield _put(out, "bf16.enabled", True, _UNSAID)
     if isinstance(out.get("zero_optimization", {}), dict) and _at(out, "zero_optimization.stage") is None:
@@ -135,7 +135,7 @@ def _usual(out: dict[str, Any]) -> Iterator[Assumption]:
 
 
 def _needed(out: dict[str, Any]) -> Iterator[Assumption]:
-    """An optimizer: the script's own, if the file names none."""
+    """The optimizer that is needed: the script's own, if the file names none."""
     optimizer = out.get("optimizer", {})
     if isinstance(optimizer, dict) and optimizer.get("type") is None:
         yield _put(out, "optimizer.type", "AdamW", _UNSAID)
@@ -152,7 +152,7 @@ def _batch(out: dict[str, Any]) -> Iterator[Assumption]:
 
 
 def _fill(out: dict[str, Any], hf_config: Mapping[str, Any], steps: int) -> Iterator[Assumption]:
-    """Put what the Trainer would in the place of every "auto" that it knows; other ones stay."""
+    """Replace every "auto" that the Trainer knows by its value; others stay."""
     if out.get(TRAIN) == _AUTO:
         del out[TRAIN]  # the product of the others
     elif out.get(TRAIN) is not None:

@@ -1,4 +1,4 @@
-"""What of DeepSpeed's keys stops a run and why, from one table; and what a config's keys are to DeepSpeed.
+"""Which of DeepSpeed's keys stop a run and why, from one table; and what a config's keys are to DeepSpeed.
 
 The table is ``reference/refused.toml``. The doctor reports its rows, a run stops at them before anything is
 allocated, and the documentation lists those of dsx. A row has
@@ -13,7 +13,7 @@ allocated, and the documentation lists those of dsx. A row has
 - ``runners``: of "deepspeed", "trainer" and "dsx", those that it is told; all if left out.
 - ``remove``, ``set``, ``rename``: edits that mend it; ``safe``: whether, or when ("default": nobody wrote
   the key, "idle": it asks for nothing), they may be made without asking.
-- ``since``, ``before``: the first version of DeepSpeed that minds, and the first that does not any more;
+- ``since``, ``before``: the first version of DeepSpeed that minds, and the first that no longer does;
   ``where``: its file, below deepspeed/.
 - ``each``: the row once for each of these tables, whose words go where ``<word>`` stands.
 """
@@ -68,11 +68,11 @@ class Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing to say.
+    """One finding about a config.
 
     Attributes:
         check: Id of the check: ``batch-triple``. Stable: people write it into their tools.
-        severity: "error": it fails, or silently does something else than written. "warning": likely a
+        severity: "error": it fails, or silently does something else than what is written. "warning": likely a
             mistake. "note": worth knowing.
         path: The key; empty for the file as a whole.
         value: What is written there; ABSENT where nothing is.
@@ -111,8 +111,8 @@ class Context:
     Attributes:
         source: The file.
         runner: Who runs it: DeepSpeed alone, transformers' Trainer (or Accelerate), or dsx.
-        version: DeepSpeed's.
-        world_size: Ranks; None if not said.
+        version: The version of DeepSpeed.
+        world_size: Number of ranks; None if not given.
         pipeline: Stages of the model's pipeline under stock DeepSpeed: 1 for none, None if not said.
         client_optimizer: Whether the script passes an optimizer to deepspeed.initialize.
         guessed: Whether ``runner`` was guessed from the config.
@@ -202,7 +202,7 @@ class Context:
         return stage if isinstance(stage, int) else None
 
     def holds(self, condition: When) -> bool:
-        """Whether a condition holds; but for "asked", one on a value that is not known does not.
+        """Whether a condition holds; a condition on an unknown value does not, except for "asked".
 
         Of the value: comparisons, "in" and "not-in" a list, "odd", "truthy" and "falsy"; "asked" is what
         DeepSpeed may take for true. Of the key: "given" and "missing", "written" and "unwritten" (with a
@@ -468,14 +468,14 @@ def check_rules(context: Context) -> Iterator[Finding]:
 
 
 def apply(rules: Sequence[Rule], context: Context, by: Sequence[By] = ()) -> Iterator[Finding]:
-    """What ``rules`` say of a config; of those whom it concerns, or of ``by``."""
+    """The findings of ``rules`` about a config, for those who run it or for ``by``."""
     who = by or _REFUSERS[context.runner]
     told = (rule.finding(context) for rule in rules if rule.by in who)
     yield from (finding for finding in told if finding is not None)
 
 
 def check_betas(context: Context) -> Iterator[Finding]:
-    """Betas are two numbers of at least 0 and below 1."""
+    """Check that betas are two numbers of at least 0 and below 1."""
     name = "optimizer.params.betas"
     betas = context.value(name)
     if not context.written(name) or not isinstance(betas, list):
@@ -491,7 +491,7 @@ def check_betas(context: Context) -> Iterator[Finding]:
 
 
 def check_required(context: Context) -> Iterator[Finding]:
-    """Parameters without a default, of the schedule and everywhere else."""
+    """Find missing keys that have no default, of the schedule and everywhere else."""
     seen: list[tuple[Path, Mapping[str, Any], KeyBlock | None]] = [
         ((), context.config, context.table.blocks.get(("", "")))
     ]
@@ -514,7 +514,7 @@ def check_required(context: Context) -> Iterator[Finding]:
 
 
 def check_same_key(context: Context) -> Iterator[Finding]:
-    """One key under two of its names, of which DeepSpeed refuses one."""
+    """Find a key under two of its names, one of which DeepSpeed refuses."""
     seen: dict[tuple[Path, str], Slot] = {}
     for slot in context.slots:
         place = (slot.path[:-1], slot.name)
@@ -561,12 +561,12 @@ def is_comment(slot: Slot) -> bool:
 
 
 def is_past(context: Context, key: Key) -> bool:
-    """Whether this DeepSpeed has it no more."""
+    """Whether this DeepSpeed no longer has the key."""
     return key.status in ("removed", "dead") and (not key.until or context.version >= version(key.until))
 
 
 def asks_for_default(slot: Slot, key: Key) -> bool:
-    """Of a key that is accepted and read by nothing: it does no harm."""
+    """Whether a key that is accepted and read by nothing asks for its default, which does no harm."""
     return slot.value in (key.default, "auto", None)
 
 
@@ -576,14 +576,14 @@ def is_dead_wrong(slot: Slot, key: Key) -> bool:
 
 
 def is_tuned(context: Context, slot: Slot) -> bool:
-    """A list of values to try, or "auto" or "all", that the autotuner reads (autotuning/README.md)."""
+    """Whether a value is for the autotuner: a list to try, "auto" or "all" (autotuning/README.md)."""
     tunable = slot.name in (TRAIN, MICRO, ACCUMULATION) or slot.name.startswith("zero_optimization.")
     space = isinstance(slot.value, list) or slot.value in ("auto", "all")
     return context.tunes and tunable and space
 
 
 def errors(context: Context) -> list[Finding] | None:
-    """What stops a run; None where a key or a value is none that DeepSpeed knows: the doctor knows more."""
+    """What stops a run; None if DeepSpeed does not know a key or value, of which the doctor knows more."""
     if not all(is_right(context, slot) for slot in context.slots):
         return None
     found = [finding for check in CHECKS for finding in check(context)]

@@ -1,8 +1,7 @@
 """Where a config's model, tokenizer and data come from: presets, files of this machine, names of the hub.
 
-And where the files are that dsx brings besides its code: recipes, configs, guides and the set of versions
-that it is tested with. In a checkout they are where they are worked on; a wheel installs them under
-``share/dsx`` of the environment.
+It also finds the files that come with dsx: recipes, configs, guides and the set of tested versions. In a
+checkout they are where they are worked on; a wheel installs them under ``share/dsx`` of the environment.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def is_hub_name(word: str, suffixes: frozenset[str] = TEXTS | TABLES.keys()) -> bool:
-    """Whether a word that is no file here may be a name of the hub: no path, no pattern, no file's ending."""
+    """Whether a word that is no file here may be a name of the hub: no path, pattern or file ending."""
     looks_local = word[0] in "./~" or Path(word).suffix in suffixes
     return not looks_local and _HUB_NAME.fullmatch(word) is not None
 
 
 def missing(data: DataConfig) -> Iterator[ConfigError]:
-    """Sources and a tokenizer that can be nowhere: not on this machine, and no names of the hub."""
+    """Sources and a tokenizer that are neither on this machine nor possible names of the hub."""
     for index, part in enumerate(data.parts()):
         key = f"dsx.data.sources[{index}].source" if data.sources else "dsx.data.source"
         if part.source != STANDARD_LIBRARY and not _is_there(part.source) and not is_hub_name(part.source):
@@ -97,7 +96,7 @@ def resolve_tokenizer(dsx: DsxConfig, weights: Path | None) -> str:
 
 
 def vocabulary_of(tokenizer: str) -> int | None:
-    """How many ids a local tokenizer has, as far as its JSON says; None where it does not.
+    """Number of ids of a local tokenizer, if its JSON says it; otherwise None.
 
     Args:
         tokenizer: What ``dsx.data.tokenizer`` names.

@@ -1,4 +1,4 @@
-"""A config to begin with, of a model and a number of ranks."""
+"""A config to begin with, for a model and a number of ranks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _FINE_TUNE = "configs/finetune.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Starter:
-    """What to write.
+    """The files to write.
 
     Attributes:
         content: The config.
         run: The same, resolved.
-        recipe: Which of the recipes runs it.
+        recipe: The recipe that runs it.
         assumed: What the DeepSpeed JSON left open.
     """
 
@@ -50,15 +50,15 @@ def starter(
     """A config that runs.
 
     Weights are fine-tuned; a preset, a bare config.json or a folder without weights is trained from the
-    beginning. Without ``ds_config`` the layout is what "auto" makes of the number of ranks, written out. With
-    one its keys are kept, and the run is data parallel, as it was, unless it has a ``dsx`` block.
+    beginning. Without ``ds_config`` the layout is that which "auto" gives for the number of ranks, written
+    out. With one, its keys are kept, and the run stays data parallel unless it has a ``dsx`` block.
 
     Args:
         model: A preset, a Hugging Face folder or config.json; None for a tiny model, or for that of
             ``ds_config``.
         gpus: Ranks.
         ds_config: A DeepSpeed JSON, the transformers Trainer's too.
-        overrides: ``key=value`` items that go before all else, as ``--set`` takes them.
+        overrides: ``key=value`` items that take precedence, as ``--set`` takes them.
 
     Raises:
         ConfigError: A key cannot stay as it is, or degrees do not divide; each with its fix.
@@ -103,7 +103,7 @@ def _checked(
 
 
 def _begun(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """DeepSpeed's keys and a ``dsx`` block for a model: those of a shipped config of its size."""
+    """DeepSpeed's keys and a ``dsx`` block for a model, from a shipped config of its size."""
     source, hf_config = _source(model)
     small = read(shipped(_SIZES[0][1]))
     if source.get("weights") == "load":
@@ -137,7 +137,7 @@ def _source(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _steps(content: Mapping[str, Any]) -> int | None:
-    """How long the JSON's own schedule is: the run is as long."""
+    """The length of the JSON's own schedule, which becomes the run's."""
     scheduler = content.get("scheduler")
     params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
     steps = params.get("total_num_steps") if isinstance(params, Mapping) else None

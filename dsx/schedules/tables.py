@@ -22,8 +22,9 @@ def schedule_table(
     """Draw a schedule, in panels one below the other when it is wider than ``width`` characters.
 
     Args:
-        schedule: What ran.
-        timeline: When it ran; by default simulated with a backward of twice a forward and free transfers.
+        schedule: The schedule.
+        timeline: The times of its actions; by default simulated, with a backward of twice a forward and free
+            transfers.
         width: Characters per line. A panel has at least one column, however narrow the lines.
         unit: Unit of the timeline's time: ``s``, or ``forward`` when a forward costs 1.
 
@@ -63,7 +64,7 @@ def schedule_table(
 
 
 def _label(schedule: Schedule, span: Span) -> str:
-    """``F3``, or ``5F3`` with the virtual stage where a rank has several."""
+    """The label ``F3``, or ``5F3`` with the virtual stage if a rank has several."""
     action = span[0]
     return str(action) if schedule.num_chunks > 1 else f"{action.op}{action.micro_batch}"
 
@@ -144,7 +145,7 @@ def step_table(comparison: Comparison, *, worst: int = 5) -> str:
 
 
 def facts_json(comparison: Comparison) -> str:
-    """Everything that the comparison found, times in seconds."""
+    """Everything that the comparison found, as JSON, with times in seconds."""
     trace, costs = comparison.trace, comparison.costs
     usual = costs.by_op(trace.schedule.num_stages)
     data = {

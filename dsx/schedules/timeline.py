@@ -1,7 +1,7 @@
 """A schedule's timeline as a picture: SVG, an HTML page that stands alone, or a trace for ui.perfetto.dev.
 
-One row per rank, time from left to right; colour is the op, shade the chunk, the number the micro-batch. Of a
-measured step, two: as it ran, and below, as simulated. The trace (for chrome://tracing too) is JSON in the
+One row per rank, time from left to right; colour is the op, shade the chunk, the number the micro-batch. A
+measured step has two: as it ran and, below, as simulated. The trace (for chrome://tracing too) is JSON in the
 Trace Event Format.
 """
 
@@ -53,7 +53,7 @@ def page(title: str, picture: str, *, rows: Sequence[str] = ()) -> str:
     """A page around an SVG timeline; pointing at an action says what its title does.
 
     Args:
-        title: Of the page.
+        title: The page's title.
         picture: The SVG: its actions are groups with a ``data-m``, the micro-batch, and a title.
         rows: Classes of what can be hidden in the picture.
     """
@@ -130,7 +130,7 @@ def svg(schedule: Schedule, timeline: Timeline, *, unit: str = "s", title: str |
 
 
 def html(schedule: Schedule, timeline: Timeline, *, unit: str = "s", title: str | None = None) -> str:
-    """As :func:`svg`, in a page that needs nothing else: pointing at an action follows its micro-batch."""
+    """As :func:`svg`, in a self-contained page, where pointing at an action follows its micro-batch."""
     picture = svg(schedule, timeline, unit=unit, title=title)
     return page(title or _title(schedule), picture)
 
@@ -162,7 +162,7 @@ def comparison_svg(comparison: Comparison) -> str:
 
 
 def comparison_page(comparison: Comparison) -> str:
-    """As :func:`comparison_svg`, in a page that needs nothing else: pointing at an action says its error.
+    """The drawing of :func:`comparison_svg` in a self-contained page; pointing at an action shows its error.
 
     Either row can be hidden.
     """
@@ -200,13 +200,13 @@ class _Picture:
 
     @property
     def seconds(self) -> float:
-        """The longest lane's, in the picture's unit."""
+        """The length of the longest lane, in the picture's unit."""
         return max(lane.timeline.seconds for lane in self.lanes) or 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where things lie, in the units of the picture; it is shown ``zoom`` pixels per unit large."""
+    """Where things lie, in units of the picture, which is shown with ``zoom`` pixels per unit."""
 
     left: float
     bottom: float
@@ -221,7 +221,7 @@ class _Frame:
 
     @classmethod
     def of(cls, picture: _Picture) -> _Frame:
-        """Wide enough for a legible number in the shortest actions but a tenth, within reason."""
+        """A frame wide enough for legible numbers in all but the shortest tenth of actions, within reason."""
         spans = (span for lane in picture.lanes for span in lane.timeline.spans[lane.rank])
         lengths = sorted(end - start for _, start, end in spans if end > start)
         short = lengths[len(lengths) // 10] if lengths else 1.0
@@ -251,7 +251,7 @@ class _Frame:
         return self.bottom + 104
 
     def x(self, time: float) -> float:
-        """Of a point in time."""
+        """The x coordinate of a point in time."""
         return self.left + time * self.scale
 
 
@@ -273,12 +273,12 @@ def _draw(picture: _Picture) -> str:
 
 
 def _fitting(width: float, digits: int) -> float:
-    """Font size at which so many digits fill a box."""
+    """The font size at which so many digits fill a box."""
     return 0.9 * width / (_DIGIT * digits)
 
 
 def _tip(ran: Executed) -> str:
-    """Both runs of an action, in milliseconds."""
+    """The tip for an action: both its runs, in milliseconds."""
     times = (ran.start, ran.end, ran.simulated_start, ran.simulated_end, ran.start_error, ran.duration_error)
     start, end, on_paper, until, late, longer = (_MILLISECONDS * value for value in times)
     return (
@@ -457,7 +457,8 @@ def chrome_trace(schedule: Schedule, timelines: Mapping[str, Timeline]) -> str:
 
     Args:
         schedule: What ran.
-        timelines: By name, ``simulated`` and ``measured`` say, in seconds from the start of the step.
+        timelines: Timelines by name, such as ``simulated`` and ``measured``, in seconds from the start of the
+            step.
     """
     depends = Dependencies(computation(schedule))
     events: list[Event] = []

@@ -1,15 +1,14 @@
 """A training step as it ran on every pipeline rank, by one clock, and beside its simulation.
 
-How far the clocks of ranks are apart, from collectives that every rank timed.
-
-No rank leaves a collective that gathers from all before every rank has entered it. So, in true time, what one
-rank saw before is earlier than what any other saw after: each round bounds each pair's offset from both
-sides, whatever the network does, and the bounds of all rounds hold together.
+Collectives that every rank timed tell how far the ranks' clocks are apart. No rank leaves a collective that
+gathers from all before every rank has entered it. So, in true time, what one rank saw before is earlier than
+what any other saw after: each round bounds each pair's offset from both sides, whatever the network does, and
+the bounds of all rounds hold together.
 
 The simulation gets its costs from the step itself: for every op and virtual stage the median over
-micro-batches, for transfers the median of those that somebody was waiting for. So what remains is what a
-schedule on paper does not have: actions that take longer than usual, and gaps where everything that an action
-needs was there.
+micro-batches, for transfers the median of those that somebody was waiting for. What remains are differences
+that a schedule on paper does not have: actions that take longer than usual, and gaps where everything that an
+action needs was there.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ def offsets(rounds: Sequence[Rounds], machines: Sequence[str]) -> tuple[Offset, 
     """Offset of every rank's clock from rank 0's.
 
     Args:
-        rounds: Per rank, what it timed; the same collectives on all.
-        machines: Per rank, the machine that its clock belongs to: ranks of one machine read one clock. Empty
-            where that is unknown.
+        rounds: The times that each rank took, of the same collectives on all.
+        machines: The machine that each rank's clock belongs to, because ranks of one machine read one clock;
+            empty if unknown.
 
     >>> offsets([((0.0, 0.4),), ((10.1, 10.3),)], ["a", "b"])[1]
     Offset(seconds=10.0, error_seconds=0.3...)
@@ -79,10 +78,9 @@ class Record:
     Attributes:
         spans: Every action with its start and end in seconds, in the order in which they ran.
         end: When the whole step had ended, the optimizer's part included.
-        rounds: For :func:`dsx.schedules.trace.offsets`.
-        machine: What the clock belongs to; empty if unknown.
-        error_seconds: How far the times can be from the clock that ``rounds`` were read from: nothing unless
-            a device took them.
+        rounds: The rounds for :func:`dsx.schedules.trace.offsets`.
+        machine: The machine that the clock belongs to; empty if unknown.
+        error_seconds: How far the times can be from the clock of ``rounds``: 0 unless a device took them.
     """
 
     spans: tuple[Span, ...]
@@ -97,13 +95,13 @@ class Trace:
     """A training step of one pipeline.
 
     Attributes:
-        schedule: What ran: the actions of every rank, transfers included.
-        spans: Per rank, every action of its row with start and end. Seconds, 0 is the start of the first
+        schedule: The actions of every rank that ran, transfers included.
+        spans: Every action of each rank's row with start and end, in seconds from the start of the first
             computation.
         step: Number of the step, from 1.
-        tail_seconds: Per rank, from its last action to the end of the step: sends that were still under way,
-            gradients reduced and parameters updated.
-        clock_error_seconds: Per rank, how far its times can be from rank 0's.
+        tail_seconds: Time of each rank from its last action to the end of the step, for pending sends,
+            reductions of gradients and the update.
+        clock_error_seconds: How far each rank's times can be from rank 0's.
         device: What it ran on.
     """
 
@@ -118,7 +116,7 @@ class Trace:
     def of(cls, schedule: Schedule, records: Sequence[Record], *, step: int, device: str = "") -> Trace:
         """The ranks' records by rank 0's clock.
 
-        A wait for a first message that began before the first computation counts from there.
+        A wait for a first message that began before the first computation counts from that computation.
 
         Args:
             schedule: What ran, lowered.
@@ -215,7 +213,7 @@ class Trace:
 
         Args:
             text: The JSON.
-            where: What errors call it, its file say.
+            where: The name for it in errors, such as its file.
 
         Raises:
             ScheduleError: It is something else, of another version, or no step that can have run.
@@ -286,12 +284,12 @@ class Executed:
     Attributes:
         rank: Pipeline rank.
         action: What ran.
-        start: Measured.
-        end: Measured.
-        simulated_start: In the simulation of the whole step.
-        simulated_end: In the simulation of the whole step.
-        ready: When, as measured, all was there that it needs: the end of the action before it on the rank,
-            or of what another rank sends it, plus a transfer.
+        start: Measured start.
+        end: Measured end.
+        simulated_start: Start in the simulation of the whole step.
+        simulated_end: End in the simulation of the whole step.
+        ready: Measured time at which all that it needs was there: the end of the rank's action before it, or
+            of what another rank sends it, plus a transfer.
         waited_for: Whichever of the two was last; None for a first action.
         held_up_by: The transfer on its own rank that took most of the time from ``ready`` to ``start``.
     """
@@ -318,12 +316,12 @@ class Executed:
 
     @property
     def gap(self) -> float:
-        """From when it could have started to when it did. A little below 0 after a quick transfer."""
+        """Time from when it could have started to when it did; a little below 0 after a quick transfer."""
         return self.start - self.ready
 
     @property
     def lost(self) -> float:
-        """What this action added to the delay of those that wait for it: the gap and its longer duration."""
+        """The delay that this action added for those that wait for it: its gap and its longer duration."""
         return self.gap + self.duration_error
 
 
@@ -333,11 +331,11 @@ class Comparison:
 
     Attributes:
         trace: The step.
-        costs: Fitted from it; the simulation's.
-        num_transfers: How many transfers their median comes from; with none, transfers are free.
+        costs: The costs fitted from it, which the simulation uses.
+        num_transfers: Number of transfers behind their median; with none, transfers are free.
         simulated: Timeline of the computations with these costs.
-        ideal_seconds: Of the simulated step if transfers were free.
-        actions: Per rank, its computations in order.
+        ideal_seconds: Length of the simulated step if transfers were free.
+        actions: The computations of each rank in order.
     """
 
     trace: Trace
@@ -383,8 +381,8 @@ def compare(trace: Trace) -> Comparison:
 def fit(schedule: Schedule, measured: Timeline) -> Costs:
     """Costs of ``measured``: per op and virtual stage the median of its durations.
 
-    What a stage never runs costs what its other backwards suggest: a whole one its two parts together, a part
-    half of a whole one.
+    A backward that a stage never runs costs what its others suggest: a whole one its two parts together, a
+    part half of a whole one.
     """
     taken: dict[tuple[Op, int], list[float]] = {}
     for row in measured.spans:
@@ -411,7 +409,7 @@ def _whole(usual: Mapping[tuple[Op, int], float], stage: int) -> float:
 
 
 def _transfer_seconds(trace: Trace) -> Iterator[float]:
-    """From the end of what was sent to the end of the receive, where that had begun to wait before."""
+    """Times from the end of what was sent to the end of the receive, if the receive had waited before."""
     depends = Dependencies(trace.schedule)
     spans = {span[0]: span for row in trace.spans for span in row}
     for action, start, end in spans.values():

@@ -1,7 +1,4 @@
-"""Which mistake makes a gradient, a loss, a norm or an update differ as it does, and a verdict as text.
-
-Pure functions of numbers.
-"""
+"""Which mistake makes a gradient, loss, norm or update differ as it does, and a verdict as text. Pure."""
 
 from __future__ import annotations
 
