@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from dsx.launch.entry import Arguments, parse_arguments, run, world_size
     from dsx.launch.processes import distributed
+    from dsx.memory.layer_list import LayerList, estimate_layers
     from dsx.models.param import ParamSpec
     from dsx.models.spec import ModelSpec
     from dsx.nn.parallel import TensorParallel
@@ -55,6 +56,7 @@ __all__ = [
     "DataError",
     "DsxError",
     "Groups",
+    "LayerList",
     "LayoutError",
     "Mesh",
     "ModelError",
@@ -76,6 +78,7 @@ __all__ = [
     "__version__",
     "choose",
     "distributed",
+    "estimate_layers",
     "export_hf",
     "generate",
     "initialize",
@@ -96,6 +99,7 @@ _HOMES = {
     "ConfigError": ("dsx.errors", "ConfigError"),
     "DataError": ("dsx.errors", "DataError"),
     "DsxError": ("dsx.errors", "DsxError"),
+    "LayerList": ("dsx.memory.layer_list", "LayerList"),
     "LayoutError": ("dsx.errors", "LayoutError"),
     "Mesh": ("dsx.parallel.mesh", "Mesh"),
     "ModelError": ("dsx.errors", "ModelError"),
@@ -117,6 +121,7 @@ _HOMES = {
     "Groups": ("dsx.parallel.groups", "Groups"),
     "choose": ("dsx.planner.choose", "choose"),
     "distributed": ("dsx.launch.processes", "distributed"),
+    "estimate_layers": ("dsx.memory.layer_list", "estimate_layers"),
     "export_hf": ("dsx.checkpoint.run.export", "export_hf"),
     "generate": ("dsx.train.generation", "generate"),
     "initialize": ("dsx.engine.initialize", "initialize"),

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from dsx.config.run import RunConfig
     from dsx.memory.estimate import RunMemory
     from dsx.memory.ledger import Label
-    from dsx.memory.ops import DeviceKind
     from dsx.memory.paper.device import Device
+    from dsx.memory.record import DeviceKind
     from dsx.planner.cluster import Cluster, GpuMemory
 
 _GIB = 1 << 30
@@ -52,6 +52,17 @@ def estimate(
     zero: Annotated[int | None, ZERO] = None,
     micro_batch: Annotated[int | None, MICRO_BATCH] = None,
     overrides: Annotated[list[str] | None, SET] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            "--layers",
+            metavar="FILE.py:FUNCTION",
+            help="Of a model of your own: a function that returns dsx.LayerList(layers=, inputs=, labels=, "
+            "loss_fn=). CONFIG is then an ordinary DeepSpeed JSON.",
+        ),
+    ] = None,
+    chunks: Annotated[int, typer.Option("--chunks", help="With --layers: virtual stages per rank.")] = 1,
+    schedule: Annotated[str, typer.Option("--schedule", help="With --layers: by name.")] = "auto",
     trace: Annotated[
         bool,
         typer.Option(
@@ -68,17 +79,21 @@ def estimate(
     """Print what each rank's memory will hold, before a run.
 
     It takes a CONFIG with a dsx block; an ordinary DeepSpeed JSON, the Trainer's too, with --model; or
-    --model alone, for bf16 with AdamW and ZeRO-1. What is assumed is printed.
+    --model alone, for bf16 with AdamW and ZeRO-1. What is assumed is printed. With --layers the model is
+    your own list of layers, and CONFIG an ordinary DeepSpeed JSON.
 
     Per pipeline rank it prints parameters, gradients, optimizer states, buckets, activations of the
     schedule's micro-batches, logits, transfers and temporaries at the highest moment. With --gpu-memory, exit
     code 1 says that a rank does not fit, and three changes that would help are printed.
     """
-    from dsx.config.load import read
+    from dsx.config.load import content_of, read
     from dsx.config.ordinary import complete
     from dsx.config.resolve import resolve
     from dsx.planner import cluster as clusters
 
+    if layers is not None:
+        given = {"--model": model, "--tensor": tensor, "--trace": trace or None}
+        _check_layers(config, [name for name, value in given.items() if value is not None], style)
     if config is None and model is None:
         raise typer.BadParameter("give CONFIG, or --model, or both", param_hint="CONFIG")
     _check_output(style, output)
@@ -98,6 +113,19 @@ def estimate(
     }
     items = [f"{key}={value}" for key, value in short.items() if value is not None]
     items += overrides or []
+    if layers is not None and config is not None:
+        items = [item for item in items if not item.startswith("dsx.parallel.pipeline=")]
+        _of_layers(
+            layers,
+            content_of(config, items),
+            gpus,
+            (pipeline or 1, chunks, schedule),
+            room,
+            "cpu" if _on_host(gpu) else "cuda",
+            as_json=style == "json",
+            output=output,
+        )
+        return
     whole = complete({} if config is None else read(config), model, overrides=items, where=str(config))
     source: Path | Mapping[str, Any] = whole.content
     if config is not None and model is None:
@@ -111,6 +139,48 @@ def estimate(
     deliver_as(style, run, memory, traced, room, output, whole.assumed)
     if room is not None and memory.peak_bytes > room.usable_bytes:
         say(_advice(source, items, run, room.usable_bytes, gpu), err=True)
+        raise typer.Exit(BAD)
+
+
+def _check_layers(config: Path | None, refused: Sequence[str], style: str) -> None:
+    """A list of one's own comes with a config, and without what is for dsx's models alone."""
+    if config is None or refused or style in ("svg", "png"):
+        wrong = ", ".join(refused) or (f"--format {style}" if config else "no CONFIG")
+        raise typer.BadParameter(f"not with {wrong}", param_hint="--layers")
+
+
+def _of_layers(
+    source: str,
+    content: dict[str, Any],
+    gpus: int,
+    pipeline: tuple[int, int, str],
+    room: GpuMemory | None,
+    device: DeviceKind,
+    *,
+    as_json: bool,
+    output: Path | None,
+) -> None:
+    """The estimate of a layer list: pipeline degree, chunks and schedule are ``pipeline``."""
+    from dsx.memory.layer_list import estimate_layers, read_layers
+
+    degree, chunks, schedule = pipeline
+    memory = estimate_layers(
+        read_layers(source),
+        content,
+        world_size=gpus,
+        pipeline=degree,
+        chunks=chunks,
+        schedule=schedule,
+        device=device,
+        capacity_bytes=None if room is None else room.usable_bytes,
+    )
+    title = f"{source} on {gpus} rank{'s' if gpus > 1 else ''}: pipeline {degree} x data {gpus // degree}"
+    if as_json:
+        facts = {"layers": source, **_figures(memory, None, room)}
+        deliver(json.dumps(facts, indent=2) + "\n", output)
+    else:
+        deliver(_text([title], memory, None, room), output)
+    if room is not None and memory.peak_bytes > room.usable_bytes:
         raise typer.Exit(BAD)
 
 
@@ -135,7 +205,12 @@ def deliver_as(
     elif style == "json":
         deliver(json.dumps(_facts(run, memory, traced, room, assumed), indent=2) + "\n", output)
     else:
-        deliver(_text(run, memory, traced, room, assumed), output)
+        heading = [
+            _title(run),
+            f"{run.accumulation} micro-batches of {run.micro_batch_size} x {run.sequence_length} tokens",
+            *_assumptions(assumed),
+        ]
+        deliver(_text(heading, memory, traced, room), output)
 
 
 def _check_output(style: str, output: Path | None) -> None:
@@ -190,11 +265,7 @@ def _title(run: RunConfig) -> str:
 
 
 def _text(
-    run: RunConfig,
-    memory: RunMemory,
-    traced: Mapping[int, int] | None,
-    room: GpuMemory | None,
-    assumed: Sequence[Assumption],
+    heading: Sequence[str], memory: RunMemory, traced: Mapping[int, int] | None, room: GpuMemory | None
 ) -> str:
     from dsx.memory.table import details, table
     from dsx.terminal import unit_of
@@ -205,9 +276,7 @@ def _text(
     when = f"{peak.name}{f' at {peak.where}' if peak.where else ''}"
     beyond = "what CUDA, NCCL and cuBLAS take outside of tensors, and the allocator's gaps"
     lines = [
-        _title(run),
-        f"{run.accumulation} micro-batches of {run.micro_batch_size} x {run.sequence_length} tokens",
-        *_assumptions(assumed),
+        *heading,
         "",
         f"{name} at each rank's peak",
         table(memory, traced),
@@ -245,6 +314,14 @@ def _facts(
     room: GpuMemory | None,
     assumed: Sequence[Assumption],
 ) -> dict[str, Any]:
+    return {
+        "run": run.summary(),
+        "assumed": {each.key: each.value for each in assumed},
+        **_figures(memory, traced, room),
+    }
+
+
+def _figures(memory: RunMemory, traced: Mapping[int, int] | None, room: GpuMemory | None) -> dict[str, Any]:
     roles = [
         {
             "pipeline_rank": role.pp_rank,
@@ -268,8 +345,6 @@ def _facts(
     ]
     capacity = None if room is None else room.usable_bytes
     return {
-        "run": run.summary(),
-        "assumed": {each.key: each.value for each in assumed},
         "peak_bytes": memory.peak_bytes,
         "capacity_bytes": capacity,
         "fits": None if capacity is None else memory.peak_bytes <= capacity,

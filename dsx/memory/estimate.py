@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsx.memory.attention import MASK_ALIGNMENT
-from dsx.memory.layers import Layers
-from dsx.memory.ledger import Label, Leaf, Ledger, Storage, Tape, Tensor
-from dsx.memory.ops import DeviceKind, Later, Ops, label
+from dsx.memory.ledger import Label, Leaf, Ledger, Message, Storage, dropped
 from dsx.memory.partitioned import Bf16, Bucketed, Partitioned, PartitionedOffload
+from dsx.memory.record import DeviceKind, Kept
+from dsx.memory.records import LayerRecords
 from dsx.memory.stage3 import Stage3, built, uses
 from dsx.memory.states import Flat, States, StateSettings, Unfused
-from dsx.memory.walk import Boundary, Walk
-from dsx.models.params import layer_kinds
-from dsx.models.spec import ModelSpec, Recompute
+from dsx.memory.walk import RankLayers, Walk
 from dsx.parallel.layout import Layout
 from dsx.schedules.program import Program
 from dsx.schedules.receives import ReceivePlan, receive_plans
@@ -31,27 +28,26 @@ class Job:
     """A run, as far as it decides about memory.
 
     Attributes:
-        model: The architecture.
+        records: What its layers do.
         layout: Mesh, stages, parameters and ZeRO stage.
         schedule: Lowered training schedule.
         left_out: Micro-batches of a step that ``schedule`` does not have (:func:`enough_micro_batches`).
-        micro_batch: Sequences.
-        sequence_length: Tokens.
-        sequence_parallel: Whether activations are cut along the sequence.
-        recompute: What blocks compute again.
+        releases: Whether a stage lets go of what it has sent (``dsx.PipelineModule(release_outputs=)``).
+        built_width: Bytes of a parameter of a model that is built whole and then converted and cut; None
+            for one that is built as it is trained.
+        alike: Whether tensor-parallel ranks hold the same between layers, of which each sends a part.
         states: Precision, optimizer and ZeRO's sizes.
         device: Kind of device.
         capacity_bytes: What a device has for tensors, where DeepSpeed asks that; None for enough.
     """
 
-    model: ModelSpec
+    records: LayerRecords
     layout: Layout
     schedule: Schedule
-    micro_batch: int
-    sequence_length: int
-    sequence_parallel: bool
-    recompute: Recompute
     states: StateSettings
+    alike: bool = False
+    releases: bool = True
+    built_width: int | None = None
     device: DeviceKind = "cuda"
     capacity_bytes: int | None = None
     left_out: int = 0
@@ -118,24 +114,27 @@ def estimate(
     """
     at = job.layout.mesh.coords(rank)
     ledger = Ledger(ROUNDING_BYTES[job.device] if rounding_bytes is None else rounding_bytes)
-    states, walk, later = _rank(job, at["pp"], at["dp"], ledger, receives, replays=replays)
+    states, walk = _rank(job, at["pp"], at["dp"], ledger, receives, replays=replays)
     phases = []
     for name, action in (("build", states.build), ("engine", states.start)):
         ledger.start()
         action()
         phases.append(_phase(name, ledger, ""))
-    later += _tables(job, at["pp"], ledger)
+    if job.built_width is not None:
+        phases[0] = _built_whole(states, job.built_width)
+    kept = _kept(walk.layers, at["pp"])
     for step in range(STEPS):
         ledger.start()
         watch = _Watch(ledger)
         walk.run(watch)
         phases.append(_phase(f"step {step + 1}", ledger, watch.where))
-    host = states.host.ledger
+    steady_bytes, host = ledger.current_bytes, states.host.ledger
+    dropped(kept)
     apart = host is not ledger
     return Estimate(
         rank=rank,
         phases=tuple(phases),
-        steady_bytes=ledger.current_bytes,
+        steady_bytes=steady_bytes,
         host_bytes=host.peak_bytes if apart else 0,
         host_lines=tuple(sorted(host.at_peak.items(), key=lambda item: -item[1])) if apart else (),
     )
@@ -157,20 +156,29 @@ def _phase(name: str, ledger: Ledger, where: str) -> Phase:
     return Phase(name=name, peak_bytes=ledger.peak_bytes, lines=tuple(lines), where=where)
 
 
-def _tables(job: Job, pp_rank: int, ledger: Ledger) -> list[Tensor]:
-    """What the rank's blocks share, made in the first forward: rotary tables, and a mask for each window."""
-    kinds, length, width = layer_kinds(job.model), job.sequence_length, job.states.width
-    first = kinds.index("Block")
-    layers = {spec.layer for spec in job.layout.params_of(pp_rank)}
-    blocks = [layer - first for layer in layers if kinds[layer] == "Block"]
-    found = []
-    if job.model.rope is not None and blocks:
-        what = label("rotary tables", "2 S R w", "nn/attention.py tables")
-        found.append((what, 2 * length * job.model.rotary_size))
-    windows = {job.model.window(block, length) for block in blocks} - {0}
-    what = label("mask of a window", "S S w", "nn/attention.py mask")
-    found += [(what, length * -(-length // MASK_ALIGNMENT) * MASK_ALIGNMENT) for _ in windows]
-    return [Tensor((size,), width, Storage(ledger, what, size * width)) for what, size in found]
+def _built_whole(states: States, width: int) -> Phase:
+    """All parameters, before DeepSpeed converts and cuts them."""
+    size = sum(states.ledger.rounded(leaf.numel * width) for leaf in states.order)
+    what = Label("parameters", "parameter", f"{width} P", "the layers")
+    return Phase(name="build", peak_bytes=size, lines=((what, size),), where="")
+
+
+def _kept(layers: RankLayers, pp_rank: int) -> Message:
+    """What a rank's layers make in their first forward and keep: tables of positions, masks of windows."""
+    shared: dict[Kept, int] = {}
+    found: Message = []
+    for index in layers.stages.layers_of(pp_rank):
+        counts: dict[Kept, int] = {}
+        for kept in layers.record(index).kept:
+            if kept.owner:
+                counts[kept] = counts.get(kept, 0) + 1
+            else:
+                found.append(Storage(layers.states.ledger, kept.label, kept.size_bytes).hold())
+        for key, count in counts.items():
+            shared[key] = max(shared.get(key, 0), count)
+    for (_, label, size), count in shared.items():
+        found += [Storage(layers.states.ledger, label, size).hold() for _ in range(count)]
+    return found
 
 
 def _rank(
@@ -181,7 +189,7 @@ def _rank(
     receives: ReceivePlan | None,
     *,
     replays: bool,
-) -> tuple[States, Walk, list[Tensor]]:
+) -> tuple[States, Walk]:
     tp, width = job.layout.mesh.tp, job.states.width
     leaves = {
         spec.name: Leaf(spec.name, spec.local_shape(tp), width) for spec in job.layout.params_of(pp_rank)
@@ -189,19 +197,8 @@ def _rank(
     states = _wrapper(job)(ledger, job.layout.zero_plan(pp_rank), dp_rank, leaves, job.states)
     # On a CPU device and host are one.
     states.capacity_bytes = job.capacity_bytes if job.device == "cuda" else None
-    sequence = job.sequence_parallel and tp > 1
-    divided = any(action.op is Op.BACKWARD_WEIGHT for action in job.schedule.rows[pp_rank])
-    ops = Ops(
-        tape=Tape(ledger),
-        tp=tp,
-        sequence=sequence,
-        width=width,
-        later=Later() if divided else None,
-        device=job.device,
-    )
     used = uses(job.layout, pp_rank, leaves)
     if isinstance(states, Stage3):
-        ops.hooks = states
         states.plan_build(*built(job.layout, pp_rank, leaves))
         states.plan_gathers(job.schedule.rows[pp_rank], used)
     else:
@@ -209,21 +206,25 @@ def _rank(
     states.replicated = frozenset(
         spec.name for spec in job.layout.params_of(pp_rank) if job.layout.owners(spec)[0] != pp_rank
     )
-    length = job.sequence_length // tp if sequence else job.sequence_length
+    layers = RankLayers(
+        records=job.records,
+        stages=job.layout.stages,
+        states=states,
+        hooks=states if isinstance(states, Stage3) else None,
+        divided=any(action.op is Op.BACKWARD_WEIGHT for action in job.schedule.rows[pp_rank]),
+    )
     walk = Walk(
         schedule=job.schedule,
         rank=pp_rank,
-        stages=job.layout.stages,
-        layers=Layers(model=job.model, ops=ops, weights=leaves, recompute=job.recompute),
-        states=states,
-        boundary=Boundary(shape=(job.micro_batch, length, job.model.hidden_size), width=width),
-        tokens=(job.micro_batch, job.sequence_length),
+        layers=layers,
+        checks=job.alike,
+        releases=job.releases,
         receives=receives,
         eager=job.device == "cpu",
         left_out=job.left_out,
         replays=replays and states.reduction is not None,
     )
-    return states, walk, []
+    return states, walk
 
 
 def _wrapper(job: Job) -> type[States]:

@@ -6,11 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dsx.config.deepspeed import is_bf16, zero_stage
 from dsx.config.run import RunConfig
+from dsx.config.schema import ZeroConfig
 from dsx.config.wording import at
 from dsx.errors import ConfigError
 from dsx.memory.estimate import Job, enough_micro_batches
-from dsx.memory.ops import DeviceKind
+from dsx.memory.record import DeviceKind, Shape
+from dsx.memory.records import ModelRecords
 from dsx.memory.states import Gathering, Offload, Optimizer, StateSettings
 from dsx.parallel.layout import Layout
 from dsx.schedules.schedule import lower
@@ -192,10 +195,10 @@ _BUCKETED: Mapping[str, Any] = {
 """Where DeepSpeed reduces gradients in its bucket: ``dsx.zero.reduce = "micro_batch"``."""
 
 
-def require_learned(config: RunConfig) -> None:
-    """Raise ConfigError for the first key that the estimate would get wrong."""
-    for key, usual in _concerned(config):
-        value: Any = config.deepspeed
+def require_learned(deepspeed: Mapping[str, Any], settings: ZeroConfig) -> None:
+    """Raise ConfigError for the first of DeepSpeed's keys that the estimate would get wrong."""
+    for key, usual in _concerned(zero_stage(deepspeed), settings):
+        value: Any = deepspeed
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None and value != usual:
@@ -204,11 +207,11 @@ def require_learned(config: RunConfig) -> None:
             )
 
 
-def _concerned(config: RunConfig) -> Iterator[tuple[str, Any]]:
+def _concerned(stage: int, settings: ZeroConfig) -> Iterator[tuple[str, Any]]:
     yield from _ANY_STAGE.items()
-    if config.zero_stage in (1, 2):
+    if stage in (1, 2):
         yield from _PARTITIONED.items()
-    if config.dsx.zero.reduce == "micro_batch":
+    if settings.reduce == "micro_batch":
         yield from _BUCKETED.items()
 
 
@@ -303,29 +306,51 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: in
             "what is computed again is chosen when the layers have been measured, at the start of a run",
             'use "none", "selective" or "full" for the estimate',
         )
-    require_learned(config)
+    require_learned(config.deepspeed, config.dsx.zero)
     count = enough_micro_batches(config.program, stages.num_ranks, config.accumulation)
     schedule = config.program.build(stages.num_ranks, stages.num_chunks, count)
-    return Job(
+    sequence_parallel = config.dsx.parallel.sequence_parallel
+    states = state_settings(config.deepspeed, config.dsx.zero, config.dsx.optimizer_bytes, device)
+    shape = Shape(
         model=config.model,
+        tensor=mesh.tp,
+        sequence_parallel=sequence_parallel,
+        micro_batch=config.micro_batch_size,
+        sequence_length=config.sequence_length,
+        width=states.width,
+        vocab_multiple=config.dsx.model.vocab_multiple,
+        recompute=recompute,
+        device=device,
+    )
+    return Job(
+        records=ModelRecords(shape),
         layout=Layout(mesh=mesh, stages=stages, params=config.param_specs, zero_stage=config.zero_stage),
         schedule=lower(schedule),
         left_out=config.accumulation - count,
-        micro_batch=config.micro_batch_size,
-        sequence_length=config.sequence_length,
-        sequence_parallel=config.dsx.parallel.sequence_parallel,
-        recompute=recompute,
-        states=_states(config, device),
+        alike=mesh.tp > 1 and not sequence_parallel,
+        states=states,
         device=device,
         capacity_bytes=capacity_bytes,
     )
 
 
-def _states(config: RunConfig, device: DeviceKind) -> StateSettings:
-    deepspeed = config.deepspeed
+def state_settings(
+    deepspeed: Mapping[str, Any], settings: ZeroConfig, declared_bytes: int | None, device: DeviceKind
+) -> StateSettings:
+    """Precision, optimizer and ZeRO's sizes of a checked config.
+
+    Args:
+        deepspeed: DeepSpeed's keys.
+        settings: ``dsx.zero``.
+        declared_bytes: ``dsx.optimizer_bytes``.
+        device: Where the run is.
+
+    Raises:
+        ConfigError: Something whose memory dsx does not know.
+    """
     zero = deepspeed.get("zero_optimization", {})
-    chosen = optimizer_of(deepspeed["optimizer"], device, config.dsx.optimizer_bytes)
-    width = 2 if config.precision == "bf16" else 4
+    chosen = optimizer_of(deepspeed["optimizer"], device, declared_bytes)
+    width = 2 if is_bf16(dict(deepspeed)) else 4
     bucket = elements(zero, "reduce_bucket_size")
     accumulate = deepspeed.get("data_types", {}).get("grad_accum_dtype")
     return StateSettings(
@@ -334,8 +359,8 @@ def _states(config: RunConfig, device: DeviceKind) -> StateSettings:
         optimizer=chosen.rule,
         bucket=500_000_000 if bucket is None else bucket,
         communication=_WIDTHS.get(deepspeed.get("communication_data_type", "")),
-        reduce=config.dsx.zero.reduce,
-        offload=offload_of(zero, deepspeed["optimizer"], config.dsx.optimizer_bytes, device),
+        reduce=settings.reduce,
+        offload=offload_of(zero, deepspeed["optimizer"], declared_bytes, device),
         fused=chosen.fused,
-        gathering=gathering_of(zero, config.dsx.zero.keep_gathered_bytes) if config.zero_stage == 3 else None,
+        gathering=gathering_of(zero, settings.keep_gathered_bytes) if zero_stage(deepspeed) == 3 else None,
     )

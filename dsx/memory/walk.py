@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from dsx.memory.layers import Layers
-from dsx.memory.ledger import Leaf, Replay, Storage, Tape, Tensor, leave
-from dsx.memory.ops import label
+from dsx.memory.ledger import Label, Leaf, Ledger, Message, Replay, Storage, dropped
+from dsx.memory.record import LayerRecord, TensorForm
+from dsx.memory.records import LayerRecords
+from dsx.memory.replay import Hooks, RecordedChunk, RecordedLayer
 from dsx.memory.states import States
 from dsx.parallel.stages import StageMap
 from dsx.schedules.receives import Channel, ReceivePlan, receive_plan
@@ -19,17 +20,73 @@ Key = tuple[int, int]
 IN_FLIGHT = 2
 """Messages of a channel that are under way at most (dsx/engine/p2p.py)."""
 
-_GONE = label("sent output's place", "w", "engine/executor.py _send_output", "transfers")
+_GONE = Label("transfers", "sent output's place", "one element", "engine/executor.py _send_output")
+_CHECK = Label("transfers", "check of a cut message", "4, 8 and 8 B s H", "engine/p2p.py _alike")
+_LOSSES = Label("logits", "losses", "4 m", "engine/executor.py losses")
+_SEED = Label("temporaries", "loss gradient", "4", "deepspeed engine.py backward")
 
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Boundary:
-    """What goes between stages: [B, s, H] of ``width`` bytes."""
+class RankLayers:
+    """The layers of one rank, as records.
 
-    shape: tuple[int, int, int]
-    width: int
+    Attributes:
+        records: Of the model.
+        stages: Layers over stages.
+        states: The rank's parameters, by name.
+        hooks: ZeRO-3's; None if parameters are always whole.
+        divided: Whether backwards of this rank are divided.
+    """
+
+    records: LayerRecords
+    stages: StageMap
+    states: States
+    hooks: Hooks | None
+    divided: bool
+    _known: dict[int, LayerRecord] = field(default_factory=dict)
+    _own: dict[int, dict[str, Leaf]] = field(default_factory=dict)
+
+    def chunk(self, stage: int) -> RecordedChunk:
+        """The layers of a virtual stage, for one micro-batch."""
+        ledger, indices = self.states.ledger, self.stages.layers(stage)
+        last = self.stages.num_layers - 1
+        layers = [
+            RecordedLayer(ledger, self.record(index), self._leaves(index), self.hooks, last=index == last)
+            for index in indices
+        ]
+        loss = self.records.loss() if last in indices else None
+        if loss is not None:
+            layers.append(RecordedLayer(ledger, loss, {}, self.hooks))
+        return RecordedChunk(ledger, layers, self.hooks)
+
+    def record(self, index: int) -> LayerRecord:
+        """Of a layer of the layer list, this rank's or not."""
+        if index not in self._known:
+            self._known[index] = self.records.layer(
+                index, divided=self.divided, hooked=self.hooks is not None
+            )
+        return self._known[index]
+
+    def _leaves(self, index: int) -> dict[str, Leaf]:
+        """Parameters of a layer of this rank, by their names in its record."""
+        if index not in self._own:
+            names = [each.name for each in self.record(index).parameters]
+            leaves = self.states.leaves
+            self._own[index] = {name: leaves[self.records.parameter(index, name)] for name in names}
+        return self._own[index]
+
+    def inputs(self, stage: int) -> Sequence[TensorForm]:
+        """What a virtual stage takes."""
+        return self.record(self.stages.layers(stage)[0]).inputs
+
+    def labels(self) -> Sequence[TensorForm]:
+        """What the loss takes besides the last layer's outputs."""
+        loss = self.records.loss()
+        if loss is None:
+            return ()
+        return loss.inputs[len(self.record(self.stages.num_layers - 1).outputs) :]
 
 
 class Walk:
@@ -38,11 +95,9 @@ class Walk:
     Args:
         schedule: Lowered.
         rank: Pipeline coordinate.
-        stages: Layers over stages.
         layers: This rank's layers.
-        states: Its parameters' states.
-        boundary: What goes between stages.
-        tokens: [B, S] of a micro-batch.
+        checks: Whether tensor-parallel ranks cut the messages that they hold alike, and look whether they do.
+        releases: Whether a stage lets go of what it has sent.
         receives: When receives are posted; None for the plan of the schedule.
         eager: Whether they are posted as soon as there is room, as on a CPU.
         replays: Whether micro-batches after the first ones may be :mod:`dsx.memory.ledger`'s: with states in
@@ -55,23 +110,19 @@ class Walk:
         *,
         schedule: Schedule,
         rank: int,
-        stages: StageMap,
-        layers: Layers,
-        states: States,
-        boundary: Boundary,
-        tokens: tuple[int, int],
+        layers: RankLayers,
+        checks: bool,
+        releases: bool = True,
         receives: ReceivePlan | None = None,
         eager: bool = False,
         left_out: int = 0,
         replays: bool = False,
     ) -> None:
-        self.schedule, self.rank, self.stages = schedule, rank, stages
-        self.layers, self.states, self.boundary, self.tokens = layers, states, boundary, tokens
-        self.eager, self.left_out = eager, left_out
+        self.schedule, self.rank, self.layers, self.states = schedule, rank, layers, layers.states
+        self.eager, self.left_out, self.checks, self.releases = eager, left_out, checks, releases
         self.receives = receives or receive_plan(schedule, rank)
         self.row = schedule.rows[rank]
-        self.tape: Tape = layers.ops.tape
-        self.ledger = self.tape.ledger
+        self.ledger: Ledger = self.states.ledger
         self.replay = Replay(self.ledger, self.row) if replays else None
         self.last = schedule.num_stages - 1
         places = [place for place, action in enumerate(self.row) if action.op in BACKWARDS]
@@ -81,16 +132,17 @@ class Walk:
         self._reset()
 
     def _reset(self) -> None:
-        self.inputs: dict[Key, Tensor] = {}
-        self.outputs: dict[Key, Tensor] = {}
-        self.gradients: dict[Key, Tensor] = {}
-        self.posted: dict[Channel, dict[Key, Tensor]] = {}
+        self.inputs: dict[Key, Message] = {}
+        self.outputs: dict[Key, Message] = {}
+        self.gradients: dict[Key, Message] = {}
+        self.chunks: dict[Key, RecordedChunk] = {}
+        self.posted: dict[Channel, dict[Key, Message]] = {}
         self._planned = dict.fromkeys(self.receives.messages, 0)
         self._taken: list[Channel] = []
-        self.flying: dict[tuple[str, int], deque[Tensor]] = {}
+        self.flying: dict[tuple[str, int], deque[Message]] = {}
         self.next = dict.fromkeys(self.receives.messages, 0)
-        self.losses: list[Tensor] = []
-        self.kept: dict[Key, dict[Leaf, list[object]]] = {}
+        self.losses: Message = []
+        self.sent: Message = []
 
     def run(self, note: Callable[[Action | None], None]) -> None:
         """Walk the row; ``note`` is called after each action, and with None after the update."""
@@ -107,8 +159,7 @@ class Walk:
             Op.SEND_B: self._send_gradient,
         }
         if self.schedule.rank_of(self.last) == self.rank:
-            what = label("losses", "4 m", "engine/executor.py losses", "logits")
-            self.losses = [self.tape.scratch(what, 4) for _ in range(self.left_out)]
+            self.losses = [self._new(_LOSSES, 4) for _ in range(self.left_out)]
         for channel in self.next:
             self._post_ahead(channel)
         if self.replay is not None:
@@ -126,13 +177,19 @@ class Walk:
             if self.eager and self._is_quiet(place):
                 while self._taken:
                     self._post_ahead(self._taken.pop())
-        self.flying.clear()
+        self._land()
         self.states.before_step()
         self.states.step()
         note(None)
-        self.losses.clear()
+        dropped(self.losses)
         if self.replay is not None:
             self.replay.end()
+
+    def _land(self) -> None:
+        """What is still under way has arrived."""
+        for messages in self.flying.values():
+            for message in messages:
+                dropped(message)
 
     def _walk(self, does: Callable[[Action, int], None], action: Action, place: int) -> None:
         """An action with its tensors."""
@@ -143,29 +200,38 @@ class Walk:
             mark = self.ledger.mark()
             does(action, place)
             replay.note(action, self.ledger.since(mark))
+        dropped(self.sent)
 
     def _again(self, replay: Replay, action: Action) -> None:
-        """An action like one before, without them."""
+        """An action like one before, without them. What it receives is given back by a delta."""
         stage, key = action.stage, (action.stage, action.micro_batch)
-        like = Tensor(self.boundary.shape, self.boundary.width, None)
         match action.op:
             case Op.RECV_F:
-                leave(self._take("F", stage - 1, key))
+                self._take("F", stage - 1, key)
             case Op.RECV_B:
-                leave(self._take("B", stage + 1, key))
+                self._take("B", stage + 1, key)
             case Op.SEND_F:
-                self.ledger.take(_GONE, self.ledger.rounded(self.boundary.width))
-                self._send("F", self.schedule.rank_of(stage + 1), replay.like_sent("F", stage, like))
+                sent = replay.like_sent("F", stage)
+                if self.releases:
+                    for form in self.layers.inputs(stage + 1):
+                        self.ledger.take(_GONE, self.ledger.rounded(form.width))
+                else:
+                    self.outputs[key] = [storage.hold() for storage in sent]
+                self._send("F", self.schedule.rank_of(stage + 1), sent)
             case Op.SEND_B:
-                self._send("B", self.schedule.rank_of(stage - 1), replay.like_sent("B", stage, like))
+                self._send("B", self.schedule.rank_of(stage - 1), replay.like_sent("B", stage))
             case _:
                 replay.again(action)
+                if action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+                    dropped(self.outputs.pop(key, []))
                 if action.op is Op.FORWARD and stage == self.last:
                     replay.keeps_loss(None)
 
-    def _wire(self, name: str) -> Tensor:
-        what = label(name, "B s H w", "engine/p2p.py Inbox.post", "transfers")
-        return self.tape.new(what, self.boundary.width, *self.boundary.shape)
+    def _new(self, what: Label, size_bytes: int) -> Storage:
+        return Storage(self.ledger, what, size_bytes).hold()
+
+    def _made(self, name: str, category: str, source: str, forms: Sequence[TensorForm]) -> Message:
+        return [self._new(Label(category, name, str(form), source), form.size_bytes) for form in forms]
 
     def _post_planned(self, place: int) -> None:
         for channel in self.receives.posts[place]:
@@ -178,7 +244,10 @@ class Walk:
         message = self.receives.messages[channel][self.next[channel]]
         self.next[channel] += 1
         name = "received activations" if kind == "F" else "received gradients"
-        self.posted.setdefault(channel, {})[message] = self._wire(name)
+        forms = self.layers.inputs(message[0] if kind == "F" else message[0] + 1)
+        wanted = [form for form in forms if kind == "F" or form.differentiable]
+        made = self._made(name, "transfers", "engine/p2p.py Inbox.post", wanted)
+        self.posted.setdefault(channel, {})[message] = made
 
     def _post_ahead(self, channel: Channel) -> None:
         """On a CPU, as many receives as a sender lets be under way (executor.py _post_ahead)."""
@@ -192,7 +261,7 @@ class Walk:
         sends = bool(after) and after[0].op in (Op.SEND_F, Op.SEND_B)
         return not sends and self.row[place].op not in (Op.RECV_F, Op.RECV_B)
 
-    def _take(self, kind: Kind, source_stage: int, key: Key) -> Tensor:
+    def _take(self, kind: Kind, source_stage: int, key: Key) -> Message:
         channel = kind, self.schedule.rank_of(source_stage)
         if self.eager:
             self._taken.append(channel)
@@ -200,111 +269,89 @@ class Walk:
 
     def _receive_input(self, action: Action, _: int) -> None:
         key = (action.stage, action.micro_batch)
-        self.inputs[key] = self._leaf(self._take("F", action.stage - 1, key))
+        self.inputs[key] = self._take("F", action.stage - 1, key)
 
     def _receive_gradient(self, action: Action, _: int) -> None:
         key = (action.stage, action.micro_batch)
         self.gradients[key] = self._take("B", action.stage + 1, key)
 
-    def _leaf(self, x: Tensor) -> Leaf:
-        """A stage's input. A gradient that somebody else holds too is copied (accumulate_grad.h)."""
-
-        def accumulate(leaf: Leaf, gradient: Tensor) -> None:
-            assert gradient.storage is not None
-            if gradient.storage.holders > 1:
-                what = label("copy of the input's gradient", "B s H w", "torch accumulate_grad.h")
-                gradient = self.layers.ops.like(what, gradient)
-            leaf.grad = gradient
-
-        return Leaf("input", x.shape, x.width, storage=x.storage, accumulate=accumulate)
-
-    def _ids(self, name: str) -> Tensor:
-        return self.tape.new(
-            label(name, "8 B S", "engine/micro_batches.py _to", "activations"), 8, *self.tokens
-        )
-
     def _forward(self, action: Action, _: int) -> None:
         key = (action.stage, action.micro_batch)
+        source = "engine/micro_batches.py _to"
         if action.stage == 0:
-            self.inputs[key] = self._ids("token ids")
+            self.inputs[key] = self._made("inputs", "activations", source, self.layers.inputs(0))
         is_last = action.stage == self.last
-        labels = self._ids("labels") if is_last else None
-        layers = self.stages.layers(action.stage)
-        output = self.layers.run(layers, self.inputs[key], labels)
-        del labels
+        labels = self._made("labels", "activations", source, self.layers.labels() if is_last else ())
+        chunk = self.chunks[key] = self.layers.chunk(action.stage)
+        output = chunk.forward(self.inputs[key], labels)
+        dropped(labels)
         if is_last:
-            self.losses.append(output.detach())
+            self.losses += [storage.hold() for storage in output]
             if self.replay is not None:
-                self.replay.keeps_loss(output)
+                self.replay.keeps_loss(output[0])
         elif self.schedule.rank_of(action.stage + 1) == self.rank:
-            self.inputs[action.stage + 1, action.micro_batch] = self._leaf(output)
+            self.inputs[action.stage + 1, action.micro_batch] = [storage.hold() for storage in output]
         self.outputs[key] = output
 
     def _send_output(self, action: Action, _: int) -> None:
+        """The graph alone is needed from here on: the output's memory goes, but for one element."""
         output = self.outputs[action.stage, action.micro_batch]
-        self._check("F", action.stage, output)
-        self._send("F", self.schedule.rank_of(action.stage + 1), output.detach())
+        forms = self.layers.inputs(action.stage + 1)
+        self._check("F", action.stage, forms)
         if self.replay is not None:
             self.replay.sends("F", action.stage, output)
-        source = output.source
-        self.outputs[action.stage, action.micro_batch] = Tensor(
-            output.shape, output.width, Storage(self.ledger, _GONE, output.width), source
-        )
+        kept = [storage.hold() for storage in ([] if self.releases else output)]
+        self._send("F", self.schedule.rank_of(action.stage + 1), output)
+        kept += [self._new(_GONE, form.width) for form in forms if self.releases]
+        self.outputs[action.stage, action.micro_batch] = kept
 
-    def _check(self, kind: str, stage: int, tensor: Tensor) -> None:
+    def _check(self, kind: str, stage: int, forms: Sequence[TensorForm]) -> None:
         """Before a boundary's first message is cut over tensor-parallel ranks (engine/p2p.py, _alike)."""
-        ops = self.layers.ops
-        if ops.tp == 1 or ops.sequence or (kind, stage) in self.checked:
+        if not self.checks or (kind, stage) in self.checked:
             return
         self.checked.add((kind, stage))
-        what = label("check of a cut message", "4, 8 and 8 B s H", "engine/p2p.py _alike", "transfers")
-        sizes = (4 * (tensor.width < 4), 8, 8)
-        held = [self.tape.scratch(what, size * tensor.numel) for size in sizes if size]
-        held.clear()
+        for form in forms:
+            held = [self._new(_CHECK, size * form.numel) for size in (4 * (form.width < 4), 8, 8) if size]
+            dropped(held)
 
-    def _send(self, kind: str, peer: int, tensor: Tensor) -> None:
+    def _send(self, kind: str, peer: int, message: Message) -> None:
         flying = self.flying.setdefault((kind, peer), deque())
         while len(flying) >= IN_FLIGHT:
-            flying.popleft()
-        flying.append(tensor)
+            dropped(flying.popleft())
+        flying.append(message)
 
     def _backward(self, action: Action, place: int) -> None:
-        key = (action.stage, action.micro_batch)
-        inputs, output = self.inputs.pop(key), self.outputs.pop(key)
-        gradient = self.gradients.pop(key, None)
-        seed = gradient.detach() if gradient is not None else self._scalar()
-        later = self.layers.ops.later
-        came = later is None or not later.active
-        self.tape.backward(output, seed)
-        self.states.reduce(boundary=place == self.final, came=came)
-        del output, seed
-        if action.stage > 0:
-            assert isinstance(inputs, Leaf)
-            assert inputs.grad is not None
-            self.gradients[action.stage - 1, action.micro_batch] = inputs.grad.detach()
-
-    def _scalar(self) -> Tensor:
-        return self.tape.new(label("loss gradient", "4", "deepspeed engine.py backward", "temporaries"), 4)
+        self._whole_backward(action, place, divided=False)
+        del self.chunks[action.stage, action.micro_batch]
 
     def _backward_input(self, action: Action, place: int) -> None:
-        later = self.layers.ops.later
-        assert later is not None
-        later.active = True
-        self._backward(action, place)
-        later.active = False
-        self.kept[action.stage, action.micro_batch] = dict(later.kept)  # type: ignore[arg-type]
-        later.kept.clear()
+        self._whole_backward(action, place, divided=True)
+
+    def _whole_backward(self, action: Action, place: int, *, divided: bool) -> None:
+        key = (action.stage, action.micro_batch)
+        inputs, output = self.inputs.pop(key), self.outputs.pop(key)
+        gradients = self.gradients.pop(key, None)
+        if gradients is None:
+            gradients = [self._new(_SEED, 4)]
+        found = self.chunks[key].backward(gradients, first=action.stage == 0, divided=divided)
+        self.states.reduce(boundary=place == self.final, came=not divided)
+        last = action.stage == self.last
+        if self.releases or last or self.schedule.rank_of(action.stage + 1) == self.rank:
+            dropped(output)
+        self.sent = output  # which a message may hold longer, and is therefore no part of the action
+        dropped(gradients)
+        if action.stage > 0:
+            self.gradients[action.stage - 1, action.micro_batch] = found
+        dropped(inputs)
 
     def _backward_weight(self, action: Action, place: int) -> None:
-        later = self.layers.ops.later
-        assert later is not None
-        later.kept.update(self.kept.pop((action.stage, action.micro_batch)))  # type: ignore[arg-type]
-        later.deliver(self.tape)
+        self.chunks.pop((action.stage, action.micro_batch)).weights()
         self.states.reduce(boundary=place == self.final, came=True)
 
     def _send_gradient(self, action: Action, _: int) -> None:
         gradient = self.gradients.pop((action.stage - 1, action.micro_batch))
         if self.replay is not None:
             self.replay.sends("B", action.stage, gradient)
-        self._check("B", action.stage, gradient)
+        wanted = [form for form in self.layers.inputs(action.stage) if form.differentiable]
+        self._check("B", action.stage, wanted)
         self._send("B", self.schedule.rank_of(action.stage - 1), gradient)

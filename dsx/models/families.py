@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsx.models.family import TIE
 from dsx.models.hf_config import FAMILIES
@@ -26,10 +25,13 @@ from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights
 from dsx.nn.split import WeightGradients
 
-__all__ = ["Layer", "layers", "loss"]
+if TYPE_CHECKING:
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+__all__ = ["Layer", "LayerListBuilder", "layers", "loss"]
 
 
-Layer: TypeAlias = LayerSpec | TiedLayerSpec
+Layer: TypeAlias = "LayerSpec | TiedLayerSpec"
 """One entry of a layer list; its ``build()`` makes the module."""
 
 _LAYERS: dict[str, Any] = {
@@ -39,6 +41,28 @@ _LAYERS: dict[str, Any] = {
     "FinalNorm": FinalNorm,
     "Head": Head,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEntry:
+    """A layer before DeepSpeed's LayerSpec.
+
+    Attributes:
+        layer: Its class.
+        arguments: What that takes.
+        tied: Whether it shares the word embedding's table.
+        forward_fn: How it uses that; None for its own forward.
+    """
+
+    layer: Any
+    arguments: tuple[Any, ...]
+    tied: bool = False
+    forward_fn: Callable[[nn.Module, Any], Any] | None = None
+
+    def build(self) -> nn.Module:
+        """The module."""
+        module: nn.Module = self.layer(*self.arguments)
+        return module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +95,20 @@ class LayerListBuilder:
         return {size: Window(size) for size in set(self.model.windows) if size}
 
     def build(self) -> list[Layer]:
+        """The whole list for DeepSpeed."""
+        from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+        found: list[Layer] = []
+        for entry in self.entries():
+            if not entry.tied:
+                found.append(LayerSpec(entry.layer, *entry.arguments))
+                continue
+            use = {} if entry.forward_fn is None else {"forward_fn": entry.forward_fn}
+            tie = {"tied_weight_attr": ["word.weight"], **use}
+            found.append(TiedLayerSpec(TIE, entry.layer, *entry.arguments, **tie))
+        return found
+
+    def entries(self) -> list[LayerEntry]:
         """The whole list (:func:`dsx.models.params.layer_kinds`)."""
         kinds, sizes = layer_kinds(self.model), iter(self.model.windows)
         return [
@@ -78,18 +116,17 @@ class LayerListBuilder:
             for layer, kind in enumerate(kinds)
         ]
 
-    def _block(self, layer: int, window: int) -> Layer:
+    def _block(self, layer: int, window: int) -> LayerEntry:
         shared = (self.rotary, self.recompute, self.windows.get(window))
-        return LayerSpec(self.classes["Block"], self.model, self._weights(layer), *shared)
+        return LayerEntry(self.classes["Block"], (self.model, self._weights(layer), *shared))
 
-    def _layer(self, kind: str, layer: int) -> Layer:
+    def _layer(self, kind: str, layer: int) -> LayerEntry:
         """A layer other than a block. The tied head is the word embedding's table once more."""
-        if not self.model.tied_embeddings or kind not in ("WordEmbedding", "Head"):
-            return LayerSpec(self.classes[kind], self.model, self._weights(layer))
-        tie = {"forward_fn": self.classes[kind].as_head} if kind == "Head" else {}
-        return TiedLayerSpec(
-            TIE, self.classes[kind], self.model, self._weights(0), tied_weight_attr=["word.weight"], **tie
-        )
+        tied, layer_class = self.model.tied_embeddings, self.classes[kind]
+        if not tied or kind not in ("WordEmbedding", "Head"):
+            return LayerEntry(layer_class, (self.model, self._weights(layer)))
+        use = layer_class.as_head if kind == "Head" else None
+        return LayerEntry(layer_class, (self.model, self._weights(0)), tied=True, forward_fn=use)
 
     def _weights(self, layer: int) -> Weights:
         specs = (spec for spec in self._specs if spec.layer == layer)

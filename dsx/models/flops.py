@@ -11,9 +11,10 @@ hardware's work, not the model's).
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from dsx.models.params import layer_kinds
+from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import ModelSpec
 
 
@@ -24,16 +25,16 @@ def flops_per_token(model: ModelSpec, sequence_length: int) -> float:
 
 def layer_flops(model: ModelSpec, sequence_length: int) -> tuple[float, ...]:
     """:func:`flops_per_token`, layer by layer of the layer list."""
-    hidden, query, ffn = model.hidden_size, model.query_size, model.ffn_size
-    projections = hidden * (query + 2 * model.kv_size) + query * hidden
-    mlp = (3 if model.gated_mlp else 2) * hidden * ffn
-    kinds = layer_kinds(model)
+    kinds, one = layer_kinds(model), replace(model, num_layers=1)
+    first = kinds.index("Block")
+    matrices = [spec for spec in param_specs(one) if spec.layer == first and len(spec.shape) > 1]
+    products = 6.0 * sum(spec.numel for spec in matrices)
     flops = [0.0] * len(kinds)
     for block in range(model.num_layers):
         keys = model.window(block, sequence_length) or sequence_length
         # Scores and their product with V: 2 * 2 * keys * query_size forward, thrice that in all.
-        flops[kinds.index("Block") + block] = 6.0 * (projections + mlp) + 12.0 * query * keys
-    flops[-1] = 6.0 * model.vocab_size * hidden
+        flops[first + block] = products + 12.0 * model.query_size * keys
+    flops[-1] = 6.0 * model.vocab_size * model.hidden_size
     return tuple(flops)
 
 

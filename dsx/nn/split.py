@@ -34,18 +34,20 @@ Start: TypeAlias = Callable[..., Callable[[], Tensor]]
 
 
 @dataclass(slots=True)
-class _Use:
-    """One use of a parameter in one micro-batch."""
+class WeightUse:
+    """One use of a parameter in one micro-batch, whose gradient is computed in two steps."""
 
     start: Start
     tensors: tuple[Tensor, ...]
     started: Callable[[], Tensor] | None = None
 
     def begin(self) -> None:
+        """Start the communication that the gradient needs; what was kept goes, but for what that holds."""
         if self.started is None:
             self.started, self.tensors = self.start(*self.tensors), ()
 
     def finish(self) -> Tensor:
+        """The gradient, a tensor that nobody else holds."""
         self.begin()
         assert self.started is not None
         finish, self.started = self.started, None
@@ -58,7 +60,7 @@ class _Kept:
 
     parameter: Tensor
     shape: torch.Size
-    uses: list[_Use] = field(default_factory=list)
+    uses: list[WeightUse] = field(default_factory=list)
 
 
 class WeightGradients:
@@ -131,7 +133,7 @@ class WeightGradients:
         assert self._key is not None
         kept = self._kept.setdefault(self._key, {})
         entry = kept.setdefault(id(parameter), _Kept(parameter, shape))
-        entry.uses.append(_Use(start, tensors))
+        entry.uses.append(WeightUse(start, tensors))
 
     @contextmanager
     def delivering(self, key: Key) -> Iterator[Tensor | None]:
@@ -153,6 +155,10 @@ class WeightGradients:
             for index in reversed(range(len(entries))):
                 token = _Link.apply(token, entries[index].parameter, index, delivery)
             yield token
+
+    def taken(self, key: Key) -> list[tuple[Tensor, list[WeightUse]]]:
+        """What is kept for ``key``, in the order of delivery; whoever takes it computes the gradients."""
+        return [(entry.parameter, entry.uses) for entry in self._kept.pop(key, {}).values()]
 
     def accumulate(self, key: Key) -> None:
         """Do what :meth:`delivering` and its backward do, without autograd.

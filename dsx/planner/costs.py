@@ -86,9 +86,9 @@ class Efficiency:
             backward takes twice that (DeepSpeed 0.19.8 on a CPU: 0.33 and 0.84 ms a layer).
     """
 
-    matmul: float = 0.777
-    memory: float = 0.822
-    link: float = 0.813
+    matmul: float = 0.781
+    memory: float = 0.776
+    link: float = 0.771
     tile: int = 128
     attention: float = 0.75
     beside: float = 0.347

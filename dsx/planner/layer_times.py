@@ -1,70 +1,22 @@
-"""What one layer and one micro-batch take on one rank: computing, memory, and tensor-parallel ranks.
+"""What one layer and one micro-batch take on one rank: the operators of its record, priced one by one.
 
-What the layers of :mod:`dsx.nn` compute and move through memory, on one tensor-parallel rank.
-
-Products of matrices agree with :mod:`dsx.models.flops` (a test holds them to it). Memory traffic counts what
-each elementwise operation must read and write; w is the width of an activation in bytes.
+A record (:mod:`dsx.memory.record`) has every operator of a layer's forward and backward with its sizes, and
+every collective of its tensor-parallel ranks with what runs between its start and its end. Memory traffic
+counts what each operator must read and write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
+from math import prod
 from typing import Self
 
-from dsx.models.params import layer_kinds, param_specs
-from dsx.models.spec import ModelSpec, Recompute
+from dsx.memory.record import Event, LayerRecord, Shape, counted
+from dsx.memory.records import ModelRecords
 from dsx.planner.cluster import Group, Precision
-from dsx.planner.costs import Kind, Network, Software
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """One micro-batch of a model on one rank.
-
-    Attributes:
-        model: The architecture.
-        tensor: Tensor-parallel degree.
-        sequence_parallel: Whether activations between linears are cut along the sequence.
-        micro_batch: Sequences.
-        sequence_length: Tokens per sequence.
-        width: Bytes of a parameter or an activation.
-        vocab_multiple: To which each rank's vocabulary rows are padded.
-    """
-
-    model: ModelSpec
-    tensor: int
-    sequence_parallel: bool
-    micro_batch: int
-    sequence_length: int
-    width: int
-    vocab_multiple: int = 64
-
-    @property
-    def tokens(self) -> int:
-        """Of the micro-batch."""
-        return self.micro_batch * self.sequence_length
-
-    @property
-    def cuts_sequence(self) -> bool:
-        """Whether sequence parallelism does anything."""
-        return self.sequence_parallel and self.tensor > 1
-
-    @property
-    def boundary_bytes(self) -> int:
-        """A whole tensor between layers, [B, S, H]."""
-        return self.tokens * self.model.hidden_size * self.width
-
-    @property
-    def stream_bytes(self) -> float:
-        """This rank's part of it."""
-        return self.boundary_bytes / (self.tensor if self.cuts_sequence else 1)
-
-    @property
-    def vocabulary(self) -> int:
-        """This rank's rows, padding included."""
-        table = param_specs(replace(self.model, num_layers=1), pad_multiple=self.vocab_multiple)[0]
-        return table.local_extent(self.tensor)
+from dsx.planner.costs import Network, Software
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,91 +39,6 @@ class Product:
         return float(self.m * self.n + self.m * self.k + self.n * self.k) * self.count
 
 
-def matrix_products(shape: Shape) -> tuple[Product, ...]:
-    """Forward of a block's linears: queries, keys and values; output; MLP up; MLP down."""
-    model, tp, tokens = shape.model, shape.tensor, shape.tokens
-    up = (2 if model.gated_mlp else 1) * model.ffn_size
-    return (
-        Product(tokens, (model.query_size + 2 * model.kv_size) // tp, model.hidden_size),
-        Product(tokens, model.hidden_size, model.query_size // tp),
-        Product(tokens, up // tp, model.hidden_size),
-        Product(tokens, model.hidden_size, model.ffn_size // tp),
-    )
-
-
-def attention(shape: Shape) -> tuple[Product, Product]:
-    """Forward of the attention core over the whole square: queries x keys, and scores x values."""
-    model, length = shape.model, shape.sequence_length
-    heads = shape.micro_batch * model.num_heads // shape.tensor
-    return (
-        Product(length, length, model.head_dim, heads),
-        Product(length, model.head_dim, length, heads),
-    )
-
-
-def head(shape: Shape) -> Product:
-    """Forward of the head."""
-    return Product(shape.tokens, shape.vocabulary, shape.model.hidden_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes that elementwise operations read and write, and how many kernels that is."""
-
-    num_bytes: float
-    kernels: int
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.num_bytes + other.num_bytes, self.kernels + other.kernels)
-
-
-def block_traffic(shape: Shape) -> Traffic:
-    """Forward of a block without its attention core: norms, residual sums, dropout, activation.
-
-    A norm reads and writes the stream, a sum reads it twice and writes it, dropout besides writes a mask; an
-    activation reads and writes, and a gate reads two more and writes one.
-    """
-    model, w = shape.model, shape.width
-    passes, kernels = 2 * 2 + 2 * 3.0, 4
-    if model.residual_dropout:
-        passes, kernels = passes + 2 * (2 + 1 / w), kernels + 2
-    wide = (5 if model.gated_mlp else 2) * shape.tokens * model.ffn_size / shape.tensor * w
-    return Traffic(passes * shape.stream_bytes + wide, kernels + (2 if model.gated_mlp else 1))
-
-
-def core_traffic(shape: Shape, *, masked: bool = False) -> Traffic:
-    """Forward of the attention core, fused or not: heads brought together and apart, normed, rotated.
-
-    ``masked``: its window is shorter than the sequence, so that keys and values are repeated for the kernel
-    (dsx/nn/attention.py, scaled_dot_product).
-    """
-    model, per = shape.model, shape.tokens * shape.width / shape.tensor
-    moved = 2 * (model.query_size + 2 * model.kv_size) + 2 * model.query_size
-    kernels = 2
-    if model.rope is not None:
-        moved, kernels = moved + 2 * (model.query_size + model.kv_size), kernels + 2
-    if model.qk_norm:
-        moved, kernels = moved + 2 * (model.query_size + model.kv_size), kernels + 2
-    if masked and model.num_kv_heads < model.num_heads:
-        moved, kernels = moved + 2 * (model.query_size + model.kv_size), kernels + 2
-    return Traffic(moved * per, kernels)
-
-
-def score_traffic(shape: Shape) -> Traffic:
-    """Forward of stored scores: softmax reads and writes them, dropout does too, with a byte of mask."""
-    model, w = shape.model, shape.width
-    scores = shape.micro_batch * model.num_heads / shape.tensor * shape.sequence_length**2
-    dropout = 2 * w + 1 if model.attention_dropout else 0
-    return Traffic((2 * w + dropout) * scores, 2 if dropout else 1)
-
-
-def loss_traffic(shape: Shape) -> tuple[Traffic, Traffic]:
-    """Forward and backward of the cross entropy, dsx/nn/loss.py: each step on logits in float32."""
-    logits, w = shape.tokens * shape.vocabulary, shape.width
-    return Traffic((w + 4 + 4 + 4) * logits, 6), Traffic((w + 4 + 8 + 8 + 4 + w) * logits, 6)
-
-
-_BACKWARD_TRAFFIC = 2.0  # An operation's backward reads its input and two gradients, or writes two.
 _FUSED_BACKWARD = 2.5  # arXiv:2307.08691, section 3.1: five products where the forward has two.
 
 
@@ -243,12 +110,17 @@ class Machine:
 
     def product(self, product: Product, width: int) -> float:
         """Seconds of a product of matrices: bound by arithmetic, or by memory."""
-        efficiency, cluster = self.network.efficiency, self.network.cluster
+        efficiency = self.network.efficiency
         padded = 2.0 * product.count
         for side in (product.m, product.n, product.k):
             padded *= side + efficiency.tile
-        arithmetic = padded / (cluster.peak(self.precision) * efficiency.matmul)
+        arithmetic = padded / self.matmul_rate
         return max(arithmetic, self.traffic(product.elements * width))
+
+    @property
+    def matmul_rate(self) -> float:
+        """Floating-point operations per second of a very large product of matrices."""
+        return self.network.cluster.peak(self.precision) * self.network.efficiency.matmul
 
     def traffic(self, num_bytes: float) -> float:
         """Seconds of reading or writing so many bytes."""
@@ -266,11 +138,11 @@ class Machine:
         share = self.network.efficiency.beside
         return max(computing, wire) + share * min(computing, wire)
 
-    def tensor_beside(self, product: float, collective: float) -> float:
-        """What a linear's backward takes longer for a collective beside one of its products."""
-        if not self.software.hides_tensor_backward:
+    def tensor_beside(self, computing: float, collective: float) -> float:
+        """What computing takes longer for a tensor-parallel collective beside it."""
+        if not self.software.hides_tensor_backward or not computing:
             return collective
-        return self.beside(product, collective) - product
+        return self.beside(computing, collective) - computing
 
     def host(self, seconds: float, host_seconds: float) -> float:
         """``seconds`` of a device that a host keeps busy, or of a host that has its own work besides."""
@@ -281,123 +153,148 @@ class Machine:
         return self.host(seconds, num_kernels * self.network.efficiency.kernel_seconds)
 
 
-def layer_times(machine: Machine, shape: Shape, recompute: Recompute) -> tuple[LayerTime, ...]:
-    """Times of every layer of the layer list."""
-    model, kinds = shape.model, layer_kinds(shape.model)
-    makers: dict[str, Callable[[], LayerTime]] = {
-        "WordEmbedding": lambda: _embedding(machine, shape),
-        "Positions": lambda: _stream(machine, shape, passes=3),
-        "FinalNorm": lambda: _stream(machine, shape, passes=2),
-        "Head": lambda: _head(machine, shape),
-    }
-    masked = [bool(model.window(block, shape.sequence_length)) for block in range(model.num_layers)]
-    blocks = {mask: _block(machine, shape, recompute, masked=mask) for mask in set(masked)}
-    of_blocks = iter(masked)
-    return tuple(blocks[next(of_blocks)] if kind == "Block" else makers[kind]() for kind in kinds)
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """Seconds of computing, and of waiting for collectives."""
+
+    computing: float
+    waiting: float
 
 
-def _block(machine: Machine, shape: Shape, recompute: Recompute, *, masked: bool) -> LayerTime:
-    width, linears = shape.width, matrix_products(shape)
-    matmuls = sum(machine.product(each, width) for each in linears)
-    around = block_traffic(shape)
-    moved = machine.traffic(around.num_bytes)
-    core, core_backward, core_kernels = _core(machine, shape, masked=masked)
-    count = around.kernels + len(linears) + core_kernels
-    forward = machine.at_least(matmuls + moved + core, count)
-    added = sum(3.0 * each.n * each.k for each in linears) * width  # to the gradients so far
-    grad_input = machine.at_least(matmuls + core_backward + _BACKWARD_TRAFFIC * moved, 2 * count)
-    collective, wait = _tensor_wait(machine, shape), _BlockWait(machine, shape, linears)
-    again = {"none": 0.0, "selective": core, "full": forward}[recompute]
-    return LayerTime(
-        forward=forward,
-        again=again,
-        grad_input=grad_input,
-        grad_weight=machine.at_least(matmuls + machine.traffic(added), 2 * len(linears)),
-        forward_wait=(4 if shape.cuts_sequence else 2) * collective,
-        again_wait=(4 if shape.cuts_sequence else 2) * collective if recompute == "full" else 0.0,
-        backward_wait=wait.whole,
-        input_wait=wait.input,
-        weight_wait=wait.weight,
-    )
+class _Pricing:
+    """Prices events of one layer in order.
 
-
-def _core(machine: Machine, shape: Shape, *, masked: bool) -> tuple[float, float, int]:
-    """Attention core: seconds forward, seconds backward, kernels forward."""
-    products, moved = attention(shape), core_traffic(shape, masked=masked)
-    around = machine.traffic(moved.num_bytes)
-    if machine.software.attention == "fused":
-        rate = machine.network.cluster.peak(machine.precision) * machine.network.efficiency.matmul
-        # Half of the square is masked and skipped, unless the mask is a tensor.
-        share = 1.0 if masked else 0.5
-        fused = share * sum(each.flops for each in products) / (rate * machine.network.efficiency.attention)
-        return around + fused, _BACKWARD_TRAFFIC * around + _FUSED_BACKWARD * fused, moved.kernels + 1
-    scores = score_traffic(shape)
-    stored = machine.traffic(scores.num_bytes)
-    matmuls = sum(machine.product(each, shape.width) for each in products)
-    backward = 2 * matmuls + _BACKWARD_TRAFFIC * around + stored
-    return around + matmuls + stored, backward, moved.kernels + scores.kernels + 2
-
-
-def _tensor_wait(machine: Machine, shape: Shape) -> float:
-    """One tensor-parallel collective on the tensor between layers."""
-    kind: Kind = "all_gather" if shape.cuts_sequence else "all_reduce"
-    return machine.network.seconds(kind, shape.boundary_bytes, Group(shape.tensor))
-
-
-class _BlockWait:
-    """What a block's backward waits for.
-
-    dsx/nn/linear.py: with sequence parallelism a column-parallel linear gathers its input again, beside its
-    input gradient's product, and scatters that gradient beside its weight gradient's; a row-parallel one
-    gathers its output's gradient first. Without, the gradient of a column-parallel linear's input is
-    all-reduced beside its weight gradient's product. A divided backward has nothing to hide these behind, and
-    its second part gathers both once more.
+    Args:
+        machine: Hardware and software.
+        tensor: Tensor-parallel degree.
+        width: Bytes of an activation.
     """
 
-    def __init__(self, machine: Machine, shape: Shape, linears: Sequence[Product]) -> None:
-        one = _tensor_wait(machine, shape)
-        columns = [machine.product(each, shape.width) for each in (linears[0], linears[2])]
-        left = sum(machine.tensor_beside(product, one) for product in columns)
-        if shape.cuts_sequence:
-            self.whole, self.input, self.weight = 2 * one + 2 * left, 4 * one, 4 * one
-        else:
-            self.whole, self.input, self.weight = left, 2 * one, 0.0
+    def __init__(self, machine: Machine, tensor: int, width: int) -> None:
+        self._machine, self._group, self._width = machine, Group(tensor), width
+
+    def price(self, events: Iterable[tuple[Event, int]]) -> _Priced:
+        """All of them, one after the other."""
+        computing = waiting = 0.0
+        kernels = 0
+        begun: dict[int, tuple[float, float]] = {}
+        for event, times in events:
+            match event:
+                case ("begin", number, kind, size):
+                    begun[number] = computing, self._machine.network.seconds(kind, size, self._group)
+                case ("wait", number):
+                    start, collective = begun.pop(number)
+                    waiting += self._machine.tensor_beside(computing - start, collective)
+                case _:
+                    seconds, count = self._operator(event)
+                    computing, kernels = computing + times * seconds, kernels + times * count
+        return _Priced(self._machine.at_least(computing, kernels), waiting)
+
+    def _operator(self, event: Event) -> tuple[float, int]:
+        """Seconds and kernels of an operator; nothing for what is none."""
+        machine = self._machine
+        match event:
+            case ("mm", m, n, k, count, width):
+                return machine.product(Product(m, n, k, count), width), 1
+            case ("op", _, size):
+                return machine.traffic(size), 1
+            case ("flops", _, size, flops):
+                return max(machine.traffic(size), flops / machine.matmul_rate), 1
+            case ("sdpa", *shape):
+                return self._attention(AttentionShape(*shape), backward=False)
+            case ("sdpa_backward", *shape):
+                return self._attention(AttentionShape(*shape), backward=True)
+        return 0.0, 0
+
+    def _attention(self, shape: AttentionShape, *, backward: bool) -> tuple[float, int]:
+        machine = self._machine
+        if machine.software.attention == "fused":
+            rate = machine.matmul_rate * machine.network.efficiency.attention
+            # Half of the square is masked and skipped, unless the mask is a tensor.
+            share = 1.0 if shape.masked else 0.5
+            seconds = share * sum(each.flops for each in shape.products) / rate
+            return seconds * (_FUSED_BACKWARD if backward else 1.0), 1
+        products = sum(machine.product(each, self._width) for each in shape.products)
+        # Softmax reads and writes the scores; dropout does too, with a byte of mask.
+        w, dropout = self._width, 2 * self._width + 1 if shape.dropout else 0
+        stored = machine.traffic((2 * w + dropout) * shape.heads * shape.queries * shape.keys)
+        return (2 if backward else 1) * products + stored, 4 if shape.dropout else 3
 
 
-def _head(machine: Machine, shape: Shape) -> LayerTime:
-    """Head and loss. The loss's own collectives, a few numbers per token, count nothing."""
-    product, collective = head(shape), _tensor_wait(machine, shape)
-    matmul = machine.product(product, shape.width)
-    forward, backward = (machine.traffic(each.num_bytes) for each in loss_traffic(shape))
-    left = machine.tensor_beside(matmul, collective)
-    gathers = collective if shape.cuts_sequence else 0.0
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Fused attention, as a record has it.
+
+    Attributes:
+        heads: Query heads of all samples.
+        queries: Tokens that ask.
+        keys: Tokens that are asked.
+        size: Of a head.
+        masked: Whether the mask is a tensor.
+        dropout: Whether weights are dropped.
+    """
+
+    heads: int
+    queries: int
+    keys: int
+    size: int
+    masked: bool
+    dropout: bool
+
+    @property
+    def products(self) -> tuple[Product, Product]:
+        """Forward over the whole square: queries x keys, and scores x values."""
+        return (
+            Product(self.queries, self.keys, self.size, self.heads),
+            Product(self.queries, self.size, self.keys, self.heads),
+        )
+
+
+def layer_times(machine: Machine, shape: Shape) -> tuple[LayerTime, ...]:
+    """Times of every layer of the layer list; the loss counts to the last one."""
+    records, plain = ModelRecords(shape), ModelRecords(replace(shape, recompute="none"))
+    pricing = _Pricing(machine, shape.tensor, shape.width)
+    known: dict[int, LayerTime] = {}
+    found = []
+    for index in range(records.num_layers):
+        record = records.layer(index, divided=True, hooked=False)
+        if id(record) not in known:
+            whole = plain.layer(index, divided=True, hooked=False)
+            known[id(record)] = _layer_time(machine, pricing, record, whole)
+        found.append(known[id(record)])
+    loss = records.loss()
+    found[-1] = LayerTime.total((found[-1], _layer_time(machine, pricing, loss, loss)))
+    return tuple(found)
+
+
+def _layer_time(machine: Machine, pricing: _Pricing, record: LayerRecord, plain: LayerRecord) -> LayerTime:
+    """A layer's time. What recomputation adds is the difference to ``plain``, the same layer without any."""
+    forward, whole = pricing.price(record.operators("forward")), pricing.price(plain.operators("backward"))
+    divides = plain.backward_input is not None
+    first = pricing.price(plain.operators("backward_input")) if divides else whole
+    second = pricing.price(counted(_delivered(plain)))
+    again = pricing.price(record.operators("backward"))
     return LayerTime(
-        forward=matmul + forward,
-        grad_input=matmul + backward,
-        grad_weight=matmul + machine.traffic(3.0 * product.n * product.k * shape.width),
-        forward_wait=gathers,
-        backward_wait=left * (2 if shape.cuts_sequence else 1),
-        input_wait=collective,
-        weight_wait=gathers,
+        forward=forward.computing,
+        again=max(0.0, again.computing - whole.computing),
+        grad_input=first.computing,
+        grad_weight=second.computing + machine.traffic(_added(plain)),
+        forward_wait=forward.waiting,
+        again_wait=max(0.0, again.waiting - whole.waiting),
+        backward_wait=whole.waiting,
+        input_wait=first.waiting,
+        weight_wait=second.waiting,
     )
 
 
-def _embedding(machine: Machine, shape: Shape) -> LayerTime:
-    """Look-up and sum over the ranks; backward writes the whole table and adds it."""
-    collective = _tensor_wait(machine, shape)
-    table = shape.vocabulary * shape.model.hidden_size * shape.width
-    back = collective if shape.cuts_sequence else 0.0
-    return LayerTime(
-        forward=machine.traffic(2.0 * shape.boundary_bytes),
-        grad_weight=machine.traffic(4.0 * table + 2.0 * shape.boundary_bytes),
-        forward_wait=collective,
-        backward_wait=back,
-        weight_wait=back,
-    )
+def _delivered(record: LayerRecord) -> Iterable[Event]:
+    """The second part of a divided backward, each use's communication begun during the one before."""
+    uses = record.weights
+    for place, use in enumerate(uses):
+        following: Sequence[Event] = uses[place + 1].begin if place + 1 < len(uses) else ()
+        yield from chain(use.begin if not place else (), following, use.finish)
 
 
-def _stream(machine: Machine, shape: Shape, *, passes: int) -> LayerTime:
-    """A layer that goes over the stream ``passes`` times."""
-    moved = Traffic(passes * shape.stream_bytes, 1)
-    forward = machine.at_least(machine.traffic(moved.num_bytes), moved.kernels)
-    return LayerTime(forward=forward, grad_input=_BACKWARD_TRAFFIC * forward)
+def _added(record: LayerRecord) -> float:
+    """Bytes of adding every parameter's gradient to the one so far: read twice, written once."""
+    return 3.0 * sum(prod(each.shape) * each.width for each in record.parameters if each.trains)

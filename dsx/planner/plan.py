@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from dsx.errors import DsxError, LayoutError, ScheduleError
-from dsx.memory.layers import Layers
-from dsx.memory.ledger import Leaf, Ledger, Tape
-from dsx.memory.ops import Ops, label
-from dsx.models.params import layer_kinds, param_specs
+from dsx.memory.record import LayerRequest
+from dsx.memory.records import alone, recorded
+from dsx.models.params import layer_kinds
 from dsx.parallel.mesh import Mesh
 from dsx.planner.layout import CHUNKS, Candidate, Space, Task, meshes, scheduled, variants
 from dsx.planner.search import search
@@ -54,31 +53,18 @@ class MemoryFloor:
         return float(live * blocks * self.kept_bytes(layout))
 
     def kept_bytes(self, layout: Candidate) -> int:
-        """What one block keeps of one micro-batch, from the ledger's own list of operations."""
+        """What one block keeps of one micro-batch, by its record."""
         key = (layout.tensor, layout.sequence_parallel, layout.micro_batch, layout.recompute)
         if key not in self._kept:
             self._kept[key] = self._one_block(layout)
         return self._kept[key]
 
     def _one_block(self, layout: Candidate) -> int:
-        task, ledger = self.predictor.task, Ledger()
-        model = replace(task.model, num_layers=1, windows=())  # with a window a block keeps more, if anything
-        block = layer_kinds(model).index("Block")
-        specs = [spec for spec in param_specs(model) if spec.layer == block]
-        leaves = {spec.name: Leaf(spec.name, spec.local_shape(layout.tensor), task.width) for spec in specs}
-        sequence = layout.sequence_parallel and layout.tensor > 1
-        ops = Ops(tape=Tape(ledger), tp=layout.tensor, sequence=sequence, width=task.width, later=None)
-        layers = Layers(model=model, ops=ops, weights=leaves, recompute=layout.recompute)
-        length = task.sequence_length // layout.tensor if sequence else task.sequence_length
-        shape = (layout.micro_batch, length, model.hidden_size)
-        x = Leaf(
-            "input", shape, task.width, storage=ops.tape.new(label("x", "", ""), task.width, *shape).storage
-        )
-        before = ledger.current_bytes
-        y = layers.block(block, x)
-        kept = ledger.current_bytes - before
-        del y
-        return kept
+        """Of a block without a window: with one a block keeps more, if anything."""
+        shape = self.predictor.shape(layout)
+        block = layer_kinds(shape.model).index("Block")
+        short = alone(replace(shape, model=replace(shape.model, windows=())), block)
+        return recorded(LayerRequest(shape=short, kind="Block")).kept_bytes
 
 
 _WORTH_A_WORD = 0.003  # Of the best step.

@@ -23,6 +23,7 @@ import dsx
 from dsx.config.run import RunConfig
 from dsx.engine.chunks import Loss
 from dsx.errors import ModelError
+from dsx.memory.record import Shape
 from dsx.models import families
 from dsx.models.flops import layer_flops
 from dsx.models.params import layer_kinds
@@ -33,7 +34,7 @@ from dsx.parallel.groups import Groups
 from dsx.planner.cluster import Cluster
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.inputs import Calibration
-from dsx.planner.layer_times import LayerTime, Machine, Shape, layer_times
+from dsx.planner.layer_times import LayerTime, Machine, layer_times
 from dsx.planner.measured import conditions_of, recompute_modes
 from dsx.planner.profile import RECOMPUTE, Conditions, LayerCost, Profile
 from dsx.train.monitor import device_name
@@ -391,7 +392,7 @@ def _predicted(run: RunConfig, cluster: Cluster, efficiency: Efficiency, length:
         width=_DTYPES[run.precision].itemsize,
     )
     machine = Machine(network=Network(cluster, efficiency), software=Software(), precision=run.precision)
-    return layer_times(machine, shape, "none")[_place(run)]
+    return layer_times(machine, shape)[_place(run)]
 
 
 def _place(run: RunConfig) -> int:

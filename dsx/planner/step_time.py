@@ -18,12 +18,13 @@ from functools import cached_property
 from itertools import pairwise
 from math import prod
 
+from dsx.memory.record import Shape
 from dsx.models.params import layer_kinds, param_specs
 from dsx.parallel.partition import balanced
 from dsx.parallel.stages import StageMap
 from dsx.planner.cluster import Group
 from dsx.planner.costs import Kind
-from dsx.planner.layer_times import LayerTime, Machine, Shape, layer_times
+from dsx.planner.layer_times import LayerTime, Machine, layer_times
 from dsx.planner.layout import Candidate, Task
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Op, Schedule
@@ -311,13 +312,14 @@ class Predictor:
             sequence_length=self.task.sequence_length,
             width=self.task.width,
             vocab_multiple=self.task.vocab_multiple,
+            recompute=layout.recompute,
         )
 
     def times(self, layout: Candidate) -> tuple[LayerTime, ...]:
         """Of every layer."""
         key = _timing(layout)
         if key not in self._times:
-            self._times[key] = layer_times(self.task.machine, self.shape(layout), layout.recompute)
+            self._times[key] = layer_times(self.task.machine, self.shape(layout))
         return self._times[key]
 
     def elements(self, tensor: int) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""Chunks of dsx's layers on the paper device or a CPU, and on the tape: a script for test_memory_layers.py.
+"""Chunks of dsx's layers on the paper device or a CPU, and as recorded: a script for test_memory_layers.py.
 
-Runs every case and prints one JSON line each: the case, and torch's and the tape's bytes at every stage.
+Runs every case and prints one JSON line each: the case, and torch's and the records' bytes at every stage.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dsx.memory.layers import Layers
-from dsx.memory.ledger import Label, Leaf, Ledger, Tape, Tensor
-from dsx.memory.ops import Later, Ops
-from dsx.memory.paper import device as paper
+from dsx.engine.executor import _writable
+from dsx.memory.ledger import Label, Leaf, Ledger, Storage, dropped
+from dsx.memory.paper import accelerator as paper
 from dsx.memory.paper.meter import StorageMeter
+from dsx.memory.record import Shape
+from dsx.memory.records import ModelRecords
+from dsx.memory.replay import RecordedChunk, RecordedLayer
 from dsx.models import families
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import ModelSpec, Rope
@@ -102,7 +104,7 @@ def by_torch(spec, device, tp, sequence, width, recompute, divided, layers):
         size=tp, rank=0, group=dist.group.WORLD if tp > 1 else None, sequence_parallel=sequence
     )
     meter, split, found = StorageMeter(device), WeightGradients() if divided else None, {}
-    with paper.without_storage(), mock.patch("dsx.nn.parameters.fill"), meter:
+    with paper.engine_without_storage(), mock.patch("dsx.nn.parameters.fill"), meter:
         chain = modules(spec, device, ranks, width, recompute, split, layers)
         loss = families.loss(spec, ranks, overwrite_logits=True)
         ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device=device)
@@ -125,12 +127,13 @@ def by_torch(spec, device, tp, sequence, width, recompute, divided, layers):
         before = meter.current_bytes
 
         def forward():
-            x = inputs
+            x = _writable(inputs)  # as the engine hands them on
             for module in chain:
                 x = module(x)
             return loss(x, ids) if layers[-1] == len(layer_kinds(spec)) - 1 else x
 
         for turn in range(2):
+            inputs.grad = None
             with meter.phase(f"forward {turn}"):
                 y = forward()
             seed = torch.zeros_like(y)
@@ -147,41 +150,54 @@ def by_torch(spec, device, tp, sequence, width, recompute, divided, layers):
     return found | {name: peak - before for name, peak in meter.peak_bytes.items() if name}
 
 
-def by_tape(spec, device, tp, sequence, width, recompute, divided, layers):
-    """The same on the tape."""
-    ledger = Ledger()
-    tape, later, found = Tape(ledger), Later() if divided else None, {}
-    kind = "cpu" if device == "cpu" else "cuda"
-    ops = Ops(tape=tape, tp=tp, sequence=sequence and tp > 1, width=width, later=later, device=kind)
+def by_record(spec, device, tp, sequence, width, recompute, divided, layers):
+    """The same by the layers' records."""
+    ledger, found = Ledger(), {}
+    records = ModelRecords(
+        Shape(
+            model=spec,
+            tensor=tp,
+            sequence_parallel=sequence,
+            micro_batch=BATCH,
+            sequence_length=LENGTH,
+            width=width,
+            recompute=recompute,
+            device="cpu" if device == "cpu" else "cuda",
+        )
+    )
     weights = {p.name: Leaf(p.name, p.local_shape(tp), width) for p in param_specs(spec)}
-    run = Layers(model=spec, ops=ops, weights=weights, recompute=recompute)
-    ids = Tensor((BATCH, LENGTH), 8, None)
-    inputs = ids
-    if layers[0]:
-        length = LENGTH // tp if sequence else LENGTH
-
-        def accumulate(leaf, gradient):
-            if leaf.grad is None:
-                alone = gradient.storage.holders == 1
-                leaf.grad = gradient if alone else ops.like(Label("activations", "copy", "", ""), gradient)
-
-        inputs = Leaf("x", (BATCH, length, spec.hidden_size), width, accumulate=accumulate)
     last = layers[-1] == len(layer_kinds(spec)) - 1
+
+    def new(size):
+        return Storage(ledger, Label("activations", "given", "", ""), size).hold()
+
+    def chunk():
+        made = []
+        for index in layers:
+            record = records.layer(index, divided=divided, hooked=False)
+            leaves = {p.name: weights[records.parameter(index, p.name)] for p in record.parameters}
+            made.append(RecordedLayer(ledger, record, leaves, None))
+        if last:
+            made.append(RecordedLayer(ledger, records.loss(), {}, None))
+        return RecordedChunk(ledger, made, None)
+
+    gradients = []
     for turn in range(2):
+        dropped(gradients)
         ledger.start()
-        y = run.run(layers, inputs, ids if last else None)
+        given, labels = [new(0)], [new(0)]
+        run = chunk()
+        y = run.forward(given, labels)
         found[f"forward {turn}"] = ledger.peak_bytes
-        seed = tape.new(Label("activations", "seed", "", ""), y.width, *y.shape)
+        seed = [new(storage.size_bytes) for storage in y]
         ledger.start()
-        if later is not None:
-            later.active = True
-        tape.backward(y, seed)
-        del y, seed
+        gradients = run.backward(seed, first=not layers[0], divided=divided)
+        for message in (y, seed, given, labels):
+            dropped(message)
         found[f"backward {turn}"] = ledger.peak_bytes
-        if later is not None:
-            later.active = False
+        if divided:
             ledger.start()
-            later.deliver(tape)
+            run.weights()
             found[f"weights {turn}"] = ledger.peak_bytes
         found[f"left {turn}"] = ledger.current_bytes
     return found
@@ -195,7 +211,7 @@ def main():
     for case in json.loads(sys.argv[1]):
         device, family, dropout, *rest = case
         spec = model(family, dropout)
-        print(json.dumps([case, by_torch(spec, device, *rest), by_tape(spec, device, *rest)]), flush=True)
+        print(json.dumps([case, by_torch(spec, device, *rest), by_record(spec, device, *rest)]), flush=True)
     sys.stdout.flush()
     os._exit(0)  # fake tensors outlive their mode
 

@@ -1,4 +1,4 @@
-"""The tape reproduces the published activation formulas of Korthikanti et al. 2022 (arXiv:2205.05198).
+"""Records reproduce the published activation formulas of Korthikanti et al. 2022 (arXiv:2205.05198).
 
 Their layer is not dsx's (no flash attention, masks kept as bytes), so its operations are written here, from
 the text of section 4.1: what each saves, at two bytes an element and one byte a dropout mask.
@@ -9,8 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from dsx.memory.ledger import Label, Leaf, Ledger, Tape, Tensor
+from dsx.memory.record import TensorForm
+from dsx.memory.recorder import booth, record_layer
 from dsx.schedules.builders import build
 from dsx.schedules.simulate import peak_activations
 
@@ -18,22 +22,33 @@ S, B, H, A = 2048, 4, 12288, 96
 GIB = 2**30
 
 
+class Op(torch.autograd.Function):
+    """``result`` as if it had been computed from ``x``, with ``saved`` kept for backward."""
+
+    @staticmethod
+    def forward(ctx, x, shape, *saved):
+        ctx.save_for_backward(*saved)
+        ctx.x = x.shape, x.dtype, x.device
+        ctx.needs = len(saved)
+        return x.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        shape, dtype, device = ctx.x
+        return torch.empty(shape, dtype=dtype, device=device), None, *(None,) * ctx.needs
+
+
 @dataclass(frozen=True)
 class PaperLayer:
     """One transformer layer as in figure 2 of the paper."""
 
-    tape: Tape
     tp: int
     sequence: bool
     selective: bool = False
 
-    def op(self, x: Tensor, *, saves: tuple[Tensor, ...], shape: tuple[int, ...], width: int = 2) -> Tensor:
-        y = self.tape.new(Label("activations", "output", "", ""), width, *shape)
-        self.tape.record((x,), (y,), lambda _, dy: [dy.detach()], saved=saves)
+    def op(self, x: Tensor, *, saves: tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor:
+        y: Tensor = Op.apply(x, shape, *saves)
         return y
-
-    def mask(self, *shape: int) -> Tensor:
-        return self.tape.new(Label("activations", "dropout mask", "", ""), 1, *shape)
 
     @property
     def part(self) -> tuple[int, ...]:
@@ -41,7 +56,7 @@ class PaperLayer:
         return (S // self.tp if self.sequence else S, B, H)
 
     def dropout(self, x: Tensor, *shape: int) -> Tensor:
-        mask = self.mask(*shape)
+        mask = x.new_empty(shape, dtype=torch.bool)
         return self.op(x, saves=(mask,), shape=shape)
 
     def norm(self, x: Tensor) -> Tensor:
@@ -49,11 +64,9 @@ class PaperLayer:
 
     def core(self, qkv: Tensor) -> Tensor:
         t = self.tp
-        q, k, v = (Tensor((S, B, H // t), 2, qkv.storage) for _ in range(3))
-        self.tape.record((qkv,), (q, k, v), lambda _, *dy: [dy[0].detach()])
+        q, k, v = qkv.chunk(3, dim=-1)
         scores = self.op(q, saves=(q, k), shape=(B, A // t, S, S))
-        weights = self.tape.new(Label("activations", "softmax", "", ""), 2, B, A // t, S, S)
-        self.tape.record((scores,), (weights,), lambda _, dy: [dy.detach()], saved=(weights,))
+        weights = Softmax.apply(scores)
         dropped = self.dropout(weights, B, A // t, S, S)
         return self.op(dropped, saves=(dropped, v), shape=(S, B, H // t))
 
@@ -62,7 +75,7 @@ class PaperLayer:
         y = self.norm(x)
         # The shared input of Q, K and V counts once, and its gathered copy not at all (section 4.2.2).
         qkv = self.op(y, saves=(y,), shape=(S, B, 3 * H // t))
-        context = self.tape.checkpoint(self.core, qkv) if self.selective else self.core(qkv)
+        context = checkpoint(self.core, qkv, use_reentrant=False) if self.selective else self.core(qkv)
         y = self.op(context, saves=(context,), shape=self.part)
         x = self.op(self.dropout(y, *self.part), saves=(), shape=self.part)
         y = self.norm(x)
@@ -72,16 +85,30 @@ class PaperLayer:
         return self.op(self.dropout(y, *self.part), saves=(), shape=self.part)
 
 
+class Softmax(torch.autograd.Function):
+    """Saves its result."""
+
+    @staticmethod
+    def forward(ctx, scores):
+        weights = torch.empty_like(scores)
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
 def kept(tp: int, sequence: bool, *, recompute: str = "none") -> int:
     """Bytes that one layer keeps for backward: all that is live but its output. Its input counts."""
-    tape = Tape(Ledger())
-    layer = PaperLayer(tape, tp, sequence, selective=recompute == "selective")
-    storage = tape.new(Label("activations", "input", "", ""), 2, *layer.part)
-    x: Tensor = Leaf("input", storage.shape, 2, storage=storage.storage)
-    del storage
-    y = tape.checkpoint(layer, x) if recompute == "full" else layer(x)
-    del x
-    return tape.ledger.current_bytes - y.numel * y.width
+    layer = PaperLayer(tp, sequence, selective=recompute == "selective")
+    form = TensorForm(layer.part, "bfloat16", 2, differentiable=True)
+
+    def run(x: Tensor) -> Tensor:
+        return checkpoint(layer, x, use_reentrant=False) if recompute == "full" else layer(x)
+
+    with booth("meta"):
+        return record_layer(run, [form], device="meta").kept_bytes
 
 
 SBH = S * B * H

@@ -1,4 +1,4 @@
-"""Every layer holds, on the tape, what its real code holds on paper and on a CPU: kept bytes and peaks."""
+"""A chunk of recorded layers holds what their real code holds on paper and on a CPU: kept bytes and peaks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 _SCALARS = 16
-"""Bytes that torch holds for a moment and the tape does not follow: a scalar for a padded row's value."""
+"""Bytes that torch holds for a moment and the records do not: a scalar for a padded row's value."""
 
 
 def cases():
@@ -76,9 +76,9 @@ def test_layers_hold_what_their_code_holds():
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
     assert len(rows) == len(cases())
     off = [
-        (case, name, tape[name] - real[name])
-        for case, real, tape in rows
-        for name in tape
-        if abs(tape[name] - real[name]) > _SCALARS
+        (case, name, record[name] - real[name])
+        for case, real, record in rows
+        for name in record
+        if abs(record[name] - real[name]) > _SCALARS
     ]
     assert not off

@@ -5,15 +5,17 @@ from dataclasses import replace
 import pytest
 
 from dsx.errors import ConfigError, DsxError
+from dsx.memory.record import Shape
+from dsx.memory.records import ModelRecords
 from dsx.models.flops import layer_flops
 from dsx.models.hf_config import model_spec
-from dsx.models.params import layer_kinds, num_parameters
+from dsx.models.params import layer_kinds, num_parameters, param_specs
 from dsx.models.presets import presets
 from dsx.parallel.mesh import Mesh
 from dsx.planner import layer_times as kernels
 from dsx.planner.cluster import PRESETS, Group, Link, preset
 from dsx.planner.costs import Efficiency, Network, Software
-from dsx.planner.layer_times import Machine, Shape, layer_times
+from dsx.planner.layer_times import Machine, layer_times
 from dsx.planner.layout import Candidate, Task
 from dsx.planner.step_time import Predictor
 
@@ -35,15 +37,39 @@ def shape(model, tensor=1, **kwargs):
     return Shape(model=model, tensor=tensor, **sizes | kwargs)
 
 
+def record(found, kind):
+    """Of a layer of some kind."""
+    return ModelRecords(found).layer(layer_kinds(found.model).index(kind), divided=False, hooked=False)
+
+
+def products(found, kind):
+    """Products of matrices in a layer's forward, those of attention included."""
+    several = []
+    for event in record(found, kind).forward:
+        if event[0] == "mm":
+            several.append(kernels.Product(*event[1:5]))
+        elif event[0] == "sdpa":
+            several += kernels.AttentionShape(*event[1:]).products
+    return several
+
+
+def traffic(found, kind):
+    """Bytes that the other operators of a layer's forward move."""
+    return sum(event[2] for event in record(found, kind).forward if event[0] == "op")
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_products_are_the_flops_of_mfu(model):
-    """One forward is a third of dsx.models.flops; vocabulary padding is on top of it."""
+    """One recorded forward is a third of dsx.models.flops; vocabulary padding is on top of it."""
     found = shape(model)
+    tokens = found.micro_batch * found.sequence_length
     expected = dict(zip(layer_kinds(model), layer_flops(model, 128), strict=True))
-    block = sum(each.flops for each in (*kernels.matrix_products(found), *kernels.attention(found)))
-    assert 3 * block == pytest.approx(found.tokens * expected["Block"])
-    padding = found.vocabulary / model.vocab_size
-    assert 3 * kernels.head(found).flops == pytest.approx(found.tokens * expected["Head"] * padding)
+    block = sum(each.flops for each in products(found, "Block"))
+    assert 3 * block == pytest.approx(tokens * expected["Block"])
+    (table,) = [spec for spec in param_specs(model) if spec.layer == 0 and spec.pad_multiple]
+    padding = table.local_extent(1) / model.vocab_size
+    head = sum(each.flops for each in products(found, "Head"))
+    assert 3 * head == pytest.approx(tokens * expected["Head"] * padding)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -57,11 +83,15 @@ def test_parameters_are_the_models(model):
 
 def test_tensor_parallelism_divides_the_products():
     whole, part = shape(LLAMA), shape(LLAMA, 8)
-    for one, other in zip(kernels.matrix_products(whole), kernels.matrix_products(part), strict=True):
+    for one, other in zip(products(whole, "Block"), products(part, "Block"), strict=True):
         assert one.flops == pytest.approx(8 * other.flops)
-    assert kernels.block_traffic(whole).num_bytes == pytest.approx(8 * kernels.block_traffic(part).num_bytes)
-    alike = kernels.block_traffic(shape(LLAMA, 8, sequence_parallel=False)).num_bytes
-    assert alike > 2 * kernels.block_traffic(part).num_bytes
+    # The copies of what two samples gather and scatter are on top of an eighth of the rest.
+    alone = replace(part, micro_batch=1), replace(whole, micro_batch=1)
+    assert traffic(alone[1], "Block") == pytest.approx(
+        8 * traffic(alone[0], "Block"), rel=0.02
+    )  # less tables
+    alike = traffic(replace(alone[0], sequence_parallel=False), "Block")
+    assert alike > 2 * traffic(alone[0], "Block")
 
 
 def test_ring_all_reduce_in_a_node():
@@ -135,7 +165,8 @@ def test_what_slows_a_step():
         return predictor.predict(replace(Candidate(mesh=Mesh.of(pp=2, dp=2, tp=2)), **changes)).seconds
 
     assert seconds() < seconds(recompute="selective") < seconds(recompute="full")
-    assert seconds() < seconds(sequence_parallel=False)
+    wide = Mesh.of(pp=2, dp=2, tp=4)
+    assert seconds(mesh=wide) < seconds(mesh=wide, sequence_parallel=False)
     assert seconds(zero_stage=1) < seconds(zero_stage=2, reduces_micro_batches=True)
     assert seconds(schedule="interleaved", chunks=2) < seconds()
 
@@ -162,13 +193,17 @@ def test_block_time_grows_with_everything():
     base = shape(LLAMA, 2)
     block = layer_kinds(LLAMA).index("Block")
 
-    def seconds(found, mode="none"):
-        return layer_times(machine(), found, mode)[block].seconds
+    def seconds(found):
+        return layer_times(machine(), found)[block].seconds
 
     assert seconds(replace(base, micro_batch=4)) < 2 * seconds(base) * 1.001
     assert seconds(replace(base, sequence_length=256)) > seconds(base)
-    whole = layer_times(machine(), base, "full")[block]
-    assert whole.again == pytest.approx(whole.forward)
+    whole = layer_times(machine(), replace(base, recompute="full"))[block]
+    # Recomputation stops once the last product has its inputs: what follows it is not done again.
+    events = record(replace(base, recompute="full"), "Block").forward
+    last = max(place for place, event in enumerate(events) if event[0] == "mm")
+    rest = sum(event[2] for event in events[last:] if event[0] == "op")
+    assert whole.again == pytest.approx(whole.forward - machine().traffic(rest))
     divided = whole.input_seconds + whole.weight_seconds
     assert divided > whole.backward_seconds
 
@@ -176,18 +211,22 @@ def test_block_time_grows_with_everything():
 def test_a_window_costs_its_mask_and_only_where_it_ends_before_the_sequence():
     """With a mask the fused kernel computes the whole square: forward as twice the causal products."""
     base = replace(shape(LLAMA, 2), sequence_length=8192)
-    plain, first = layer_times(machine(), base, "none"), layer_kinds(LLAMA).index("Block")
+    plain, first = layer_times(machine(), base), layer_kinds(LLAMA).index("Block")
     long = replace(LLAMA, windows=(8192,) * LLAMA.num_layers)
-    assert layer_times(machine(), replace(base, model=long), "none") == plain
+    assert layer_times(machine(), replace(base, model=long)) == plain
     mixed = replace(LLAMA, windows=(0, 4096) * (LLAMA.num_layers // 2))
-    times = layer_times(machine(), replace(base, model=mixed), "none")
+    times = layer_times(machine(), replace(base, model=mixed))
     assert times[first] == plain[first]
     assert times[first + 1] == times[first + 3]
-    causal = sum(each.flops for each in kernels.attention(base)) / 2
+    (shown,) = [event for event in record(base, "Block").forward if event[0] == "sdpa"]
+    causal = sum(each.flops for each in kernels.AttentionShape(*shown[1:]).products) / 2
     rate = machine().network.cluster.peak("bf16") * Efficiency().matmul * Efficiency().attention
     more = times[first + 1].forward - plain[first].forward
-    copies = kernels.core_traffic(base, masked=True).num_bytes - kernels.core_traffic(base).num_bytes
-    assert copies == 2 * (4096 + 1024) / 2 * base.tokens * base.width
+    masked = replace(base, model=replace(mixed, windows=(4096,) * LLAMA.num_layers))
+    copies = traffic(masked, "Block") - traffic(base, "Block")
+    # Keys and values are read, and written once for each query head.
+    tokens = base.micro_batch * base.sequence_length
+    assert copies == 2 * (4096 + 1024) / 2 * tokens * base.width
     assert more == pytest.approx(causal / rate + machine().traffic(copies))
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from dsx.errors import LayoutError
 from dsx.memory.estimate import Job, estimate
+from dsx.memory.records import ModelRecords
 from dsx.memory.states import Optimizer, StateSettings
 from dsx.models.hf_config import model_spec
 from dsx.models.params import param_specs
@@ -182,13 +183,9 @@ def test_floor_is_below_the_ledger(model, zero, recompute):
     )
     stages = predictor.stages(layout)
     job = Job(
-        model=model,
+        records=ModelRecords(predictor.shape(layout)),
         layout=Layout(mesh=layout.mesh, stages=stages, params=param_specs(model), zero_stage=zero),
         schedule=lower(layout.program.build(2, 2, 4)),
-        micro_batch=1,
-        sequence_length=1024,
-        sequence_parallel=True,
-        recompute=recompute,
         states=StateSettings(width=2, accumulate=2, optimizer=Optimizer(state_bytes=8, step_bytes=4)),
     )
     peaks = [estimate(job, layout.mesh.rank(pp=rank)).peak.peak_bytes for rank in (0, 1)]

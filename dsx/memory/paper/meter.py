@@ -16,16 +16,16 @@ CUDA_ROUNDING_BYTES = 512
 """CUDACachingAllocator.cpp, kMinBlockSize: every block is a multiple of it."""
 
 
-_ADD = torch.ops.aten.add.Tensor
+ADD = torch.ops.aten.add.Tensor
 
 _HOLDERS = 2
 """Of a storage that one tensor has: that tensor, and the Python object that is asked."""
 
 _REFERENCES = 4
-"""To a tensor that autograd alone has, as sys.getrefcount counts them in :func:`_would_be_in_place`."""
+"""To a tensor that autograd alone has, as sys.getrefcount counts them in :func:`would_be_in_place`."""
 
 
-def _would_be_in_place(args: tuple[Any, ...]) -> bool:
+def would_be_in_place(args: tuple[Any, ...]) -> bool:
     """Whether autograd, summing two gradients, would add to the first if nobody were looking.
 
     It does so if it alone holds the first, but never while a dispatch mode is active
@@ -78,7 +78,7 @@ class StorageMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and count what it returns."""
         del types
-        replaced = args[0] if func is _ADD and _would_be_in_place(args) else None
+        replaced = args[0] if func is ADD and would_be_in_place(args) else None
         result = func(*args, **(kwargs or {}))
         if replaced is not None:
             self._forget(replaced)

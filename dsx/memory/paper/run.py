@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import torch
@@ -16,12 +16,20 @@ from deepspeed.runtime.zero import partitioned_param_coordinator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dsx.config.run import RunConfig
+from dsx.engine import initialize as initializing
 from dsx.engine.engine import PipelineEngine
 from dsx.engine.initialize import initialize
 from dsx.engine.p2p import Signature, TensorMeta
-from dsx.memory.paper import device as paper
+from dsx.engine.pipeline_module import PipelineModule
+from dsx.memory.estimate import Job
+from dsx.memory.layer_list import LayerList
+from dsx.memory.paper import accelerator as paper
+from dsx.memory.paper.device import Device, swapped
 from dsx.memory.paper.meter import CUDA_ROUNDING_BYTES, StorageMeter
+from dsx.nn import parameters
 from dsx.parallel.groups import Groups, make_groups
+from dsx.parallel.mesh import Mesh
+from dsx.schedules.program import Program
 from dsx.train import recipe
 
 STEPS = 2
@@ -54,11 +62,32 @@ class TracedPeaks:
         return max(self.phases.values())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Subject:
+    """What is traced.
+
+    Attributes:
+        mesh: Of the run.
+        sequence_parallel: Whether activations are cut along the sequence.
+        build: Makes the pipeline of a rank.
+        config: What it is initialised with.
+        inputs: Virtual stage from 1 on -> what it is sent.
+        batch: A micro-batch, on the host.
+    """
+
+    mesh: Mesh
+    sequence_parallel: bool
+    build: Callable[[Groups], PipelineModule]
+    config: RunConfig | dict[str, Any]
+    inputs: Mapping[int, Signature]
+    batch: Callable[[], tuple[Any, Any]]
+
+
 def trace(
     config: RunConfig,
     rank: int,
     *,
-    device: paper.Device = "paper",
+    device: Device = "paper",
     label: Callable[[], str] | None = None,
     host: bool = False,
     capacity_bytes: int | None = None,
@@ -73,28 +102,106 @@ def trace(
         host: Also count what ``paper`` keeps on the host (offload). Takes longer.
         capacity_bytes: What ``paper`` has, if DeepSpeed asks; None for enough.
     """
+    config = replace(config, weights=None)  # a folder's take the same memory as fresh ones, and time to read
+    subject = _Subject(
+        mesh=config.mesh,
+        sequence_parallel=config.dsx.parallel.sequence_parallel,
+        build=lambda groups: recipe.build_model(config, groups),
+        config=config,
+        inputs=signatures(config),
+        batch=lambda: batch(config),
+    )
+    return _traced(subject, rank, device, label, capacity_bytes, host=host)
+
+
+def trace_layers(
+    make: Callable[[], LayerList],
+    config: Mapping[str, Any],
+    job: Job,
+    rank: int,
+    *,
+    device: Device = "paper",
+    label: Callable[[], str] | None = None,
+) -> TracedPeaks:
+    """The same of a layer list.
+
+    Args:
+        make: Makes the list (:func:`dsx.memory.layer_list.layers_job`).
+        config: DeepSpeed's keys.
+        job: The run as the estimate takes it.
+        rank: Global rank.
+        device: As for :func:`trace`.
+        label: As for :class:`StorageMeter`.
+    """
+    stages = job.layout.stages
+
+    def build(groups: Groups) -> PipelineModule:
+        program = Program(name=job.schedule.name)
+        # Fake parameters cannot be moved there from the host.
+        with torch.device(device):
+            made = make()
+            return PipelineModule(
+                made.layers, loss_fn=made.loss_fn, groups=groups, stage_map=stages, schedule=program
+            )
+
+    def zeros() -> tuple[Any, Any]:
+        made = make()
+        return _zeros(made.inputs), () if made.labels is None else _zeros(made.labels)
+
+    inputs = {}
+    for stage in range(1, stages.num_stages):
+        forms = job.records.layer(stages.layers(stage)[0], divided=False, hooked=False).inputs
+        metas = tuple(
+            TensorMeta(form.shape, getattr(torch, form.dtype), requires_grad=form.differentiable)
+            for form in forms
+        )
+        inputs[stage] = Signature(metas, is_tuple=len(forms) > 1)
+    subject = _Subject(
+        mesh=job.layout.mesh,
+        sequence_parallel=False,
+        build=build,
+        config=dict(config),
+        inputs=inputs,
+        batch=zeros,
+    )
+    return _traced(subject, rank, device, label, None, host=False)
+
+
+def _zeros(given: Any) -> Any:
+    return tuple(map(_zeros, given)) if isinstance(given, tuple) else torch.zeros_like(given, device="cpu")
+
+
+def _traced(
+    subject: _Subject,
+    rank: int,
+    device: Device,
+    label: Callable[[], str] | None,
+    capacity_bytes: int | None,
+    *,
+    host: bool,
+) -> TracedPeaks:
     deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator = paper.install() if device == "paper" else None
-    dist.init_process_group("fake", rank=rank, world_size=config.mesh.size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=subject.mesh.size, store=FakeStore())
     deepspeed.init_distributed(dist_backend="fake", verbose=False, auto_mpi_discovery=False)
-    groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
-    config = replace(config, weights=None)  # a folder's take the same memory as fresh ones, and time to read
+    groups = make_groups(subject.mesh, sequence_parallel=subject.sequence_parallel)
     rounding = CUDA_ROUNDING_BYTES if device == "paper" else 1
     meter = StorageMeter(device, rounding_bytes=rounding, label=label)
     other = StorageMeter("cpu", label=label)
     if accelerator is not None and capacity_bytes is not None:
         accelerator.free_bytes = lambda: capacity_bytes - meter.current_bytes
-    with paper.without_storage(), meter, other if host else nullcontext():
+    with paper.engine_without_storage(), meter, other if host else nullcontext():
         # Values would take a minute of arithmetic and hold no memory afterwards.
-        with meter.phase("build"), other.phase("build"), mock.patch("dsx.nn.parameters.fill"):
-            model = recipe.build_model(config, groups)
-        with meter.phase("engine"), other.phase("engine"):
-            engine = initialize(model=model, config=config)[0]
+        with meter.phase("build"), other.phase("build"), swapped(parameters, "fill", _no_values):
+            model = subject.build(groups)
         # Ranks that are not there agree on everything.
+        agreed = swapped(initializing, "_require_same_everywhere", _no_values)
+        with meter.phase("engine"), other.phase("engine"), agreed:
+            engine = initialize(model=model, config=subject.config)[0]
         partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
-        announce(config, engine, groups)
-        _train(config, engine, meter, other)
+        announce(subject.inputs, engine)
+        _train(subject.batch, engine, meter, other)
         steady = meter.current_bytes
     return TracedPeaks(
         rank=rank,
@@ -120,35 +227,43 @@ def measure(config: RunConfig) -> TracedPeaks:
             model = recipe.build_model(config, groups)
         with meter.phase("engine"):
             engine = initialize(model=model, config=config)[0]
-        announce(config, engine, groups)
-        _train(config, engine, meter)
+        announce(signatures(config), engine)
+        _train(lambda: batch(config), engine, meter)
         steady = meter.current_bytes
     return TracedPeaks(rank=groups.rank, steady_bytes=steady, phases=meter.peak_bytes, contents={})
 
 
-def _train(config: RunConfig, engine: PipelineEngine, *meters: StorageMeter) -> None:
-    source = batches(config)
+def _train(batch: Callable[[], tuple[Any, Any]], engine: PipelineEngine, *meters: StorageMeter) -> None:
+    one = batch()
     for step in range(STEPS):
         with ExitStack() as stack:
             for meter in meters:
                 stack.enter_context(meter.phase(f"step {step + 1}"))
-            engine.train_batch(source)
+            engine.train_batch(repeat(one))
 
 
-def announce(config: RunConfig, engine: PipelineEngine, groups: Groups) -> None:
+def announce(inputs: Mapping[int, Signature], engine: PipelineEngine) -> None:
     """Tell the rank what its neighbours would send: the one thing that a group without peers cannot."""
+    for stage, signature in inputs.items():
+        engine._signatures.announce(stage, True, signature)  # noqa: SLF001
+
+
+def signatures(config: RunConfig) -> dict[int, Signature]:
+    """What every virtual stage from 1 on is sent."""
     length = config.sequence_length
-    if groups.tensor_parallel.sequence:
+    if config.dsx.parallel.sequence_parallel:
         length //= config.mesh.tp
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     shape = (config.micro_batch_size, length, config.model.hidden_size)
     signature = Signature((TensorMeta(shape, dtype, requires_grad=True),), is_tuple=False)
-    for stage in range(1, config.stage_map.num_stages):
-        engine._signatures.announce(stage, True, signature)  # noqa: SLF001
+    return dict.fromkeys(range(1, config.stage_map.num_stages), signature)
 
 
-def batches(config: RunConfig) -> Iterator[tuple[Any, Any]]:
-    """Micro-batches of zeros on the host."""
+def batch(config: RunConfig) -> tuple[Any, Any]:
+    """A micro-batch of zeros on the host."""
     tokens = torch.zeros(config.micro_batch_size, config.sequence_length, dtype=torch.int64)
-    while True:
-        yield tokens, tokens
+    return tokens, tokens
+
+
+def _no_values(*_arguments: Any, **_options: Any) -> None:
+    """In place of what asks for values."""

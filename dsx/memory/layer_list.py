@@ -1,0 +1,330 @@
+"""Memory of a layer list that dsx did not write: what dsx.PipelineModule takes, recorded layer by layer."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsx.config.batch import resolve_batch
+from dsx.config.deepspeed import is_bf16, pipeline_problems, zero_stage
+from dsx.config.load import raise_all
+from dsx.config.schema import ZeroConfig
+from dsx.errors import ConfigError, LayoutError, ModelError
+from dsx.memory.estimate import Job, RunMemory, enough_micro_batches, estimate_run
+from dsx.memory.job import require_learned, state_settings
+from dsx.memory.record import DeviceKind, LayerRecord, TensorForm
+from dsx.memory.recorder import TiedCall, booth, record_layer
+from dsx.models.param import Init, ParamSpec
+from dsx.parallel.layout import Layout
+from dsx.parallel.mesh import Mesh
+from dsx.parallel.partition import partition
+from dsx.schedules.program import Program
+from dsx.schedules.schedule import lower
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerList:
+    """A model as :class:`dsx.PipelineModule` takes it, and what one micro-batch of it looks like.
+
+    Attributes:
+        layers: LayerSpecs, TiedLayerSpecs, modules and functions, in order.
+        inputs: What the first layer takes: a tensor or a tuple of tensors, whose values do not matter.
+        labels: What the loss takes besides the last layer's output; None without a loss.
+        loss_fn: The loss; None if the last layer gives it.
+    """
+
+    layers: Sequence[Any]
+    inputs: Tensor | tuple[Tensor, ...]
+    labels: Tensor | tuple[Tensor, ...] | None = None
+    loss_fn: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ListRecords:
+    """Records of a layer list.
+
+    Attributes:
+        layers: Of every layer.
+        of_loss: Of the loss; None if the last layer gives it.
+        ties: Index of a later use of a tied layer -> that of the first.
+    """
+
+    layers: Sequence[LayerRecord]
+    of_loss: LayerRecord | None
+    ties: Mapping[int, int] = field(default_factory=dict)
+
+    def layer(self, index: int, *, divided: bool, hooked: bool) -> LayerRecord:
+        """The record of a layer; it was made for the run's schedule and ZeRO stage."""
+        del divided, hooked
+        return self.layers[index]
+
+    def loss(self) -> LayerRecord | None:
+        """That of the loss."""
+        return self.of_loss
+
+    def parameter(self, index: int, name: str) -> str:
+        """Name of the parameter that a layer's record calls ``name``."""
+        return f"{self.ties.get(index, index)}.{name}"
+
+
+def read_layers(source: str) -> Callable[[], LayerList]:
+    """What ``my_model.py:make_layers`` names.
+
+    Raises:
+        ModelError: There is no such file or function.
+    """
+    path, _, name = source.rpartition(":")
+    if not path or not name or not Path(path).is_file():
+        raise ModelError(f"--layers {source}", "no such file", "write --layers my_model.py:make_layers")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    make = getattr(module, name, None)
+    if not callable(make):
+        raise ModelError(f"--layers {source}", f"{path} has no function {name}", "name one that it has")
+    found: Callable[[], LayerList] = make
+    return found
+
+
+def layers_job(
+    make: Callable[[], LayerList],
+    config: Mapping[str, Any],
+    *,
+    world_size: int = 1,
+    pipeline: int = 1,
+    chunks: int = 1,
+    schedule: str = "auto",
+    partition_method: str | Sequence[int] = "parameters",
+    zero: ZeroConfig | None = None,
+    device: DeviceKind = "cuda",
+    capacity_bytes: int | None = None,
+) -> Job:
+    """The run of a layer list as the ledger takes it.
+
+    Args:
+        make: Makes the list, and its micro-batch, on whatever device torch is told to.
+        config: DeepSpeed's keys.
+        world_size: Ranks.
+        pipeline: Pipeline degree; the ranks that it leaves are data-parallel.
+        chunks: Virtual stages per pipeline rank.
+        schedule: As :class:`dsx.PipelineModule` takes it.
+        partition_method: As there.
+        zero: When ZeRO communicates; the default by default.
+        device: Whose kernels run.
+        capacity_bytes: What a device has for tensors; None for enough.
+
+    Raises:
+        ConfigError: A key that cannot work with a pipeline, or whose memory dsx does not know.
+        LayoutError: Degrees that do not fit.
+        ModelError: A layer whose memory dsx does not know.
+    """
+    if pipeline < 1 or world_size % pipeline:
+        raise LayoutError(
+            f"{world_size} ranks in pipelines of {pipeline}", "they do not divide", "use a divisor"
+        )
+    mesh = Mesh.of(pp=pipeline, dp=world_size // pipeline, tp=1)
+    raise_all("the config", pipeline_problems(dict(config), mesh))
+    if "optimizer" not in config:
+        raise ConfigError("optimizer", "it is missing", "name the optimizer whose states are to be counted")
+    settings = zero or ZeroConfig()
+    require_learned(config, settings)
+    states = state_settings(config, settings, None, device)
+    name = ("interleaved" if chunks > 1 else "1f1b") if schedule == "auto" else schedule
+    program, batch = Program(name=name), resolve_batch(config, mesh.dp)
+    records, names = _recorded(make, "bfloat16" if is_bf16(config) else None, device, zero_stage(config) == 3)
+    specs = tuple(_specs(records, states.width))
+    stages = replace(
+        partition(
+            partition_method,
+            pipeline * chunks,
+            pipeline,
+            parameters=[sum(prod(each.shape) for each in record.parameters) for record in records.layers],
+            costs=None,
+            names=names,
+        ),
+        placement=program.placement,
+    )
+    count = enough_micro_batches(program, pipeline, batch.accumulation)
+    return Job(
+        records=records,
+        layout=Layout(mesh=mesh, stages=stages, params=specs, zero_stage=zero_stage(config)),
+        schedule=lower(program.build(pipeline, chunks, count)),
+        left_out=batch.accumulation - count,
+        releases=False,
+        built_width=torch.get_default_dtype().itemsize,
+        states=states,
+        device=device,
+        capacity_bytes=capacity_bytes,
+    )
+
+
+def estimate_layers(make: Callable[[], LayerList], config: Mapping[str, Any], **options: Any) -> RunMemory:
+    """What every rank's memory will hold in a run of a layer list; arguments as of :func:`layers_job`."""
+    return estimate_run(layers_job(make, config, **options))
+
+
+def _recorded(
+    make: Callable[[], LayerList], dtype: str | None, device: DeviceKind, hooked: bool
+) -> tuple[ListRecords, list[str]]:
+    """Records of all layers, equal ones recorded once, and the layers' class names."""
+    # torch composes some operators, dropout among them, of others on meta tensors, but not on a GPU.
+    place = "cpu" if device == "cpu" else "paper"
+    with booth(place), torch.device(place):
+        made = make()
+        if not isinstance(made, LayerList):
+            raise ModelError(
+                f"{getattr(make, '__name__', 'the function')}()",
+                f"it returns {type(made).__name__}",
+                "return dsx.LayerList(layers=..., inputs=..., labels=..., loss_fn=...)",
+            )
+        tied: dict[str, tuple[int, nn.Module]] = {}
+        ties: dict[int, int] = {}
+        known: dict[Any, LayerRecord] = {}
+        records, names, forms = [], [], _forms(made.inputs)
+        for index, entry in enumerate(made.layers):
+            layer, name = _built(entry, index, tied, ties)
+            module = getattr(layer, "tied_module", layer)
+            if dtype is not None and isinstance(module, nn.Module):
+                _cast(module, getattr(torch, dtype))
+            key = (_fingerprint(layer), tuple(forms))
+            if key not in known:
+                try:
+                    known[key] = record_layer(layer, forms, device=place, hooked=hooked)
+                except (RuntimeError, SystemError, TypeError, AttributeError, ValueError) as error:
+                    raise ModelError(
+                        f"layer {index} ({name})",
+                        f"it does not run on tensors without values: {str(error).splitlines()[0]}",
+                        "make the layers and the micro-batch fit, and let no layer look at values",
+                    ) from error
+            record = known[key]
+            _require_known(record, index, name)
+            records.append(record)
+            names.append(name)
+            forms = [form._replace(differentiable=form.differentiable) for form in record.outputs]
+        loss = None
+        if made.loss_fn is not None:
+            more = () if made.labels is None else _forms(made.labels)
+            loss = record_layer(made.loss_fn, forms, device=place, category="logits", more=more)
+    last = len(records) - 1
+    wrong = [index for index in ties if index != last]
+    if wrong:
+        raise ModelError(
+            f"layer {wrong[0]}",
+            "the estimate knows ties of a layer with the last one alone",
+            "tie with the last layer, or give the layers weights of their own for the estimate",
+        )
+    return ListRecords(tuple(records), loss, ties), names
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """``module.to(dtype)``, which cannot swap tensors without storage."""
+    for inner in module.modules():
+        for parameter in inner.parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        for name, buffer in inner.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(inner, name, buffer.to(dtype))
+
+
+def _built(
+    entry: Any, index: int, tied: dict[str, tuple[int, nn.Module]], ties: dict[int, int]
+) -> tuple[Callable[..., Any], str]:
+    """A layer as something to call, and its class's name."""
+    key = getattr(entry, "key", None)
+    if key is not None:
+        if key in tied:
+            ties[index] = tied[key][0]
+        else:
+            tied[key] = index, entry.build()
+        module = tied[key][1]
+        layer = module if entry.forward_fn is None else TiedCall(module, entry.forward_fn)
+        return layer, type(module).__name__
+    if hasattr(entry, "typename"):
+        module = entry.build()
+        return module, type(module).__name__
+    if not callable(entry):
+        raise ModelError(
+            f"layer {index} ({type(entry).__name__})",
+            "it is neither a LayerSpec, a module nor a function",
+            "give each layer as a LayerSpec, a torch.nn.Module or a callable",
+        )
+    name = type(entry).__name__ if isinstance(entry, nn.Module) else getattr(entry, "__name__", "")
+    return entry, name
+
+
+def _forms(given: Tensor | tuple[Tensor, ...]) -> list[TensorForm]:
+    tensors = given if isinstance(given, tuple) else (given,)
+    return [
+        TensorForm(tuple(x.shape), str(x.dtype).removeprefix("torch."), x.element_size(), False)
+        for x in tensors
+    ]
+
+
+def _require_known(record: LayerRecord, index: int, name: str) -> None:
+    if any(not each.trains for each in record.parameters):
+        raise ModelError(
+            f"layer {index} ({name})",
+            "some of its parameters are frozen, and dsx has not learned what memory that takes",
+            "estimate the list with all of them trained: it takes more",
+        )
+
+
+def _specs(records: ListRecords, width: int) -> Iterator[ParamSpec]:
+    """The parameters of a list, tied ones once."""
+    again = set(records.ties.values())
+    for index, record in enumerate(records.layers):
+        if index in records.ties:
+            continue
+        for each in record.parameters:
+            if each.width != width:
+                raise ModelError(
+                    f"parameter {index}.{each.name}",
+                    f"it has {each.width} bytes an element, and the config trains in {width}",
+                    "give all layers one dtype, that of the config",
+                )
+            yield ParamSpec(
+                name=f"{index}.{each.name}",
+                layer=index,
+                shape=each.shape,
+                init=Init(kind="zeros"),
+                hf=("",),
+                tie=str(index) if index in again else None,
+            )
+
+
+def _fingerprint(layer: Any) -> Any:
+    """What makes two layers do the same: classes, sizes and settings; other objects by who they are."""
+    if not isinstance(layer, nn.Module) or hasattr(layer, "tied_module"):
+        return id(layer)
+    return tuple(
+        (path, type(module), tuple((key, _facts(value)) for key, value in sorted(vars(module).items())))
+        for path, module in layer.named_modules()
+    )
+
+
+def _facts(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    if isinstance(value, Mapping):
+        return tuple((str(key), _facts(each)) for key, each in value.items())
+    if isinstance(value, list | tuple | set):
+        return type(value).__name__, tuple(map(_facts, value))
+    return type(value) if isinstance(value, nn.Module) else id(value)

@@ -1,0 +1,170 @@
+"""Layers recorded under ZeRO-3: each module's parameters are gathered before it, and let go after it.
+
+The functions around a module are of the same shape as those of deepspeed/runtime/zero/parameter_offload.py,
+and hold as much. Which parameters a run really gathers when is :mod:`dsx.memory.stage3_gathering`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+GATHERED = "w"
+"""Name of the memory that a parameter is gathered into, which is not the layer's."""
+
+
+class Notes(Protocol):
+    """What is asked of :class:`dsx.memory.recorder.LayerRecorder`."""
+
+    def emit(self, *event: Any) -> None:
+        """Note an event."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Inside, nothing is noted and no new storage counts."""
+
+    def external(self, tensor: Tensor, name: str) -> None:
+        """Follow a storage of the caller's under a name of its own."""
+
+    def renumbered(self, key: int) -> int | None:
+        """A number for a storage that was followed under a name; None if it is gone."""
+
+
+class _FetchedBackward(torch.autograd.Function):
+    """After a module: its backward begins (deepspeed/runtime/zero/parameter_offload.py)."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, begins: Callable[[], None]) -> Tensor:
+        ctx.begins = begins
+        return y.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        ctx.begins()
+        return dy, None
+
+
+class _ReleasedBackward(torch.autograd.Function):
+    """Before a module: its backward is over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ends: Callable[[], None]) -> Tensor:
+        ctx.ends = ends
+        return x.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        ctx.ends()
+        return dx, None
+
+
+class ModuleGathers:
+    """Gathers each module's parameters and lets go of them, as ZeRO-3 does, and notes both."""
+
+    def __init__(self, recorder: Notes, layer: nn.Module, owner: nn.Module, names: Mapping[int, str]) -> None:
+        self._recorder, self._names = recorder, names
+        self._shapes = {id(p): (p.shape, p.dtype, p.device) for p in owner.parameters()}
+        self._users: dict[int, set[int]] = {key: set() for key in self._shapes}
+        self._remaining: dict[int, int] = {}
+        self._backward: list[nn.Module] = []
+        for module in dict.fromkeys((*layer.modules(), *owner.modules())):
+            self._hook(module)
+        for parameter in owner.parameters():
+            self._empty(parameter)
+
+    def _hook(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(lambda module, _: self.fetch(module, forward=True))
+        module.register_forward_hook(lambda module, *_: self.release(module, forward=True))
+        module.register_forward_hook(self._after)
+        module.register_forward_pre_hook(self._before)
+
+    def _after(self, module: nn.Module, _: Any, output: Any) -> Any:
+        def begins() -> None:
+            self.fetch(module, forward=False)
+
+        return _mapped(output, lambda y: _FetchedBackward.apply(y, begins))
+
+    def _before(self, module: nn.Module, inputs: Any) -> Any:
+        self._remaining[id(module)] = 0
+
+        def ends() -> None:
+            self._remaining[id(module)] -= 1
+            if not self._remaining[id(module)]:
+                self.release(module, forward=False)
+
+        def one(x: Tensor) -> Tensor:
+            self._remaining[id(module)] += x.requires_grad
+            y: Tensor = _ReleasedBackward.apply(x, ends)
+            return y
+
+        return _mapped(inputs, one)
+
+    def own(self, module: nn.Module) -> list[nn.Parameter]:
+        """Those of a module itself, or of the tied one that it uses."""
+        tied = getattr(module, "tied_module", None)
+        return list(module.parameters(recurse=False) if tied is None else tied.parameters())
+
+    def fetch(self, module: nn.Module, *, forward: bool) -> None:
+        """Before a module's forward or backward."""
+        held = self.own(module)
+        self._recorder.emit("fetch", [self._names[id(p)] for p in held], forward)
+        for parameter in held:
+            if not self._users[id(parameter)]:
+                self._fill(parameter)
+            self._users[id(parameter)].add(id(module))
+        if not forward:
+            self._backward.append(module)
+
+    def release(self, module: nn.Module, *, forward: bool) -> None:
+        """After it."""
+        held = self.own(module)
+        kept: list[list[Any]] = []
+        for parameter in held:
+            self._users[id(parameter)].discard(id(module))
+            if not self._users[id(parameter)]:
+                number = self._empty(parameter)
+                if number is not None:
+                    kept.append([self._names[id(parameter)], number])
+        self._recorder.emit("release", [self._names[id(p)] for p in held], forward, kept)
+        if not forward:
+            self._backward.remove(module)
+
+    def rest(self) -> None:
+        """After a backward: of modules whose inputs get no gradient nobody has told the end."""
+        with self._recorder.paused():
+            for module in list(self._backward):
+                self.release(module, forward=False)
+
+    def _fill(self, parameter: nn.Parameter) -> None:
+        shape, dtype, device = self._shapes[id(parameter)]
+        with self._recorder.paused():
+            parameter.data = torch.empty(shape, dtype=dtype, device=device)
+            self._recorder.external(parameter, GATHERED)
+
+    def _empty(self, parameter: nn.Parameter) -> int | str | None:
+        """Let go of a parameter's memory; the id of what somebody has saved of it."""
+        recorder = self._recorder
+        with recorder.paused():
+            before = parameter.untyped_storage()
+            key = before._cdata  # noqa: SLF001 (as in StorageMeter.add)
+            del before
+            shape, dtype, device = self._shapes[id(parameter)]
+            del shape
+            parameter.data = torch.empty(0, dtype=dtype, device=device)
+            return recorder.renumbered(key)
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        return tuple(_mapped(each, function) for each in value)
+    if isinstance(value, list):
+        return [_mapped(each, function) for each in value]
+    return value

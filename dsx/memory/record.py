@@ -1,0 +1,298 @@
+"""What one layer does to memory and what it computes, as pure data: the record of a run on fake tensors.
+
+:mod:`dsx.memory.recorder` runs a layer of each kind once, forward and backward, on tensors without storage
+and notes every event in order. The ledger replays the events (:mod:`dsx.memory.replay`) and the planner
+prices the operators among them (:mod:`dsx.planner.layer_times`), so that neither knows what a layer consists
+of.
+
+An event is a tuple that starts with its kind:
+
+- ``("+", id, bytes, label)``: a storage is allocated. ``label`` is an index into the record's labels.
+- ``("-", id)``: the layer lets go of a storage; it is freed unless somebody else holds it.
+- ``("sum", id, bytes, label, first)``: autograd sums two gradients: in the place of ``first`` if nobody else
+  holds that (torch/csrc/autograd/input_buffer.cpp), else in new memory.
+- ``("out",)``: the outputs are the caller's from here on.
+- ``("in", [id or None, ...])``: the gradients of the inputs are the caller's from here on.
+- ``("grad", parameter, id)``: a parameter gets its gradient.
+- ``("fetch", [parameter, ...], forward)`` and
+  ``("release", [parameter, ...], forward, [[parameter, id], ...])``: a module with these parameters of its
+  own, maybe none, begins and ends, which is where ZeRO-3 gathers and lets go. What is kept of a gathered
+  parameter beyond the end has an id from there on.
+- ``("mm", m, n, k, count, width)``: ``count`` products of [m, k] and [k, n] matrices of ``width`` bytes an
+  element.
+- ``("sdpa", heads, queries, keys, size, masked, dropout)``: the forward of fused attention over ``heads``
+  heads of all samples; ``("sdpa_backward", ...)`` its backward.
+- ``("op", name, bytes)``: any other kernel, with what it reads and writes; ``("flops", name, bytes, flops)``
+  one whose arithmetic torch.utils.flop_counter knows.
+- ``("begin", number, kind, bytes)`` and ``("wait", number)``: a collective over the tensor-parallel ranks, by
+  the bytes of the whole tensor.
+
+An id is a number, ``"x0"`` for the storage of the first input, or ``"d0"`` for that of the gradient of the
+first output.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+from dsx.memory.ledger import Label
+from dsx.models.spec import ModelSpec, Recompute
+
+Event = tuple[Any, ...]
+
+MEMORY = frozenset(("+", "-", "sum", "out", "in", "grad", "fetch", "release"))
+"""Kinds of events that a ledger replays."""
+
+
+DeviceKind = Literal["cuda", "cpu"]
+"""Whose kernels run: torch takes others on a CPU, and its allocator rounds nothing up."""
+
+LOSS = "Loss"
+"""Kind of the loss, which follows the last layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One micro-batch of a model of dsx's own on one rank.
+
+    Attributes:
+        model: The architecture.
+        tensor: Tensor-parallel degree.
+        sequence_parallel: Whether activations between linears are cut along the sequence.
+        micro_batch: Sequences.
+        sequence_length: Tokens per sequence.
+        width: Bytes of a parameter or an activation.
+        vocab_multiple: To which each rank's vocabulary rows are padded.
+        recompute: What blocks compute again.
+        device: Whose kernels run.
+    """
+
+    model: ModelSpec
+    tensor: int
+    sequence_parallel: bool
+    micro_batch: int
+    sequence_length: int
+    width: int
+    vocab_multiple: int = 64
+    recompute: Recompute = "none"
+    device: DeviceKind = "cuda"
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Whether sequence parallelism does anything."""
+        return self.sequence_parallel and self.tensor > 1
+
+    @property
+    def boundary_bytes(self) -> int:
+        """A whole tensor between layers, [B, S, H]."""
+        return self.micro_batch * self.sequence_length * self.model.hidden_size * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRequest:
+    """A layer to be recorded.
+
+    Attributes:
+        shape: The micro-batch, of a model that is the layer's own block alone.
+        kind: Of :func:`dsx.models.params.layer_kinds`, or :data:`LOSS`.
+        divided: Whether its backward is recorded in two parts too.
+        hooked: Whether ZeRO-3 gathers its parameters.
+    """
+
+    shape: Shape
+    kind: str
+    divided: bool = False
+    hooked: bool = False
+
+
+class TensorForm(NamedTuple):
+    """A tensor between layers.
+
+    Attributes:
+        shape: Sizes.
+        dtype: As torch writes it, without its name: ``bfloat16``.
+        width: Bytes an element.
+        differentiable: Whether it gets a gradient.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    width: int
+    differentiable: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all elements."""
+        return self.numel * self.width
+
+    def __str__(self) -> str:
+        return f"{' x '.join(map(str, self.shape)) or '1'} {self.dtype}"
+
+
+class RecordedParameter(NamedTuple):
+    """A parameter of a layer: its path inside the layer's module, its shape on one rank and its width."""
+
+    name: str
+    shape: tuple[int, ...]
+    width: int
+    trains: bool
+
+
+class Kept(NamedTuple):
+    """A storage that the first forward makes and that stays, a table of positions or a mask.
+
+    Attributes:
+        owner: What holds it. Layers whose owner reads the same share it; an empty one is the layer's own.
+        label: Of its line.
+        size_bytes: Its bytes.
+    """
+
+    owner: str
+    label: Label
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedUse:
+    """One use of a parameter whose gradient waits in a divided backward (:mod:`dsx.nn.split`).
+
+    Attributes:
+        parameter: Which.
+        begin: Events when its communication starts.
+        finish: Events of computing it, which end with its ``grad``.
+    """
+
+    parameter: str
+    begin: tuple[Event, ...]
+    finish: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One layer, on one rank, with one micro-batch.
+
+    Attributes:
+        inputs: What it takes.
+        outputs: What it gives.
+        output_ids: Storages of the outputs: an input's if it is handed on.
+        parameters: Its parameters, in its module's order.
+        buffer_bytes: What its registered buffers take.
+        kept: What its first forward leaves behind.
+        labels: Of the events.
+        forward: Events of a forward.
+        backward: Events of a whole backward.
+        backward_input: Events of the first part of a divided backward; None if nothing can wait.
+        weights: The second part, use by use.
+    """
+
+    inputs: tuple[TensorForm, ...]
+    outputs: tuple[TensorForm, ...]
+    output_ids: tuple[int | str, ...]
+    parameters: tuple[RecordedParameter, ...]
+    buffer_bytes: int
+    kept: tuple[Kept, ...]
+    labels: tuple[Label, ...]
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    backward_input: tuple[Event, ...] | None = None
+    weights: tuple[RecordedUse, ...] = ()
+    _memory: dict[str, tuple[Event, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _operators: dict[str, tuple[tuple[Event, int], ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def memory(self, phase: str) -> tuple[Event, ...]:
+        """The events of a phase that a ledger replays."""
+        if phase not in self._memory:
+            events: Sequence[Event] | None = getattr(self, phase)
+            if events is None:
+                events = self.backward
+            self._memory[phase] = tuple(event for event in events if event[0] in MEMORY)
+        return self._memory[phase]
+
+    def operators(self, phase: str) -> tuple[tuple[Event, int], ...]:
+        """Operators and collectives of a phase with how often they come; see :func:`counted`."""
+        if phase not in self._operators:
+            self._operators[phase] = counted(getattr(self, phase))
+        return self._operators[phase]
+
+    @cached_property
+    def uses(self) -> tuple[RecordedUse, ...]:
+        """:attr:`weights` with what a ledger replays."""
+        return tuple(
+            RecordedUse(use.parameter, _memory_of(use.begin), _memory_of(use.finish)) for use in self.weights
+        )
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """What is kept for the backward when a forward is over, inputs and outputs included if they are."""
+        live: dict[int | str, int] = {f"x{place}": form.size_bytes for place, form in enumerate(self.inputs)}
+        for event in self.forward:
+            if event[0] == "+":
+                live[event[1]] = event[2]
+            elif event[0] == "-":
+                live.pop(event[1], None)
+        return sum(live.values())
+
+    def to_json(self) -> str:
+        """The record as :meth:`from_json` reads it."""
+        content = asdict(self)
+        del content["_memory"], content["_operators"]
+        return json.dumps(content, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> LayerRecord:
+        """What :meth:`to_json` wrote. Raises KeyError, TypeError or ValueError for other text."""
+        content: Mapping[str, Any] = json.loads(text)
+        return cls(
+            inputs=tuple(_forms(content["inputs"])),
+            outputs=tuple(_forms(content["outputs"])),
+            output_ids=tuple(content["output_ids"]),
+            parameters=tuple(RecordedParameter(n, tuple(s), w, t) for n, s, w, t in content["parameters"]),
+            buffer_bytes=content["buffer_bytes"],
+            kept=tuple(Kept(owner, Label(*label), size) for owner, label, size in content["kept"]),
+            labels=tuple(Label(*label) for label in content["labels"]),
+            forward=_events(content["forward"]),
+            backward=_events(content["backward"]),
+            backward_input=None if content["backward_input"] is None else _events(content["backward_input"]),
+            weights=tuple(
+                RecordedUse(use["parameter"], _events(use["begin"]), _events(use["finish"]))
+                for use in content["weights"]
+            ),
+        )
+
+
+def counted(events: Iterable[Event]) -> tuple[tuple[Event, int], ...]:
+    """Operators and collectives in order; equal operators between two collectives are counted."""
+    found: list[tuple[Event, int]] = []
+    since: dict[Event, int] = {}
+    for event in events:
+        if event[0] in ("begin", "wait"):
+            found += since.items()
+            found.append((event, 1))
+            since = {}
+        elif event[0] not in MEMORY:
+            since[event] = since.get(event, 0) + 1
+    return (*found, *since.items())
+
+
+def _memory_of(events: Sequence[Event]) -> tuple[Event, ...]:
+    return tuple(event for event in events if event[0] in MEMORY)
+
+
+def _forms(rows: Sequence[Sequence[Any]]) -> Iterator[TensorForm]:
+    return (TensorForm(tuple(shape), dtype, width, grad) for shape, dtype, width, grad in rows)
+
+
+def _events(rows: Sequence[Sequence[Any]]) -> tuple[Event, ...]:
+    return tuple(tuple(row) for row in rows)

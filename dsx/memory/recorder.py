@@ -1,0 +1,706 @@
+"""Records layers: runs each once on fake tensors and notes what it allocates, frees and computes."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from dsx.memory.ledger import Label
+from dsx.memory.module_gathers import GATHERED, ModuleGathers
+from dsx.memory.paper import device as paper
+from dsx.memory.paper.meter import ADD, would_be_in_place
+from dsx.memory.record import (
+    LOSS,
+    Event,
+    Kept,
+    LayerRecord,
+    LayerRequest,
+    RecordedParameter,
+    RecordedUse,
+    TensorForm,
+)
+from dsx.models import families
+from dsx.models.params import layer_kinds, param_specs
+from dsx.nn import collectives, parameters
+from dsx.nn.parallel import TensorParallel
+from dsx.nn.split import WeightGradients
+
+DEVICES = {"cuda": "meta", "cpu": "cpu"}
+"""Where layers are recorded for each kind of device: a GPU's on what torch itself has without storage."""
+
+KEY = (0, 0)
+"""Under which the recorded micro-batch keeps its weight gradients."""
+
+_aten = torch.ops.aten
+_PRODUCTS = frozenset((_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm))
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention: "sdpa",  # noqa: SLF001 (what torch dispatches to)
+    _aten._scaled_dot_product_efficient_attention: "sdpa",  # noqa: SLF001
+    _aten._scaled_dot_product_flash_attention_for_cpu: "sdpa",  # noqa: SLF001
+    _aten._scaled_dot_product_flash_attention_backward: "sdpa_backward",  # noqa: SLF001
+    _aten._scaled_dot_product_efficient_attention_backward: "sdpa_backward",  # noqa: SLF001
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: "sdpa_backward",  # noqa: SLF001
+}
+_OVERWRITES = frozenset((_aten.copy_, _aten.bernoulli_, _aten.zero_, _aten.fill_))
+"""These do not read what they write to."""
+
+_LOOKS_UP = frozenset((_aten.embedding, _aten.gather, _aten.index, _aten.index_select))
+"""These read of their first tensor only what they write."""
+
+_WRITES_NOTHING = frozenset(
+    (
+        _aten.empty,
+        _aten.empty_like,
+        _aten.new_empty,
+        _aten.empty_strided,
+        _aten.new_empty_strided,
+        _aten._unsafe_view,  # noqa: SLF001 (an operator)
+    )
+)
+_MASK_ARGUMENT = 3  # of the memory-efficient kernel; the backward's comes after the gradient
+
+
+class LayerRecorder(TorchDispatchMode):
+    """Notes events of storages and operators on one kind of device, in order.
+
+    Attributes:
+        events: Where events go; may be replaced between two of them. None drops them.
+        labels: Of the events so far.
+    """
+
+    def __init__(self, device_type: str, category: str) -> None:
+        super().__init__()
+        self._device_type, self._category = device_type, category
+        self.events: list[Event] | None = None
+        self.labels: dict[Label, int] = {}
+        self._ids: dict[int, int | str] = {}
+        self._sizes: dict[int | str, int] = {}
+        self._next = 0
+        self._paused = 0
+        self._path: list[str] = []
+        self._paths: list[tuple[int, str]] = []
+        self._collectives = 0
+
+    # What goes on besides operators
+
+    def emit(self, *event: Any) -> None:
+        """Note an event."""
+        if self.events is not None and not self._paused:
+            self.events.append(event)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is noted and no new storage counts."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def begin(self, first: int) -> None:
+        """Storages from here on are numbered from ``first``."""
+        self._next, self._collectives = first, 0
+
+    @property
+    def next_id(self) -> int:
+        """Number of the next storage."""
+        return self._next
+
+    @property
+    def live(self) -> list[int | str]:
+        """Ids of the storages that live."""
+        return list(self._ids.values())
+
+    def external(self, tensor: Tensor, name: str) -> None:
+        """Follow a storage of the caller's under a name of its own."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata  # noqa: SLF001 (as in StorageMeter.add)
+        self._ids[key] = name
+        weakref.finalize(storage, self._gone, key)
+
+    def id_of(self, tensor: Tensor) -> int | str | None:
+        """The storage's id; None for one that is not followed."""
+        return self._ids.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
+
+    def renumbered(self, key: int) -> int | None:
+        """A number for a storage that was followed under a name; None if it is gone."""
+        if key not in self._ids:
+            return None
+        number, self._next = self._next, self._next + 1
+        self._ids[key], self._sizes[number] = number, 1
+        return number
+
+    def enter(self, path: str) -> None:
+        """A module's forward begins."""
+        self._path.append(path)
+        self._paths.append((torch._C._autograd._get_sequence_nr(), path))  # noqa: SLF001 (no public one)
+
+    def leave(self) -> None:
+        """It ends."""
+        self._path.pop()
+        path = self._path[-1] if self._path else ""
+        self._paths.append((torch._C._autograd._get_sequence_nr(), path))  # noqa: SLF001
+
+    # Operators
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and to say so would load a second's worth of torch."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and note what it computes, allocates and frees."""
+        del types
+        kwargs = kwargs or {}
+        replaced = None
+        if func is ADD and would_be_in_place(args):
+            replaced = self.id_of(args[0])
+        result = func(*args, **kwargs)
+        if self._paused or func.is_view:
+            return result
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in made if leaf.device.type == self._device_type]
+        if made:
+            self._compute(func, args, kwargs, made)
+        for leaf in made:
+            self._add(leaf, func, replaced)
+        return result
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
+        if self.events is None:
+            return
+        packet = func.overloadpacket
+        if packet in _WRITES_NOTHING:
+            return
+        if packet in _PRODUCTS:
+            self._product(args[-2:], made[0])
+        elif packet in _ATTENTION:
+            self._attention(_ATTENTION[packet], args, kwargs)
+        else:
+            given = args[1:] if packet in _OVERWRITES else args
+            read = [leaf for leaf in tree_leaves((given, _read(kwargs))) if isinstance(leaf, Tensor)]
+            moved = sum(map(_stored_bytes, read)) + sum(map(_bytes, made))
+            name = packet.__name__
+            if packet in _LOOKS_UP:
+                moved = 2 * sum(map(_bytes, made))
+            elif packet is _aten.scatter_add_:
+                moved = 3 * _bytes(read[-1])
+            if packet in flop_registry:
+                self.emit("flops", name, moved, flop_registry[packet](*args, **kwargs, out_val=made[0]))
+            else:
+                self.emit("op", name, moved)
+
+    def _product(self, sides: Sequence[Tensor], made: Tensor) -> None:
+        left, right = sides
+        self.emit(
+            "mm",
+            left.shape[-2],
+            right.shape[-1],
+            left.shape[-1],
+            prod(left.shape[:-2]),
+            made.element_size(),
+        )
+
+    def _attention(self, kind: str, args: Any, kwargs: Any) -> None:
+        tensors = args[1:] if kind == "sdpa_backward" else args
+        query, key = tensors[0], tensors[1]
+        mask = kwargs.get("attn_mask", kwargs.get("attn_bias"))
+        if mask is None and len(tensors) > _MASK_ARGUMENT and isinstance(tensors[3], Tensor):
+            mask = None if kind == "sdpa_backward" and tensors[3].shape == query.shape else tensors[3]
+        dropout = next((each for each in tensors[3:] if isinstance(each, float)), 0.0)
+        heads = query.shape[0] * query.shape[1]
+        self.emit(kind, heads, query.shape[2], key.shape[2], query.shape[3], mask is not None, dropout > 0.0)
+
+    def _add(self, tensor: Tensor, func: Any, replaced: int | str | None) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()  # noqa: SLF001 (as in StorageMeter.add)
+        if key in self._ids:
+            known = self._ids[key]
+            if isinstance(known, int) and self._sizes[known] != size:
+                # Made anew in another size, as out= and resize_ do.
+                if self._sizes[known]:
+                    self.emit("-", known)
+                if size:
+                    self.emit("+", known, size, self._label(tensor, func))
+                self._sizes[known] = size
+            return
+        number, self._next = self._next, self._next + 1
+        self._ids[key] = number
+        self._sizes[number] = size
+        weakref.finalize(storage, self._gone, key)
+        if not size:
+            return
+        if replaced is not None:
+            self.emit("sum", number, size, self._label(tensor, func), replaced)
+        else:
+            self.emit("+", number, size, self._label(tensor, func))
+
+    def _gone(self, key: int) -> None:
+        known = self._ids.pop(key)
+        if known != GATHERED and (isinstance(known, str) or self._sizes[known]):
+            self.emit("-", known)
+
+    def _label(self, tensor: Tensor, func: Any) -> int:
+        node: Any = torch._C._current_autograd_node()  # noqa: SLF001 (no public one)
+        operator, path = func.overloadpacket.__name__, self._path[-1] if self._path else ""
+        form = f"{' x '.join(map(str, tensor.shape)) or '1'} {str(tensor.dtype).removeprefix('torch.')}"
+        if node is None:
+            what = Label(self._category, path or operator, form, operator)
+        else:
+            if not self._path:
+                path = self._path_at(node._sequence_nr())  # noqa: SLF001
+            name = f"gradient in {path}" if path else "gradient"
+            what = Label(self._category, name, form, f"{node.name().removesuffix('Backward0')}, {operator}")
+        return self.labels.setdefault(what, len(self.labels))
+
+    def _path_at(self, sequence: int) -> str:
+        place = bisect_right(self._paths, sequence, key=lambda entry: entry[0])
+        return self._paths[place - 1][1] if place else ""
+
+    def with_gradients(self, events: Sequence[Event]) -> tuple[Event, ...]:
+        """The same events with parameters' gradients labelled as such."""
+        names = {event[2]: event[1] for event in events if event[0] == "grad"}
+        labels, found = list(self.labels), []
+        for event in events:
+            if event[0] in ("+", "sum") and event[1] in names:
+                what = labels[event[3]]
+                what = what._replace(category="gradients", name=f"gradient of {names[event[1]]}")
+                found.append((*event[:3], self.labels.setdefault(what, len(self.labels)), *event[4:]))
+            else:
+                found.append(event)
+        return tuple(found)
+
+    # Communication of tensor-parallel ranks, which are not there
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, collectives of :mod:`dsx.nn.collectives` are noted in the place of running."""
+
+        def all_reduce(x: Tensor, tp: TensorParallel, op: str = "sum") -> collectives.Pending:
+            del op
+            work = self._collective("all_reduce", _bytes(x)) if tp.size > 1 else None
+            return collectives.Pending(x, work, lambda y: y)
+
+        def all_gather(output: Tensor, x: Tensor, tp: TensorParallel) -> Any:
+            del x, tp
+            return self._collective("all_gather", _bytes(output))
+
+        def reduce_scatter(output: Tensor, x: Tensor, tp: TensorParallel) -> Any:
+            del output, tp
+            return self._collective("reduce_scatter", _bytes(x))
+
+        with ExitStack() as stack:
+            stack.enter_context(paper.swapped(collectives, "start_all_reduce", all_reduce))
+            stack.enter_context(paper.swapped(collectives, "_all_gather", all_gather))
+            stack.enter_context(paper.swapped(collectives, "_reduce_scatter", reduce_scatter))
+            yield
+
+    def _collective(self, kind: str, size_bytes: int) -> Any:
+        number, self._collectives = self._collectives, self._collectives + 1
+        self.emit("begin", number, kind, size_bytes)
+        return _Work(self, number)
+
+
+class _Work:
+    """A collective under way, as ``torch.distributed`` gives it."""
+
+    def __init__(self, recorder: LayerRecorder, number: int) -> None:
+        self._recorder, self._number = recorder, number
+
+    def wait(self) -> None:
+        """What follows needs the result."""
+        self._recorder.emit("wait", self._number)
+
+
+class Alone(TensorParallel):
+    """One tensor-parallel rank without its peers."""
+
+    def __post_init__(self) -> None:
+        """There is no group to check."""
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class TiedCall(nn.Module):
+    """One use of a tied module through a function of its own, as :class:`dsx.engine.chunks.TiedUse`."""
+
+    def __init__(self, module: nn.Module, forward_fn: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__()
+        self._tied, self._forward_fn = (module,), forward_fn
+
+    @property
+    def tied_module(self) -> nn.Module:
+        """The shared module."""
+        return self._tied[0]
+
+    def forward(self, inputs: Any) -> Any:
+        """``forward_fn(tied_module, inputs)``."""
+        return self._forward_fn(self.tied_module, inputs)
+
+
+def _read(options: Mapping[str, Any]) -> list[Any]:
+    return [value for name, value in options.items() if name != "out"]
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    """Of its elements, those that an expanded tensor repeats counted once."""
+    return tensor.element_size() * prod(
+        size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride
+    )
+
+
+class _Entry(torch.autograd.Function):
+    """Makes a layer's inputs, and takes their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, layer: _Session) -> tuple[Tensor, ...]:
+        del leaf
+        ctx.layer = layer
+        ctx.set_materialize_grads(False)
+        return tuple(layer.input(place) for place in layer.differentiable)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        recorder = ctx.layer.recorder
+        ids: list[Any] = [None] * len(ctx.layer.forms)
+        for place, gradient in zip(ctx.layer.differentiable, gradients, strict=True):
+            ids[place] = None if gradient is None else recorder.id_of(gradient)
+        recorder.emit("in", ids)
+        return None, None
+
+
+class _Exit(torch.autograd.Function):
+    """Takes a layer's outputs, and makes their gradients, which autograd alone then holds."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: _Session, *outputs: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.forms = [(y.shape, y.dtype, y.device) if y.requires_grad else None for y in outputs]
+        return outputs[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        recorder = ctx.layer.recorder
+        gradients: list[Tensor | None] = []
+        with recorder.paused():
+            for place, form in enumerate(ctx.forms):
+                if form is None:
+                    gradients.append(None)
+                    continue
+                shape, dtype, device = form
+                gradients.append(torch.empty(shape, dtype=dtype, device=device))
+                recorder.external(gradients[-1], f"d{place}")
+        del ctx.layer
+        return None, *gradients
+
+
+Layer = Callable[..., Any]
+
+
+class _Session:
+    """One layer under one recorder.
+
+    Args:
+        layer: A module or a function.
+        forms: Of its inputs, which it gets as one tensor or one tuple.
+        device: ``paper`` or ``cpu``.
+        category: Of its storages in the ledger.
+        more: Forms of further arguments, which get no gradient: a loss's labels.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        forms: Sequence[TensorForm],
+        device: str,
+        category: str,
+        more: Sequence[TensorForm],
+    ) -> None:
+        self.layer, self.device = layer, device
+        self.recorder = LayerRecorder(device, category)
+        self.forms = (*forms, *more)
+        self._first = len(forms)
+        self.differentiable = [place for place, form in enumerate(self.forms) if form.differentiable]
+        self.module = layer if isinstance(layer, nn.Module) else None
+        self.owner: nn.Module | None = getattr(layer, "tied_module", self.module)
+        self.outputs: tuple[TensorForm, ...] = ()
+        self.output_ids: tuple[int | str, ...] = ()
+        self._gathers: ModuleGathers | None = None
+
+    def input(self, place: int) -> Tensor:
+        """A new input."""
+        form = self.forms[place]
+        with self.recorder.paused():
+            made = torch.empty(form.shape, dtype=getattr(torch, form.dtype), device=self.device)
+        self.recorder.external(made, f"x{place}")
+        return made
+
+    def call(self, inputs: Sequence[Tensor]) -> Any:
+        """The layer's outputs."""
+        first = inputs[0] if self._first == 1 else tuple(inputs[: self._first])
+        return self.layer(first, *inputs[self._first :])
+
+    def record(self, *, hooked: bool, divided: WeightGradients | None) -> LayerRecord:
+        """Run it and note everything."""
+        named = [] if self.owner is None else list(self.owner.named_parameters())
+        known = tuple(
+            RecordedParameter(name, tuple(p.shape), p.element_size(), p.requires_grad) for name, p in named
+        )
+        buffers = 0 if self.owner is None else sum(map(_bytes, self.owner.buffers()))
+        names = {id(parameter): name for name, parameter in named}
+        with self.recorder, self.recorder.alone():
+            kept = self._warm_up()
+            self._watch(names)
+            if hooked and self.module is not None and self.owner is not None:
+                self._gathers = ModuleGathers(self.recorder, self.module, self.owner, names)
+            forward, backward = self._pass(None)
+            second: tuple[Event, ...] | None = None
+            uses: tuple[RecordedUse, ...] = ()
+            if divided is not None:
+                again, second = self._pass(divided)
+                assert [event[:3] for event in again] == [event[:3] for event in forward]
+                uses = self._weights(divided, names)
+        return LayerRecord(
+            inputs=tuple(self.forms),
+            outputs=self.outputs,
+            output_ids=self.output_ids,
+            parameters=known,
+            buffer_bytes=buffers,
+            kept=kept,
+            labels=tuple(self.recorder.labels),
+            forward=forward,
+            backward=backward,
+            backward_input=second,
+            weights=uses,
+        )
+
+    def _warm_up(self) -> tuple[Kept, ...]:
+        """A forward without gradients; what it leaves behind."""
+        recorder = self.recorder
+        found: list[Event] = []
+        recorder.events = found
+        with torch.no_grad():
+            inputs = [self.input(place) for place in range(len(self.forms))]
+            outputs = self.call(inputs)
+            del outputs, inputs
+        sizes = {event[1]: event[2:4] for event in found if event[0] == "+"}
+        labels, owners = list(recorder.labels), self._owners()
+        kept = []
+        for number in recorder.live:
+            if number in sizes:
+                size, label = sizes[number]
+                owner = owners.get(number)
+                name = f"kept by {type(self.layer if owner is None else owner).__name__}"
+                what = labels[label]._replace(name=name)
+                kept.append(Kept("" if owner is None else repr(owner), what, size))
+        recorder.events = None
+        recorder.labels.clear()
+        return tuple(kept)
+
+    def _owners(self) -> dict[int | str | None, Any]:
+        """Objects that hold storages and are no modules of the layer, so that others may share them."""
+        found: dict[int | str | None, Any] = {}
+        for inner in () if self.owner is None else self.owner.modules():
+            for value in vars(inner).values():
+                if isinstance(value, nn.Module | Tensor) or not hasattr(value, "__dict__"):
+                    continue
+                for leaf in tree_leaves(list(vars(value).values())):
+                    if isinstance(leaf, Tensor):
+                        found[self.recorder.id_of(leaf)] = value
+        return found
+
+    def _watch(self, names: Mapping[int, str]) -> None:
+        """Note modules as they run, and gradients as they come."""
+        recorder = self.recorder
+        if self.owner is None:
+            return
+        for path, module in self.owner.named_modules():
+            module.register_forward_pre_hook(lambda *_, path=path: recorder.enter(path))
+            module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
+        for parameter in self.owner.parameters():
+            if not parameter.requires_grad:
+                continue
+
+            def came(gradient: Tensor | None, name: str = names[id(parameter)]) -> None:
+                if gradient is None:
+                    return
+                recorder.emit("grad", name, recorder.id_of(gradient))
+                recorder._paused += 1  # noqa: SLF001 (until `taken`; what autograd copies is not the layer's)
+
+            def taken(parameter: Tensor) -> None:
+                if parameter.grad is not None:
+                    recorder._paused -= 1  # noqa: SLF001
+                    parameter.grad = None
+
+            parameter.register_hook(came)
+            parameter.register_post_accumulate_grad_hook(taken)
+
+    def _pass(self, divided: WeightGradients | None) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
+        """A forward and a backward."""
+        recorder = self.recorder
+        recorder.begin(0)
+        forward: list[Event] = []
+        recorder.events = forward
+        end = self._forward()
+        backward: list[Event] = []
+        recorder.events = backward
+        if end is not None:
+            with nullcontext() if divided is None else divided.deferring(KEY):
+                with recorder.paused():
+                    seed = torch.zeros((), device=self.device)
+                end.backward(seed)
+            del end
+        if self._gathers is not None:
+            self._gathers.rest()
+        recorder.events = None
+        return tuple(forward), recorder.with_gradients(backward)
+
+    def _forward(self) -> Tensor | None:
+        recorder = self.recorder
+        with recorder.paused():
+            inputs: list[Any] = [None] * len(self.forms)
+            if self.differentiable:
+                leaf = torch.empty((), device=self.device, requires_grad=True)
+                made = _Entry.apply(leaf, self)
+                for place, x in zip(self.differentiable, made, strict=True):
+                    inputs[place] = x
+                del made, leaf
+            for place, form in enumerate(self.forms):
+                if not form.differentiable:
+                    inputs[place] = self.input(place)
+            x = None
+        value = self.call(inputs)
+        outputs = tree_leaves(value)
+        self.outputs = tuple(
+            TensorForm(
+                tuple(y.shape), str(y.dtype).removeprefix("torch."), y.element_size(), bool(y.requires_grad)
+            )
+            for y in outputs
+        )
+        ids = [recorder.id_of(y) for y in outputs]
+        assert None not in ids, "an output that the layer did not compute"
+        self.output_ids = tuple(ids)  # type: ignore[arg-type]
+        recorder.emit("out")
+        end = None
+        if any(y.requires_grad for y in outputs):
+            with recorder.paused():
+                end = _Exit.apply(self, *outputs)
+        del value, x, inputs
+        del outputs
+        return end
+
+    def _weights(self, divided: WeightGradients, names: Mapping[int, str]) -> tuple[RecordedUse, ...]:
+        """The second part of a divided backward, each use's communication begun during the one before."""
+        recorder, found = self.recorder, []
+        queue = [(names[id(parameter)], use) for parameter, uses in divided.taken(KEY) for use in uses]
+        begins: list[list[Event]] = [[] for _ in queue]
+
+        def begin(place: int) -> None:
+            recorder.events = begins[place]
+            queue[place][1].begin()
+
+        with torch.no_grad():
+            for place in range(len(queue)):
+                name = queue[place][0]
+                begin(place)
+                if place + 1 < len(queue):
+                    begin(place + 1)
+                finish: list[Event] = []
+                recorder.events = finish
+                gradient = queue[place][1].finish()
+                recorder.emit("grad", name, recorder.id_of(gradient))
+                del gradient
+                recorder.events = None
+                found.append(RecordedUse(name, (), recorder.with_gradients(finish)))
+        # What a use holds on to may go while the next one's communication begins.
+        return tuple(replace(use, begin=tuple(begin)) for use, begin in zip(found, begins, strict=True))
+
+
+@contextmanager
+def booth(device: str) -> Iterator[None]:
+    """Inside, layers can be built without storage, and recorded."""
+    if device == "paper":
+        paper.install()
+    with paper.without_storage(device), paper.swapped(parameters, "fill", _no_values):
+        yield
+
+
+def _no_values(*_arguments: Any, **_options: Any) -> None:
+    """In place of filling a parameter."""
+
+
+def record_layer(
+    layer: Layer,
+    inputs: Sequence[TensorForm],
+    *,
+    device: str,
+    category: str = "activations",
+    more: Sequence[TensorForm] = (),
+    divided: WeightGradients | None = None,
+    hooked: bool = False,
+) -> LayerRecord:
+    """Record a layer. Call it inside :func:`booth`, where the layer was built too.
+
+    Args:
+        layer: A module, or a function of one tensor or tuple and of ``more``.
+        inputs: What goes in.
+        device: ``paper`` for a GPU, or ``cpu``.
+        category: Of its storages.
+        more: Further arguments: the labels of a loss.
+        divided: Takes the weight gradients of a layer that was built with it; None to divide no backward.
+        hooked: Whether ZeRO-3 gathers parameters module by module.
+    """
+    return _Session(layer, inputs, device, category, more).record(hooked=hooked, divided=divided)
+
+
+def record_request(request: LayerRequest) -> LayerRecord:
+    """Build and record a layer of a model of dsx's own."""
+    shape, device = request.shape, DEVICES[request.shape.device]
+    model = shape.model
+    tp = Alone(size=shape.tensor, rank=0, sequence_parallel=shape.sequence_parallel)
+    dtype = torch.bfloat16 if shape.width == 2 else torch.float32
+    tokens = TensorForm((shape.micro_batch, shape.sequence_length), "int64", 8, False)
+    name = str(dtype).removeprefix("torch.")
+    if request.kind == LOSS:
+        columns = param_specs(model, pad_multiple=shape.vocab_multiple)[0].local_extent(shape.tensor)
+        logits = TensorForm((*tokens.shape, columns), name, shape.width, True)
+        loss = families.loss(model, tp, overwrite_logits=True)
+        with booth(device):
+            return record_layer(loss, [logits], device=device, category="logits", more=[tokens])
+    split = WeightGradients() if request.divided else None
+    length = shape.sequence_length // (shape.tensor if shape.cuts_sequence else 1)
+    stream = TensorForm((shape.micro_batch, length, model.hidden_size), name, shape.width, True)
+    kinds = layer_kinds(model)
+    with booth(device):
+        builder = families.LayerListBuilder(
+            model=model,
+            tp=tp,
+            dtype=dtype,
+            device=device,
+            seed=0,
+            recompute=shape.recompute,
+            pad_multiple=shape.vocab_multiple,
+            split=split,
+        )
+        entry = builder.entries()[kinds.index(request.kind)]
+        layer = entry.build()
+        if entry.forward_fn is not None:
+            layer = TiedCall(layer, entry.forward_fn)
+        inputs = [tokens if kinds[0] == request.kind else stream]
+        return record_layer(layer, inputs, device=device, divided=split, hooked=request.hooked)

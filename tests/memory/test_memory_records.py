@@ -1,0 +1,139 @@
+"""Records are kept between commands, made again when spoiled, and alike on either device without storage."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsx.config.resolve import resolve
+from dsx.memory import records
+from dsx.memory.estimate import estimate
+from dsx.memory.job import job_of
+from dsx.memory.record import LayerRecord, LayerRequest, TensorForm
+from dsx.memory.recorder import booth, record_layer, record_request
+from dsx.memory.records import ModelRecords, alone
+from dsx.models.params import layer_kinds
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "dsx": {
+        "model": {"family": "mistral", "preset": "tiny", "overrides": {"sliding_window": 16}},
+        "parallel": {"tensor": 2, "pipeline": 1},
+        "data": {"sequence_length": 64},
+        "train": {"steps": 1, "output": "runs/records"},
+    },
+}
+
+
+def job():
+    return job_of(resolve(CONFIG, world_size=2))
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A cache of its own, in a process that has recorded nothing yet."""
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    records.recorded.cache_clear()
+    yield tmp_path
+    records.recorded.cache_clear()
+
+
+def test_a_record_is_read_back_as_it_was_written():
+    made = ModelRecords(job().records.shape).layer(1, divided=True, hooked=True)
+    assert LayerRecord.from_json(made.to_json()) == made
+    assert made.weights
+    assert any(event[0] == "fetch" for event in made.forward)
+
+
+def test_with_warm_records_an_estimate_loads_no_torch(home):
+    estimate(job(), 0)
+    program = """
+import json, sys
+from pathlib import Path
+home = Path(sys.argv[1])
+Path.home = classmethod(lambda cls: home)
+from dsx.config.resolve import resolve
+from dsx.memory.estimate import estimate
+from dsx.memory.job import job_of
+estimate(job_of(resolve(json.loads(sys.argv[2]), world_size=2)), 0)
+sys.exit("torch" in sys.modules)
+"""
+    import json
+
+    subprocess.run([sys.executable, "-c", program, str(home), json.dumps(CONFIG)], check=True, timeout=120)
+
+
+def test_spoiled_and_unwritable_records_are_made_again(home):
+    before = estimate(job(), 0)
+    kept = list((home / ".cache" / "dsx" / "records").iterdir())
+    assert kept
+    for path in kept:
+        path.write_text(path.read_text()[:100])
+    records.recorded.cache_clear()
+    assert estimate(job(), 0) == before
+    for path in kept:
+        LayerRecord.from_json(path.read_text())
+        path.unlink()
+    kept[0].parent.rmdir()
+    kept[0].parent.write_text("no folder")
+    records.recorded.cache_clear()
+    assert estimate(job(), 0) == before
+
+
+def test_equal_blocks_are_recorded_once():
+    shape = job().records.shape
+    several = replace(shape, model=replace(shape.model, num_layers=4, windows=(16, 0, 64, 16)))
+    first = layer_kinds(several.model).index("Block")
+    found = [alone(several, first + block).model.windows for block in range(4)]
+    # A window as long as the sequence, 64, is none.
+    assert found == [(16,), (), (), (16,)]
+    assert len({alone(several, first + block) for block in range(4)}) == 2
+
+
+@pytest.mark.parametrize("kind", ["WordEmbedding", "Block", "FinalNorm", "Head"])
+def test_a_gpus_paths_are_the_same_on_meta_tensors_and_on_the_paper_device(kind, monkeypatch):
+    """The engine that estimates are compared with runs on the paper device; records are made on meta."""
+    shape = job().records.shape
+    request = LayerRequest(shape=alone(shape, layer_kinds(shape.model).index(kind)), kind=kind, divided=True)
+    on_meta = record_request(request)
+    found = []
+
+    def moved(layer, inputs, *, device, **options):
+        found.append(device)
+        return record_layer(layer, inputs, device="paper", **options)
+
+    monkeypatch.setattr("dsx.memory.recorder.booth", lambda _: booth("paper"))
+    monkeypatch.setattr("dsx.memory.recorder.record_layer", moved)
+    monkeypatch.setattr("dsx.memory.recorder.DEVICES", {"cuda": "paper", "cpu": "cpu"})
+    assert record_request(request) == on_meta
+    assert found == ["paper"]
+
+
+def test_a_layer_of_several_tensors():
+    """Two inputs of which one is handed on, and an integer one."""
+
+    def layer(given):
+        x, mask, ids = given
+        return torch.relu(x) * mask, mask, ids
+
+    forms = [
+        TensorForm((4, 8), "float32", 4, differentiable=True),
+        TensorForm((4, 8), "float32", 4, differentiable=True),
+        TensorForm((4,), "int64", 8, differentiable=False),
+    ]
+    with booth("meta"):
+        record = record_layer(layer, forms, device="meta")
+    assert [str(form) for form in record.outputs] == ["4 x 8 float32", "4 x 8 float32", "4 int64"]
+    assert record.output_ids[1:] == ("x1", "x2")
+    assert [form.differentiable for form in record.outputs] == [True, True, False]
+    (gradients,) = [event[1] for event in record.backward if event[0] == "in"]
+    assert gradients[2] is None
+    assert None not in gradients[:2]
