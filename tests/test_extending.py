@@ -89,7 +89,10 @@ def extended(title: str, folder: Path) -> Extended:
 
 
 def change(project: Path, diff: str) -> set[str]:
-    """Apply a diff whose hunks say no line numbers: what a hunk replaces stands once in its file."""
+    """Apply a diff whose hunks say no line numbers: what a hunk replaces stands once in its file.
+
+    A hunk's last line may be the beginning of a longer one.
+    """
     changed = set()
     for part in re.split(r"^--- a/", diff, flags=re.MULTILINE)[1:]:
         header, *hunks = re.split(r"^@@\n", part, flags=re.MULTILINE)
@@ -99,8 +102,10 @@ def change(project: Path, diff: str) -> set[str]:
         for hunk in hunks:
             lines = hunk.splitlines(keepends=True)
             assert {line[0] for line in lines} <= {" ", "-", "+"}
-            before = "".join(line[1:] for line in lines if line[0] != "+")
-            after = "".join(line[1:] for line in lines if line[0] != "-")
+            before, after = (
+                "".join(line[1:] for line in lines if line[0] != left_out).removesuffix("\n")
+                for left_out in "+-"
+            )
             assert text.count(before) == 1, (name, before)
             text = text.replace(before, after)
         (project / name).write_text(text, encoding="utf-8")
