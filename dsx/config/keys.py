@@ -64,8 +64,9 @@ def installed() -> Version:
 
 Kind = Literal["bool", "int", "float", "string", "object", "list", "null", "any"]
 Operator = Literal[
-    "==", "!=", "<", "<=", ">=", ">", "in", "not-in", "odd", "given", "missing", "written", "unwritten",
-    "truthy", "falsy", "asked", "present", "absent", "object", "filled", "idle", "like", "unlike",
+    "==", "!=", "isnt", "<", "<=", ">=", ">", "in", "not-in", "odd", "truthy", "falsy", "asked",
+    "given", "missing", "written", "unwritten",
+    "present", "absent", "object", "filled", "idle", "like", "unlike",
 ]  # fmt: skip
 
 

@@ -202,12 +202,12 @@ class Context:
         return stage if isinstance(stage, int) else None
 
     def holds(self, condition: When) -> bool:
-        """Whether a condition holds; a condition on an unknown value does not, except for "asked".
+        """Whether a condition holds; one on an unknown value does not, except for "asked" and "isnt".
 
-        Of the value: comparisons, "in" and "not-in" a list, "odd", "truthy" and "falsy"; "asked" is what
-        DeepSpeed may take for true. Of the key: "given" and "missing", "written" and "unwritten" (with a
-        value that can be used). Of the text: "present" and "absent", "object", of these "filled" and "idle"
-        (which asks for nothing), "like" and "unlike" (what another key holds).
+        Of the value: comparisons, "in" and "not-in" a list, "odd", "truthy" and "falsy"; "isnt" is "!=", and
+        "asked" what DeepSpeed may take for true. Of the key: "given" and "missing", "written" and "unwritten"
+        (with a value that can be used). Of the text: "present" and "absent", "object", of these "filled" and
+        "idle" (which asks for nothing), "like" and "unlike" (what another key holds).
         """
         key, operator, other = condition.key, condition.operator, condition.value
         if operator in ("given", "missing"):
@@ -217,8 +217,8 @@ class Context:
         if operator in _OF_TEXT:
             return _of_text(self.at(self.path(key)), operator, lambda: self.at(self.path(other[1:])))
         value = self.value(key)
-        if operator == "asked":
-            return bool(value)
+        if operator in ("asked", "isnt"):
+            return bool(value) if operator == "asked" else bool(value != other)
         if isinstance(other, str) and other.startswith("@"):
             other = self.value(other[1:])
         nothing = any(each is UNKNOWN or each is REQUIRED for each in (value, other))

@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from dsx.config.document import from_mapping
-from dsx.config.keys import reference
+from dsx.config.keys import Operator, reference
 from dsx.config.refusals import By, Context, errors, refused
 from dsx.config.wording import dotted
 from dsx.doctor import examine, figures, unknown, values
@@ -516,6 +516,7 @@ def test_every_row_is_about_keys_that_there_are():
     for rule in (*refused(), *advice()):
         assert set(rule.key.split("|")) <= known, rule
         assert rule.by in get_args(By)
+        assert {each.operator for each in rule.when} <= set(get_args(Operator)), rule
         assert not re.search(r"<\w+>", rule.why + rule.fix), rule
         others = {str(each.value)[1:] for each in rule.when if str(each.value).startswith("@")}
         assert {each.key for each in rule.when} | others <= known | facts, rule
