@@ -5,6 +5,7 @@
     python tools/bench_memory.py --only zero=3 precision=bf16 --show
     python tools/bench_memory.py --real
     python tools/bench_memory.py --states
+    python tools/bench_memory.py --lists --cases 40 --seed 21
 
 Each case is one rank of one layout: estimated without torch (dsx.memory) and traced through the real
 engine on fake tensors (dsx.memory.paper), in a process of its own. Prints the error of the peak of each case
@@ -23,6 +24,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -248,11 +250,11 @@ def _caller() -> str:
     return " < ".join(found)
 
 
-def measure(case: Case, *, labels: bool) -> dict[str, Any]:
+def measure(case: Case, *, labels: bool, run: Callable[..., None] = run_case) -> dict[str, Any]:
     """:func:`run_case` in a process of its own."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=run_case, args=(case, theirs, labels))
+    process = context.Process(target=run, args=(case, theirs, labels))
     process.start()
     theirs.close()
     try:
@@ -261,6 +263,46 @@ def measure(case: Case, *, labels: bool) -> dict[str, Any]:
         result = {"failed": "the process died"}
     process.join()
     return result
+
+
+def list_grid(count: int, seed: int) -> list[Case]:
+    """``count`` distinct cases of layer lists that dsx did not write (tests/memory/own_lists.py)."""
+    draw = random.Random(seed)  # noqa: S311 (a grid, no secret)
+    found: dict[str, Case] = {}
+    while len(found) < count:
+        pipeline = draw.choice((1, 2, 4))
+        chunks = draw.choice((1, 2)) if pipeline > 1 else 1
+        ranks = pipeline * draw.choice((1, 2, 4))
+        zero, name = draw.choice((0, 1, 2, 3)), draw.choice(("mixers", "perceptrons", "encoders", "llama"))
+        if zero == 3 and name == "encoders":
+            continue  # nn.MultiheadAttention reads another module's parameters
+        case = {
+            "name": name,
+            "rank": draw.randrange(ranks),
+            "ranks": ranks,
+            "pipeline": pipeline,
+            "chunks": chunks if pipeline * chunks <= 4 else 1,
+            "zero": zero,
+            "bf16": draw.random() < 0.6,
+            "schedule": draw.choice(("auto", "gpipe")) if chunks == 1 else "auto",
+            "accumulation": pipeline * draw.choice((1, 2, 3)),
+        }
+        found.setdefault(json.dumps(case), case)
+    return list(found.values())
+
+
+def _run_list(case: Case, connection: Any, _: bool) -> None:
+    """Estimate and trace of a list."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "memory"))
+    try:
+        from own_lists import both
+
+        result = both(**case)
+        phases = {name: size for name, size in result["estimate"].items() if name != "steady"}
+        traced = {name: size for name, size in result["trace"].items() if name != "steady"}
+        connection.send({"analytic": phases, "traced": traced, "host": (0, 0)})
+    except Exception as error:  # noqa: BLE001 (told with the case)
+        connection.send({"failed": f"{type(error).__name__}: {error}"})
 
 
 def _arguments() -> argparse.Namespace:
@@ -278,6 +320,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--real", action="store_true", help="traced against real gloo ranks, and nothing else"
     )
+    parser.add_argument("--lists", action="store_true", help="layer lists that dsx did not write")
     parser.add_argument(
         "--states", action="store_true", help="bytes a parameter by stage and precision beside theory"
     )
@@ -314,12 +357,13 @@ def _compare_grid(args: argparse.Namespace) -> None:
     """Estimate and trace of each case."""
     wanted = _wanted(args)
     begin, errors = time.perf_counter(), []
-    for case in grid(args.cases, args.seed):
+    cases = (list_grid if args.lists else grid)(args.cases, args.seed)
+    for case in cases:
         if time.perf_counter() - begin > args.seconds:
             break
         if any(str(case[key]) != value for key, value in wanted.items()):
             continue
-        result = measure(case, labels=args.show)
+        result = measure(case, labels=args.show, run=_run_list if args.lists else run_case)
         short = " ".join(f"{key}={value}" for key, value in case.items())
         if "analytic" not in result:
             print("none ", (result.get("refused") or result["failed"])[:200], short, flush=True)

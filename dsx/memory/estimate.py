@@ -115,14 +115,14 @@ def estimate(
     at = job.layout.mesh.coords(rank)
     ledger = Ledger(ROUNDING_BYTES[job.device] if rounding_bytes is None else rounding_bytes)
     states, walk = _rank(job, at["pp"], at["dp"], ledger, receives, replays=replays)
-    phases = []
+    kept, phases = _buffers(walk.layers, at["pp"]), []
     for name, action in (("build", states.build), ("engine", states.start)):
         ledger.start()
         action()
         phases.append(_phase(name, ledger, ""))
     if job.built_width is not None:
         phases[0] = _built_whole(states, job.built_width)
-    kept = _kept(walk.layers, at["pp"])
+    kept += _kept(walk.layers, at["pp"])
     for step in range(STEPS):
         ledger.start()
         watch = _Watch(ledger)
@@ -161,6 +161,13 @@ def _built_whole(states: States, width: int) -> Phase:
     size = sum(states.ledger.rounded(leaf.numel * width) for leaf in states.order)
     what = Label("parameters", "parameter", f"{width} P", "the layers")
     return Phase(name="build", peak_bytes=size, lines=((what, size),), where="")
+
+
+def _buffers(layers: RankLayers, pp_rank: int) -> Message:
+    """Registered buffers of a rank's layers."""
+    what = Label("parameters", "buffers", "of the layers", "register_buffer")
+    sizes = [layers.record(index).buffer_bytes for index in layers.stages.layers_of(pp_rank)]
+    return [Storage(layers.states.ledger, what, size).hold() for size in sizes if size]
 
 
 def _kept(layers: RankLayers, pp_rank: int) -> Message:

@@ -109,14 +109,9 @@ class LayerRecorder(TorchDispatchMode):
         finally:
             self._paused -= 1
 
-    def begin(self, first: int) -> None:
-        """Storages from here on are numbered from ``first``."""
-        self._next, self._collectives = first, 0
-
-    @property
-    def next_id(self) -> int:
-        """Number of the next storage."""
-        return self._next
+    def restart(self) -> None:
+        """Storages and collectives are numbered from 0 again."""
+        self._next = self._collectives = 0
 
     @property
     def live(self) -> list[int | str]:
@@ -554,7 +549,7 @@ class _Session:
     def _pass(self, divided: WeightGradients | None) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
         """A forward and a backward."""
         recorder = self.recorder
-        recorder.begin(0)
+        recorder.restart()
         forward: list[Event] = []
         recorder.events = forward
         end = self._forward()

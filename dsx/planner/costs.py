@@ -91,7 +91,7 @@ class Efficiency:
     link: float = 0.771
     tile: int = 128
     attention: float = 0.75
-    beside: float = 0.347
+    beside: float = 0.353
     kernel_seconds: float = 5e-6
     action_seconds: float = 0.3e-3
     gather_seconds: float = 0.33e-3
