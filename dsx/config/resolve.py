@@ -239,7 +239,7 @@ def run_notes(facts: Facts) -> Iterator[str]:
             f"{at(ACCUMULATION, micro_batches)} feeds a pipeline of {pp}: some ranks always wait; "
             f"use at least {pp}, better several times that"
         )
-    if pp > 1 and facts.mesh.dp > 1 and zero_stage(facts.deepspeed) == 3:
+    if pp > 1 and facts.mesh.num_replicas > 1 and zero_stage(facts.deepspeed) == 3:
         yield (
             f"ZeRO-3 under a pipeline gathers a parameter up to 2 x {micro_batches} times a step (each "
             "micro-batch, forward and backward); what fits into dsx.zero.keep_gathered_bytes stays gathered, "
@@ -276,11 +276,11 @@ class Degrees:
 def resolve_degrees(dsx: DsxConfig, model: ModelSpec, *, num_layers: int, world_size: int) -> Degrees:
     """Degrees for ``world_size`` ranks.
 
-    The prime factors of world size / fixed degrees go in turn, largest first, to dp, then pp, then tp (dp
-    always takes part, the others if they are "auto"), skipping an axis that cannot legally take the factor:
-    tp must divide heads, key/value heads, MLP width and, with sequence parallelism, the sequence, and stays
-    within 8; pp x chunks leaves every stage a block. So 1, 2, 4, 8 ranks become tp x pp x dp = 1x1x1, 1x1x2,
-    1x2x2, 2x2x2.
+    The prime factors of world size / fixed degrees go in turn, largest first, to data, then pipeline, then
+    tensor (data always takes part, the others if they are "auto"), skipping an axis that cannot legally take
+    the factor: tensor must divide heads, key/value heads, MLP width and, with sequence parallelism, the
+    sequence, and stays within 8; pipeline x chunks leaves every stage a block. So 1, 2, 4, 8 ranks become
+    tensor x pipeline x data = 1x1x1, 1x1x2, 1x2x2, 2x2x2.
 
     Args:
         dsx: The config.
@@ -477,7 +477,7 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
     dsx, written = read_file(dsx)
     layers = layer_kinds(model.spec)
     degrees = resolve_degrees(dsx, model.spec, num_layers=len(layers), world_size=world_size)
-    batch = resolve_batch(deepspeed, degrees.mesh.dp)
+    batch = resolve_batch(deepspeed, degrees.mesh.num_shares)
     facts = Facts(
         deepspeed=deepspeed, dsx=dsx, model=model.spec, mesh=degrees.mesh, chunks=degrees.chunks, batch=batch
     )

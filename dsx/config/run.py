@@ -37,7 +37,7 @@ class RunConfig:
             and the gradient clipping written out.
         dsx: The ``dsx`` block as the user wrote it, with its "auto" but a named tokenizer; after
             ``dsx.recipe.measure``, with what was chosen written out.
-        mesh: Degrees pp x dp x tp over the world's ranks.
+        mesh: Degree of every axis over the world's ranks.
         model: The architecture.
         hf_config: The Hugging Face config that it was read from.
         weights: Hugging Face folder to start from; None for fresh weights.

@@ -9,7 +9,7 @@ from itertools import product
 from dsx.errors import DsxError, LayoutError, ScheduleError
 from dsx.models.spec import Recompute
 from dsx.planner.layout import Space
-from dsx.planner.partition_search import LayerCut, SimulatedPipeline, search
+from dsx.planner.partition_search import LayerCut, SimulatedPipeline, shortest_cut
 from dsx.planner.profile import RECOMPUTE, Profile
 from dsx.schedules.builders import Options
 from dsx.schedules.interleaved import groups
@@ -196,7 +196,7 @@ class _Task:
         )
         if self.space.cut is not None:
             return pipeline.judge(self.space.cut(pipeline.num_stages))
-        return search(pipeline, most_actions=most_actions)
+        return shortest_cut(pipeline, most_actions=most_actions)
 
 
 def _candidates(space: Space, num_ranks: int, num_layers: int) -> Iterator[_Candidate]:

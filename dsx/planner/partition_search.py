@@ -153,7 +153,7 @@ class SimulatedPipeline:
         return over, seconds, sum(time * time for time in times), bounds
 
 
-def search(
+def shortest_cut(
     pipeline: SimulatedPipeline, *, most_exhaustive: int = 64, most_actions: int = 4_000_000
 ) -> LayerCut:
     """The cut with the shortest simulated step within the memory cap; if none is within, the nearest to it.

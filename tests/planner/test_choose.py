@@ -10,7 +10,7 @@ from profiles import cost, gpt2, profile, random_layers
 from dsx.errors import ConfigError, LayoutError, ScheduleError
 from dsx.planner.choose import choose
 from dsx.planner.layout import CHUNKS, Space
-from dsx.planner.partition_search import SimulatedPipeline, search
+from dsx.planner.partition_search import SimulatedPipeline, shortest_cut
 from dsx.schedules.builders import NAMES, Options, build, default_chunks
 from dsx.schedules.program import Program
 
@@ -55,7 +55,7 @@ def test_as_short_as_anything_tried_by_hand(seed):
                         transfer_seconds=measured.transfer_seconds("none"),
                     )
                     try:
-                        steps.append(search(task).step_seconds)
+                        steps.append(shortest_cut(task).step_seconds)
                     except (LayoutError, ScheduleError):
                         continue
     ranking = choose(measured, num_ranks=p, num_micro_batches=m, space=Space())
@@ -105,7 +105,7 @@ def test_nothing_fits():
     needs = [float(part.rsplit(": ", 1)[1].removesuffix(" B")) for part in nearest]
     assert needs == sorted(needs)
     least = min(
-        max(search(SimulatedPipeline(layers=EVEN.layers["none"], program=Program(name=n), num_ranks=2,
+        max(shortest_cut(SimulatedPipeline(layers=EVEN.layers["none"], program=Program(name=n), num_ranks=2,
                                      num_chunks=v, num_micro_batches=8, most_bytes=10)).peak_bytes)
         for n, v in (("1f1b", 1), ("zb_h1", 1), ("zbv", 2))
     )  # fmt: skip

@@ -10,7 +10,7 @@ from profiles import cost, gpt2, random_layers
 
 from dsx.errors import LayoutError
 from dsx.parallel.partition import balanced
-from dsx.planner.partition_search import SimulatedPipeline, search
+from dsx.planner.partition_search import SimulatedPipeline, shortest_cut
 from dsx.schedules.builders import build
 from dsx.schedules.program import Program
 from dsx.schedules.simulate import simulate
@@ -39,7 +39,7 @@ def test_the_shortest_of_all_cuts(name, p, v, seed, most_exhaustive):
     """By trying all and, with that switched off, by moving layers."""
     task = pipeline(random_layers(8, seed), name, p, v, 2 * p, transfer_seconds=0.1)
     shortest = min(cut.step_seconds for cut in every_cut(task))
-    found = search(task, most_exhaustive=most_exhaustive)
+    found = shortest_cut(task, most_exhaustive=most_exhaustive)
     assert found.step_seconds == pytest.approx(shortest, rel=1e-9)
 
 
@@ -50,18 +50,18 @@ def test_never_worse_than_the_least_largest_stage(name, v, seed):
     task = pipeline(layers, name, 4, v, 6, transfer_seconds=0.2)
     bounds = balanced([layer.seconds for layer in layers], 4 * v)
     for work in (0, 5_000, 200_000):
-        assert search(task, most_actions=work).step_seconds <= task.judge(bounds).step_seconds
+        assert shortest_cut(task, most_actions=work).step_seconds <= task.judge(bounds).step_seconds
 
 
 def test_the_same_every_time():
     task = pipeline(random_layers(20, 5), "zbv", 4, 2, 8)
-    assert search(task, most_actions=50_000) == search(task, most_actions=50_000)
+    assert shortest_cut(task, most_actions=50_000) == shortest_cut(task, most_actions=50_000)
 
 
 def test_what_it_says_is_what_the_simulator_says():
     """The schedule is the engine's: built by the program that goes with the cut."""
     task = pipeline(gpt2(1024), "interleaved_zb", 4, 2, 8, transfer_seconds=0.01)
-    cut = search(task, most_actions=50_000)
+    cut = shortest_cut(task, most_actions=50_000)
     assert cut.program.build(4, 2, 8) == cut.schedule
     timeline = simulate(cut.schedule, task.costs(cut.stage_map.bounds).seconds)
     assert (cut.step_seconds, cut.bubble) == (timeline.seconds, timeline.bubble)
@@ -69,7 +69,7 @@ def test_what_it_says_is_what_the_simulator_says():
 
 
 def test_v_placement_goes_with_the_schedule():
-    cut = search(pipeline(gpt2(1024), "zbv", 2, 2, 4), most_actions=20_000)
+    cut = shortest_cut(pipeline(gpt2(1024), "zbv", 2, 2, 4), most_actions=20_000)
     assert cut.stage_map.placement == "v"
     assert cut.stage_map.stages_of(0) == (0, 3)
 
@@ -102,7 +102,7 @@ def test_design_figures_of_other_methods():
 def test_design_figures_of_the_search(name, v, design, optimum):
     """Ours are the optimum of all 455 and 6435 cuts (tried once, optimum in the table), and DESIGN's."""
     task = pipeline(gpt2(SEQUENCE), name, 4, v, M)
-    found = over_ideal(task, search(task).step_seconds)
+    found = over_ideal(task, shortest_cut(task).step_seconds)
     assert found == pytest.approx(optimum, abs=1e-4)
     assert found <= design * 1.001
 
@@ -111,12 +111,12 @@ def test_the_cap_comes_first():
     """The quickest cut needs more than the cap; the one found is the quickest of those within."""
     layers = [replace(x, boundary_bytes=0) for x in random_layers(8, 11)]
     free = pipeline(layers, "1f1b", 3, 1, 6)
-    cap = max(search(free).peak_bytes) - 1
+    cap = max(shortest_cut(free).peak_bytes) - 1
     capped = replace(free, most_bytes=cap)
     within = [cut for cut in every_cut(free) if max(cut.peak_bytes) <= cap]
     assert within
     for most_exhaustive in (0, 64):
-        found = search(capped, most_exhaustive=most_exhaustive)
+        found = shortest_cut(capped, most_exhaustive=most_exhaustive)
         assert max(found.peak_bytes) <= cap
         assert found.step_seconds == pytest.approx(min(cut.step_seconds for cut in within))
 
@@ -124,7 +124,7 @@ def test_the_cap_comes_first():
 def test_a_cap_that_nothing_meets_gives_the_nearest():
     task = pipeline(random_layers(7, 3), "gpipe", 2, 1, 3, most_bytes=1)
     least = min(max(cut.peak_bytes) for cut in every_cut(task))
-    assert max(search(task).peak_bytes) == least
+    assert max(shortest_cut(task).peak_bytes) == least
 
 
 def test_a_schedule_written_by_hand():
@@ -137,9 +137,9 @@ def test_a_schedule_written_by_hand():
         num_chunks=1,
         num_micro_batches=3,
     )
-    assert search(by_hand).stage_map == search(pipeline(layers, "1f1b", 2, 1, 3)).stage_map
+    assert shortest_cut(by_hand).stage_map == shortest_cut(pipeline(layers, "1f1b", 2, 1, 3)).stage_map
 
 
 def test_more_stages_than_layers():
     with pytest.raises(LayoutError, match="has 3 layers and every stage needs one"):
-        search(pipeline([cost(1.0)] * 3, "1f1b", 4, 1, 4))
+        shortest_cut(pipeline([cost(1.0)] * 3, "1f1b", 4, 1, 4))
