@@ -7,7 +7,7 @@ computes one loss of fixed tokens, in fp32 and in one thread, so that equal weig
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from dsx.checkpoint.catalog import PRECISIONS, Catalog
 from dsx.checkpoint.file_io import convert, numpy_dtype
 from dsx.checkpoint.formats.deepspeed.module import as_model
 from dsx.checkpoint.formats.huggingface.catalog import as_hf
-from dsx.checkpoint.pieces import Part, contiguous
+from dsx.checkpoint.pieces import whole_part
 from dsx.checkpoint.read import Reader
 from dsx.errors import CheckpointError, ModelError
 from dsx.models.custom_code import without_code
@@ -120,8 +120,7 @@ class LossCheck:
                 # A master stands in for a weight that is stored nowhere; the model computes with it rounded.
                 dtype = told if entry.state == "master" else entry.dtype
                 flat = np.empty(entry.numel, numpy_dtype(dtype))
-                whole = Part((0,) * len(entry.shape), entry.shape, contiguous(entry.shape), 0)
-                reader.fill(entry, [whole], flat, dtype)
+                reader.fill(entry, [whole_part(entry.shape)], flat, dtype)
                 parameter.copy_(torch.from_numpy(convert(flat, dtype, "float32")).view(parameter.shape))
         return model
 
@@ -151,7 +150,11 @@ def _read_rows(path: Path, vocabulary: int, positions: int) -> list[list[int]]:
         raise CheckpointError(
             str(path), f"it cannot be read as token ids ({error})", "write ids, one sequence a line"
         ) from None
-    bad = next((row for row in rows if _is_bad(row, vocabulary, positions)), None)
+
+    def fits(row: list[int]) -> bool:
+        return 2 <= len(row) <= positions and all(0 <= token < vocabulary for token in row)
+
+    bad = next((row for row in rows if not fits(row)), None)
     if bad is not None or not rows:
         raise CheckpointError(
             f"{path}: {'no line' if bad is None else f'a line of {len(bad)} ids'}",
@@ -159,7 +162,3 @@ def _read_rows(path: Path, vocabulary: int, positions: int) -> list[list[int]]:
             "write such sequences, one a line",
         )
     return rows
-
-
-def _is_bad(row: Sequence[int], vocabulary: int, positions: int) -> bool:
-    return not 2 <= len(row) <= positions or not all(0 <= token < vocabulary for token in row)

@@ -239,9 +239,13 @@ def _converted(jobs: Sequence[CopyJob]) -> Iterator[str]:
 
 def _left(source: Catalog, jobs: Sequence[CopyJob]) -> Iterator[str]:
     """What no job reads. A weight is what rounding makes of its master: it is not lost if that is kept."""
+
+    def is_wide(job: CopyJob) -> bool:
+        return job.source.dtype == job.target.dtype == "float32"
+
     used = {job.source.key for job in jobs}
     made = {job.target.name for job in jobs}
-    kept = {job.target.name for job in jobs if job.source.state in ("weight", "master") and _is_wide(job)}
+    kept = {job.target.name for job in jobs if job.source.state in ("weight", "master") and is_wide(job)}
     left = [
         entry
         for entry in source.entries
@@ -256,7 +260,3 @@ def _left(source: Catalog, jobs: Sequence[CopyJob]) -> Iterator[str]:
             f"{len(unknown)} tensors stay behind, which the target does not know: "
             f"{', '.join(unknown[:5])}{more}"
         )
-
-
-def _is_wide(job: CopyJob) -> bool:
-    return job.source.dtype == job.target.dtype == "float32"

@@ -36,19 +36,20 @@ def parsed(data: bytes | str, *, unique: bool = False, finite: bool = False) -> 
     return value
 
 
-def check_plain(value: Any, *, halves: bool = True) -> None:
+def check_plain(plain: Any, *, halves: bool = True) -> None:
     """Raise ValueError if plain values are nested too deep, or have a text that is no Unicode.
 
     Args:
-        value: Dicts, lists, and what cannot hold others.
+        plain: Dicts, lists, and what cannot hold others.
         halves: Look at texts, too.
     """
-    level = [value]
+    level = [plain]
     for _ in range(_MAX_DEPTH):
         if not level:
             return
-        if halves:
-            _check_texts(level)
+        for value in level if halves else ():
+            if isinstance(value, str) and not is_unicode(value):
+                raise ValueError(f"the text {value[:40]!r} is no Unicode")
         level = [part for one in level for part in _parts(one)]
     raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
 
@@ -59,12 +60,6 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from value.values()
     elif isinstance(value, list):
         yield from (part for part in value if isinstance(part, dict | list | str))
-
-
-def _check_texts(values: list[Any]) -> None:
-    for value in values:
-        if isinstance(value, str) and not is_unicode(value):
-            raise ValueError(f"the text {value[:40]!r} is no Unicode")
 
 
 def is_unicode(text: str) -> bool:

@@ -9,13 +9,13 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Self
 
-from dsx.checkpoint.catalog import NO_SETTINGS, Catalog, Entry
+from dsx.checkpoint.catalog import NO_SETTINGS, Catalog
 from dsx.checkpoint.claims import check_layers
 from dsx.checkpoint.formats.deepspeed.module import tied_names, under_names
 from dsx.checkpoint.formats.deepspeed.order import TIED, Ties
 from dsx.checkpoint.formats.deepspeed.plan import StockLayout
 from dsx.errors import CheckpointError, ConfigError
-from dsx.models.param import ParamSpec
+from dsx.models.param import ParamSpec, layer_of
 from dsx.parallel.layout import Layout
 from dsx.parallel.limits import Asked, objections
 from dsx.parallel.mesh import AXES, Mesh
@@ -286,7 +286,6 @@ def cut_note(layout: StockLayout) -> tuple[str, ...]:
 
 _NAMES = {word: axis.title for axis in AXES for word in (axis.name, axis.title)}
 _NAMES |= {"chunks": "chunks", "zero": "zero"}
-_MOST_DIGITS = 6  # of a layer's number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,14 +371,8 @@ def specs_of(source: Catalog) -> tuple[ParamSpec, ...]:
     """
     known = {spec.name: spec for spec in source.specs}
     names = {entry.name: entry for entry in reversed(source.entries)}
-    rest = [_uncut(names[name]) for name in reversed(names) if name not in known]
-    return (*source.specs, *rest)
-
-
-def _uncut(entry: Entry) -> ParamSpec:
-    first = entry.name.partition(".")[0]
-    layer = int(first) if first.isdecimal() and len(first) <= _MOST_DIGITS else 0
-    return ParamSpec.uncut(entry.name, entry.shape, layer)
+    rest = (name for name in reversed(names) if name not in known)
+    return (*source.specs, *(ParamSpec.uncut(name, names[name].shape, layer_of(name)) for name in rest))
 
 
 def _stages(source: Catalog, params: Sequence[ParamSpec], pp: int, chunks: int) -> StageMap:

@@ -58,6 +58,11 @@ def whole(shape: Sequence[int]) -> Box:
     return tuple((0, extent) for extent in shape)
 
 
+def whole_part(shape: tuple[int, ...]) -> Part:
+    """All of a tensor, row-major."""
+    return Part((0,) * len(shape), shape, contiguous(shape), 0)
+
+
 def volume(box: Box) -> int:
     """Elements of a box."""
     return prod(stop - start for start, stop in box)

@@ -185,7 +185,7 @@ class Staging:
     def __init__(self, target: Target, about: Mapping[str, Any], *, restart: bool) -> None:
         self._target = target
         self.final = target.catalog.root
-        self.partial = partial_of(self.final)
+        self.partial = self.final.with_name(f"{self.final.name}.partial")
         self.data = self.partial / _DATA
         check_absent(self.final)
         for skeleton in target.skeletons:
@@ -287,11 +287,6 @@ class Staging:
         }:
             if folder.is_dir():
                 store.sync_folder(folder)
-
-
-def partial_of(final: Path) -> Path:
-    """The folder that ``final`` is made in."""
-    return final.with_name(f"{final.name}.partial")
 
 
 def check_absent(final: Path) -> None:

@@ -12,6 +12,15 @@ Box = tuple[tuple[int, int], ...]
 """A rectangular part of a tensor: (start, stop) per dim."""
 
 
+_MOST_DIGITS = 6  # of a layer's number
+
+
+def layer_of(name: str) -> int:
+    """Index in the layer list with which a tensor's name begins; 0 if it begins with none."""
+    first = name.partition(".")[0]
+    return int(first) if first.isdecimal() and len(first) <= _MOST_DIGITS else 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Init:
     """How a fresh parameter is filled: normal(0, std), zeros or ones."""

@@ -18,7 +18,7 @@ from dsx.checkpoint.claims import check_num_layers
 from dsx.checkpoint.formats.huggingface import catalog
 from dsx.checkpoint.formats.huggingface import names as hf_names
 from dsx.checkpoint.open import open_checkpoint
-from dsx.checkpoint.pieces import Part, contiguous
+from dsx.checkpoint.pieces import whole_part
 from dsx.checkpoint.plain import as_numpy
 from dsx.checkpoint.read import Reader
 from dsx.checkpoint.reshard import under_hf_names
@@ -195,9 +195,8 @@ def _filled(
         model = _empty(hf_config, dtype, where, code)
         with torch.no_grad():
             for parameter, entry in _matched(reader, named, model, source):
-                part = Part((0,) * len(entry.shape), entry.shape, contiguous(entry.shape), 0)
                 kind = str(parameter.dtype).removeprefix("torch.")
-                reader.fill(entry, (part,), as_numpy(parameter), kind)
+                reader.fill(entry, [whole_part(entry.shape)], as_numpy(parameter), kind)
     return model
 
 

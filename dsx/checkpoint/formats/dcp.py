@@ -295,7 +295,16 @@ def _groups(found: Mapping[int | str, dict[str, Any]], order: Sequence[str]) -> 
 
 def _facts(found: _Found, groups: list[dict[str, Any]], client: dict[str, Any]) -> dict[str, Any]:
     left, scheduler = client.pop("left_behind", []), _scheduler(client)
-    groups = [with_numbers(group, _numbers_of(group, found)) for group in groups]
+    groups = [
+        with_numbers(
+            group,
+            {
+                state: {name: values[name] for name in group.get("names", ()) if name in values}
+                for state, values in found.numbers.items()
+            },
+        )
+        for group in groups
+    ]
     facts: dict[str, Any] = {
         "param_groups": groups,
         "client_state": client,
@@ -315,14 +324,6 @@ def _scheduler(client: dict[str, Any]) -> dict[str, Any]:
         if found and not any("." in key for key in found.values()):
             return {key: client.pop(path) for path, key in found.items()}
     return {}
-
-
-def _numbers_of(group: Mapping[str, Any], found: _Found) -> dict[str, dict[str, float]]:
-    """The states of a group's tensors that are one number."""
-    return {
-        state: {name: values[name] for name in group.get("names", ()) if name in values}
-        for state, values in found.numbers.items()
-    }
 
 
 def _with_roles(found: _Found, groups: Iterable[Mapping[str, Any]], told: Any) -> tuple[Entry, ...]:

@@ -473,15 +473,12 @@ def blocks_of(layout: Layout, rank: int, wanted: Mapping[str, Sequence[Entry]]) 
             copies = mesh.copies(rank, cut=spec.split is not None, divided=layout.zero_stage >= stage)
             mine[stage] = share_of(held.shape, numbers[spec.name], interval, *copies)
         for entry in states:
-            span = mine[3 if _is_weight(entry, states) else 1]
+            # A weight that is its own master lies as masters do.
+            own_master = len(states) > 1 and all(other.state != "master" for other in states)
+            span = mine[3 if entry.state == "weight" and not own_master else 1]
             block = StoredBlock.of(entry, spec, mesh.tp, at["tp"], *span)
             found += [] if block is None else [block]
     return file_order(found)
-
-
-def _is_weight(entry: Entry, states: Sequence[Entry]) -> bool:
-    """Whether an entry lies as weights do. A weight that is its own master lies as masters do."""
-    return entry.state == "weight" and (any(other.state == "master" for other in states) or len(states) == 1)
 
 
 def _rank_file(

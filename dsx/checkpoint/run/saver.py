@@ -31,7 +31,7 @@ from dsx.checkpoint.run.stored import stored_here
 from dsx.errors import CheckpointError
 from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree
-from dsx.models.param import ParamSpec
+from dsx.models.param import ParamSpec, layer_of
 
 _WRITE_BYTES = 1 << 24
 
@@ -300,14 +300,8 @@ def _catalog(root: Path, notes: Sequence[Catalog], facts: Mapping[str, Any]) -> 
     return Catalog(
         root=root,
         format=native.FORMAT_NAME,
-        entries=tuple(sorted(entries, key=lambda entry: (_layer(entry.name), places.get(entry.name, 0)))),
+        entries=tuple(sorted(entries, key=lambda entry: (layer_of(entry.name), places.get(entry.name, 0)))),
         facts={**facts, "param_groups": merged_groups([note.facts["param_groups"] for note in notes])},
         specs=tuple(spec for name, spec in specs.items() if name in held),
         checksums=tuple(checksum for note in notes for checksum in note.checksums),
     )
-
-
-def _layer(name: str) -> int:
-    """Index in the layer list, with which a tensor's name begins."""
-    first = name.partition(".")[0]
-    return int(first) if first.isdecimal() else 0

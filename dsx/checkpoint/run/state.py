@@ -163,21 +163,17 @@ def restore_facts(run: CheckpointedRun, facts: Mapping[str, Any], where: str) ->
         CheckpointError: It is of another optimizer, or has a scheduler where the run has none.
     """
     with reading(where):
-        return _restored(run, facts, where)
-
-
-def _restored(run: CheckpointedRun, facts: Mapping[str, Any], where: str) -> dict[str, Any]:
-    inner = run.deepspeed_engine
-    inner.global_steps = int(facts.get("step", 0))
-    for name, value in facts.get("counters", {}).items():
-        if name in _COUNTERS:
-            setattr(inner, name, int(value))
-    _restore_groups(run, facts.get("param_groups", ()))
-    scheduler = facts.get("lr_scheduler")
-    if scheduler is not None and inner.lr_scheduler is not None:
-        inner.lr_scheduler.load_state_dict(plain.decode(scheduler, f"{where}: lr_scheduler"))
-    state = plain.decode(facts.get("client_state", {}), f"{where}: client_state")
-    return dict(state) if isinstance(state, dict) else {}
+        inner = run.deepspeed_engine
+        inner.global_steps = int(facts.get("step", 0))
+        for name, value in facts.get("counters", {}).items():
+            if name in _COUNTERS:
+                setattr(inner, name, int(value))
+        _restore_groups(run, facts.get("param_groups", ()))
+        scheduler = facts.get("lr_scheduler")
+        if scheduler is not None and inner.lr_scheduler is not None:
+            inner.lr_scheduler.load_state_dict(plain.decode(scheduler, f"{where}: lr_scheduler"))
+        state = plain.decode(facts.get("client_state", {}), f"{where}: client_state")
+        return dict(state) if isinstance(state, dict) else {}
 
 
 def optimizer_settings(run: CheckpointedRun) -> dict[str, Any]:
@@ -274,11 +270,15 @@ def load(run: CheckpointedRun, folder: Path, *, tag: str | None) -> tuple[Path, 
         return found
 
     path = agree(check)
-    catalog = _together(lambda: _or_earlier(root, tag, lambda: open_checkpoint(path)))
-    _together(lambda: _or_earlier(root, tag, lambda: load_stored(run, catalog)))
+
+    def each(action: Callable[[], T]) -> T:
+        return _together(lambda: _or_earlier(root, tag, action))
+
+    catalog = each(lambda: open_checkpoint(path))
+    each(lambda: load_stored(run, catalog))
     refresh_weights(run.deepspeed_engine)
     client = restore_facts(run, catalog.facts, str(path))
-    _together(lambda: _or_earlier(root, tag, lambda: restore_random_states(run, catalog)))
+    each(lambda: restore_random_states(run, catalog))
     return path, client
 
 

@@ -49,6 +49,7 @@ def plain_states(files: StockFiles, modules: Mapping[int, Module], rules: Rules)
             named = told
         elif files.layers:
             prints = [_prints(files.models[rank, 0], saved[rank]) for rank in mine]
+            same = Counter(layer_prints(files).values())
             named = stage_names(
                 modules[tensor].order,
                 groups,
@@ -56,7 +57,7 @@ def plain_states(files: StockFiles, modules: Mapping[int, Module], rules: Rules)
                 rules.groups,
                 prints,
                 rules.ties,
-                _twins(files),
+                twins=frozenset(at for at, told in layer_prints(files).items() if same[told] > 1),
             )
         else:
             named = [
@@ -73,13 +74,6 @@ def plain_states(files: StockFiles, modules: Mapping[int, Module], rules: Rules)
                 )
             found[rank] = _state(files.models[rank, 0], saved[rank], names)
     return found
-
-
-def _twins(files: StockFiles) -> frozenset[int]:
-    """Layers that have the same bytes as another layer."""
-    prints = layer_prints(files)
-    counts = Counter(prints.values())
-    return frozenset(layer for layer, told in prints.items() if counts[told] > 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,10 +172,14 @@ def _check_whole(plan: StockPlan, target: Target) -> None:
 
 def tag_of(source: Catalog, files: Files, root: Path, form: str) -> Target:
     """The checkpoint that ``files`` make, of one of DeepSpeed's two forms."""
+    random: tuple[str, ...] = (
+        "The ranks' random states stay behind: DeepSpeed's checkpoints have no place for them.",
+    )
+    random = random if source.facts.get("random_files") else ()
     return Target(
         catalog=Catalog(root=root, format=form, entries=files.entries(), facts=source.facts),
         skeletons=tuple(files.skeletons),
-        dropped=no_place(source),
+        dropped=(*random, *left_behind(source.facts)),
         is_tag=True,
     )
 
@@ -187,12 +191,6 @@ def _check_pipeline(layout: StockLayout) -> None:
             "DeepSpeed's PipelineEngine has no ZeRO 2 and 3, and does not load what it saves at 0 in bf16",
             "use ZeRO 1",
         )
-
-
-def no_place(source: Catalog) -> tuple[str, ...]:
-    """What these formats have no place for."""
-    random = ("The ranks' random states stay behind: DeepSpeed's checkpoints have no place for them.",)
-    return (*(random if source.facts.get("random_files") else ()), *left_behind(source.facts))
 
 
 def _write_optimizer(plan: StockPlan, files: Files, rank: int) -> None:

@@ -149,7 +149,8 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
         entries += states
     copies = _tied_copies(specs, homes, by_name)
     unknown = sorted(by_name.keys() - homes.keys() - copies.keys())
-    unknown = [name for name in unknown if not is_buffer(name) and _role(by_name[name]) != "buffer"]
+    roles = {entry.name: entry.role for entry in source.entries}
+    unknown = [name for name in unknown if not is_buffer(name) and roles[name] != "buffer"]
     if unknown:
         raise CheckpointError(
             f"{_home(source, by_name[unknown[0]])}: tensor {unknown[0]}",
@@ -326,10 +327,6 @@ def model_order(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _role(states: Mapping[str, Entry]) -> str:
-    return next(iter(states.values())).role
-
-
 def _stored_name(
     source: Catalog, spec: ParamSpec, name: str, by_name: Mapping[str, Mapping[str, Entry]]
 ) -> str:
@@ -488,9 +485,7 @@ def target_of(
             },
         }
         skeletons.append(_text(INDEX, index))
-    dtypes = {entry.dtype for entry in wanted}
-    out = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
-    skeletons.append(_text(CONFIG, out | ({"dtype": dtypes.pop()} if len(dtypes) == 1 else {})))
+    skeletons.append(_text(CONFIG, with_dtype(config, wanted)))
     catalog = Catalog(root=root, format=FORMAT, entries=tuple(entries), facts={"hf_config": dict(config)})
     return Target(catalog=catalog, skeletons=tuple(skeletons), dropped=_dropped(source))
 
@@ -519,6 +514,13 @@ def _weights(source: Catalog, precision: str | None) -> list[Entry]:
             dtype = PRECISIONS.get(str(told), dtype)
         entries.append(replace(entry, state="weight", dtype=dtype, pieces=(), aliases=()))
     return entries
+
+
+def with_dtype(config: Mapping[str, Any], entries: Iterable[Entry]) -> dict[str, Any]:
+    """The ``config.json`` of weights, whose dtype it says if they have one."""
+    dtypes = {entry.dtype for entry in entries}
+    kept = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    return kept | ({"dtype": dtypes.pop()} if len(dtypes) == 1 else {})
 
 
 def file_name(at: int, count: int) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Entry
-from dsx.checkpoint.formats.huggingface.catalog import as_dsx, catalog_of, file_name, states_of
+from dsx.checkpoint.formats.huggingface.catalog import as_dsx, catalog_of, file_name, states_of, with_dtype
 from dsx.checkpoint.formats.huggingface.names import CONFIG, INDEX, SINGLE
 from dsx.checkpoint.formats.safetensors_file import CRC32, NAMES, contents
 from dsx.checkpoint.pieces import local_parts
@@ -201,20 +201,11 @@ def finish(folder: str | Path, config: Mapping[str, Any], files: Mapping[str, st
             "weight_map": dict(sorted(files.items())),
         }
         store.write_atomically(partial / INDEX, _as_json(index))
-    store.write_atomically(
-        partial / CONFIG, _as_json(_export_config(config, {entry.dtype for entry in held}))
-    )
+    complete = {**config, "architectures": [FAMILIES[str(config["model_type"])].classes[0]]}
+    store.write_atomically(partial / CONFIG, _as_json(with_dtype(complete, held)))
     store.sync_folder(partial)
     partial.rename(folder)
     store.sync_folder(folder.absolute().parent)
-
-
-def _export_config(config: Mapping[str, Any], dtypes: set[str]) -> dict[str, Any]:
-    out = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
-    out["architectures"] = [FAMILIES[str(config["model_type"])].classes[0]]
-    if len(dtypes) == 1:
-        out["dtype"] = dtypes.pop()
-    return out
 
 
 def _as_json(content: Mapping[str, Any]) -> bytes:
