@@ -338,6 +338,12 @@ def heads(catalog: Catalog) -> dict[str, Checksum]:
     return {one.file: one for one in xxh3 if one.start == 0 < one.stop <= first.get(one.file, 0)}
 
 
+def leads_out(file: str) -> bool:
+    """Whether a file's name is none, or that of something outside of the folder that it should be in."""
+    pure = PurePosixPath(file)
+    return pure.is_absolute() or ".." in pure.parts or not file or "\\" in file or "\0" in file
+
+
 def locate(catalog: Catalog, file: str, tensor: str) -> Path:
     """Path of a checkpoint's file, after checking that it is one and inside the folder.
 
@@ -349,9 +355,7 @@ def locate(catalog: Catalog, file: str, tensor: str) -> Path:
     Raises:
         CheckpointError: It leads out of the folder, is missing or is no file.
     """
-    pure = PurePosixPath(file)
-    path = catalog.root / pure
-    outside = pure.is_absolute() or ".." in pure.parts or not file or "\\" in file or "\0" in file
+    path, outside = catalog.root / file, leads_out(file)
     try:
         if not outside and not catalog.links_allowed:
             outside = not path.resolve().is_relative_to(catalog.root.resolve())

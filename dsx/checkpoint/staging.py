@@ -19,12 +19,12 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from dsx.checkpoint import store
-from dsx.checkpoint.catalog import Skeleton, Target
+from dsx.checkpoint.catalog import Skeleton, Target, leads_out
 from dsx.checkpoint.file_io import blamed, write_from
 from dsx.errors import CheckpointError
 from dsx.launch.entry import boot_id
@@ -300,8 +300,7 @@ def check_absent(final: Path) -> None:
 
 def _check_inside(file: str, target: Target) -> None:
     """Names of tensors and states become those of files, and must not lead out of the target's folder."""
-    pure = PurePosixPath(file)
-    if pure.is_absolute() or ".." in pure.parts or "\0" in file or "\\" in file:
+    if leads_out(file):
         raise CheckpointError(
             f"{target.catalog.root}: {file!r}",
             "a tensor's name would lead out of the folder",

@@ -293,12 +293,8 @@ def _merged(rules: Rules | None, files: StockFiles) -> Rules:
     return replace(rules, tensors=(*rules.tensors, *told.tensors), maps=rules.maps or told.maps)
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """One model-parallel rank's fragments of one state, the ranks of one pipeline stage together."""
-
-    stage: int
-    fragments: tuple[Fragment, ...]
+_Copies = dict[int, list[list[Fragment]]]
+"""By tensor-parallel rank the copies that its pipeline stages have of one state, each as its fragments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,13 +302,13 @@ class _Names:
     """Everything that is stored, by canonical name, in the model's order.
 
     Attributes:
-        held: (name, state) -> tensor-parallel rank -> who holds it.
+        held: (name, state) -> who has what of it.
         roles: Of every name.
         aliases: Other names of it.
         canonical: Canonical name of every name.
     """
 
-    held: Mapping[tuple[str, str], Mapping[int, Sequence[_Held]]]
+    held: Mapping[tuple[str, str], _Copies]
     roles: Mapping[str, Literal["trained", "frozen", "buffer"]]
     aliases: Mapping[str, Sequence[str]]
     canonical: Mapping[str, str] = field(default_factory=dict)
@@ -321,7 +317,7 @@ class _Names:
     def of(
         cls, files: StockFiles, modules: Mapping[int, Module], states: Mapping[int, OptimizerState]
     ) -> _Names:
-        held: dict[tuple[str, str], dict[int, list[_Held]]] = defaultdict(lambda: defaultdict(list))
+        held: dict[tuple[str, str], _Copies] = defaultdict(lambda: defaultdict(list))
         aliases: dict[str, dict[str, None]] = defaultdict(dict)
         trained = {name for state in states.values() for group in state.groups for name in group.names}
         buffers = {name for module in modules.values() for name in module.buffers}
@@ -332,13 +328,13 @@ class _Names:
                 canonical.update(dict.fromkeys(names, first))
                 aliases[first].update(dict.fromkeys(name for name in names if name != first))
         for rank in files.ranks:
-            stage, tensor = files.place(rank)
+            _, tensor = files.place(rank)
             found: dict[tuple[str, str], list[Fragment]] = defaultdict(list)
             for fragment in (*modules[rank].weights, *states[rank].fragments):
                 name = canonical.get(fragment.name, fragment.name)
                 found[name, fragment.state].append(fragment)
             for key, fragments in found.items():
-                held[key][tensor] += [_Held(stage, tuple(one)) for one in _copies(fragments)]
+                held[key][tensor] += _copies(fragments)
         _add_empty(held)
         places: dict[str, int] = {}
         for module in modules.values():
@@ -353,17 +349,17 @@ class _Names:
         return cls(ordered, roles, {name: tuple(others) for name, others in aliases.items()}, canonical)
 
 
-def _add_empty(held: Mapping[tuple[str, str], dict[int, list[_Held]]]) -> None:
+def _add_empty(held: Mapping[tuple[str, str], _Copies]) -> None:
     """States of parts without elements (AutoTP on more ranks than heads), which optimizers leave out."""
     for (name, state), by_rank in held.items():
         for tensor, copies in held.get((name, "weight"), {}).items():
-            part = copies[0].fragments[0]
+            part = copies[0][0]
             if tensor not in by_rank and not part.stop:
-                dtype = next(iter(by_rank.values()))[0].fragments[0].dtype
-                by_rank[tensor] = [_Held(copies[0].stage, (replace(part, state=state, dtype=dtype),))]
+                dtype = next(iter(by_rank.values()))[0][0].dtype
+                by_rank[tensor] = [[replace(part, state=state, dtype=dtype)]]
 
 
-def _copies(fragments: Sequence[Fragment]) -> Iterator[list[Fragment]]:
+def _copies(fragments: Sequence[Fragment]) -> list[list[Fragment]]:
     """One list per copy of a tensor: the fragments of a copy follow one another without overlap."""
     copies: list[list[Fragment]] = []
     for fragment in fragments:
@@ -372,7 +368,7 @@ def _copies(fragments: Sequence[Fragment]) -> Iterator[list[Fragment]]:
             copies.append([fragment])
         else:
             home.append(fragment)
-    yield from copies
+    return copies
 
 
 def _entries(files: StockFiles, names: _Names, rules: Rules) -> Iterator[Entry]:
@@ -385,7 +381,7 @@ def _entries(files: StockFiles, names: _Names, rules: Rules) -> Iterator[Entry]:
                 f"tensor-parallel rank {lacking[0]} does not have it",
                 "use the files of one save",
             )
-        first = [by_rank[rank][0].fragments[0] for rank in files.shards]
+        first = [by_rank[rank][0][0] for rank in files.shards]
         cut = rules.cut(name, [fragment.shape for fragment in first], where)
         if cut.dim is not None and any(one.over_all for one in first):
             raise CheckpointError(
@@ -393,7 +389,7 @@ def _entries(files: StockFiles, names: _Names, rules: Rules) -> Iterator[Entry]:
                 "its parts are divided over all ranks, as only a tensor that each of them has whole is",
                 "correct the rule that cuts it, or use the files of one save",
             )
-        dtypes = {one.dtype for held in by_rank.values() for copy in held for one in copy.fragments}
+        dtypes = {one.dtype for held in by_rank.values() for copy in held for one in copy}
         if len(dtypes) > 1:
             raise CheckpointError(
                 f"{where}: tensor {name}, {state}",
@@ -401,7 +397,7 @@ def _entries(files: StockFiles, names: _Names, rules: Rules) -> Iterator[Entry]:
                 USE_ANOTHER,
             )
         if cut.compare:
-            _compare(files, name, [by_rank[rank][0].fragments for rank in files.shards])
+            _compare(files, name, [by_rank[rank][0] for rank in files.shards])
         yield Entry(
             name=name,
             state=state,
@@ -413,18 +409,18 @@ def _entries(files: StockFiles, names: _Names, rules: Rules) -> Iterator[Entry]:
         )
 
 
-def _pieces(cut: Cut, by_rank: Mapping[int, Sequence[_Held]]) -> Iterator[Piece]:
+def _pieces(cut: Cut, by_rank: _Copies) -> Iterator[Piece]:
     """Replica 0 of a cut tensor is the first copy of every rank; of an uncut one that of the first rank."""
     replica = 0
     for rank, copies in sorted(by_rank.items()):
-        if rank and copies[0].fragments[0].over_all:
+        if rank and copies[0][0].over_all:
             continue  # every rank names the same parts
         for number, copy in enumerate(copies):
             if cut.dim is None:
                 at, replica = replica, replica + 1
             else:
                 at = number
-            for fragment in copy.fragments:
+            for fragment in copy:
                 yield from located(cut, rank, fragment, at)
 
 

@@ -545,6 +545,11 @@ def _file(name: str, shard: list[Entry]) -> tuple[Skeleton, list[Entry]]:
     return skeleton, entries
 
 
+def as_json(content: Mapping[str, Any]) -> bytes:
+    """A JSON file of a model folder."""
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
 def _text(name: str, content: Mapping[str, Any]) -> Skeleton:
-    data = (json.dumps(content, indent=2) + "\n").encode()
+    data = as_json(content)
     return Skeleton(file=name, num_bytes=len(data), parts=((0, data),))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint import store
+from dsx.checkpoint.catalog import leads_out
 from dsx.checkpoint.json_text import parsed
 from dsx.errors import CheckpointError
 from dsx.models.param import ParamSpec
@@ -55,7 +56,7 @@ def weight_map(index: Path, fix: str) -> dict[str, str]:
     if not isinstance(told, dict):
         raise CheckpointError(str(index), "it has no weight_map", fix)
     for file in set(map(str, told.values())):
-        if "/" in file or "\\" in file or "\0" in file or file in ("", ".", ".."):
+        if leads_out(file) or "/" in file or file == ".":
             raise CheckpointError(
                 f"{index}: {file!r}", "it leads out of the model's folder", "do not trust this folder"
             )

@@ -6,7 +6,6 @@ Which Hugging Face tensor holds which part of a parameter, and whether transpose
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,12 +18,20 @@ from torch import Tensor
 
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import Entry
-from dsx.checkpoint.formats.huggingface.catalog import as_dsx, catalog_of, file_name, states_of, with_dtype
+from dsx.checkpoint.formats.huggingface.catalog import (
+    as_dsx,
+    as_json,
+    catalog_of,
+    file_name,
+    states_of,
+    with_dtype,
+)
 from dsx.checkpoint.formats.huggingface.names import CONFIG, INDEX, SINGLE
 from dsx.checkpoint.formats.safetensors_file import CRC32, NAMES, contents
 from dsx.checkpoint.pieces import local_parts
 from dsx.checkpoint.plain import as_numpy
 from dsx.checkpoint.read import Reader
+from dsx.checkpoint.staging import check_absent
 from dsx.errors import CheckpointError
 from dsx.models.hf_config import FAMILIES, model_spec
 from dsx.models.param import ParamSpec
@@ -147,7 +154,7 @@ def write_shard(
         CheckpointError: ``folder`` exists or cannot be written.
     """
     folder = Path(folder)
-    _check_absent(folder)
+    check_absent(folder)
     file = _partial(folder) / file_name(index, count)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
@@ -181,7 +188,7 @@ def finish(folder: str | Path, config: Mapping[str, Any], files: Mapping[str, st
         CheckpointError: ``folder`` exists, or the shards do not hold exactly the model's tensors.
     """
     folder = Path(folder)
-    _check_absent(folder)
+    check_absent(folder)
     partial = _partial(folder)
     expected = {name for spec in param_specs(model_spec(config)) for name in spec.hf}
     if files.keys() != expected:
@@ -200,22 +207,13 @@ def finish(folder: str | Path, config: Mapping[str, Any], files: Mapping[str, st
             "metadata": {"total_size": sum(entry.num_bytes for entry in held)},
             "weight_map": dict(sorted(files.items())),
         }
-        store.write_atomically(partial / INDEX, _as_json(index))
+        store.write_atomically(partial / INDEX, as_json(index))
     complete = {**config, "architectures": [FAMILIES[str(config["model_type"])].classes[0]]}
-    store.write_atomically(partial / CONFIG, _as_json(with_dtype(complete, held)))
+    store.write_atomically(partial / CONFIG, as_json(with_dtype(complete, held)))
     store.sync_folder(partial)
     partial.rename(folder)
     store.sync_folder(folder.absolute().parent)
 
 
-def _as_json(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()
-
-
 def _partial(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
-
-
-def _check_absent(folder: Path) -> None:
-    if folder.exists():
-        raise CheckpointError(str(folder), "it exists already", "remove it or choose another folder")
