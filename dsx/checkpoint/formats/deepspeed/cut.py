@@ -1,7 +1,7 @@
 r"""How tensor parallelism cut the tensors of a stock checkpoint: read from what says so, never guessed.
 
-In this order: the user's rules, dsx's own manifest, DeepSpeed's ``universal_checkpoint_info`` (its geometric
-``affine_map``, then its categories of names). A tensor that none of them describes is an error. DeepSpeed's
+In this order: the user's rules, DeepSpeed's ``universal_checkpoint_info`` (its geometric ``affine_map``, then
+its categories of names). A tensor that none of them describes is an error. DeepSpeed's
 own converter lays such a tensor's parts end to end, which for a fused QKV is wrong and looks right.
 
 A rules file is JSON::
@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -110,7 +110,6 @@ class Rules:
         tensors: (regular expression, rule), the first that matches counts.
         groups: Per optimizer group, regular expressions of its tensors.
         settings: Per optimizer group, hyperparameters that the checkpoint does not have.
-        specs: Of dsx's manifest, by name.
         maps: Of DeepSpeed's affine maps: (regular expression, map).
         names: (regular expression, new name), the first that matches counts.
         ties: Tied modules of a pipeline and the layers that use them; None if nothing is said.
@@ -120,7 +119,6 @@ class Rules:
     tensors: tuple[tuple[str, Any], ...] = ()
     groups: tuple[tuple[str, ...], ...] = ()
     settings: tuple[Mapping[str, Any], ...] = ()
-    specs: Mapping[str, ParamSpec] = field(default_factory=dict)
     maps: tuple[tuple[str, Any], ...] = ()
     names: tuple[tuple[str, str], ...] = ()
     ties: Ties | None = None
@@ -165,12 +163,10 @@ class Rules:
         """
         rule: Any = next((rule for pattern, rule in self.tensors if re.fullmatch(pattern, name)), None)
         affine = next((one for pattern, one in self.maps if re.fullmatch(pattern, name)), None)
-        padded = name in self.specs or (isinstance(rule, dict) and "extent" in rule)
+        padded = isinstance(rule, dict) and "extent" in rule
         if len(shapes) == 1 and not padded:
             return Cut(shapes[0])
         try:
-            if name in self.specs:
-                return _of_spec(self.specs[name], shapes)
             if affine is not None and not isinstance(rule, dict):
                 return _of_affine(affine, shapes)
             if rule is not None:
@@ -305,16 +301,6 @@ def _fused(shapes: Sequence[Shape], dim: int, parts: Sequence[int]) -> Cut:
         for rank in range(tp)
     )
     return Cut(_with(shapes[0], dim, sum(parts)), dim, spans)
-
-
-def _of_spec(spec: ParamSpec, shapes: Sequence[Shape]) -> Cut:
-    tp = len(shapes)
-    if any(shape != spec.local_shape(tp) for shape in shapes):
-        raise ValueError(f"local shapes {sorted(set(shapes))}, not {spec.local_shape(tp)}")
-    if spec.split is None:
-        return Cut(spec.shape)
-    dim = spec.split
-    return Cut(spec.shape, dim, tuple(tuple(box[dim] for box in spec.boxes(tp, t)) for t in range(tp)))
 
 
 def _of_affine(entry: Mapping[str, Any], shapes: Sequence[Shape]) -> Cut:

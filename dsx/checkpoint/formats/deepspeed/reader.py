@@ -247,7 +247,6 @@ def catalog_of(root: Path, rules: Rules | None = None) -> Catalog:
         format=FORMAT,
         entries=entries,
         facts=_with_settings(facts, rules),
-        specs=tuple(spec for spec in rules.specs.values() if spec.name in {entry.name for entry in entries}),
         checksums=tuple(checksum for file in files.all for checksum in file.checksums),
     )
     return with_names(catalog, rules.names, rules.source) if rules.names else catalog
