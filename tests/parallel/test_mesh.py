@@ -115,3 +115,14 @@ def test_an_axis_costs_its_own_lines(monkeypatch):
     for group in mesh.groups(*mesh.replica_axes):
         assert len({mesh.part(rank) for rank in group}) == 1
         assert [mesh.replica(rank) for rank in group] == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("cut", "divided", "axes"),
+    [(False, False, ("dp", "tp")), (True, False, ("dp",)), (False, True, ("tp",)), (True, True, ())],
+)
+def test_ranks_with_the_same_elements_are_numbered(cut, divided, axes):
+    mesh = Mesh.of(pp=2, dp=3, tp=2)
+    for group in mesh.groups(*axes):
+        found = [mesh.copies(rank, cut=cut, divided=divided) for rank in group]
+        assert found == [(number, len(group)) for number in range(len(group))]
