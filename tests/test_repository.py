@@ -150,6 +150,12 @@ def test_no_module_imports_in_a_circle():
     assert imports == {}
 
 
+def test_the_product_needs_no_tricks_of_tests_and_frees_by_name():
+    texts = {path.relative_to(ROOT): path.read_text() for path in (ROOT / "dsx").rglob("*.py")}
+    tricks = re.compile(r"unittest|\bdef __del__|\b_getframe\b")
+    assert [path for path, text in texts.items() if tricks.search(text)] == []
+
+
 def test_every_command_speaks_through_one_place():
     """Where what a terminal would obey is taken out (dsx/terminal.py)."""
     texts = {path.name: path.read_text() for path in (ROOT / "dsx" / "cli").glob("*.py")}

@@ -178,7 +178,7 @@ class Storage:
 
 
 class Tensor:
-    """A view on a storage, which it holds.
+    """A view on a storage, which it holds until :meth:`release`.
 
     Attributes:
         shape: Sizes.
@@ -193,10 +193,6 @@ class Tensor:
         if storage is not None:
             storage.hold()
 
-    def __del__(self) -> None:
-        if self.storage is not None:
-            self.storage.drop()
-
     @property
     def numel(self) -> int:
         """Elements."""
@@ -208,8 +204,9 @@ class Tensor:
 
     def release(self) -> None:
         """Let go of the memory (``tensor.data = ...``)."""
-        self.__del__()
-        self.storage = None
+        if self.storage is not None:
+            self.storage.drop()
+            self.storage = None
 
     def hold(self, other: Tensor) -> None:
         """Lie in the memory of ``other`` from now on (``tensor.data = other``)."""
@@ -225,7 +222,7 @@ class Leaf(Tensor):
     Attributes:
         name: Of the parameter.
         grad: What backwards have summed up.
-        accumulate: Takes each gradient as it comes; None sums them in :attr:`grad`, as torch does.
+        accumulate: Takes each gradient over as it comes; None sums them in :attr:`grad`, as torch does.
     """
 
     __slots__ = ("accumulate", "grad", "name")
@@ -244,11 +241,13 @@ class Leaf(Tensor):
         self.grad: Tensor | None = None
 
     def receive(self, gradient: Tensor) -> None:
-        """Take over a gradient, or add it (torch/csrc/autograd/functions/accumulate_grad.h)."""
+        """Take over a gradient, or add and release it (torch/csrc/autograd/functions/accumulate_grad.h)."""
         if self.accumulate is not None:
             self.accumulate(self, gradient)
         elif self.grad is None:
             self.grad = gradient
+        else:
+            gradient.release()
 
 
 Message = list[Storage]

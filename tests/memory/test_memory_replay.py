@@ -33,9 +33,9 @@ def test_a_storage_lives_as_long_as_its_last_holder() -> None:
     ledger = Ledger()
     storage = Storage(ledger, WHAT, 40)
     x, view = Tensor((10,), 4, storage), Tensor((2, 5), 4, storage)
-    del x
+    x.release()
     assert ledger.current_bytes == 40
-    del view
+    view.release()
     assert (ledger.current_bytes, ledger.peak_bytes) == (0, 40)
 
 
@@ -147,7 +147,12 @@ def test_a_leaf_may_take_its_gradients_itself() -> None:
 
 def test_a_parameter_that_two_layers_use_gets_the_sum_of_their_gradients() -> None:
     ledger, record, taken = Ledger(), record_scaled(), []
-    leaf = Leaf("w", (10,), 4, accumulate=lambda leaf, gradient: taken.append(gradient.storage.size_bytes))
+
+    def take(leaf: Leaf, gradient: Tensor) -> None:
+        taken.append(gradient.storage.size_bytes)
+        gradient.release()
+
+    leaf = Leaf("w", (10,), 4, accumulate=take)
     layers = [RecordedLayer(ledger, record, {"weight": leaf}, None) for _ in range(2)]
     chunk = RecordedChunk(ledger, layers, None)
     x, seed = [new(ledger, 40)], [new(ledger, 40)]

@@ -8,7 +8,7 @@ from dsx.errors import ConfigError
 from dsx.memory.job import offload_of
 from dsx.memory.ledger import Label, Leaf, Ledger, Storage, Tensor
 from dsx.memory.partitioned import PartitionedOffload
-from dsx.memory.states import Host, Offload, Optimizer, StateSettings
+from dsx.memory.states import Host, Offload, Optimizer, StateSettings, free
 from dsx.parallel.zero import ZeroPlan
 
 TORCH_ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
@@ -55,7 +55,7 @@ def test_pinned_memory_comes_in_powers_of_two_and_is_copied_into():
     exact = host.pinned("gradients", "b", "4 P", "x", 1024, pin=True)
     pageable = host.pinned("gradients", "c", "4 P", "x", 1000, pin=False)
     assert host.ledger.current_bytes == 1024 + 1024 + 1000
-    del held, exact, pageable
+    free(held, exact, pageable)
     assert host.ledger.current_bytes == 0
 
 
@@ -136,5 +136,5 @@ def test_on_cpus_the_host_is_the_device():
     host = Host(Offload(unified=True), ledger)
     held = host.pinned("gradients", "a", "4 P", "x", 1000, pin=True)
     assert (ledger.current_bytes, ledger.peak_bytes) == (1000, 1000)
-    del held
+    free(held)
     assert ledger.current_bytes == 0

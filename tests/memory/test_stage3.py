@@ -124,7 +124,7 @@ def test_what_a_recomputation_saved_keeps_a_gathered_parameter():
     saved = a.detach()
     coordinator.release((a,), forward=True)
     assert ledger.current_bytes == 20
-    del saved
+    saved.release()
     assert ledger.current_bytes == 0
 
 
