@@ -25,20 +25,20 @@ STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run, as far as it decides about memory.
+    """What of a run decides about its memory.
 
     Attributes:
         records: What its layers do.
         layout: Mesh, stages, parameters and ZeRO stage.
         schedule: Lowered training schedule.
-        left_out: Micro-batches of a step that ``schedule`` does not have (:func:`enough_micro_batches`).
-        releases: Whether a stage lets go of what it has sent (``dsx.PipelineModule(release_outputs=)``).
+        left_out: Micro-batches of a step that ``schedule`` leaves out (:func:`enough_micro_batches`).
+        releases: Whether a stage frees what it has sent (``dsx.PipelineModule(release_outputs=)``).
         built_width: Bytes of a parameter of a model that is built whole and then converted and cut; None
             for one that is built as it is trained.
-        alike: Whether tensor-parallel ranks hold the same between layers, of which each sends a part.
+        alike: Whether tensor-parallel ranks hold the same between layers, so that each sends a part of it.
         states: Precision, optimizer and ZeRO's sizes.
         device: Kind of device.
-        capacity_bytes: What a device has for tensors, where DeepSpeed asks that; None for enough.
+        capacity_bytes: Memory of a device for tensors, where DeepSpeed asks for it; None for enough.
     """
 
     records: LayerRecords
@@ -59,9 +59,9 @@ class Phase:
 
     Attributes:
         name: build, engine, step 1 (which makes the moments) or step 2 (and all after it).
-        peak_bytes: The most that is held at once.
-        lines: What that consists of, largest first.
-        where: The schedule action during which it is held; "update" after them; "" outside of a step.
+        peak_bytes: The most bytes that are held at once.
+        lines: The lines of the peak, largest first.
+        where: The schedule action at the peak; "update" after the actions; "" outside of a step.
     """
 
     name: str
@@ -76,11 +76,11 @@ class Estimate:
 
     Attributes:
         rank: Global rank.
-        phases: In the order of a run.
-        steady_bytes: Held between steps.
+        phases: The phases in the order of a run.
+        steady_bytes: Bytes held between steps.
         host_bytes: The most that DeepSpeed keeps on the host for this rank at once: offload, or parameters
             that it flattens there.
-        host_lines: What that consists of, largest first.
+        host_lines: The lines of that, largest first.
     """
 
     rank: int
@@ -108,9 +108,10 @@ def estimate(
     Args:
         job: The run.
         rank: Global rank.
-        rounding_bytes: To which each tensor is rounded up; None for what the device's allocator does.
-        receives: Of its pipeline rank, if already made.
-        replays: Take micro-batches that do what one before them did from notes (:mod:`dsx.memory.ledger`).
+        rounding_bytes: Multiple to which each tensor is rounded up; None for that of the device's allocator.
+        receives: The pipeline rank's receives, if already made.
+        replays: Whether to take micro-batches that repeat an earlier one from notes
+            (:mod:`dsx.memory.ledger`).
     """
     at = job.layout.mesh.coords(rank)
     ledger = Ledger(ROUNDING_BYTES[job.device] if rounding_bytes is None else rounding_bytes)
@@ -141,7 +142,7 @@ def estimate(
 
 
 class _Watch:
-    """Notes during which action the peak came."""
+    """Notes the action at the peak."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger, self._peak, self.where = ledger, 0, ""
@@ -171,7 +172,7 @@ def _buffers(layers: RankLayers, pp_rank: int) -> Message:
 
 
 def _kept(layers: RankLayers, pp_rank: int) -> Message:
-    """What a rank's layers make in their first forward and keep: tables of positions, masks of windows."""
+    """What layers make in their first forward and keep: tables of positions, masks of windows."""
     shared: dict[Kept, int] = {}
     found: Message = []
     for index in layers.stages.layers_of(pp_rank):
@@ -251,12 +252,12 @@ def _wrapper(job: Job) -> type[States]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """Ranks of one pipeline coordinate; tensor- and data-parallel peers differ by padding at most.
+    """The ranks of one pipeline coordinate, whose memory differs by padding at most.
 
     Attributes:
         pp_rank: Their pipeline coordinate.
         ranks: Global ranks.
-        estimate: Of the first of them.
+        estimate: The estimate of the first of them.
     """
 
     pp_rank: int
@@ -269,7 +270,7 @@ class RunMemory:
     """Memory of every rank.
 
     Attributes:
-        roles: By pipeline coordinate.
+        roles: The roles by pipeline coordinate.
     """
 
     roles: tuple[Role, ...]
@@ -306,15 +307,15 @@ def estimate_run(job: Job) -> RunMemory:
 def enough_micro_batches(program: Program, num_ranks: int, num_micro_batches: int) -> int:
     """The least number of micro-batches known to need as much memory as ``num_micro_batches``.
 
-    Found by trying (tests/memory/test_steady.py repeats that): 1F1B and its kind hold most after p + 1,
-    the others after 2 p or 3 p. Interleaved schedules go round in groups of p; a step that ends with a
-    smaller group is another one for every number, and is left whole. GPipe holds all; a schedule from a file
+    The numbers were found by trying (tests/memory/test_steady.py repeats it): 1F1B and its kind hold most
+    after p + 1, the others after 2 p or 3 p. Interleaved schedules proceed in groups of p; a step that ends
+    with a smaller group differs for every number, and is left whole. GPipe holds all; a schedule from a file
     or with options is left as it is.
 
     Args:
         program: The schedule.
         num_ranks: Pipeline degree p.
-        num_micro_batches: Of a step.
+        num_micro_batches: Micro-batches of a step.
     """
     if program.rows is not None or program.options != type(program.options)():
         return num_micro_batches

@@ -34,7 +34,7 @@ def offload_of(
         zero: ``zero_optimization``.
         optimizer: The ``optimizer`` block.
         declared_bytes: ``dsx.optimizer_bytes``.
-        device: What the run is on; on CPUs the host is the device.
+        device: The kind of device; on CPUs the host is the device.
 
     Raises:
         ConfigError: NVMe, or another kind of offload whose memory dsx does not know.
@@ -74,7 +74,7 @@ def offload_of(
 
 
 def _require_usual_reduction(zero: Mapping[str, Any]) -> None:
-    """At ZeRO-1 and 2 DeepSpeed itself reduces what goes to the host."""
+    """Refuse settings that differ where, at ZeRO-1 and 2, DeepSpeed itself reduces what goes to the host."""
     for key in ("reduce_scatter", "use_multi_rank_bucket_allreduce"):
         if zero.get(key, True) is False:
             raise ConfigError(
@@ -103,12 +103,12 @@ temporaries, what torch's updates of many tensors at a time take."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """What DeepSpeed makes of the block (runtime/engine.py, _configure_basic_optimizer).
+    """The optimizer that DeepSpeed makes of the block (runtime/engine.py, _configure_basic_optimizer).
 
     Attributes:
-        rule: Its memory.
+        rule: The memory of its update.
         kind: ``adam`` and the like, in small letters.
-        own: Whether it is torch's, not DeepSpeed's kernel.
+        own: Whether it is torch's own and no kernel of DeepSpeed's.
         fused: Whether DeepSpeed's bf16 wrapper without ZeRO flattens for it: its FusedAdam alone.
         decays: Whether weight decay is added to the gradient, in a copy of it.
     """
@@ -126,7 +126,7 @@ def optimizer_of(block: Mapping[str, Any], device: DeviceKind, declared_bytes: i
     Args:
         block: ``optimizer``.
         device: Where it runs; on a CPU torch's updates go tensor by tensor.
-        declared_bytes: ``dsx.optimizer_bytes``, which goes before what dsx knows.
+        declared_bytes: ``dsx.optimizer_bytes``, which takes precedence over what dsx knows.
 
     Raises:
         ConfigError: dsx does not know what it keeps, and nobody has said so.
@@ -154,8 +154,9 @@ def optimizer_of(block: Mapping[str, Any], device: DeviceKind, declared_bytes: i
 def _known(kind: str, params: Mapping[str, Any], *, own: bool, decays: bool, device: DeviceKind) -> Optimizer:
     """torch/optim/adam.py and sgd.py; DeepSpeed's kernels take nothing besides their state.
 
-    Of many tensors at a time (_multi_tensor_adam): roots of the second moments, and gradients with decay.
-    Of one at a time (_single_tensor_adam): a root and its quotient, and the gradient with its decay.
+    An update of many tensors at a time (_multi_tensor_adam) makes roots of the second moments, and gradients
+    with decay; one of a tensor at a time (_single_tensor_adam) makes a root and its quotient, and the
+    gradient with decay.
     """
     state = {"adam": 8, "adamw": 8, "lion": 4, "sgd": 4 * bool(params.get("momentum", 0.0))}[kind]
     state += 4 * (kind in ("adam", "adamw") and bool(params.get("amsgrad")))
@@ -277,7 +278,7 @@ def elements(zero: Mapping[str, Any], key: str) -> int | None:
 
 
 def _value(zero: Mapping[str, Any], key: str) -> Any:
-    """Of a key, or of its short form, which DeepSpeed takes as well, as it does "auto" for the default."""
+    """The value of a key or of its short form, which DeepSpeed takes as well; "auto" means the default."""
     value = zero.get(key, zero.get(key.removeprefix("stage3_")))
     return None if value == "auto" else value
 
@@ -290,9 +291,9 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: in
     """The run that ``config`` describes, on a kind of device.
 
     Args:
-        config: Resolved.
-        device: Whose code paths it takes.
-        capacity_bytes: What a device has for tensors: ZeRO-1 and 2 flatten parameters on the host if it is
+        config: The resolved config.
+        device: The kind of device whose code paths the run takes.
+        capacity_bytes: Memory of a device for tensors; ZeRO-1 and 2 flatten parameters on the host if it is
             too little for two copies. None for enough.
 
     Raises:

@@ -36,8 +36,8 @@ class LayerList:
 
     Attributes:
         layers: LayerSpecs, TiedLayerSpecs, modules and functions, in order.
-        inputs: What the first layer takes: a tensor or a tuple of tensors, whose values do not matter.
-        labels: What the loss takes besides the last layer's output; None without a loss.
+        inputs: The first layer's input: a tensor or a tuple of tensors, whose values do not matter.
+        labels: The loss's second argument; None without a loss.
         loss_fn: The loss; None if the last layer gives it.
     """
 
@@ -52,8 +52,8 @@ class ListRecords:
     """Records of a layer list.
 
     Attributes:
-        layers: Of every layer.
-        of_loss: Of the loss; None if the last layer gives it.
+        layers: The record of every layer.
+        of_loss: The record of the loss; None if the last layer gives it.
         ties: Index of a later use of a tied layer -> that of the first.
     """
 
@@ -76,7 +76,7 @@ class ListRecords:
 
 
 def read_layers(source: str) -> Callable[[], LayerList]:
-    """What ``my_model.py:make_layers`` names.
+    """The function that ``my_model.py:make_layers`` names.
 
     Raises:
         ModelError: There is no such file or function.
@@ -309,7 +309,7 @@ def _specs(records: ListRecords, width: int) -> Iterator[ParamSpec]:
 
 
 def _fingerprint(layer: Any) -> Any:
-    """What makes two layers do the same: classes, sizes and settings; other objects by who they are."""
+    """What two layers that do the same have alike: classes, sizes and settings; other objects themselves."""
     if not isinstance(layer, nn.Module) or hasattr(layer, "tied_module"):
         return id(layer)
     return tuple(

@@ -90,7 +90,7 @@ class Partitioned(States):
     # Gradients that dsx reduces: engine/zero/partitioned.py
 
     def _add(self, leaf: Leaf, gradient: Tensor) -> None:
-        """Sums in another precision than the parameters'; to a wider one a gradient is added as it is."""
+        """Add to a sum in another precision than the parameters'; a wider one takes a gradient as it is."""
         source, width = "dsx engine/zero/partitioned.py accumulate", self.settings.accumulate
         if leaf.name not in self.sums or width <= gradient.width:
             cast = self.new("gradients", "accumulated gradient", "a P", source, gradient.numel, width)
@@ -105,7 +105,7 @@ class Partitioned(States):
         return self.sums.pop(leaf.name, None) if self.separate else super().take(leaf)
 
     def put(self, leaf: Leaf, gradient: Tensor) -> None:
-        """This rank's interval, if it has one, into the group's buffer."""
+        """Put this rank's interval, if it has one, into the group's buffer."""
         del gradient
         if leaf.name in self.places:
             self.average(self.places[leaf.name])
@@ -119,12 +119,12 @@ class Partitioned(States):
         return self.averaged[group]
 
     def complete(self) -> None:
-        """A buffer for every group, with something in it or not."""
+        """Make a buffer for every group, whether anything is in it or not."""
         for group in range(len(self.sizes)):
             self.average(group)
 
     def step(self) -> None:
-        """Norm, then group by group an fp32 copy of the gradients and the update."""
+        """Take the norm, then, group by group, an fp32 copy of the gradients and the update."""
         if self.settings.accumulate != 4:
             self.norm(max((p.stop - p.start for b in self.buffers for p in b.pieces), default=0))
         for group, size in enumerate(self.sizes):
@@ -133,7 +133,7 @@ class Partitioned(States):
             free(gradient)
 
     def single(self, group: int, size: int) -> Tensor:
-        """The averaged gradients in fp32, which are then let go of."""
+        """The averaged gradients in fp32, which are then freed."""
         averaged = self.averaged.pop(group)
         if averaged.width == 4:
             return averaged
@@ -449,7 +449,7 @@ class PartitionedOffload(States):
     # The update
 
     def step(self) -> None:
-        """The last of the gradients to the host, where the update is."""
+        """Send the last gradients to the host, where the update runs."""
         if self.plan.stage == 1:
             self._reduce_all()
         else:

@@ -1,14 +1,14 @@
-"""What one layer does to memory and what it computes, as pure data: the record of a run on fake tensors.
+"""The record of one layer's run on fake tensors: what it does to memory and computes, as pure data.
 
 :mod:`dsx.memory.recorder` runs a layer of each kind once, forward and backward, on tensors without storage
 and notes every event in order. The ledger replays the events (:mod:`dsx.memory.replay`) and the planner
-prices the operators among them (:mod:`dsx.planner.layer_times`), so that neither knows what a layer consists
-of.
+prices the operators among them (:mod:`dsx.planner.layer_times`), so that neither
+needs to know what a layer consists of.
 
 An event is a tuple that starts with its kind:
 
 - ``("+", id, bytes, label)``: a storage is allocated. ``label`` is an index into the record's labels.
-- ``("-", id)``: the layer lets go of a storage; it is freed unless somebody else holds it.
+- ``("-", id)``: the layer lets go of a storage, which is freed unless something else holds it.
 - ``("sum", id, bytes, label, first)``: autograd sums two gradients: in the place of ``first`` if nobody else
   holds that (torch/csrc/autograd/input_buffer.cpp), else in new memory.
 - ``("out",)``: the outputs are the caller's from here on.
@@ -67,9 +67,9 @@ class Shape:
         micro_batch: Sequences.
         sequence_length: Tokens per sequence.
         width: Bytes of a parameter or an activation.
-        vocab_multiple: To which each rank's vocabulary rows are padded.
+        vocab_multiple: Multiple to which each rank's vocabulary rows are padded.
         recompute: What blocks compute again.
-        device: Whose kernels run.
+        device: The device whose kernels run.
     """
 
     model: ModelSpec
@@ -99,7 +99,7 @@ class LayerRequest:
 
     Attributes:
         shape: The micro-batch, of a model that is the layer's own block alone.
-        kind: Of :func:`dsx.models.params.layer_kinds`, or :data:`LOSS`.
+        kind: One of :func:`dsx.models.params.layer_kinds`, or :data:`LOSS`.
         divided: Whether its backward is recorded in two parts too.
         hooked: Whether ZeRO-3 gathers its parameters.
     """
@@ -152,8 +152,8 @@ class Kept(NamedTuple):
     """A storage that the first forward makes and that stays, a table of positions or a mask.
 
     Attributes:
-        owner: What holds it. Layers whose owner reads the same share it; an empty one is the layer's own.
-        label: Of its line.
+        owner: What holds it. Layers with equal owners share it; an empty owner is the layer itself.
+        label: The label of its line.
         size_bytes: Its bytes.
     """
 
@@ -167,7 +167,7 @@ class RecordedUse:
     """One use of a parameter whose gradient waits in a divided backward (:mod:`dsx.nn.split`).
 
     Attributes:
-        parameter: Which.
+        parameter: The parameter.
         begin: Events when its communication starts.
         finish: Events of computing it, which end with its ``grad``.
     """
@@ -182,13 +182,13 @@ class LayerRecord:
     """One layer, on one rank, with one micro-batch.
 
     Attributes:
-        inputs: What it takes.
-        outputs: What it gives.
+        inputs: The inputs' forms.
+        outputs: The outputs' forms.
         output_ids: Storages of the outputs: an input's if it is handed on.
         parameters: Its parameters, in its module's order.
         buffer_bytes: What its registered buffers take.
         kept: What its first forward leaves behind.
-        labels: Of the events.
+        labels: The labels of the events.
         forward: Events of a forward.
         backward: Events of a whole backward.
         backward_input: Events of the first part of a divided backward; None if nothing can wait.
@@ -221,7 +221,7 @@ class LayerRecord:
         return self._memory[phase]
 
     def operators(self, phase: str) -> tuple[tuple[Event, int], ...]:
-        """Operators and collectives of a phase with how often they come; see :func:`counted`."""
+        """Operators and collectives of a phase with their counts; see :func:`counted`."""
         if phase not in self._operators:
             self._operators[phase] = counted(getattr(self, phase))
         return self._operators[phase]

@@ -76,8 +76,8 @@ class LayerRecorder(TorchDispatchMode):
     """Notes events of storages and operators on one kind of device, in order.
 
     Attributes:
-        events: Where events go; may be replaced between two of them. None drops them.
-        labels: Of the events so far.
+        events: The list that events go to, which may be replaced at any time. None drops them.
+        labels: The labels of the events so far.
     """
 
     def __init__(self, device_type: str, category: str) -> None:
@@ -110,7 +110,7 @@ class LayerRecorder(TorchDispatchMode):
             self._paused -= 1
 
     def restart(self) -> None:
-        """Storages and collectives are numbered from 0 again."""
+        """Number storages and collectives from 0 again."""
         self._next = self._collectives = 0
 
     @property
@@ -138,7 +138,7 @@ class LayerRecorder(TorchDispatchMode):
         return number
 
     def enter(self, path: str) -> None:
-        """A module's forward begins."""
+        """Note that a module's forward begins."""
         self._path.append(path)
         self._paths.append((torch._C._autograd._get_sequence_nr(), path))  # noqa: SLF001 (no public one)
 
@@ -265,7 +265,7 @@ class LayerRecorder(TorchDispatchMode):
         return self._paths[place - 1][1] if place else ""
 
     def with_gradients(self, events: Sequence[Event]) -> tuple[Event, ...]:
-        """The same events with parameters' gradients labelled as such."""
+        """The events with parameters' gradients labelled as such."""
         names = {event[2]: event[1] for event in events if event[0] == "grad"}
         labels, found = list(self.labels), []
         for event in events:
@@ -281,7 +281,7 @@ class LayerRecorder(TorchDispatchMode):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, collectives of :mod:`dsx.nn.collectives` are noted in the place of running."""
+        """Inside the block, collectives of :mod:`dsx.nn.collectives` are noted instead of run."""
 
         def all_reduce(x: Tensor, tp: TensorParallel, op: str = "sum") -> collectives.Pending:
             del op
@@ -323,7 +323,7 @@ class Alone(TensorParallel):
     """One tensor-parallel rank without its peers."""
 
     def __post_init__(self) -> None:
-        """There is no group to check."""
+        """Do nothing, because there is no group to check."""
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -352,7 +352,7 @@ def _read(options: Mapping[str, Any]) -> list[Any]:
 
 
 def _stored_bytes(tensor: Tensor) -> int:
-    """Of its elements, those that an expanded tensor repeats counted once."""
+    """Bytes of a tensor's elements; those that an expanded tensor repeats count once."""
     return tensor.element_size() * prod(
         size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride
     )
@@ -413,9 +413,9 @@ class _Session:
 
     Args:
         layer: A module or a function.
-        forms: Of its inputs, which it gets as one tensor or one tuple.
+        forms: The forms of its inputs, which it gets as one tensor or one tuple.
         device: ``paper`` or ``cpu``.
-        category: Of its storages in the ledger.
+        category: The category of its storages in the ledger.
         more: Forms of further arguments, which get no gradient: a loss's labels.
     """
 
@@ -452,7 +452,7 @@ class _Session:
         return self.layer(first, *inputs[self._first :])
 
     def record(self, *, hooked: bool, divided: WeightGradients | None) -> LayerRecord:
-        """Run it and note everything."""
+        """Run the layer and note everything."""
         named = [] if self.owner is None else list(self.owner.named_parameters())
         known = tuple(
             RecordedParameter(name, tuple(p.shape), p.element_size(), p.requires_grad) for name, p in named
@@ -486,7 +486,7 @@ class _Session:
         )
 
     def _warm_up(self) -> tuple[Kept, ...]:
-        """A forward without gradients; what it leaves behind."""
+        """Run a forward without gradients; gives what it leaves behind."""
         recorder = self.recorder
         found: list[Event] = []
         recorder.events = found
@@ -629,7 +629,7 @@ class _Session:
 
 @contextmanager
 def booth(device: str) -> Iterator[None]:
-    """Inside, layers can be built without storage, and recorded."""
+    """Inside the block, layers can be built without storage, and recorded."""
     if device == "paper":
         paper.install()
     with paper.without_storage(device), paper.swapped(parameters, "fill", _no_values):
@@ -637,7 +637,7 @@ def booth(device: str) -> Iterator[None]:
 
 
 def _no_values(*_arguments: Any, **_options: Any) -> None:
-    """In place of filling a parameter."""
+    """Replaces the filling of a parameter."""
 
 
 def record_layer(
@@ -654,9 +654,9 @@ def record_layer(
 
     Args:
         layer: A module, or a function of one tensor or tuple and of ``more``.
-        inputs: What goes in.
+        inputs: The forms of its inputs.
         device: ``paper`` for a GPU, or ``cpu``.
-        category: Of its storages.
+        category: The category of its storages.
         more: Further arguments: the labels of a loss.
         divided: Takes the weight gradients of a layer that was built with it; None to divide no backward.
         hooked: Whether ZeRO-3 gathers parameters module by module.

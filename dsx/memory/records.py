@@ -1,8 +1,8 @@
-"""Records of a model's layers: which there are, and where they are kept once they were made.
+"""Records of a model's layers, and the cache in which they are kept.
 
 Equal layers are recorded once. Records lie in a folder of the user's cache, by a hash of what they depend on:
-the layer, its shapes and options, and the versions of torch and of dsx's own code. Without one, torch is
-loaded and the layer recorded (:mod:`dsx.memory.recorder`).
+the layer, its shapes and options, and the versions of torch and of dsx's own code. Without a record, torch is
+loaded and the layer is recorded (:mod:`dsx.memory.recorder`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ModelRecords:
     """Records of a model of dsx's own.
 
     Attributes:
-        shape: Of a micro-batch.
+        shape: The shape of a micro-batch.
     """
 
     shape: Shape
@@ -113,7 +113,7 @@ def _place(request: LayerRequest) -> Path:
 
 
 def _keep(place: Path, text: str) -> None:
-    """Written aside and renamed; a cache that cannot be written is none."""
+    """Keep a record, written aside and renamed; a cache that cannot be written is left alone."""
     aside = place.with_name(f".{place.name}.{os.getpid()}")
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)

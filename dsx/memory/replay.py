@@ -11,13 +11,13 @@ from dsx.memory.record import Event, LayerRecord
 
 
 class Hooks(Protocol):
-    """Who stands before and after each module (ZeRO-3)."""
+    """What happens before and after each module (ZeRO-3)."""
 
     def fetch(self, module: tuple[Leaf, ...], *, forward: bool) -> None:
-        """Before a module with these parameters of its own, maybe none, runs forward or backward."""
+        """Called before a module with these parameters of its own, maybe none, runs forward or backward."""
 
     def release(self, module: tuple[Leaf, ...], *, forward: bool) -> None:
-        """After it. Not after the backward of a module whose input wants no gradient."""
+        """Called after it, except after the backward of a module whose input wants no gradient."""
 
 
 _TOKEN = Label("activations", "token", "4", "nn/split.py delivering")
@@ -26,12 +26,12 @@ _COPY = Label("activations", "copy of the input's gradient", "as the input", "to
 
 @dataclass(slots=True)
 class _Shared:
-    """What the layers of a chunk have in common while one of its backwards runs.
+    """What the layers of a chunk share while one of its backwards runs.
 
     Attributes:
         waits: How many more gradients a parameter gets before autograd hands on their sum: a table that the
             chunk uses as embedding and as head gets two.
-        sums: What has come of such a parameter's.
+        sums: The sum of such a parameter's gradients so far.
     """
 
     waits: dict[str, int] = field(default_factory=dict)
@@ -42,8 +42,8 @@ class RecordedLayer:
     """One layer of a chunk with one micro-batch, from its forward to the end of its backward.
 
     Args:
-        ledger: Counts.
-        record: What it does.
+        ledger: The ledger that counts.
+        record: The layer's record.
         leaves: Its parameters by their names in the record.
         hooks: ZeRO-3's; None if parameters are always whole.
         last: Whether it is the model's last layer, whose outputs are the logits.
@@ -80,9 +80,9 @@ class RecordedLayer:
         """Gradients of the inputs that want one.
 
         Args:
-            gradients: Of the outputs, each held once for this layer, which lets go of it.
+            gradients: Gradients of the outputs, each held once for this layer, which lets go of it.
             phase: ``backward`` or ``backward_input``.
-            shared: Of the chunk.
+            shared: The chunk's shared state.
             copies: Whether the inputs are a stage's, which copies a gradient that somebody else holds.
         """
         for place, storage in enumerate(gradients):
@@ -99,12 +99,12 @@ class RecordedLayer:
         return found
 
     def begin_use(self, place: int) -> None:
-        """The communication of a waiting gradient."""
+        """Begin the communication of a waiting gradient."""
         for event in self.record.uses[place].begin:
             self._do(event)
 
     def finish_use(self, place: int) -> Storage:
-        """The gradient, held once for the caller."""
+        """Finish a waiting gradient, held once for the caller."""
         total: Storage | None = None
         for event in self.record.uses[place].finish:
             if event[0] == "grad":
@@ -165,7 +165,7 @@ class RecordedLayer:
         return Storage(self._ledger, what, size).hold()
 
     def _keep(self, leaf: Leaf, number: int) -> None:
-        """What was gathered for a parameter stays as long as a recomputation has it saved."""
+        """Keep what was gathered for a parameter as long as a recomputation has it saved."""
         storage = leaf.storage
         self._held[number] = Storage(self._ledger, _TOKEN, 0).hold() if storage is None else storage.hold()
 
@@ -174,8 +174,8 @@ class RecordedChunk:
     """One micro-batch in the layers of one virtual stage.
 
     Args:
-        ledger: Counts.
-        layers: In order; after the last one of the model its loss.
+        ledger: The ledger that counts.
+        layers: The layers in order, followed by the loss after the model's last layer.
         hooks: ZeRO-3's; None if parameters are always whole.
     """
 
@@ -200,7 +200,7 @@ class RecordedChunk:
         """Gradients of the inputs that want one.
 
         Args:
-            gradients: Of the outputs that have one; they stay the caller's.
+            gradients: Gradients of the outputs that have one; they stay the caller's.
             first: Whether the inputs are the model's, which want none.
             divided: Whether weight gradients wait for :meth:`weights`.
         """

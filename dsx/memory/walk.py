@@ -33,11 +33,11 @@ class RankLayers:
     """The layers of one rank, as records.
 
     Attributes:
-        records: Of the model.
+        records: The model's records.
         stages: Layers over stages.
         states: The rank's parameters, by name.
         hooks: ZeRO-3's; None if parameters are always whole.
-        divided: Whether backwards of this rank are divided.
+        divided: Whether backwards of this rank are split.
     """
 
     records: LayerRecords
@@ -62,7 +62,7 @@ class RankLayers:
         return RecordedChunk(ledger, layers, self.hooks)
 
     def record(self, index: int) -> LayerRecord:
-        """Of a layer of the layer list, this rank's or not."""
+        """The record of a layer of the layer list, this rank's or not."""
         if index not in self._known:
             self._known[index] = self.records.layer(
                 index, divided=self.divided, hooked=self.hooks is not None
@@ -93,16 +93,16 @@ class Walk:
     """One rank's step; may be run again for the next.
 
     Args:
-        schedule: Lowered.
-        rank: Pipeline coordinate.
+        schedule: The lowered schedule.
+        rank: The pipeline coordinate.
         layers: This rank's layers.
-        checks: Whether tensor-parallel ranks cut the messages that they hold alike, and look whether they do.
-        releases: Whether a stage lets go of what it has sent.
+        checks: Whether tensor-parallel ranks cut the messages that they hold alike, and check that they do.
+        releases: Whether a stage frees what it has sent.
         receives: When receives are posted; None for the plan of the schedule.
         eager: Whether they are posted as soon as there is room, as on a CPU.
-        replays: Whether micro-batches after the first ones may be :mod:`dsx.memory.ledger`'s: with states in
-            which one does the same as the next.
-        left_out: Micro-batches that the schedule does not have, but whose losses the last stage keeps.
+        replays: Whether micro-batches after the first ones may be replayed by :mod:`dsx.memory.ledger`, as
+            with states in which each does the same as the next.
+        left_out: Micro-batches that the schedule leaves out, but whose losses the last stage keeps.
     """
 
     def __init__(
@@ -186,13 +186,13 @@ class Walk:
             self.replay.end()
 
     def _land(self) -> None:
-        """What is still under way has arrived."""
+        """Let pending messages arrive."""
         for messages in self.flying.values():
             for message in messages:
                 dropped(message)
 
     def _walk(self, does: Callable[[Action, int], None], action: Action, place: int) -> None:
-        """An action with its tensors."""
+        """Run an action with its tensors."""
         replay = self.replay
         if replay is None or action.op in TRANSFERS or not replay.wants(action):
             does(action, place)
@@ -203,7 +203,7 @@ class Walk:
         dropped(self.sent)
 
     def _again(self, replay: Replay, action: Action) -> None:
-        """An action like one before, without them. What it receives is given back by a delta."""
+        """Repeat an action without its tensors. A delta returns what it receives."""
         stage, key = action.stage, (action.stage, action.micro_batch)
         match action.op:
             case Op.RECV_F:
@@ -250,13 +250,13 @@ class Walk:
         self.posted.setdefault(channel, {})[message] = made
 
     def _post_ahead(self, channel: Channel) -> None:
-        """On a CPU, as many receives as a sender lets be under way (executor.py _post_ahead)."""
+        """On a CPU, post as many receives as a sender may have pending (executor.py _post_ahead)."""
         messages, posted = self.receives.messages[channel], self.posted.setdefault(channel, {})
         while self.eager and self.next[channel] < len(messages) and len(posted) < IN_FLIGHT:
             self._post(channel)
 
     def _is_quiet(self, place: int) -> bool:
-        """executor.py _is_quiet."""
+        """Whether nobody waits for what this rank does next (executor.py _is_quiet)."""
         after = self.row[place + 1 : place + 2]
         sends = bool(after) and after[0].op in (Op.SEND_F, Op.SEND_B)
         return not sends and self.row[place].op not in (Op.RECV_F, Op.RECV_B)
@@ -294,7 +294,7 @@ class Walk:
         self.outputs[key] = output
 
     def _send_output(self, action: Action, _: int) -> None:
-        """The graph alone is needed from here on: the output's memory goes, but for one element."""
+        """Free the output's memory but for one element, because only its graph is needed from here on."""
         output = self.outputs[action.stage, action.micro_batch]
         forms = self.layers.inputs(action.stage + 1)
         self._check("F", action.stage, forms)

@@ -33,7 +33,7 @@ def check_memory(config: RunConfig) -> None:
     ``dsx.memory_check`` says what happens if it does not fit: a warning, or a refusal. What a config leaves
     to be measured (``dsx.profile``) is taken as it stands before.
 
-    The first rank of each machine looks, as in :func:`dsx.recipe.prepare_data`.
+    The first rank of each machine does this, as in :func:`dsx.recipe.prepare_data`.
 
     Raises:
         ConfigError: It does not fit, or is not known to, and ``dsx.memory_check`` is "refuse".
@@ -69,7 +69,7 @@ def check_memory(config: RunConfig) -> None:
 
 
 def estimated(config: RunConfig) -> RunMemory | Exception:
-    """The run's memory on this kind of device, or why it is not known: something that dsx has not learned."""
+    """The run's memory on this kind of device, or why it is unknown."""
     from dsx.memory.estimate import estimate_run  # here: a run that does not look needs none of it
     from dsx.memory.job import job_of
 
@@ -80,7 +80,7 @@ def estimated(config: RunConfig) -> RunMemory | Exception:
 
 
 def device_kind() -> DeviceKind:
-    """``cuda`` or ``cpu``: whose code paths the estimate is to follow."""
+    """``cuda`` or ``cpu``, whose code paths the estimate follows."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -105,7 +105,7 @@ def _when(memory: RunMemory) -> str:
 
 
 def beside(peaks: Mapping[str, int], memory: RunMemory) -> str | None:
-    """What was reached, and how far off the estimate was; None if nothing is known."""
+    """The peak that was reached, and how far off the estimate was; None if nothing is known."""
     reached = peaks.get("peak_allocated_bytes")
     if reached is None:
         return None
@@ -131,7 +131,7 @@ class PeakMemory:
         self._counted = 0
 
     def before_step(self, *, counts: bool = True) -> None:
-        """A step begins; without ``counts`` one that nothing must slow down."""
+        """Called when a step begins; without ``counts``, nothing may slow it down."""
         self._steps += 1
         due = self._steps >= COUNTED_STEP and not self._counted and counts
         if self._device.type == "cpu" and due:
@@ -142,7 +142,7 @@ class PeakMemory:
             self._meter.__enter__()
 
     def after_step(self) -> None:
-        """The step is over."""
+        """Called when the step is over."""
         if self._meter is not None:
             self._meter.__exit__(None, None, None)
             self._counted = self._meter.peak_bytes.get("", 0)  # nothing if no tensor lives
