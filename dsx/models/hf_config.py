@@ -15,13 +15,14 @@ from typing import Any
 from dsx.errors import ModelError
 from dsx.models.config_values import at
 from dsx.models.family import ModelFamily
+from dsx.models.gemma2 import GEMMA2
 from dsx.models.gpt2 import GPT2
 from dsx.models.gpt_neox import GPT_NEOX
 from dsx.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from dsx.models.spec import ModelSpec
 
 FAMILIES: dict[str, ModelFamily] = {
-    family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX)
+    family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, GEMMA2)
 }
 """Every family of dsx's own, by its ``model_type``."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox"]
+Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2"]
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -61,6 +61,9 @@ class ModelSpec:
         qk_norm: RMSNorm of each query and key head before rotation (Qwen3).
         interleaved_qkv: The fused projection has query, key and value head by head (GPT-NeoX), not all
             queries, all keys, all values.
+        attention_scale: What attention's scores are multiplied by; None for 1 / sqrt(head_dim).
+        attention_cap: Soft cap of attention's scores (Gemma 2); None for none.
+        logit_cap: Soft cap of the logits.
         parallel_residual: Attention and MLP read the same input, ``x + Attention(..) + MLP(..)`` (GPT-NeoX).
     """
 
@@ -91,6 +94,9 @@ class ModelSpec:
     qk_norm: bool = False
     interleaved_qkv: bool = False
     parallel_residual: bool = False
+    attention_scale: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
 
     @property
     def query_size(self) -> int:

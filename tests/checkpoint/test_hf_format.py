@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     GPT2Config,
     GPT2Model,
     GPTNeoXConfig,
@@ -60,6 +61,16 @@ CONFIGS = {
         **_TOKENS,
     ),
     "qwen3": Qwen3Config(
+        vocab_size=131,
+        hidden_size=48,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=10,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        **_TOKENS,
+    ),
+    "gemma2": Gemma2Config(
         vocab_size=131,
         hidden_size=48,
         num_attention_heads=8,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
@@ -88,6 +89,18 @@ CONFIGS = {
         num_attention_heads=4,
         attention_bias=False,
         tie_word_embeddings=True,
+    ),
+    "gemma2-default": Gemma2Config(),
+    "gemma2-odd": Gemma2Config(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=50,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=6,
+        attention_bias=True,
+        tie_word_embeddings=False,
     ),
 }
 
@@ -260,12 +273,14 @@ def test_yarn_is_that_of_transformers(family, share, more):
             },
             (8, 0, 8, 0),
         ),
+        ({"model_type": "gemma2", "sliding_window": 8}, (8, 0, 8, 0)),
+        ({"model_type": "gemma2", "sliding_window": 8, "layer_types": ["full_attention"] * 4}, ()),
     ],
 )
 def test_windows_are_read_as_transformers_reads_them(keys, windows):
     model = model_spec(keys | {"num_hidden_layers": 4})
     assert model.windows == windows
-    classes = {"mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+    classes = {"mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "gemma2": Gemma2Config}
     theirs = classes[keys["model_type"]].from_dict(keys | {"num_hidden_layers": 4})
     kinds = getattr(theirs, "layer_types", ["sliding_attention"] * 4)
     windowed = [theirs.sliding_window or 0 if kind == "sliding_attention" else 0 for kind in kinds]
@@ -417,7 +432,7 @@ def test_keys_of_other_families_that_ask_for_nothing_are_accepted():
     off = {"sliding_window": None, "use_sliding_window": False, "rope_scaling": None, "mlp_bias": False}
     for family in get_args(Family):
         assert model_spec({"model_type": family} | off) == model_spec(
-            {"model_type": family} | ({"sliding_window": None} if family == "mistral" else {})
+            {"model_type": family} | ({"sliding_window": None} if family in ("mistral", "gemma2") else {})
         )
 
 

@@ -27,6 +27,9 @@ CASES = [  # name, sequence parallel, recompute
     ("gpt_neox", False, "selective"),
     ("gpt_neox", True, "none"),
     ("gpt_neox-serial", True, "full"),
+    ("gemma2", True, "selective"),
+    ("gemma2", False, "none"),
+    ("gemma2-plain", True, "full"),
 ]
 
 

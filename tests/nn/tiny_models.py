@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
@@ -61,6 +62,12 @@ def _gpt2(**changes):
     return GPT2Config(**{**dropout, **sizes, "initializer_range": 0.1, **changes})
 
 
+def _gemma2(**changes):
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 40}
+    options = {"tie_word_embeddings": True, "pad_token_id": None, "sliding_window": 7}
+    return Gemma2Config(**_GROUPED | options | caps | changes)
+
+
 CONFIGS = {
     "llama": _llama(),
     "llama-tied": _llama(
@@ -106,6 +113,15 @@ CONFIGS = {
             "factor": 2.0,
             "partial_rotary_factor": 0.4,
         },
+    ),
+    "gemma2": _gemma2(),
+    "gemma2-plain": _gemma2(
+        tie_word_embeddings=False,
+        attention_bias=True,
+        layer_types=["full_attention"] * 2,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        query_pre_attn_scalar=16,
     ),
 }
 

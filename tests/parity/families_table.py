@@ -58,6 +58,7 @@ def _blocks(model: ModelSpec) -> str:
         "sliding windows" + ("" if all(model.windows) else " in some layers") if model.windows else "",
         f"biases ({', '.join(biases)})" if biases else "",
         "parallel residual" if model.parallel_residual else "",
+        "norms after attention and MLP too, soft caps, scaled embedding" if model.family == "gemma2" else "",
     ]
     return ", ".join(filter(None, found))
 

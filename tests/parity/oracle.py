@@ -90,6 +90,15 @@ CONFIGS = {
         "use_parallel_residual": True,
     },
 }
+CONFIGS["gemma2"] = CONFIGS["mistral"] | {
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 6,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+    "pad_token_id": None,
+}
 IN_FILES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
 """Families whose parameters have other names in files than in transformers' modules."""
 

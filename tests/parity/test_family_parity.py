@@ -29,6 +29,8 @@ CASES = [
     Case(family="qwen2", tp=2, dp=2, zero=3, sequence_parallel=False, accumulation=2),
     Case(family="qwen3", tp=2, pp=2, zero=0, sequence_parallel=False, schedule="zb_h1", accumulation=4),
     Case(family="qwen3", tp=2, dp=2, zero=3, recompute="selective", accumulation=2),
+    Case(family="gemma2", tp=2, pp=2, chunks=2, zero=2, schedule="interleaved_zb", recompute="selective"),
+    Case(family="gemma2", tp=2, dp=2, zero=3, sequence_parallel=False, accumulation=2),
     Case(family="gpt_neox", tp=2, pp=2, chunks=2, zero=1, accumulation=4, recompute="full"),
 ]
 

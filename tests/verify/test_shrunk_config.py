@@ -95,7 +95,7 @@ def test_uneven_stages_odd_vocabularies_and_dropout_stay() -> None:
 
 def random_model(draw: random.Random) -> dict[str, Any]:
     """A Hugging Face config of any family, with what makes sizes awkward."""
-    family = draw.choice(["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox"])
+    family = draw.choice(["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2"])
     heads, head_dim = draw.choice([1, 2, 3, 4, 6, 12, 25, 40, 72]), draw.choice([2, 4, 6, 8, 10, 64, 80, 128])
     layers, general = draw.choice([2, 4, 5, 28]), draw.random() < 0.3
     vocabulary, tied = draw.choice([257, 258, 1000, 50257, 151936]), draw.random() < 0.5
@@ -117,7 +117,7 @@ def random_model(draw: random.Random) -> dict[str, Any]:
     common["num_key_value_heads"] = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
     if draw.random() < 0.5 or family == "qwen3":
         common |= {"head_dim": head_dim, "hidden_size": heads * draw.choice([2, 5, 16, 48])}
-    if family == "mistral":
+    if family in ("mistral", "gemma2"):
         common["sliding_window"] = draw.choice([None, 64, 4096])
     if family in ("qwen2", "qwen3") and general:
         common |= {"use_sliding_window": True, "sliding_window": draw.choice([64, 4096])}

@@ -1,0 +1,173 @@
+"""Gemma 2 (arXiv:2408.00118): norms after each branch too, soft caps, a scaled embedding, a gated GELU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dsx.errors import ModelError
+from dsx.models.config_values import (
+    MOST_LAYERS,
+    activation,
+    at,
+    check_divides,
+    check_even,
+    flag,
+    layer_types,
+    positive,
+    probability,
+    read_rope,
+    size,
+    size_or_none,
+)
+from dsx.models.family import BYTES_VOCABULARY, COMMON_KEYS, ROPE_KEYS, LayerParams, ModelFamily, Preset
+from dsx.models.param import Init, ParamSpec
+from dsx.models.spec import ModelSpec
+
+
+def _read(config: Mapping[str, object]) -> ModelSpec:
+    hidden_size = size(config, "hidden_size", 2304)
+    num_heads, num_kv_heads = (
+        size(config, key, default)
+        for key, default in (("num_attention_heads", 8), ("num_key_value_heads", 4))
+    )
+    check_divides("hidden_size", hidden_size, "num_attention_heads", num_heads)
+    check_divides("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
+    num_layers = size(config, "num_hidden_layers", 26, most=MOST_LAYERS)
+    head_dim = size(config, "head_dim", 256)
+    check_even("head_dim", head_dim)
+    max_positions = size(config, "max_position_embeddings", 8192)
+    if config.get("use_bidirectional_attention"):
+        raise ModelError(
+            at("use_bidirectional_attention", config["use_bidirectional_attention"]),
+            "dsx trains causal language models",
+            "set it to false, or leave it out",
+        )
+    window = size_or_none(config, "sliding_window", 4096) or 0
+    # Gemma2Config.__post_init__: every second layer attends to everything.
+    slides = layer_types(config, num_layers, window) or tuple(block % 2 == 0 for block in range(num_layers))
+    attention_bias = flag(config, "attention_bias", default=False)
+    return ModelSpec(
+        family="gemma2",
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_size=size(config, "intermediate_size", 9216),
+        vocab_size=size(config, "vocab_size", 256000),
+        max_positions=max_positions,
+        norm="rmsnorm",
+        norm_epsilon=positive(config, "rms_norm_eps", 1e-6),
+        activation=activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+        gated_mlp=True,
+        attention_bias=attention_bias,
+        attention_out_bias=attention_bias,
+        mlp_bias=False,
+        tied_embeddings=flag(config, "tie_word_embeddings", default=True),
+        rope=read_rope(config, max_positions),
+        attention_dropout=probability(config, "attention_dropout", 0.0),
+        init_std=positive(config, "initializer_range", 0.02),
+        windows=tuple(window if slide else 0 for slide in slides) if window and any(slides) else (),
+        attention_scale=positive(config, "query_pre_attn_scalar", 256) ** -0.5,
+        attention_cap=_cap(config, "attn_logit_softcapping", 50.0),
+        logit_cap=_cap(config, "final_logit_softcapping", 30.0),
+    )
+
+
+def _cap(config: Mapping[str, object], key: str, default: float) -> float | None:
+    """A soft cap; null means none."""
+    return None if config.get(key, default) is None else positive(config, key, default)
+
+
+def _block(params: LayerParams) -> Iterator[ParamSpec]:
+    """Of :class:`dsx.nn.gemma2.Gemma2Block`."""
+    for norm, after, branch in (("norm_1", "after_1", params.attention), ("norm_2", "after_2", params.mlp)):
+        yield from params.norm(norm, weight=Init(kind="zeros"))
+        yield from branch()
+        yield from params.norm(after, weight=Init(kind="zeros"))
+
+
+def _config(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int) -> dict[str, Any]:
+    return {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": ffn,
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "initializer_range": 0.02,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    }
+
+
+_TINY = {
+    "vocab_size": BYTES_VOCABULARY,
+    "max_position_embeddings": 1024,
+    "sliding_window": 128,
+    "query_pre_attn_scalar": 16,
+}
+
+GEMMA2 = ModelFamily(
+    name="gemma2",
+    classes=("Gemma2ForCausalLM", "Gemma2Model"),
+    keys=COMMON_KEYS
+    | ROPE_KEYS
+    | {
+        "intermediate_size",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_activation",
+        "rms_norm_eps",
+        "rope_theta",
+        "attention_bias",
+        "attention_dropout",
+        "partial_rotary_factor",
+        "query_pre_attn_scalar",
+        "sliding_window",
+        "layer_types",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "use_bidirectional_attention",
+    },
+    read=_read,
+    presets=(
+        Preset("gemma2", "tiny", "dsx, for seconds on a CPU", _config(4, 128, 8, 4, 352, 16) | _TINY),
+        Preset("gemma2", "gemma-2-2b", "hub: google/gemma-2-2b", _config(26, 2304, 8, 4, 9216, 256)),
+        Preset("gemma2", "gemma-2-9b", "hub: google/gemma-2-9b", _config(42, 3584, 16, 8, 14336, 256)),
+    ),
+    hf_names={
+        "word": ("model.embed_tokens",),
+        "norm_1": ("model.layers.{}.input_layernorm",),
+        "attention.qkv": (
+            "model.layers.{}.self_attn.q_proj",
+            "model.layers.{}.self_attn.k_proj",
+            "model.layers.{}.self_attn.v_proj",
+        ),
+        "attention.out": ("model.layers.{}.self_attn.o_proj",),
+        "after_1": ("model.layers.{}.post_attention_layernorm",),
+        "norm_2": ("model.layers.{}.pre_feedforward_layernorm",),
+        "mlp.gate_up": ("model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"),
+        "mlp.down": ("model.layers.{}.mlp.down_proj",),
+        "after_2": ("model.layers.{}.post_feedforward_layernorm",),
+        "norm": ("model.norm",),
+        "head": ("lm_head",),
+    },
+    fixed={"partial_rotary_factor": 1.0},
+    block=_block,
+    final_norm=lambda params: params.norm("norm", weight=Init(kind="zeros")),
+    layers="dsx.nn.gemma2",
+)
