@@ -76,7 +76,10 @@ WRONG = {
     "ambiguous preset": (
         {"dsx.model": {"preset": "tiny"}},
         1,
-        ['dsx.model.preset = "tiny"', "dsx.model.family to gpt2, llama, mistral, qwen2, qwen3 or gpt_neox"],
+        [
+            'dsx.model.preset = "tiny"',
+            "dsx.model.family to gpt2, llama, mistral, qwen2, qwen3, gpt_neox or gemma2",
+        ],
     ),
     "preset of the other family": (
         {"dsx.model": {"family": "gpt2", "preset": "llama-3-8b"}},
