@@ -35,8 +35,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from itertools import zip_longest
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -244,11 +245,27 @@ class LayerRecord:
                 live.pop(event[1], None)
         return sum(live.values())
 
+    def scaled(self, other: LayerRecord, share: tuple[int, int]) -> LayerRecord | None:
+        """The record between this one and one of a larger micro-batch, every size in proportion.
+
+        Args:
+            other: The same layer's.
+            share: How far to go from here to there, as numerator and denominator.
+
+        Returns:
+            None if the two differ in more than sizes.
+        """
+        names = [each.name for each in fields(self) if each.init and not each.name.startswith("_")]
+        try:
+            between = {name: _between(getattr(self, name), getattr(other, name), share) for name in names}
+        except ValueError:
+            return None
+        return LayerRecord(**between)
+
     def to_json(self) -> str:
         """The record as :meth:`from_json` reads it."""
-        content = asdict(self)
-        del content["_memory"], content["_operators"]
-        return json.dumps(content, separators=(",", ":"))
+        content = {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
+        return json.dumps(content, separators=(",", ":"), default=asdict)
 
     @classmethod
     def from_json(cls, text: str) -> LayerRecord:
@@ -270,6 +287,29 @@ class LayerRecord:
                 for use in content["weights"]
             ),
         )
+
+
+def _between(one: Any, other: Any, share: tuple[int, int]) -> Any:
+    """What stands between two values, of texts word by word. Raises ValueError if they are unlike."""
+    if one == other:
+        return one
+    kind = type(one)
+    if kind is int and type(other) is int:
+        step, rest = divmod((other - one) * share[0], share[1])
+        if not rest:
+            return one + step
+    elif kind is str and type(other) is str:
+        pairs = list(zip_longest(one.split(), other.split(), fillvalue=""))
+        if all(a == b or (a.isdigit() and b.isdigit()) for a, b in pairs):
+            return " ".join(str(_between(int(a), int(b), share)) if a.isdigit() else a for a, b in pairs)
+    elif isinstance(one, tuple) and kind is type(other) and len(one) == len(other):
+        each = [_between(a, b, share) for a, b in zip(one, other, strict=True)]
+        return tuple(each) if kind is tuple else kind(*each)
+    elif isinstance(one, RecordedUse) and isinstance(other, RecordedUse):
+        return RecordedUse(
+            one.parameter, _between(one.begin, other.begin, share), _between(one.finish, other.finish, share)
+        )
+    raise ValueError("they differ in more than sizes")
 
 
 def counted(events: Iterable[Event]) -> tuple[tuple[Event, int], ...]:

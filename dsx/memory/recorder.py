@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -495,6 +496,10 @@ class _Session:
             outputs = self.call(inputs)
             del outputs, inputs
         sizes = {event[1]: event[2:4] for event in found if event[0] == "+"}
+        if any(number in sizes for number in recorder.live):
+            gc.collect(
+                1
+            )  # an error that torch caught while it loaded more of itself holds frames and their tensors
         labels, owners = list(recorder.labels), self._owners()
         kept = []
         for number in recorder.live:

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import os
+import shutil
 import sys
+import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, lru_cache
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
 from dsx.memory.record import LOSS, LayerRecord, LayerRequest, Shape
 from dsx.models.params import layer_kinds
+from dsx.models.spec import ModelSpec
 
 
 class LayerRecords(Protocol):
@@ -36,31 +38,50 @@ class LayerRecords(Protocol):
         """Name of the parameter that a layer's record calls ``name``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelRecords:
     """Records of a model of dsx's own.
 
     Attributes:
         shape: The shape of a micro-batch.
+        many: Whether the caller looks at many micro-batches of the same model.
     """
 
     shape: Shape
+    many: bool = False
+    _found: dict[tuple[object, ...], LayerRecord] = field(default_factory=dict, compare=False, repr=False)
 
     def layer(self, index: int, *, divided: bool, hooked: bool) -> LayerRecord:
         """The record of a layer of the layer list."""
-        kind = layer_kinds(self.shape.model)[index]
-        return recorded(
-            LayerRequest(shape=alone(self.shape, index), kind=kind, divided=divided, hooked=hooked)
-        )
+        kind = self._kinds[index]
+        is_block = kind == "Block"
+        block = index - self._kinds.index("Block") if is_block else 0
+        own = tuple(values[block] for values in self._by_block) if is_block else ()
+        key = kind, own, divided, hooked
+        if key not in self._found:
+            shape = alone(self.shape if is_block else replace(self.shape, recompute="none"), index)
+            request = LayerRequest(shape=shape, kind=kind, divided=divided, hooked=hooked)
+            self._found[key] = recorded_for_many(request) if self.many else recorded(request)
+        return self._found[key]
+
+    @cached_property
+    def _kinds(self) -> tuple[str, ...]:
+        return layer_kinds(self.shape.model)
+
+    @cached_property
+    def _by_block(self) -> tuple[tuple[Any, ...], ...]:
+        """What the blocks of the model have each of their own."""
+        return tuple(getattr(self.shape.model, name) for name in _said_by_block(self.shape.model))
 
     @property
     def num_layers(self) -> int:
         """Of the layer list."""
-        return len(layer_kinds(self.shape.model))
+        return len(self._kinds)
 
     def loss(self) -> LayerRecord:
         """That of the loss."""
-        return recorded(LayerRequest(shape=alone(self.shape, 0), kind=LOSS))
+        shape = replace(alone(self.shape, 0), recompute="none", sequence_parallel=False)
+        return recorded(LayerRequest(shape=shape, kind=LOSS))
 
     def parameter(self, index: int, name: str) -> str:
         """Name of the parameter that a layer's record calls ``name``: a tied head's is the embedding's."""
@@ -76,47 +97,96 @@ def alone(shape: Shape, index: int) -> Shape:
     """
     model, kinds = shape.model, layer_kinds(shape.model)
     block = index - kinds.index("Block") if kinds[index] == "Block" else 0
-    own: dict[str, Any] = {}
-    for field in fields(model):
-        value = getattr(model, field.name)
-        if isinstance(value, tuple) and len(value) == model.num_layers:
-            own[field.name] = value[block : block + 1]
+    own: dict[str, Any] = {name: getattr(model, name)[block : block + 1] for name in _said_by_block(model)}
     short = replace(model, **own, num_layers=1)
     if short.windows and not short.window(0, shape.sequence_length):
         short = replace(short, windows=())
     return replace(shape, model=short)
 
 
+def _said_by_block(model: ModelSpec) -> list[str]:
+    """Fields of a model that are tuples of a value for each block."""
+    values = {each.name: getattr(model, each.name) for each in fields(model)}
+    return [
+        name for name, value in values.items() if isinstance(value, tuple) and len(value) == model.num_layers
+    ]
+
+
 @lru_cache(maxsize=4096)
 def recorded(request: LayerRequest) -> LayerRecord:
-    """The layer's record, from the cache or from a run on tensors without storage."""
+    """The layer's record: from the cache, between two others, or from a run on tensors without storage."""
     place = _place(request)
     with suppress(OSError, KeyError, TypeError, ValueError):
         return LayerRecord.from_json(place.read_text())
+    ends = _ends(request)
+    if ends and all(_place(end).exists() for end in ends) and (found := _between(request)):
+        return found
     collects = gc.isenabled()
     gc.disable()  # while torch is loaded, a quarter of the time would go there
     try:
         from dsx.memory.recorder import record_request
 
+        gc.freeze()  # what was loaded is not looked through when the recorder collects
         record = record_request(request)
     finally:
+        gc.unfreeze()
         if collects:
             gc.enable()
     _keep(place, record.to_json())
     return record
 
 
+def recorded_for_many(request: LayerRequest) -> LayerRecord:
+    """The same for callers that look at many micro-batches: two are recorded, and they give all others."""
+    return (_between(request) if _ends(request) else None) or recorded(request)
+
+
+_ENDS = (11, 1021)
+"""Micro-batches between which records are scaled: primes, so that they equal no other size of a layer."""
+
+
+def _ends(request: LayerRequest) -> tuple[LayerRequest, ...]:
+    """Requests for the same layer with a small and a large micro-batch; none where they say nothing.
+
+    With a single sequence some tensors have another form, and the loss does more steps with more tokens.
+    """
+    size = request.shape.micro_batch
+    if request.kind == LOSS or size in (1, *_ENDS) or size > _ENDS[1]:
+        return ()
+    return tuple(replace(request, shape=replace(request.shape, micro_batch=end)) for end in _ENDS)
+
+
+@lru_cache(maxsize=4096)
+def _between(request: LayerRequest) -> LayerRecord | None:
+    """The record by those of both ends; None if the layer does other things with another micro-batch."""
+    low, high = map(recorded, _ends(request))
+    return low.scaled(high, (request.shape.micro_batch - _ENDS[0], _ENDS[1] - _ENDS[0]))
+
+
 def _place(request: LayerRequest) -> Path:
-    content = json.dumps([asdict(request), _versions()], sort_keys=True)
-    name = hashlib.sha256(content.encode()).hexdigest()[:32]
-    return Path.home() / ".cache" / "dsx" / "records" / f"{name}.json"
+    return Path.home() / ".cache" / "dsx" / "records" / _version() / _name(request)
+
+
+@lru_cache(maxsize=16384)
+def _name(request: LayerRequest) -> str:
+    return f"{hashlib.sha256(repr(request).encode()).hexdigest()[:32]}.json"
+
+
+_MONTH_SECONDS = 30 * 24 * 3600
 
 
 def _keep(place: Path, text: str) -> None:
-    """Keep a record, written aside and renamed; a cache that cannot be written is left alone."""
+    """Keep a record, written aside and renamed; a cache that cannot be written is left alone.
+
+    Records of other versions that nobody has added to for a month are removed.
+    """
     aside = place.with_name(f".{place.name}.{os.getpid()}")
     with suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
+        if not place.parent.exists():
+            place.parent.mkdir(parents=True)
+            for other in place.parents[1].iterdir():
+                if other.is_dir() and time.time() - other.stat().st_mtime > _MONTH_SECONDS:
+                    shutil.rmtree(other, ignore_errors=True)
         aside.write_text(text)
         aside.replace(place)
 
@@ -125,15 +195,13 @@ _SOURCES = ("nn/*.py", "models/*.py", "memory/record*.py", "memory/paper/device.
 
 
 @cache
-def _versions() -> tuple[str, ...]:
+def _version() -> str:
     """What a record depends on besides the layer: torch, Python, and the code that runs and records it."""
     package = Path(__file__).parents[1]
-    content = hashlib.sha256()
+    content = hashlib.sha256(sys.version.encode())
     for pattern in _SOURCES:
         for path in sorted(package.glob(pattern)):
             content.update(path.read_bytes())
-    try:
-        torch = version("torch")
-    except PackageNotFoundError:
-        torch = ""
-    return torch, ".".join(map(str, sys.version_info[:3])), content.hexdigest()
+    with suppress(PackageNotFoundError):
+        content.update(version("torch").encode())
+    return content.hexdigest()[:16]

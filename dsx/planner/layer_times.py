@@ -252,7 +252,7 @@ class AttentionShape:
 
 def layer_times(machine: Machine, shape: Shape) -> tuple[LayerTime, ...]:
     """Times of every layer of the layer list; the loss counts to the last one."""
-    records, plain = ModelRecords(shape), ModelRecords(replace(shape, recompute="none"))
+    records, plain = ModelRecords(shape, many=True), ModelRecords(replace(shape, recompute="none"), many=True)
     pricing = _Pricing(machine, shape.tensor, shape.width)
     known: dict[int, LayerTime] = {}
     found = []
@@ -262,9 +262,24 @@ def layer_times(machine: Machine, shape: Shape) -> tuple[LayerTime, ...]:
             whole = plain.layer(index, divided=True, hooked=False)
             known[id(record)] = _layer_time(machine, pricing, record, whole)
         found.append(known[id(record)])
-    loss = records.loss()
-    found[-1] = LayerTime.total((found[-1], _layer_time(machine, pricing, loss, loss)))
+    found[-1] = LayerTime.total((found[-1], _loss_time(machine, pricing, shape)))
     return tuple(found)
+
+
+def _loss_time(machine: Machine, pricing: _Pricing, shape: Shape) -> LayerTime:
+    """The loss's time. It goes through so many tokens at a time, so that many take in proportion."""
+    one, two = (
+        _layer_time(machine, pricing, record, record)
+        for number in (1, 2)
+        if (record := ModelRecords(replace(shape, micro_batch=number)).loss())
+    )
+    more = shape.micro_batch - 1
+    return LayerTime(
+        **{
+            each.name: getattr(one, each.name) + more * (getattr(two, each.name) - getattr(one, each.name))
+            for each in fields(LayerTime)
+        }
+    )
 
 
 def _layer_time(machine: Machine, pricing: _Pricing, record: LayerRecord, plain: LayerRecord) -> LayerTime:

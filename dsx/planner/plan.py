@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from dsx.errors import DsxError, LayoutError, ScheduleError
 from dsx.memory.record import LayerRequest
-from dsx.memory.records import alone, recorded
+from dsx.memory.records import alone, recorded_for_many
 from dsx.models.params import layer_kinds
 from dsx.parallel.mesh import Mesh
 from dsx.planner.layout import CHUNKS, Candidate, Space, Task, meshes, scheduled, variants
@@ -64,7 +64,7 @@ class MemoryFloor:
         shape = self.predictor.shape(layout)
         block = layer_kinds(shape.model).index("Block")
         short = alone(replace(shape, model=replace(shape.model, windows=())), block)
-        return recorded(LayerRequest(shape=short, kind="Block")).kept_bytes
+        return recorded_for_many(LayerRequest(shape=short, kind="Block")).kept_bytes
 
 
 _WORTH_A_WORD = 0.003  # Of the best step.

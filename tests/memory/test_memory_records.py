@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,10 +15,12 @@ from dsx.config.resolve import resolve
 from dsx.memory import records
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
-from dsx.memory.record import LayerRecord, LayerRequest, TensorForm
+from dsx.memory.record import LOSS, LayerRecord, LayerRequest, Shape, TensorForm
 from dsx.memory.recorder import booth, record_layer, record_request
 from dsx.memory.records import ModelRecords, alone
+from dsx.models.hf_config import model_spec
 from dsx.models.params import layer_kinds
+from dsx.models.presets import presets
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -73,7 +76,7 @@ sys.exit("torch" in sys.modules)
 
 def test_spoiled_and_unwritable_records_are_made_again(home):
     before = estimate(job(), 0)
-    kept = list((home / ".cache" / "dsx" / "records").iterdir())
+    kept = list((home / ".cache" / "dsx" / "records").rglob("*.json"))
     assert kept
     for path in kept:
         path.write_text(path.read_text()[:100])
@@ -137,3 +140,55 @@ def test_a_layer_of_several_tensors():
     (gradients,) = [event[1] for event in record.backward if event[0] == "in"]
     assert gradients[2] is None
     assert None not in gradients[:2]
+
+
+def named(record: LayerRecord, phase: str) -> list[tuple[object, ...]] | None:
+    """The events of a phase with their labels in place."""
+    events = getattr(record, phase)
+    is_new = ("+", "sum")
+    return events and [
+        (*event[:3], record.labels[event[3]], *event[4:]) if event[0] in is_new else event for event in events
+    ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_records_of_two_micro_batches_give_those_of_all_others(seed, home):
+    """Beside a run of the layer itself with the micro-batch that was asked for."""
+    draw = random.Random(seed)
+    preset = draw.choice([each for each in presets() if "tiny" in each.name or "small" in each.name])
+    model = model_spec(preset.config)
+    shape = Shape(
+        model=model,
+        tensor=draw.choice([size for size in (1, 2, 4) if model.num_kv_heads % size == 0]),
+        sequence_parallel=draw.random() < 0.5,
+        micro_batch=draw.choice((2, 3, 4, 5, 7, 8, 12, 16, 48, 64)),
+        sequence_length=draw.choice((64, 128)),
+        width=draw.choice((2, 4)),
+        recompute=draw.choice(("none", "selective", "full")),
+        device=draw.choice(("cuda", "cpu")),
+    )
+    index = draw.choice((0, 1, len(layer_kinds(model)) - 1))
+    kind = layer_kinds(model)[index]
+    divided, hooked = draw.random() < 0.5, draw.random() < 0.5
+    made = ModelRecords(shape, many=True).layer(index, divided=divided, hooked=hooked)
+    own = shape if kind == "Block" else replace(shape, recompute="none")
+    asked = LayerRequest(shape=alone(own, index), kind=kind, divided=divided, hooked=hooked)
+    by_itself = record_request(asked)
+    for phase in ("forward", "backward", "backward_input"):
+        assert named(made, phase) == named(by_itself, phase)
+    for what in ("inputs", "outputs", "output_ids", "parameters", "buffer_bytes", "kept", "kept_bytes"):
+        assert getattr(made, what) == getattr(by_itself, what)
+    places = list((home / ".cache" / "dsx" / "records").rglob("*.json"))
+    assert len(places) == 2, "two recordings"
+    # An estimate that comes later takes the same two.
+    records.recorded.cache_clear()
+    assert records.recorded(asked) == made
+
+
+def test_a_layer_that_does_other_things_with_more_samples_is_recorded_by_itself():
+    """Chunks of the loss are as many as its tokens."""
+    shape = replace(job().records.shape, sequence_length=1 << 16)
+    few, many = (
+        record_request(LayerRequest(shape=replace(shape, micro_batch=number), kind=LOSS)) for number in (2, 4)
+    )
+    assert few.scaled(many, (1, 2)) is None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
@@ -55,6 +57,94 @@ class _Answers(TorchDispatchMode):
         if func in (torch.ops.aten.all.default, torch.ops.aten.le.Tensor):
             self._true[result] = True
         return result
+
+
+class _KnownForms(TorchDispatchMode):
+    """Derives what an operator gives once for each form of its arguments, where tensors are on ``meta``.
+
+    Torch derives it anew at each call, most of it in Python, ten times as slowly as it is looked up here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[Any, Any] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and to say so would load a second's worth of torch."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Give new tensors of the known forms, or run the operator and remember them."""
+        del types
+        kwargs = kwargs or {}
+        if func.is_view or "out" in kwargs:
+            return func(*args, **kwargs)
+        try:
+            key = func, _key(args), _key(tuple(kwargs.items()))
+            known = self._known.get(key)
+        except TypeError:  # an argument that cannot be hashed
+            return func(*args, **kwargs)
+        if known is None:
+            result = func(*args, **kwargs)
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = _forms(func, args, result)
+            return result
+        if known == _RUN:
+            return func(*args, **kwargs)
+        if known == _FIRST:
+            return args[0]
+        made = tuple(torch.empty_strided(*form[:2], dtype=form[2], device="meta") for form in known)
+        return made if len(made) > 1 else made[0]
+
+
+_MOST_KNOWN = 50_000
+_RUN = "run"  # What the operator gives depends on more than forms, or shares memory with its arguments.
+_FIRST = "first"  # It writes to its first argument.
+
+
+def _key(value: Any) -> Any:
+    """What an operator's result may depend on."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    if isinstance(value, tuple | list):
+        return tuple(map(_key, value))
+    return type(value), value
+
+
+def _forms(func: Any, args: Any, result: Any) -> Any:
+    """What to remember of an operator."""
+    if args and result is args[0]:
+        return _FIRST if func not in _RESIZES else _RUN
+    tensors = result if isinstance(result, tuple) else (result,)
+    if func._schema.is_mutable or not all(map(_is_new, tensors)):  # noqa: SLF001 (no public one)
+        return _RUN
+    given = {leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}  # noqa: SLF001
+    if any(tensor.untyped_storage()._cdata in given for tensor in tensors):  # noqa: SLF001
+        return _RUN
+    return tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors)
+
+
+_RESIZES = (torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default, torch.ops.aten.set_.default)
+
+
+def _is_new(value: Any) -> bool:
+    """Whether it is a tensor that fills its storage."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.device.type == "meta"
+        and value.untyped_storage().nbytes()
+        == torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        .untyped_storage()
+        .nbytes()
+    )
+
+
+@cache
+def _known_forms() -> _KnownForms:
+    """One for the process: layers of a kind have most of their forms in common."""
+    return _KnownForms()
 
 
 class _Module(_DummyBackendModule):
@@ -104,6 +194,8 @@ def without_storage(device: str = "paper") -> Iterator[None]:
             from torch._subclasses.fake_tensor import FakeTensorMode
 
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        else:
+            stack.enter_context(_known_forms())
         stack.enter_context(_Answers())
         yield
 
