@@ -117,7 +117,9 @@ def is_the_tour(said: dict[str, str], here: Path) -> None:
 
 def is_one_model_in_every_layout(said: dict[str, str], here: Path) -> None:
     """The last command goes on from the checkpoint of the one before."""
-    losses = {line: re.findall(r"step (\d): loss ([\d.]+)", text) for line, text in said.items()}
+    losses = {
+        line: re.findall(r"step (\d): loss ([\d.]+)", text) for line, text in said.items() if ".py --" in line
+    }
     last = [line for line in losses if "--output" in line]
     losses["its checkpoint"] = [pair for line in last for pair in losses.pop(line)]
     first = losses["python recipes/own_model.py --steps 4"]
@@ -193,7 +195,7 @@ def run(words: list[str], folder: Path, *, seconds: float = 200, **environment: 
 def test_parts_of_a_model_of_ones_own_are_those_of_the_recipe():
     from dsx import nn as parallel
 
-    list_of_layers, mixer = blocks(GUIDES["own_model.md"], "python")
+    list_of_layers, mixer, _ = blocks(GUIDES["own_model.md"], "python")
     assert mixer.split("x):\n")[1] in (ROOT / "recipes/own_model.py").read_text().replace(
         "y: Tensor =", "y ="
     )

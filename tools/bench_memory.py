@@ -273,7 +273,10 @@ def list_grid(count: int, seed: int) -> list[Case]:
         pipeline = draw.choice((1, 2, 4))
         chunks = draw.choice((1, 2)) if pipeline > 1 else 1
         ranks = pipeline * draw.choice((1, 2, 4))
-        zero, name = draw.choice((0, 1, 2, 3)), draw.choice(("mixers", "perceptrons", "encoders", "llama"))
+        zero, name = (
+            draw.choice((0, 1, 2, 3)),
+            draw.choice(("mixers", "perceptrons", "encoders", "llama", "recipe")),
+        )
         if zero == 3 and name == "encoders":
             continue  # nn.MultiheadAttention reads another module's parameters
         case = {

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dsx.cli.options import (
+    CHUNKS,
     CLUSTER,
     CONFIG,
     GPU_MEMORY,
@@ -61,8 +62,8 @@ def estimate(
             "loss_fn=). CONFIG is then an ordinary DeepSpeed JSON.",
         ),
     ] = None,
-    chunks: Annotated[int, typer.Option("--chunks", help="With --layers: virtual stages per rank.")] = 1,
-    schedule: Annotated[str, typer.Option("--schedule", help="With --layers: by name.")] = "auto",
+    chunks: Annotated[int | None, CHUNKS] = None,
+    schedule: Annotated[str | None, typer.Option("--schedule", help="The schedule, by name.")] = None,
     trace: Annotated[
         bool,
         typer.Option(
@@ -92,7 +93,8 @@ def estimate(
     from dsx.planner import cluster as clusters
 
     if layers is not None:
-        given = {"--model": model, "--tensor": tensor, "--trace": trace or None}
+        given = {"--model": model, "--tensor": tensor, "--micro-batch": micro_batch, "--trace": trace or None}
+        given |= {f"--set {item}": item for item in overrides or () if item.startswith("dsx.")}
         _check_layers(config, [name for name, value in given.items() if value is not None], style)
     if config is None and model is None:
         raise typer.BadParameter("give CONFIG, or --model, or both", param_hint="CONFIG")
@@ -108,18 +110,20 @@ def estimate(
     short = {
         "dsx.parallel.tensor": tensor,
         "dsx.parallel.pipeline": pipeline,
+        "dsx.parallel.chunks": chunks,
+        "dsx.schedule.name": schedule,
         "zero_optimization.stage": zero,
         "train_micro_batch_size_per_gpu": micro_batch,
     }
-    items = [f"{key}={value}" for key, value in short.items() if value is not None]
+    given = {key: value for key, value in short.items() if value is not None}
+    items = [f"{key}={value}" for key, value in given.items() if layers is None or not key.startswith("dsx.")]
     items += overrides or []
     if layers is not None and config is not None:
-        items = [item for item in items if not item.startswith("dsx.parallel.pipeline=")]
         _of_layers(
             layers,
             content_of(config, items),
             gpus,
-            (pipeline or 1, chunks, schedule),
+            (pipeline or 1, chunks or 1, schedule or "auto"),
             room,
             "cpu" if _on_host(gpu) else "cuda",
             as_json=style == "json",

@@ -71,6 +71,7 @@ MODEL = typer.Option(
 )
 TENSOR = count("--tensor", "Tensor-parallel degree.")
 PIPELINE = count("--pipeline", "Pipeline degree.")
+CHUNKS = count("--chunks", "Virtual stages per pipeline rank.")
 ZERO = typer.Option("--zero", metavar="STAGE", help="ZeRO stage, 0 to 3.", callback=_within(0, 3))
 MICRO_BATCH = count("--micro-batch", "Sequences per micro-batch and data-parallel rank.")
 GPU_MEMORY = typer.Option(

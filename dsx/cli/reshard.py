@@ -11,6 +11,7 @@ import typer
 
 from dsx.cli.options import (
     CHECKPOINT_FORMATS,
+    CHUNKS,
     CONFIG,
     FORMAT,
     GPUS,
@@ -59,7 +60,7 @@ def reshard(
     tensor: Annotated[int | None, TENSOR] = None,
     pipeline: Annotated[int | None, PIPELINE] = None,
     data: Annotated[int | None, count("--data", "Data-parallel degree.")] = None,
-    chunks: Annotated[int | None, count("--chunks", "Virtual stages per pipeline rank.")] = None,
+    chunks: Annotated[int | None, CHUNKS] = None,
     zero: Annotated[int | None, ZERO] = None,
     precision: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,

@@ -122,7 +122,7 @@ def estimate(
         action()
         phases.append(_phase(name, ledger, ""))
     if job.built_width is not None:
-        phases[0] = _built_whole(states, job.built_width)
+        phases[0] = _built_whole(states, job.built_width, sum(storage.size_bytes for storage in kept))
     kept += _kept(walk.layers, at["pp"])
     for step in range(STEPS):
         ledger.start()
@@ -157,18 +157,21 @@ def _phase(name: str, ledger: Ledger, where: str) -> Phase:
     return Phase(name=name, peak_bytes=ledger.peak_bytes, lines=tuple(lines), where=where)
 
 
-def _built_whole(states: States, width: int) -> Phase:
-    """All parameters, before DeepSpeed converts and cuts them."""
+def _built_whole(states: States, width: int, buffer_bytes: int) -> Phase:
+    """All parameters and buffers, before DeepSpeed converts and cuts the parameters."""
     size = sum(states.ledger.rounded(leaf.numel * width) for leaf in states.order)
-    what = Label("parameters", "parameter", f"{width} P", "the layers")
-    return Phase(name="build", peak_bytes=size, lines=((what, size),), where="")
+    lines = [(Label("parameters", "parameter", f"{width} P", "the layers"), size)]
+    lines += [(_BUFFERS, buffer_bytes)] if buffer_bytes else []
+    return Phase(name="build", peak_bytes=size + buffer_bytes, lines=tuple(lines), where="")
+
+
+_BUFFERS = Label("parameters", "buffers", "of the layers", "register_buffer")
 
 
 def _buffers(layers: RankLayers, pp_rank: int) -> Message:
     """Registered buffers of a rank's layers."""
-    what = Label("parameters", "buffers", "of the layers", "register_buffer")
     sizes = [layers.record(index).buffer_bytes for index in layers.stages.layers_of(pp_rank)]
-    return [Storage(layers.states.ledger, what, size).hold() for size in sizes if size]
+    return [Storage(layers.states.ledger, _BUFFERS, size).hold() for size in sizes if size]
 
 
 def _kept(layers: RankLayers, pp_rank: int) -> Message:

@@ -208,8 +208,9 @@ def _recorded(
                 except (RuntimeError, SystemError, TypeError, AttributeError, ValueError) as error:
                     raise ModelError(
                         f"layer {index} ({name})",
-                        f"it does not run on tensors without values: {str(error).splitlines()[0]}",
-                        "make the layers and the micro-batch fit, and let no layer look at values",
+                        f"it cannot run without values: {str(error).split('. ')[0]}",
+                        "make the layers and the micro-batch fit, let no layer look at values, and use no "
+                        "kernel of cuDNN's (nn.GRU, nn.LSTM, convolutions), which are not known",
                     ) from error
             record = known[key]
             _require_known(record, index, name)
@@ -232,14 +233,11 @@ def _recorded(
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """``module.to(dtype)``, which cannot swap tensors without storage."""
+    """What DeepSpeed does to the layers: parameters get the dtype of the config, buffers keep theirs."""
     for inner in module.modules():
         for parameter in inner.parameters(recurse=False):
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
-        for name, buffer in inner.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                setattr(inner, name, buffer.to(dtype))
 
 
 def _built(

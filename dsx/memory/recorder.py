@@ -460,9 +460,10 @@ class _Session:
         )
         buffers = 0 if self.owner is None else sum(map(_bytes, self.owner.buffers()))
         names = {id(parameter): name for name, parameter in named}
-        with self.recorder, self.recorder.alone():
+        with self.recorder, self.recorder.alone(), ExitStack() as hooks:
             kept = self._warm_up()
-            self._watch(names)
+            for handle in self._watch(names):
+                hooks.callback(handle.remove)  # a tied module is recorded again with its next layer
             if hooked and self.module is not None and self.owner is not None:
                 self._gathers = ModuleGathers(self.recorder, self.module, self.owner, names)
             forward, backward = self._pass(None)
@@ -525,14 +526,14 @@ class _Session:
                         found[self.recorder.id_of(leaf)] = value
         return found
 
-    def _watch(self, names: Mapping[int, str]) -> None:
-        """Note modules as they run, and gradients as they come."""
+    def _watch(self, names: Mapping[int, str]) -> Iterator[Any]:
+        """Note modules as they run, and gradients as they come; gives the handles of the hooks that do."""
         recorder = self.recorder
         if self.owner is None:
             return
         for path, module in self.owner.named_modules():
-            module.register_forward_pre_hook(lambda *_, path=path: recorder.enter(path))
-            module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
+            yield module.register_forward_pre_hook(lambda *_, path=path: recorder.enter(path))
+            yield module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
         for parameter in self.owner.parameters():
             if not parameter.requires_grad:
                 continue
@@ -548,8 +549,8 @@ class _Session:
                     recorder._paused -= 1  # noqa: SLF001
                     parameter.grad = None
 
-            parameter.register_hook(came)
-            parameter.register_post_accumulate_grad_hook(taken)
+            yield parameter.register_hook(came)
+            yield parameter.register_post_accumulate_grad_hook(taken)
 
     def _pass(self, divided: WeightGradients | None) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
         """A forward and a backward."""

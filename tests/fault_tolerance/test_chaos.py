@@ -355,7 +355,7 @@ def second_run(rank: int, world_size: int, folder: str) -> tuple[str, bool]:
         other.release()
     dist.barrier()
     with run.guard:
-        held = (Path(folder) / module.NAME).is_file()
+        held = (Path(folder) / module.LOCK).is_file()
         dist.barrier()
     return str(caught.value), held
 

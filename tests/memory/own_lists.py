@@ -35,7 +35,7 @@ class Mixer(nn.Module):
         self.register_buffer("bias", torch.zeros(32 * length, width))
 
     def forward(self, x):
-        x = x + self.over(self.norm(x).transpose(1, 2)).transpose(1, 2) + self.bias[: x.shape[1]]
+        x = x + self.over(self.norm(x).transpose(1, 2)).transpose(1, 2) + self.bias[: x.shape[1]].to(x)
         return x + self.outer(nn.functional.glu(self.inner(x)))
 
 
@@ -133,7 +133,14 @@ def llama():
     return _list([LayerSpec(Words, WORDS, WIDTH), *blocks, norm, LayerSpec(nn.Linear, WIDTH, WORDS)])
 
 
-LISTS = {each.__name__: each for each in (mixers, perceptrons, encoders, llama)}
+def recipe():
+    """That of recipes/own_model.py: a tied table, layers of dsx.nn and plain ones."""
+    from recipes import own_model
+
+    return own_model.make_layers()
+
+
+LISTS = {each.__name__: each for each in (mixers, perceptrons, encoders, llama, recipe)}
 
 
 def both(name, rank, ranks, pipeline, chunks, zero, bf16, schedule, accumulation=4):

@@ -48,7 +48,7 @@ class Plain(nn.Module):
             )
             for _ in range(recipe.BLOCKS)
         )
-        self.mixer = nn.GRU(width, width, batch_first=True)
+        self.mixer = nn.Linear(width, width)
         self.norm = nn.LayerNorm(width)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,8 @@ class Plain(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(length)
         for block in self.blocks:
             x = block(x, src_mask=mask, is_causal=True)
-        x = self.norm(x + self.mixer(x)[0])
+        mean = x.cumsum(1) / torch.arange(1, length + 1)[:, None]
+        x = self.norm(x + torch.tanh(self.mixer(mean)))
         return x @ self.words.weight.t()
 
     def take(self, weights: dict[str, torch.Tensor]) -> None:
@@ -68,7 +69,7 @@ class Plain(nn.Module):
         }
         after = 2 + len(self.blocks)
         for name, _ in self.mixer.named_parameters():
-            names[f"mixer.{name}"] = f"{after}.recurrent.{name}"
+            names[f"mixer.{name}"] = f"{after}.mix.{name}"
         for name, _ in self.norm.named_parameters():
             names[f"norm.{name}"] = f"{after + 1}.{name}"
         parts = {"self_attn.in_proj_": "attention.qkv.", "self_attn.out_proj.": "attention.out."}
