@@ -7,9 +7,12 @@ A family is one module beside this one that makes a :class:`ModelFamily`, and it
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import sqrt
+from pathlib import Path as File
 from typing import Any
 
 from dsx.models.param import Init, ParamSpec
@@ -46,6 +49,22 @@ class Preset:
     name: str
     about: str
     config: dict[str, Any] = field(repr=False)
+
+
+def shipped_presets(family: Family) -> tuple[Preset, ...]:
+    """The presets of a family that ``presets.toml`` beside this module lists."""
+    tables = dict(_presets()[family])
+    every = dict(tables.pop("every"))
+    every |= dict.fromkeys(every.pop("null", ()))
+    return tuple(
+        Preset(family, name, config["about"], every | {key: config[key] for key in config if key != "about"})
+        for name, config in tables.items()
+    )
+
+
+@cache
+def _presets() -> dict[str, Any]:
+    return tomllib.loads((File(__file__).parent / "presets.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)

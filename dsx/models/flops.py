@@ -11,8 +11,11 @@ hardware's work, not the model's).
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from functools import cache
+from pathlib import Path as File
+from typing import Any, Literal
 
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import ModelSpec
@@ -41,51 +44,6 @@ def layer_flops(model: ModelSpec, sequence_length: int) -> tuple[float, ...]:
 Dtype = Literal["bf16", "fp16", "fp32"]
 
 
-class _Peak(NamedTuple):
-    """Dense FLOP/s: ``half`` of the matrix units with fp32 accumulation, ``fp32`` without TF32."""
-
-    half: float
-    fp32: float
-    has_bf16: bool = True
-
-
-# Words of the device's name -> its rates; the first row whose words all occur counts.
-_PEAKS: tuple[tuple[frozenset[str], _Peak], ...] = (
-    # NVIDIA GB200 NVL72 datasheet: 360 PFLOP/s sparse and 5760 TFLOP/s fp32 per 72 GPUs.
-    (frozenset({"GB200"}), _Peak(2500e12, 80e12)),
-    # NVIDIA HGX B200 datasheet: 36 PFLOP/s sparse and 600 TFLOP/s fp32 per 8 GPUs.
-    (frozenset({"B200"}), _Peak(2250e12, 75e12)),
-    # NVIDIA H200 datasheet, NVL form: 1671 TFLOP/s sparse.
-    (frozenset({"H200", "NVL"}), _Peak(835.5e12, 60e12)),
-    # NVIDIA H200 and GH200 datasheets: the H100 SXM compute die.
-    (frozenset({"H200"}), _Peak(989.4e12, 66.9e12)),
-    (frozenset({"GH200"}), _Peak(989.4e12, 66.9e12)),
-    # NVIDIA H100 datasheet, NVL form: 1671 TFLOP/s sparse.
-    (frozenset({"H100", "NVL"}), _Peak(835.5e12, 60e12)),
-    # NVIDIA H100 Tensor Core GPU architecture whitepaper, table 2, PCIe and SXM5 columns.
-    (frozenset({"H100", "PCIE"}), _Peak(756e12, 51.2e12)),
-    (frozenset({"H100"}), _Peak(989.4e12, 66.9e12)),
-    # NVIDIA A100 datasheet (all forms).
-    (frozenset({"A100"}), _Peak(312e12, 19.5e12)),
-    # NVIDIA A40 and A10 datasheets.
-    (frozenset({"A40"}), _Peak(149.7e12, 37.4e12)),
-    (frozenset({"A10"}), _Peak(125e12, 31.2e12)),
-    # NVIDIA L40S and L4 datasheets (L4: 242 TFLOP/s sparse).
-    (frozenset({"L40S"}), _Peak(362.05e12, 91.6e12)),
-    (frozenset({"L4"}), _Peak(121e12, 30.3e12)),
-    # NVIDIA Ada GPU architecture whitepaper, appendix A (fp16/bf16 with fp32 accumulation).
-    (frozenset({"RTX", "4090"}), _Peak(165.2e12, 82.6e12)),
-    # NVIDIA Ampere GA102 whitepaper, appendix A (fp16/bf16 with fp32 accumulation).
-    (frozenset({"RTX", "3090"}), _Peak(71e12, 35.6e12)),
-    # NVIDIA V100 datasheet, PCIe and SXM2 columns; no bf16 units.
-    (frozenset({"V100", "PCIE"}), _Peak(112e12, 14e12, has_bf16=False)),
-    (frozenset({"V100"}), _Peak(125e12, 15.7e12, has_bf16=False)),
-    # NVIDIA T4 datasheet; no bf16 units.
-    (frozenset({"T4"}), _Peak(65e12, 8.1e12, has_bf16=False)),
-    # AMD Instinct MI300X and MI325X data sheets (fp32: vector and matrix alike).
-    (frozenset({"MI300X"}), _Peak(1307.4e12, 163.4e12)),
-    (frozenset({"MI325X"}), _Peak(1307.4e12, 163.4e12)),
-)
 # Slices and slower namesakes of a listed device.
 _UNLIKE = frozenset({"MIG", "LAPTOP", "D", "TI"})
 
@@ -104,9 +62,14 @@ def peak_flops(device_name: str, dtype: Dtype) -> float | None:
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     if words & _UNLIKE:
         return None
-    for needed, peak in _PEAKS:
-        if needed <= words:
-            if dtype == "fp32":
-                return peak.fp32
-            return peak.half if dtype == "fp16" or peak.has_bf16 else None
+    for device in _peaks():
+        if words.issuperset(device["words"]):
+            known = dtype != "bf16" or device.get("bf16", True)
+            return float(device["fp32" if dtype == "fp32" else "half"]) if known else None
     return None
+
+
+@cache
+def _peaks() -> list[dict[str, Any]]:
+    tables = tomllib.loads((File(__file__).parent / "peaks.toml").read_text(encoding="utf-8"))
+    return tables["device"]  # type: ignore[no-any-return]  # the file's own form

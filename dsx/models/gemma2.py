@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from dsx.errors import ModelError
 from dsx.models.config_values import (
@@ -20,7 +19,7 @@ from dsx.models.config_values import (
     size,
     size_or_none,
 )
-from dsx.models.family import BYTES_VOCABULARY, COMMON_KEYS, ROPE_KEYS, LayerParams, ModelFamily, Preset
+from dsx.models.family import COMMON_KEYS, ROPE_KEYS, LayerParams, ModelFamily, shipped_presets
 from dsx.models.param import Init, ParamSpec
 from dsx.models.spec import ModelSpec
 
@@ -88,39 +87,6 @@ def _block(params: LayerParams) -> Iterator[ParamSpec]:
         yield from params.norm(after, weight=Init(kind="zeros"))
 
 
-def _config(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int) -> dict[str, Any]:
-    return {
-        "model_type": "gemma2",
-        "architectures": ["Gemma2ForCausalLM"],
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": ffn,
-        "vocab_size": 256000,
-        "max_position_embeddings": 8192,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "initializer_range": 0.02,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "tie_word_embeddings": True,
-    }
-
-
-_TINY = {
-    "vocab_size": BYTES_VOCABULARY,
-    "max_position_embeddings": 1024,
-    "sliding_window": 128,
-    "query_pre_attn_scalar": 16,
-}
-
 GEMMA2 = ModelFamily(
     name="gemma2",
     classes=("Gemma2ForCausalLM", "Gemma2Model"),
@@ -144,11 +110,7 @@ GEMMA2 = ModelFamily(
         "use_bidirectional_attention",
     },
     read=_read,
-    presets=(
-        Preset("gemma2", "tiny", "dsx, for seconds on a CPU", _config(4, 128, 8, 4, 352, 16) | _TINY),
-        Preset("gemma2", "gemma-2-2b", "hub: google/gemma-2-2b", _config(26, 2304, 8, 4, 9216, 256)),
-        Preset("gemma2", "gemma-2-9b", "hub: google/gemma-2-9b", _config(42, 3584, 16, 8, 14336, 256)),
-    ),
+    presets=shipped_presets("gemma2"),
     hf_names={
         "word": ("model.embed_tokens",),
         "norm_1": ("model.layers.{}.input_layernorm",),

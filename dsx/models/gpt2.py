@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from dsx.errors import ModelError
 from dsx.models.config_values import (
@@ -18,7 +17,7 @@ from dsx.models.config_values import (
     size,
     size_or,
 )
-from dsx.models.family import BYTES_VOCABULARY, COMMON_KEYS, ModelFamily, Preset
+from dsx.models.family import COMMON_KEYS, ModelFamily, shipped_presets
 from dsx.models.spec import ModelSpec
 
 # configuration_gpt2.py, attribute_map: the general name of each of these keys.
@@ -72,38 +71,6 @@ def _size(config: Mapping[str, object], key: str, default: int, *, most: int = M
     return value
 
 
-def _presets() -> tuple[Preset, ...]:
-    laptop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "vocab_size": BYTES_VOCABULARY}
-    return (
-        Preset("gpt2", "tiny", "dsx, for seconds on a CPU", _config(4, 128, 8, n_positions=512) | laptop),
-        Preset("gpt2", "small", "dsx, for minutes on a CPU", _config(8, 320, 8) | laptop),
-        Preset("gpt2", "gpt2", "hub: openai-community/gpt2", _config(12, 768, 12)),
-        Preset("gpt2", "gpt2-medium", "hub: openai-community/gpt2-medium", _config(24, 1024, 16)),
-        Preset("gpt2", "gpt2-large", "hub: openai-community/gpt2-large", _config(36, 1280, 20)),
-        Preset("gpt2", "gpt2-xl", "hub: openai-community/gpt2-xl", _config(48, 1600, 25)),
-    )
-
-
-def _config(layers: int, hidden: int, heads: int, *, n_positions: int = 1024) -> dict[str, Any]:
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "n_layer": layers,
-        "n_embd": hidden,
-        "n_head": heads,
-        "n_inner": None,
-        "n_positions": n_positions,
-        "vocab_size": 50257,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "initializer_range": 0.02,
-        "resid_pdrop": 0.1,
-        "embd_pdrop": 0.1,
-        "attn_pdrop": 0.1,
-        "tie_word_embeddings": True,
-    }
-
-
 GPT2 = ModelFamily(
     name="gpt2",
     classes=("GPT2LMHeadModel", "GPT2Model"),
@@ -123,7 +90,7 @@ GPT2 = ModelFamily(
         "pruned_heads",
     },
     read=_read,
-    presets=_presets(),
+    presets=shipped_presets("gpt2"),
     hf_names={
         "word": ("transformer.wte",),
         "position": ("transformer.wpe",),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from dsx.models.config_values import (
     MOST_LAYERS,
@@ -16,7 +15,7 @@ from dsx.models.config_values import (
     read_rope,
     size,
 )
-from dsx.models.family import BYTES_VOCABULARY, COMMON_KEYS, ROPE_KEYS, ModelFamily, Preset
+from dsx.models.family import COMMON_KEYS, ROPE_KEYS, ModelFamily, shipped_presets
 from dsx.models.spec import ModelSpec
 
 
@@ -54,43 +53,6 @@ def _read(config: Mapping[str, object]) -> ModelSpec:
     return spec
 
 
-def _presets() -> tuple[Preset, ...]:
-    laptop = {"vocab_size": BYTES_VOCABULARY, "max_position_embeddings": 512}
-    return (
-        Preset("gpt_neox", "tiny", "dsx, for seconds on a CPU", _config(4, 128, 8) | laptop),
-        Preset("gpt_neox", "pythia-160m", "hub: EleutherAI/pythia-160m", _config(12, 768, 12)),
-        Preset(
-            "gpt_neox",
-            "pythia-6.9b",
-            "hub: EleutherAI/pythia-6.9b",
-            _config(32, 4096, 32) | {"vocab_size": 50432},
-        ),
-    )
-
-
-def _config(layers: int, hidden: int, heads: int) -> dict[str, Any]:
-    return {
-        "model_type": "gpt_neox",
-        "architectures": ["GPTNeoXForCausalLM"],
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * hidden,
-        "vocab_size": 50304,
-        "max_position_embeddings": 2048,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-5,
-        "rotary_pct": 0.25,
-        "rotary_emb_base": 10000,
-        "initializer_range": 0.02,
-        "attention_bias": True,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "use_parallel_residual": True,
-        "tie_word_embeddings": False,
-    }
-
-
 GPT_NEOX = ModelFamily(
     name="gpt_neox",
     classes=("GPTNeoXForCausalLM", "GPTNeoXModel"),
@@ -108,7 +70,7 @@ GPT_NEOX = ModelFamily(
         "rotary_emb_base",
     },
     read=_read,
-    presets=_presets(),
+    presets=shipped_presets("gpt_neox"),
     hf_names={
         "word": ("gpt_neox.embed_in",),
         "norm_1": ("gpt_neox.layers.{}.input_layernorm",),

@@ -26,7 +26,7 @@ from dsx.models.config_values import (
     size,
     size_or_none,
 )
-from dsx.models.family import BYTES_VOCABULARY, COMMON_KEYS, ROPE_KEYS, ModelFamily, Preset
+from dsx.models.family import COMMON_KEYS, ROPE_KEYS, ModelFamily, shipped_presets
 from dsx.models.spec import Family, ModelSpec
 
 # Defaults of the config classes where they are not Llama's.
@@ -118,169 +118,6 @@ def _sliding(config: Mapping[str, object], num_layers: int, window: int) -> tupl
     return tuple(block >= first for block in range(num_layers))
 
 
-def _llama_presets() -> tuple[Preset, ...]:
-    llama_32_rope = {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    small = {"vocab_size": BYTES_VOCABULARY, "max_position_embeddings": 1024, "rope_theta": 10000.0}
-    return (
-        Preset("llama", "tiny", "dsx, for seconds on a CPU", _config(4, 128, 8, 4, 352) | small),
-        Preset("llama", "small", "dsx, for minutes on a CPU", _config(8, 320, 8, 4, 880) | small),
-        Preset(
-            "llama",
-            "llama-3.2-1b",
-            "hub: meta-llama/Llama-3.2-1B",
-            _config(16, 2048, 32, 8, 8192)
-            | {
-                "head_dim": 64,
-                "max_position_embeddings": 131072,
-                "rope_scaling": llama_32_rope,
-                "tie_word_embeddings": True,
-            },
-        ),
-        Preset("llama", "llama-3-8b", "hub: meta-llama/Meta-Llama-3-8B", _config(32, 4096, 32, 8, 14336)),
-        Preset("llama", "llama-3-70b", "hub: meta-llama/Meta-Llama-3-70B", _config(80, 8192, 64, 8, 28672)),
-    )
-
-
-def _config(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,
-        "intermediate_size": ffn,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "initializer_range": 0.02,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-    }
-
-
-_TINY = {"vocab_size": BYTES_VOCABULARY, "max_position_embeddings": 1024, "rope_theta": 10000.0}
-
-
-def _like_llama(family: Family, name: str, about: str, *sizes: int, **rest: Any) -> Preset:
-    """A preset of a family whose config has most keys of Llama's; ``sizes`` as :func:`_config` takes them."""
-    others = {"mlp_bias", "attention_bias"} | ({"head_dim"} if family == "qwen2" else set())
-    config = {key: value for key, value in _config(*sizes).items() if key not in others}
-    return Preset(family, name, about, config | {"model_type": family} | rest)
-
-
-def _mistral_presets() -> tuple[Preset, ...]:
-    classes = {"architectures": ["MistralForCausalLM"]}
-    return (
-        _like_llama(
-            "mistral",
-            "tiny",
-            "dsx, for seconds on a CPU; window of 128",
-            *(4, 128, 8, 4, 352),
-            **classes | _TINY | {"sliding_window": 128},
-        ),
-        _like_llama(
-            "mistral",
-            "mistral-7b",
-            "hub: mistralai/Mistral-7B-v0.1",
-            *(32, 4096, 32, 8, 14336),
-            **classes,
-            vocab_size=32000,
-            max_position_embeddings=32768,
-            rope_theta=10000.0,
-            sliding_window=4096,
-        ),
-    )
-
-
-def _qwen2_presets() -> tuple[Preset, ...]:
-    classes = {"architectures": ["Qwen2ForCausalLM"], "rms_norm_eps": 1e-6, "use_sliding_window": False}
-    return (
-        _like_llama(
-            "qwen2",
-            "tiny",
-            "dsx, for seconds on a CPU",
-            *(4, 128, 8, 4, 352),
-            **classes | _TINY | {"tie_word_embeddings": True, "sliding_window": 1024, "max_window_layers": 4},
-        ),
-        _like_llama(
-            "qwen2",
-            "qwen2.5-0.5b",
-            "hub: Qwen/Qwen2.5-0.5B",
-            *(24, 896, 14, 2, 4864),
-            **classes,
-            vocab_size=151936,
-            max_position_embeddings=32768,
-            rope_theta=1000000.0,
-            sliding_window=32768,
-            max_window_layers=24,
-            tie_word_embeddings=True,
-        ),
-        _like_llama(
-            "qwen2",
-            "qwen2.5-7b",
-            "hub: Qwen/Qwen2.5-7B",
-            *(28, 3584, 28, 4, 18944),
-            **classes,
-            vocab_size=152064,
-            max_position_embeddings=131072,
-            rope_theta=1000000.0,
-            sliding_window=131072,
-            max_window_layers=28,
-        ),
-    )
-
-
-def _qwen3_presets() -> tuple[Preset, ...]:
-    classes = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
-        "rms_norm_eps": 1e-6,
-        "use_sliding_window": False,
-        "sliding_window": None,
-    }
-    published = {
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-    }
-    return (
-        _like_llama(
-            "qwen3",
-            "tiny",
-            "dsx, for seconds on a CPU",
-            *(4, 128, 8, 4, 336),
-            **classes | _TINY | {"head_dim": 32, "max_window_layers": 4},
-        ),
-        _like_llama(
-            "qwen3",
-            "qwen3-0.6b",
-            "hub: Qwen/Qwen3-0.6B",
-            *(28, 1024, 16, 8, 3072),
-            **classes | published | {"max_window_layers": 28, "tie_word_embeddings": True},
-        ),
-        _like_llama(
-            "qwen3",
-            "qwen3-8b",
-            "hub: Qwen/Qwen3-8B",
-            *(36, 4096, 32, 8, 12288),
-            **classes | published | {"max_window_layers": 36},
-        ),
-    )
-
-
 _KEYS = COMMON_KEYS | ROPE_KEYS | {
     "intermediate_size", "num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_theta",
     "attention_dropout", "partial_rotary_factor",
@@ -305,22 +142,20 @@ _HF_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _family(
-    name: Family, start: str, keys: frozenset[str], presets: tuple[Preset, ...], **fixed: object
-) -> ModelFamily:
+def _family(name: Family, start: str, keys: frozenset[str], **fixed: object) -> ModelFamily:
     return ModelFamily(
         name=name,
         classes=(f"{start}ForCausalLM", f"{start}Model"),
         keys=keys,
         read=partial(_read, family=name),
-        presets=presets,
+        presets=shipped_presets(name),
         hf_names=_HF_NAMES,
         fixed={"partial_rotary_factor": 1.0, **fixed},
     )
 
 
 _LLAMA_KEYS = _KEYS | {"head_dim", "pretraining_tp", "attention_bias", "mlp_bias"}
-LLAMA = _family("llama", "Llama", _LLAMA_KEYS, _llama_presets(), pretraining_tp=1)
-MISTRAL = _family("mistral", "Mistral", _KEYS | {"head_dim", "sliding_window"}, _mistral_presets())
-QWEN2 = _family("qwen2", "Qwen2", _QWEN_KEYS | {"use_mrope"}, _qwen2_presets(), use_mrope=False)
-QWEN3 = _family("qwen3", "Qwen3", _QWEN_KEYS | {"attention_bias"}, _qwen3_presets())
+LLAMA = _family("llama", "Llama", _LLAMA_KEYS, pretraining_tp=1)
+MISTRAL = _family("mistral", "Mistral", _KEYS | {"head_dim", "sliding_window"})
+QWEN2 = _family("qwen2", "Qwen2", _QWEN_KEYS | {"use_mrope"}, use_mrope=False)
+QWEN3 = _family("qwen3", "Qwen3", _QWEN_KEYS | {"attention_bias"})

@@ -1,7 +1,4 @@
-"""Built-in models as Hugging Face configs: one or two sizes for a laptop per family, and published models.
-
-The published ones repeat the ``config.json`` of the model on the Hugging Face hub that their name points to.
-"""
+"""The built-in models of all families, and each by its name."""
 
 from __future__ import annotations
 
