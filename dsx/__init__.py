@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from dsx.parallel.stages import StageMap
     from dsx.planner.choose import choose
     from dsx.planner.layout import Space
+    from dsx.planner.own_layers import plan_layers
     from dsx.planner.profile import Profile
     from dsx.planner.profiler import profile_layers
     from dsx.schedules.program import Program
@@ -85,6 +86,7 @@ __all__ = [
     "load_config",
     "load_transformers",
     "parse_arguments",
+    "plan_layers",
     "printable",
     "profile_layers",
     "recipe",
@@ -128,6 +130,7 @@ _HOMES = {
     "load_config": ("dsx.config.resolve", "resolve"),
     "load_transformers": ("dsx.train.generation", "load_transformers"),
     "parse_arguments": ("dsx.launch.entry", "parse_arguments"),
+    "plan_layers": ("dsx.planner.own_layers", "plan_layers"),
     "printable": ("dsx.terminal", "printable"),
     "profile_layers": ("dsx.planner.profiler", "profile_layers"),
     "recipe": ("dsx.train.recipe", ""),

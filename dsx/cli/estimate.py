@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,6 +15,7 @@ from dsx.cli.options import (
     CONFIG,
     GPU_MEMORY,
     GPUS,
+    LAYERS,
     MICRO_BATCH,
     MODEL,
     OUTPUT,
@@ -23,6 +24,7 @@ from dsx.cli.options import (
     TENSOR,
     ZERO,
     drawn,
+    own_layers,
 )
 from dsx.cli.output import BAD, deliver, say
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from dsx.config.ordinary import Assumption
     from dsx.config.run import RunConfig
     from dsx.memory.estimate import RunMemory
+    from dsx.memory.layer_list import LayerList
     from dsx.memory.ledger import Label
     from dsx.memory.paper.device import Device
     from dsx.memory.record import DeviceKind
@@ -53,15 +56,7 @@ def estimate(
     zero: Annotated[int | None, ZERO] = None,
     micro_batch: Annotated[int | None, MICRO_BATCH] = None,
     overrides: Annotated[list[str] | None, SET] = None,
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            "--layers",
-            metavar="FILE.py:FUNCTION",
-            help="Of a model of your own: a function that returns dsx.LayerList(layers=, inputs=, labels=, "
-            "loss_fn=). CONFIG is then an ordinary DeepSpeed JSON.",
-        ),
-    ] = None,
+    layers: Annotated[str | None, LAYERS] = None,
     chunks: Annotated[int | None, CHUNKS] = None,
     schedule: Annotated[str | None, typer.Option("--schedule", help="The schedule, by name.")] = None,
     trace: Annotated[
@@ -87,16 +82,12 @@ def estimate(
     schedule's micro-batches, logits, transfers and temporaries at the highest moment. With --gpu-memory, exit
     code 1 says that a rank does not fit, and three changes that would help are printed.
     """
-    from dsx.config.load import content_of, read
+    from dsx.config.load import read
     from dsx.config.ordinary import complete
     from dsx.config.resolve import resolve
     from dsx.planner import cluster as clusters
 
-    if layers is not None:
-        given = {"--model": model, "--tensor": tensor, "--micro-batch": micro_batch, "--trace": trace or None}
-        given |= {f"--set {item}": item for item in overrides or () if item.startswith("dsx.")}
-        _check_layers(config, [name for name, value in given.items() if value is not None], style)
-    if config is None and model is None:
+    if config is None and model is None and layers is None:
         raise typer.BadParameter("give CONFIG, or --model, or both", param_hint="CONFIG")
     _check_output(style, output)
     gpu = None if cluster is None else clusters.read_cluster(cluster)
@@ -118,17 +109,21 @@ def estimate(
     given = {key: value for key, value in short.items() if value is not None}
     items = [f"{key}={value}" for key, value in given.items() if layers is None or not key.startswith("dsx.")]
     items += overrides or []
-    if layers is not None and config is not None:
-        _of_layers(
+    if layers is not None:
+        own = own_layers(
             layers,
-            content_of(config, items),
-            gpus,
-            (pipeline or 1, chunks or 1, schedule or "auto"),
-            room,
-            "cpu" if _on_host(gpu) else "cuda",
-            as_json=style == "json",
-            output=output,
+            config,
+            {
+                "--model": model,
+                "--tensor": tensor,
+                "--micro-batch": micro_batch,
+                "--trace": trace or None,
+                **{f"--set {item}": item for item in overrides or () if item.startswith("dsx.")},
+            },
+            items,
         )
+        where = (pipeline or 1, chunks or 1, schedule or "auto")
+        _of_layers(*own, gpus, where, room, "cpu" if _on_host(gpu) else "cuda", style, output)
         return
     whole = complete({} if config is None else read(config), model, overrides=items, where=str(config))
     source: Path | Mapping[str, Any] = whole.content
@@ -146,30 +141,23 @@ def estimate(
         raise typer.Exit(BAD)
 
 
-def _check_layers(config: Path | None, refused: Sequence[str], style: str) -> None:
-    """A list of one's own comes with a config, and without what is for dsx's models alone."""
-    if config is None or refused or style in ("svg", "png"):
-        wrong = ", ".join(refused) or (f"--format {style}" if config else "no CONFIG")
-        raise typer.BadParameter(f"not with {wrong}", param_hint="--layers")
-
-
 def _of_layers(
     source: str,
+    make: Callable[[], LayerList],
     content: dict[str, Any],
     gpus: int,
     pipeline: tuple[int, int, str],
     room: GpuMemory | None,
     device: DeviceKind,
-    *,
-    as_json: bool,
+    style: _Style,
     output: Path | None,
 ) -> None:
     """The estimate of a layer list: pipeline degree, chunks and schedule are ``pipeline``."""
-    from dsx.memory.layer_list import estimate_layers, read_layers
+    from dsx.memory.layer_list import estimate_layers
 
     degree, chunks, schedule = pipeline
     memory = estimate_layers(
-        read_layers(source),
+        make,
         content,
         world_size=gpus,
         pipeline=degree,
@@ -179,13 +167,24 @@ def _of_layers(
         capacity_bytes=None if room is None else room.usable_bytes,
     )
     title = f"{source} on {gpus} rank{'s' if gpus > 1 else ''}: pipeline {degree} x data {gpus // degree}"
-    if as_json:
+    if style in ("svg", "png"):
+        _draw(memory, title, room, output)
+    elif style == "json":
         facts = {"layers": source, **_figures(memory, None, room)}
         deliver(json.dumps(facts, indent=2) + "\n", output)
     else:
         deliver(_text([title], memory, None, room), output)
     if room is not None and memory.peak_bytes > room.usable_bytes:
         raise typer.Exit(BAD)
+
+
+def _draw(memory: RunMemory, title: str, room: GpuMemory | None, output: Path | None) -> None:
+    """Write the chart."""
+    from dsx.memory.table import save
+
+    assert output is not None
+    save(memory, output, title=title, capacity_gib=None if room is None else room.usable_bytes / _GIB)
+    say(f"wrote {output}")
 
 
 def deliver_as(
@@ -199,13 +198,7 @@ def deliver_as(
 ) -> None:
     """Write the estimate in one of its formats."""
     if style in ("svg", "png"):
-        from dsx.memory.table import save
-
-        assert output is not None
-        save(
-            memory, output, title=_title(run), capacity_gib=None if room is None else room.usable_bytes / _GIB
-        )
-        say(f"wrote {output}")
+        _draw(memory, _title(run), room, output)
     elif style == "json":
         deliver(json.dumps(_facts(run, memory, traced, room, assumed), indent=2) + "\n", output)
     else:

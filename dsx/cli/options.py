@@ -6,13 +6,17 @@ Former names are here, too: they are hidden, and every command that has the new 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand
 
 from dsx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dsx.memory.layer_list import LayerList
 
 CHECKPOINT_FORMATS = ("dsx", "deepspeed", "universal", "hf", "dcp")
 """What ``--format`` named before ``--to`` did."""
@@ -192,3 +196,31 @@ def modern(words: list[str], known: set[str]) -> list[str]:
 
 def _has(known: set[str], now: str) -> bool:
     return now.partition("=")[0] in known if now else not known.isdisjoint({"config", "configs"})
+
+
+LAYERS = typer.Option(
+    "--layers",
+    metavar="FILE.py:FUNCTION",
+    help="Of a model of your own: a function that returns dsx.LayerList(layers=, inputs=, labels=, "
+    "loss_fn=). CONFIG is then an ordinary DeepSpeed JSON.",
+)
+
+
+def own_layers(
+    source: str, config: Path | None, refused: Mapping[str, object], items: Sequence[str] = ()
+) -> tuple[str, Callable[[], LayerList], dict[str, Any]]:
+    """What ``--layers`` names, and its config: the option, the function, DeepSpeed's keys.
+
+    Args:
+        source: The option's value.
+        config: CONFIG, which it needs.
+        refused: Options that are for dsx's own models alone, with what was given; None if nothing was.
+        items: Changes of the config, as ``--set`` takes them.
+    """
+    from dsx.config.load import content_of
+    from dsx.memory.layer_list import read_layers
+
+    wrong = [flag for flag, value in refused.items() if value is not None]
+    if config is None or wrong:
+        raise typer.BadParameter(f"not with {', '.join(wrong) or 'no CONFIG'}", param_hint="--layers")
+    return source, read_layers(source), content_of(config, list(items))

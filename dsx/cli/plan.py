@@ -15,19 +15,25 @@ from dsx.cli.options import (
     FORMAT,
     GPU_MEMORY,
     GPUS,
+    LAYERS,
     MICRO_BATCH,
     MODEL,
     PIPELINE,
     TENSOR,
     ZERO,
     count,
+    own_layers,
 )
 from dsx.cli.output import judging, say, write
 from dsx.errors import DsxError
 from dsx.terminal import aligned, amount
 
 if TYPE_CHECKING:
-    from dsx.planner.inputs import Calibration, PlanInputs
+    from collections.abc import Callable
+
+    from dsx.planner.cluster import Cluster
+    from dsx.planner.inputs import Calibration, Fixed, PlanInputs
+    from dsx.planner.own_layers import OwnInputs
     from dsx.planner.plan import Plan, Ranked
 
 _MOST_TOO_LARGE = 3
@@ -51,6 +57,7 @@ def plan(
     zero: Annotated[int | None, ZERO] = None,
     micro_batch: Annotated[int | None, MICRO_BATCH] = None,
     gpu_memory: Annotated[float | None, GPU_MEMORY] = None,
+    layers: Annotated[str | None, LAYERS] = None,
     top: Annotated[int, typer.Option(help="Meshes (tensor x pipeline) to show.", min=1)] = 5,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure a layer of the model on this machine, and go by that.")
@@ -66,12 +73,28 @@ def plan(
     It ranks tensor and pipeline degree, chunks, schedule, ZeRO stage, micro-batch, recompute and sequence
     parallelism by predicted step time, within the memory of a GPU; what an option gives is kept. All but the
     layout comes from CONFIG, or, without one, from usual settings. Exit code 1: nothing fits.
+
+    With --layers the model is your own list of layers and CONFIG an ordinary DeepSpeed JSON: pipeline degree,
+    schedule, chunks and ZeRO stage are searched for the micro-batch that the list shows.
     """
     from dsx.planner.cluster import read_cluster
     from dsx.planner.inputs import Fixed, layout_config, plan_inputs, plan_search
     from dsx.waiting import Waiting
 
     fixed = Fixed(tensor=tensor, pipeline=pipeline, zero=zero, micro_batch=micro_batch, gpu_memory=gpu_memory)
+    if layers is not None:
+        given = {
+            "--model": model,
+            "--sequence-length": sequence_length,
+            "--tensor": tensor,
+            "--micro-batch": micro_batch,
+            "--measure": measure or None,
+        }
+        own = own_layers(layers, config, given)
+        _plan_own(
+            own, fixed, top, style, output, cluster=read_cluster(cluster), gpus=gpus, batch=global_batch
+        )
+        return
     inputs = plan_inputs(
         model=model,
         config=config,
@@ -86,13 +109,58 @@ def plan(
     with judging(DsxError), waiting:
         found = search.run(top)
         content = layout_config(inputs, found.best[0].layout, search.predictor)
+    _tell(inputs, found, measured, content, style, output)
+
+
+def _plan_own(
+    own: tuple[str, Callable[[], Any], dict[str, Any]],
+    fixed: Fixed,
+    top: int,
+    style: str,
+    output: Path | None,
+    *,
+    cluster: Cluster,
+    gpus: int,
+    batch: int | None,
+) -> None:
+    """The plan of a layer list."""
+    from dsx.planner.own_layers import OwnInputs
+    from dsx.waiting import Waiting
+
+    waiting = Waiting("comparing", unit="layouts")
+    inputs = OwnInputs.of(*own, cluster=cluster, gpus=gpus, global_batch=batch)
+    with judging(DsxError), waiting:
+        search = inputs.search(fixed, looked=waiting.advance)
+        found = search.run(top)
+    best = found.best[0].layout
+    _tell(
+        inputs,
+        found,
+        None,
+        inputs.config_of(best),
+        style,
+        output,
+        inputs.module_words(best, search.predictor),
+    )
+
+
+def _tell(
+    inputs: PlanInputs | OwnInputs,
+    found: Plan,
+    measured: Calibration | None,
+    content: dict[str, Any],
+    style: str,
+    output: Path | None,
+    module: str = "",
+) -> None:
+    """Print the plan and write the best layout's config."""
     if output is not None:
         write(json.dumps(content, indent=2) + "\n", output)  # with JSON, standard output is JSON alone
     if style == "json":
         facts = _facts(inputs, found) | {"measured": measured and measured.text, "config": content}
-        say(json.dumps(facts, indent=2))
+        say(json.dumps(facts | ({"module": module} if module else {}), indent=2))
         return
-    say(_text(inputs, found, measured))
+    say(_text(inputs, found, measured, module))
     if output is not None:
         say(f"wrote {output}")
 
@@ -106,14 +174,14 @@ def _measured(inputs: PlanInputs) -> Calibration:
         return measure_compute(inputs.run, inputs.cluster)
 
 
-def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None) -> str:
+def _text(inputs: PlanInputs | OwnInputs, found: Plan, measured: Calibration | None, module: str) -> str:
     from dsx.planner.plan import reason
     from dsx.train.progress import compact
 
-    run, cluster = inputs.run, found.task.machine.network.cluster
+    cluster = found.task.machine.network.cluster
     title = (
-        f"{run.model.family}, {compact(run.num_parameters)} parameters on {inputs.gpus} x {cluster.name}, "
-        f"{run.global_batch_size} sequences of {run.sequence_length} tokens per step, {run.precision}"
+        f"{inputs.name}, {compact(inputs.num_parameters)} parameters on {inputs.gpus} x {cluster.name}, "
+        f"{inputs.batch_words} per step, {inputs.precision}"
     )
     lines = [title]
     if measured is not None:
@@ -123,6 +191,7 @@ def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None) -> str:
     parts = found.best[0].time.parts()
     shares = ((name, seconds / found.best[0].time.seconds) for name, seconds in parts.items())
     lines.append("its step: " + ", ".join(f"{name} {share:.1%}" for name, share in shares if share >= 0.001))
+    lines += [module] if module else []
     lines += ["", "one thing changed"]
     lines += [f"  {_change(found.best[0], each)}: {reason(found, each)}" for each in found.others]
     if found.too_large:
@@ -134,19 +203,18 @@ def _text(inputs: PlanInputs, found: Plan, measured: Calibration | None) -> str:
     effort = f"{found.predicted} layouts simulated, {found.estimated} memories estimated"
     lines += ["", f"predicted, not measured; {usable}; {effort}"]
     if measured is None and not found.task.machine.network.cluster.is_host:
-        lines.append(
-            "compute and links reach the shares of their nominal rates that A100s do in arXiv:2104.04473; "
-            "--measure goes by this machine's"
-        )
+        known = "compute and links reach the shares of their nominal rates that A100s do in arXiv:2104.04473"
+        lines.append(known if module else f"{known}; --measure goes by this machine's")
     if inputs.offloads:
         lines.append("offload: its memory counts, but what the host and the copies take of the time does not")
     return "\n".join(lines)
 
 
-def _table(inputs: PlanInputs, found: Plan) -> list[str]:
+def _table(inputs: PlanInputs | OwnInputs, found: Plan) -> list[str]:
     from dsx.planner.plan import reason
 
-    titles = ("", "step", "tokens/s", "MFU", "bubble", "commun.", "memory", "layout", "against the best")
+    unit = "tokens" if found.task.layers.sequence_length else "samples"
+    titles = ("", "step", f"{unit}/s", "MFU", "bubble", "commun.", "memory", "layout", "against the best")
     rows = [titles]
     for place, ranked in enumerate(found.best, 1):
         facts = _figures(inputs, found, ranked)
@@ -154,7 +222,7 @@ def _table(inputs: PlanInputs, found: Plan) -> list[str]:
             (
                 str(place),
                 f"{facts['step_seconds']:.4g} s",
-                f"{facts['tokens_per_second']:,.0f}",
+                f"{facts[f'{unit}_per_second']:,.0f}",
                 f"{facts['mfu']:.1%}",
                 f"{facts['bubble_over_ideal']:.1%}",
                 f"{facts['communication_share']:.1%}",
@@ -174,12 +242,14 @@ def _change(best: Ranked, other: Ranked) -> str:
     return ", ".join(new or gone)
 
 
-def _figures(inputs: PlanInputs, found: Plan, ranked: Ranked) -> dict[str, Any]:
+def _figures(inputs: PlanInputs | OwnInputs, found: Plan, ranked: Ranked) -> dict[str, Any]:
     seconds, task = ranked.time.seconds, found.task
     peak = task.machine.network.cluster.peak(task.machine.precision)
+    length = task.layers.sequence_length
     return {
         "step_seconds": seconds,
-        "tokens_per_second": inputs.run.global_batch_size * inputs.run.sequence_length / seconds,
+        "samples_per_second": task.global_batch / seconds,
+        **({"tokens_per_second": task.global_batch * length / seconds} if length else {}),
         "mfu": task.flops / (seconds * inputs.gpus * peak),
         "bubble_over_ideal": ranked.time.bubble_over_ideal,
         "communication_share": ranked.time.communication_share,
@@ -187,7 +257,7 @@ def _figures(inputs: PlanInputs, found: Plan, ranked: Ranked) -> dict[str, Any]:
     }
 
 
-def _facts(inputs: PlanInputs, found: Plan) -> dict[str, Any]:
+def _facts(inputs: PlanInputs | OwnInputs, found: Plan) -> dict[str, Any]:
     from dsx.parallel.mesh import AXES
     from dsx.planner.plan import reason
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsx.config.batch import resolve_batch
+from dsx.config.batch import MICRO, resolve_batch
 from dsx.config.deepspeed import is_bf16, pipeline_problems, zero_stage
 from dsx.config.load import raise_all
 from dsx.config.schema import ZeroConfig
+from dsx.config.wording import at
 from dsx.errors import ConfigError, LayoutError, ModelError
 from dsx.memory.estimate import Job, RunMemory, enough_micro_batches, estimate_run
 from dsx.memory.job import require_learned, state_settings
@@ -102,7 +103,27 @@ def read_layers(source: str) -> Callable[[], LayerList]:
 
 
 def layers_job(
-    make: Callable[[], LayerList],
+    make: Callable[[], LayerList], config: Mapping[str, Any], *, device: DeviceKind = "cuda", **options: Any
+) -> Job:
+    """The run of a layer list as the ledger takes it; arguments as of :func:`list_job`.
+
+    Args:
+        make: Makes the list, and its micro-batch, on whatever device torch is told to.
+        config: DeepSpeed's keys.
+        device: Whose kernels run.
+        options: The layout.
+
+    Raises:
+        ConfigError: A key that cannot work with a pipeline, or whose memory dsx does not know.
+        LayoutError: Degrees that do not fit.
+        ModelError: A layer whose memory dsx does not know.
+    """
+    recorded = record_list(make, is_bf16(config), device, hooked=zero_stage(config) == 3)
+    return list_job(recorded, config, device=device, **options)
+
+
+def list_job(
+    recorded: RecordedList,
     config: Mapping[str, Any],
     *,
     world_size: int = 1,
@@ -114,10 +135,10 @@ def layers_job(
     device: DeviceKind = "cuda",
     capacity_bytes: int | None = None,
 ) -> Job:
-    """The run of a layer list as the ledger takes it.
+    """The run of a list that is recorded.
 
     Args:
-        make: Makes the list, and its micro-batch, on whatever device torch is told to.
+        recorded: The list.
         config: DeepSpeed's keys.
         world_size: Ranks.
         pipeline: Pipeline degree; the ranks that it leaves are data-parallel.
@@ -131,7 +152,6 @@ def layers_job(
     Raises:
         ConfigError: A key that cannot work with a pipeline, or whose memory dsx does not know.
         LayoutError: Degrees that do not fit.
-        ModelError: A layer whose memory dsx does not know.
     """
     if pipeline < 1 or world_size % pipeline:
         raise LayoutError(
@@ -146,7 +166,13 @@ def layers_job(
     states = state_settings(config, settings, None, device)
     name = ("interleaved" if chunks > 1 else "1f1b") if schedule == "auto" else schedule
     program, batch = Program(name=name), resolve_batch(config, mesh.dp)
-    records, names = _recorded(make, "bfloat16" if is_bf16(config) else None, device, zero_stage(config) == 3)
+    if batch.micro != recorded.samples:
+        raise ConfigError(
+            at(MICRO, batch.micro),
+            f"the list's micro-batch has {recorded.samples} samples",
+            "give both the same size",
+        )
+    records = recorded.records
     specs = tuple(_specs(records, states.width))
     stages = replace(
         partition(
@@ -155,7 +181,7 @@ def layers_job(
             pipeline,
             parameters=[sum(prod(each.shape) for each in record.parameters) for record in records.layers],
             costs=None,
-            names=names,
+            names=recorded.names,
         ),
         placement=program.placement,
     )
@@ -178,10 +204,35 @@ def estimate_layers(make: Callable[[], LayerList], config: Mapping[str, Any], **
     return estimate_run(layers_job(make, config, **options))
 
 
-def _recorded(
-    make: Callable[[], LayerList], dtype: str | None, device: DeviceKind, hooked: bool
-) -> tuple[ListRecords, list[str]]:
-    """Records of all layers, equal ones recorded once, and the layers' class names."""
+@dataclass(frozen=True, slots=True)
+class RecordedList:
+    """A layer list that is recorded.
+
+    Attributes:
+        records: The records of its layers.
+        names: The layers' class names.
+        samples: Those of its micro-batch.
+    """
+
+    records: ListRecords
+    names: Sequence[str]
+    samples: int
+
+
+def record_list(
+    make: Callable[[], LayerList], is_bf16: bool, device: DeviceKind, *, hooked: bool
+) -> RecordedList:
+    """Record the layers of a list, equal ones once.
+
+    Args:
+        make: Makes it.
+        is_bf16: Whether its parameters become bf16; else they keep their dtype.
+        device: Whose kernels run.
+        hooked: Whether ZeRO-3 gathers parameters.
+
+    Raises:
+        ModelError: A layer whose memory dsx does not know.
+    """
     # torch composes some operators, dropout among them, of others on meta tensors, but not on a GPU.
     place = "cpu" if device == "cpu" else "paper"
     with booth(place), torch.device(place):
@@ -196,11 +247,12 @@ def _recorded(
         ties: dict[int, int] = {}
         known: dict[Any, LayerRecord] = {}
         records, names, forms = [], [], _forms(made.inputs)
+        samples = forms[0].shape[0] if forms[0].shape else 1
         for index, entry in enumerate(made.layers):
             layer, name = _built(entry, index, tied, ties)
             module = getattr(layer, "tied_module", layer)
-            if dtype is not None and isinstance(module, nn.Module):
-                _cast(module, getattr(torch, dtype))
+            if is_bf16 and isinstance(module, nn.Module):
+                _cast(module, torch.bfloat16)
             key = (_fingerprint(layer), tuple(forms))
             if key not in known:
                 try:
@@ -229,7 +281,7 @@ def _recorded(
             "the estimate knows ties of a layer with the last one alone",
             "tie with the last layer, or give the layers weights of their own for the estimate",
         )
-    return ListRecords(tuple(records), loss, ties), names
+    return RecordedList(ListRecords(tuple(records), loss, ties), names, samples)
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
+from dsx.config.deepspeed import is_bf16
 from dsx.config.load import load, override, read
 from dsx.config.ordinary import complete
 from dsx.config.resolve import resolve
@@ -44,6 +45,31 @@ class PlanInputs:
     gpus: int
 
     @property
+    def name(self) -> str:
+        """The model's family."""
+        return self.run.model.family
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        return self.run.num_parameters
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per step."""
+        return self.run.global_batch_size
+
+    @property
+    def batch_words(self) -> str:
+        """The global batch in words."""
+        return f"{self.global_batch} sequences of {self.run.sequence_length} tokens"
+
+    @property
+    def precision(self) -> str:
+        """Of the parameters."""
+        return self.run.precision
+
+    @property
     def offloads(self) -> bool:
         """Whether the optimizer or parameters live on the host."""
         return self.lowest_zero_stage > 0
@@ -51,7 +77,7 @@ class PlanInputs:
     @property
     def lowest_zero_stage(self) -> int:
         """The lowest ZeRO stage that what is offloaded allows."""
-        return _lowest_stage(self.content)
+        return lowest_stage(self.content)
 
 
 def plan_inputs(
@@ -96,12 +122,12 @@ def plan_inputs(
         if value is None:
             raise ConfigError(name, "it is needed", f"give {name} N")
     content[TRAIN], block["data"]["sequence_length"] = batch, length
-    zero = content.get("zero_optimization", {}) | {"stage": _lowest_stage(content)}
+    zero = content.get("zero_optimization", {}) | {"stage": lowest_stage(content)}
     run = resolve(content | {MICRO: 1, "zero_optimization": zero}, world_size=1)
     return PlanInputs(content=content, run=run, cluster=cluster, gpus=gpus)
 
 
-def _lowest_stage(content: Mapping[str, Any]) -> int:
+def lowest_stage(content: Mapping[str, Any]) -> int:
     """The lowest stage that partitions what is offloaded: 1 for the optimizer, 3 for parameters."""
     zero = content.get("zero_optimization", {})
     for key, stage in (("offload_param", 3), ("offload_optimizer", 1)):
@@ -238,7 +264,7 @@ def plan_search(
         space=space,
         memory=lambda _: 0,
         cap_bytes=None if fixed.gpu_memory is None else gpu_memory(fixed.gpu_memory, cluster).usable_bytes,
-        update_bytes=_update_bytes(inputs),
+        update_bytes=update_bytes(inputs.run.deepspeed),
         looked=looked,
     )
     memory = LayoutMemory(inputs, search.predictor, cluster.is_host, search.cap)
@@ -292,13 +318,12 @@ def _space(inputs: PlanInputs, fixed: Fixed) -> Space:
     return Space.of(inputs.gpus, **{"zero_stages": tuple(range(inputs.lowest_zero_stage, 4))} | decided)
 
 
-def _update_bytes(inputs: PlanInputs) -> int:
-    """The least that an optimizer keeps on the device for a parameter that it updates."""
-    if inputs.offloads:
+def update_bytes(content: Mapping[str, Any]) -> int:
+    """The least that the optimizer of a config keeps on the device for a parameter that it updates."""
+    if lowest_stage(content):
         return 0
-    kind = inputs.run.deepspeed["optimizer"]["type"].lower()
-    moments = {"adam": 8, "adamw": 8, "lion": 4}.get(kind, 0)
-    return moments + (4 if inputs.run.precision == "bf16" else 0)
+    moments = {"adam": 8, "adamw": 8, "lion": 4}.get(content["optimizer"]["type"].lower(), 0)
+    return moments + (4 if is_bf16(dict(content)) else 0)
 
 
 def layout_config(inputs: PlanInputs, layout: Candidate, predictor: Predictor) -> dict[str, Any]:
@@ -322,6 +347,19 @@ def layout_config(inputs: PlanInputs, layout: Candidate, predictor: Predictor) -
 
 _ALL = 4
 """Pipeline ranks that are all looked at."""
+
+
+def fullest_ranks(pipeline: int, parameters: Callable[[int], int]) -> list[int]:
+    """Pipeline ranks of which one is the fullest, or within a few per mille of it.
+
+    Args:
+        pipeline: Pipeline degree.
+        parameters: Gives those of a pipeline rank.
+    """
+    ranks = list(range(pipeline))
+    if pipeline <= _ALL:
+        return ranks
+    return list(dict.fromkeys((0, ranks[-1], max(ranks, key=parameters), 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,19 +403,13 @@ class LayoutMemory:
         return self._least[key]
 
     def _peak(self, layout: Candidate, *, walks: bool) -> int:
-        """The peak of the first two ranks, the last and the one with most parameters, of many ranks.
-
-        One of these is the fullest, or within a few per mille of it.
-        """
+        """The peak of the fullest rank."""
         run = resolve(layout_config(self.inputs, layout, self.predictor), world_size=self.inputs.gpus)
         job = job_of(run, device="cpu" if self.on_cpu else "cuda", capacity_bytes=self.cap_bytes)
         if not walks:
             job = replace(job, schedule=replace(job.schedule, rows=tuple(() for _ in job.schedule.rows)))
-        ranks = list(range(layout.pipeline))
-        if layout.pipeline > _ALL:
-            ranks = list(dict.fromkeys((0, ranks[-1], max(ranks, key=run.local_parameters), 1)))
         peak = 0
-        for rank in ranks:
+        for rank in fullest_ranks(layout.pipeline, run.local_parameters):
             peak = max(peak, estimate(job, run.mesh.rank(pp=rank)).peak.peak_bytes)
             if peak > self.cap_bytes:
                 break

@@ -266,6 +266,29 @@ def layer_times(machine: Machine, shape: Shape) -> tuple[LayerTime, ...]:
     return tuple(found)
 
 
+def record_times(machine: Machine, record: LayerRecord, width: int) -> LayerTime:
+    """A layer's time by its record alone, without tensor parallelism and recomputation."""
+    return _layer_time(machine, _Pricing(machine, 1, width), record, record)
+
+
+def recorded_flops(record: LayerRecord) -> float:
+    """FLOPs of products and attention, forward and backward, by the convention of MFU.
+
+    Of attention the whole square counts, and its backward is two forwards (arXiv:2104.04473, appendix).
+    """
+    total = 0.0
+    for event, times in (*record.operators("forward"), *record.operators("backward")):
+        match event:
+            case ("mm", m, n, k, count, _):
+                total += times * Product(m, n, k, count).flops
+            case ("flops", _, _, flops):
+                total += times * flops
+            case ("sdpa" | "sdpa_backward" as kind, *shape):
+                forward = sum(each.flops for each in AttentionShape(*shape).products)
+                total += times * forward * (2.0 if kind == "sdpa_backward" else 1.0)
+    return total
+
+
 def _loss_time(machine: Machine, pricing: _Pricing, shape: Shape) -> LayerTime:
     """The loss's time. It goes through so many tokens at a time, so that many take in proportion."""
     one, two = (

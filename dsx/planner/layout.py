@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dsx.errors import LayoutError
-from dsx.models.flops import flops_per_token
-from dsx.models.spec import ModelSpec, Recompute
+from dsx.models.spec import Recompute
 from dsx.parallel.limits import Asked, divisors, objections, possible
 from dsx.parallel.mesh import Mesh
 from dsx.schedules.builders import NAMES
 from dsx.schedules.program import Program
 
 if TYPE_CHECKING:
-    from dsx.planner.layer_times import Machine
+    from dsx.planner.layer_times import LayerTime, Machine
 
 CHUNKS = (2, 3, 4, 6, 8)
 """Virtual stages per rank that "auto" tries where a schedule can have any number."""
@@ -26,23 +25,56 @@ Bounds = tuple[int, ...]
 """First layer of every virtual stage, then the number of layers."""
 
 
+class PlannedLayers(Protocol):
+    """What the planner asks of the layers of a task."""
+
+    @property
+    def asked(self) -> Asked:
+        """What limits the degrees: a number of layers, and the model where it is one of dsx's own."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that may be shared out over stages: blocks of a model, all of a list."""
+
+    @property
+    def sequence_length(self) -> int | None:
+        """Tokens of a sequence; None where samples are not known to be such."""
+
+    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerTime, ...]:
+        """What every layer takes for one micro-batch."""
+
+    def elements(self, tensor: int) -> tuple[int, ...]:
+        """Parameters of every layer on one of so many tensor-parallel ranks; tied ones count at each use."""
+
+    def shared_elements(self, tensor: int) -> int:
+        """Those that the first and the last pipeline rank both hold."""
+
+    def kept_bytes(self, layout: Candidate) -> int:
+        """What each block keeps of a micro-batch at least."""
+
+    def cuts_sequence(self, layout: Candidate) -> bool:
+        """Whether tensors between stages are cut along the sequence."""
+
+    def boundary_bytes(self, layout: Candidate) -> int:
+        """The largest whole message between stages."""
+
+    def flops(self, samples: int) -> float:
+        """FLOPs of forward and backward, recomputation aside."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """What is trained, on what.
 
     Attributes:
-        model: The architecture.
+        layers: What it consists of.
         machine: Hardware and software.
-        global_batch: Sequences per step, over all GPUs.
-        sequence_length: Tokens.
-        vocab_multiple: To which each rank's vocabulary rows are padded.
+        global_batch: Samples per step, over all GPUs.
     """
 
-    model: ModelSpec
+    layers: PlannedLayers
     machine: Machine
     global_batch: int
-    sequence_length: int
-    vocab_multiple: int = 64
 
     @property
     def width(self) -> int:
@@ -52,8 +84,7 @@ class Task:
     @property
     def flops(self) -> float:
         """FLOPs of a step, by the convention of MFU."""
-        tokens = self.global_batch * self.sequence_length
-        return tokens * flops_per_token(self.model, self.sequence_length)
+        return self.layers.flops(self.global_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,13 +255,7 @@ def meshes(task: Task, space: Space) -> Iterator[Candidate]:
 
 def _meshes(task: Task, space: Space) -> Iterator[Mesh]:
     node, found = task.machine.network.cluster.gpus_per_node, False
-    asked = Asked(
-        ranks=space.gpus,
-        ranks_do="{} GPUs do",
-        model=task.model,
-        layers=task.model.num_layers,
-        layers_are="blocks",
-    )
+    asked = replace(task.layers.asked, ranks=space.gpus, ranks_do="{} GPUs do")
     for tensor in _degrees(asked, "tensor", space.tensor):
         if space.tensor is None and (tensor > node or node % tensor):
             continue
@@ -267,7 +292,7 @@ def variants(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate]
     stages = space.zero_stages
     if layout.mesh.num_replicas == 1:
         stages = tuple(stage for stage in stages if stage < 2) or stages  # There is nothing to cut.
-    sequence = Asked(sequence_length=task.sequence_length)
+    sequence = Asked(sequence_length=task.layers.sequence_length)
     cuts = (True, False) if layout.tensor > 1 and possible(sequence, "tensor", [layout.tensor]) else (False,)
     for size, mode, zero, cut in product(sizes, space.recompute, stages, cuts):
         yield replace(
@@ -285,5 +310,5 @@ def scheduled(task: Task, space: Space, layout: Candidate) -> Iterator[Candidate
     if layout.pipeline == 1:
         yield replace(layout, schedule="1f1b", chunks=1)
         return
-    for name, chunks in space.pipelines(layout.pipeline, task.model.num_layers):
+    for name, chunks in space.pipelines(layout.pipeline, task.layers.num_layers):
         yield replace(layout, schedule=name, chunks=chunks)

@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from dsx.errors import DsxError, LayoutError, ScheduleError
-from dsx.memory.record import LayerRequest
-from dsx.memory.records import alone, recorded_for_many
-from dsx.models.params import layer_kinds
 from dsx.parallel.mesh import Mesh
 from dsx.planner.layout import CHUNKS, Candidate, Space, Task, meshes, scheduled, variants
 from dsx.planner.search import search
@@ -49,22 +46,15 @@ class MemoryFloor:
         """What the blocks of the first pipeline rank keep for the micro-batches under way."""
         count = layout.micro_batches(self.predictor.task.global_batch)
         live = count if layout.schedule in _ALL_LIVE else min(count, layout.pipeline)
-        blocks = self.predictor.task.model.num_layers // layout.pipeline
+        blocks = self.predictor.task.layers.num_layers // layout.pipeline
         return float(live * blocks * self.kept_bytes(layout))
 
     def kept_bytes(self, layout: Candidate) -> int:
         """What one block keeps of one micro-batch, by its record."""
         key = (layout.tensor, layout.sequence_parallel, layout.micro_batch, layout.recompute)
         if key not in self._kept:
-            self._kept[key] = self._one_block(layout)
+            self._kept[key] = self.predictor.task.layers.kept_bytes(layout)
         return self._kept[key]
-
-    def _one_block(self, layout: Candidate) -> int:
-        """Of a block without a window: with one a block keeps more, if anything."""
-        shape = self.predictor.shape(layout)
-        block = layer_kinds(shape.model).index("Block")
-        short = alone(replace(shape, model=replace(shape.model, windows=())), block)
-        return recorded_for_many(LayerRequest(shape=short, kind="Block")).kept_bytes
 
 
 _WORTH_A_WORD = 0.003  # Of the best step.
@@ -252,7 +242,7 @@ class Search:
         """Seconds with equal ranks, which start as early as with the most chunks."""
         times, ranks = self.predictor.times(layout), layout.pipeline
         work = sum(time.seconds for time in times) * layout.micro_batches(self.task.global_batch)
-        chunks = max(2, min(max(CHUNKS), self.task.model.num_layers // ranks))
+        chunks = max(2, min(max(CHUNKS), self.task.layers.num_layers // ranks))
         fill = sum(time.forward_seconds for time in times) * (ranks - 1) / chunks
         return (work + _NEARLY * fill) / ranks
 

@@ -14,8 +14,9 @@ from dsx.memory.job import job_of
 from dsx.planner.cluster import Cluster
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.layer_times import Machine
-from dsx.planner.layout import Candidate
-from dsx.planner.step_time import Predictor, StepTime, Task
+from dsx.planner.layers import model_task
+from dsx.planner.layout import Candidate, Task
+from dsx.planner.step_time import Predictor, StepTime
 
 
 def task_of(run: RunConfig, cluster: Cluster, efficiency: Efficiency | None = None) -> Task:
@@ -25,8 +26,8 @@ def task_of(run: RunConfig, cluster: Cluster, efficiency: Efficiency | None = No
         ConfigError: The cluster has no rate for the run's precision.
     """
     cluster.peak(run.precision)
-    return Task(
-        model=run.model,
+    return model_task(
+        run.model,
         machine=Machine(
             network=Network(cluster, efficiency or Efficiency.of(cluster)),
             software=Software(),

@@ -13,18 +13,15 @@ compares with simulations at full length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from math import prod
 
-from dsx.memory.record import Shape
-from dsx.models.params import layer_kinds, param_specs
 from dsx.parallel.partition import balanced
 from dsx.parallel.stages import StageMap
 from dsx.planner.cluster import Group
 from dsx.planner.costs import Kind
-from dsx.planner.layer_times import LayerTime, Machine, layer_times
+from dsx.planner.layer_times import LayerTime
 from dsx.planner.layout import Candidate, Task
 from dsx.schedules.program import Program
 from dsx.schedules.schedule import Op, Schedule
@@ -162,17 +159,18 @@ _FP32_BYTES = 4
 class Wire:
     """Pipeline transfers: what an action takes longer for one, and the delay until it has arrived."""
 
-    def __init__(self, machine: Machine, shape: Shape, layout: Candidate) -> None:
+    def __init__(self, task: Task, layout: Candidate) -> None:
         self.action = self.delay = 0.0
         if layout.pipeline == 1:
             return
+        machine, layers = task.machine, task.layers
         network, software = machine.network, machine.software
-        group = Group(layout.tensor)
-        shares = layout.tensor if shape.cuts_sequence or software.shards_transfers else 1
+        cuts, whole = layers.cuts_sequence(layout), layers.boundary_bytes(layout)
+        shares = layout.tensor if cuts or software.shards_transfers else 1
         leaves = layout.gpus > network.cluster.gpus_per_node
-        seconds = network.transfer_seconds(shape.boundary_bytes / shares, leaves_node=leaves)
-        if shares > 1 and not shape.cuts_sequence:
-            self.action = network.seconds("all_gather", shape.boundary_bytes, group)
+        seconds = network.transfer_seconds(whole / shares, leaves_node=leaves)
+        if shares > 1 and not cuts:
+            self.action = network.seconds("all_gather", whole, Group(layout.tensor))
         if software.hides_transfers and machine.hides:
             self.delay = seconds
         else:
@@ -302,38 +300,17 @@ class Predictor:
     _pipelines: dict[object, PipelineStep] = field(default_factory=dict)
     _runs: dict[object, PipelineTime] = field(default_factory=dict)
 
-    def shape(self, layout: Candidate) -> Shape:
-        """A micro-batch of the layout."""
-        return Shape(
-            model=self.task.model,
-            tensor=layout.tensor,
-            sequence_parallel=layout.sequence_parallel,
-            micro_batch=layout.micro_batch,
-            sequence_length=self.task.sequence_length,
-            width=self.task.width,
-            vocab_multiple=self.task.vocab_multiple,
-            recompute=layout.recompute,
-        )
-
     def times(self, layout: Candidate) -> tuple[LayerTime, ...]:
         """Of every layer."""
         key = _timing(layout)
         if key not in self._times:
-            self._times[key] = layer_times(self.task.machine, self.shape(layout))
+            self._times[key] = self.task.layers.times(self.task.machine, layout)
         return self._times[key]
 
     def elements(self, tensor: int) -> tuple[int, ...]:
         """Parameters of every layer on one rank; a tied table counts again in the head."""
         if tensor not in self._elements:
-            one = replace(self.task.model, num_layers=1)
-            kinds = layer_kinds(one)
-            counts = dict.fromkeys(kinds, 0)
-            for spec in param_specs(one, pad_multiple=self.task.vocab_multiple):
-                number = prod(spec.local_shape(tensor))
-                counts[kinds[spec.layer]] += number
-                if spec.tie is not None:
-                    counts[kinds[-1]] += number
-            self._elements[tensor] = tuple(counts[kind] for kind in layer_kinds(self.task.model))
+            self._elements[tensor] = self.task.layers.elements(tensor)
         return self._elements[tensor]
 
     def stages(self, layout: Candidate) -> StageMap:
@@ -351,7 +328,7 @@ class Predictor:
         """Of every virtual stage, for the simulator."""
         stages = self.stages(layout)
         totals = self._stage_totals(layout, stages.bounds)
-        wire = Wire(self.task.machine, self.shape(layout), layout)
+        wire = Wire(self.task, layout)
         zero = ZeroActions(self.task, layout)
         last = len(totals) - 1
         forward, whole, first, second = [], [], [], []
@@ -445,9 +422,9 @@ class Predictor:
             if software.gradients == "backward":
                 last = max(self.costs(layout).by_op(stages.num_stages)[Op.BACKWARD])
                 reduction = max(0.0, reduction - last)
-        if task.model.tied_embeddings and layout.pipeline > 1:
+        if layout.pipeline > 1 and (shared := task.layers.shared_elements(layout.tensor)):
             pair = Group(2, (layout.pipeline - 1) * layout.data * layout.tensor)
-            reduction += network.seconds("all_reduce", elements[-1] * task.width, pair)
+            reduction += network.seconds("all_reduce", shared * task.width, pair)
         own = number / (layout.data if layout.zero_stage else 1)
         update = task.machine.traffic(own * update_bytes(task.width))
         gathered = 0.0
@@ -492,7 +469,7 @@ class _Mean:
         each = pipeline.num_micro_batches / ranks
         compute = each * (total.forward + total.grad_input + total.grad_weight)
         recompute, tensor = each * total.again, each * waits
-        wire = Wire(predictor.task.machine, predictor.shape(layout), layout)
+        wire = Wire(predictor.task, layout)
         crossings = sum(a != b for a, b in pairwise(map(stages.rank_of, range(stages.num_stages))))
         transfers = each * 2 * crossings * wire.action
         rest = sum(ran.busy_seconds) / ranks - compute - recompute - tensor - transfers

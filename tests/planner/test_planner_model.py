@@ -16,7 +16,8 @@ from dsx.planner import layer_times as kernels
 from dsx.planner.cluster import PRESETS, Group, Link, preset
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.layer_times import Machine, layer_times
-from dsx.planner.layout import Candidate, Task
+from dsx.planner.layers import model_task
+from dsx.planner.layout import Candidate
 from dsx.planner.step_time import Predictor
 
 MODELS = [model_spec(each.config) for each in presets()]
@@ -29,7 +30,7 @@ def machine(cluster="H100", software=None, efficiency=None):
 
 
 def task(model=LLAMA, batch=64, length=4096, **kwargs):
-    return Task(model=model, machine=machine(**kwargs), global_batch=batch, sequence_length=length)
+    return model_task(model, machine=machine(**kwargs), global_batch=batch, sequence_length=length)
 
 
 def shape(model, tensor=1, **kwargs):
@@ -75,7 +76,8 @@ def test_products_are_the_flops_of_mfu(model):
 @pytest.mark.parametrize("model", MODELS)
 def test_parameters_are_the_models(model):
     """Apart from vocabulary padding; a tied table counts twice, on the first and on the last rank."""
-    predictor = Predictor(replace(task(model), vocab_multiple=1))
+    whole = task(model)
+    predictor = Predictor(replace(whole, layers=replace(whole.layers, vocab_multiple=1)))
     table = model.vocab_size * model.hidden_size
     tied = table if model.tied_embeddings else 0
     assert sum(predictor.elements(1)) == num_parameters(model) + tied

@@ -17,7 +17,8 @@ from dsx.planner.cluster import preset
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.inputs import Fixed, plan_inputs, plan_search
 from dsx.planner.layer_times import Machine
-from dsx.planner.layout import Candidate, Space, Task, meshes, scheduled, variants
+from dsx.planner.layers import model_task
+from dsx.planner.layout import Candidate, Space, meshes, scheduled, variants
 from dsx.planner.plan import MemoryFloor, Search, reason
 from dsx.planner.step_time import Predictor
 from dsx.schedules.schedule import lower
@@ -28,7 +29,7 @@ GPT2 = model_spec(next(each.config for each in presets() if each.name == "gpt2-m
 
 def task(model=LLAMA, batch=32, length=2048):
     machine = Machine(network=Network(preset("H100"), Efficiency()), software=Software(), precision="bf16")
-    return Task(model=model, machine=machine, global_batch=batch, sequence_length=length)
+    return model_task(model, machine=machine, global_batch=batch, sequence_length=length)
 
 
 def everything(found, space):
@@ -183,7 +184,7 @@ def test_floor_is_below_the_ledger(model, zero, recompute):
     )
     stages = predictor.stages(layout)
     job = Job(
-        records=ModelRecords(predictor.shape(layout)),
+        records=ModelRecords(predictor.task.layers.shape(layout)),
         layout=Layout(mesh=layout.mesh, stages=stages, params=param_specs(model), zero_stage=zero),
         schedule=lower(layout.program.build(2, 2, 4)),
         states=StateSettings(width=2, accumulate=2, optimizer=Optimizer(state_bytes=8, step_bytes=4)),

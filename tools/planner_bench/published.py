@@ -14,6 +14,7 @@ from dsx.parallel.mesh import Mesh
 from dsx.planner.cluster import preset
 from dsx.planner.costs import MEGATRON_2021, Efficiency, Network, Software
 from dsx.planner.layer_times import Machine
+from dsx.planner.layers import model_task
 from dsx.planner.layout import Candidate, Task
 from dsx.planner.step_time import Predictor, StepTime
 
@@ -107,8 +108,8 @@ class Run:
             software=software or self.software(),
             precision="bf16",
         )
-        return Task(
-            model=self.model, machine=machine, global_batch=self.batch, sequence_length=SEQUENCE_LENGTH
+        return model_task(
+            self.model, machine=machine, global_batch=self.batch, sequence_length=SEQUENCE_LENGTH
         )
 
     def predict(self, efficiency: Efficiency, software: Software | None = None) -> StepTime:

@@ -1,0 +1,175 @@
+"""What is trained, as the planner sees it: layers with their times, sizes and memory, of any origin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from dsx.memory.record import LayerRecord, LayerRequest, Shape
+from dsx.memory.records import alone, recorded_for_many
+from dsx.models.flops import flops_per_token
+from dsx.models.params import layer_kinds, param_specs
+from dsx.models.spec import ModelSpec
+from dsx.parallel.limits import Asked
+from dsx.planner.layer_times import LayerTime, Machine, layer_times, record_times, recorded_flops
+from dsx.planner.layout import Candidate, Task
+
+if TYPE_CHECKING:
+    from dsx.memory.layer_list import ListRecords
+
+
+@dataclass(frozen=True)
+class ModelLayers:
+    """A model of dsx's own.
+
+    Attributes:
+        model: The architecture.
+        sequence_length: Tokens.
+        width: Bytes of a parameter.
+        vocab_multiple: To which each rank's vocabulary rows are padded.
+    """
+
+    model: ModelSpec
+    sequence_length: int
+    width: int
+    vocab_multiple: int = 64
+
+    @property
+    def asked(self) -> Asked:
+        """The model's own limits."""
+        return Asked(model=self.model, layers=self.model.num_layers, layers_are="blocks")
+
+    @property
+    def num_layers(self) -> int:
+        """Its blocks."""
+        return self.model.num_layers
+
+    def shape(self, layout: Candidate) -> Shape:
+        """A micro-batch of the layout."""
+        return Shape(
+            model=self.model,
+            tensor=layout.tensor,
+            sequence_parallel=layout.sequence_parallel,
+            micro_batch=layout.micro_batch,
+            sequence_length=self.sequence_length,
+            width=self.width,
+            vocab_multiple=self.vocab_multiple,
+            recompute=layout.recompute,
+        )
+
+    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerTime, ...]:
+        """What every layer takes for one micro-batch; the loss counts to the last one."""
+        return layer_times(machine, self.shape(layout))
+
+    def elements(self, tensor: int) -> tuple[int, ...]:
+        """Parameters of every layer on one rank; a tied table counts again in the head."""
+        one = replace(self.model, num_layers=1)
+        kinds = layer_kinds(one)
+        counts = dict.fromkeys(kinds, 0)
+        for spec in param_specs(one, pad_multiple=self.vocab_multiple):
+            number = prod(spec.local_shape(tensor))
+            counts[kinds[spec.layer]] += number
+            if spec.tie is not None:
+                counts[kinds[-1]] += number
+        return tuple(counts[kind] for kind in layer_kinds(self.model))
+
+    def shared_elements(self, tensor: int) -> int:
+        """A tied table's."""
+        return self.elements(tensor)[-1] if self.model.tied_embeddings else 0
+
+    def kept_bytes(self, layout: Candidate) -> int:
+        """What a block without a window keeps: with one it keeps more, if anything."""
+        shape = self.shape(layout)
+        block = layer_kinds(shape.model).index("Block")
+        short = alone(replace(shape, model=replace(shape.model, windows=())), block)
+        return recorded_for_many(LayerRequest(shape=short, kind="Block")).kept_bytes
+
+    def cuts_sequence(self, layout: Candidate) -> bool:
+        """As sequence parallelism has it."""
+        return self.shape(layout).cuts_sequence
+
+    def boundary_bytes(self, layout: Candidate) -> int:
+        """A whole tensor between layers."""
+        return self.shape(layout).boundary_bytes
+
+    def flops(self, samples: int) -> float:
+        """By the convention of MFU."""
+        return samples * self.sequence_length * flops_per_token(self.model, self.sequence_length)
+
+
+def model_task(
+    model: ModelSpec, *, machine: Machine, global_batch: int, sequence_length: int, vocab_multiple: int = 64
+) -> Task:
+    """The training of a model of dsx's own."""
+    width = 2 if machine.precision == "bf16" else 4
+    layers = ModelLayers(model, sequence_length, width, vocab_multiple)
+    return Task(layers=layers, machine=machine, global_batch=global_batch)
+
+
+@dataclass(frozen=True)
+class OwnLayers:
+    """A layer list of a user's own, whose micro-batch is that of its example.
+
+    Attributes:
+        records: Its records.
+        micro_batch: Samples of the example.
+        width: Bytes of a parameter.
+    """
+
+    records: ListRecords
+    micro_batch: int
+    width: int
+
+    sequence_length = None
+
+    @property
+    def asked(self) -> Asked:
+        """The number of layers is all that limits the degrees."""
+        return Asked(layers=self.num_layers)
+
+    @property
+    def num_layers(self) -> int:
+        """All of the list."""
+        return len(self.records.layers)
+
+    @property
+    def _all(self) -> tuple[LayerRecord, ...]:
+        loss = self.records.of_loss
+        return (*self.records.layers, *(() if loss is None else (loss,)))
+
+    def times(self, machine: Machine, layout: Candidate) -> tuple[LayerTime, ...]:
+        """What every layer takes for one micro-batch; the loss counts to the last one."""
+        del layout
+        *layers, last = (record_times(machine, record, self.width) for record in self._all)
+        if self.records.of_loss is None:
+            return (*layers, last)
+        return (*layers[:-1], LayerTime.total((layers[-1], last)))
+
+    def elements(self, tensor: int) -> tuple[int, ...]:
+        """Parameters of every layer; tensor-parallel ranks there are none."""
+        del tensor
+        return tuple(sum(prod(each.shape) for each in record.parameters) for record in self.records.layers)
+
+    def shared_elements(self, tensor: int) -> int:
+        """A tied last layer's."""
+        return self.elements(tensor)[-1] if self.records.ties else 0
+
+    def kept_bytes(self, layout: Candidate) -> int:
+        """Nothing is known of a block of which all layers are copies."""
+        del layout
+        return 0
+
+    def cuts_sequence(self, layout: Candidate) -> bool:
+        """Never."""
+        del layout
+        return False
+
+    def boundary_bytes(self, layout: Candidate) -> int:
+        """The largest message between layers."""
+        del layout
+        return max(sum(form.size_bytes for form in record.outputs) for record in self.records.layers[:-1])
+
+    def flops(self, samples: int) -> float:
+        """Of the products and attention that were recorded, forward and backward."""
+        return samples / self.micro_batch * sum(map(recorded_flops, self._all))
