@@ -77,7 +77,6 @@ def optimizer_notes(config: Json) -> Iterator[str]:
 
 
 def _block(config: Json, key: str) -> dict[str, Any]:
-    """The object at ``key``, empty if there is none."""
     value = config.get(key)
     return value if isinstance(value, dict) else {}
 

@@ -185,7 +185,6 @@ class _Parser:
         return self.text[self.at : self.at + length]
 
     def space(self) -> None:
-        """Skip white space and comments."""
         while True:
             blank = _BLANK.match(self.text, self.at)
             self.at = self.at if blank is None else blank.end()

@@ -105,7 +105,6 @@ def _problem(
 
 
 def _names(field: dict[str, Any], schema: dict[str, Any]) -> Iterator[str]:
-    """The words that the JSON Schema ``field`` accepts."""
     own = _resolve(field, schema)
     for option in own.get("anyOf", ()):
         yield from _names(option, schema)
@@ -125,7 +124,6 @@ def _resolve(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _field(schema: dict[str, Any], path: Sequence[str | int]) -> dict[str, Any]:
-    """The part of the JSON Schema that describes the key at ``path``."""
     field = schema
     for part in path:
         owner = _resolve(field, schema)
@@ -138,7 +136,6 @@ def _field(schema: dict[str, Any], path: Sequence[str | int]) -> dict[str, Any]:
 
 
 def _expected(field: dict[str, Any], schema: dict[str, Any]) -> str:
-    """What the JSON Schema ``field`` accepts, in words."""
     own = _resolve(field, schema)
     if "anyOf" in own:
         options = [_expected(option, schema) for option in own["anyOf"] if option.get("type") != "null"]

@@ -471,7 +471,6 @@ def resolve(
 
 
 def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: int) -> RunConfig:
-    """The run on exactly ``world_size`` ranks."""
     model = read_model(dsx)
     dsx = dsx.model_copy(update={"data": dsx.data.model_copy(update={"tokenizer": model.tokenizer})})
     dsx, written = read_file(dsx)

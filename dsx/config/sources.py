@@ -96,11 +96,7 @@ def resolve_tokenizer(dsx: DsxConfig, weights: Path | None) -> str:
 
 
 def vocabulary_of(tokenizer: str) -> int | None:
-    """Number of ids of a local tokenizer, if its JSON says it; otherwise None.
-
-    Args:
-        tokenizer: What ``dsx.data.tokenizer`` names.
-    """
+    """Number of ids of a local tokenizer, if its JSON says it; otherwise None."""
     for name in ("tokenizer.json", "vocab.json"):
         try:
             content = json.loads((Path(tokenizer).expanduser() / name).read_text(encoding="utf-8"))
@@ -189,7 +185,6 @@ def read_model(dsx: DsxConfig) -> ModelSource:
 
 
 def _read(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """The config before overrides, and what to call it in messages."""
     if model.preset is not None:
         preset = find_preset(model.family, model.preset)
         return f"dsx.model.preset {preset.name}", dict(preset.config)

@@ -29,14 +29,7 @@ _FINE_TUNE = "configs/finetune.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Starter:
-    """The files to write.
-
-    Attributes:
-        content: The config.
-        run: The same, resolved.
-        recipe: The recipe that runs it.
-        assumed: What the DeepSpeed JSON left open.
-    """
+    """The files to write; ``assumed`` is what the DeepSpeed JSON left open."""
 
     content: dict[str, Any]
     run: RunConfig

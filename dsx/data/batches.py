@@ -50,10 +50,6 @@ class Shuffled:
 
     Global sample ``g`` is sequence ``permute(g % n)`` of epoch ``g // n``, n sequences an epoch; the
     permutation follows from the seed and the epoch.
-
-    Args:
-        sequences: Training sequences.
-        seed: Seed of the order.
     """
 
     def __init__(self, sequences: Windows, *, seed: int) -> None:
@@ -214,7 +210,6 @@ class EvaluationBatches:
         self._count = wanted // unit * multiple_of
 
     def __len__(self) -> int:
-        """Micro-batches per rank."""
         return self._count
 
     def __iter__(self) -> Iterator[MicroBatch]:

@@ -130,13 +130,7 @@ class CorpusInfo:
 
 
 class SplitWriter:
-    """Appends documents to a token file; a context manager that syncs it.
-
-    Args:
-        path: The file to write.
-        dtype: Id type on disk.
-        end_id: Id appended to every document.
-    """
+    """Appends documents to a token file; a context manager that syncs it."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], end_id: int) -> None:
         self._file = path.open("wb")
@@ -232,10 +226,6 @@ class TokenFile:
     process, and a page fault that waits for the disk holds Python's lock. The open file outlives its name, so
     a deleted corpus can be read to the end of the run.
 
-    Args:
-        path: The file.
-        dtype: Type of the ids.
-
     Raises:
         DataError: It cannot be opened.
     """
@@ -268,7 +258,6 @@ class TokenFile:
         return np.frombuffer(read, self._dtype)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """All ids, for NumPy."""
         del copy  # reading is copying
         return self[:].astype(dtype or self._dtype)
 
@@ -468,7 +457,6 @@ def write_once(target: Path, write: Callable[[Path], CorpusInfo]) -> Path:
 
 
 def _split(texts: Iterable[str], data: DataConfig) -> Iterator[tuple[str, bool]]:
-    """Each document, with whether it is held out."""
     for number, document in enumerate(texts):
         yield document, is_held_out(number, data.held_out, data.seed)
 
@@ -480,15 +468,7 @@ def write_corpus(
     tokenizer: Tokenizer,
     settings: dict[str, Any],
 ) -> CorpusInfo:
-    """Write the token files of ``texts``, each with whether it is held out.
-
-    Args:
-        folder: Where to write.
-        texts: Documents in order.
-        source: What to note as their source.
-        tokenizer: Text -> ids.
-        settings: Everything that decides the tokens.
-    """
+    """Write the token files of ``texts``, each with whether it is held out."""
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     byte_counts = np.zeros(256, np.int64)
     with (

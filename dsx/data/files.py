@@ -295,7 +295,6 @@ class Tables:
 
 
 def _local_options(source: LocalFiles, files: list[str]) -> tuple[str, dict[str, Any]]:
-    """What ``datasets`` is asked for, and how."""
     if source.builder is None:
         return str(source.root), {}
     # By default parquet is read a whole row group at once, for each that is open.
@@ -309,14 +308,6 @@ class TableShard:
 
     Rows before a position are read again and dropped without being decoded: the ``state_dict`` of
     ``datasets`` remembers a shard and a row too, and skips rows in the same way.
-
-    Args:
-        table: The data set.
-        index: Number of the shard.
-        count: Number of all shards.
-        column: What holds the text.
-        where: For messages.
-        stamps: Local files that it is made of.
     """
 
     table: Any
@@ -368,7 +359,6 @@ def _shards(table: Any, column: str, where: str, stamps: tuple[Stamp, ...]) -> t
 
 
 def _cells(batch: Any, column: str, where: str) -> list[str | None]:
-    """``column`` of one Arrow table."""
     key = f'dsx.data.text_column = "{column}"'
     if column not in batch.column_names:
         what = f"{where} has no such column; it has {', '.join(batch.column_names)}"

@@ -71,12 +71,7 @@ class TextPart:
 
 
 class Text:
-    """An opened text.
-
-    Args:
-        data: The ``dsx.data`` block.
-        corpora: What was prepared of each source, in order.
-    """
+    """An opened text."""
 
     def __init__(self, data: DataConfig, corpora: Sequence[Corpus]) -> None:
         self._data = data

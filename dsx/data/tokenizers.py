@@ -176,10 +176,6 @@ Tokenizer = ByteTokenizer | TransformersTokenizer
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
     """``"bytes"``, or a tokenizer of ``transformers`` by folder or hub name.
 
-    Args:
-        name: Which.
-        trust_remote_code: Run code that comes with it.
-
     Raises:
         DataError: See :class:`TransformersTokenizer`.
     """

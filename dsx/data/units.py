@@ -39,13 +39,7 @@ class Unit(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamp:
-    """A file as it was when the run started.
-
-    Args:
-        path: The file.
-        size_bytes: Its size.
-        modified_ns: Its modification time.
-    """
+    """A file as it was when the run started."""
 
     path: Path
     size_bytes: int
@@ -230,7 +224,6 @@ def file_parts(
 
 
 def _lines(file: BinaryIO, length: int) -> Iterator[bytes]:
-    """The lines of the next ``length`` bytes; fewer if the file ends."""
     while length > 0 and (line := file.readline()):
         yield line
         length -= len(line)

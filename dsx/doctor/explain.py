@@ -114,7 +114,6 @@ def _spellings(key: Key) -> list[str]:
 
 
 def _unknown(path: str) -> list[list[Key]]:
-    """Raise a ConfigError with the nearest keys."""
     names = {name: key.path for key in _all() for name in (*_spellings(key), key.path.rpartition(".")[2])}
     near = difflib.get_close_matches(path.lower(), names, n=3, cutoff=0.7)
     likely = " or ".join(dict.fromkeys(names[name] for name in near))
@@ -153,7 +152,6 @@ def _type(key: Key) -> str:
 
 
 def _defaults(rows: Sequence[Key]) -> str:
-    """The default, with the optimizers or schedulers that have it."""
     owners: dict[str, list[str]] = {}
     for key in rows:
         text = "none: it is needed" if key.default is REQUIRED else json.dumps(key.default)
@@ -195,7 +193,6 @@ def _history(key: Key) -> Iterable[str]:
 
 
 def _members(path: str) -> str:
-    """Names of the keys right inside a block."""
     names = [key.path.removeprefix(f"{path}.") for key in _all() if key.path.startswith(f"{path}.")]
     return ", ".join(dict.fromkeys(name for name in names if "." not in name)) or "any"
 

@@ -148,13 +148,7 @@ def has(config: Mapping[str, Any], path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Mended:
-    """A text with the edits of findings made.
-
-    Attributes:
-        before: The text as it was.
-        after: The text with the edits.
-        findings: Those whose edits were made.
-    """
+    """A text with the edits of findings made."""
 
     before: str
     after: str

@@ -216,7 +216,6 @@ _OWN_CHECKS = frozenset({"zero_optimization.offload_param", "zero_optimization.o
 
 
 def _is_idle(value: Any, key: Key) -> bool:
-    """Whether a value asks for nothing."""
     return value is None or value is False or value == key.default or value in ("none", "auto")
 
 
@@ -233,7 +232,6 @@ def _without_zero(cause: NoEffect) -> bool:
 
 
 def _fix(cause: NoEffect) -> str:
-    """The fix: a change of the condition, or of the key."""
     condition = cause.conditions[0]
     words = {"<": "at least", "<=": "above", ">": "at most", ">=": "below"}
     if condition.operator in words:

@@ -40,13 +40,7 @@ Step = tuple[Schedule, ReceivePlan]
 
 @dataclass(slots=True)
 class Programs:
-    """The schedules of one pipeline rank's steps.
-
-    Args:
-        program: Schedule of the training steps.
-        stages: The pipeline's virtual stages.
-        pp_rank: This rank's pipeline coordinate.
-    """
+    """The schedules of one pipeline rank's steps."""
 
     program: Program
     stages: StageMap

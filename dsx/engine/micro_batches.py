@@ -73,10 +73,6 @@ class LabelCheck:
     """Warns, once, where labels are the inputs themselves and the loss is dsx's, which shifts nothing.
 
     Another loss may shift by itself, or want its input back.
-
-    Args:
-        loss_fn: The pipeline's loss.
-        due: Whether the next batch is to be checked.
     """
 
     loss_fn: Callable[..., Any] | None

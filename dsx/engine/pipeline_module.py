@@ -625,7 +625,6 @@ def _require_whole(layers: Sequence[Any], mesh: Mesh) -> None:
 
 
 def _mesh(num_stages: int | None, topology: Any) -> Mesh:
-    """Mesh of ``num_stages`` or of a DeepSpeed ProcessTopology."""
     world_size = dist.get_world_size()
     if topology is not None:
         given, known = list(topology.get_axis_names()), {axis.deepspeed: axis.name for axis in AXES}

@@ -87,11 +87,7 @@ class StreamClock:
 
 
 class Recorder:
-    """Marks the start and end of every action of one step on one rank.
-
-    Args:
-        clock: What takes the marks.
-    """
+    """Marks the start and end of every action of one step on one rank."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -122,12 +118,7 @@ class Recorder:
 
 
 class Tracer:
-    """The steps of an engine that are recorded, and where their traces go.
-
-    Args:
-        groups: This rank's groups.
-        device: What the engine computes on.
-    """
+    """The steps of an engine that are recorded, and where their traces go."""
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
         self._groups, self._device = groups, device
@@ -166,12 +157,7 @@ class Tracer:
 
     @contextmanager
     def step(self, number: int, schedule: Schedule) -> Iterator[Around | None]:
-        """Entered around a training step; gives what to enter around its actions, or None without recording.
-
-        Args:
-            number: The step, from 1.
-            schedule: Its lowered schedule.
-        """
+        """Entered around step ``number``; gives what to enter around its actions, None without recording."""
         wanted = self._wanted.pop(number, None)
         if wanted is None:
             yield None

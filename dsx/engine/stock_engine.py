@@ -368,6 +368,5 @@ class EngineNames:
 
 
 def _say(*words: object) -> None:
-    """Print to the console, whatever else writes there."""
     sys.stdout.write(" ".join(map(str, words)) + "\n")
     sys.stdout.flush()

@@ -43,10 +43,6 @@ class Guard:
     While it is entered, a peer that fails or dies ends this process within seconds, a run that hangs ends
     with a report, a signal to any rank becomes a wish to stop that all ranks agree on, and no other run can
     work in the same output folder.
-
-    Args:
-        config: The resolved config.
-        groups: This rank's groups.
     """
 
     def __init__(self, config: RunConfig, groups: Groups) -> None:
@@ -90,7 +86,6 @@ class Guard:
         return self
 
     def _lock_output(self) -> None:
-        """Lock the output folder, on rank 0."""
         self._lock = RunLock(self._config.output)
 
     def _unlock(self) -> None:

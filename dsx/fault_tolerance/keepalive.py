@@ -71,11 +71,7 @@ class Peer:
 
 
 class LocalPeer:
-    """A peer on this machine, alive when this is made.
-
-    Args:
-        peer: The process.
-    """
+    """A peer on this machine, alive when this is made."""
 
     def __init__(self, peer: Peer) -> None:
         self.rank = peer.rank
@@ -387,7 +383,6 @@ def _of_name() -> Iterable[str]:
 
 
 def _of_interfaces() -> Iterable[str]:
-    """IPv4 addresses of all interfaces."""
     every = (one for found in psutil.net_if_addrs().values() for one in found)
     return [one.address for one in every if one.family is socket.AF_INET]
 

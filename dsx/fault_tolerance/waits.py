@@ -262,7 +262,6 @@ def _followers(edges: Mapping[int, tuple[int, ...]]) -> dict[int, set[int]]:
 
 
 def _circle(edges: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
-    """Ranks that wait for each other; empty if there is no such circle."""
     for start in edges:
         path, rank = [start], start
         while edges.get(rank):
@@ -319,7 +318,6 @@ def _awaited_by(schedule: Schedule, receive: Action) -> str:
 
 
 def _made(row: Collection[Action], send: Action) -> str:
-    """The action whose result is sent."""
     return str(_of(row, send.stage, send.micro_batch, _ops(send)))
 
 

@@ -134,16 +134,7 @@ _STOPPED_SECONDS = 5.0  # a debugger that stops a rank for less is not worth a l
 
 
 class Watch:
-    """Watches one rank's main thread and the other ranks.
-
-    Args:
-        config: ``dsx.faults``.
-        board: Where ranks meet.
-        peers: Every rank's process, by rank.
-        rank: This one.
-        thread: The main thread's identity.
-        keepalive: This rank's connections, which the watch closes.
-    """
+    """Watches one rank's main thread and the other ranks."""
 
     def __init__(
         self,
@@ -533,7 +524,6 @@ def _frames(thread: int) -> Iterator[FrameType]:
 
 
 def _waits(frame: FrameType) -> bool:
-    """Whether the line waits for something asynchronous."""
     return ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 
 

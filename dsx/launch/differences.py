@@ -98,7 +98,6 @@ def differences(machines: Sequence[MachineFacts], *, checkpoint_bytes: int) -> I
 def _odd(
     machines: Sequence[MachineFacts], values: Sequence[str], what: str, fix: str
 ) -> Iterator[Difference]:
-    """The machines whose value is not the usual one."""
     ((most, count), *_) = Counter(values).most_common(1)
     usual = most if 2 * count > len(values) else values[0]
     for value in dict.fromkeys(values):

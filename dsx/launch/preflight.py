@@ -43,11 +43,6 @@ def check_machines(config: RunConfig, peers: Sequence[Peer], rank: int) -> None:
     DeepSpeed and Python and the resolved config must be the same. Clocks and free space are warned of, on
     rank 0's console.
 
-    Args:
-        config: The resolved config, as this rank has it.
-        peers: Every rank's process.
-        rank: This one.
-
     Raises:
         RunError: On every rank: which machine differs, in what, and the fix.
     """

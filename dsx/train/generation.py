@@ -273,7 +273,6 @@ def _config(source: Catalog, config: str | Path | None) -> Mapping[str, Any]:
 
 
 def _tokenizer(source: Catalog) -> str:
-    """The tokenizer that a checkpoint's model was trained with."""
     client = source.facts.get("client_state")
     told = client.get("tokenizer") if isinstance(client, Mapping) else None
     if told not in (None, NO_TOKENIZER):

@@ -128,7 +128,6 @@ class Monitor:
             self._write_trace(comparison)
 
     def _traced(self) -> Comparison | None:
-        """The step that has just ended beside its simulation, if the step was recorded."""
         if not self._traces:
             return None
         from dsx.schedules.trace import compare
@@ -239,7 +238,6 @@ class Monitor:
             self._tracker.refer_to(kind, folder, step=step, about=about)
 
     def _tokens(self, step: int) -> int:
-        """Tokens trained on after so many steps."""
         return step * self._config.tokens_per_step
 
     def finish(self) -> None:

@@ -78,11 +78,6 @@ def pretrained(source: Catalog, dtype: torch.dtype | None, *, trust_remote_code:
 def _check_claims(source: Catalog, described: PretrainedConfig, file: str) -> None:
     """Refuse a config that claims a larger model than a checkpoint holds, before the model is made.
 
-    Args:
-        source: The checkpoint.
-        described: Its model's config, of a class of transformers' own.
-        file: Where that was read, for the message.
-
     Raises:
         CheckpointError: It claims more parameters than the checkpoint has elements.
     """

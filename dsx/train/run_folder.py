@@ -97,12 +97,7 @@ def start_of(config: RunConfig) -> tuple[Path, str | None] | None:
 
 
 def standing(config: RunConfig, step: int) -> str:
-    """One line for a run that ends before its last step: how far it came, and how to continue.
-
-    Args:
-        config: The run's.
-        step: Steps done.
-    """
+    """One line for a run that ends before its last step: how far it came, and how to continue."""
     root, train = config.output / store.CHECKPOINTS, config.dsx.train
     came = f"stopped after step {step} of {train.steps}"
     try:
@@ -121,9 +116,6 @@ class RunLock:
     filelock's, by flock(2): nothing is left to be cleaned up after SIGKILL, and a worker that outlives the
     run does not keep it. On NFS it holds between machines that mount it with locks, as Linux does by default;
     where a file system has none there is no protection.
-
-    Args:
-        output: The run's folder.
 
     Raises:
         RunError: Another process has it; the message says which, and where.

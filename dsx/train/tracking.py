@@ -470,7 +470,6 @@ def _log_references(run: Any, name: str, kind: str, folder: Path, facts: Mapping
 
 
 def _end_services() -> None:
-    """Kill the service processes, and wait until they are gone."""
     services = _services()
     for service in services:
         with suppress(psutil.NoSuchProcess):

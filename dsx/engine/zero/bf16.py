@@ -152,7 +152,6 @@ class Bf16Adapter:
         return float(self._engine.get_global_grad_norm() or 0.0)
 
     def _parts(self) -> Iterator[GradientPart]:
-        """The whole gradients of those that have one."""
         for parameters in self._optimizer.bf16_groups:
             for parameter in parameters:
                 if self._gradients.has(parameter):

@@ -82,11 +82,7 @@ class Held:
 
 
 def held(engine: Any) -> tuple[Held, ...]:
-    """Every master of this rank, in the optimizer's order.
-
-    Args:
-        engine: A DeepSpeedEngine.
-    """
+    """Every master of this rank, in the optimizer's order."""
     wrapper = engine.optimizer
     makers = {
         "DeepSpeedZeroOptimizer": _zero_1_and_2,

@@ -110,15 +110,7 @@ class _Bucket:
 
 
 class GradientTransport:
-    """All-reduces buckets of gradients.
-
-    Args:
-        store: The optimizer's store.
-        names: The parameters' names, for messages.
-        group: The data-parallel ranks.
-        scale: Makes the sum an average.
-        wire_dtype: Gives the dtype that a parameter's gradient is summed in.
-    """
+    """All-reduces buckets of gradients."""
 
     def __init__(
         self,
