@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dsx.cli.options import FORMAT
-from dsx.cli.output import BAD, one_a_line, say
+from dsx.cli.output import BAD, one_a_line, say, say_json
 
 if TYPE_CHECKING:
     from dsx.checkpoint.compare import TensorDifference
@@ -52,7 +52,7 @@ def diff(
             "facts": {key: list(values) for key, values in facts.items()},
             "only_in": absent,
         }
-        say(json.dumps(content, indent=2))
+        say_json(content)
     else:
         say(one_a_line(_lines(found, absent, facts)))
     if not same:

@@ -16,7 +16,7 @@ import typer
 from dsx import __version__
 from dsx.checkpoint.store import write_atomically
 from dsx.cli.options import FORMAT, GPUS, MODEL, SET
-from dsx.cli.output import say
+from dsx.cli.output import say, say_json
 from dsx.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def init(
             "assumed": {each.key: each.value for each in begun.assumed},
             "resolved": begun.run.summary(),
         }
-        say(json.dumps(facts, indent=2))
+        say_json(facts)
         return
     lines = [f"wrote {', '.join(files)} to {folder}"]
     lines += [f"assumed    {each}" for each in begun.assumed]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dsx.cli.options import FORMAT, RULES
-from dsx.cli.output import BAD, judging, one_a_line, say
+from dsx.cli.output import BAD, judging, one_a_line, say, say_json
 from dsx.terminal import amount
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def inspect(
             with Waiting(f"verifying {path}", total=total, unit="bytes") as waiting:
                 damage = [str(error) for error in verified(catalog, waiting.advance)]
     if style == "json":
-        say(json.dumps(facts | ({"damage": damage} if verify else {}), indent=2))
+        say_json(facts | ({"damage": damage} if verify else {}))
     else:
         say(_text(facts))
         if verify:

@@ -6,10 +6,12 @@ option, a missing file, or a file of another kind. 130 is Ctrl-C.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -47,9 +49,24 @@ def say(text: str, *, err: bool = False, end: str = "\n") -> None:
     typer.echo(printable(text) + end, nl=False, err=err)
 
 
+def say_json(content: Any) -> None:
+    """Print what a command found, for programs."""
+    say(json.dumps(content, indent=2))
+
+
 def one_a_line(lines: Iterable[str]) -> str:
     """Lines of a table, with line breaks in a file's names escaped, so that each stays one line."""
     return "\n".join(line.replace("\r", "\\r").replace("\n", "\\n") for line in lines)
+
+
+def text_of(path: Path, where: str, fix: str) -> str:
+    """The text of a file that a command line names. Raises ConfigError, at ``where``, if there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(where, "not text", fix) from None
+    except OSError as error:
+        raise ConfigError(where, error.strerror or str(error), fix) from None
 
 
 def deliver(text: str, output: Path | None) -> None:

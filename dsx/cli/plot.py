@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from dsx.cli.options import FORMAT, OUTPUT, drawn
-from dsx.cli.output import deliver, say
-from dsx.errors import ConfigError
+from dsx.cli.output import deliver, say, say_json, text_of
 
 if TYPE_CHECKING:
     from dsx.schedules.trace import Comparison
@@ -55,9 +53,7 @@ def plot(
     save(read, panels, output)
     if style == "json":
         drawn = [metric for panel in panels for metric in (panel.metric, panel.points) if metric]
-        say(
-            json.dumps({"wrote": str(output), "runs": [run.name for run in read], "metrics": drawn}, indent=2)
-        )
+        say_json({"wrote": str(output), "runs": [run.name for run in read], "metrics": drawn})
         return
     say(str(output))
 
@@ -88,11 +84,7 @@ def trace(
     """
     from dsx.schedules.trace import Trace, compare
 
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ConfigError(str(file), reason or str(error), "give a trace/step*.json of a run") from None
+    text = text_of(file, str(file), "give a trace/step*.json of a run")
     deliver(_render(compare(Trace.from_json(text, where=str(file))), style), output)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,7 +20,7 @@ from dsx.cli.options import (
     ZERO,
     count,
 )
-from dsx.cli.output import BAD, one_a_line, parse_bytes, say
+from dsx.cli.output import BAD, one_a_line, parse_bytes, say, say_json
 from dsx.parallel.mesh import AXES, Mesh
 from dsx.terminal import amount
 
@@ -159,23 +158,25 @@ def reshard(
         point_latest=point if latest is None else latest and conversion.target.is_tag,
     )
     outline = conversion.outline(options)
-    as_json = style == "json"
-    if not as_json:
+    if style != "json":
         say(_outline_text(outline))
     if dry_run:
-        if as_json:
-            say(json.dumps(outline, indent=2))
+        if style == "json":
+            say_json(outline)
         return
     report = _copied(conversion, options)
     losses = None
     if check is not None:
         with Waiting("computing the loss of the source's weights and of the target's"):
             losses = check.compare(conversion.source, open_checkpoint(target))
-    told = asdict(report) | {"target": str(report.target), "losses": losses and asdict(losses)}
-    text = _report_text(report, losses)
-    if conversion.target.is_tag:
-        text += _to_load(target.absolute(), named=options.point_latest)
-    say(json.dumps(outline | {"report": told}, indent=2) if as_json else text)
+    if style == "json":
+        told = asdict(report) | {"target": str(report.target), "losses": losses and asdict(losses)}
+        say_json(outline | {"report": told})
+    else:
+        text = _report_text(report, losses)
+        if conversion.target.is_tag:
+            text += _to_load(target.absolute(), named=options.point_latest)
+        say(text)
     if losses is not None and losses.same_dtype and not losses.equal:
         say(f"dsx: {target}: its weights give another loss than {source}'s", err=True)
         raise typer.Exit(BAD)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dsx.cli.options import OUTPUT, drawn
-from dsx.cli.output import deliver, judging
+from dsx.cli.output import deliver, judging, text_of
 from dsx.errors import ConfigError, ScheduleError
 from dsx.planner.choose import Choice, Ranking, choose
 from dsx.planner.layout import Space
@@ -32,46 +32,25 @@ _PICTURES = ("svg", "html")
 _GIB = 1 << 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What the command line fixes; None leaves a choice open.
-
-    Attributes:
-        name: A schedule, or auto.
-        profile: File of measured costs.
-        stages: Pipeline ranks.
-        micro_batches: Per step.
-        chunks: Virtual stages per rank.
-        group_size: As :class:`dsx.schedules.builders.Options`.
-        warmup: The same.
-        activation_gib: Most activations on a rank.
-        wire: Time of a transfer in forwards; not with a profile, which says it.
-    """
-
-    name: str
-    profile: Path | None
-    stages: int | None
-    micro_batches: int | None
-    chunks: int | None
-    group_size: int | None
-    warmup: int | None
-    activation_gib: float | None
-    wire: float
-
-
-def ranking_text(wanted: Wanted, style: str, draw: Callable[[Schedule, Costs], str]) -> str:
+def _ranked_text(
+    file: Path, sizes: tuple[int, int], space: Space, style: str, draw: Callable[[Schedule, Costs], str]
+) -> str:
     """The ranking as a table or JSON; in other styles the chosen schedule, drawn with its measured costs.
 
     Args:
-        wanted: The command line.
+        file: A profile.
+        sizes: Pipeline ranks and micro-batches.
+        space: What is left open; every measured way of recomputing is tried.
         style: Of the command's --format.
         draw: Draws a schedule in that style, pictures in milliseconds.
 
     Raises:
-        ConfigError: An option is missing or has no meaning here, or the profile cannot be read.
+        ConfigError: The profile cannot be read.
         ScheduleError: Nothing can be chosen.
     """
-    profile, ranking = rank(wanted)
+    profile = Profile.from_json(text_of(file, f"--profile {file}", "give a profile.json"), name=str(file))
+    space = replace(space, recompute=tuple(profile.layers))
+    ranking = choose(profile, num_ranks=sizes[0], num_micro_batches=sizes[1], space=space)
     if style == "table":
         return _auto_table(profile, ranking)
     if style == "json":
@@ -81,43 +60,27 @@ def ranking_text(wanted: Wanted, style: str, draw: Callable[[Schedule, Costs], s
     return draw(ranking.chosen.cut.schedule, _in_milliseconds(costs) if style in _PICTURES else costs)
 
 
-def rank(wanted: Wanted) -> tuple[Profile, Ranking]:
-    """Rank what the command line leaves open, including every measured way of recomputing."""
-    if wanted.profile is None:
-        where = "dsx schedule auto" if wanted.name == "auto" else "--activation-gib"
+def _check_choice(
+    name: str, profile: Path | None, stages: int | None, micro_batches: int | None, wire: float
+) -> tuple[Path, tuple[int, int]]:
+    """The profile and the sizes, without which nothing can be ranked."""
+    if profile is None:
+        where = "dsx schedule auto" if name == "auto" else "--activation-gib"
         raise ConfigError(
             where,
             "nothing is measured to choose by",
             "give --profile: a run with dsx.profile = measure writes profile.json to its output",
         )
-    if wanted.stages is None or wanted.micro_batches is None:
-        missing = "--stages" if wanted.stages is None else "--micro-batches"
+    if stages is None or micro_batches is None:
+        missing = "--stages" if stages is None else "--micro-batches"
         raise ConfigError(missing, "it is needed with --profile", f"give {missing} N")
-    if wanted.wire:
+    if wire:
+        raise ConfigError(f"--wire {wire:g}", "the profile says what transfers take", "leave one of them out")
+    if name not in ("auto", *NAMES):
         raise ConfigError(
-            f"--wire {wanted.wire:g}", "the profile says what transfers take", "leave one of them out"
+            f"schedule {name!r}", "not a schedule to choose", f"use auto or one of {', '.join(NAMES)}"
         )
-    if wanted.name not in ("auto", *NAMES):
-        raise ConfigError(
-            f"schedule {wanted.name!r}", "not a schedule to choose", f"use auto or one of {', '.join(NAMES)}"
-        )
-    try:
-        text = wanted.profile.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"--profile {wanted.profile}", reason, "give a profile.json") from None
-    profile, cap = Profile.from_json(text, name=str(wanted.profile)), wanted.activation_gib
-    space = Space(
-        names=NAMES if wanted.name == "auto" else (wanted.name,),
-        chunks=None if wanted.chunks is None else (wanted.chunks,),
-        group_size=wanted.group_size,
-        warmup_per_rank=wanted.warmup,
-        recompute=tuple(profile.layers),
-        most_bytes=None if cap is None else int(cap * _GIB),
-    )
-    return profile, choose(
-        profile, num_ranks=wanted.stages, num_micro_batches=wanted.micro_batches, space=space
-    )
+    return profile, (stages, micro_batches)
 
 
 def _in_milliseconds(costs: Costs) -> Costs:
@@ -232,20 +195,17 @@ def schedule(
     run.
     """
     if name == "auto" or profile is not None or activation_gib is not None:
-        wanted = Wanted(
-            name=name,
-            profile=profile,
-            stages=stages,
-            micro_batches=micro_batches,
-            chunks=chunks,
+        file, sizes = _check_choice(name, profile, stages, micro_batches, wire)
+        space = Space(
+            names=NAMES if name == "auto" else (name,),
+            chunks=None if chunks is None else (chunks,),
             group_size=group_size,
-            warmup=warmup,
-            activation_gib=activation_gib,
-            wire=wire,
+            warmup_per_rank=warmup,
+            most_bytes=None if activation_gib is None else int(activation_gib * _GIB),
         )
         draw = partial(_render, style=style, unit="ms", to_file=output is not None)
         with judging(ScheduleError):
-            text = ranking_text(wanted, style, draw)
+            text = _ranked_text(file, sizes, space, style, draw)
         deliver(text, output)
         return
     costs = Costs(transfer_seconds=wire)
@@ -274,11 +234,7 @@ def _read(path: Path, given: tuple[int | None, ...]) -> Schedule:
 
     if any(number is not None for number in given):
         raise ConfigError(str(path), "the file says its size and order itself", "drop the other numbers")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(str(path), reason, "give a CSV file, one row per rank") from None
+    text = text_of(path, str(path), "give a CSV file, one row per rank")
     return load(text, name=path.name)
 
 

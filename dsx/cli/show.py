@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dsx.cli.options import FORMAT, OUTPUT
-from dsx.cli.output import deliver, say
+from dsx.cli.output import deliver, say, say_json
 from dsx.config.wording import suggest
 from dsx.errors import ConfigError
 
@@ -33,11 +33,7 @@ def env(
     quiet()
     found = sections(hostfile)
     if style == "json":
-        deliver(
-            json.dumps({title: [list(row) for row in rows] for title, rows in found.items()}, indent=2)
-            + "\n",
-            output,
-        )
+        deliver(json.dumps(found, indent=2) + "\n", output)
         return
     lines = []
     for title, rows in found.items():
@@ -68,7 +64,7 @@ def guide(
         raise ConfigError(f"NAME {name}", what, suggest(name, texts, otherwise="name one of them"))
     text = texts[name.removesuffix(".md")]
     if style == "json":
-        say(json.dumps({"name": name, "text": text}, indent=2))
+        say_json({"name": name, "text": text})
     else:
         say(text, end="")
 
@@ -99,7 +95,7 @@ def presets(style: Annotated[Literal["table", "json"], FORMAT] = "table") -> Non
             }
         )
     if style == "json":
-        say(json.dumps(rows, indent=2))
+        say_json(rows)
         return
     sizes = "{layers:>6} {hidden:>6} {heads:>5} {kv_heads:>8}"
     layout = f"{{family:<8}} {{preset:<12}} {{parameters:>14}} {sizes}  {{about}}"
@@ -118,7 +114,7 @@ def schema(style: Annotated[Literal["table", "json"], FORMAT] = "json") -> None:
 
     found = DsxConfig.model_json_schema()
     if style == "json":
-        say(json.dumps(found, indent=2))
+        say_json(found)
         return
     for key, text in _keys(found, found, "dsx"):
         say(f"{key:<36} {text}".rstrip())

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from dsx.cli.options import CONFIG, FORMAT, GPUS, SET
-from dsx.cli.output import BAD, say
+from dsx.cli.output import BAD, say, say_json
 from dsx.errors import ConfigError
 
 if TYPE_CHECKING:
     from dsx.verify.run import Verdict
-
-
-class Precision(StrEnum):
-    """In which precision to compare."""
-
-    FP32 = "fp32"
-    CONFIG = "config"
 
 
 def verify(
@@ -35,8 +26,9 @@ def verify(
         bool, typer.Option("--full", help="The model at its own size: takes its memory in one process, too.")
     ] = False,
     precision: Annotated[
-        Precision, typer.Option(help="fp32, or the config's, with a tolerance for bf16's rounding.")
-    ] = Precision.FP32,
+        Literal["fp32", "config"],
+        typer.Option(help="fp32, or the config's, with a tolerance for bf16's rounding."),
+    ] = "fp32",
     tolerance: Annotated[
         float | None,
         typer.Option(help="Largest difference of a gradient, relative to its largest element.", min=0.0),
@@ -83,7 +75,7 @@ def verify(
         overrides=[] if isinstance(source, Mapping) else overrides or [],
         steps=steps,
         full=full,
-        keep_precision=precision is Precision.CONFIG,
+        keep_precision=precision == "config",
         tolerance=tolerance,
         entry=own or stock,
         stock=stock is not None,
@@ -97,8 +89,10 @@ def verify(
     verdict = found[0]
     if verdict is None:
         return
-    content = {**asdict(verdict), "equal": verdict.equal}
-    say(json.dumps(content, indent=2) if style == "json" else "\n".join(_lines(verdict)))
+    if style == "json":
+        say_json(asdict(verdict) | {"equal": verdict.equal})
+    else:
+        say("\n".join(_lines(verdict)))
     if not verdict.equal:
         raise typer.Exit(BAD)
 
