@@ -40,7 +40,6 @@ class Outcome:
     """What came of checking one file.
 
     Attributes:
-        path: The file.
         report: The doctor's report; None for a file that could not be read.
         findings: The report's findings, and those of the dsx block.
         diff: What --fix or --diff changed; empty if nothing.

@@ -37,13 +37,6 @@ def _ranked_text(
 ) -> str:
     """The ranking as a table or JSON; in other styles the chosen schedule, drawn with its measured costs.
 
-    Args:
-        file: A profile.
-        sizes: Pipeline ranks and micro-batches.
-        space: What is left open; every measured way of recomputing is tried.
-        style: Of the command's --format.
-        draw: Draws a schedule in that style, pictures in milliseconds.
-
     Raises:
         ConfigError: The profile cannot be read.
         ScheduleError: Nothing can be chosen.

@@ -28,7 +28,6 @@ class Job:
     """What of a run decides about its memory.
 
     Attributes:
-        records: What its layers do.
         layout: Mesh, stages, parameters and ZeRO stage.
         schedule: Lowered training schedule.
         left_out: Micro-batches of a step that ``schedule`` leaves out (:func:`enough_micro_batches`).
@@ -36,8 +35,6 @@ class Job:
         built_width: Bytes of a parameter of a model that is built whole and then converted and cut; None
             for one that is built as it is trained.
         alike: Whether tensor-parallel ranks hold the same between layers, so that each sends a part of it.
-        states: Precision, optimizer and ZeRO's sizes.
-        device: Kind of device.
         capacity_bytes: Memory of a device for tensors, where DeepSpeed asks for it; None for enough.
     """
 
@@ -59,7 +56,6 @@ class Phase:
 
     Attributes:
         name: build, engine, step 1 (which makes the moments) or step 2 (and all after it).
-        peak_bytes: The most bytes that are held at once.
         lines: The lines of the peak, largest first.
         where: The schedule action at the peak; "update" after the actions; "" outside of a step.
     """
@@ -75,8 +71,6 @@ class Estimate:
     """One rank's memory.
 
     Attributes:
-        rank: Global rank.
-        phases: The phases in the order of a run.
         steady_bytes: Bytes held between steps.
         host_bytes: The most that DeepSpeed keeps on the host for this rank at once: offload, or parameters
             that it flattens there.
@@ -169,7 +163,6 @@ _BUFFERS = Label("parameters", "buffers", "of the layers", "register_buffer")
 
 
 def _buffers(layers: RankLayers, pp_rank: int) -> Message:
-    """Registered buffers of a rank's layers."""
     sizes = [layers.record(index).buffer_bytes for index in layers.stages.layers_of(pp_rank)]
     return [Storage(layers.states.ledger, _BUFFERS, size).hold() for size in sizes if size]
 
@@ -258,8 +251,6 @@ class Role:
     """The ranks of one pipeline coordinate, whose memory differs by padding at most.
 
     Attributes:
-        pp_rank: Their pipeline coordinate.
-        ranks: Global ranks.
         estimate: The estimate of the first of them.
     """
 
@@ -270,11 +261,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMemory:
-    """Memory of every rank.
-
-    Attributes:
-        roles: The roles by pipeline coordinate.
-    """
+    """Memory of every rank."""
 
     roles: tuple[Role, ...]
 

@@ -30,12 +30,6 @@ def offload_of(
 ) -> Offload | None:
     """``offload_optimizer`` and ``offload_param``; None if nothing is offloaded.
 
-    Args:
-        zero: ``zero_optimization``.
-        optimizer: The ``optimizer`` block.
-        declared_bytes: ``dsx.optimizer_bytes``.
-        device: The kind of device; on CPUs the host is the device.
-
     Raises:
         ConfigError: NVMe, or another kind of offload whose memory dsx does not know.
     """
@@ -339,12 +333,6 @@ def state_settings(
     deepspeed: Mapping[str, Any], settings: ZeroConfig, declared_bytes: int | None, device: DeviceKind
 ) -> StateSettings:
     """Precision, optimizer and ZeRO's sizes of a checked config.
-
-    Args:
-        deepspeed: DeepSpeed's keys.
-        settings: ``dsx.zero``.
-        declared_bytes: ``dsx.optimizer_bytes``.
-        device: Where the run is.
 
     Raises:
         ConfigError: Something whose memory dsx does not know.

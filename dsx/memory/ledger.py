@@ -181,7 +181,6 @@ class Tensor:
     """A view on a storage, which it holds until :meth:`release`.
 
     Attributes:
-        shape: Sizes.
         width: Bytes an element.
         storage: What it holds on to; None for one whose memory is counted elsewhere (a parameter).
     """
@@ -220,7 +219,6 @@ class Leaf(Tensor):
     """A parameter.
 
     Attributes:
-        name: Of the parameter.
         grad: What backwards have summed up.
         accumulate: Takes each gradient over as it comes; None sums them in :attr:`grad`, as torch does.
     """
@@ -274,12 +272,7 @@ def walked(row: Sequence[Action]) -> frozenset[int]:
 
 
 class Replay:
-    """What is known of a rank's actions.
-
-    Args:
-        ledger: Counts.
-        row: The rank's, lowered.
-    """
+    """What is known of a rank's actions."""
 
     def __init__(self, ledger: Ledger, row: Sequence[Action]) -> None:
         self.ledger, self.walked = ledger, walked(row)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -34,33 +35,18 @@ class Notes(Protocol):
         """A number for a storage that was followed under a name; None if it is gone."""
 
 
-class _FetchedBackward(torch.autograd.Function):
-    """After a module: its backward begins (deepspeed/runtime/zero/parameter_offload.py)."""
+class _ModuleHook(torch.autograd.Function):
+    """Identity, whose backward tells that a module's begins, or has ended (zero/parameter_offload.py)."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, begins: Callable[[], None]) -> Tensor:
-        ctx.begins = begins
-        return y.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        ctx.begins()
-        return dy, None
-
-
-class _ReleasedBackward(torch.autograd.Function):
-    """Before a module: its backward is over."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ends: Callable[[], None]) -> Tensor:
-        ctx.ends = ends
+    def forward(ctx: Any, x: Tensor, tell: Callable[[], None]) -> Tensor:
+        ctx.tell = tell
         return x.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        ctx.ends()
+        ctx.tell()
         return dx, None
 
 
@@ -85,10 +71,7 @@ class ModuleGathers:
         module.register_forward_pre_hook(self._before)
 
     def _after(self, module: nn.Module, _: Any, output: Any) -> Any:
-        def begins() -> None:
-            self.fetch(module, forward=False)
-
-        return _mapped(output, lambda y: _FetchedBackward.apply(y, begins))
+        return _mapped(output, lambda y: _ModuleHook.apply(y, partial(self.fetch, module, forward=False)))
 
     def _before(self, module: nn.Module, inputs: Any) -> Any:
         self._remaining[id(module)] = 0
@@ -100,7 +83,7 @@ class ModuleGathers:
 
         def one(x: Tensor) -> Tensor:
             self._remaining[id(module)] += x.requires_grad
-            y: Tensor = _ReleasedBackward.apply(x, ends)
+            y: Tensor = _ModuleHook.apply(x, ends)
             return y
 
         return _mapped(inputs, one)
@@ -154,8 +137,7 @@ class ModuleGathers:
             before = parameter.untyped_storage()
             key = before._cdata  # noqa: SLF001 (as in StorageMeter.add)
             del before
-            shape, dtype, device = self._shapes[id(parameter)]
-            del shape
+            _, dtype, device = self._shapes[id(parameter)]
             parameter.data = torch.empty(0, dtype=dtype, device=device)
             return recorder.renumbered(key)
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -73,12 +72,11 @@ _WRITES_NOTHING = frozenset(
 _MASK_ARGUMENT = 3  # of the memory-efficient kernel; the backward's comes after the gradient
 
 
-class LayerRecorder(TorchDispatchMode):
+class LayerRecorder(paper.UncompiledMode):
     """Notes events of storages and operators on one kind of device, in order.
 
     Attributes:
         events: The list that events go to, which may be replaced at any time. None drops them.
-        labels: The labels of the events so far.
     """
 
     def __init__(self, device_type: str, category: str) -> None:
@@ -150,11 +148,6 @@ class LayerRecorder(TorchDispatchMode):
         self._paths.append((torch._C._autograd._get_sequence_nr(), path))  # noqa: SLF001
 
     # Operators
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and to say so would load a second's worth of torch."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and note what it computes, allocates and frees."""
@@ -413,10 +406,7 @@ class _Session:
     """One layer under one recorder.
 
     Args:
-        layer: A module or a function.
         forms: The forms of its inputs, which it gets as one tensor or one tuple.
-        device: ``paper`` or ``cpu``.
-        category: The category of its storages in the ledger.
         more: Forms of further arguments, which get no gradient: a loss's labels.
     """
 
@@ -440,7 +430,6 @@ class _Session:
         self._gathers: ModuleGathers | None = None
 
     def input(self, place: int) -> Tensor:
-        """A new input."""
         form = self.forms[place]
         with self.recorder.paused():
             made = torch.empty(form.shape, dtype=getattr(torch, form.dtype), device=self.device)
@@ -448,12 +437,10 @@ class _Session:
         return made
 
     def call(self, inputs: Sequence[Tensor]) -> Any:
-        """The layer's outputs."""
         first = inputs[0] if self._first == 1 else tuple(inputs[: self._first])
         return self.layer(first, *inputs[self._first :])
 
     def record(self, *, hooked: bool, divided: WeightGradients | None) -> LayerRecord:
-        """Run the layer and note everything."""
         named = [] if self.owner is None else list(self.owner.named_parameters())
         known = tuple(
             RecordedParameter(name, tuple(p.shape), p.element_size(), p.requires_grad) for name, p in named
@@ -498,9 +485,7 @@ class _Session:
             del outputs, inputs
         sizes = {event[1]: event[2:4] for event in found if event[0] == "+"}
         if any(number in sizes for number in recorder.live):
-            gc.collect(
-                1
-            )  # an error that torch caught while it loaded more of itself holds frames and their tensors
+            gc.collect(1)  # an error that torch caught while it loaded itself holds frames and their tensors
         labels, owners = list(recorder.labels), self._owners()
         kept = []
         for number in recorder.live:
@@ -553,7 +538,6 @@ class _Session:
             yield parameter.register_post_accumulate_grad_hook(taken)
 
     def _pass(self, divided: WeightGradients | None) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
-        """A forward and a backward."""
         recorder = self.recorder
         recorder.restart()
         forward: list[Event] = []

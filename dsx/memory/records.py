@@ -191,7 +191,7 @@ def _keep(place: Path, text: str) -> None:
         aside.replace(place)
 
 
-_SOURCES = ("nn/*.py", "models/*.py", "memory/record*.py", "memory/paper/device.py", "memory/paper/meter.py")
+_SOURCES = ("nn/*.py", "models/*.py", "memory/record*.py", "memory/module_gathers.py", "memory/paper/*.py")
 
 
 @cache

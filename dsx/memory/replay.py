@@ -42,8 +42,6 @@ class RecordedLayer:
     """One layer of a chunk with one micro-batch, from its forward to the end of its backward.
 
     Args:
-        ledger: The ledger that counts.
-        record: The layer's record.
         leaves: Its parameters by their names in the record.
         hooks: ZeRO-3's; None if parameters are always whole.
         last: Whether it is the model's last layer, whose outputs are the logits.
@@ -174,9 +172,7 @@ class RecordedChunk:
     """One micro-batch in the layers of one virtual stage.
 
     Args:
-        ledger: The ledger that counts.
         layers: The layers in order, followed by the loss after the model's last layer.
-        hooks: ZeRO-3's; None if parameters are always whole.
     """
 
     def __init__(self, ledger: Ledger, layers: Sequence[RecordedLayer], hooks: Hooks | None) -> None:

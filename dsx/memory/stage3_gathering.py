@@ -75,10 +75,7 @@ class Coordinator:
     """PartitionedParameterCoordinator under dsx's StepGathers.
 
     Args:
-        ledger: Counts.
-        dp: Data-parallel degree.
         width: Bytes of a parameter.
-        gathering: Settings.
         persistent: Names of parameters that stay gathered through a step.
         offloaded: Whether partitions live on the host, and come to the device to be gathered.
 

@@ -174,13 +174,10 @@ class StateSettings:
     Attributes:
         width: Bytes of a parameter: 2 or 4.
         accumulate: Bytes of an accumulated gradient.
-        optimizer: The update rule.
         bucket: ``zero_optimization.reduce_bucket_size``, elements.
         communication: Bytes of a gradient on its way (``communication_data_type``); None as a parameter's.
         reduce: ``dsx.zero.reduce``.
-        offload: What lives on the host.
         fused: Whether the update is DeepSpeed's FusedAdam or the like.
-        gathering: ZeRO-3's sizes.
     """
 
     width: int
@@ -242,13 +239,6 @@ class CountedBuckets:
 
 class States:
     """fp32 without ZeRO: parameters, gradients and moments are the model's own tensors. Base of the others.
-
-    Args:
-        ledger: Counts.
-        plan: ZeRO's cut of the rank's parameters.
-        dp_rank: Data-parallel coordinate.
-        leaves: The rank's parameters by name.
-        settings: The config's part.
 
     Attributes:
         replicated: Parameters that are copies of another pipeline rank's, tied ones.
@@ -397,7 +387,6 @@ class States:
         return self.new("optimizer", "moments", formula, "torch optim", size_bytes, 1)
 
     def _taken(self, elements: int, of: str) -> Tensor:
-        """Temporaries of the update."""
         each = self.settings.optimizer.step_bytes
         return self.new("temporaries", "update", f"{each} {of}", "torch optim", elements * each, 1)
 

@@ -33,9 +33,6 @@ class RankLayers:
     """The layers of one rank, as records.
 
     Attributes:
-        records: The model's records.
-        stages: Layers over stages.
-        states: The rank's parameters, by name.
         hooks: ZeRO-3's; None if parameters are always whole.
         divided: Whether backwards of this rank are split.
     """
@@ -93,9 +90,7 @@ class Walk:
     """One rank's step; may be run again for the next.
 
     Args:
-        schedule: The lowered schedule.
         rank: The pipeline coordinate.
-        layers: This rank's layers.
         checks: Whether tensor-parallel ranks cut the messages that they hold alike, and check that they do.
         releases: Whether a stage frees what it has sent.
         receives: When receives are posted; None for the plan of the schedule.

@@ -119,9 +119,6 @@ class PeakMemory:
 
     On a GPU the allocator knows it. On a CPU the tensors of one step, the second of the process, are counted:
     counting takes about as long again as the step itself.
-
-    Args:
-        device: Where the run computes.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -48,8 +48,6 @@ class LayerEntry:
     """A layer before DeepSpeed's LayerSpec.
 
     Attributes:
-        layer: Its class.
-        arguments: What that takes.
         tied: Whether it shares the word embedding's table.
         forward_fn: How it uses that; None for its own forward.
     """

@@ -39,7 +39,6 @@ class Preset:
     """A named model.
 
     Attributes:
-        family: Architecture.
         name: What ``dsx.model.preset`` says.
         about: Where its numbers come from.
         config: Hugging Face config. Copy it before changing it.
@@ -72,8 +71,6 @@ class LayerParams:
     """Makes the ParamSpecs of one layer of the layer list, in the order of its module.
 
     Attributes:
-        model: The architecture.
-        family: Its family.
         layer: Index in the layer list.
         block: Number of the block; 0 for other layers.
     """

@@ -51,8 +51,6 @@ class ModelSpec:
         max_positions: Longest sequence the positions allow.
         gated_mlp: SwiGLU-style gate times up (Llama) instead of a plain up projection (GPT-2).
         attention_bias: Biases on the fused QKV projection.
-        attention_out_bias: Bias on the attention output projection.
-        mlp_bias: Biases on the MLP linears.
         rope: Rotary embedding; None means learned absolute positions.
         scaled_output_init: Divide the init std of the two residual output projections by
             sqrt(2 * num_layers), as GPT-2 does (transformers, modeling_gpt2.py, _init_weights).

@@ -2,7 +2,10 @@
 
 Every module takes the whole sizes and a :class:`TensorParallel` (``groups.tensor_parallel``), holds this
 rank's part, and initialises and tags it: the same whole weights for every tensor-parallel degree. With a
-degree of 1 none communicates. ``docs/guides/own_model.md`` builds a model of them.
+degree of 1 none communicates. ``init`` gives the initial values of the whole weight (a bias starts at zero),
+or None leaves them to :func:`initialise`; ``dtype`` and ``device`` are the parameters'; ``split`` takes their
+gradients while it defers, and None never splits the backward. ``docs/guides/own_model.md`` builds a model of
+them.
 
 Shapes: B micro-batch, S sequence, s = S/tp under sequence parallelism, else S; H hidden; V this rank's
 columns of the vocabulary.

@@ -71,7 +71,6 @@ class Rotary:
     """Rotates queries and keys; one object serves all blocks of a rank.
 
     Args:
-        rope: Its settings.
         size: Elements of each head that are rotated, R: ``ModelSpec.rotary_size``.
     """
 
@@ -124,11 +123,7 @@ the mask in every call (aten/native/transformers/attention.cpp, preprocess_mask)
 
 
 class Window:
-    """Each token attends to the last ``size`` tokens, itself among them; one object serves all blocks.
-
-    Args:
-        size: Of the window.
-    """
+    """Each token attends to the last ``size`` tokens, itself among them; one object serves all blocks."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -167,12 +162,10 @@ class Attention(nn.Module):
 
     Args:
         model: Sizes, biases and dropout.
-        weights: Tensor-parallel ranks, dtype and device.
         rotary: Rotates queries and keys; None if positions are elsewhere.
         window: Limits the keys of a query; None if a query attends to all keys before it.
         recompute_core: Keep only the fused projection for backward and compute what is between it and the
             output projection again ("selective", arXiv:2205.05198, section 5).
-        attend: Attention itself.
 
     Raises:
         ModelError: Query or key/value heads that do not divide by the tensor-parallel size.

@@ -96,8 +96,6 @@ class Block(nn.Module):
     """A transformer block as one layer of the layer list.
 
     Args:
-        model: The architecture.
-        weights: Of this layer.
         rotary: Rotates queries and keys; None if positions are learned.
         recompute: What to compute again in backward: nothing, the attention core ("selective"), or the whole
             block, of which only the input is then kept ("full").

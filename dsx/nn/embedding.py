@@ -91,14 +91,8 @@ class VocabParallelEmbedding(nn.Module):
     Args:
         vocab_size: Logical rows.
         hidden_size: H.
-        tp: The tensor-parallel ranks.
         pad_multiple: Each rank's rows are rounded up to a multiple of this (64 suits GPUs); rows past
             ``vocab_size`` are zero and stay so, and their logits are -inf.
-        init: Initial values of the whole table [vocabulary, H]. None leaves them to
-            :func:`dsx.nn.initialise`.
-        dtype: Of the table.
-        device: Of the table.
-        split: Takes the table's gradient while it defers; None never splits the backward.
     """
 
     def __init__(
@@ -203,11 +197,6 @@ class LearnedPositions(nn.Module):
     Args:
         max_positions: Rows.
         hidden_size: H.
-        tp: The tensor-parallel ranks.
-        init: Initial values of the table [positions, H]; None leaves them to :func:`dsx.nn.initialise`.
-        dtype: Of the table.
-        device: Of the table.
-        split: Takes the table's gradient while it defers; None never splits the backward.
     """
 
     def __init__(

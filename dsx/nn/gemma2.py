@@ -27,12 +27,7 @@ def soft_cap(x: Tensor, cap: float | None) -> Tensor:
 
 
 class OffsetNorm(nn.Module):
-    """RMSNorm times 1 + weight, the weight starting at 0; replicated over the tensor-parallel ranks.
-
-    Args:
-        model: Hidden size and epsilon.
-        weights: Tensor-parallel ranks, dtype and device.
-    """
+    """RMSNorm times 1 + weight, the weight starting at 0; replicated over the tensor-parallel ranks."""
 
     def __init__(self, model: ModelSpec, weights: Weights) -> None:
         super().__init__()
@@ -97,11 +92,7 @@ class Gemma2Block(nn.Module):
     """Layer of the layer list: ``x + Norm(Attention(Norm(x)))``, then the same with the MLP.
 
     Args:
-        model: The architecture.
-        weights: Of this layer.
-        rotary: Rotates queries and keys.
         recompute: As :class:`dsx.nn.block.Block` has it.
-        window: Of its attention; None if a token attends to all before it.
     """
 
     def __init__(

@@ -156,16 +156,10 @@ class ColumnParallelLinear(nn.Module):
     Args:
         in_features: Inputs, whole on every rank.
         out_features: Outputs of all ranks together.
-        tp: The tensor-parallel ranks.
         bias: Whether to add a bias, cut as the outputs are.
         parts: Sizes of blocks fused along the outputs (Q, K and V; gate and up), each cut on its own; empty
             means one block.
         gather_output: Return all outputs on every rank, in the order of an uncut linear.
-        init: Initial values of the whole weight [out, in]; the bias is zero. None leaves both to
-            :func:`dsx.nn.initialise`.
-        dtype: Of the parameters.
-        device: Of the parameters.
-        split: Takes the parameters' gradients while it defers; None never splits the backward.
 
     Raises:
         ModelError: A block that does not divide by ``tp.size``, or blocks that do not fill the outputs.
@@ -215,13 +209,7 @@ class RowParallelLinear(nn.Module):
     Args:
         in_features: Inputs of all ranks together.
         out_features: Outputs, whole on every rank.
-        tp: The tensor-parallel ranks.
         bias: Whether to add a bias, which every rank holds whole.
-        init: Initial values of the whole weight [out, in]; the bias is zero. None leaves both to
-            :func:`dsx.nn.initialise`.
-        dtype: Of the parameters.
-        device: Of the parameters.
-        split: Takes the parameters' gradients while it defers; None never splits the backward.
 
     Raises:
         ModelError: Inputs that do not divide by ``tp.size``.

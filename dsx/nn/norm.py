@@ -27,9 +27,6 @@ class LayerNorm(nn.Module):
         tp: The tensor-parallel ranks. Under sequence parallelism each rank normalises its slice, and the
             parameters' gradients are summed over the ranks, which ``torch.nn.LayerNorm`` does not do.
         epsilon: Added to the variance.
-        dtype: Of the parameters.
-        device: Of the parameters.
-        split: Takes the parameters' gradients while it defers; None never splits the backward.
     """
 
     def __init__(
@@ -61,9 +58,6 @@ class RMSNorm(nn.Module):
         size: H, the last dim, over which it normalises.
         tp: The tensor-parallel ranks; under sequence parallelism as for :class:`LayerNorm`.
         epsilon: Added to the mean square.
-        dtype: Of the weight.
-        device: Of the weight.
-        split: Takes the weight's gradient while it defers; None never splits the backward.
         over_heads: Whether the input is attention heads, which are cut over the tensor-parallel ranks with or
             without sequence parallelism: each rank's gradient is then a part of the weight's.
     """

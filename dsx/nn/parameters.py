@@ -219,10 +219,7 @@ class Weights:
 
     Attributes:
         specs: The layer's parameters by path inside the layer's module (``attention.qkv.weight``).
-        tp: The tensor-parallel ranks.
-        dtype: Of the parameters.
         device: Of the parameters; ``meta`` leaves them without values.
-        seed: Of the initial values.
         split: Takes weight gradients while it defers; None never splits the backward.
     """
 

@@ -30,26 +30,6 @@ from dsx.schedules.schedule import Action, Op, Schedule
 from dsx.schedules.simulate import Costs
 from dsx.schedules.weight_fill import fill
 
-__all__ = [
-    "NAMES",
-    "Options",
-    "ScheduleName",
-    "build",
-    "default_chunks",
-    "divides_backward",
-    "dualpipev",
-    "forward_only",
-    "gpipe",
-    "interleaved",
-    "interleaved_zb",
-    "looped_bfs",
-    "one_f_one_b",
-    "placement_of",
-    "zb_h1",
-    "zbv",
-]
-
-
 _Step = tuple[int, Op]
 """(chunk, op); the micro-batch is the number of earlier steps of the same kind."""
 
@@ -67,12 +47,6 @@ def zbv(num_ranks: int, num_chunks: int, num_micro_batches: int, *, costs: Costs
     by :func:`dsx.schedules.weight_fill.fill` within the paper's memory, ``2 p`` chunk activations on every
     rank, that of 1F1B. With a forward, an ``I`` and a ``W`` of the same length the bubble is (p - 1) / (6 m)
     of the ideal time for m >= p: what the last rank waits for at the start.
-
-    Args:
-        num_ranks: Pipeline degree.
-        num_chunks: 2.
-        num_micro_batches: Any number.
-        costs: Lengths of actions and transfers by which to place the weight gradients.
 
     Raises:
         ScheduleError: Another number of chunks, or a number below 1.

@@ -53,11 +53,6 @@ def gather_plan(row: Sequence[Action], stage_bytes: Mapping[int, int], budget_by
     The plan is optimal when chunks are of one size. It never exceeds the budget, and no gap that it leaves
     would still fit.
 
-    Args:
-        row: A rank's actions.
-        stage_bytes: Virtual stage -> size of its gathered parameters.
-        budget_bytes: Memory for them.
-
     >>> row = [Action.parse(text) for text in "0F0 0F1 1F0 1B0 0B0 0B1".split()]
     >>> plan = gather_plan(row, {0: 100, 1: 100}, 100)
     >>> [sorted(stages) for stages in plan.kept], dict(plan.gathers)

@@ -18,7 +18,6 @@ class Costs:
     """The durations of actions on one micro-batch.
 
     Attributes:
-        forward_seconds: A forward.
         backward_seconds: A whole backward. By default its two parts together; two forwards are usual without
             recompute.
         backward_input_seconds: The gradient of the input. By default half of the whole backward, 1 without.

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsx.schedules.schedule import Op, Schedule
 from dsx.schedules.simulate import Span, Timeline, simulate
-from dsx.schedules.timeline import NAMES, comparison_title
+from dsx.schedules.timeline import NAMES, comparison_title, used_ops
 from dsx.schedules.timeline import milliseconds as ms
 from dsx.schedules.trace import Comparison, Executed, computation
 from dsx.terminal import aligned
@@ -161,7 +161,7 @@ def facts_json(comparison: Comparison) -> str:
         "clock_error_seconds": list(trace.clock_error_seconds),
         "transfer_seconds": costs.transfer_seconds,
         "transfers_measured": comparison.num_transfers,
-        "costs_seconds": {op.value: list(usual[op]) for op in _ops(comparison)},
+        "costs_seconds": {op.value: list(usual[op]) for op in used_ops(trace.schedule)},
         "actions": [_facts(ran) for row in comparison.actions for ran in row],
     }
     return json.dumps(data, indent=2) + "\n"
@@ -198,14 +198,9 @@ def _clocks(error_seconds: float) -> str:
     return f"the ranks' agree to {ms(error_seconds)}" if error_seconds else "the ranks read the same one"
 
 
-def _ops(comparison: Comparison) -> list[Op]:
-    used = {action.op for row in comparison.trace.schedule.rows for action in row}
-    return [op for op in NAMES if op in used]
-
-
 def _cost_rows(comparison: Comparison) -> list[Sequence[str]]:
     schedule, costs = comparison.trace.schedule, comparison.costs
-    used = _ops(comparison)
+    used = used_ops(schedule)
     rows: list[Sequence[str]] = [("stage", "rank", *(NAMES[op] for op in used))]
     usual = costs.by_op(schedule.num_stages)
     rows += (

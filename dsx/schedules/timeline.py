@@ -403,7 +403,8 @@ def _style(schedule: Schedule, action: Action) -> str:
     return f"{action.op}{schedule.chunk_of(action.stage)}"
 
 
-def _used(schedule: Schedule) -> list[Op]:
+def used_ops(schedule: Schedule) -> list[Op]:
+    """The ops of a schedule that compute, in the legend's order."""
     used = {action.op for row in schedule.rows for action in row}
     return [op for op in NAMES if op in used]
 
@@ -411,7 +412,7 @@ def _used(schedule: Schedule) -> list[Op]:
 def _defs(schedule: Schedule) -> Iterator[str]:
     yield "<style>"
     yield "g text{text-anchor:middle;font-weight:600}"
-    for op in _used(schedule):
+    for op in used_ops(schedule):
         for chunk in range(schedule.num_chunks):
             fill, ink = shade(op, chunk, schedule.num_chunks)
             yield f".{op}{chunk} rect{{fill:{fill}}}.{op}{chunk} text{{fill:{ink}}}"
@@ -425,7 +426,7 @@ def _defs(schedule: Schedule) -> Iterator[str]:
 
 def _legend(frame: _Frame, schedule: Schedule) -> Iterator[str]:
     x, y = frame.left, frame.bottom + 66.0
-    for op in _used(schedule):
+    for op in used_ops(schedule):
         for chunk in range(schedule.num_chunks):
             fill, _ = shade(op, chunk, schedule.num_chunks)
             yield f'<rect x="{x:.0f}" y="{y - 14:.0f}" width="18" height="18" rx="2.5" fill="{fill}"/>'

@@ -102,7 +102,6 @@ class Trace:
         tail_seconds: Time of each rank from its last action to the end of the step, for pending sends,
             reductions of gradients and the update.
         clock_error_seconds: How far each rank's times can be from rank 0's.
-        device: What it ran on.
     """
 
     schedule: Schedule
@@ -117,12 +116,6 @@ class Trace:
         """The ranks' records by rank 0's clock.
 
         A wait for a first message that began before the first computation counts from that computation.
-
-        Args:
-            schedule: What ran, lowered.
-            records: One per pipeline rank.
-            step: Number of the step, from 1.
-            device: What it ran on.
 
         Raises:
             ScheduleError: A record that is not its rank's row.
@@ -282,12 +275,6 @@ class Executed:
     """One computation of a step, measured and simulated. All times in seconds.
 
     Attributes:
-        rank: Pipeline rank.
-        action: What ran.
-        start: Measured start.
-        end: Measured end.
-        simulated_start: Start in the simulation of the whole step.
-        simulated_end: End in the simulation of the whole step.
         ready: Measured time at which all that it needs was there: the end of the rank's action before it, or
             of what another rank sends it, plus a transfer.
         waited_for: Whichever of the two was last; None for a first action.
@@ -330,12 +317,10 @@ class Comparison:
     """A measured step and its simulation.
 
     Attributes:
-        trace: The step.
         costs: The costs fitted from it, which the simulation uses.
         num_transfers: Number of transfers behind their median; with none, transfers are free.
         simulated: Timeline of the computations with these costs.
         ideal_seconds: Length of the simulated step if transfers were free.
-        actions: The computations of each rank in order.
     """
 
     trace: Trace

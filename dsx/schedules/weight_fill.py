@@ -104,15 +104,12 @@ class _Filler:
 
     @property
     def seconds(self) -> float:
-        """The length of the step."""
         return max(rank.clock for rank in self._ranks)
 
     def rows(self) -> tuple[tuple[Action, ...], ...]:
-        """Every rank's row, filled."""
         return tuple(tuple(rank.done) for rank in self._ranks)
 
     def run(self) -> None:
-        """Run every rank to the end of its row."""
         running = [rank for rank in self._ranks if rank.todo]
         while running:
             # The rank whose clock is lowest knows everything that can arrive up to now.

@@ -79,7 +79,6 @@ class Places:
     Attributes:
         known: Logical name -> what its first holder knows of it.
         holders: Logical name -> pipeline ranks that hold it, the first holder first.
-        degrees: The layout's degrees.
     """
 
     known: Mapping[str, Known]
@@ -263,10 +262,7 @@ class Bench:
     """What a layout is compared with.
 
     Attributes:
-        reference: The reference in one process.
         batches: Step -> the micro-batches of all replicas, replica fastest.
-        updates: Makes torch's optimizer.
-        tolerances: The differences that pass.
         suppose: (weights, micro-batches) -> losses under mistakes, by cause.
         layers: The layout's own layers in one process, for the outputs of each; None if they are the
             reference.
@@ -539,12 +535,7 @@ class TrainingComparison:
 
 
 def judge_masks(masks: Sequence[dict[str, Mask]], mesh: Mesh) -> Iterator[ParityFinding]:
-    """Findings, at most one per axis: the first layer at fault.
-
-    Args:
-        masks: By rank.
-        mesh: The ranks' mesh.
-    """
+    """Findings, at most one per axis: the first layer at fault."""
     places = [mesh.coords(rank) for rank in range(len(masks))]
     names = list(dict.fromkeys(name for found in masks for name in found))
     by_tensor = [message for name in names for message in _over_tensor(name, masks, places)]

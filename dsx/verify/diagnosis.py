@@ -118,8 +118,6 @@ class LossFacts:
     """The loss of one step against the reference's, from the same weights.
 
     Attributes:
-        seen: The layout's loss.
-        expected: The reference's loss.
         supposed: Cause -> the loss that the reference has under it.
         first_layer: The first layer whose output differs, and by how much, relative; None if none does.
         other_family: The layout agrees with dsx's own layers in one process, and those do not with the
@@ -139,7 +137,6 @@ class NormFacts:
 
     Attributes:
         seen: The norm that the engine reports; None if it reports none.
-        expected: The reference's.
         squares: Tensor -> sum of squares of the reference's gradient.
         stages: Tensor -> pipeline rank that holds it first.
         holders: Tensor -> number of pipeline ranks that hold it.
@@ -164,8 +161,6 @@ class UpdateFacts:
         error: Largest difference, relative to the largest update.
         fit: Update against expected update.
         decay: Difference of the two against the weights themselves.
-        learning_rate: The expected learning rate.
-        weight_decay: The expected weight decay.
     """
 
     name: str
@@ -203,14 +198,9 @@ class StepRow:
     Attributes:
         clipping: Largest norm of the pass; 0 for none.
         step: From 1.
-        loss: The layout's loss.
         expected_loss: The reference's loss, at the same weights.
-        norm: The norm that the engine reports.
-        expected_norm: The reference's norm.
         gradient: Largest relative difference of a gradient.
-        gradient_of: The tensor whose gradient that is.
         update: Largest relative difference of an update; None if updates are not compared.
-        update_of: The tensor whose update that is.
     """
 
     clipping: float

@@ -32,11 +32,7 @@ _NOT_TORCHS = {"torch_adam", "adam_w_mode", "fused", "fp32_optimizer_states"}
 
 
 class Updates:
-    """torch's optimizer of the config's kind, with DeepSpeed's learning-rate schedule, in one process.
-
-    Args:
-        deepspeed: DeepSpeed's part of the config.
-    """
+    """torch's optimizer of the config's kind, with DeepSpeed's learning-rate schedule, in one process."""
 
     def __init__(self, deepspeed: Mapping[str, Any]) -> None:
         block = deepspeed["optimizer"]
@@ -122,7 +118,6 @@ class Evaluation:
     """The mean loss of some micro-batches, and its gradient.
 
     Attributes:
-        loss: The mean over micro-batches.
         gradients: The gradients by logical tensor; tensors without one are left out.
         outputs: Layer -> its output for the first micro-batch, where the reference has such layers.
     """
@@ -221,9 +216,7 @@ class ReferenceLayers:
     """A list of layers as a PipelineModule takes it, called one after the other.
 
     Args:
-        layers: The model.
         loss_fn: ``loss_fn(outputs, labels)``; None means that the outputs are the loss.
-        title: What it is, for people.
         before: Called with each layer's index before it is built.
     """
 

@@ -52,9 +52,7 @@ class Request:
 
     Attributes:
         source: A DeepSpeed JSON, with a ``dsx`` block unless there is an ``entry``.
-        world_size: Number of ranks.
         overrides: ``key=value`` items over the config.
-        steps: Steps to train.
         full: Whether to keep all sizes.
         keep_precision: Whether to keep bf16.
         tolerance: Tolerance of gradients, in place of the default.
@@ -80,11 +78,8 @@ class Verdict:
     """The result of a verification.
 
     Attributes:
-        layout: The layout, in words.
         reference: What it was compared with.
         optimizer: What its updates were compared with.
-        changes: What was changed from the config.
-        rows: The differences of each step.
         findings: What differs from one process; empty if nothing does.
         masks: Number of dropout masks that were compared.
         ranks_seconds: Wall time of the ranks.
@@ -109,14 +104,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyPlan:
-    """A request made ready.
-
-    Attributes:
-        job: What the ranks do.
-        bench: What their results are compared on.
-        changes: What was changed from the config.
-        layout: The layout in words.
-    """
+    """A request made ready."""
 
     job: VerifyJob
     bench: Bench

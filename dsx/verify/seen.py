@@ -35,8 +35,6 @@ class SeenPiece:
     Attributes:
         name: Logical tensor.
         start: First element.
-        before: Values before the step.
-        after: Values after it.
         gradient: What the optimizer was given; None if it was given nothing.
     """
 
@@ -65,7 +63,6 @@ class RankStep:
     """One step on one rank.
 
     Attributes:
-        loss: The loss that the engine gives.
         norm: The norm that the engine reports; None if it reports none.
         pieces: What the optimizer updates.
         spread: Tensor -> largest difference of its gradient between data-parallel ranks that hold it all.
@@ -86,7 +83,6 @@ class RankSeen:
         known: Its parameters by logical name.
         built: Weights as the model was built, before anything was put into them.
         weights: Weights before each step, and after the last; empty on data-parallel ranks but the first.
-        steps: The steps.
         outputs: Layer -> its output for the first micro-batch of the first step.
     """
 
@@ -111,10 +107,8 @@ class Seen:
     """A layout's training, from all ranks.
 
     Attributes:
-        mesh: The layout's mesh.
         micro_batches: Micro-batches per step and replica.
         clipping: Largest norm; 0 for none.
-        ranks: What each rank has seen.
     """
 
     mesh: Mesh
@@ -163,8 +157,6 @@ class WholeStep:
         norms: The norms by rank; None where none is reported.
         weights: The weights before the step, as the model computes with them.
         gradients: What the optimizer was given; tensors that got none are left out.
-        before: The optimizer's values before the step.
-        after: The optimizer's values after the step.
         next_weights: The weights after the step, as the model computes with them.
         data_spread: Tensor -> largest difference between data-parallel ranks, of gradients.
         weight_spread: The same of the weights before the step.

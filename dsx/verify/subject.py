@@ -41,8 +41,6 @@ class Subject:
         inner: The DeepSpeedEngine.
         module: This rank's layers; children with a number for a name are layers.
         parameters: This rank's parameters by logical name.
-        built: Their values as the model was built.
-        groups: This rank's groups.
         data: Ranks that hold the same parameters.
     """
 
@@ -182,8 +180,6 @@ class VerifyJob:
 
     Attributes:
         content: DeepSpeed's JSON, with its ``dsx`` block unless there is an ``entry``.
-        world_size: Number of ranks.
-        steps: Steps to train.
         clipping: Largest norm in the pass with clipping; 0 leaves that pass out.
         entry: A user's function (:mod:`dsx.verify.entry_point`); None for dsx's families.
         stock: Whether to run ``entry``'s model under stock DeepSpeed.

@@ -143,6 +143,43 @@ def recipe():
 LISTS = {each.__name__: each for each in (mixers, perceptrons, encoders, llama, recipe)}
 
 
+def traced(make, config, job, rank):
+    """What the engine takes for a list; once per process."""
+    from dsx.engine.p2p import Signature, TensorMeta
+    from dsx.engine.pipeline_module import PipelineModule
+    from dsx.memory.paper.run import trace_pipeline
+    from dsx.schedules.program import Program
+
+    stages = job.layout.stages
+
+    def build(groups):
+        program = Program(name=job.schedule.name)
+        # Fake parameters cannot be moved there from the host.
+        with torch.device("paper"):
+            made = make()
+            return PipelineModule(
+                made.layers, loss_fn=made.loss_fn, groups=groups, stage_map=stages, schedule=program
+            )
+
+    def zeros():
+        made = make()
+        return _zeros(made.inputs), () if made.labels is None else _zeros(made.labels)
+
+    inputs = {}
+    for stage in range(1, stages.num_stages):
+        forms = job.records.layer(stages.layers(stage)[0], divided=False, hooked=False).inputs
+        metas = tuple(
+            TensorMeta(form.shape, getattr(torch, form.dtype), requires_grad=form.differentiable)
+            for form in forms
+        )
+        inputs[stage] = Signature(metas, is_tuple=len(forms) > 1)
+    return trace_pipeline(build, dict(config), rank, mesh=job.layout.mesh, inputs=inputs, batch=zeros)
+
+
+def _zeros(given):
+    return tuple(map(_zeros, given)) if isinstance(given, tuple) else torch.zeros_like(given, device="cpu")
+
+
 def both(name, rank, ranks, pipeline, chunks, zero, bf16, schedule, accumulation=4):
     """Estimate and trace of one rank; once per process."""
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), DS_ACCELERATOR="cpu")
@@ -150,7 +187,6 @@ def both(name, rank, ranks, pipeline, chunks, zero, bf16, schedule, accumulation
     torch.set_num_threads(1)
     from dsx.memory.estimate import estimate
     from dsx.memory.layer_list import layers_job
-    from dsx.memory.paper.run import trace_layers
 
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -164,11 +200,11 @@ def both(name, rank, ranks, pipeline, chunks, zero, bf16, schedule, accumulation
     options = {"world_size": ranks, "pipeline": pipeline, "chunks": chunks, "schedule": schedule}
     job = layers_job(LISTS[name], config, **options)
     found = estimate(job, rank)
-    traced = trace_layers(LISTS[name], config, job, rank)
+    peaks = traced(LISTS[name], config, job, rank)
     ours = {phase.name: phase.peak_bytes for phase in found.phases}
     return {
         "estimate": {**ours, "steady": found.steady_bytes},
-        "trace": {**traced.phases, "steady": traced.steady_bytes},
+        "trace": {**peaks.phases, "steady": peaks.steady_bytes},
     }
 
 

@@ -25,15 +25,11 @@ class _Kernels:
 
 
 class _Builder:
-    """Builds nothing."""
-
     def load(self, verbose: bool = True) -> _Kernels:
-        """At once."""
         del verbose
         return _Kernels()
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Always."""
         del verbose
         return True
 
@@ -68,13 +64,6 @@ class PaperAccelerator(CPU_Accelerator):
     def device_count(self) -> int:
         """One."""
         return 1
-
-    def set_device(self, device_index: int) -> None:
-        """Nothing to set."""
-
-    def is_available(self) -> bool:
-        """Always there."""
-        return True
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether it lives here."""

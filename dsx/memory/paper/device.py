@@ -28,7 +28,15 @@ _ONE_KERNEL = ("silu_backward",)
 """Operators of a gradient and an input that torch composes of others where a device has no kernel."""
 
 
-class _Answers(TorchDispatchMode):
+class UncompiledMode(TorchDispatchMode):
+    """A mode that does not look whether something is compiled, which would load a second's worth of torch."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _Answers(UncompiledMode):
     """Values where there are none, so that programs that branch on data go their usual way.
 
     A number is 1, a whole number 0. "All of them" and "at most" are true and any other question false: ids
@@ -38,11 +46,6 @@ class _Answers(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._true: Any = WeakTensorKeyDictionary()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and to say so would load a second's worth of torch."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what needs values; pass on all else."""
@@ -59,7 +62,7 @@ class _Answers(TorchDispatchMode):
         return result
 
 
-class _KnownForms(TorchDispatchMode):
+class _KnownForms(UncompiledMode):
     """Derives what an operator gives once for each form of its arguments, where tensors are on ``meta``.
 
     Torch derives it anew at each call, most of it in Python, ten times as slowly as it is looked up here.
@@ -68,11 +71,6 @@ class _KnownForms(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._known: dict[Any, Any] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and to say so would load a second's worth of torch."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Give new tensors of the known forms, or run the operator and remember them."""
@@ -114,7 +112,6 @@ def _key(value: Any) -> Any:
 
 
 def _forms(func: Any, args: Any, result: Any) -> Any:
-    """What to remember of an operator."""
     if args and result is args[0]:
         return _FIRST if func not in _RESIZES else _RUN
     tensors = result if isinstance(result, tuple) else (result,)

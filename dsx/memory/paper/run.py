@@ -21,15 +21,12 @@ from dsx.engine.engine import PipelineEngine
 from dsx.engine.initialize import initialize
 from dsx.engine.p2p import Signature, TensorMeta
 from dsx.engine.pipeline_module import PipelineModule
-from dsx.memory.estimate import Job
-from dsx.memory.layer_list import LayerList
 from dsx.memory.paper import accelerator as paper
 from dsx.memory.paper.device import Device, swapped
 from dsx.memory.paper.meter import CUDA_ROUNDING_BYTES, StorageMeter
 from dsx.nn import parameters
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.mesh import Mesh
-from dsx.schedules.program import Program
 from dsx.train import recipe
 
 STEPS = 2
@@ -41,7 +38,6 @@ class TracedPeaks:
     """Peaks of one rank, in bytes.
 
     Attributes:
-        rank: Global rank.
         steady_bytes: Held between steps.
         phases: Phase ("build", "engine", "step 1", "step 2") -> peak.
         contents: Phase -> label -> bytes at that peak; empty without labels.
@@ -60,27 +56,6 @@ class TracedPeaks:
     def peak_bytes(self) -> int:
         """The highest of all phases."""
         return max(self.phases.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Subject:
-    """What is traced.
-
-    Attributes:
-        mesh: Of the run.
-        sequence_parallel: Whether activations are cut along the sequence.
-        build: Makes the pipeline of a rank.
-        config: What it is initialised with.
-        inputs: Virtual stage from 1 on -> what it is sent.
-        batch: A micro-batch, on the host.
-    """
-
-    mesh: Mesh
-    sequence_parallel: bool
-    build: Callable[[Groups], PipelineModule]
-    config: RunConfig | dict[str, Any]
-    inputs: Mapping[int, Signature]
-    batch: Callable[[], tuple[Any, Any]]
 
 
 def trace(
@@ -103,89 +78,56 @@ def trace(
         capacity_bytes: What ``paper`` has, if DeepSpeed asks; None for enough.
     """
     config = replace(config, weights=None)  # a folder's take the same memory as fresh ones, and time to read
-    subject = _Subject(
+    return trace_pipeline(
+        lambda groups: recipe.build_model(config, groups),
+        config,
+        rank,
         mesh=config.mesh,
         sequence_parallel=config.dsx.parallel.sequence_parallel,
-        build=lambda groups: recipe.build_model(config, groups),
-        config=config,
         inputs=signatures(config),
         batch=lambda: batch(config),
+        device=device,
+        label=label,
+        host=host,
+        capacity_bytes=capacity_bytes,
     )
-    return _traced(subject, rank, device, label, capacity_bytes, host=host)
 
 
-def trace_layers(
-    make: Callable[[], LayerList],
-    config: Mapping[str, Any],
-    job: Job,
+def trace_pipeline(
+    build: Callable[[Groups], PipelineModule],
+    config: RunConfig | dict[str, Any],
     rank: int,
     *,
+    mesh: Mesh,
+    inputs: Mapping[int, Signature],
+    batch: Callable[[], tuple[Any, Any]],
+    sequence_parallel: bool = False,
     device: Device = "paper",
     label: Callable[[], str] | None = None,
+    host: bool = False,
+    capacity_bytes: int | None = None,
 ) -> TracedPeaks:
-    """The same of a layer list.
+    """:func:`trace` of any pipeline.
 
     Args:
-        make: Makes the list (:func:`dsx.memory.layer_list.layers_job`).
-        config: DeepSpeed's keys.
-        job: The run as the estimate takes it.
+        build: Makes the pipeline of a rank.
+        config: What the engine is initialised with.
         rank: Global rank.
-        device: As for :func:`trace`.
-        label: As for :class:`StorageMeter`.
+        mesh: Of the run.
+        inputs: Virtual stage from 1 on -> what it is sent.
+        batch: Makes a micro-batch, on the host.
+        sequence_parallel: Whether activations are cut along the sequence.
+        device: As for :func:`trace`, like all that follow.
+        label: The same.
+        host: The same.
+        capacity_bytes: The same.
     """
-    stages = job.layout.stages
-
-    def build(groups: Groups) -> PipelineModule:
-        program = Program(name=job.schedule.name)
-        # Fake parameters cannot be moved there from the host.
-        with torch.device(device):
-            made = make()
-            return PipelineModule(
-                made.layers, loss_fn=made.loss_fn, groups=groups, stage_map=stages, schedule=program
-            )
-
-    def zeros() -> tuple[Any, Any]:
-        made = make()
-        return _zeros(made.inputs), () if made.labels is None else _zeros(made.labels)
-
-    inputs = {}
-    for stage in range(1, stages.num_stages):
-        forms = job.records.layer(stages.layers(stage)[0], divided=False, hooked=False).inputs
-        metas = tuple(
-            TensorMeta(form.shape, getattr(torch, form.dtype), requires_grad=form.differentiable)
-            for form in forms
-        )
-        inputs[stage] = Signature(metas, is_tuple=len(forms) > 1)
-    subject = _Subject(
-        mesh=job.layout.mesh,
-        sequence_parallel=False,
-        build=build,
-        config=dict(config),
-        inputs=inputs,
-        batch=zeros,
-    )
-    return _traced(subject, rank, device, label, None, host=False)
-
-
-def _zeros(given: Any) -> Any:
-    return tuple(map(_zeros, given)) if isinstance(given, tuple) else torch.zeros_like(given, device="cpu")
-
-
-def _traced(
-    subject: _Subject,
-    rank: int,
-    device: Device,
-    label: Callable[[], str] | None,
-    capacity_bytes: int | None,
-    *,
-    host: bool,
-) -> TracedPeaks:
     deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator = paper.install() if device == "paper" else None
-    dist.init_process_group("fake", rank=rank, world_size=subject.mesh.size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=mesh.size, store=FakeStore())
     deepspeed.init_distributed(dist_backend="fake", verbose=False, auto_mpi_discovery=False)
-    groups = make_groups(subject.mesh, sequence_parallel=subject.sequence_parallel)
+    groups = make_groups(mesh, sequence_parallel=sequence_parallel)
     rounding = CUDA_ROUNDING_BYTES if device == "paper" else 1
     meter = StorageMeter(device, rounding_bytes=rounding, label=label)
     other = StorageMeter("cpu", label=label)
@@ -194,14 +136,14 @@ def _traced(
     with paper.engine_without_storage(), meter, other if host else nullcontext():
         # Values would take a minute of arithmetic and hold no memory afterwards.
         with meter.phase("build"), other.phase("build"), swapped(parameters, "fill", _no_values):
-            model = subject.build(groups)
+            model = build(groups)
         # Ranks that are not there agree on everything.
         agreed = swapped(initializing, "_require_same_everywhere", _no_values)
         with meter.phase("engine"), other.phase("engine"), agreed:
-            engine = initialize(model=model, config=subject.config)[0]
+            engine = initialize(model=model, config=config)[0]
         partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
-        announce(subject.inputs, engine)
-        _train(subject.batch, engine, meter, other)
+        announce(inputs, engine)
+        _train(batch, engine, meter, other)
         steady = meter.current_bytes
     return TracedPeaks(
         rank=rank,
