@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
-from dsx.config.load import override
+from dsx.config.load import content_of
 from dsx.config.sources import find_model
 from dsx.errors import ConfigError
 from dsx.models.hf_config import model_spec
@@ -87,10 +87,8 @@ def complete(
     Raises:
         ConfigError: No model is named or there is none of that name; an override that is none.
     """
-    out = copy.deepcopy(dict(content))
-    is_empty, has_block = not out, "dsx" in out
-    for item in overrides:
-        override(out, item)
+    out = content_of(content, overrides)
+    is_empty, has_block = not content, "dsx" in content
     if model is None:
         if has_block:
             return Completed(content=out, assumed=())

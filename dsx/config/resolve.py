@@ -60,15 +60,8 @@ def choose(dsx: DsxConfig, name: str, *, pp: int, chunks: int, accumulation: int
         ConfigError: It has no such option, or not for this size.
     """
     block = dsx.schedule
-    given = {
-        key: value
-        for key, value in (
-            ("group_size", block.group_size),
-            ("warmup", block.warmup),
-            ("most_live", block.most_live),
-        )
-        if value is not None
-    }
+    keys = ("group_size", "warmup", "most_live")
+    given = {key: value for key in keys if (value := getattr(block, key)) is not None}
     to_be_measured = block.name == "auto" and dsx.is_measured(pp)
     if not given or pp == 1 or to_be_measured:
         return Program(name=name)
@@ -143,11 +136,6 @@ class Facts:
     mesh: Mesh
     chunks: int
     batch: Batch
-
-
-def run_problems(facts: Facts) -> list[ConfigError]:
-    """Everything wrong with the combination of config, mesh and model."""
-    return [problem for check in CHECKS for problem in check(facts)]
 
 
 def check_positions(facts: Facts) -> Iterator[ConfigError]:
@@ -480,7 +468,7 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
     facts = Facts(
         deepspeed=deepspeed, dsx=dsx, model=model.spec, mesh=degrees.mesh, chunks=degrees.chunks, batch=batch
     )
-    raise_all(name, run_problems(facts))
+    raise_all(name, [problem for check in CHECKS for problem in check(facts)])
     size = {"pp": degrees.mesh.pp, "chunks": degrees.chunks, "accumulation": batch.accumulation}
     if written is not None:
         check_file(dsx, written, **size)

@@ -206,25 +206,16 @@ def _read(model: ModelConfig) -> tuple[str, dict[str, Any]]:
 
 def _weights(model: ModelConfig) -> Path | None:
     """Folder to load weights from, None for fresh ones."""
-    if model.path is None:
-        if model.weights == "load":
-            raise ConfigError(
-                at("dsx.model.weights", "load"),
-                "a preset or an inline config has no weights",
-                "give dsx.model.path, a Hugging Face folder, instead",
-            )
-        return None
-    folder = Path(model.path)
-    if model.weights == "random":
-        return None
-    if any(folder.glob("*.safetensors")):
+    folder = None if model.path is None else Path(model.path)
+    if folder is not None and model.weights != "random" and any(folder.glob("*.safetensors")):
         return folder
     if model.weights == "load":
-        raise ConfigError(
-            at("dsx.model.weights", "load"),
-            f"{folder} holds no *.safetensors",
-            'save the weights as safetensors, or set weights to "random"',
-        )
+        what = f"{folder} holds no *.safetensors"
+        fix = 'save the weights as safetensors, or set weights to "random"'
+        if folder is None:
+            what = "a preset or an inline config has no weights"
+            fix = "give dsx.model.path, a Hugging Face folder, instead"
+        raise ConfigError(at("dsx.model.weights", "load"), what, fix)
     return None
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
-from dsx.config.load import override, read
+from dsx.config.load import content_of, read
 from dsx.config.ordinary import SEQUENCE_LENGTH_KEYS, Assumption, complete
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
@@ -66,7 +65,7 @@ def starter(
         if model is not None and isinstance(content["dsx"], dict):
             content["dsx"]["model"] = _source(model)[0]
         return _checked(content, gpus, overrides)
-    own = _steps(_with(written, overrides))
+    own = _steps(content_of(written, overrides))
     whole = complete(written, model, overrides=overrides, where=str(ds_config), steps=own or _STEPS)
     assert model is not None
     _, block = _begun(model)
@@ -83,7 +82,7 @@ def _checked(
     overrides: Sequence[str],
     assumed: tuple[Assumption, ...] = (),
 ) -> Starter:
-    final = _with(content, overrides)
+    final = content_of(content, overrides)
     run = resolve(final, world_size=gpus)
     tokenizer, vocabulary = run.dsx.data.tokenizer, run.model.vocab_size
     ids = vocabulary_of(tokenizer)
@@ -141,10 +140,10 @@ def _laid_out(
     base: dict[str, Any], block: dict[str, Any], gpus: int, overrides: Sequence[str]
 ) -> dict[str, Any]:
     """What "auto" becomes on ``gpus`` ranks, and a batch that they divide."""
-    given = _with({}, overrides)
+    given = content_of({}, overrides)
     base.pop(TRAIN, None)
     base |= {MICRO: min(base[MICRO], _BATCH), ACCUMULATION: 1}
-    run = resolve(_with(base | {"dsx": block}, [*overrides, f"{TRAIN}=null"]), world_size=gpus)
+    run = resolve(content_of(base | {"dsx": block}, [*overrides, f"{TRAIN}=null"]), world_size=gpus)
     found = run.resolved()["dsx"]
     block["parallel"] |= {axis: found["parallel"][axis] for axis in ("tensor", "pipeline", "chunks")}
     block["schedule"]["name"] = run.schedule_name
@@ -153,10 +152,3 @@ def _laid_out(
     else:
         del base[ACCUMULATION]
     return base | {"dsx": block}
-
-
-def _with(content: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    out = copy.deepcopy(dict(content))
-    for item in overrides:
-        override(out, item)
-    return out

@@ -176,11 +176,9 @@ class EvaluationBatches:
         dp: Data-parallel degree.
         dp_rank: This rank's place in it.
         max_tokens: Take about this many label tokens over all ranks, in whole micro-batches; None: all.
-        multiple_of: The number of micro-batches per rank is a multiple of this (a pipeline's micro-batches
-            per evaluation call).
 
     Raises:
-        DataError: Too few held-out sequences for one (multiple of a) micro-batch on every rank.
+        DataError: Too few held-out sequences for one micro-batch on every rank.
     """
 
     def __init__(
@@ -191,15 +189,14 @@ class EvaluationBatches:
         dp: int,
         dp_rank: int,
         max_tokens: int | None = None,
-        multiple_of: int = 1,
     ) -> None:
-        unit = micro_batch_size * dp * multiple_of
+        unit = micro_batch_size * dp
         if len(sequences) < unit:
             raise DataError(
                 "dsx.data.held_out",
                 f"the held-out text has {len(sequences)} sequences of {sequences.sequence_length} tokens, "
-                f"one evaluation takes {unit} ({micro_batch_size} per micro-batch x {multiple_of} "
-                f"micro-batches x {dp} data-parallel ranks)",
+                f"one evaluation takes {unit} ({micro_batch_size} per micro-batch x {dp} "
+                "data-parallel ranks)",
                 "hold out more, use more text, a smaller batch or a smaller dsx.data.sequence_length",
             )
         wanted = len(sequences)
@@ -207,7 +204,7 @@ class EvaluationBatches:
             wanted = min(wanted, max(unit, max_tokens // sequences.sequence_length))
         self._sequences = sequences
         self._rows, self._dp, self._dp_rank = micro_batch_size, dp, dp_rank
-        self._count = wanted // unit * multiple_of
+        self._count = wanted // unit
 
     def __len__(self) -> int:
         return self._count

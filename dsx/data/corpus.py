@@ -431,17 +431,19 @@ def prepare(data: DataConfig, cache_dir: str | Path) -> Path:
         "held_out": data.held_out,
         "seed": data.seed,
     }
-    name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
     return write_once(
-        Path(cache_dir).expanduser() / name,
+        cache_dir,
+        settings,
         lambda folder: _checked(
             write_corpus(folder, _split(documents(data), data), data.source, tokenizer, settings), data
         ),
     )
 
 
-def write_once(target: Path, write: Callable[[Path], CorpusInfo]) -> Path:
-    """``target``, which ``write`` writes into a folder beside it unless it exists. Raises DataError."""
+def write_once(cache_dir: str | Path, settings: object, write: Callable[[Path], CorpusInfo]) -> Path:
+    """The folder named by ``settings``, written aside by ``write`` unless it exists. Raises DataError."""
+    name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
+    target = Path(cache_dir).expanduser() / name
     if (target / INFO).is_file():
         CorpusInfo.load(target)
         return target

@@ -23,8 +23,9 @@ from typing import Any
 
 from dsx.config.schema import DataConfig
 from dsx.config.sources import PATTERN, STANDARD_LIBRARY, TABLES, TEXTS, is_hub_name
-from dsx.data.units import Stamp, Unit, file_parts
+from dsx.data.units import Stamp, Unit, file_parts, pieces
 from dsx.errors import DataError
+from dsx.models.quiet_transformers import first_line
 
 
 def reachable(*, timeout_seconds: float = 5.0) -> bool:
@@ -128,7 +129,8 @@ class TextFiles:
             cut = min(cut, max(_SMALLEST_CUT, total_bytes // _DOCUMENTS_OF_FEW_FILES))
         for path in self.paths:
             try:
-                yield from _pieces(self.root / path, cut)
+                with (self.root / path).open(encoding="utf-8", newline="") as file:  # the bytes as they are
+                    yield from pieces(file, cut)
             except UnicodeDecodeError as error:
                 raise DataError(
                     str(self.root / path),
@@ -170,21 +172,6 @@ def file_identity(root: Path, paths: Iterable[Path], *, timestamps: bool = True)
         "bytes": sum(size for _, size, _ in rows),
         "stamp": hashlib.sha256(json.dumps(rows).encode()).hexdigest(),
     }
-
-
-def _pieces(path: Path, cut: int) -> Iterator[str]:
-    """``path`` in pieces of ``cut`` characters or more, up to the next blank line, at most twice that."""
-    lines: list[str] = []
-    length = 0
-    with path.open(encoding="utf-8", newline="") as file:  # newline="": the bytes as they are
-        for line in file:
-            lines.append(line)
-            length += len(line)
-            if length >= 2 * cut or (length >= cut and not line.strip()):
-                yield "".join(lines)
-                lines, length = [], 0
-    if lines:
-        yield "".join(lines)
 
 
 _BATCH_ROWS = 1000
@@ -285,10 +272,11 @@ class Tables:
                 return datasets.load_dataset(source, self.name, split=self.split, streaming=stream, **options)
         except _read_errors() as error:
             if isinstance(self.source, str) and not online:
+                reason = first_line(error).rstrip(".")
                 raise DataError(
                     self._where,
                     "is no local path, the Hugging Face hub cannot be reached (no network, or "
-                    f"HF_HUB_OFFLINE is set), and it cannot be read from the cache ({_said(error)})",
+                    f"HF_HUB_OFFLINE is set), and it cannot be read from the cache ({reason})",
                     'name a local file or folder, use "python-stdlib", or download it where there is network',
                 ) from error
             raise _unreadable(self._where, error) from error
@@ -395,13 +383,12 @@ def _unreadable(where: str, error: Exception) -> DataError:
         fix = "convert it (iconv -f latin1 -t utf-8) or leave it out"
         return DataError(where, f"is not UTF-8 text ({error.reason})", fix)
     if "split" in str(error).lower():
-        return DataError(f"dsx.data.split of {where}", _said(error), "name a split that it has")
-    return DataError(where, f"cannot be read ({_said(error)})", "check the name and the files")
-
-
-def _said(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+        return DataError(
+            f"dsx.data.split of {where}", first_line(error).rstrip("."), "name a split that it has"
+        )
+    return DataError(
+        where, f"cannot be read ({first_line(error).rstrip('.')})", "check the name and the files"
+    )
 
 
 _CARD = re.compile(r"readme|license|\.gitattributes", re.IGNORECASE)

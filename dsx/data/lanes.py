@@ -466,7 +466,6 @@ def prepare_stream(data: DataConfig, name: str, cache_dir: str | Path, *, held_o
         "held_out": data.held_out,
         "seed": data.seed,
     }
-    folder = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
 
     def write(aside: Path) -> CorpusInfo:
         texts = ((text, True) for text in _held_out(source, held_out_tokens))
@@ -479,7 +478,7 @@ def prepare_stream(data: DataConfig, name: str, cache_dir: str | Path, *, held_o
             )
         return info
 
-    return write_once(Path(cache_dir).expanduser() / folder, write)
+    return write_once(cache_dir, settings, write)
 
 
 def _require_text(source: StreamedSource, lane: int, lanes: int) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, Protocol, Self
+from typing import AnyStr, BinaryIO, Protocol, Self
 
 from dsx.errors import DataError
 from dsx.terminal import shortened
@@ -111,9 +112,8 @@ class FilePart:
                 at = self._border(file, self.start) if start is None else start
                 end = self._border(file, self.end)
                 file.seek(at)
-                for piece in (
-                    _lines(file, end - at) if self.lines else _pieces(file, end - at, self.cut_bytes)
-                ):
+                lines = _lines(file.readline if self.lines else partial(_line, file), end - at)
+                for piece in lines if self.lines else pieces(lines, self.cut_bytes):
                     text = self._text(piece, at)
                     if text:
                         yield at, text
@@ -223,25 +223,25 @@ def file_parts(
     return tuple(units)
 
 
-def _lines(file: BinaryIO, length: int) -> Iterator[bytes]:
-    while length > 0 and (line := file.readline()):
+def _lines(read: Callable[[], bytes], left: int) -> Iterator[bytes]:
+    """The lines of the next ``left`` bytes; fewer if the file ends."""
+    while left > 0 and (line := read()):
         yield line
-        length -= len(line)
-
-
-def _pieces(file: BinaryIO, left: int, cut_bytes: int) -> Iterator[bytes]:
-    """The next ``left`` bytes: each to the next blank line after ``cut_bytes``, at most about twice that."""
-    lines: list[bytes] = []
-    length = 0
-    while left > 0 and (line := _line(file)):
-        lines.append(line)
-        length += len(line)
         left -= len(line)
-        if length >= 2 * cut_bytes or (length >= cut_bytes and not line.strip()):
-            yield b"".join(lines)
-            lines, length = [], 0
-    if lines:
-        yield b"".join(lines)
+
+
+def pieces(lines: Iterable[AnyStr], cut: int) -> Iterator[AnyStr]:
+    """Lines in pieces of ``cut`` characters or more, up to the next blank line, at most about twice that."""
+    taken: list[AnyStr] = []
+    length = 0
+    for line in lines:
+        taken.append(line)
+        length += len(line)
+        if length >= 2 * cut or (length >= cut and not line.strip()):
+            yield line[:0].join(taken)
+            taken, length = [], 0
+    if taken:
+        yield taken[0][:0].join(taken)
 
 
 def _line(file: BinaryIO) -> bytes:

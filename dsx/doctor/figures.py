@@ -24,6 +24,7 @@ from dsx.config.refusals import (
 from dsx.config.wording import Path, at, either, plain, suggest
 from dsx.doctor.unknown import optimizer_parts, other_names
 from dsx.errors import ConfigError
+from dsx.parallel.limits import divisors
 
 _SEQUENCE = "sequence_parallel_size"
 
@@ -51,7 +52,7 @@ def check_world(context: Context) -> Iterator[Finding]:
     for name in (*always, *on):
         size = context.number(name)
         if size and context.written(name) and world % min(int(size), world):
-            fix = f"use {_divisors(world)}"
+            fix = f"use {either(divisors(world))}"
             yield context.find("degree", "error", name, f"it does not divide {world} ranks", fix)
         elif size and context.written(name) and size > world:
             fix = f"use at most {world}"
@@ -67,7 +68,7 @@ def _grid(context: Context, world: int) -> Iterator[Finding]:
     stages = context.pipeline or 1
     if world % stages:
         why = f"PipelineModule refuses {stages} stages on {world} ranks: they do not divide them"
-        yield context.find("degree", "error", ("pipeline",), why, f"use {_divisors(world)} stages")
+        yield context.find("degree", "error", ("pipeline",), why, f"use {either(divisors(world))} stages")
     data, sequence = context.number("data_parallel_size"), context.number(_SEQUENCE)
     if data and sequence and context.written(_SEQUENCE) and data * sequence != world:
         why = f"times {_SEQUENCE} = {sequence} it is not {world} ranks: no mesh can be made"
@@ -77,10 +78,6 @@ def _grid(context: Context, world: int) -> Iterator[Finding]:
             else f"use a {_SEQUENCE} that divides {world}"
         )
         yield context.find("degree", "error", "data_parallel_size", why, fix)
-
-
-def _divisors(world: int) -> str:
-    return either([n for n in range(1, world + 1) if world % n == 0])
 
 
 def check_batch_triple(context: Context) -> Iterator[Finding]:

@@ -20,7 +20,9 @@ from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.recorder import Tracer
 from dsx.engine.stock_engine import EngineNames
 from dsx.engine.whereabouts import Whereabouts
-from dsx.engine.zero import Backwards, Refuses, adapt, calls, count_samples
+from dsx.engine.zero import adapt, count_samples
+from dsx.engine.zero.calls import Backwards, calls
+from dsx.engine.zero.norm import Refuses
 from dsx.errors import ConfigError, DataError, ModelError
 from dsx.parallel.groups import Grid
 from dsx.parallel.stages import StageMap
@@ -51,18 +53,17 @@ class Programs:
         """A training step, or the forwards of an evaluation. Raises ScheduleError if there is none."""
         key = (training, num_micro_batches)
         if key not in self._steps:
-            self._steps[key] = self._made(self._built(num_micro_batches, training))
+            ranks, chunks = self.stages.num_ranks, self.stages.num_chunks
+            self._steps[key] = self._made(
+                self.program.build(ranks, chunks, num_micro_batches)
+                if training
+                else forward_only(ranks, chunks, num_micro_batches, self.stages.placement)
+            )
         return self._steps[key]
 
     def put(self, schedule: Schedule) -> None:
         """Train with ``schedule``, of compute actions, whenever a step has as many micro-batches."""
         self._steps[True, schedule.num_micro_batches] = self._made(schedule)
-
-    def _built(self, num_micro_batches: int, training: bool) -> Schedule:
-        ranks, chunks = self.stages.num_ranks, self.stages.num_chunks
-        if training:
-            return self.program.build(ranks, chunks, num_micro_batches)
-        return forward_only(ranks, chunks, num_micro_batches, self.stages.placement)
 
     def _made(self, schedule: Schedule) -> Step:
         lowered = lower(schedule)
@@ -113,6 +114,16 @@ class Steering:
 
 
 Batch = tuple[Any, Any]
+
+
+def _refused(name: str) -> Callable[..., None]:
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        """Not part of a pipeline engine. Raises ModelError."""
+        raise ModelError(
+            f"engine.{name}()", "a pipeline has no such call", "use train_batch() or eval_batch()"
+        )
+
+    return refuse
 
 
 class PipelineEngine:
@@ -178,6 +189,8 @@ class PipelineEngine:
         if name in ("deepspeed_engine", "names"):
             raise AttributeError(name)
         return getattr(self.names if self.names.has(name) else self.deepspeed_engine, name)
+
+    forward, backward, step = map(_refused, ("forward", "backward", "step"))
 
     @property
     def module(self) -> PipelineModule:
@@ -304,9 +317,10 @@ class PipelineEngine:
             return (None, outputs) if return_logits else outputs
         loss: Any = run.losses if self.is_last_stage() else None
         if reduce_output == "avg":
-            mean = self._mean_loss(run.losses, count)
-            self._write("eval_loss", mean)
-            loss = mean if bcast_loss or self.is_last_stage() else None
+            sums, reduced = self._sum_losses(run.losses, count)
+            reduced.wait()
+            self._write("eval_loss", sums[0])
+            loss = sums[0] if bcast_loss or self.is_last_stage() else None
         return (loss, outputs) if return_logits else loss
 
     def trace(self, steps: int | Iterable[int] = 1) -> list[Trace]:
@@ -356,18 +370,6 @@ class PipelineEngine:
             )
         engine.set_train_batch_size(train_batch_size)
 
-    def forward(self, *_args: Any, **_kwargs: Any) -> None:
-        """Not part of a pipeline engine. Raises ModelError."""
-        self._refuse("forward")
-
-    def backward(self, *_args: Any, **_kwargs: Any) -> None:
-        """Not part of a pipeline engine. Raises ModelError."""
-        self._refuse("backward")
-
-    def step(self, *_args: Any, **_kwargs: Any) -> None:
-        """Not part of a pipeline engine. Raises ModelError."""
-        self._refuse("step")
-
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -412,11 +414,6 @@ class PipelineEngine:
         with self.whereabouts.doing("loading a checkpoint"):
             return load(self, Path(load_dir), tag=tag)
 
-    def _refuse(self, name: str) -> None:
-        raise ModelError(
-            f"engine.{name}()", "a pipeline has no such call", "use train_batch() or eval_batch()"
-        )
-
     def _convert(self, iterator: Iterator[Any]) -> Iterator[Any]:
         return map(self._convert_one, iterator)
 
@@ -440,12 +437,6 @@ class PipelineEngine:
             around=around,
             whereabouts=self.whereabouts,
         )
-
-    def _mean_loss(self, losses: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-        """Mean over micro-batches and replicas, on every rank: one all-reduce of a scalar."""
-        total, reduced = self._sum_losses(losses, count)
-        reduced.wait()
-        return total[0]
 
     def _sum_losses(self, losses: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, dist.Work]:
         """:attr:`Steering.sums`, once the all-reduce, which is under way, has been waited for."""

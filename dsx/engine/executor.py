@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dsx.engine.chunks import Chunks
 from dsx.engine.micro_batches import MicroBatches
 from dsx.engine.p2p import HEADER_NUMEL, Headers, Inbox, Outbox, Signature, Signatures, Tensors, channel
 from dsx.engine.whereabouts import Whereabouts
@@ -22,13 +23,6 @@ Key = tuple[int, int]
 """(virtual stage, micro-batch)."""
 
 Around = Callable[[Action], AbstractContextManager[None]]
-
-
-class Stages(Protocol):
-    """What the executor asks of the layers."""
-
-    def trains(self, stage: int) -> bool:
-        """Whether a virtual stage has parameters to train."""
 
 
 class Calls(Protocol):
@@ -128,7 +122,7 @@ class StepRun:
         schedule: Schedule,
         receives: ReceivePlan,
         groups: Groups,
-        stages: Stages,
+        stages: Chunks,
         calls: Calls,
         hooks: StepHooks,
         batches: MicroBatches,

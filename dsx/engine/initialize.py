@@ -35,7 +35,8 @@ from dsx.engine.engine import PipelineEngine
 from dsx.engine.p2p import Shards
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.settings import Config, Settings, settings_of
-from dsx.engine.zero import given_optimizer_kept, require_supported, scope_consistency_checks
+from dsx.engine.zero import given_optimizer_kept, require_supported
+from dsx.engine.zero.stage3 import scope_consistency_checks
 from dsx.errors import ConfigError, LayoutError, ModelError
 from dsx.launch.entry import AGREED
 from dsx.parallel.groups import Grid, Groups
@@ -54,8 +55,8 @@ def apply_block(block: Mapping[str, Any], model: PipelineModule, zero_stage: int
         "seed_layers": lambda value: _seed_layers(model, value),
         "activation_checkpoint_interval": lambda value: _interval(model, value),
         "use_reentrant": lambda value: _reentrant(model, value, zero_stage),
-        "pipe_partitioned": _boolean("pipe_partitioned"),
-        "grad_partitioned": _boolean("grad_partitioned"),
+        "pipe_partitioned": lambda value: _boolean("pipe_partitioned", value),
+        "grad_partitioned": lambda value: _boolean("grad_partitioned", value),
     }
     for key in block:
         if key not in keys:
@@ -71,12 +72,9 @@ def _refuse(key: str, value: Any, what: str, fix: str) -> None:
     raise ConfigError(f"pipeline.{key} = {shown}", what, fix)
 
 
-def _boolean(key: str) -> Callable[[Any], None]:
-    def check(value: Any) -> None:
-        if not isinstance(value, bool):
-            _refuse(key, value, "not a boolean", "use true or false")
-
-    return check
+def _boolean(key: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        _refuse(key, value, "not a boolean", "use true or false")
 
 
 def _stages(model: PipelineModule, value: Any) -> None:
@@ -95,7 +93,7 @@ def _partition(model: PipelineModule, value: Any) -> None:
 
 
 def _seed_layers(model: PipelineModule, value: Any) -> None:
-    _boolean("seed_layers")(value)
+    _boolean("seed_layers", value)
     if value == model.seed_layers:
         return
     if not value:
@@ -119,7 +117,7 @@ def _reentrant(model: PipelineModule, value: Any, zero_stage: int) -> None:
     """DeepSpeed's function, which follows ``deepspeed.checkpointing.configure``; torch's at ZeRO-3."""
     if value is None:
         return
-    _boolean("use_reentrant")(value)
+    _boolean("use_reentrant", value)
     if not value:
         non_reentrant = checkpointing.non_reentrant_checkpoint
         model.activation_checkpoint_func = checkpoint_non_reentrant if zero_stage == 3 else non_reentrant

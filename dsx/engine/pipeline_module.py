@@ -543,23 +543,16 @@ class PipelineModule(nn.Module):
             (self.seed_fn or set_random_seed)(self.base_seed + index)
         if isinstance(spec, TiedLayerSpec):
             if spec.key not in tied_modules:
-                made = self._loaded(index, spec.build())
-                tied_modules[spec.key] = self._finished(index, made, f"tied_modules.{spec.key}")
+                tied_modules[spec.key] = self._finished(index, spec.build(), f"tied_modules.{spec.key}")
             module = tied_modules[spec.key]
             return module if spec.forward_fn is None else TiedUse(module, spec.forward_fn)
-        if isinstance(spec, LayerSpec):
-            return self._finished(index, self._loaded(index, spec.build()), str(index))
-        layer: Callable[..., Any] = spec
+        layer: Callable[..., Any] = spec.build() if isinstance(spec, LayerSpec) else spec
         return self._finished(index, layer, str(index)) if isinstance(layer, nn.Module) else layer
-
-    def _loaded(self, index: int, layer: nn.Module) -> nn.Module:
-        """A layer that a spec has built, with its weights."""
-        if self._load_layer is not None:
-            self._load_layer(index, layer)
-        return layer
 
     def _finished(self, index: int, layer: nn.Module, name: str) -> nn.Module:
         """A layer with its weights loaded, its parameters checked and named, and partitioned."""
+        if self._load_layer is not None and isinstance(self.layer_specs[index], LayerSpec):
+            self._load_layer(index, layer)
         self.replicas |= settle(layer, name, index, self.groups)
         if self.partitioner is not None:
             self.partitioner.partition(layer)

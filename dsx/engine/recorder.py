@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,21 +26,12 @@ if TYPE_CHECKING:  # loaded by the runs that record a step
 _ROUNDS = 8
 
 
-class Clock(Protocol):
-    """Takes marks while a step runs, and tells their times once it has run."""
-
-    error_seconds: float
-    """How far what :meth:`seconds` gives can be from ``time.perf_counter``."""
-
-    def mark(self) -> Any:
-        """Now."""
-
-    def seconds(self, marks: list[Any]) -> list[float]:
-        """When the marks were, in order, on the scale of ``time.perf_counter``. May wait for a device."""
-
-
 class HostClock:
-    """``time.perf_counter``."""
+    """``time.perf_counter``: takes marks while a step runs, and tells their times once it has run.
+
+    Attributes:
+        error_seconds: How far what :meth:`seconds` gives can be from ``time.perf_counter``.
+    """
 
     error_seconds = 0.0
 
@@ -84,6 +75,9 @@ class StreamClock:
             found.append(now)
             last = event
         return found
+
+
+Clock = HostClock | StreamClock
 
 
 class Recorder:

@@ -288,61 +288,19 @@ class EngineNames:
         """Mean loss of the last step, float32 scalar; None before the first."""
         return self._sums[0].clone() if self._trained else None
 
-    @property
-    def batch_fn(self) -> Any:
-        """What :meth:`PipelineEngine.set_batch_fn` was given."""
-        return self._engine.batch_function
-
-    @property
-    def data_iterator(self) -> Any:
-        """Where training micro-batches come from; None if nothing was set."""
-        return self._engine.data_source
-
-    @property
-    def dynamic_shape(self) -> bool:
-        """Whether shapes at stage boundaries may vary."""
-        return self._engine.pipeline.dynamic_shape
-
-    @property
-    def global_rank(self) -> int:
-        """Rank over all processes."""
-        return self._engine.groups.rank
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Samples in a micro-batch."""
-        return int(self._engine.train_micro_batch_size_per_gpu())
-
-    @property
-    def prev_stage(self) -> int:
-        """The pipeline coordinate before this one."""
-        return self._engine.stage_id - 1
-
-    @property
-    def next_stage(self) -> int:
-        """The pipeline coordinate after this one."""
-        return self._engine.stage_id + 1
-
-    @property
-    def is_pipe_parallel(self) -> bool:
-        """Pipeline degree above 1."""
-        return self._is_over("pipe")
-
-    @property
-    def is_data_parallel(self) -> bool:
-        """Data-parallel degree above 1."""
-        return self._is_over("data")
-
-    @property
-    def is_model_parallel(self) -> bool:
-        """Tensor-parallel degree above 1."""
-        return self._is_over("model")
-
-    @property
-    def is_pipe_partitioned(self) -> bool:
-        """Whether tensor-parallel ranks each send a share of an activation (``shard_transfers``)."""
-        return self._engine.pipeline.shards is not None
-
+    # Names that only say where something of dsx's is.
+    batch_fn = property(lambda self: self._engine.batch_function)
+    data_iterator = property(lambda self: self._engine.data_source)
+    dynamic_shape = property(lambda self: self._engine.pipeline.dynamic_shape)
+    global_rank = property(lambda self: self._engine.groups.rank)
+    micro_batch_size = property(lambda self: int(self._engine.train_micro_batch_size_per_gpu()))
+    prev_stage = property(lambda self: self._engine.stage_id - 1)
+    next_stage = property(lambda self: self._engine.stage_id + 1)
+    is_pipe_parallel = property(lambda self: self._is_over("pipe"))
+    is_data_parallel = property(lambda self: self._is_over("data"))
+    is_model_parallel = property(lambda self: self._is_over("model"))
+    # Whether tensor-parallel ranks each send a share of an activation or gradient (``shard_transfers``).
+    is_pipe_partitioned = property(lambda self: self._engine.pipeline.shards is not None)
     is_grad_partitioned = is_pipe_partitioned
 
     def _reentrant_activation_checkpointing(self) -> bool:

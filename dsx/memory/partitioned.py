@@ -270,7 +270,7 @@ class Bf16(Partitioned):
             self.gradients.append(self.new(*kind, size * self.plan.dp, 4))
 
     def _add(self, leaf: Leaf, gradient: Tensor) -> None:
-        """To the fp32 buffer at once (engine/zero/bf16.py)."""
+        """To the fp32 buffer at once (engine/zero/replicated.py)."""
         del leaf
         free(gradient)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsx.config.wording import either
 from dsx.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def save(runs: Sequence[Run], panels: Sequence[Panel], output: Path) -> None:
         raise ConfigError(
             f"--output {output}",
             f"{output.suffix or 'no suffix'!r} is no format",
-            f"end it in {_or(SUFFIXES)}",
+            f"end it in {either(SUFFIXES)}",
         )
     figure = draw(runs, panels)
     try:
@@ -265,7 +266,3 @@ def _other_folders(folder: Path) -> str:
     if below:
         return f"name one of the runs below it: {', '.join(below)}"
     return "name the folder that a run wrote (dsx.train.output)"
-
-
-def _or(words: Sequence[str]) -> str:
-    return f"{', '.join(words[:-1])} or {words[-1]}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -28,16 +28,17 @@ from dsx.data.tokenizers import Tokenizer, load_tokenizer
 from dsx.errors import CheckpointError, ConfigError, DataError, DsxError
 from dsx.models.custom_code import check_model_code
 from dsx.models.quiet_transformers import first_line, quiet_transformers
-from dsx.train.pretrained import OTHER_CONFIG, pretrained
 from dsx.train.run_folder import find_checkpoint, tokenizer_of_run
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _MOST_TOKENS = 1 << 24
 _MOST_BEAMS = 64
+_PACKED = 16  # the most quantised weights in one stored element
+_OTHER_CONFIG = "use the config.json that was saved with these weights"
 
 
 def load_transformers(
@@ -82,7 +83,7 @@ def load_transformers(
     # Before the weights: the cheap things that can be wrong come first.
     hf_config = _config(source, config)
     file = str(config or source.root / hf_names.CONFIG)
-    check_num_layers(source, hf_config, file, OTHER_CONFIG)
+    check_num_layers(source, hf_config, file, _OTHER_CONFIG)
     if not trust_remote_code:
         check_model_code(hf_config, file)
     words = load_tokenizer(tokenizer or _tokenizer(source), trust_remote_code=trust_remote_code)
@@ -95,7 +96,7 @@ def load_transformers(
         )
     if source.format == catalog.FORMAT and config is None:
         dtype = None if precision is None else _DTYPES[precision]
-        model = pretrained(source, dtype, trust_remote_code=trust_remote_code)
+        model = _pretrained(source, dtype, trust_remote_code=trust_remote_code)
     else:
         code = None if config is None or not trust_remote_code else Path(config).expanduser()
         model = _filled(source, hf_config, precision, code)
@@ -176,6 +177,81 @@ def _streamer(tokenizer: Tokenizer, show: Callable[[str], object]) -> Any:
             show(text)
 
     return Shown(tokenizer, skip_prompt=True)
+
+
+def _pretrained(source: Catalog, dtype: torch.dtype | None, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The model of a Hugging Face folder, as transformers loads it; pickles stay unread.
+
+    Args:
+        source: The folder.
+        dtype: Of the weights; None for their own.
+        trust_remote_code: Run code that the folder brings.
+
+    Raises:
+        CheckpointError: Transformers cannot load it, or its config claims what the files do not hold, or
+            has no place for what they do.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with quiet_transformers():
+            if not trust_remote_code:
+                described = AutoConfig.from_pretrained(
+                    source.root, trust_remote_code=False, local_files_only=True
+                )
+                _check_claims(source, described, str(source.root / hf_names.CONFIG))
+            model, told = AutoModelForCausalLM.from_pretrained(
+                source.root,
+                dtype="auto" if dtype is None else dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged folder makes transformers raise anything
+        raise CheckpointError(
+            str(source.root),
+            f"transformers cannot load it ({first_line(error)})",
+            "export or download it again",
+        ) from error
+    if told["missing_keys"]:  # transformers fills them with random numbers
+        raise CheckpointError(
+            f"{source.root}: tensor {min(told['missing_keys'])}",
+            "the model of its config has it, and the files do not",
+            _OTHER_CONFIG,
+        )
+    # What the model's class itself ignores (rotary frequencies) is not among them.
+    left = sorted(name for name in told["unexpected_keys"] if not hf_names.is_buffer(name))
+    if left:
+        raise CheckpointError(
+            f"{source.root}: tensor {left[0]}",
+            f"the model of its config has no place for it (of {len(left)} such tensors)",
+            _OTHER_CONFIG,
+        )
+    return cast("PreTrainedModel", model)
+
+
+def _check_claims(source: Catalog, described: PretrainedConfig, file: str) -> None:
+    """Refuse a config that claims a larger model than a checkpoint holds, before the model is made.
+
+    Raises:
+        CheckpointError: It claims more parameters than the checkpoint has elements.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(described, trust_remote_code=False)
+    claimed = sum(parameter.numel() for parameter in model.parameters())
+    held = sum(entry.numel for entry in source.entries if entry.state in ("weight", "master"))
+    packed = 1 if getattr(described, "quantization_config", None) is None else _PACKED
+    if claimed > held * packed:
+        raise CheckpointError(
+            f"{file}: a model of {claimed:,} parameters",
+            f"{source.root} holds {held:,} elements",
+            _OTHER_CONFIG,
+        )
 
 
 def _filled(

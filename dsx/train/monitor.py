@@ -313,10 +313,8 @@ def device_name() -> str:
 
 
 def _complete(step: int, config: RunConfig) -> str:
-    done, resume = (
-        f"step {step} of dsx.train.steps = {config.dsx.train.steps} is done in",
-        config.dsx.train.resume,
-    )
+    resume = config.dsx.train.resume
+    done = f"step {step} of dsx.train.steps = {config.dsx.train.steps} is done in"
     if resume not in ("auto", "never") and own_checkpoint(config) is None:
         return f"{done} {resume}, which this run begins from: raise steps to train on"
     return f"{done} {config.output}: raise steps to train on, or choose another dsx.train.output"

@@ -53,13 +53,7 @@ def tokenizer_of_run(folder: Path) -> str | None:
         try:
             config: Any = json.loads((place / CONFIG).read_text(encoding="utf-8"))
             return str(config["dsx"]["data"]["tokenizer"])
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            RecursionError,
-        ):  # of another program, or none
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # of another program, or none
             continue
     return None
 

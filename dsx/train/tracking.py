@@ -27,6 +27,7 @@ import psutil
 
 from dsx.config.schema import WandbConfig
 from dsx.errors import DataError
+from dsx.models.quiet_transformers import first_line
 
 STEP = "train/step"
 _NON_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # as in protobuf's JSON
@@ -220,7 +221,7 @@ class Tracker:
             self._file_failed = False
         except OSError as error:
             if not self._file_failed:
-                self._warn(f"{self.metrics_path} cannot be written from step {step} on: {_said(error)}")
+                self._warn(f"{self.metrics_path} cannot be written from step {step} on: {first_line(error)}")
             self._file_failed = True
         if self._wandb is not None:
             row, known = dict(metrics), self._in_wandb  # as it is now: the run may go back before W&B's turn
@@ -232,7 +233,7 @@ class Tracker:
         try:
             self._in_wandb |= self._file.forget(step + 1)
         except OSError as error:
-            self._warn(f"{self.metrics_path} keeps the steps that come again: {_said(error)}")
+            self._warn(f"{self.metrics_path} keeps the steps that come again: {first_line(error)}")
 
     def refer_to(
         self, kind: Literal["checkpoint", "model"], folder: Path, *, step: int, about: Mapping[str, Any]
@@ -263,7 +264,7 @@ class Tracker:
         try:
             self._file.close()
         except OSError as error:
-            self._warn(f"{self.metrics_path} lacks its last records: {_said(error)}")
+            self._warn(f"{self.metrics_path} lacks its last records: {first_line(error)}")
         if self._wandb is not None:
             self._wandb.finish(failed=failed)
         self._pass_on()
@@ -377,9 +378,9 @@ class _WandbThread:
             self._begin(config.mode, self._run_id)
         except Exception as error:  # noqa: BLE001 (whatever W&B raises, training goes on)
             if config.mode != "online":
-                self._give_up("start", _said(error))
+                self._give_up("start", first_line(error))
                 return
-            reason = _said(error)
+            reason = first_line(error)
             # W&B's service still counts the failed run as open, so the offline one needs another id.
             self._attempt("start", lambda: self._begin("offline", secrets.token_hex(4)))
             if not self._broken:
@@ -396,7 +397,7 @@ class _WandbThread:
         try:
             action()
         except Exception as error:  # noqa: BLE001 (whatever W&B raises, training goes on)
-            self._give_up(doing, _said(error))
+            self._give_up(doing, first_line(error))
 
     def _give_up(self, doing: str, reason: str) -> None:
         if self._broken:
@@ -494,8 +495,3 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):  # no git here
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def _said(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -136,12 +136,12 @@ def evaluated(count: int, dp: int, **keys: int | None) -> list[list[int]]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(count=st.integers(12, 90), dp=st.integers(1, 3), multiple_of=st.integers(1, 2))
-def test_evaluation_is_disjoint_and_even(count: int, dp: int, multiple_of: int) -> None:
-    ranks = evaluated(count, dp, multiple_of=multiple_of)
+@given(count=st.integers(12, 90), dp=st.integers(1, 3))
+def test_evaluation_is_disjoint_and_even(count: int, dp: int) -> None:
+    ranks = evaluated(count, dp)
     flat = [index for rank in ranks for index in rank]
     assert len(set(flat)) == len(flat)
-    unit = 2 * dp * multiple_of
+    unit = 2 * dp
     assert len(flat) == count // unit * unit
     assert {len(rank) for rank in ranks} == {len(flat) // dp}
 
@@ -160,6 +160,6 @@ def test_evaluation_is_the_same_in_every_layout_and_time() -> None:
 
 
 def test_evaluation_takes_at_least_one_batch() -> None:
-    assert [len(rank) for rank in evaluated(100, 2, max_tokens=1, multiple_of=3)] == [6, 6]
-    with pytest.raises(DataError, match="has 11 sequences of 3 tokens, one evaluation takes 12"):
-        evaluated(11, 2, multiple_of=3)
+    assert [len(rank) for rank in evaluated(100, 2, max_tokens=1)] == [2, 2]
+    with pytest.raises(DataError, match="has 3 sequences of 3 tokens, one evaluation takes 4"):
+        evaluated(3, 2)

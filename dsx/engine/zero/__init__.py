@@ -22,8 +22,6 @@ from dsx.config.resolve import zero_problems
 from dsx.config.schema import ZeroConfig
 from dsx.engine.chunks import Tie
 from dsx.engine.executor import StepHooks
-from dsx.engine.zero.bf16 import Bf16Adapter, HighPrecisionGradients
-from dsx.engine.zero.calls import Backwards, calls
 from dsx.engine.zero.norm import NormScope, Refuses
 from dsx.engine.zero.partitioned import PartitionedAdapter, PartitionedGradients
 from dsx.engine.zero.reduction import (
@@ -34,8 +32,8 @@ from dsx.engine.zero.reduction import (
     Scale,
     reducible,
 )
-from dsx.engine.zero.replicated import ReplicatedAdapter, WholeGradients
-from dsx.engine.zero.stage3 import Stage3Adapter, StepGathers, scope_consistency_checks, share_groups
+from dsx.engine.zero.replicated import Bf16Adapter, HighPrecisionGradients, ReplicatedAdapter, WholeGradients
+from dsx.engine.zero.stage3 import Stage3Adapter, StepGathers, share_groups
 from dsx.errors import ConfigError, ModelError, VersionError
 from dsx.parallel.groups import Groups
 from dsx.parallel.reduction import ChunkReduction
@@ -43,19 +41,6 @@ from dsx.parallel.reduction import ChunkReduction
 SUPPORTED_DEEPSPEED = ("0.19.8",)
 
 _ZERO_OPTIMIZERS = ("BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
-
-__all__ = [
-    "SUPPORTED_DEEPSPEED",
-    "Backwards",
-    "Refuses",
-    "ZeroAdapter",
-    "adapt",
-    "calls",
-    "count_samples",
-    "given_optimizer_kept",
-    "require_supported",
-    "scope_consistency_checks",
-]
 
 
 class ZeroAdapter(Protocol):

@@ -84,33 +84,19 @@ class Held:
 def held(engine: Any) -> tuple[Held, ...]:
     """Every master of this rank, in the optimizer's order."""
     wrapper = engine.optimizer
-    makers = {
-        "DeepSpeedZeroOptimizer": _zero_1_and_2,
-        "BF16_Optimizer": _bf16,
-        "DeepSpeedZeroOptimizer_Stage3": _zero_3,
-        "FP16_Optimizer": _flat_groups,
-        "FP16_UnfusedOptimizer": _copies,
-    }
-    return tuple(makers.get(type(wrapper).__name__, _plain)(wrapper))
+    _, masters = _KINDS.get(type(wrapper).__name__, ("", _plain))
+    return tuple(masters(wrapper))
 
 
 def trained_parameters(engine: Any) -> Iterator[nn.Parameter]:
     """Every parameter that an optimizer of this rank's ZeRO group updates, whichever of them holds it."""
     wrapper = engine.optimizer
-    names = {
-        "DeepSpeedZeroOptimizer": "bit16_groups",
-        "BF16_Optimizer": "bf16_groups",
-        "DeepSpeedZeroOptimizer_Stage3": "fp16_groups",
-        "FP16_Optimizer": "fp16_groups",
-        "FP16_UnfusedOptimizer": "fp16_groups",
-    }
-    name = names.get(type(wrapper).__name__)
-    if name is None:
+    if (kind := type(wrapper).__name__) in _KINDS:
+        for group in getattr(wrapper, _KINDS[kind][0]):
+            yield from group
+    else:
         for group in wrapper.param_groups:
             yield from filter(_is_trained(wrapper), group["params"])
-    else:
-        for group in getattr(wrapper, name):
-            yield from group
 
 
 def refresh_weights(engine: Any) -> None:
@@ -227,3 +213,13 @@ def _plain(optimizer: torch.optim.Optimizer) -> Iterator[Held]:
 def _is_trained(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], bool]:
     """Of parameters that torch's optimizer was given: not those that were frozen from the start."""
     return lambda parameter: parameter.requires_grad or parameter in optimizer.state
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], Iterator[Held]]]] = {
+    "DeepSpeedZeroOptimizer": ("bit16_groups", _zero_1_and_2),
+    "BF16_Optimizer": ("bf16_groups", _bf16),
+    "DeepSpeedZeroOptimizer_Stage3": ("fp16_groups", _zero_3),
+    "FP16_Optimizer": ("fp16_groups", _flat_groups),
+    "FP16_UnfusedOptimizer": ("fp16_groups", _copies),
+}
+"""Class of a wrapper -> the name of its parameter groups, and what gives its masters."""
