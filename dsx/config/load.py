@@ -173,10 +173,6 @@ def load(
 ) -> tuple[dict[str, Any], DsxConfig]:
     """DeepSpeed's part of the config, and the validated ``dsx`` block.
 
-    Args:
-        source: Path of the JSON file, or its content.
-        overrides: ``key=value`` items in ``--set`` syntax, applied in order.
-
     Raises:
         ConfigError: The file, an override or a key of the ``dsx`` block cannot be used.
     """

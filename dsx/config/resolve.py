@@ -268,13 +268,8 @@ def resolve_degrees(dsx: DsxConfig, model: ModelSpec, *, num_layers: int, world_
     tensor (data always takes part, the others if they are "auto"), skipping an axis that cannot legally take
     the factor: tensor must divide heads, key/value heads, MLP width and, with sequence parallelism, the
     sequence, and stays within 8; pipeline x chunks leaves every stage a block. So 1, 2, 4, 8 ranks become
-    tensor x pipeline x data = 1x1x1, 1x1x2, 1x2x2, 2x2x2.
-
-    Args:
-        dsx: The config.
-        model: Its model.
-        num_layers: Length of the model's layer list (embedding, blocks, norm, head).
-        world_size: Number of ranks.
+    tensor x pipeline x data = 1x1x1, 1x1x2, 1x2x2, 2x2x2. ``num_layers`` counts the
+    whole list: embedding, blocks, norm, head.
 
     Raises:
         ConfigError: A number that does not divide or does not fit; names the legal ones.

@@ -72,10 +72,6 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 def resolve_tokenizer(dsx: DsxConfig, weights: Path | None) -> str:
     """The tokenizer's name: the config's own, the model folder, "bytes", or "none" for samples that are ids.
 
-    Args:
-        dsx: The config.
-        weights: The folder whose weights the model starts from; None for fresh weights.
-
     Raises:
         ConfigError: "auto", and the folder has weights, which know their own tokens only, but no tokenizer.
     """

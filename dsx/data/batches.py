@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping
+from queue import SimpleQueue
 from typing import Protocol, Self
 
 import torch
@@ -222,49 +222,6 @@ def _micro_batch(rows: list[Sample]) -> MicroBatch:
     return torch.stack([inputs for inputs, _ in pairs]), torch.stack([labels for _, labels in pairs])
 
 
-class _Shelf:
-    """Micro-batches between the thread that makes them and the one that takes them."""
-
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._items: deque[tuple[MicroBatch, int]] = deque()
-        self._failure: BaseException | None = None
-        self._closed = False
-        self._changed = threading.Condition()
-
-    def has_room(self) -> bool:
-        """Wait for room; False when nothing more is wanted."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._items) < self._depth)
-            return not self._closed
-
-    def put(self, batch: MicroBatch, cursor: int) -> None:
-        with self._changed:
-            self._items.append((batch, cursor))
-            self._changed.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._failure = error
-            self._changed.notify_all()
-
-    def take(self) -> tuple[MicroBatch, int]:
-        """The next micro-batch and the cursor behind it; those made before an error come before the error."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._items or self._failure is not None)
-            if not self._items:
-                assert self._failure is not None
-                raise self._failure
-            item = self._items.popleft()
-            self._changed.notify_all()
-            return item
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-
 class Prefetched:
     """The same micro-batches, up to ``depth`` of them made ahead.
 
@@ -275,18 +232,18 @@ class Prefetched:
         batches: Makes the micro-batches; belongs to the thread from the first on.
         depth: How many may wait.
         pin: Put them into page-locked memory, from which a GPU copies while it computes.
+
+    Attributes:
+        cursor: Next global sample of the whole job, behind the micro-batches that were taken, not those made.
     """
 
     def __init__(self, batches: Batches, *, depth: int, pin: bool) -> None:
-        self._batches, self._shelf, self._pin = batches, _Shelf(depth), pin
-        self._cursor = batches.cursor
+        self._batches, self._pin = batches, pin
+        self._made: SimpleQueue[tuple[MicroBatch, int] | BaseException] = SimpleQueue()
+        self._room, self._closed = threading.Semaphore(depth), threading.Event()
+        self.cursor = batches.cursor
         self._thread: threading.Thread | None = None
-        self._finalizer = weakref.finalize(self, self._shelf.close)
-
-    @property
-    def cursor(self) -> int:
-        """Next global sample of the whole job, behind the micro-batches that were taken, not those made."""
-        return self._cursor
+        self._finalizer = weakref.finalize(self, _end, self._room, self._closed)
 
     def __iter__(self) -> Self:
         return self
@@ -294,11 +251,15 @@ class Prefetched:
     def __next__(self) -> MicroBatch:
         if self._thread is None:
             # The thread must not keep this object alive, whose end ends the thread.
-            self._thread = threading.Thread(
-                target=_fill, args=(self._batches, self._shelf, self._pin), name="dsx-data", daemon=True
-            )
+            work = (self._batches, self._made, self._room, self._closed, self._pin)
+            self._thread = threading.Thread(target=_fill, args=work, name="dsx-data", daemon=True)
             self._thread.start()
-        batch, self._cursor = self._shelf.take()
+        found = self._made.get()  # micro-batches that were made before an error come before it
+        if isinstance(found, BaseException):
+            self._made.put(found)
+            raise found
+        self._room.release()
+        batch, self.cursor = found
         return batch
 
     def close(self) -> None:
@@ -308,13 +269,24 @@ class Prefetched:
             self._thread.join()
 
 
-def _fill(batches: Batches, shelf: _Shelf, pin: bool) -> None:
+def _fill(
+    batches: Batches,
+    made: SimpleQueue[tuple[MicroBatch, int] | BaseException],
+    room: threading.Semaphore,
+    closed: threading.Event,
+    pin: bool,
+) -> None:
     try:
-        while shelf.has_room():
+        while room.acquire() and not closed.is_set():
             batch = next(batches)
-            shelf.put(_pinned(batch) if pin else batch, batches.cursor)
+            made.put((_pinned(batch) if pin else batch, batches.cursor))
     except BaseException as error:  # noqa: BLE001 - the thread that asks for data raises it
-        shelf.fail(error)
+        made.put(error)
+
+
+def _end(room: threading.Semaphore, closed: threading.Event) -> None:
+    closed.set()
+    room.release()
 
 
 def _pinned(batch: MicroBatch) -> MicroBatch:

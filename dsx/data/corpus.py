@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -141,9 +140,7 @@ class SplitWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -308,14 +305,7 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A prepared corpus, cut into sequences.
-
-    Args:
-        path: Its folder.
-        info: Counts and settings.
-        train: Training sequences.
-        held_out: Held-out sequences, of documents that no training sequence touches; may be none.
-    """
+    """A prepared corpus, cut into sequences: no training sequence touches a held-out document."""
 
     path: Path
     info: CorpusInfo
@@ -325,11 +315,6 @@ class Corpus:
     @classmethod
     def open(cls, path: str | Path, *, sequence_length: int, vocab_size: int | None = None) -> Self:
         """Open what :func:`prepare` returned; reads no token.
-
-        Args:
-            path: The folder.
-            sequence_length: Tokens per sequence.
-            vocab_size: The model's vocabulary, to check against the tokenizer's.
 
         Raises:
             DataError: The folder is missing, damaged or of another version; either split is too small for

@@ -119,15 +119,7 @@ class LaneUnit:
 
 
 class LaneReader:
-    """The endless sequences of one lane of one source, in reading order.
-
-    Args:
-        source: The source.
-        lane: Number of the lane.
-        lanes: Number of lanes.
-        sequence_length: S.
-        place: Where the first sequence begins.
-    """
+    """The endless sequences of one lane of one source, in reading order."""
 
     def __init__(
         self, source: StreamedSource, lane: int, lanes: int, *, sequence_length: int, place: StreamPlace
@@ -443,12 +435,6 @@ def prepare_stream(data: DataConfig, name: str, cache_dir: str | Path, *, held_o
 
     The folder is a corpus without training text. Its held-out documents come from all over the source; they
     are about as many as an evaluation reads, not all that training leaves out.
-
-    Args:
-        data: The ``dsx.data`` block, for this source alone.
-        name: What the source is called.
-        cache_dir: Folder for prepared corpora, made if missing.
-        held_out_tokens: Tokens that an evaluation reads.
 
     Raises:
         DataError: The source or the tokenizer cannot be read, or a lane finds no text.

@@ -55,13 +55,7 @@ class OwnCorpus(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OwnSequences:
-    """Samples of an :class:`OwnCorpus`, checked as they are read.
-
-    Args:
-        corpus: The samples.
-        sequence_length: S.
-        name: What messages call it.
-    """
+    """Samples of an :class:`OwnCorpus`, checked as they are read."""
 
     corpus: OwnCorpus
     sequence_length: int
@@ -120,10 +114,6 @@ class OwnPart:
 
 class OwnText:
     """An :class:`OwnCorpus` as a run reads it, as the counterpart of :class:`~dsx.data.text.Text`.
-
-    Args:
-        corpus: The user's data set.
-        data: The ``dsx.data`` block: sequence length and the seed of the order.
 
     Raises:
         DataError: It has no digest or no samples.

@@ -25,10 +25,7 @@ if TYPE_CHECKING:  # loaded where text is streamed
 def prepare_text(data: DataConfig, cache_dir: Path, *, held_out_tokens: int) -> tuple[Path, ...]:
     """Prepare every source of ``data``, a folder each; of streamed ones, the held-out text alone.
 
-    Args:
-        data: The ``dsx.data`` block.
-        cache_dir: Folder for prepared corpora.
-        held_out_tokens: Tokens that an evaluation reads.
+    Of that, ``held_out_tokens`` is what an evaluation reads.
 
     Raises:
         DataError: See :func:`dsx.data.corpus.prepare`.
@@ -52,13 +49,7 @@ def prepare_text(data: DataConfig, cache_dir: Path, *, held_out_tokens: int) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPart:
-    """One source of a text.
-
-    Args:
-        name: What metrics call it.
-        share: Its share of all samples, 0 to 1.
-        corpus: Its prepared text; for a streamed source, the held-out text alone.
-    """
+    """One source of a text; of a streamed one, ``corpus`` is the held-out text alone."""
 
     name: str
     share: float

@@ -180,12 +180,8 @@ def settle(text: str, look: Callable[[str], Iterable[Finding]], *, unsafe: bool 
 def mend(text: str, findings: Iterable[Finding], *, unsafe: bool = False) -> Mended:
     """``text`` with the edits of ``findings`` made, one finding after the other.
 
-    A finding whose key an earlier one has moved or removed is left for the next time.
-
-    Args:
-        text: The config.
-        findings: What was found in it.
-        unsafe: Also make edits that change what a run does.
+    A finding whose key an earlier one has moved or removed is left for the next time. ``unsafe``: make
+    edits that change what a run does, too.
     """
     after, done = text, []
     first = from_text(text).config

@@ -134,6 +134,9 @@ class PipelineEngine:
     ``global_steps`` or ``train_batch_size()``.
 
     Attributes:
+        module, pipeline: The PipelineModule: this rank's layers.
+        num_stages: Pipeline degree.
+        stage_id: This rank's pipeline coordinate.
         whereabouts: Where this rank is, for the watch.
         steering: What others decide about training steps.
         data_wait: How long ``train_batch`` has waited for its iterator.
@@ -150,10 +153,11 @@ class PipelineEngine:
         config: RunConfig | None,
         zero: ZeroConfig,
     ) -> None:
-        self.pipeline = model
+        self.module = self.pipeline = model
         self.run_config = config
         self.deepspeed_engine = engine
         self.groups = model.groups
+        self.num_stages, self.stage_id = model.groups.mesh.pp, model.groups.pp_rank
         self.grid = Grid(model.groups)
         self._adapter = adapt(
             engine,
@@ -181,7 +185,7 @@ class PipelineEngine:
         self._saver: Saver | None = None
         self.whereabouts = Whereabouts(model.device)
         self.steering = Steering(torch.zeros(2, device=model.device))
-        self.names = EngineNames(self, PipelineModule.get_additional_losses, self.steering.sums)
+        self.names = EngineNames(self, self.steering.sums)
         open_channels(model.groups, model.stage_map, model.device)
 
     def __getattr__(self, name: str) -> Any:
@@ -191,21 +195,6 @@ class PipelineEngine:
         return getattr(self.names if self.names.has(name) else self.deepspeed_engine, name)
 
     forward, backward, step = map(_refused, ("forward", "backward", "step"))
-
-    @property
-    def module(self) -> PipelineModule:
-        """The PipelineModule: this rank's layers."""
-        return self.pipeline
-
-    @property
-    def num_stages(self) -> int:
-        """Pipeline degree."""
-        return self.groups.mesh.pp
-
-    @property
-    def stage_id(self) -> int:
-        """This rank's pipeline coordinate."""
-        return self.groups.pp_rank
 
     @property
     def micro_batches(self) -> int:

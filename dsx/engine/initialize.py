@@ -151,14 +151,8 @@ def prepare(
 ) -> list[Group]:
     """Parameter groups for ``deepspeed.initialize``; a client optimizer's own are split in place.
 
-    A collective call over all ranks.
-
-    Args:
-        model: The pipeline.
-        zero_stage: ZeRO-1 and 2 cut each group as one flat tensor, and so need :func:`split_tied`.
-        optimizer: The user's optimizer, if any.
-        lr_scheduler: The user's scheduler, if any.
-        model_parameters: The parameters, as :func:`dsx.initialize` takes them.
+    A collective call over all ranks. ZeRO-1 and 2 cut each group as one flat tensor, and so need
+    :func:`split_tied`.
 
     Raises:
         ConfigError: A scheduler was built for groups that have to be split; a list mixes parameters and

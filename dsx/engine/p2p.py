@@ -366,6 +366,7 @@ class Inbox:
         device: Where buffers live.
         shards: How the sender cuts tensors; None if it sends them whole.
         headers: The headers of varying shapes; None if any headers come in the channel.
+        num_posted: Receives posted so far in this step.
     """
 
     messages: Sequence[tuple[int, int]]
@@ -375,23 +376,18 @@ class Inbox:
     shards: Shards | None = None
     headers: Headers | None = None
     _posted: dict[tuple[int, int], _Incoming] = field(default_factory=dict)
-    _next: int = 0
+    num_posted: int = 0
     _expected: int = 0
 
     @property
     def due(self) -> tuple[int, int]:
         """The message whose receive is to be posted next."""
-        return self.messages[self._next]
-
-    @property
-    def num_posted(self) -> int:
-        """Receives posted so far in this step."""
-        return self._next
+        return self.messages[self.num_posted]
 
     @property
     def has_room(self) -> bool:
         """Whether one more receive may be posted ahead: as many as a sender lets be under way."""
-        return self._next < len(self.messages) and len(self._posted) < IN_FLIGHT
+        return self.num_posted < len(self.messages) and len(self._posted) < IN_FLIGHT
 
     def post(self, signature: Signature | None) -> Signature:
         """Post the receive of :attr:`due`.
@@ -416,7 +412,7 @@ class Inbox:
             wires = [slot for slot in slots if slot.numel()]
         works = [_started(dist.irecv(wire, self.source, group=self.group)) for wire in wires]
         self._posted[self.due] = _Incoming(signature, buffers, works)
-        self._next += 1
+        self.num_posted += 1
         return signature
 
     def expect(self) -> None:

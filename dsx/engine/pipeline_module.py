@@ -13,6 +13,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import ProcessTopology
@@ -27,7 +28,6 @@ from dsx.engine.stock_module import (
     NOT_HERE,
     OfRecompute,
     check_recompute,
-    facts,
     index_of,
     load_layers,
     save_layers,
@@ -249,12 +249,6 @@ class PipelineModule(nn.Module):
     """
 
     chunks: Chunks
-    num_stages: int
-    stage_id: int
-    global_rank: int
-    world_size: int
-    local_rank: int
-    parts: list[int]
 
     def __init__(
         self,
@@ -341,7 +335,7 @@ class PipelineModule(nn.Module):
         self.ties = self._tie()
         self._grid = Grid(self.groups, topology)
         self._topo = self._grid.topology()
-        vars(self).update(facts(self.groups, self.stage_map.bounds, self.layer_specs))
+        self._note_places()
 
     # Names of stock DeepSpeed's class that nothing else of dsx needs.
     activation_checkpoint_interval = OfRecompute("interval")
@@ -350,6 +344,17 @@ class PipelineModule(nn.Module):
     is_checkpointable_results = property(lambda self: self.chunks.recomputed())
     micro_offset = property(lambda self: self.chunks.forwards)
     curr_layer = property(lambda self: self.chunks.running)
+
+    def _note_places(self) -> None:
+        """Set what stock DeepSpeed's constructor sets as plain attributes."""
+        mesh, bounds, here = self.groups.mesh, self.stage_map.bounds, self.groups.pp_rank
+        self.global_rank, self.world_size = self.groups.rank, mesh.size
+        self.local_rank = int(comm.get_local_rank()) if comm.is_initialized() else 0
+        self.world_group = dist.group.WORLD
+        self.num_stages, self.stage_id, self.parts = mesh.pp, here, list(bounds)
+        self._layer_specs, self._num_layers = list(self.layer_specs), len(self.layer_specs)
+        if len(bounds) == mesh.pp + 1:
+            self._local_start, self._local_stop = bounds[here], bounds[here + 1]
 
     def topology(self) -> ProcessTopology:
         """The DeepSpeed ProcessTopology of all ranks: the one that was given, if any."""

@@ -37,10 +37,7 @@ class Settings:
 def settings_of(config: Config | None, args: Any, mesh: Mesh) -> Settings:
     """Read a config, refuse what a pipeline cannot do, and turn off what dsx does itself.
 
-    Args:
-        config: The config, as :func:`dsx.initialize` takes it.
-        args: Its ``deepspeed_config`` is the config when ``config`` is None, as in DeepSpeed.
-        mesh: The pipeline's mesh.
+    Without a ``config``, the ``deepspeed_config`` of ``args`` is it, as in DeepSpeed.
 
     Raises:
         ConfigError: None given, or a setting that cannot work.

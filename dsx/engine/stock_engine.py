@@ -19,15 +19,10 @@ from dsx.parallel.mesh import AXES
 
 
 class AdditionalLosses:
-    """Sums over a step's micro-batches of what ``PipelineModule.get_additional_losses`` gives.
+    """Sums over a step's micro-batches of what a class's own ``get_additional_losses`` gives."""
 
-    Args:
-        model: The model. Only if its class has a method of its own are there such losses.
-        default: The method of a class that has none.
-    """
-
-    def __init__(self, model: PipelineModule, default: object) -> None:
-        self._model = model
+    def __init__(self, model: PipelineModule) -> None:
+        self._model, default = model, PipelineModule.get_additional_losses
         self._given = getattr(model.get_additional_losses, "__func__", None) is not default
         self._sums: dict[str, torch.Tensor] = {}
         self._names: list[str] | None = None
@@ -127,10 +122,7 @@ class Engine(Protocol):
     run_config: Any
     batch_function: Any
     data_source: Any
-
-    @property
-    def stage_id(self) -> int:
-        """Pipeline coordinate."""
+    stage_id: int
 
     @property
     def at_boundary(self) -> bool:
@@ -145,7 +137,6 @@ class EngineNames:
 
     Args:
         engine: The engine whose names they are.
-        default: ``PipelineModule.get_additional_losses``, which reports none.
         sums: A tensor whose first element is the mean loss of the last step.
 
     Attributes:
@@ -158,9 +149,9 @@ class EngineNames:
     ID_TO_DTYPE = stock.PipelineEngine.ID_TO_DTYPE
     DTYPE_TO_ID = stock.PipelineEngine.DTYPE_TO_ID
 
-    def __init__(self, engine: Engine, default: object, sums: torch.Tensor) -> None:
+    def __init__(self, engine: Engine, sums: torch.Tensor) -> None:
         self._engine, self._sums = engine, sums
-        self._losses = AdditionalLosses(engine.pipeline, default)
+        self._losses = AdditionalLosses(engine.pipeline)
         self._began, self._steps = time.perf_counter(), 0
         self._trained = False
         self.agg_additional_losses: dict[str, torch.Tensor] | None = None

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from deepspeed import comm
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from torch import nn
@@ -223,28 +222,3 @@ def check_recompute(field: str, value: Any) -> Any:
             )
         return list(value)
     return value
-
-
-def facts(groups: Groups, bounds: tuple[int, ...], layers: tuple[Any, ...]) -> dict[str, Any]:
-    """What stock DeepSpeed's constructor sets as plain attributes.
-
-    Args:
-        groups: This rank's groups.
-        bounds: First layer of each virtual stage, and the number of layers.
-        layers: The layer list.
-    """
-    mesh = groups.mesh
-    found = {
-        "global_rank": groups.rank,
-        "world_size": mesh.size,
-        "local_rank": int(comm.get_local_rank()) if comm.is_initialized() else 0,
-        "world_group": dist.group.WORLD,
-        "num_stages": mesh.pp,
-        "stage_id": groups.pp_rank,
-        "parts": list(bounds),
-        "_layer_specs": list(layers),
-        "_num_layers": len(layers),
-    }
-    if len(bounds) == mesh.pp + 1:
-        found |= {"_local_start": bounds[groups.pp_rank], "_local_stop": bounds[groups.pp_rank + 1]}
-    return found

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -63,13 +62,10 @@ class Guard:
         self._peers = peers
         self._engine: PipelineEngine | None = None
         self._health = Health(window=self._faults.spike_window, sigmas=self._faults.spike_sigmas)
-        spikes = {"loss": self._faults.loss_spike, "grad_norm": self._faults.grad_norm_spike}
-        self._spikes = frozenset(name for name, policy in spikes.items() if policy != "off")
-        self._policies: dict[str, Policy] = {
-            "nonfinite": self._faults.nonfinite,
-            "loss_spike": self._faults.loss_spike,
-            "grad_norm_spike": self._faults.grad_norm_spike,
-        }
+        kinds = ("nonfinite", "loss_spike", "grad_norm_spike")
+        self._policies: dict[str, Policy] = {kind: getattr(self._faults, kind) for kind in kinds}
+        wanted = (kind for kind in kinds[1:] if self._policies[kind] != "off")
+        self._spikes = frozenset(kind.removesuffix("_spike") for kind in wanted)
         self._judged: tuple[StepFinding | None] | None = None
         self._ahead_samples = self._skips = self._roll_backs = 0
         self._agreed = False
@@ -92,9 +88,7 @@ class Guard:
         if self._lock is not None:
             self._lock.release()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             dist.barrier()
             self._watch.close()

@@ -63,12 +63,6 @@ class Peer:
     port: int = 0
     secret: str = ""
 
-    @classmethod
-    def here(cls, rank: int, addresses: tuple[str, ...] = (), port: int = 0, secret: str = "") -> Peer:
-        """This process as a peer."""
-        pid, host = os.getpid(), socket.gethostname()
-        return cls(rank, _machine(), pid, host, addresses, port, secret)
-
 
 class LocalPeer:
     """A peer on this machine, alive when this is made."""
@@ -141,7 +135,8 @@ class Keepalive:
             self._listener = _listening()
             self._keep(self._listener)
             port = self._listener.getsockname()[1]
-        self.peer = Peer.here(rank, own_addresses(), port, secret)
+        pid, host = os.getpid(), socket.gethostname()
+        self.peer = Peer(rank, _machine(), pid, host, own_addresses(), port, secret)
         self._hosts: tuple[str, ...] = ()
         self._lines: list[_Line] = []
         self._lost: dict[int, Notice] = {}

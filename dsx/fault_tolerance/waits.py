@@ -342,7 +342,6 @@ class Notice:
 
     Attributes:
         rank: The lost rank.
-
         by: The rank that says so; ``rank`` itself if it could still speak.
         since: When it was noticed, by this machine's clock, in seconds since the epoch.
         text: What the rank says of itself, or what was seen of it; empty if its process ended without a word.

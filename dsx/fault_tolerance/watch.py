@@ -90,14 +90,7 @@ _OWN_THREAD = "Current thread"
 
 
 def report_of(told: Mapping[int, RankState], speaker: int, hosts: Sequence[str], board: Board) -> str:
-    """The report: who holds the run up, since when, where the ranks are, and stacks.
-
-    Args:
-        told: What each rank says of itself, for those that could.
-        speaker: The rank that reports; one of them.
-        hosts: Machine of each rank of the run.
-        board: Where the ranks have put their stacks.
-    """
+    """The report: who holds the run up, since when, where the ranks are, and stacks."""
     found = diagnose(told, hosts)
     since = clock(time.time() - max(state.idle_seconds for state in told.values()))
     lines = [f"error: the run does not go on since {since}: {found.text}"]
@@ -198,11 +191,7 @@ class Watch:
     ) -> None:
         """From now on, learn from ``whereabouts`` where the main thread is.
 
-        Args:
-            whereabouts: The engine's.
-            pp_rank: This rank's pipeline coordinate.
-            pipe_peer: Global rank of a pipeline coordinate.
-            standing: Gives the line that Ctrl-C ends with, on the rank that prints it.
+        ``standing`` gives the line that Ctrl-C ends with, on the rank that prints it.
         """
         self._standing = standing
         self._pp_rank, self._pipe_peer, self._whereabouts = pp_rank, pipe_peer, whereabouts

@@ -35,14 +35,7 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing in which a machine is not as it should be.
-
-    Attributes:
-        where: The machine, or the machines.
-        what: What differs there, and what the others have.
-        fix: What to do.
-        stops: Whether the run must not begin; otherwise it is a warning.
-    """
+    """One thing in which a machine is not as it should be; a warning, unless it ``stops`` the run."""
 
     where: str
     what: str
@@ -53,11 +46,8 @@ class Difference:
 def differences(machines: Sequence[MachineFacts], *, checkpoint_bytes: int) -> Iterator[Difference]:
     """Every difference, those that end a run first.
 
-    A machine is compared with the majority, or with the first machine if no value has one.
-
-    Args:
-        machines: The first is the one that writes.
-        checkpoint_bytes: What the run saves at once.
+    A machine is compared with the majority, or with the first machine, which is the one that writes, if
+    no value has one.
     """
     first = machines[0]
     for folder in dict.fromkeys(name for machine in machines for name in machine.unseen):

@@ -182,14 +182,8 @@ def _streamer(tokenizer: Tokenizer, show: Callable[[str], object]) -> Any:
 def _pretrained(source: Catalog, dtype: torch.dtype | None, *, trust_remote_code: bool) -> PreTrainedModel:
     """The model of a Hugging Face folder, as transformers loads it; pickles stay unread.
 
-    Args:
-        source: The folder.
-        dtype: Of the weights; None for their own.
-        trust_remote_code: Run code that the folder brings.
-
-    Raises:
-        CheckpointError: Transformers cannot load it, or its config claims what the files do not hold, or
-            has no place for what they do.
+    A config.json is small whatever it claims, and transformers fills what the files lack with random numbers:
+    both are a CheckpointError here, as is a tensor that the model has no place for.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -234,11 +228,7 @@ def _pretrained(source: Catalog, dtype: torch.dtype | None, *, trust_remote_code
 
 
 def _check_claims(source: Catalog, described: PretrainedConfig, file: str) -> None:
-    """Refuse a config that claims a larger model than a checkpoint holds, before the model is made.
-
-    Raises:
-        CheckpointError: It claims more parameters than the checkpoint has elements.
-    """
+    """Refuse a config that claims a larger model than a checkpoint holds, before the model is made."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

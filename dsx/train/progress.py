@@ -245,14 +245,7 @@ class Progress:
 def start_rows(
     run: RunConfig, *, device_name: str, resumed: bool = False, more: Rows = ()
 ) -> list[tuple[str, str]]:
-    """Rows about the run to come: model, layout, batch, and what "auto" became.
-
-    Args:
-        run: The resolved config.
-        device_name: The accelerator's name.
-        resumed: Whether the weights are a checkpoint's.
-        more: Rows to add before the notes, such as the data's.
-    """
+    """Rows about the run to come: model, layout, batch, and what "auto" became."""
     mesh, model = run.mesh, run.model
     layout = f"{mesh.size} x {device_name}: " + " x ".join(
         f"{axis.title} {mesh.degree(axis.name)}" for axis in AXES

@@ -20,7 +20,6 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import psutil
@@ -163,6 +162,10 @@ class Tracker:
         run_id: W&B id that a checkpoint stored, to continue its curves; None starts a new run.
         warn: Called once with each of W&B's problems, within calls of the tracker; None logs them.
 
+    Attributes:
+        metrics_path: Path of the ``metrics.jsonl``.
+        run_id: W&B id for the checkpoint; None if W&B was never enabled in this run's history.
+
     Raises:
         DataError: ``metrics.jsonl`` cannot be written.
     """
@@ -180,8 +183,9 @@ class Tracker:
         self._config = wandb
         self._warn = warn or logging.getLogger(__name__).warning
         self._file = MetricsFile(Path(output) / "metrics.jsonl", first_step)
+        self.metrics_path = self._file.path
         self._file_failed = self._told = False
-        self._run_id = run_id
+        self.run_id = run_id
         self._problems: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._wandb: _WandbThread | None = None
         self._in_wandb: frozenset[tuple[int, str]] = frozenset()
@@ -190,20 +194,8 @@ class Tracker:
                 # W&B writes a row when the next one begins, so that a kill loses the last one.
                 last = max((step for step, _ in self._file.dropped), default=0)
                 self._in_wandb = frozenset(one for one in self._file.dropped if one[0] < last)
-            self._run_id = run_id or secrets.token_hex(4)
-            self._wandb = _WandbThread(
-                wandb, Path(output), self._run_id, jsonable(run_config), self._problems
-            )
-
-    @property
-    def metrics_path(self) -> Path:
-        """Path of the ``metrics.jsonl``."""
-        return self._file.path
-
-    @property
-    def run_id(self) -> str | None:
-        """W&B id for the checkpoint; None if W&B was never enabled in this run's history."""
-        return self._run_id
+            self.run_id = run_id or secrets.token_hex(4)
+            self._wandb = _WandbThread(wandb, Path(output), self.run_id, jsonable(run_config), self._problems)
 
     @property
     def wandb_path(self) -> Path | None:
@@ -244,15 +236,9 @@ class Tracker:
         and ``step<N>``. Files are known by path and size; JSON files by content, a checkpoint's manifest with
         the checksums of all tensors among them, so that another checkpoint in the same place is another
         version.
-
-        Args:
-            kind: What it is.
-            folder: Where it is.
-            step: Optimizer steps done.
-            about: More of the artifact's metadata, as JSON.
         """
         if self._wandb is not None and self._config.artifacts == "reference":
-            name = f"{kind}-{self._run_id}"
+            name = f"{kind}-{self.run_id}"
             facts = {"step": step, "path": str(folder.absolute()), **jsonable(about)}
             self._wandb.put(
                 f"refer to {folder}", lambda run: _log_references(run, name, kind, folder.absolute(), facts)
@@ -272,9 +258,7 @@ class Tracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.finish(failed=error is not None)
 
     def _log_to_wandb(self, run: Any, step: int, metrics: Metrics, known: frozenset[tuple[int, str]]) -> None:

@@ -110,12 +110,9 @@ class EngineCalls:
 
     def __init__(self, engine: Any, backwards: Backwards) -> None:
         self._engine, self._backwards = engine, backwards
+        self.forward = engine
         if engine.flops_profiler_enabled():
             _profile_whole_steps(engine)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """``engine(...)``."""
-        return self._engine(*args, **kwargs)
 
     def backward(self, outputs: Tensors, gradients: Tensors, *, boundary: bool, is_loss: bool) -> None:
         """``engine.backward``; the prologue comes with the outputs of ``engine.forward``."""
@@ -216,14 +213,11 @@ class PlainCalls:
 
     def __init__(self, engine: Any, backwards: Backwards) -> None:
         self._engine, self._backwards = engine, backwards
+        self.forward = engine.module
         for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
             hook.remove()
         for hook in getattr(engine.optimizer, "_grad_acc_hooks", ()):
             hook.remove()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """``engine.module(...)``."""
-        return self._engine.module(*args, **kwargs)
 
     def announce(self, loss: torch.Tensor) -> None:
         """Nothing to do."""

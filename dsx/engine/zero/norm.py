@@ -32,23 +32,13 @@ class NormScope:
     """
 
     def __init__(self, groups: Groups, replicas: Mapping[nn.Parameter, str]) -> None:
-        self._groups, self._replicas = groups, ReplicaGradients(groups, replicas)
-
-    @property
-    def compares(self) -> bool:
-        """Whether replicas are compared as part of the norm, so that it must be taken in every step."""
-        return self._replicas.exist
-
-    @property
-    def data_rank(self) -> int:
-        """This rank's place among those that share a cut gradient."""
-        return self._groups.replica
+        self.groups, self.replicas = groups, ReplicaGradients(groups, replicas)
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank's gradient of ``parameter`` enters the norm."""
         if getattr(parameter, "ds_pipe_replicated", False):
             return False
-        return bool(getattr(parameter, "tensor_model_parallel", False)) or self._groups.speaks
+        return bool(getattr(parameter, "tensor_model_parallel", False)) or self.groups.speaks
 
     def norm(
         self,
@@ -75,15 +65,15 @@ class NormScope:
             if part.gradient.numel() and self.counts(part.parameter)
         ]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
-        among = dist.group.WORLD if partitioned else self._groups.model
-        if not self._replicas.begin():
+        among = dist.group.WORLD if partitioned else self.groups.model
+        if not self.replicas.begin():
             dist.all_reduce(total, group=among)
             return total.sqrt()
-        both = torch.stack((total, self._replicas.asks(parts, device)))
+        both = torch.stack((total, self.replicas.asks(parts, device)))
         dist.all_reduce(both, group=among)
         squared, asked = both.tolist()
         if math.isfinite(squared):
-            self._replicas.answer(asked > 0, parts, among=among, partitioned=partitioned, device=device)
+            self.replicas.answer(asked > 0, parts, among=among, partitioned=partitioned, device=device)
         return both[0].sqrt()
 
 

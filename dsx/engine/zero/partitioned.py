@@ -109,7 +109,10 @@ class PartitionedAdapter:
     ) -> None:
         self._engine, self._scope = engine, scope
         self.hooks = reduction
-        self._optimizer = engine.optimizer
+        self._optimizer = optimizer = engine.optimizer
+        # Sums in another precision than the parameters' are kept by hooks.
+        separate = optimizer.use_separate_grad_accum or optimizer.use_grad_accum_attribute
+        self.reduced_here = reduction.by_dsx and not separate
         self._norm = torch.zeros(())
         self._refuses: Refuses | None = None
         self._fresh = True
@@ -129,13 +132,6 @@ class PartitionedAdapter:
         self._hooks = GradientHooks(
             self._optimizer, "process_gradients", prepare=self._optimizer.setup_buckets
         )
-
-    @property
-    def reduced_here(self) -> bool:
-        """Sums in another precision than the parameters' are kept by hooks."""
-        optimizer = self._optimizer
-        separate = optimizer.use_separate_grad_accum or optimizer.use_grad_accum_attribute
-        return self.hooks.by_dsx and not separate
 
     def before_backward(self) -> None:
         """With offload, start each step from zeroed accumulators and always add.

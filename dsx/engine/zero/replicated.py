@@ -65,6 +65,8 @@ class ReplicatedAdapter:
         self.refused = False
         """Whether this step must not be applied."""
         self._wrapped = hasattr(engine.optimizer, "unscale_and_clip_grads")
+        # FP16 optimizers around the user's have a part in each backward.
+        self.reduced_here = reduction.by_dsx and not self._wrapped
         if not self._wrapped:
             self._let_refuse(engine.optimizer)
         else:
@@ -79,11 +81,6 @@ class ReplicatedAdapter:
                 return original(*leading, self._norm, **kwargs)
 
             engine.optimizer.unscale_and_clip_grads = with_true_norm
-
-    @property
-    def reduced_here(self) -> bool:
-        """Whether dsx reduces; FP16 optimizers around the user's have a part in each backward."""
-        return self.hooks.by_dsx and not self._wrapped
 
     def before_backward(self) -> None:
         """Gradients accumulate in ``p.grad`` by themselves."""
@@ -261,6 +258,7 @@ class Bf16Adapter:
         self._norm: float | None = None
         self._refused = False
         self._gradients, self.hooks = gradients, reduction
+        self.reduced_here = reduction.by_dsx  # gradients reach the fp32 buffers without DeepSpeed
         self._optimizer = engine.optimizer
         original = self._optimizer.get_grads_for_norm
 
@@ -275,11 +273,6 @@ class Bf16Adapter:
 
         self._optimizer.get_grads_for_norm = never_empty
 
-    @property
-    def reduced_here(self) -> bool:
-        """Gradients reach the fp32 buffers without DeepSpeed."""
-        return self.hooks.by_dsx
-
     def before_backward(self) -> None:
         """Gradients accumulate in the fp32 buffers by themselves."""
 
@@ -292,7 +285,7 @@ class Bf16Adapter:
                     dist.all_reduce(self._gradients.of(parameter), group=tie.group)
                     self._gradients.mark(parameter)
         self._norm = None
-        if refuses is None and not self._scope.compares:
+        if refuses is None and not self._scope.replicas.exist:
             return
         norm = self._scope.norm(self._parts(), partitioned=False, device=self._engine.device)
         if refuses is not None:

@@ -230,6 +230,8 @@ def _holder(stage: int) -> int:
 class Stage3Adapter:
     """Keeps accumulation right across chunks, and sums tied gradients before the norm."""
 
+    reduced_here = False  # gradients are reduced and scattered in each backward
+
     def __init__(self, engine: Any, scope: NormScope, ties: Sequence[Tie], gathers: StepGathers) -> None:
         self._engine, self._scope, self._ties, self.hooks = engine, scope, ties, gathers
         self._optimizer = engine.optimizer
@@ -243,11 +245,6 @@ class Stage3Adapter:
             if isinstance(module, TiedUse):
                 for parameter in module.tied_module.parameters():
                     deepspeed.zero.register_external_parameter(module, parameter)
-
-    @property
-    def reduced_here(self) -> bool:
-        """Gradients are reduced and scattered in each backward."""
-        return False
 
     def before_backward(self) -> None:
         """Start each step from zeroed partitions and always add.
@@ -289,7 +286,7 @@ class Stage3Adapter:
 
     def _parts(self) -> Iterator[GradientPart]:
         """This rank's parts, padded with zeros, because each parameter is cut into equal parts."""
-        optimizer, rank = self._optimizer, self._scope.data_rank
+        optimizer, rank = self._optimizer, self._scope.groups.replica
         for index, parameters in enumerate(optimizer.fp16_groups):
             if optimizer.offload_optimizer:
                 flat = optimizer.fp32_partitioned_groups_flat[index].grad
