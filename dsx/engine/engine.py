@@ -323,7 +323,7 @@ class PipelineEngine:
 
     def get_global_grad_norm(self) -> float:
         """2-norm of the last step's gradient over the whole model, before clipping."""
-        return self._adapter.grad_norm()
+        return float(self._adapter.norm)
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Micro-batches for the next :meth:`train_batch` calls."""

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import deepspeed
+import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
@@ -65,7 +66,8 @@ class ZeroAdapter(Protocol):
                 is true the step is not applied, and DeepSpeed counts it as skipped.
         """
 
-    def grad_norm(self) -> float:
+    @property
+    def norm(self) -> torch.Tensor | float:
         """Norm of the last step's gradient over the whole model, before clipping.
 
         It is infinite or NaN if a gradient was (every rank then skips the step, except in fp32 without ZeRO,

@@ -113,14 +113,14 @@ class PartitionedAdapter:
         # Sums in another precision than the parameters' are kept by hooks.
         separate = optimizer.use_separate_grad_accum or optimizer.use_grad_accum_attribute
         self.reduced_here = reduction.by_dsx and not separate
-        self._norm = torch.zeros(())
+        self.norm = torch.zeros(())
         self._refuses: Refuses | None = None
         self._fresh = True
         self._tied = [(tie.group, index) for tie in ties for index in self._groups_of(tie)]
         step = self._optimizer.step
 
         def step_with_ties(*args: Any, **kwargs: Any) -> Any:
-            self._norm = torch.full((), torch.nan)  # until computed: not at all after an overflow
+            self.norm = torch.full((), torch.nan)  # until computed: not at all after an overflow
             # The one moment at which gradients are final and not yet used, at every stage and with offload.
             self._reduce_ties()
             return step(*args, **kwargs)
@@ -156,18 +156,14 @@ class PartitionedAdapter:
         self.hooks.finish()
         self._fresh = True
 
-    def grad_norm(self) -> float:
-        """Norm before clipping."""
-        return float(self._norm)
-
     def _global_norm(self, norm_type: int = 2) -> torch.Tensor:
         """Stands in for ``scaled_global_norm``; bf16 and fp32 have no loss scale."""
         assert norm_type == 2, "only the 2-norm is defined here"
-        self._norm = self._scope.norm(self._parts(), partitioned=True, device=self._engine.device)
-        if self._refuses is not None and self._refuses(self._norm):
+        self.norm = self._scope.norm(self._parts(), partitioned=True, device=self._engine.device)
+        if self._refuses is not None and self._refuses(self.norm):
             self._optimizer.overflow = True  # read after this (stage_1_and_2.py, step)
         # Where the gradients are that it scales: torch multiplies none on the host by a number on a GPU.
-        return self._norm.to(self._optimizer.device)
+        return self.norm.to(self._optimizer.device)
 
     def _reduce_ties(self) -> None:
         if self._tied and self._optimizer.cpu_offload:

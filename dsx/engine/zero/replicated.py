@@ -61,7 +61,7 @@ class ReplicatedAdapter:
     ) -> None:
         self._engine, self._scope, self._ties, self._clipping = engine, scope, ties, clipping
         self.hooks = reduction
-        self._norm = torch.zeros(())
+        self.norm = torch.zeros(())
         self.refused = False
         """Whether this step must not be applied."""
         self._wrapped = hasattr(engine.optimizer, "unscale_and_clip_grads")
@@ -78,7 +78,7 @@ class ReplicatedAdapter:
 
             def with_true_norm(*args: Any, **kwargs: Any) -> Any:
                 *leading, _ = args
-                return original(*leading, self._norm, **kwargs)
+                return original(*leading, self.norm, **kwargs)
 
             engine.optimizer.unscale_and_clip_grads = with_true_norm
 
@@ -96,19 +96,15 @@ class ReplicatedAdapter:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=tie.group)
         parts = [GradientPart(p, p.grad) for p in self._engine.module.parameters() if p.grad is not None]
-        self._norm = self._scope.norm(parts, partitioned=False, device=self._engine.device)
-        self.refused = refuses is not None and refuses(self._norm)
+        self.norm = self._scope.norm(parts, partitioned=False, device=self._engine.device)
+        self.refused = refuses is not None and refuses(self.norm)
         if not self._wrapped:
             self._engine.optimizer.overflow = self.refused  # DeepSpeed asks every optimizer that has it
         if self._clipping > 0 and not self._wrapped:
             # torch.nn.utils.clip_grad_norm_'s rule.
-            scale = torch.clamp(self._clipping / (self._norm + 1e-6), max=1.0)
+            scale = torch.clamp(self._clipping / (self.norm + 1e-6), max=1.0)
             for part in parts:
                 part.gradient.mul_(scale)
-
-    def grad_norm(self) -> float:
-        """Norm before clipping."""
-        return float(self._norm)
 
     def _let_refuse(self, optimizer: Any) -> None:
         """Let a plain torch optimizer skip steps that are not applied, as DeepSpeed's own do."""
@@ -132,7 +128,7 @@ class _NormTells:
 
     def check(self, *_args: Any, **_kwargs: Any) -> bool:
         """Whether the step must be skipped (FP16_UnfusedOptimizer asks so)."""
-        return self._adapter.refused or not math.isfinite(self._adapter.grad_norm())
+        return self._adapter.refused or not math.isfinite(self._adapter.norm)
 
     has_overflow = check
     """FP16_Optimizer asks so."""
@@ -291,7 +287,8 @@ class Bf16Adapter:
         if refuses is not None:
             self._refused, self._norm = refuses(norm), float(norm)
 
-    def grad_norm(self) -> float:
+    @property
+    def norm(self) -> float:
         """Norm before clipping."""
         if self._norm is not None:
             return self._norm

@@ -235,7 +235,7 @@ class Stage3Adapter:
     def __init__(self, engine: Any, scope: NormScope, ties: Sequence[Tie], gathers: StepGathers) -> None:
         self._engine, self._scope, self._ties, self.hooks = engine, scope, ties, gathers
         self._optimizer = engine.optimizer
-        self._norm = torch.zeros(())
+        self.norm = torch.zeros(())
         self._refuses: Refuses | None = None
         self._fresh = True
         # Called once all gradients are final, on every path that leads to the update.
@@ -265,10 +265,6 @@ class Stage3Adapter:
         self._refuses = refuses
         self._fresh = True
 
-    def grad_norm(self) -> float:
-        """Norm before clipping."""
-        return float(self._norm)
-
     def _reduce_ties_and_norm(self) -> list[torch.Tensor]:
         """Replaces ``_get_norm_groups`` by one group, the whole model."""
         device = self._engine.device
@@ -277,10 +273,10 @@ class Stage3Adapter:
             for part in self._parts():
                 if id(part.parameter) in ids:
                     all_reduce_sum(part.gradient, tie.group, device)
-        self._norm = self._scope.norm(self._parts(), partitioned=True, device=device)
-        refused = self._refuses is not None and self._refuses(self._norm)
+        self.norm = self._scope.norm(self._parts(), partitioned=True, device=device)
+        refused = self._refuses is not None and self._refuses(self.norm)
         # A norm that is none makes DeepSpeed skip the step (stage3.py, step).
-        norm = torch.full_like(self._norm, torch.nan) if refused else self._norm
+        norm = torch.full_like(self.norm, torch.nan) if refused else self.norm
         # Where the gradients are that it scales: torch multiplies none on the host by a number on a GPU.
         return [norm.to(self._optimizer.device)]
 
