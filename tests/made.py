@@ -115,9 +115,11 @@ def plain(
     return Catalog(root=folder, format="plain", entries=tuple(entries), facts=facts or {}, specs=tuple(specs))
 
 
-def reshard(source: Catalog, folder: Path, to: Layout, *, tile=64, options=None, **more) -> ConversionReport:
+def reshard(
+    source: Catalog, folder: Path, to: Layout, *, tile=64, options=None, precision=None
+) -> ConversionReport:
     """Convert to dsx's own format in a layout, by tiles of ``tile`` elements unless the source has a size."""
-    target = native.target_of(source, folder, to, **more)
+    target = native.target_of(source, folder, to, precision=precision)
     made = plan(with_tiles(source, tile), target.catalog)
     return execute(source, target, made, options or ConversionOptions())
 

@@ -140,6 +140,11 @@ USE_ANOTHER = "use another checkpoint"
 SAVE_AGAIN = f"{USE_ANOTHER}, or save this one again"
 
 
+def unusable(where: str, what: str) -> CheckpointError:
+    """The error for files that cannot be mended."""
+    return CheckpointError(where, what, USE_ANOTHER)
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A box of a logical tensor and the bytes of a file that hold it.
@@ -324,7 +329,7 @@ def check_files(catalog: Catalog) -> None:
                     f"{catalog.root / piece.file}: {entry}",
                     f"its bytes {piece.offset} to {piece.stop(entry.item_bytes)} lie past the end of the "
                     f"file, which has {sizes[piece.file]}: it was cut short",
-                    "use another checkpoint",
+                    USE_ANOTHER,
                 )
 
 

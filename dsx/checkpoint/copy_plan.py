@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from dsx.checkpoint.catalog import USE_ANOTHER, Catalog, Entry, Piece
+from dsx.checkpoint.catalog import Catalog, Entry, Piece, unusable
 from dsx.checkpoint.pieces import PieceIndex, intersect, subtract, volume, whole
 from dsx.errors import CheckpointError
 from dsx.models.param import Box
@@ -128,10 +128,9 @@ def check_cover(entry: Entry, replica: int, tile_elements: int, where: str) -> N
         return
     outside = next((p for p in pieces if intersect(p.box, whole(entry.shape)) != p.box), None)
     if outside is not None:
-        raise CheckpointError(
+        raise unusable(
             f"{where}: {entry}",
             f"{outside.file} has {region(outside.box)} of it, whose shape is {entry.shape}",
-            USE_ANOTHER,
         )
     if _is_exact(pieces, entry.numel):
         return

@@ -189,6 +189,8 @@ def _is_nan(array: Array, dtype: str) -> npt.NDArray[np.bool_]:
 
 _OPEN_FILES = 128
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
+_MOST_READ_BYTES = 1 << 28
+_CRC32_STEP_BYTES = 1 << 20
 
 
 class FilePool:
@@ -247,12 +249,10 @@ class FileWindow(io.RawIOBase):
         file: The file.
         start: First byte of the part.
         length: Length of the part.
-        most_bytes: Most bytes that one read gives.
     """
 
-    def __init__(self, file: BinaryIO, start: int, length: int, most_bytes: int = 1 << 28) -> None:
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self.length, self._at = file, start, length, 0
-        self._most_bytes = most_bytes
 
     def readable(self) -> bool:
         """It is."""
@@ -273,15 +273,15 @@ class FileWindow(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """As any file's, but never more than ``most_bytes``."""
+        """As any file's, but never more than 256 MiB."""
         return self._taken(self._file.read, size)
 
     def readline(self, size: int | None = -1) -> bytes:
-        """As any file's, but never more than ``most_bytes``."""
+        """As any file's, but never more than 256 MiB."""
         return self._taken(self._file.readline, size)
 
     def _taken(self, read: Callable[[int], bytes], size: int | None) -> bytes:
-        left = min(max(0, self.length - self._at), self._most_bytes)
+        left = min(max(0, self.length - self._at), _MOST_READ_BYTES)
         self._file.seek(self._start + self._at)
         data = read(left if size is None or size < 0 else min(size, left))
         self._at += len(data)
@@ -364,11 +364,11 @@ def write_box(
         at += stop - start
 
 
-def crc32_of_file(descriptor: int, start: int, stop: int, step_bytes: int = 1 << 20) -> int:
+def crc32_of_file(descriptor: int, start: int, stop: int) -> int:
     """CRC32 of bytes ``start`` to ``stop`` of a file. Raises EOFError if it ends first."""
     crc = 0
-    for low in range(start, stop, step_bytes):
-        buffer = memoryview(bytearray(min(step_bytes, stop - low)))
+    for low in range(start, stop, _CRC32_STEP_BYTES):
+        buffer = memoryview(bytearray(min(_CRC32_STEP_BYTES, stop - low)))
         read_into(descriptor, buffer, low)
         crc = zlib.crc32(buffer, crc)
     return crc

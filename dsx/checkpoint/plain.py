@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dsx.checkpoint.catalog import USE_ANOTHER
+from dsx.checkpoint.catalog import unusable
 from dsx.checkpoint.file_io import numpy_dtype
 from dsx.errors import CheckpointError
 
@@ -75,7 +75,7 @@ def decode(value: Any, where: str) -> Any:
     try:
         return _decode_tagged(kind, value, where)
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise CheckpointError(where, f"not something that dsx wrote ({error})", USE_ANOTHER) from None
+        raise unusable(where, f"not something that dsx wrote ({error})") from None
 
 
 def to_json(value: Any, where: str) -> str:

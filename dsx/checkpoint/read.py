@@ -16,7 +16,17 @@ from typing import Any, Self
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from dsx.checkpoint.catalog import USE_ANOTHER, Catalog, Checksum, Entry, Piece, check_files, heads, locate
+from dsx.checkpoint.catalog import (
+    USE_ANOTHER,
+    Catalog,
+    Checksum,
+    Entry,
+    Piece,
+    check_files,
+    heads,
+    locate,
+    unusable,
+)
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS, region, tiles
 from dsx.checkpoint.file_io import (
     Array,
@@ -136,9 +146,7 @@ class Reader:
                 for tile in tiles_of(entry.shape, shared):
                     self._copy(entry, piece, tile, _window(out, part, tile), dtype)
             if covered != volume(box):
-                raise CheckpointError(
-                    f"{self.catalog.root}: {entry}", f"nothing holds all of {region(box)}", USE_ANOTHER
-                )
+                raise unusable(f"{self.catalog.root}: {entry}", f"nothing holds all of {region(box)}")
 
     def _copy(self, entry: Entry, piece: Piece, box: Box, window: Array, dtype: str) -> None:
         direct = dtype == entry.dtype and window.flags.c_contiguous

@@ -164,7 +164,7 @@ def test_an_export_loads_in_transformers(tmp_path, name, shards):
     files = {}
     for index in range(shards):
         tensors = exported(weights, specs[index::shards])
-        files |= hf.write_shard(tmp_path / "b", index, shards, tensors, metadata={"step": "3"})
+        files |= hf.write_shard(tmp_path / "b", index, shards, tensors)
     config = names.read_config(tmp_path / "a")
     del config["architectures"]
     hf.finish(tmp_path / "b", config, files)
@@ -237,7 +237,7 @@ def test_hub_names_without_the_prefix_are_found(tmp_path):
     specs = specs_of(tmp_path / "a")
     with hf.HfWeights(tmp_path / "a") as full, hf.HfWeights(tmp_path / "b") as hub:
         hub.check(specs)
-        assert "h.0.attn.bias" in hub.names
+        assert "h.0.attn.bias" in hub.reader.catalog.by_name
         for spec in specs:
             assert torch.equal(full.read(spec, 2, 1), hub.read(spec, 2, 1))
 

@@ -35,7 +35,6 @@ from dsx.checkpoint import plain, store
 from dsx.checkpoint.catalog import (
     NO_SETTINGS,
     PRECISIONS,
-    USE_ANOTHER,
     Catalog,
     Checksum,
     Crc32Field,
@@ -46,6 +45,7 @@ from dsx.checkpoint.catalog import (
     left_behind,
     locate,
     numbers_in,
+    unusable,
     with_numbers,
 )
 from dsx.checkpoint.formats.torch_file import (
@@ -116,7 +116,7 @@ def _specs(root: Path, told: Sequence[Any], names: set[str]) -> tuple[ParamSpec,
     try:
         specs = TypeAdapter(tuple[ParamSpec, ...]).validate_python(told)
     except (ValidationError, LayoutError) as error:
-        raise CheckpointError(str(root / INDEX), f"its {OWN} is damaged ({error})", USE_ANOTHER) from None
+        raise unusable(str(root / INDEX), f"its {OWN} is damaged ({error})") from None
     return tuple(spec for spec in specs if spec.name in names)
 
 
@@ -166,9 +166,7 @@ class _Index:
         try:
             return cls._of(content.state)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                str(path), f"it is no index of torch.distributed.checkpoint ({error!r})", USE_ANOTHER
-            ) from None
+            raise unusable(str(path), f"it is no index of torch.distributed.checkpoint ({error!r})") from None
 
     @classmethod
     def _of(cls, state: Mapping[str, Any]) -> _Index:
@@ -206,10 +204,9 @@ def _take(
         ref, file = _tensor_in(root, item, f"tensor {name}, {state}")
         dtype = ref.dtype
         if ref.shape != chunks.get(item.at):
-            raise CheckpointError(
+            raise unusable(
                 f"{root / item.file}: tensor {name}, {state}",
                 f"it holds a box of shape {ref.shape} where the index has {chunks.get(item.at)}",
-                USE_ANOTHER,
             )
         if state != "weight" and not shape and (state == "step" or found.shapes.get(name) != ()):
             found.numbers[state][name] = float(file.value(ref))

@@ -42,6 +42,7 @@ from dsx.checkpoint.catalog import (
     Written,
     left_behind,
     locate,
+    unusable,
 )
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS
 from dsx.checkpoint.file_io import blamed, digest
@@ -339,7 +340,6 @@ def target_of(
     layout: Layout,
     *,
     precision: str | None = None,
-    facts: Mapping[str, Any] | None = None,
 ) -> Target:
     """A dsx checkpoint in ``layout`` with everything that ``source`` has.
 
@@ -348,7 +348,6 @@ def target_of(
         root: Folder to make.
         layout: Whose ranks' files to write.
         precision: ``fp32``, ``bf16`` or ``fp16``: dtype of the weights; the source's by default.
-        facts: Replace the source's of the same keys.
 
     Raises:
         CheckpointError: A random state of the source is unreadable.
@@ -371,7 +370,7 @@ def target_of(
         entries=tuple(
             replace(entry, pieces=tuple(pieces[entry.key])) for states in wanted.values() for entry in states
         ),
-        facts=_facts(source, layout, wanted, random) | dict(facts or {}),
+        facts=_facts(source, layout, wanted, random),
         specs=tuple(spec for spec in layout.params if not spec.is_guess),
         tile_elements=source.tile_elements or TILE_ELEMENTS,
     )
@@ -592,9 +591,7 @@ def random_state(source: Catalog, rank: int) -> bytes | None:
         data = store.content_of(path, _LARGEST_RANDOM_STATE)
     for known in source.checksums:
         if known.file == file and digest(data[known.start : known.stop]) != known.digest:
-            raise CheckpointError(
-                f"{path}: {what}", "they are not what was written: their checksum is another", USE_ANOTHER
-            )
+            raise unusable(f"{path}: {what}", "they are not what was written: their checksum is another")
     return data
 
 

@@ -27,7 +27,7 @@ from reprlib import repr as short_repr
 from typing import Any
 
 from dsx.checkpoint import store
-from dsx.checkpoint.catalog import ITEM_BYTES, USE_ANOTHER, Checksum
+from dsx.checkpoint.catalog import ITEM_BYTES, Checksum, unusable
 from dsx.checkpoint.file_io import FileWindow
 from dsx.errors import CheckpointError
 
@@ -153,17 +153,17 @@ def unpickle(
         raise
     except Exception as error:
         # Whatever a broken pickle does to the machine (an empty stack, a wrong type) means the same.
-        raise CheckpointError(where, f"its pickle is broken or cut short ({error!r})", USE_ANOTHER) from error
-    raise CheckpointError(where, "its pickle has no end", USE_ANOTHER)
+        raise unusable(where, f"its pickle is broken or cut short ({error!r})") from error
+    raise unusable(where, "its pickle has no end")
 
 
 def storage_of(identity: Any, where: str) -> StorageRef:
     """The storage that a persistent id of ``torch.save`` names."""
     if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
-        raise CheckpointError(where, f"an unknown reference {short_repr(identity)}", USE_ANOTHER)
+        raise unusable(where, f"an unknown reference {short_repr(identity)}")
     kind, key, numel = identity[1], str(identity[2]), int(identity[4])
     if not isinstance(kind, Global) or kind.name not in STORAGES:
-        raise CheckpointError(where, f"a storage of unknown type {kind}", USE_ANOTHER)
+        raise unusable(where, f"a storage of unknown type {kind}")
     return StorageRef(STORAGES[kind.name], key, numel)
 
 
@@ -452,9 +452,7 @@ class TorchFile:
     def value(self, ref: TensorRef) -> int | float:
         """The one number of a tensor of one element."""
         if ref.numel != 1 or ref.dtype not in _FORMATS:
-            raise CheckpointError(
-                str(self.path), f"a number is expected where it has a tensor {ref.shape}", USE_ANOTHER
-            )
+            raise unusable(str(self.path), f"a number is expected where it has a tensor {ref.shape}")
         with self.path.open("rb") as file:
             file.seek(ref.offset)
             data = file.read(ITEM_BYTES[ref.dtype])
@@ -503,13 +501,11 @@ def read_torch_file(folder: Path, name: str, start: int = 0, length: int | None 
             elif magic.startswith(b"\x80\x02"):
                 content, storages = _read_legacy(file, path)
             else:
-                raise CheckpointError(str(path), "it is no file of torch.save", USE_ANOTHER)
+                raise unusable(str(path), "it is no file of torch.save")
     except FileNotFoundError:
         raise CheckpointError(str(path), "the file is missing", "complete the checkpoint") from None
     except OSError as error:
-        raise CheckpointError(
-            str(path), f"it cannot be read ({error.strerror or error})", USE_ANOTHER
-        ) from error
+        raise unusable(str(path), f"it cannot be read ({error.strerror or error})") from error
     held = {key: replace(at, start=at.start + start, stop=at.stop + start) for key, at in storages.items()}
     return TorchFile(path, name, _placed(content, held, str(path)), held)
 
@@ -519,13 +515,11 @@ def _read_zip(file: FileWindow, path: Path) -> tuple[Any, dict[str, FileStorage]
         archive = zipfile.ZipFile(file)
         members = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            str(path), f"its zip directory cannot be read, it was cut short ({error})", USE_ANOTHER
-        ) from None
+        raise unusable(str(path), f"its zip directory cannot be read, it was cut short ({error})") from None
     names = [member.filename for member in members]
     pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(pickles) != 1 or len(set(names)) != len(names):
-        raise CheckpointError(str(path), "its members are not those of torch.save", USE_ANOTHER)
+        raise unusable(str(path), "its members are not those of torch.save")
     root = pickles[0].removesuffix("data.pkl")
     places = {member.filename: _place(file, member, path) for member in members}
     if (order := places.get(f"{root}byteorder")) and _bytes_of(file, order, path, "byteorder") != b"little":
@@ -538,17 +532,15 @@ def _read_zip(file: FileWindow, path: Path) -> tuple[Any, dict[str, FileStorage]
 def _place(file: FileWindow, member: zipfile.ZipInfo, path: Path) -> FileStorage:
     """Where a member's bytes lie; the directory does not say it, the member's own header does."""
     if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
-        raise CheckpointError(
-            f"{path}: {member.filename}", "it is compressed, which torch never does", USE_ANOTHER
-        )
+        raise unusable(f"{path}: {member.filename}", "it is compressed, which torch never does")
     file.seek(member.header_offset)
     header = file.read(_LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\x03\x04"):
-        raise CheckpointError(f"{path}: {member.filename}", "it is not where it should be", USE_ANOTHER)
+        raise unusable(f"{path}: {member.filename}", "it is not where it should be")
     _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
     start = member.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
     if start + member.file_size > file.length:
-        raise CheckpointError(f"{path}: {member.filename}", "the file ends before it does", USE_ANOTHER)
+        raise unusable(f"{path}: {member.filename}", "the file ends before it does")
     # torch.serialization.set_crc32_options(False) leaves no CRC.
     return FileStorage(start, start + member.file_size, member.CRC or None)
 
@@ -557,14 +549,14 @@ def _bytes_of(file: FileWindow, place: FileStorage, path: Path, what: str) -> by
     file.seek(place.start)
     data = file.read(place.stop - place.start)
     if place.crc32 is not None and place.crc32 != zlib.crc32(data):
-        raise CheckpointError(f"{path}: {what}", "its bytes do not match their CRC32", USE_ANOTHER)
+        raise unusable(f"{path}: {what}", "its bytes do not match their CRC32")
     return data
 
 
 def _read_legacy(file: FileWindow, path: Path) -> tuple[Any, dict[str, FileStorage]]:
     where = str(path)
     if (unpickle(file, where), unpickle(file, where)) != (_LEGACY_MAGIC, _LEGACY_PROTOCOL):
-        raise CheckpointError(where, "it is a pickle, but not one of torch.save", USE_ANOTHER)
+        raise unusable(where, "it is a pickle, but not one of torch.save")
     if not unpickle(file, where).get("little_endian", True):
         raise CheckpointError(where, "its numbers are big-endian", "save it on a little-endian machine")
     found: dict[str, StorageRef] = {}
@@ -572,7 +564,7 @@ def _read_legacy(file: FileWindow, path: Path) -> tuple[Any, dict[str, FileStora
     def load(identity: Any, where: str) -> StorageRef:
         storage = storage_of(identity, where)
         if len(identity) > 5 and identity[5] is not None:
-            raise CheckpointError(where, "it has views of storages, as torch 0.1 wrote", USE_ANOTHER)
+            raise unusable(where, "it has views of storages, as torch 0.1 wrote")
         return found.setdefault(storage.key, storage)
 
     content, keys = unpickle(file, where, load), unpickle(file, where)
@@ -583,10 +575,10 @@ def _read_legacy(file: FileWindow, path: Path) -> tuple[Any, dict[str, FileStora
         file.seek(at)
         count = file.read(8)
         if storage is None or len(count) < 8 or struct.unpack("<q", count)[0] != storage.numel:
-            raise CheckpointError(f"{where}: storage {key}", "it is not where it should be", USE_ANOTHER)
+            raise unusable(f"{where}: storage {key}", "it is not where it should be")
         stop = at + 8 + storage.numel * ITEM_BYTES[storage.dtype or "uint8"]
         if stop > file.length:
-            raise CheckpointError(f"{where}: storage {key}", "the file ends before it does", USE_ANOTHER)
+            raise unusable(f"{where}: storage {key}", "the file ends before it does")
         storages[storage.key] = FileStorage(at + 8, stop)
         at = stop
     return content, storages
@@ -632,7 +624,7 @@ def _located(ref: TensorRef, storages: Mapping[str, FileStorage], where: str) ->
     if storage is None:
         raise CheckpointError(label, "the file does not have it", "complete the checkpoint")
     if len(ref.shape) != len(ref.strides) or min((ref.start, *ref.shape, *ref.strides)) < 0:
-        raise CheckpointError(label, f"a tensor of shape {ref.shape}, strides {ref.strides}", USE_ANOTHER)
+        raise unusable(label, f"a tensor of shape {ref.shape}, strides {ref.strides}")
     last = sum((extent - 1) * step for extent, step in zip(ref.shape, ref.strides, strict=True))
     stop = storage.start + (ref.start + last + 1) * item
     if ref.numel and stop > storage.stop:

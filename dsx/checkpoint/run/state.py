@@ -17,7 +17,7 @@ from safetensors.torch import save
 
 import dsx
 from dsx.checkpoint import plain, store
-from dsx.checkpoint.catalog import NO_SETTINGS, USE_ANOTHER, Catalog, Checksum, model_fact
+from dsx.checkpoint.catalog import NO_SETTINGS, Catalog, Checksum, model_fact, unusable
 from dsx.checkpoint.claims import reading
 from dsx.checkpoint.file_io import digest
 from dsx.checkpoint.formats import native
@@ -77,12 +77,10 @@ def _read(path: Path, what: str) -> dict[str, torch.Tensor]:
             known = (file.metadata() or {}).get(_DIGEST)
     except (OSError, SafetensorError) as error:
         said = "the file is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        raise CheckpointError(f"{path}: {what}", said, USE_ANOTHER) from error
+        raise unusable(f"{path}: {what}", said) from error
     # Older checkpoints say nothing of their bytes.
     if "cpu" not in states or known not in (None, _digest_of(states)):
-        raise CheckpointError(
-            f"{path}: {what}", "they are not what was written: their checksum is another", USE_ANOTHER
-        )
+        raise unusable(f"{path}: {what}", "they are not what was written: their checksum is another")
     return states
 
 
@@ -232,7 +230,7 @@ def _like(here: Any, saved: Any, key: str) -> Any:
     """``saved``, unless it would fail, or mislead, the optimizer in its next step."""
     numbers = (int, float, torch.Tensor)
     if isinstance(here, numbers) and not (isinstance(saved, numbers) and math.isfinite(float(saved))):
-        raise CheckpointError(f"{key} of an optimizer group", f"{saved!r} is no number", USE_ANOTHER)
+        raise unusable(f"{key} of an optimizer group", f"{saved!r} is no number")
     return saved
 
 

@@ -54,14 +54,10 @@ BOUNDS = {0: (), 1: (0, 5), 2: (0, 3, 5), 4: (0, 2, 3, 4, 5)}
 
 
 def layout_of(stock: Stock) -> StockLayout:
-    keys = dict(stock.zero_keys)
     return StockLayout(
         dp=stock.dp,
         zero_stage=stock.zero,
         precision=stock.precision,
-        sub_group_size=keys.get("sub_group_size", 1_000_000_000),
-        alignment=keys.get("parameter_alignment", False),
-        round_robin=keys.get("round_robin_gradients", False),
         bounds=BOUNDS[stock.pp],
         tied=(("embed", (0, 4)),) if stock.pp else (),
     )
@@ -69,6 +65,8 @@ def layout_of(stock: Stock) -> StockLayout:
 
 def convert(path: Path, target: Path, stock: Stock) -> Path:
     source = catalog_of(path)
+    config = {**source.facts["deepspeed_config"], "zero_optimization": dict(stock.zero_keys)}
+    source = replace(source, facts={**source.facts, "deepspeed_config": config})
     wanted = target_of(source, target / path.name, layout_of(stock))
     report = execute(source, wanted, plan(source, wanted.catalog), ConversionOptions(workers=1))
     assert report.notes == () or all("stays behind" in n or "is made from" in n for n in report.notes)

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, InstanceOf, Strict, TypeAdapter, ValidationError
 
-from dsx.checkpoint.catalog import USE_ANOTHER
+from dsx.checkpoint.catalog import unusable
 from dsx.checkpoint.formats.torch_file import PickledObject, TensorRef, TorchFile, read_torch_file
 from dsx.errors import CheckpointError
 from dsx.parallel.mesh import Mesh
@@ -116,9 +116,11 @@ def open_stock(root: Path, *, universal: bool = False) -> StockFiles:
     optimizers, layers = _read(root, names, _OPTIMIZER), _read(root, names, _LAYER)
     layers = {(layer, rank): file for (rank, layer), file in layers.items()}
     for file in models.values():
-        check_model(file)
+        _check(file, file.content, _MODEL_TYPES, "")
     for file in optimizers.values():
-        check_optimizer(file)
+        _check(file, file.content, {"optimizer_state_dict": TypeAdapter(_Dict)}, "")
+        states = file.content.get("optimizer_state_dict", {})
+        _check(file, states, _OPTIMIZER_TYPES, "optimizer_state_dict.")
     first = models[0, 0].content
     degree = int(first.get("mp_world_size") or max(rank for rank, _ in models) + 1)
     tensor = _tensor_degree(first, layers, degree)
@@ -244,17 +246,6 @@ _ESCAPED_OR_CLASS = re.compile(r"\\.|\[\^?\]?[^\]]*\]")
 _MOST_REPEATS, _LONGEST_PATTERN = 3, 1000
 
 
-def check_model(file: TorchFile) -> None:
-    """Raise CheckpointError unless a model file is a dict whose values are of DeepSpeed's types."""
-    _check(file, file.content, _MODEL_TYPES, "")
-
-
-def check_optimizer(file: TorchFile) -> None:
-    """Raise CheckpointError unless an optimizer's file is a dict whose values are of DeepSpeed's types."""
-    _check(file, file.content, {"optimizer_state_dict": TypeAdapter(_Dict)}, "")
-    _check(file, file.content.get("optimizer_state_dict", {}), _OPTIMIZER_TYPES, "optimizer_state_dict.")
-
-
 def config_of(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """``ds_config`` of a model file; empty where the engine was given the path of one: it saves no more."""
     config = content.get("ds_config")
@@ -298,20 +289,20 @@ def _patterns(info: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check(file: TorchFile, content: Any, types: Mapping[str, TypeAdapter[Any]], head: str) -> None:
+    """Raise CheckpointError unless a file's content is a dict whose values are of DeepSpeed's types."""
     if not isinstance(content, dict):
-        raise CheckpointError(str(file.path), "it is no file of DeepSpeed: it holds no dict", USE_ANOTHER)
+        raise unusable(str(file.path), "it is no file of DeepSpeed: it holds no dict")
     for key, kind in types.items():
         value = content.get(key)
         try:
             if value is not None:
                 kind.validate_python(value)
         except ValidationError:
-            raise CheckpointError(
+            raise unusable(
                 f"{file.path}: {head}{key}",
                 f"a {type(value).__name__} that cannot be this: {str(value)[:80]}"
                 if isinstance(value, bool | int | float | str)
                 else f"a {type(value).__name__} of another form than DeepSpeed's",
-                USE_ANOTHER,
             ) from None
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from dsx.checkpoint.catalog import ITEM_BYTES, USE_ANOTHER
+from dsx.checkpoint.catalog import ITEM_BYTES, USE_ANOTHER, unusable
 from dsx.checkpoint.formats.deepspeed.files import StockFiles, config_of
 from dsx.checkpoint.formats.torch_file import TensorRef, TorchFile
 from dsx.errors import CheckpointError
@@ -229,14 +229,12 @@ class _Saved:
     def of(cls, file: TorchFile) -> _Saved:
         content = file.content.get("optimizer_state_dict")
         if not isinstance(content, dict):
-            raise CheckpointError(str(file.path), "it has no optimizer_state_dict", USE_ANOTHER)
+            raise unusable(str(file.path), "it has no optimizer_state_dict")
         per_parameter = "fp32_flat_groups" in content
         flats = content.get("fp32_flat_groups" if per_parameter else "single_partition_of_fp32_groups")
         base = content.get("optimizer_state_dict" if per_parameter else "base_optimizer_state")
         if not isinstance(flats, list) or not isinstance(base, list | dict):
-            raise CheckpointError(
-                str(file.path), f"an optimizer's file of unknown form: {sorted(content)}", USE_ANOTHER
-            )
+            raise unusable(str(file.path), f"an optimizer's file of unknown form: {sorted(content)}")
         step = content.get("base_optimizer_state_step")
         if isinstance(base, list):  # elastic: a list of states, without padding, and no hyperparameters
             states = {
@@ -295,11 +293,7 @@ def _mapped_shapes(
     """Flat order by ``param_slice_mappings``, shapes by the weights."""
     first = states[0]
     if len(first.mappings) != len(first.flats):
-        raise CheckpointError(
-            str(first.file.path),
-            "neither param_shapes nor param_slice_mappings name its tensors",
-            USE_ANOTHER,
-        )
+        raise unusable(str(first.file.path), "neither param_shapes nor param_slice_mappings name its tensors")
     found: list[Mapping[str, tuple[int, ...]]] = []
     for number in range(len(first.flats)):
         order = [
@@ -311,11 +305,7 @@ def _mapped_shapes(
         ]
         unknown = next((name for name in order if name not in weights), None)
         if unknown is not None:
-            raise CheckpointError(
-                f"{first.file.path}: tensor {unknown}",
-                "no file has its weight, and so its shape",
-                USE_ANOTHER,
-            )
+            raise unusable(f"{first.file.path}: tensor {unknown}", "no file has its weight, and so its shape")
         found.append({name: weights[name] for name in order})
     return found
 
@@ -332,7 +322,7 @@ def _per_group(
 ) -> Iterator[Fragment]:
     first = states[0]
     if number >= len(first.flats):
-        raise CheckpointError(str(first.file.path), f"it lacks optimizer group {number}", USE_ANOTHER)
+        raise unusable(str(first.file.path), f"it lacks optimizer group {number}")
     gaps = first.alignment[number] if number < len(first.alignment) else [0] * len(shapes)
     if len(gaps) != len(shapes):
         raise CheckpointError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from dsx.checkpoint.catalog import USE_ANOTHER, Catalog, Entry
+from dsx.checkpoint.catalog import Catalog, Entry, unusable
 from dsx.checkpoint.file_io import crc32_of_file
 from dsx.checkpoint.formats.deepspeed.files import StockFiles
 from dsx.checkpoint.formats.deepspeed.flat import Fragment, mapped, over_all_ranks, part_numel, whole
@@ -138,7 +138,7 @@ def buffers_of(files: StockFiles, rank: int) -> Sequence[str]:
 def layer_tensors(file: TorchFile) -> list[tuple[str, TensorRef]]:
     """Tensors of a layer's file, by their names within the layer."""
     if not isinstance(file.content, dict):
-        raise CheckpointError(str(file.path), "it is no layer of a PipelineModule", USE_ANOTHER)
+        raise unusable(str(file.path), "it is no layer of a PipelineModule")
     return [(str(key), ref) for key, ref in file.content.items() if isinstance(ref, TensorRef)]
 
 
@@ -214,9 +214,7 @@ def _ties(refs: Mapping[str, TensorRef], shared: Mapping[str, str]) -> tuple[tup
             seen.add(first)
             first = home[first]  # noqa: PLW2901 (to the end of the chain)
         if first in seen:
-            raise CheckpointError(
-                f"tensor {name}", "shared_params says that it is shared with itself", USE_ANOTHER
-            )
+            raise unusable(f"tensor {name}", "shared_params says that it is shared with itself")
         found[first].append(name)
     return tuple((first, *names) for first, names in found.items())
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from dsx.checkpoint.catalog import USE_ANOTHER
+from dsx.checkpoint.catalog import unusable
 from dsx.checkpoint.file_io import crc32_of_zeros
 from dsx.checkpoint.formats.deepspeed.cut import Rules
 from dsx.checkpoint.formats.deepspeed.files import StockFiles
@@ -151,7 +151,7 @@ def _parts(file: TorchFile) -> _Saved:
     saved = file.content.get("optimizer")
     inner = saved.get("optimizer_state_dict", saved) if isinstance(saved, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("state"), dict):
-        raise CheckpointError(str(file.path), "an optimizer of unknown form", USE_ANOTHER)
+        raise unusable(str(file.path), "an optimizer of unknown form")
     masters = saved.get("fp32_groups") or saved.get("fp32_groups_flat") or []
     groups: list[list[tuple[int, ...] | None]] = []
     for place, settings in enumerate(inner["param_groups"]):

@@ -26,12 +26,6 @@ class StockLayout:
         zero_stage: 0 to 3.
         precision: fp32, bf16 or fp16.
         groups: Names in each optimizer group, in the optimizer's order; the source's if empty.
-        order: Names in the model's state dict, in its order; the source's if empty.
-        sub_group_size: ``zero_optimization.sub_group_size`` (stage 3); this and the next two decide where
-            everything lies, and are those of the source's ``ds_config`` if they are None.
-        alignment: ``zero_optimization.parameter_alignment`` (stages 1 and 2).
-        round_robin: ``zero_optimization.round_robin_gradients`` (stages 1 and 2).
-        fused_step: Step counts as numbers in the groups, as DeepSpeed's FusedAdam keeps them.
         bounds: Of a PipelineModule: first layer of every stage, then the number of layers; else empty.
         tied: Of a PipelineModule: (key, layers that use it) of every TiedLayerSpec.
         tp: Tensor-parallel degree.
@@ -43,11 +37,6 @@ class StockLayout:
     zero_stage: int
     precision: str = "fp32"
     groups: tuple[tuple[str, ...], ...] = ()
-    order: tuple[str, ...] = ()
-    sub_group_size: int | None = None
-    alignment: bool | None = None
-    round_robin: bool | None = None
-    fused_step: bool = False
     bounds: tuple[int, ...] = ()
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
     tp: int = 1
@@ -99,9 +88,9 @@ class StockPlan:
         held = source.by_key
         saved = source.facts.get("param_groups") or []
         groups = layout.groups or tuple(tuple(group["names"]) for group in saved)
-        order = layout.order or tuple(dict.fromkeys(entry.name for entry in source.entries))
+        order = tuple(dict.fromkeys(entry.name for entry in source.entries))
         trained = [name for group in groups for name in group]
-        _check_names(source, trained, order)
+        _check_names(source, trained)
         _check_settings(source, saved, layout)
         moments = [_moments(source, group) for group in groups]
         blanks: dict[tuple[str, str], Entry] = {}
@@ -150,19 +139,10 @@ class StockPlan:
         return self.stage * self.layout.tp + self.tensor
 
     def zero_keys(self) -> dict[str, Any]:
-        """``zero_optimization`` of the engine, with what decides where everything lies."""
+        """``zero_optimization`` of the engine; the source's decides where everything lies."""
         config = plain.decode(self.facts.get("deepspeed_config", {}), "deepspeed_config")
         saved = config.get("zero_optimization")
-        told = {
-            "sub_group_size": self.layout.sub_group_size,
-            "parameter_alignment": self.layout.alignment,
-            "round_robin_gradients": self.layout.round_robin,
-        }
-        return {
-            **(saved if isinstance(saved, dict) else {}),
-            **{key: value for key, value in told.items() if value is not None},
-            "stage": self.layout.zero_stage,
-        }
+        return {**(saved if isinstance(saved, dict) else {}), "stage": self.layout.zero_stage}
 
     def zero(self) -> ZeroPlan:
         """ZeRO's cut of the groups."""
@@ -306,20 +286,17 @@ def _check_settings(source: Catalog, groups: Sequence[Mapping[str, Any]], layout
             )
 
 
-def _check_names(source: Catalog, trained: Sequence[str], order: Sequence[str]) -> None:
+def _check_names(source: Catalog, trained: Sequence[str]) -> None:
     if not trained:
         raise CheckpointError(
             str(source.root),
             "it has no optimizer groups, and DeepSpeed's checkpoints are of an optimizer",
             "load the weights into the model before deepspeed.initialize instead",
         )
-    held = {entry.name for entry in source.entries}
-    lacking = sorted((set(trained) | set(order)) - held)
-    missing = sorted(held - set(order))
-    if lacking or missing:
-        name = (lacking or missing)[0]
+    lacking = sorted(set(trained) - {entry.name for entry in source.entries})
+    if lacking:
         raise CheckpointError(
-            f"{source.root}: tensor {name}",
-            "the checkpoint does not have it" if lacking else "the order of the model lacks it",
+            f"{source.root}: tensor {lacking[0]}",
+            "the checkpoint does not have it",
             "give the names of the model that will load it",
         )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dsx.checkpoint import plain
-from dsx.checkpoint.catalog import ITEM_BYTES, USE_ANOTHER, Catalog, Entry, Piece, merged_groups
+from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry, Piece, merged_groups, unusable
 from dsx.checkpoint.formats.deepspeed.cut import Cut, Rules, rules_of
 from dsx.checkpoint.formats.deepspeed.files import StockFiles, check_patterns, config_of, open_stock
 from dsx.checkpoint.formats.deepspeed.flat import Fragment, OptimizerGroup, OptimizerState, sharded_state
@@ -390,11 +390,7 @@ def _entries(files: StockFiles, names: _Names, rules: Rules) -> Iterator[Entry]:
             )
         dtypes = {one.dtype for held in by_rank.values() for copy in held for one in copy}
         if len(dtypes) > 1:
-            raise CheckpointError(
-                f"{where}: tensor {name}, {state}",
-                f"its parts are of {sorted(dtypes)}",
-                USE_ANOTHER,
-            )
+            raise unusable(f"{where}: tensor {name}, {state}", f"its parts are of {sorted(dtypes)}")
         if cut.compare:
             _compare(files, name, [by_rank[rank][0] for rank in files.shards])
         yield Entry(

@@ -443,16 +443,11 @@ def _stage(plan: StockPlan) -> Any:
 
 def group_settings(plan: StockPlan, numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """``param_groups``, each with the numbers of its parameters."""
-    groups = []
-    for at, settings in enumerate(plan.settings):
-        step = next((plan.numbers[name].get("step") for name in plan.groups[at]), None)
-        told = {"step": int(step)} if plan.layout.fused_step and step is not None else {}
-        groups.append({**settings, **told, "params": list(numbers[at])})
-    return groups
+    pairs = zip(plan.settings, numbers, strict=True)
+    return [{**settings, "params": list(mine)} for settings, mine in pairs]
 
 
 def _numbers(plan: StockPlan, name: str | None) -> dict[str, Any]:
     """The step count and its like, in a tensor per parameter as torch's optimizers have them."""
     held = plan.numbers.get(name, {}) if name is not None and any(plan.moments) else {}
-    skipped = ("step",) if plan.layout.fused_step else ()
-    return {state: number(one) for state, one in held.items() if state not in skipped}
+    return {state: number(one) for state, one in held.items()}

@@ -127,14 +127,7 @@ def split(spec: ParamSpec, tensor: Tensor) -> dict[str, Tensor]:
     return {name: piece.contiguous() for name, piece in zip(spec.hf, turned, strict=True)}
 
 
-def write_shard(
-    folder: str | Path,
-    index: int,
-    count: int,
-    tensors: Mapping[str, Tensor],
-    *,
-    metadata: Mapping[str, str] | None = None,
-) -> dict[str, str]:
+def write_shard(folder: str | Path, index: int, count: int, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Write one of ``count`` safetensors files of an export, aside, in ``<folder>.partial``, and sync it.
 
     Any number of processes that share the file system may each write theirs. When all have returned, one of
@@ -145,7 +138,6 @@ def write_shard(
         index: This shard, from 0.
         count: Number of shards.
         tensors: Hugging Face tensors (:func:`split`) by name, any device.
-        metadata: Put into the file's header.
 
     Returns:
         The shard's file name for each tensor's name.
@@ -160,7 +152,7 @@ def write_shard(
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # transformers refuses files without the format entry.
-        save_file(state, file, metadata={**(metadata or {}), "format": "pt", **_checksums(state)})
+        save_file(state, file, metadata={"format": "pt", **_checksums(state)})
         store.sync_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
