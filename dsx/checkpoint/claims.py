@@ -33,6 +33,9 @@ _MOST_TILE_ELEMENTS = 1 << 24
 _MOST_SHAPE_DIMS = 64
 _EXCUSED_BYTES = 1 << 20
 
+MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What Python raises where a value is of another type, or another number, than is looked for."""
+
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Degree = Annotated[int, Field(ge=1, lt=1 << 63)]
 _Number = Annotated[float, AllowInfNan(False)]
@@ -102,17 +105,7 @@ def reading(what: str) -> Iterator[None]:
             f"it cannot be read ({error.strerror or error}), or went away meanwhile",
             "complete the checkpoint",
         ) from error
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RegexError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-        StructError,
-        ZlibError,
-    ) as error:
+    except (*MISFITS, RegexError, RuntimeError, StructError, ZlibError) as error:
         raise CheckpointError(
             what, f"it says what no writer of its format does ({type(error).__name__}: {error})", SAVE_AGAIN
         ) from error

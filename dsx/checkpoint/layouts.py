@@ -68,7 +68,9 @@ def stock_layout(
     cut = pp > 1 or pipeline.partition is not None
     if pipeline.tied and not cut and not universal:
         raise CheckpointError("--tied", "there is no pipeline", "give --pipeline or --partition")
-    tied = pipeline.tied or _known_ties(source)
+    # What the user said when the checkpoint, or one that it was made of, was read.
+    known = source.facts.get("tied", {})
+    tied = pipeline.tied or tuple((key, tuple(layers)) for key, layers in known.items())
     if (cut or universal) and not specs:
         source = _under_ties(source, tied)
     if not cut:
@@ -90,11 +92,6 @@ def stock_layout(
 def stock_mesh(layout: StockLayout) -> Mesh:
     """The ranks of a stock engine."""
     return Mesh.of(pp=max(1, len(layout.bounds) - 1), dp=layout.dp, tp=layout.tp)
-
-
-def _known_ties(source: Catalog) -> Ties:
-    """What the user said when the checkpoint, or one that it was made of, was read."""
-    return tuple((key, tuple(layers)) for key, layers in source.facts.get("tied", {}).items())
 
 
 def _under_ties(source: Catalog, ties: Ties) -> Catalog:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dsx.checkpoint.catalog import Catalog, Target, check_files, model_fact
-from dsx.checkpoint.claims import specs_of_model
+from dsx.checkpoint.claims import MISFITS, specs_of_model
 from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import ConversionOptions, ConversionReport, execute, worker_bytes
 from dsx.checkpoint.formats import dcp, megatron, native
@@ -234,14 +234,7 @@ def _in_order(source: Catalog) -> tuple[ParamSpec, ...]:
         return source.specs
     try:
         names = [spec.name for spec in param_specs(ModelSpec(**told))]
-    except (
-        TypeError,
-        AttributeError,
-        ValueError,
-        ArithmeticError,
-        LookupError,
-        LayoutError,
-    ):  # of another dsx
+    except (*MISFITS, LayoutError):  # of another dsx
         return source.specs
     order = {name: at for at, name in enumerate(names)}
     return tuple(sorted(source.specs, key=lambda spec: order.get(spec.name, len(order))))

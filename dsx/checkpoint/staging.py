@@ -20,7 +20,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from dsx.checkpoint import store
@@ -211,12 +210,7 @@ class Staging:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.journal.close()
 
     def path_of(self, file: str) -> Path:
@@ -280,11 +274,8 @@ class Staging:
                     )
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _make(path, skeleton)
-        for folder in {
-            self.partial,
-            self.data,
-            *(self.path_of(s.file).parent for s in self._target.skeletons),
-        }:
+        homes = {self.path_of(skeleton.file).parent for skeleton in self._target.skeletons}
+        for folder in {self.partial, self.data, *homes}:
             if folder.is_dir():
                 store.sync_folder(folder)
 

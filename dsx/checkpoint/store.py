@@ -81,7 +81,7 @@ def stage(root: Path, tag: str) -> Path:
     Raises CheckpointError for a bad tag or an unwritable root.
     """
     _check_tag(f"checkpoint tag {tag!r}", root, tag)
-    staged = _partial(root, tag)
+    staged = _aside(root, tag, "partial")
     with _explained(root):
         _make(root)
         _tidy(root)
@@ -92,14 +92,14 @@ def stage(root: Path, tag: str) -> Path:
 def give_up(root: Path, tag: str) -> None:
     """Take the staged folder away from those who write into it. This needs no disk space and never raises."""
     with suppress(OSError):
-        _partial(root, tag).rename(_removed(root, tag))
+        _aside(root, tag, "partial").rename(_aside(root, tag, "removed"))
 
 
 def abandon(root: Path, tag: str) -> None:
     """Delete what was staged, given up or not, once nobody writes there any more. Never raises."""
-    for path in (_partial(root, tag), _removed(root, tag)):
+    for state in ("partial", "removed"):
         with suppress(OSError):
-            _remove(path)
+            _remove(_aside(root, tag, state))
 
 
 def commit(root: Path, tag: str) -> Path:
@@ -109,17 +109,18 @@ def commit(root: Path, tag: str) -> Path:
     they wrote first. Returns the checkpoint's folder. Raises CheckpointError if nothing was staged.
     """
     _check_tag(f"checkpoint tag {tag!r}", root, tag)
-    staged, final = _partial(root, tag), root / tag
+    staged, final, replaced = _aside(root, tag, "partial"), root / tag, _aside(root, tag, "replaced")
     with _explained(root):
         if not staged.is_dir():
             raise CheckpointError(str(staged), "nothing is staged under this tag", "call stage first")
         sync(staged)
         if _exists(final):
-            final.rename(_replaced(root, tag))
+            final.rename(replaced)
         staged.rename(final)
         sync_file(root)
         sync_file(root.absolute().parent)
-        _discard(root, tag)
+        if _exists(replaced):
+            _discard(root, tag, replaced)
     return final
 
 
@@ -193,9 +194,7 @@ def prune(root: Path, *, keep: int) -> tuple[str, ...]:
         by_age = sorted(others, key=lambda tag: (root / tag).stat().st_mtime_ns)
         old = by_age[: max(0, len(by_age) - (keep - 1))]
         for tag in old:
-            removed = _removed(root, tag)
-            (root / tag).rename(removed)
-            _remove(removed)
+            _discard(root, tag, root / tag)
     return tuple(old)
 
 
@@ -252,33 +251,25 @@ def _make(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def _partial(root: Path, tag: str) -> Path:
-    return root / f".{tag}.partial"
-
-
-def _replaced(root: Path, tag: str) -> Path:
-    return root / f".{tag}.replaced"
-
-
-def _removed(root: Path, tag: str) -> Path:
-    return root / f".{tag}.removed"
+def _aside(root: Path, tag: str, state: str) -> Path:
+    """Where a checkpoint is while it is ``partial``, ``replaced`` or ``removed``."""
+    return root / f".{tag}.{state}"
 
 
 def _restore(root: Path, tag: str) -> None:
     """Undo a commit that was killed between its two renames. Another rank may be doing the same."""
-    replaced, final = _replaced(root, tag), root / tag
+    replaced, final = _aside(root, tag, "replaced"), root / tag
     if _exists(replaced) and not _exists(final):
         with suppress(FileNotFoundError):
             replaced.rename(final)
         sync_file(root)
 
 
-def _discard(root: Path, tag: str) -> None:
-    """Delete the replaced checkpoint, under a third name: a half deleted one must never be restored."""
-    replaced, removed = _replaced(root, tag), _removed(root, tag)
-    if _exists(replaced):
-        replaced.rename(removed)
-        _remove(removed)
+def _discard(root: Path, tag: str, path: Path) -> None:
+    """Delete a checkpoint, under another name: a half deleted one must never be found or restored."""
+    removed = _aside(root, tag, "removed")
+    path.rename(removed)
+    _remove(removed)
 
 
 def _tidy(root: Path) -> None:
@@ -288,7 +279,8 @@ def _tidy(root: Path) -> None:
     for path in root.glob(".*.replaced"):
         tag = path.name[1 : -len(".replaced")]
         _restore(root, tag)
-        _discard(root, tag)
+        if _exists(path):
+            _discard(root, tag, path)
 
 
 def _remove(path: Path) -> None:

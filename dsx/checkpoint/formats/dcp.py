@@ -347,7 +347,7 @@ def _with_roles(found: _Found, groups: Iterable[Mapping[str, Any]], told: Any) -
     )
 
 
-_MODULE = "torch.distributed.checkpoint.metadata"
+_PACKAGE = "torch.distributed.checkpoint"
 _ALIGNMENT = 64
 Key = tuple[str | int, ...]
 
@@ -490,21 +490,18 @@ class _Writer:
             self._about[key] = _tensor_about(value.dtype, value.shape, [((), ())])
             self._place(key, (), 0, file.name, start, length)
         else:
-            self._about[key] = PickledObject(f"{_MODULE}.BytesStorageMetadata")
+            self._about[key] = _record("metadata.BytesStorageMetadata")
             self._place(key, None, None, file.name, start, length)
 
     def index(self) -> PickledObject:
         """``Metadata``."""
-        return PickledObject(
-            f"{_MODULE}.Metadata",
-            (),
-            {
-                "state_dict_metadata": self._about,
-                "planner_data": self._paths,
-                "storage_data": self._storage,
-                "storage_meta": None,
-                "version": "1.0.0",
-            },
+        return _record(
+            "metadata.Metadata",
+            state_dict_metadata=self._about,
+            planner_data=self._paths,
+            storage_data=self._storage,
+            storage_meta=None,
+            version="1.0.0",
         )
 
     def _rows(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -526,11 +523,9 @@ class _Writer:
         self, key: str, corner: tuple[int, ...] | None, at: int | None, file: str, start: int, length: int
     ) -> None:
         offset = None if corner is None else size_of(corner)
-        index = PickledObject(f"{_MODULE}.MetadataIndex", (), {"fqn": key, "offset": offset, "index": at})
-        self._storage[index] = PickledObject(
-            "torch.distributed.checkpoint.filesystem._StorageInfo",
-            (),
-            {"relative_path": file, "offset": start, "length": length},
+        index = _record("metadata.MetadataIndex", fqn=key, offset=offset, index=at)
+        self._storage[index] = _record(
+            "filesystem._StorageInfo", relative_path=file, offset=start, length=length
         )
 
 
@@ -542,18 +537,16 @@ def _tensor_about(
         Global("torch", dtype),
         Call(Global("torch.serialization", "_get_layout"), ("torch.strided",)),
         False,
-        Call(Global(_MODULE, "_MEM_FORMAT_ENCODING"), (0,)),
+        Call(Global(f"{_PACKAGE}.metadata", "_MEM_FORMAT_ENCODING"), (0,)),
         False,
     )
     parts = [
-        PickledObject(
-            f"{_MODULE}.ChunkStorageMetadata", (), {"offsets": size_of(low), "sizes": size_of(extents)}
-        )
+        _record("metadata.ChunkStorageMetadata", offsets=size_of(low), sizes=size_of(extents))
         for low, extents in chunks
     ]
-    about = {
-        "properties": PickledObject(f"{_MODULE}.TensorProperties", (), properties),
-        "size": size_of(shape),
-        "chunks": parts,
-    }
-    return PickledObject(f"{_MODULE}.TensorStorageMetadata", (), about)
+    made = PickledObject(f"{_PACKAGE}.metadata.TensorProperties", (), properties)
+    return _record("metadata.TensorStorageMetadata", properties=made, size=size_of(shape), chunks=parts)
+
+
+def _record(kind: str, **state: Any) -> PickledObject:
+    return PickledObject(f"{_PACKAGE}.{kind}", (), state)

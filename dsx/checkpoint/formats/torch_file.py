@@ -22,13 +22,17 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path, PurePosixPath
 from reprlib import repr as short_repr
 from typing import Any
 
+import numpy as np
+
 from dsx.checkpoint import store
 from dsx.checkpoint.catalog import ITEM_BYTES, Checksum, unusable
-from dsx.checkpoint.file_io import FileWindow
+from dsx.checkpoint.file_io import FileWindow, convert, numpy_dtype
+from dsx.checkpoint.pieces import contiguous
 from dsx.errors import CheckpointError
 
 
@@ -84,20 +88,13 @@ class TensorRef:
     @property
     def numel(self) -> int:
         """Elements."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return prod(self.shape)
 
     @property
     def contiguous(self) -> bool:
         """Whether the elements follow one another, row-major."""
-        step = 1
-        for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if extent != 1 and stride != step and self.numel:
-                return False
-            step *= extent
-        return True
+        dims = zip(self.shape, self.strides, contiguous(self.shape), strict=True)
+        return not self.numel or all(extent == 1 or held == step for extent, held, step in dims)
 
 
 STORAGES: Mapping[str, str | None] = {
@@ -278,19 +275,6 @@ def _from_type(_: Global, args: tuple[Any, ...]) -> Any:
     return _BUILDERS[str(function)](function, inner)
 
 
-def _first(_: Global, args: tuple[Any, ...]) -> Any:
-    return args[0]
-
-
-def _record(known: Global, args: tuple[Any, ...]) -> PickledObject:
-    return PickledObject(str(known), args)
-
-
-def _reconstructed(_: Global, args: tuple[Any, ...]) -> Any:
-    kind = args[0]
-    return _BUILDERS[str(kind)](kind, ())
-
-
 def _encoded(_: Global, args: tuple[Any, ...]) -> bytes:
     text, encoding = args
     if encoding not in {"latin1", "latin-1"}:
@@ -335,8 +319,8 @@ _BUILDERS: Mapping[str, _Builder] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
-    "torch._utils._rebuild_parameter": _first,
-    "torch._utils._rebuild_parameter_with_state": _first,
+    "torch._utils._rebuild_parameter": lambda _, args: args[0],
+    "torch._utils._rebuild_parameter_with_state": lambda _, args: args[0],
     "torch._tensor._rebuild_from_type_v2": _from_type,
     "torch.Size": lambda _, args: tuple(args[0]),
     "collections.OrderedDict": _dict,
@@ -346,12 +330,12 @@ _BUILDERS: Mapping[str, _Builder] = {
     "builtins.frozenset": lambda _, args: frozenset(map(_key, args[0] if args else ())),
     "builtins.bytearray": lambda _, args: bytes(args[0]) if args and isinstance(args[0], bytes) else b"",
     "builtins.complex": lambda _, args: complex(*args),
-    "copyreg._reconstructor": _reconstructed,
+    "copyreg._reconstructor": lambda _, args: _BUILDERS[str(args[0])](args[0], ()),
     "_codecs.encode": _encoded,
     "deepspeed.runtime.zero.config.ZeroStageEnum": lambda _, args: int(args[0]),
     "pathlib.PosixPath": lambda _, args: str(PurePosixPath(*args)),
     "pathlib._local.PosixPath": lambda _, args: str(PurePosixPath(*args)),
-    **dict.fromkeys(_RECORDS, _record),
+    **dict.fromkeys(_RECORDS, lambda known, args: PickledObject(str(known), args)),
 }
 
 _CONSTANTS: Mapping[str, Callable[[], Any]] = {
@@ -451,29 +435,15 @@ class TorchFile:
 
     def value(self, ref: TensorRef) -> int | float:
         """The one number of a tensor of one element."""
-        if ref.numel != 1 or ref.dtype not in _FORMATS:
+        if ref.numel != 1 or ref.dtype.startswith("float8"):
             raise unusable(str(self.path), f"a number is expected where it has a tensor {ref.shape}")
         with self.path.open("rb") as file:
             file.seek(ref.offset)
-            data = file.read(ITEM_BYTES[ref.dtype])
-        if ref.dtype == "bfloat16":
-            data = b"\0\0" + data
-        number: int | float = struct.unpack(_FORMATS[ref.dtype], data)[0]
+            held = np.frombuffer(file.read(ITEM_BYTES[ref.dtype]), numpy_dtype(ref.dtype))
+        number: int | float = convert(
+            held, ref.dtype, "float32" if ref.dtype == "bfloat16" else ref.dtype
+        ).item()
         return number
-
-
-_FORMATS: Mapping[str, str] = {
-    "float64": "<d",
-    "float32": "<f",
-    "float16": "<e",
-    "bfloat16": "<f",
-    "int64": "<q",
-    "int32": "<i",
-    "int16": "<h",
-    "int8": "<b",
-    "uint8": "<B",
-    "bool": "<?",
-}
 
 
 def read_torch_file(folder: Path, name: str, start: int = 0, length: int | None = None) -> TorchFile:
