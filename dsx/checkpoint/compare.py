@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dsx.checkpoint.catalog import Catalog, Entry
+from dsx.checkpoint.catalog import Catalog
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS, check_cover, tiles
 from dsx.checkpoint.file_io import Array, convert, ulps
 from dsx.checkpoint.read import Reader, Tile
@@ -84,7 +84,13 @@ def compare(
                 continue
             check_cover(entry, 0, size, str(a.root))
             check_cover(other, 0, size, str(b.root))
-            yield _entry(reads_a, entry, reads_b, other, size, progress)
+            found = TensorDifference(name=entry.name, state=entry.state, elements=entry.numel)
+            for number, tile in enumerate(tiles(entry.shape, size)):
+                one, two = reads_a.read(entry, tile, number), reads_b.read(other, tile, number)
+                progress(one.values.size)
+                if one.digest != two.digest:
+                    found = _add(found, one, two, entry.dtype)
+            yield found
 
 
 def only_in(a: Catalog, b: Catalog) -> tuple[tuple[str, str], ...]:
@@ -96,23 +102,6 @@ def fact_differences(a: Catalog, b: Catalog) -> dict[str, tuple[Any, Any]]:
     """Facts that both have with different values, and that do not depend on the layout."""
     shared = (a.facts.keys() & b.facts.keys()) - _LAYOUT_FACTS
     return {key: (a.facts[key], b.facts[key]) for key in sorted(shared) if a.facts[key] != b.facts[key]}
-
-
-def _entry(
-    reads_a: Reader,
-    a: Entry,
-    reads_b: Reader,
-    b: Entry,
-    size: int,
-    progress: Callable[[int], None],
-) -> TensorDifference:
-    found = TensorDifference(name=a.name, state=a.state, elements=a.numel)
-    for number, tile in enumerate(tiles(a.shape, size)):
-        one, two = reads_a.read(a, tile, number), reads_b.read(b, tile, number)
-        progress(one.values.size)
-        if one.digest != two.digest:
-            found = _add(found, one, two, a.dtype)
-    return found
 
 
 def _add(found: TensorDifference, a: Tile, b: Tile, dtype: str) -> TensorDifference:

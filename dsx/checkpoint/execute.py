@@ -51,7 +51,7 @@ from dsx.checkpoint.file_io import (
 from dsx.checkpoint.formats.deepspeed.order import TIED
 from dsx.checkpoint.formats.huggingface import catalog
 from dsx.checkpoint.open import open_checkpoint
-from dsx.checkpoint.pieces import PieceIndex, volume
+from dsx.checkpoint.pieces import PieceIndex, flat_offset, volume
 from dsx.checkpoint.read import DamagedError, Reader, within
 from dsx.checkpoint.staging import RESUMES, Record, Staging
 from dsx.errors import CheckpointError, ModelError
@@ -118,9 +118,8 @@ def _check_entry(wanted: Catalog, entry: Entry, found: Entry, *, is_hf: bool) ->
 
 def _place(piece: Piece, box: Box, entry: Entry) -> tuple[int, tuple[int, ...]]:
     """Byte of a box's first element in the file, and the steps from there to its others."""
-    first = sum((low - at) * step for (low, _), at, step in zip(box, piece.start, piece.strides, strict=True))
     steps = (step for (low, high), step in zip(box, piece.strides, strict=True) if high - low > 1)
-    return piece.offset + entry.item_bytes * first, tuple(steps)
+    return piece.offset + entry.item_bytes * flat_offset(piece, box), tuple(steps)
 
 
 def _check_model(found: Catalog, wanted: Catalog) -> None:

@@ -254,14 +254,6 @@ class FileWindow(io.RawIOBase):
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self.length, self._at = file, start, length, 0
 
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """As any file's; the part begins at 0."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.length}[whence]

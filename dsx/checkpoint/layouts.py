@@ -83,7 +83,7 @@ def stock_layout(
     return source, replace(
         layout,
         bounds=bounds,
-        tied=tied or _ties(specs, last),
+        tied=tied or tuple((one.tie, (one.layer, last - 1)) for one in specs if one.tie and last is not None),
         specs=tuple(replace(spec, name=names.get(spec.name, spec.name)) for spec in specs),
         groups=merged_groups(source) if specs else layout.groups,
     )
@@ -167,10 +167,6 @@ def _num_layers(source: Catalog, specs: Sequence[ParamSpec], ties: Ties) -> int 
     layers = max(told, num_layers(specs) if specs else 0, *used)
     check_layers(source, {"its layers": layers})
     return layers
-
-
-def _ties(specs: Sequence[ParamSpec], layers: int | None) -> Ties:
-    return tuple((spec.tie, (spec.layer, layers - 1)) for spec in specs if spec.tie and layers is not None)
 
 
 def _bounds(

@@ -53,6 +53,19 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
+def corner_of(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Index of an element of a row-major tensor, by its place in the flattened one.
+
+    >>> corner_of(17, (2, 3, 4))
+    (1, 1, 1)
+    """
+    found = []
+    for step in contiguous(shape):
+        at, flat = divmod(flat, max(1, step))
+        found.append(at)
+    return tuple(found)
+
+
 def whole(shape: Sequence[int]) -> Box:
     """The box that is all of a tensor."""
     return tuple((0, extent) for extent in shape)

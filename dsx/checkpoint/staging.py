@@ -187,8 +187,14 @@ class Staging:
         self.partial = self.final.with_name(f"{self.final.name}.partial")
         self.data = self.partial / _DATA
         check_absent(self.final)
-        for skeleton in target.skeletons:
-            _check_inside(skeleton.file, target)
+        # Names of tensors and states become those of files.
+        outside = next((one.file for one in target.skeletons if leads_out(one.file)), None)
+        if outside is not None:
+            raise CheckpointError(
+                f"{self.final}: {outside!r}",
+                "a tensor's name would lead out of the folder",
+                "do not trust this checkpoint",
+            )
         if restart:
             require_free(self.partial / _JOURNAL)
             self.discard()
@@ -287,16 +293,6 @@ def check_absent(final: Path) -> None:
     if final.is_dir() and not final.is_symlink() and not any(final.iterdir()):
         return
     raise CheckpointError(str(final), "it exists already", "remove it or choose another target")
-
-
-def _check_inside(file: str, target: Target) -> None:
-    """Names of tensors and states become those of files, and must not lead out of the target's folder."""
-    if leads_out(file):
-        raise CheckpointError(
-            f"{target.catalog.root}: {file!r}",
-            "a tensor's name would lead out of the folder",
-            "do not trust this checkpoint",
-        )
 
 
 def _make(path: Path, skeleton: Skeleton) -> None:

@@ -133,7 +133,7 @@ class ZeroPlan:
 
     def _per_group(self, index: int, group: Sequence[tuple[str, int]], dp_rank: int) -> list[Buffer]:
         spans, end = [], 0
-        for name, numel in self._in_flat_order(group):
+        for name, numel in self.in_flat_order(group):
             start = -(-end // self.alignment) * self.alignment
             end = start + numel
             spans.append((name, start, end))
@@ -146,7 +146,8 @@ class ZeroPlan:
         )
         return [Buffer(index, size, pieces)]
 
-    def _in_flat_order(self, group: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+    def in_flat_order(self, group: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+        """A group's parameters as they lie in its buffer: round-robin, every ``dp``-th first."""
         return [item for at in range(self.dp) for item in group[at :: self.dp]] if self.round_robin else group
 
     def _per_parameter(self, dp_rank: int) -> Iterator[Buffer]:

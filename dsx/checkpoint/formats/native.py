@@ -88,6 +88,7 @@ def share_of(
 FORMAT = 2
 FORMAT_NAME = "dsx-2"
 _LARGEST_BYTES = 1 << 30
+_CUTS = ("split", "parts", "tie", "layer", "hf", "hf_transposed")
 _RESERVED = {"format", "model_digest", "digest", "tile_elements", "files", "tensors", "checksums"}
 
 _Placed = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -218,14 +219,13 @@ def read_json(path: Path) -> dict[str, Any]:
 def _rows(catalog: Catalog, files: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """Every tensor, as :class:`_Tensor` describes it."""
     specs = {spec.name: spec for spec in catalog.specs}
-    cuts = ("split", "parts", "tie", "layer", "hf", "hf_transposed")
     for name, states in catalog.by_name.items():
         spec, first = specs.get(name), next(iter(states.values()))
         yield {
             "name": name,
             "shape": first.shape,
             "dtype": states.get("weight", first).dtype,
-            **({} if spec is None else {field: getattr(spec, field) for field in cuts}),
+            **({} if spec is None else {field: getattr(spec, field) for field in _CUTS}),
             "pad_multiple": 1 if spec is None else spec.pad_multiple or 1,
             "padded": None if spec is None else spec.pad_multiple is not None,
             "role": first.role,
@@ -246,7 +246,7 @@ def _catalog(root: Path, stored: _Manifest, facts: dict[str, Any]) -> Catalog:
     digests: dict[tuple[str, str], tuple[str, ...]] = {}
     for tensor in stored.tensors:
         if tensor.layer is not None:
-            specs.append(_spec(tensor, tensor.layer))
+            specs.append(_spec(tensor))
         for state, held in tensor.states.items():
             entry = Entry(
                 name=tensor.name,
@@ -278,21 +278,12 @@ def _catalog(root: Path, stored: _Manifest, facts: dict[str, Any]) -> Catalog:
     )
 
 
-def _spec(tensor: _Tensor, layer: int) -> ParamSpec:
+def _spec(tensor: _Tensor) -> ParamSpec:
     """How layouts cut a tensor. How it was initialised is no part of a checkpoint."""
     padded = tensor.pad_multiple > 1 if tensor.padded is None else tensor.padded
-    return ParamSpec(
-        name=tensor.name,
-        layer=layer,
-        shape=tensor.shape,
-        init=Init(kind="zeros"),
-        hf=tensor.hf,
-        split=tensor.split,
-        parts=tensor.parts,
-        pad_multiple=tensor.pad_multiple if padded else None,
-        hf_transposed=tensor.hf_transposed,
-        tie=tensor.tie,
-    )
+    kept: dict[str, Any] = {field: getattr(tensor, field) for field in ("name", "shape", *_CUTS)}
+    multiple = tensor.pad_multiple if padded else None
+    return ParamSpec(**kept, init=Init(kind="zeros"), pad_multiple=multiple)
 
 
 def _piece(stored: _Placed, files: Sequence[str], dims: int) -> Piece:

@@ -440,9 +440,8 @@ class TorchFile:
         with self.path.open("rb") as file:
             file.seek(ref.offset)
             held = np.frombuffer(file.read(ITEM_BYTES[ref.dtype]), numpy_dtype(ref.dtype))
-        number: int | float = convert(
-            held, ref.dtype, "float32" if ref.dtype == "bfloat16" else ref.dtype
-        ).item()
+        wanted = "float32" if ref.dtype == "bfloat16" else ref.dtype
+        number: int | float = convert(held, ref.dtype, wanted).item()
         return number
 
 

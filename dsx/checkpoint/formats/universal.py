@@ -37,12 +37,13 @@ from dsx.checkpoint.formats.deepspeed.target import (
     clipping,
     group_settings,
     scaler,
+    stage_of,
     tag_of,
     whole_share,
     write_model,
 )
-from dsx.checkpoint.formats.torch_file import Global, TensorRef, TorchFile, read_torch_file
-from dsx.checkpoint.formats.torch_target import Call, number
+from dsx.checkpoint.formats.torch_file import TensorRef, TorchFile, read_torch_file
+from dsx.checkpoint.formats.torch_target import number
 from dsx.checkpoint.pieces import contiguous
 from dsx.errors import CheckpointError
 
@@ -297,7 +298,6 @@ def _common(plan: StockPlan) -> dict[str, Any]:
     """What both forms of DeepSpeed's loading look for (base_optimizer.py:332, stage3.py:3653)."""
     step = next((held["step"] for held in plan.numbers.values() if "step" in held), None)
     settings = group_settings(plan, [[at] for at in range(len(plan.groups))])
-    stage = Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (plan.layout.zero_stage,))
     state = {} if step is None else {0: {"step": number(step)}}
     more: dict[str, Any] = {}
     if plan.layout.zero_stage == 3:
@@ -309,7 +309,7 @@ def _common(plan: StockPlan) -> dict[str, Any]:
     return {
         **scaler(plan),
         **clipping(plan),
-        "zero_stage": stage,
+        "zero_stage": stage_of(plan),
         "ds_version": VERSION,
         "param_groups": settings,
         **more,

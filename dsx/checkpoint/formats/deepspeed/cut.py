@@ -39,7 +39,7 @@ from dsx.checkpoint.catalog import NO_SETTINGS
 from dsx.checkpoint.formats.deepspeed.order import Ties
 from dsx.checkpoint.formats.huggingface.names import read_json
 from dsx.checkpoint.formats.torch_file import PickledObject
-from dsx.checkpoint.pieces import Part, contiguous, cut_parts
+from dsx.checkpoint.pieces import Part, contiguous, corner_of, cut_parts
 from dsx.errors import CheckpointError
 from dsx.models.param import ParamSpec
 
@@ -338,15 +338,7 @@ def _affine_box(piece: Mapping[str, Any], logical: Shape, local: Shape) -> tuple
     plain = len(size) == len(logical) and piece.get("scale", 1.0) == 1.0
     if not plain or tuple(strides) != contiguous(logical) or tuple(local_strides) != contiguous(local):
         raise ValueError(f"a piece that is no plain block: {dict(piece)}")
-    return _corner(here, logical), size, _corner(there, local)
-
-
-def _corner(offset: int, shape: Shape) -> Shape:
-    found = []
-    for step in contiguous(shape):
-        index, offset = divmod(int(offset), max(1, step))
-        found.append(index)
-    return tuple(found)
+    return corner_of(int(here), logical), size, corner_of(int(there), local)
 
 
 def _with(shape: Shape, dim: int, extent: int) -> Shape:

@@ -224,10 +224,8 @@ class StockPlan:
         """``param_shapes``: names in flat order, per group or (stage 3) per sub-group."""
         if self.layout.zero_stage == 3:  # the first rank has a part of every parameter
             return [[piece.name for piece in buffer.pieces] for buffer in self.zero().buffers(0)]
-        if not self.zero().round_robin:
-            return [list(group) for group in self.groups]
-        dp = self.layout.dp
-        return [[name for at in range(dp) for name in group[at::dp]] for group in self.groups]
+        zero = self.zero()
+        return [[name for name, _ in zero.in_flat_order(group)] for group in zero.groups]
 
 
 def _check_cuts(source: Catalog, layout: StockLayout) -> None:

@@ -28,7 +28,7 @@ from dsx.checkpoint.formats.deepspeed.order import TIED
 from dsx.checkpoint.formats.deepspeed.plain import plain_states
 from dsx.checkpoint.formats.huggingface.catalog import with_names
 from dsx.checkpoint.formats.torch_file import PickledObject, TensorRef, TorchFile
-from dsx.checkpoint.pieces import contiguous
+from dsx.checkpoint.pieces import corner_of
 from dsx.errors import CheckpointError
 
 _COUNTERS = ("global_samples", "skipped_steps")
@@ -427,17 +427,9 @@ def located(cut: Cut, rank: int, fragment: Fragment, replica: int = 0) -> Iterat
         if fragment.strides is None:
             yield part.at(fragment.file, origin, item, replica)
             continue
-        index = _index(part.flat, fragment.shape)
+        index = corner_of(part.flat, fragment.shape)
         offset = sum(at * step for at, step in zip(index, fragment.strides, strict=True))
         yield Piece(fragment.file, origin + offset * item, part.start, part.shape, fragment.strides, replica)
-
-
-def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    found = []
-    for step in contiguous(shape):
-        at, flat = divmod(flat, step)
-        found.append(at)
-    return tuple(found)
 
 
 def _compare(files: StockFiles, name: str, copies: Sequence[Sequence[Fragment]]) -> None:

@@ -267,7 +267,7 @@ def _flat_stages12(
         **clipping(plan),
         "base_optimizer_state": base,
         "single_partition_of_fp32_groups": masters,
-        "zero_stage": _stage(plan),
+        "zero_stage": stage_of(plan),
         "group_paddings": [_tail(zero, buffer, rank) for buffer in buffers],
         "param_alignment_paddings": [_alignment(zero, at) for at in range(len(plan.groups))],
         "partition_count": [plan.layout.dp] * len(plan.groups),
@@ -295,7 +295,7 @@ def _flat_stage3(
 ) -> dict[str, Any]:
     """``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict``."""
     return {
-        "zero_stage": _stage(plan),
+        "zero_stage": stage_of(plan),
         **scaler(plan),
         "partition_count": zero.dp,
         "optimizer_state_dict": base,
@@ -305,8 +305,7 @@ def _flat_stage3(
 
 def _alignment(zero: ZeroPlan, at: int) -> list[int]:
     """Padding after each parameter of a group, in flat order, that brings the next one to the alignment."""
-    group = zero.groups[at]
-    order = [n for i in range(zero.dp) for n in group[i :: zero.dp]] if zero.round_robin else list(group)
+    order = zero.in_flat_order(zero.groups[at])
     return [-numel % zero.alignment for _, numel in order[:-1]] + [0] * bool(order)
 
 
@@ -437,7 +436,8 @@ def _common(plan: StockPlan, module: Ordered) -> dict[str, Any]:
     }
 
 
-def _stage(plan: StockPlan) -> Any:
+def stage_of(plan: StockPlan) -> Call:
+    """The ZeRO stage, as DeepSpeed's enum."""
     return Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (plan.layout.zero_stage,))
 
 
