@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -104,9 +104,9 @@ def write_new(folder: Path, files: Mapping[str, str]) -> None:
 
 def _make(folder: Path, files: Mapping[str, str]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    aside = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.partial"
+    aside.mkdir()
     try:
-        aside.chmod(0o777 & ~_umask())
         _add(aside, files)
         aside.rename(folder)
     except BaseException:
@@ -125,12 +125,6 @@ def _add(folder: Path, files: Mapping[str, str]) -> None:
             with suppress(OSError):
                 path.unlink()
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _run_line(gpus: int) -> str:

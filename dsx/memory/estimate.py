@@ -203,7 +203,7 @@ def _rank(
     states.capacity_bytes = job.capacity_bytes if job.device == "cuda" else None
     used = uses(job.layout, pp_rank, leaves)
     if isinstance(states, Stage3):
-        states.plan_build(*built(job.layout, pp_rank, leaves))
+        states.layers, states.ties = built(job.layout, pp_rank, leaves)
         states.plan_gathers(job.schedule.rows[pp_rank], used)
     else:
         states.plan_reduction(used)
@@ -214,7 +214,7 @@ def _rank(
         records=job.records,
         stages=job.layout.stages,
         states=states,
-        hooks=states if isinstance(states, Stage3) else None,
+        hooks=states.coordinator if isinstance(states, Stage3) else None,
         divided=any(action.op is Op.BACKWARD_WEIGHT for action in job.schedule.rows[pp_rank]),
     )
     walk = Walk(

@@ -102,16 +102,12 @@ class Chosen:
     Attributes:
         rule: The memory of its update.
         kind: ``adam`` and the like, in small letters.
-        own: Whether it is torch's own and no kernel of DeepSpeed's.
         fused: Whether DeepSpeed's bf16 wrapper without ZeRO flattens for it: its FusedAdam alone.
-        decays: Whether weight decay is added to the gradient, in a copy of it.
     """
 
     rule: Optimizer
     kind: str
-    own: bool
     fused: bool
-    decays: bool
 
 
 def optimizer_of(block: Mapping[str, Any], device: DeviceKind, declared_bytes: int | None) -> Chosen:
@@ -129,6 +125,7 @@ def optimizer_of(block: Mapping[str, Any], device: DeviceKind, declared_bytes: i
     kind = name.lower()
     if kind == "adam" and params.get("adam_w_mode", True):
         kind = "adamw"
+    # torch's own, no kernel of DeepSpeed's; weight decay is added to a copy of the gradient.
     own = kind not in ("adam", "adamw", "lion", "lamb") or bool(params.get("torch_adam", False))
     decays = kind in ("adam", "sgd") and bool(params.get("weight_decay", 0.0))
     if declared_bytes is not None:
@@ -141,8 +138,7 @@ def optimizer_of(block: Mapping[str, Any], device: DeviceKind, declared_bytes: i
             "dsx does not know how many bytes it keeps for each parameter",
             'say so, e.g. "dsx": {"optimizer_bytes": 8} for two fp32 numbers',
         )
-    fused = kind in ("adam", "adamw") and not own
-    return Chosen(rule=rule, kind=kind, own=own, fused=fused, decays=decays)
+    return Chosen(rule=rule, kind=kind, fused=kind in ("adam", "adamw") and not own)
 
 
 def _known(kind: str, params: Mapping[str, Any], *, own: bool, decays: bool, device: DeviceKind) -> Optimizer:

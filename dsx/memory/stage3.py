@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dsx.memory.ledger import Leaf, Tensor
-from dsx.memory.stage3_gathering import Coordinator, Module
+from dsx.memory.stage3_gathering import Coordinator
 from dsx.memory.states import Gathering, States, free
 from dsx.models.param import ParamSpec
 from dsx.parallel.layout import Layout
@@ -25,6 +25,8 @@ class Stage3(States):
 
     Attributes:
         host_groups: Sub-groups that are updated on the host.
+        layers: Parameters of each layer of this rank, in the order in which layers are built.
+        ties: Those of them that other pipeline ranks have copies of.
     """
 
     def prepare(self) -> None:
@@ -46,8 +48,8 @@ class Stage3(States):
         self.bucket: Tensor | None = None
         self.gradients: list[Tensor] = []
         self._gathers: GatherPlan | None = None
-        self._layers: Sequence[Sequence[Leaf]] = [self.order]
-        self._ties: Sequence[Leaf] = ()
+        self.layers: Sequence[Sequence[Leaf]] = [self.order]
+        self.ties: Sequence[Leaf] = ()
         self.stand_ins: list[Tensor] = []
         for leaf in self.order:
             leaf.accumulate = self.arrive
@@ -63,18 +65,9 @@ class Stage3(States):
 
     # The engine
 
-    def plan_build(self, layers: Sequence[Sequence[Leaf]], ties: Sequence[Leaf]) -> None:
-        """Say what is built in which order (:func:`built`).
-
-        Args:
-            layers: Parameters of each layer of this rank.
-            ties: Those of them that other pipeline ranks have copies of.
-        """
-        self._layers, self._ties = layers, ties
-
     def build(self) -> None:
         """Layer by layer, each partitioned as it is made (dsx engine/zero/building.py); ties made equal."""
-        for layer in self._layers:
+        for layer in self.layers:
             kind = ("parameters", "layer being built", "P w of a layer", "dsx nn")
             whole = [self.new(*kind, leaf.numel, leaf.width) for leaf in reversed(layer)]
             for leaf in layer:
@@ -82,7 +75,7 @@ class Stage3(States):
                 free(whole.pop())
                 source = "dsx engine/zero/building.py stand_in"
                 self.stand_ins.append(self.new("parameters", "stand-ins", "w", source, 1, leaf.width))
-        for leaf in self._ties:
+        for leaf in self.ties:
             free(self.coordinator.gather_alone(leaf))
 
     def keep_part(self, leaf: Leaf) -> None:
@@ -163,20 +156,16 @@ class Stage3(States):
                 self.gradients.append(self.new(*kind, size, 4))
                 free(made)
         free(zeros)
-        self.make_bucket()
+        if self.gathering.contiguous:
+            # Gradients are copied next to each other as they come.
+            kind = "buckets", "reduce bucket", "reduce_bucket_size w", f"{_FILE} _setup_for_real_optimizer"
+            self.bucket = self.new(*kind, self.settings.bucket, self.wire)
         source, width = f"{_FILE} _setup_for_real_optimizer", self.settings.accumulate
         kind = "gradients", "gradient partitions", f"{width} P/N, padded", source
         if offloaded:
             self.on_host.append(self.host.pinned(*kind, width * self.local, pin=pin))
         else:
             self.gradients = [self.new(*kind, self.local, width)]
-
-    def make_bucket(self) -> None:
-        """``contiguous_gradients``: gradients are copied next to each other as they come."""
-        source, size = f"{_FILE} _setup_for_real_optimizer", self.settings.bucket
-        if self.gathering.contiguous:
-            formula, width = "reduce_bucket_size w", self.wire
-            self.bucket = self.new("buckets", "reduce bucket", formula, source, size, width)
 
     @property
     def local(self) -> int:
@@ -211,14 +200,6 @@ class Stage3(States):
         """The action at ``position`` comes next."""
         if self._gathers is not None:
             self.coordinator.keep(self._gathers.kept[position])
-
-    def fetch(self, module: Module, *, forward: bool) -> None:
-        """Before a module's forward or backward."""
-        self.coordinator.fetch(module, forward=forward)
-
-    def release(self, module: Module, *, forward: bool) -> None:
-        """After it."""
-        self.coordinator.release(module, forward=forward)
 
     # Gradients
 
@@ -370,7 +351,7 @@ class Stage3(States):
 
 
 def built(layout: Layout, pp_rank: int, leaves: Mapping[str, Leaf]) -> tuple[list[list[Leaf]], list[Leaf]]:
-    """What :meth:`Stage3.plan_build` takes: a rank's layers by virtual stage, and its ties."""
+    """A rank's parameters layer by layer, and those that other pipeline ranks have copies of."""
     specs = layout.params_of(pp_rank)
     layers: dict[int, list[Leaf]] = {layer: [] for layer in layout.stages.layers_of(pp_rank)}
     for spec in specs:

@@ -138,12 +138,6 @@ class Host:
         free(pageable)
         return locked
 
-    def taken(self, source: str, elements: Sequence[int], step_bytes: int) -> None:
-        """The temporaries of an update, group after group."""
-        for size in elements:
-            formula = f"{step_bytes} P/N"
-            free(self.new("temporaries", "update", formula, source, size * step_bytes, pinned=False))
-
 
 def free(*tensors: Tensor | None) -> None:
     """Let go of the memory that these tensors hold, each by its one owner; None is nothing to free."""
@@ -380,7 +374,8 @@ class States:
         if state and first:
             kind = "optimizer", "moments", f"{state} P/N, padded", source
             self.on_host.append(self.host.new(*kind, state * size, pinned=False))
-        self.host.taken(source, [size], self.offload.step_bytes)
+        taken = self.offload.step_bytes
+        free(self.host.new("temporaries", "update", f"{taken} P/N", source, size * taken, pinned=False))
 
     def _moments(self, formula: str, elements: int) -> Tensor:
         size_bytes = elements * self.settings.optimizer.state_bytes

@@ -127,9 +127,13 @@ class LayerListBuilder:
         return LayerEntry(layer_class, (self.model, self._weights(0)), tied=True, forward_fn=use)
 
     def _weights(self, layer: int) -> Weights:
-        specs = (spec for spec in self._specs if spec.layer == layer)
-        return Weights.of_layer(
-            specs, self.tp, dtype=self.dtype, device=self.device, seed=self.seed, split=self.split
+        return Weights(
+            specs={spec.name.split(".", 1)[1]: spec for spec in self._specs if spec.layer == layer},
+            tp=self.tp,
+            dtype=self.dtype,
+            device=self.device,
+            seed=self.seed,
+            split=self.split,
         )
 
     @cached_property

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -229,21 +229,6 @@ class Weights:
     device: torch.device | str | None = None
     seed: int = 0
     split: WeightGradients | None = None
-
-    @classmethod
-    def of_layer(
-        cls,
-        specs: Iterable[ParamSpec],
-        tp: TensorParallel,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str | None = None,
-        seed: int = 0,
-        split: WeightGradients | None = None,
-    ) -> Weights:
-        """Weights of one layer from its specs, whose names start with the layer's index."""
-        paths = {spec.name.split(".", 1)[1]: spec for spec in specs}
-        return cls(specs=paths, tp=tp, dtype=dtype, device=device, seed=seed, split=split)
 
     @property
     def form(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from dsx.schedules.schedule import TRANSFERS, Action, Kind, Message, Op, Schedule, receive_order
 from dsx.schedules.simulate import Timeline, simulate
@@ -54,20 +55,15 @@ def receive_plan(schedule: Schedule, rank: int) -> ReceivePlan:
     Raises:
         ScheduleError: The schedule deadlocks.
     """
-    timeline = simulate(schedule)
-    return _plan(schedule, rank, timeline, _ends(timeline))
+    return next(islice(receive_plans(schedule), rank, None))
 
 
 def receive_plans(schedule: Schedule) -> Iterator[ReceivePlan]:
     """:func:`receive_plan` of every rank, in order."""
     timeline = simulate(schedule)
-    ends = _ends(timeline)
+    ends = {action: end for row in timeline.spans for action, _, end in row}
     for rank in range(schedule.num_ranks):
         yield _plan(schedule, rank, timeline, ends)
-
-
-def _ends(timeline: Timeline) -> dict[Action, float]:
-    return {action: end for row in timeline.spans for action, _, end in row}
 
 
 def _plan(schedule: Schedule, rank: int, timeline: Timeline, ends: Mapping[Action, float]) -> ReceivePlan:

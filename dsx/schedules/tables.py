@@ -109,6 +109,7 @@ def _legend(schedule: Schedule, column: str) -> str:
 def summary(comparison: Comparison) -> list[tuple[str, str]]:
     """Label-and-value rows: step, bubble, what bounds their precision, and the worst action."""
     trace, measured, simulated = comparison.trace, comparison.measured, comparison.simulated
+    error = max(trace.clock_error_seconds)
     rows = [
         (
             "step",
@@ -117,7 +118,7 @@ def summary(comparison: Comparison) -> list[tuple[str, str]]:
         ("bubble", f"{measured.bubble:.1%} of the ideal time, simulated {simulated.bubble:.1%}"),
         ("after it", f"{ms(trace.after_seconds)} to the end of the step (reductions, optimizer)"),
         ("transfers", _transfers(comparison)),
-        ("clocks", _clocks(max(trace.clock_error_seconds))),
+        ("clocks", f"the ranks' agree to {ms(error)}" if error else "the ranks read the same one"),
     ]
     worst = comparison.worst(1)
     if worst and worst[0].lost > 0:
@@ -192,10 +193,6 @@ def _transfers(comparison: Comparison) -> str:
         f"{ms(costs.transfer_seconds)} (median of {comparison.num_transfers} that a rank waited for), "
         f"{ms(saved)} of the simulated step"
     )
-
-
-def _clocks(error_seconds: float) -> str:
-    return f"the ranks' agree to {ms(error_seconds)}" if error_seconds else "the ranks read the same one"
 
 
 def _cost_rows(comparison: Comparison) -> list[Sequence[str]]:

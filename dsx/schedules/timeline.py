@@ -8,10 +8,12 @@ Trace Event Format.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from colorsys import hls_to_rgb
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path as File
 from typing import Any
 
 from dsx.schedules.schedule import TRANSFERS, Action, Op, Schedule
@@ -59,44 +61,9 @@ def page(title: str, picture: str, *, rows: Sequence[str] = ()) -> str:
     """
     boxes = "".join(f'<label><input type="checkbox" value="{row}" checked> {row}</label>\n' for row in rows)
     hide = f'<p class="rows">show\n{boxes}</p>\n' if rows else ""
-    return _PAGE.format(title=escape(title), picture=picture, rows=hide, font=FONT, ink=INK)
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<title>{title}</title>
-<style>
-body {{ margin: 0; background: #fff; overflow: auto; font: 15px {font}; color: {ink} }}
-.one g[data-m] {{ opacity: 0.18 }}
-.one g.on {{ opacity: 1 }}
-.off {{ visibility: hidden }}
-.rows {{ position: sticky; left: 0; width: max-content; margin: 0; padding: 12px 24px 0 }}
-.says {{ position: fixed; bottom: 0; left: 0; right: 0; margin: 0; padding: 8px 24px; background: #f6f7f9 }}
-.says:empty {{ display: none }}
-</style>
-{rows}{picture}<p class="says"></p>
-<script>
-// Pointing at an action says when it ran, keeps its micro-batch bright and dims the others.
-const picture = document.querySelector("svg");
-const says = document.querySelector(".says");
-picture.addEventListener("mouseover", (event) => {{
-  const box = event.target.closest("g[data-m]");
-  picture.classList.toggle("one", box !== null);
-  says.textContent = box ? box.querySelector("title").textContent : "";
-  for (const other of picture.querySelectorAll("g.on")) other.classList.remove("on");
-  if (box)
-    for (const other of picture.querySelectorAll(`g[data-m="${{box.dataset.m}}"]`)) other.classList.add("on");
-}});
-picture.addEventListener("mouseleave", () => picture.classList.remove("one"));
-for (const input of document.querySelectorAll(".rows input"))
-  input.addEventListener("change", () => {{
-    for (const row of picture.querySelectorAll(`.${{input.value}}`))
-      row.classList.toggle("off", !input.checked);
-  }});
-</script>
-</html>
-"""
+    parts = {"title": escape(title), "picture": picture, "rows": hide, "font": FONT, "ink": INK}
+    template = (File(__file__).parent / "page.html").read_text(encoding="utf-8")
+    return re.sub(f"@({'|'.join(parts)})@", lambda found: parts[found[1]], template)
 
 
 _RIGHT, _TOP = 120.0, 128.0
@@ -390,17 +357,13 @@ def _box(frame: _Frame, picture: _Picture, lane: _Lane, span: Span) -> str:
         text = f'<text x="{x + width / 2:.2f}" y="{lane.y + lane.height / 2 + size * 0.36:.1f}" '
         text += f'font-size="{size:.1f}">{number}</text>'
     tip = f"{action}: {start:.6g} to {end:.6g}" if picture.tips is None else picture.tips[action]
-    apart = min(1.0, width / 10)
+    apart, chunk = min(1.0, width / 10), picture.schedule.chunk_of(action.stage)
     return (
-        f'<g class="{_style(picture.schedule, action)}" data-m="{number}"><title>{escape(tip)}</title>'
+        f'<g class="{action.op}{chunk}" data-m="{number}"><title>{escape(tip)}</title>'
         f'<rect x="{x:.2f}" y="{lane.y:.1f}" width="{width - apart:.2f}" height="{lane.height:.0f}" '
         f'rx="{2.5 * apart:.2g}"/>'
         f"{text}</g>"
     )
-
-
-def _style(schedule: Schedule, action: Action) -> str:
-    return f"{action.op}{schedule.chunk_of(action.stage)}"
 
 
 def used_ops(schedule: Schedule) -> list[Op]:

@@ -519,7 +519,7 @@ class TrainingComparison:
         before = {name: whole.values for name, whole in step.before.items()}
         given = {name: whole.values for name, whole in step.gradients.items()}
         expected = self._updates.step(before, given)
-        rate, decay = self._updates.learning_rate, self._updates.weight_decay
+        rate, decay = (self._updates.of_step(key) for key in ("lr", "weight_decay"))
         self._updates.advance()
         facts = {}
         for name in reversed(self._bench.reference.order):

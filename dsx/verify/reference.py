@@ -79,19 +79,9 @@ class Updates:
         if self._scheduler is not None:
             self._scheduler.step()
 
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the step to come."""
-        return 0.0 if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
-
-    @property
-    def weight_decay(self) -> float:
-        """The weight decay of every step."""
-        return (
-            0.0
-            if self._optimizer is None
-            else float(self._optimizer.param_groups[0].get("weight_decay", 0.0))
-        )
+    def of_step(self, key: str) -> float:
+        """``lr`` or ``weight_decay`` of the step to come; 0 before the first and of an optimizer without."""
+        return 0.0 if self._optimizer is None else float(self._optimizer.param_groups[0].get(key, 0.0))
 
     def _class(self) -> Any:
         kind = self._kind.lower()

@@ -30,7 +30,7 @@ from dsx.verify.diagnosis import ParityFinding, StepRow
 from dsx.verify.entry_point import UserModel, user_model
 from dsx.verify.reference import Batch, ReferenceLayers, Transformers, Updates, family_layers, fresh_weights
 from dsx.verify.seen import Witness
-from dsx.verify.shrunk import trial
+from dsx.verify.shrunk import make_exact, trial
 from dsx.verify.subject import VerifyJob, random_tokens, witness
 from dsx.waiting import Waiting
 
@@ -251,7 +251,10 @@ def _job(
     if request.entry is not None:
         content = load.content_of(request.source, request.overrides)
         content.pop("dsx", None)
-        changes = _user_changes(content, on_cpu=on_cpu, keep_precision=request.keep_precision)
+        if not isinstance(content.get("optimizer"), dict):
+            fix = 'add {"type": "AdamW", "params": {"lr": 1e-3}}'
+            raise ConfigError("optimizer", "the config has none", fix)
+        changes = tuple(make_exact(content, on_cpu=on_cpu, keep_precision=request.keep_precision))
         job = VerifyJob(
             content=content,
             world_size=size,
@@ -272,23 +275,6 @@ def _job(
     small = trial(config, full=request.full, keep_precision=request.keep_precision, on_cpu=on_cpu)
     job = VerifyJob(content=small.content, world_size=size, steps=steps, clipping=0.0, dropout=small.dropout)
     return job, job.config(), None, small.changes
-
-
-def _user_changes(content: dict[str, Any], *, on_cpu: bool, keep_precision: bool) -> tuple[str, ...]:
-    """Make a config without a ``dsx`` block ready for a trial, in place; gives what was changed."""
-    changes = []
-    block = content.get("optimizer")
-    if not isinstance(block, dict):
-        raise ConfigError("optimizer", "the config has none", 'add {"type": "AdamW", "params": {"lr": 1e-3}}')
-    params = block.setdefault("params", {})
-    if on_cpu and str(block.get("type", "")).lower() in ("adam", "adamw") and not params.get("torch_adam"):
-        params["torch_adam"] = True
-        changes.append("optimizer: torch's Adam instead of DeepSpeed's compiled one")
-    if is_bf16(content) and not keep_precision:
-        content.pop("bf16", None)
-        content.pop("bfloat16", None)
-        changes.append("bf16 -> fp32, whose rounding hides no mistake (--precision config keeps bf16)")
-    return tuple(changes)
 
 
 def _family_plan(job: VerifyJob, config: RunConfig, changes: tuple[str, ...]) -> VerifyPlan:

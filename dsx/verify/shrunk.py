@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dsx.config.deepspeed import is_bf16
 from dsx.config.run import RunConfig
 from dsx.models.family import BYTES_VOCABULARY
 from dsx.models.hf_config import FAMILIES, own_keys, without_names_of
@@ -82,18 +83,13 @@ def trial(
         stages = config.stage_map
         block["partition"] = {"method": [len(stages.layers(s)) for s in range(stages.num_stages)]}
     without = dict.fromkeys(FAMILIES[config.model.family].dropouts, 0.0)
-    dropout = None
-    if _has_dropout(config):
-        model = _model(config, hf_config, {}, full=full)
-        dropout = copy.deepcopy({**content, "dsx": {**block, "model": model}})
+    dropout, model = None, config.model
+    if max(model.embedding_dropout, model.attention_dropout, model.residual_dropout) > 0.0:
+        dropping = {**block, "model": _model(config, hf_config, {}, full=full)}
+        dropout = copy.deepcopy({**content, "dsx": dropping})
         changes.append("dropout: off for the comparison; its masks are compared apart")
     block["model"] = _model(config, hf_config, without, full=full)
     return Trial(content={**content, "dsx": block}, changes=tuple(changes), dropout=dropout)
-
-
-def _has_dropout(config: RunConfig) -> bool:
-    model = config.model
-    return max(model.embedding_dropout, model.attention_dropout, model.residual_dropout) > 0.0
 
 
 def _model(
@@ -117,15 +113,8 @@ def _deepspeed(
 ) -> dict[str, Any]:
     """DeepSpeed's part: small buckets and batches, no monitors, no compiled optimizer without a GPU."""
     content = {key: value for key, value in copy.deepcopy(config.deepspeed).items() if key not in _UNTRAINED}
-    if config.precision == "bf16" and not keep_precision:
-        for key in ("bf16", "bfloat16", "data_types"):
-            content.pop(key, None)
-        changes.append("bf16 -> fp32, whose rounding hides no mistake (--precision config keeps bf16)")
-    params = content["optimizer"].get("params", {})
+    changes += make_exact(content, on_cpu=on_cpu, keep_precision=keep_precision)
     adam = content["optimizer"]["type"].lower() in ("adam", "adamw")
-    if on_cpu and adam and not params.get("torch_adam"):
-        content["optimizer"]["params"] = {**params, "torch_adam": True}
-        changes.append("optimizer: torch's Adam instead of DeepSpeed's compiled one")
     zero = content.get("zero_optimization", {})
     if on_cpu and adam and isinstance(zero.get("offload_optimizer"), dict):
         content["zero_force_ds_cpu_optimizer"] = False
@@ -138,6 +127,21 @@ def _deepspeed(
         content.pop("train_batch_size", None)
         content |= {"train_micro_batch_size_per_gpu": size, "gradient_accumulation_steps": m}
     return content
+
+
+def make_exact(content: dict[str, Any], *, on_cpu: bool, keep_precision: bool) -> list[str]:
+    """Change DeepSpeed's keys, in place, so that no rounding hides a mistake and nothing is compiled."""
+    changes = []
+    if is_bf16(content) and not keep_precision:
+        for key in ("bf16", "bfloat16", "data_types"):
+            content.pop(key, None)
+        changes.append("bf16 -> fp32, whose rounding hides no mistake (--precision config keeps bf16)")
+    params = content["optimizer"].setdefault("params", {})
+    adam = str(content["optimizer"].get("type", "")).lower() in ("adam", "adamw")
+    if on_cpu and adam and not params.get("torch_adam"):
+        params["torch_adam"] = True
+        changes.append("optimizer: torch's Adam instead of DeepSpeed's compiled one")
+    return changes
 
 
 def _shrink_zero(zero: dict[str, Any], stage: int) -> None:

@@ -97,7 +97,6 @@ class _Watch:
                 self._given[id(master)] = _copy(master), gradient
 
     def step(self, batches: Iterator[tuple[Any, Any]]) -> RankStep:
-        """One training step."""
         subject = self._subject
         self._given.clear()
         loss = float(subject.engine.train_batch(batches))
