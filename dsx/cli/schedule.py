@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -82,15 +82,8 @@ def _in_milliseconds(costs: Costs) -> Costs:
             return tuple(1000 * seconds for seconds in value)
         return None if value is None else 1000 * value
 
-    forward = scaled(costs.forward_seconds)
-    assert forward is not None
-    return Costs(
-        forward_seconds=forward,
-        backward_seconds=scaled(costs.backward_seconds),
-        backward_input_seconds=scaled(costs.backward_input_seconds),
-        backward_weight_seconds=scaled(costs.backward_weight_seconds),
-        transfer_seconds=1000 * costs.transfer_seconds,
-    )
+    times: dict[str, Any] = {field.name: scaled(getattr(costs, field.name)) for field in fields(costs)}
+    return Costs(**times)
 
 
 def _auto_table(profile: Profile, ranking: Ranking) -> str:

@@ -297,15 +297,10 @@ def estimate_run(job: Job) -> RunMemory:
 def enough_micro_batches(program: Program, num_ranks: int, num_micro_batches: int) -> int:
     """The least number of micro-batches known to need as much memory as ``num_micro_batches``.
 
-    The numbers were found by trying (tests/memory/test_steady.py repeats it): 1F1B and its kind hold most
-    after p + 1, the others after 2 p or 3 p. Interleaved schedules proceed in groups of p; a step that ends
-    with a smaller group differs for every number, and is left whole. GPipe holds all; a schedule from a file
-    or with options is left as it is.
-
-    Args:
-        program: The schedule.
-        num_ranks: Pipeline degree p.
-        num_micro_batches: Micro-batches of a step.
+    The numbers, in pipeline degrees p, were found by trying (tests/memory/test_steady.py repeats it): 1F1B
+    and its kind hold most after p + 1, the others after 2 p or 3 p. Interleaved schedules proceed in groups
+    of p; a step that ends with a smaller group differs for every number, and is left whole. GPipe holds all;
+    a schedule from a file or with options is left as it is.
     """
     if program.rows is not None or program.options != type(program.options)():
         return num_micro_batches

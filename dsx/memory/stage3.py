@@ -175,12 +175,7 @@ class Stage3(States):
     # Steps
 
     def plan_gathers(self, row: Sequence[Action], chunks: Mapping[int, Sequence[Leaf]]) -> None:
-        """Take ``dsx.zero.keep_gathered_bytes`` to heart.
-
-        Args:
-            row: This rank's actions.
-            chunks: Virtual stage -> parameters that its layers use.
-        """
+        """Take ``dsx.zero.keep_gathered_bytes`` to heart; ``chunks``: what each stage's layers use."""
         if not self.gathering.keep_bytes:
             return
         small, width = self.coordinator.persistent, self.settings.width

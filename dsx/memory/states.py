@@ -288,11 +288,7 @@ class States:
             self.reduction.before_action(position)
 
     def plan_reduction(self, uses: Mapping[int, Sequence[Leaf]]) -> None:
-        """Have dsx reduce gradients, where it does (engine/zero/reduction.py, reducible).
-
-        Args:
-            uses: Virtual stage -> parameters that its layers use.
-        """
+        """Have dsx reduce gradients of what each virtual stage uses, where it does so at all."""
         if not self.reduces_itself:
             self.reduction = ChunkReduction(
                 CountedBuckets(self),

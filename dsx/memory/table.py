@@ -126,13 +126,7 @@ _COLOURS = {
 
 
 def save(memory: RunMemory, output: Path, *, title: str, capacity_gib: float | None = None) -> None:
-    """Draw ``memory`` into ``output``, whose suffix is the format.
-
-    Args:
-        memory: What to draw.
-        output: .svg or .png.
-        title: Printed above.
-        capacity_gib: Memory of a GPU in GiB, drawn as a line.
+    """Draw ``memory`` into ``output``, .svg or .png, with the memory of a GPU as a line.
 
     Raises:
         ConfigError: matplotlib is missing, or the file cannot be written.

@@ -27,10 +27,6 @@ def check_model_code(config: Mapping[str, Any], file: str) -> None:
     Where transformers has a class of its own for the ``model_type``, that one is used, and an ``auto_map``
     beside it means nothing.
 
-    Args:
-        config: Content of ``config.json``.
-        file: Where it was read, for the message.
-
     Raises:
         CheckpointError: With the key that names the code.
     """
@@ -54,11 +50,7 @@ def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer_code(name: str) -> DataError:
-    """The error that refuses a tokenizer which transformers can make only by running code.
-
-    Args:
-        name: Folder or hub name, as the user gave it.
-    """
+    """The error that refuses a tokenizer which transformers can make only by running code."""
     file = Path(name).expanduser() / TOKENIZER_CONFIG
     try:
         content = parsed(file.read_bytes())

@@ -82,12 +82,12 @@ class LayerParams:
 
     def table(self, role: str, pad_multiple: int) -> Iterator[ParamSpec]:
         """A vocabulary table: the word embedding, or the untied head (the same module class)."""
-        yield ParamSpec(
-            name=f"{self.layer}.word.weight",
-            layer=self.layer,
-            shape=(self.model.vocab_size, self.model.hidden_size),
-            init=self._normal(),
-            hf=self._hf(role, "weight"),
+        yield self._spec(
+            "word",
+            "weight",
+            (self.model.vocab_size, self.model.hidden_size),
+            self._normal(),
+            role=role,
             split=0,
             pad_multiple=pad_multiple,
             tie=TIE if self.model.tied_embeddings else None,
@@ -95,13 +95,8 @@ class LayerParams:
 
     def positions(self) -> Iterator[ParamSpec]:
         """A table of learned positions, replicated over tp."""
-        yield ParamSpec(
-            name=f"{self.layer}.position.weight",
-            layer=self.layer,
-            shape=(self.model.max_positions, self.model.hidden_size),
-            init=self._normal(),
-            hf=self._hf("position", "weight"),
-        )
+        shape = self.model.max_positions, self.model.hidden_size
+        yield self._spec("position", "weight", shape, self._normal())
 
     def norm(
         self, module: str, *, size: int | None = None, weight: Init | None = None
@@ -115,51 +110,26 @@ class LayerParams:
         """
         leaves = {"weight": weight or Init(kind="ones"), "bias": Init(kind="zeros")}
         for leaf in ("weight", "bias") if self.model.norm == "layernorm" else ("weight",):
-            yield ParamSpec(
-                name=f"{self.layer}.{module}.{leaf}",
-                layer=self.layer,
-                shape=(size or self.model.hidden_size,),
-                init=leaves[leaf],
-                hf=self._hf(module, leaf),
-            )
+            yield self._spec(module, leaf, (size or self.model.hidden_size,), leaves[leaf])
 
     def column(self, module: str, parts: Sequence[int], *, bias: bool) -> Iterator[ParamSpec]:
         """A linear cut along its outputs, with its fused parts."""
         fused = tuple(parts) if len(parts) > 1 else ()
         shapes = {"weight": (sum(parts), self.model.hidden_size), "bias": (sum(parts),)}
         for leaf in ("weight", "bias") if bias else ("weight",):
-            yield ParamSpec(
-                name=f"{self.layer}.{module}.{leaf}",
-                layer=self.layer,
-                shape=shapes[leaf],
-                init=self._normal() if leaf == "weight" else Init(kind="zeros"),
-                hf=self._hf(module, leaf),
-                split=0,
-                parts=fused,
-                hf_transposed=leaf == "weight" and self.family.hf_transposed,
-            )
+            matrix = leaf == "weight"
+            init = self._normal() if matrix else Init(kind="zeros")
+            turned = matrix and self.family.hf_transposed
+            yield self._spec(module, leaf, shapes[leaf], init, split=0, parts=fused, hf_transposed=turned)
 
     def row(self, module: str, inputs: int, *, bias: bool) -> Iterator[ParamSpec]:
         """A linear cut along its inputs; its bias is replicated and added once, after the reduction."""
         model = self.model
         std = model.init_std / sqrt(2 * model.num_layers) if model.scaled_output_init else model.init_std
-        yield ParamSpec(
-            name=f"{self.layer}.{module}.weight",
-            layer=self.layer,
-            shape=(model.hidden_size, inputs),
-            init=Init(kind="normal", std=std),
-            hf=self._hf(module, "weight"),
-            split=1,
-            hf_transposed=self.family.hf_transposed,
-        )
+        init, turned = Init(kind="normal", std=std), self.family.hf_transposed
+        yield self._spec(module, "weight", (model.hidden_size, inputs), init, split=1, hf_transposed=turned)
         if bias:
-            yield ParamSpec(
-                name=f"{self.layer}.{module}.bias",
-                layer=self.layer,
-                shape=(model.hidden_size,),
-                init=Init(kind="zeros"),
-                hf=self._hf(module, "bias"),
-            )
+            yield self._spec(module, "bias", (model.hidden_size,), Init(kind="zeros"))
 
     def attention(self) -> Iterator[ParamSpec]:
         """The parameters of :class:`dsx.nn.attention.Attention`."""
@@ -184,8 +154,13 @@ class LayerParams:
     def _normal(self) -> Init:
         return Init(kind="normal", std=self.model.init_std)
 
-    def _hf(self, module: str, leaf: str) -> tuple[str, ...]:
-        return tuple(f"{name.format(self.block)}.{leaf}" for name in self.family.hf_names[module])
+    def _spec(
+        self, module: str, leaf: str, shape: tuple[int, ...], init: Init, *, role: str = "", **cut: Any
+    ) -> ParamSpec:
+        """A parameter; ``role`` is the module's name in the family's ``hf_names`` where that is another."""
+        hf = tuple(f"{name.format(self.block)}.{leaf}" for name in self.family.hf_names[role or module])
+        name = f"{self.layer}.{module}.{leaf}"
+        return ParamSpec(name=name, layer=self.layer, shape=shape, init=init, hf=hf, **cut)
 
 
 def block_params(params: LayerParams) -> Iterator[ParamSpec]:

@@ -54,10 +54,7 @@ def shade(op: Op, chunk: int, num_chunks: int) -> tuple[str, str]:
 def page(title: str, picture: str, *, rows: Sequence[str] = ()) -> str:
     """A page around an SVG timeline; pointing at an action says what its title does.
 
-    Args:
-        title: The page's title.
-        picture: The SVG: its actions are groups with a ``data-m``, the micro-batch, and a title.
-        rows: Classes of what can be hidden in the picture.
+    Actions are groups with a ``data-m``, the micro-batch, and a title; classes in ``rows`` can be hidden.
     """
     boxes = "".join(f'<label><input type="checkbox" value="{row}" checked> {row}</label>\n' for row in rows)
     hide = f'<p class="rows">show\n{boxes}</p>\n' if rows else ""
@@ -209,16 +206,13 @@ class _Frame:
 
     @property
     def width(self) -> float:
-        """Of the picture."""
         return self.left + self.plot_width + _RIGHT
 
     @property
     def height(self) -> float:
-        """Of the picture."""
         return self.bottom + 104
 
     def x(self, time: float) -> float:
-        """The x coordinate of a point in time."""
         return self.left + time * self.scale
 
 
@@ -414,15 +408,10 @@ Event = dict[str, Any]
 
 
 def chrome_trace(schedule: Schedule, timelines: Mapping[str, Timeline]) -> str:
-    """Trace of one or more timelines of ``schedule``: a process per timeline, a thread per rank.
+    """Trace of timelines of ``schedule`` by name, in seconds: a process per timeline, a thread per rank.
 
     Arrows lead from the action that yields an activation or a gradient to the one on another rank that uses
     it.
-
-    Args:
-        schedule: What ran.
-        timelines: Timelines by name, such as ``simulated`` and ``measured``, in seconds from the start of the
-            step.
     """
     depends = Dependencies(computation(schedule))
     events: list[Event] = []

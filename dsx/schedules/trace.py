@@ -202,11 +202,7 @@ class Trace:
 
     @classmethod
     def from_json(cls, text: str, *, where: str) -> Trace:
-        """Read what :meth:`to_json` wrote.
-
-        Args:
-            text: The JSON.
-            where: The name for it in errors, such as its file.
+        """Read what :meth:`to_json` wrote; ``where`` is the name for it in errors, such as its file.
 
         Raises:
             ScheduleError: It is something else, of another version, or no step that can have run.

@@ -113,13 +113,8 @@ def gradient_facts(
 ) -> GradientFacts:
     """One tensor's gradient against the reference's.
 
-    Args:
-        places: Where the layout has its tensors.
-        name: The tensor.
-        step: The layout's step.
-        each: Every micro-batch's gradients in the reference, replica fastest.
-        error: The difference that the comparison measured.
-        previous: The reference's gradient in the step before.
+    ``each`` has the micro-batches' gradients in the reference, replica fastest; ``previous`` is its gradient
+    in the step before.
     """
     parts = torch.stack([gradients[name] for gradients in each]) / len(each)
     wanted = parts.sum(0)
@@ -214,12 +209,7 @@ def _sum_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def outputs_of(parts: Sequence[Tensor], wanted: Tensor) -> Iterator[Tensor]:
-    """A layer's output on each tensor-parallel rank, or put together where it is cut, in the wanted shape.
-
-    Args:
-        parts: One per tensor-parallel rank, in order.
-        wanted: The output of one process.
-    """
+    """A layer's output on each tensor-parallel rank, or put together where it is cut, in the wanted shape."""
     if not parts:
         return
     if all(part.shape == wanted.shape for part in parts):

@@ -473,11 +473,7 @@ def diagnose_norm(
 ) -> ParityFinding:
     """The finding for a norm that differs though all gradients agree.
 
-    Args:
-        facts: ``seen`` is what the engine reports, or what its clipping implies.
-        degrees: The layout's degrees.
-        step: Training step, from 1.
-        from_clipping: ``seen`` follows from how much the gradients were scaled.
+    ``seen`` is what the engine reports or, ``from_clipping``, what the scale of the gradients implies.
     """
     assert facts.seen is not None
     tolerance = 2e-3 if from_clipping else 1e-3
@@ -532,12 +528,7 @@ def diagnose_clipping(
 ) -> ParityFinding:
     """The finding for gradients that agree until they are clipped.
 
-    Args:
-        norm: Facts with the true norm; their ``seen`` is not read.
-        scales: Pipeline rank -> what its gradients were multiplied with.
-        clipping: Largest norm.
-        degrees: The layout's degrees.
-        step: Training step, from 1.
+    ``scales``: pipeline rank -> what its gradients were multiplied with. ``seen`` of ``norm`` is not read.
     """
     values = sorted(scales.values())
     wanted = min(1.0, clipping / (norm.expected + 1e-6))

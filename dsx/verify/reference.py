@@ -172,14 +172,7 @@ class Transformers:
         bias_factor: float = 1.0,
         padded_columns: int = 0,
     ) -> float:
-        """Mean loss under a mistake: row-parallel biases added so often, or padding in the softmax.
-
-        Args:
-            weights: Logical tensors.
-            batches: Micro-batches.
-            bias_factor: Factor on the biases that every tensor-parallel rank holds whole beside a cut weight.
-            padded_columns: Columns of logits 0 that take part in the softmax.
-        """
+        """Mean loss under a mistake: row-parallel biases times ``bias_factor``, or padding in the softmax."""
         changed = dict(weights)
         for spec in self._specs:
             if is_row_bias(spec, self._specs):

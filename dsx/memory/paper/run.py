@@ -109,18 +109,7 @@ def trace_pipeline(
 ) -> TracedPeaks:
     """:func:`trace` of any pipeline.
 
-    Args:
-        build: Makes the pipeline of a rank.
-        config: What the engine is initialised with.
-        rank: Global rank.
-        mesh: Of the run.
-        inputs: Virtual stage from 1 on -> what it is sent.
-        batch: Makes a micro-batch, on the host.
-        sequence_parallel: Whether activations are cut along the sequence.
-        device: As for :func:`trace`, like all that follow.
-        label: The same.
-        host: The same.
-        capacity_bytes: The same.
+    ``inputs`` says what each virtual stage from 1 on is sent; ``batch`` makes a micro-batch on the host.
     """
     deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
