@@ -25,7 +25,6 @@ from dsx.checkpoint.catalog import (
     ITEM_BYTES,
     Catalog,
     Checksum,
-    Crc32Field,
     Entry,
     Piece,
     Target,
@@ -417,18 +416,14 @@ class _Run:
             path = self._staging.path_of(skeleton.file)
             for place in skeleton.crc32_fields:
                 with blamed(path, "its CRC32", "writing", RESUMES), self.writes.lend(skeleton.file) as file:
-                    crc = self._crc32_of(skeleton.file, place)
+                    crc = 0
+                    for start, stop, part in self._crc32.stretches(skeleton.file, place.start, place.stop):
+                        # What nothing was written to is zero.
+                        known = crc32_of_zeros(stop - start) if part is None else part
+                        crc = crc32_joined(crc, known, stop - start)
                     data = f"{crc:08x}".encode() if place.as_text else struct.pack("<I", crc)
                     for at in place.places:
                         write_from(file, memoryview(data), at)
-
-    def _crc32_of(self, file: str, field: Crc32Field) -> int:
-        """Of a member; what nothing was written to is zero."""
-        total = 0
-        for start, stop, crc in self._crc32.stretches(file, field.start, field.stop):
-            known = crc32_of_zeros(stop - start) if crc is None else crc
-            total = crc32_joined(total, known, stop - start)
-        return total
 
     def written(self) -> Written:
         """What there is to know about the new checkpoint's bytes."""

@@ -134,9 +134,12 @@ def convert(array: Array, dtype: str, wanted: str) -> Array:
         return array
     wide = array if dtype == "float64" else _to_float32(array, dtype)
     with np.errstate(over="ignore", invalid="ignore"):
-        if wanted == "bfloat16":
-            return _to_bfloat16(wide.astype(np.float32, copy=False))
-        return wide.astype(numpy_dtype(wanted), copy=False)
+        if wanted != "bfloat16":
+            return wide.astype(numpy_dtype(wanted), copy=False)
+        narrow = wide.astype(np.float32, copy=False)
+        bits = np.ascontiguousarray(narrow).view(np.uint32)
+        rounded = ((bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16).astype(np.uint16)
+        return np.where(np.isnan(narrow), np.uint16(_QUIET_NAN), rounded)
 
 
 def ulps(a: Array, b: Array, dtype: str) -> npt.NDArray[np.uint64]:
@@ -160,12 +163,6 @@ def _to_float32(array: Array, dtype: str) -> Array:
     if dtype == "bfloat16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32, copy=False)
-
-
-def _to_bfloat16(array: Array) -> Array:
-    bits = np.ascontiguousarray(array).view(np.uint32)
-    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(array), np.uint16(_QUIET_NAN), rounded)
 
 
 def _unsigned(array: Array) -> np.dtype[Any]:
@@ -221,7 +218,9 @@ class FilePool:
             with self._lock:
                 self._idle.setdefault(file, []).append(descriptor)
                 self._idle.move_to_end(file)
-                closing = self._surplus()
+                closing: list[int] = []
+                while sum(map(len, self._idle.values())) > _OPEN_FILES:
+                    closing += self._idle.popitem(last=False)[1]
             for old in closing:
                 os.close(old)
 
@@ -232,12 +231,6 @@ class FilePool:
             self._idle.clear()
         for descriptor in closing:
             os.close(descriptor)
-
-    def _surplus(self) -> list[int]:
-        closing: list[int] = []
-        while sum(map(len, self._idle.values())) > _OPEN_FILES:
-            closing += self._idle.popitem(last=False)[1]
-        return closing
 
 
 class FileWindow(io.RawIOBase):

@@ -151,11 +151,15 @@ class _Item:
     at: tuple[int, ...]
 
 
+_About = tuple[tuple[int, ...], Mapping[tuple[int, ...], tuple[int, ...]], list[_Item]]
+"""A tensor's shape, its boxes by their corners, and the items that they are."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Index:
     """DCP's index: by flat name the tensors with their items, the other objects, and every path."""
 
-    tensors: Mapping[str, tuple[tuple[int, ...], Mapping[tuple[int, ...], tuple[int, ...]], list[_Item]]]
+    tensors: Mapping[str, _About]
     objects: Mapping[str, _Item]
     paths: Mapping[str, tuple[str | int, ...]]
 
@@ -189,23 +193,25 @@ class _Index:
         return cls(tensors, objects, {name: tuple(planned.get(name, (name,))) for name in names})
 
 
-def _take(
-    root: Path,
-    index: _Index,
-    flat: str,
-    about: tuple[tuple[int, ...], Mapping[tuple[int, ...], tuple[int, ...]], list[_Item]],
-    found: _Found,
-) -> None:
+def _take(root: Path, index: _Index, flat: str, about: _About, found: _Found) -> None:
     """One tensor: an entry, or a step count."""
     shape, chunks, items = about
     name, state = _name_of(index.paths[flat])
     pieces, dtype = [], "float32"
     for item in items:
-        ref, file = _tensor_in(root, item, f"tensor {name}, {state}")
+        what = f"tensor {name}, {state}"
+        file = _opened(root, item, what)
+        ref = file.content
+        if not isinstance(ref, TensorRef):
+            raise CheckpointError(
+                f"{file.path}: {what}",
+                "it is stored in a way that dsx does not read",
+                "save it with torch's own writer",
+            )
         dtype = ref.dtype
         if ref.shape != chunks.get(item.at):
             raise unusable(
-                f"{root / item.file}: tensor {name}, {state}",
+                f"{root / item.file}: {what}",
                 f"it holds a box of shape {ref.shape} where the index has {chunks.get(item.at)}",
             )
         if state != "weight" and not shape and (state == "step" or found.shapes.get(name) != ()):
@@ -239,18 +245,6 @@ def _opened(root: Path, item: _Item, what: str) -> TorchFile:
         return read_torch_file(root, item.file, item.start, item.length)
     except CheckpointError as error:
         raise CheckpointError(f"{error.where}: {what}", error.what, error.fix) from None
-
-
-def _tensor_in(root: Path, item: _Item, what: str) -> tuple[TensorRef, TorchFile]:
-    """The one tensor that an item is, and the item."""
-    file = _opened(root, item, what)
-    if not isinstance(file.content, TensorRef):
-        raise CheckpointError(
-            f"{file.path}: {what}",
-            "it is stored in a way that dsx does not read",
-            "save it with torch's own writer",
-        )
-    return file.content, file
 
 
 def _take_object(

@@ -36,11 +36,6 @@ from dsx.models.param import ParamSpec, layer_of
 _WRITE_BYTES = 1 << 24
 
 
-def on_host(blocks: Sequence[StoredBlock]) -> list[StoredBlock]:
-    """Copies in the host's memory, which the run does not change."""
-    return [replace(block, values=block.values.detach().to("cpu", copy=True)) for block in blocks]
-
-
 def write_share(blocks: Sequence[StoredBlock], folder: Path, rank: int) -> Catalog:
     """Write the file of ``rank`` below ``folder`` and flush it to the disk.
 
@@ -62,7 +57,7 @@ def write_share(blocks: Sequence[StoredBlock], folder: Path, rank: int) -> Catal
         try:
             write_from(descriptor, memoryview(header), 0)
             for block, (at, _) in zip(blocks, places, strict=True):
-                data = _bytes_of(block.values)
+                data = memoryview(as_numpy(block.values.detach().cpu().contiguous())).cast("B")
                 for low in range(0, len(data), _WRITE_BYTES):
                     write_from(descriptor, data[low : low + _WRITE_BYTES], at + low)
                 entry, sums = _described(block, name, at, data)
@@ -76,10 +71,6 @@ def write_share(blocks: Sequence[StoredBlock], folder: Path, rank: int) -> Catal
 
 def _nothing(folder: Path) -> Catalog:
     return Catalog(root=folder, format=native.FORMAT_NAME, entries=())
-
-
-def _bytes_of(values: torch.Tensor) -> memoryview:
-    return memoryview(as_numpy(values.detach().cpu().contiguous())).cast("B")
 
 
 def _described(block: StoredBlock, file: str, origin: int, data: memoryview) -> tuple[Entry, list[Checksum]]:
@@ -147,13 +138,15 @@ class Saver:
         dist.all_reduce(size)
         agree(lambda: store.require_space(root, int(size.item())))
         staged: Path = agree(lambda: store.stage(root, tag))
+        if background:  # copies in the host's memory, which the run does not change
+            blocks = [replace(one, values=one.values.detach().to("cpu", copy=True)) for one in blocks]
         work = _Work(
             root=root,
             tag=tag,
             staged=staged,
             rank=rank,
             world_size=run.groups.mesh.size,
-            blocks=on_host(blocks) if background else blocks,
+            blocks=blocks,
             specs=specs_here(run),
             groups=group_facts(run),
             facts=facts,

@@ -56,7 +56,7 @@ class _Share:
     """This rank's part of what ranks hold alike."""
 
     def __init__(self, run: CheckpointedRun, everything: bool) -> None:
-        self.names, self._groups, self._everything = Names(run), run.groups, everything
+        self.names, self._groups, self.everything = Names(run), run.groups, everything
         self.zero = run.deepspeed_engine.zero_optimization_stage() > 0
 
     def of(
@@ -64,18 +64,13 @@ class _Share:
     ) -> tuple[ParamSpec, int, int]:
         """A parameter's logical tensor, and which of the elements that this rank holds it stores."""
         spec = self.names.of(parameter)
-        if self._everything:
+        if self.everything:
             return spec, start, stop
         if getattr(parameter, "ds_pipe_replicated", False):  # another stage stores it
             return spec, start, start
         mesh = self._groups.mesh
         copies = mesh.copies(self._groups.rank, cut=is_cut(spec), divided=divided)
         return spec, *share_of(spec.local_shape(mesh.tp), number, (start, stop), *copies)
-
-    def first_has(self, spec: ParamSpec) -> bool:
-        """Whether this rank stores what only the first one does, as buffers that ranks may have changed."""
-        copy, _ = self._groups.mesh.copies(self._groups.rank, cut=is_cut(spec), divided=False)
-        return self._everything or copy == 0
 
     def block(
         self, spec: ParamSpec, state: str, role: Role, start: int, values: torch.Tensor
@@ -109,7 +104,9 @@ def _untrained(run: CheckpointedRun, share: _Share) -> Iterator[StoredBlock]:
     kept = chunks.state_dict(keep_vars=True)
     for name, buffer in chunks.named_buffers():
         spec = share.names.local(name, tuple(buffer.shape), buffer)
-        if name in kept and share.first_has(spec):
+        # Ranks may have changed buffers: the first one's are stored.
+        copy, _ = run.groups.mesh.copies(run.groups.rank, cut=is_cut(spec), divided=False)
+        if name in kept and (share.everything or copy == 0):
             yield from share.block(spec, WEIGHT, "buffer", 0, buffer.detach().view(-1))
 
 

@@ -487,18 +487,10 @@ def target_of(
         skeletons.append(_text(INDEX, index))
     skeletons.append(_text(CONFIG, with_dtype(config, wanted)))
     catalog = Catalog(root=root, format=FORMAT, entries=tuple(entries), facts={"hf_config": dict(config)})
-    return Target(catalog=catalog, skeletons=tuple(skeletons), dropped=_dropped(source))
-
-
-def _dropped(source: Catalog) -> tuple[str, ...]:
-    states = sorted({entry.state for entry in source.entries} - {"weight", "master"})
-    left = left_behind(source.facts)
-    if not states:
-        return left
-    return (
-        *left,
-        f"A Hugging Face folder holds weights alone: {', '.join(states)} and counters stay behind.",
-    )
+    states = ", ".join(sorted({entry.state for entry in source.entries} - {"weight", "master"}))
+    note = f"A Hugging Face folder holds weights alone: {states} and counters stay behind."
+    dropped = (*left_behind(source.facts), *((note,) if states else ()))
+    return Target(catalog=catalog, skeletons=tuple(skeletons), dropped=dropped)
 
 
 def _weights(source: Catalog, precision: str | None) -> list[Entry]:
