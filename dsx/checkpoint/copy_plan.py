@@ -132,7 +132,9 @@ def check_cover(entry: Entry, replica: int, tile_elements: int, where: str) -> N
             f"{where}: {entry}",
             f"{outside.file} has {region(outside.box)} of it, whose shape is {entry.shape}",
         )
-    if _is_exact(pieces, entry.numel):
+    # They hold every element exactly once if they are as many and none shares an element with another.
+    ordered = sorted(((piece, piece.box) for piece in pieces), key=lambda held: held[0].start)
+    if sum(prod(piece.shape) for piece in pieces) == entry.numel and _twice(ordered) is None:
         return
     index = PieceIndex(pieces)
     for tile in tiles(entry.shape, tile_elements):  # finds the place, for the message
@@ -153,26 +155,6 @@ def check_cover(entry: Entry, replica: int, tile_elements: int, where: str) -> N
             )
 
 
-def _is_exact(pieces: Sequence[Piece], numel: int) -> bool:
-    """Whether pieces that lie within a tensor hold every element of it exactly once.
-
-    They do if none shares an element with another and they have as many elements as the tensor. Only what
-    shares rows is compared.
-    """
-    if sum(prod(piece.shape) for piece in pieces) != numel:
-        return False
-    ordered = sorted(pieces, key=lambda piece: piece.start)
-    for at, piece in enumerate(ordered):
-        for later in range(at + 1, len(ordered)):
-            other = ordered[later]
-            if piece.start and other.start[0] >= piece.start[0] + piece.shape[0]:
-                break
-            sides = zip(piece.start, piece.shape, other.start, other.shape, strict=True)
-            if all(low < start + size and start < low + extent for low, extent, start, size in sides):
-                return False
-    return True
-
-
 def region(box: Box) -> str:
     """A box as it would be written in Python: ``[0:2, 3:4]``."""
     return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
@@ -181,7 +163,8 @@ def region(box: Box) -> str:
 def _twice(found: Sequence[tuple[Piece, Box]]) -> tuple[Piece, Piece, Box] | None:
     """Two pieces that hold the same region. Only what shares rows is compared: boxes come by corner."""
     for at, (piece, box) in enumerate(found):
-        for other, other_box in found[at + 1 :]:
+        for later in range(at + 1, len(found)):
+            other, other_box = found[later]
             if box and other_box[0][0] >= box[0][1]:
                 break
             shared = intersect(box, other_box)

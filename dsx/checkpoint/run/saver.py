@@ -66,11 +66,9 @@ def write_share(blocks: Sequence[StoredBlock], folder: Path, rank: int) -> Catal
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    return replace(_nothing(folder), entries=_joined(entries), checksums=tuple(checksums))
-
-
-def _nothing(folder: Path) -> Catalog:
-    return Catalog(root=folder, format=native.FORMAT_NAME, entries=())
+    return Catalog(
+        root=folder, format=native.FORMAT_NAME, entries=_joined(entries), checksums=tuple(checksums)
+    )
 
 
 def _described(block: StoredBlock, file: str, origin: int, data: memoryview) -> tuple[Entry, list[Checksum]]:
@@ -214,7 +212,7 @@ class _Work:
 
     def run(self) -> None:
         """Write, note, and on rank 0 commit. Never raises: see :attr:`failure`."""
-        share = _nothing(self.staged)
+        share = Catalog(root=self.staged, format=native.FORMAT_NAME, entries=())
         if self.failure is None:
             share = self._attempt(lambda: write_share(self.blocks, self.staged, self.rank)) or share
         self.blocks = ()

@@ -197,14 +197,13 @@ def rules_of(info: Any, where: str) -> Rules:
     """
     if not isinstance(info, dict):
         return Rules()
-    tensors: list[tuple[str, Any]] = []
+    plain: dict[str, Any] = {
+        "tp_replicated_parameter_patterns": "replicate",
+        "parameter_to_average_patterns": "average",
+        "parameter_with_2_sub_params_cat_dim_0": {"split": 0, "equal_parts": 2},
+    }
+    tensors = [(pattern, rule) for key, rule in plain.items() for pattern in info.get(key, ())]
     vocabulary = {"split": 0, "extent": info.get("original_vocab_size")}
-    tensors += [(pattern, "replicate") for pattern in info.get("tp_replicated_parameter_patterns", ())]
-    tensors += [(pattern, "average") for pattern in info.get("parameter_to_average_patterns", ())]
-    tensors += [
-        (pattern, {"split": 0, "equal_parts": 2})
-        for pattern in info.get("parameter_with_2_sub_params_cat_dim_0", ())
-    ]
     for sub in info.get("parameter_with_sub_params", ()):
         state = sub.state if isinstance(sub, PickledObject) else sub
         tensors += [(pattern, _sub_params(state)) for pattern in state.get("patterns", ())]
