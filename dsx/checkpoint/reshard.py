@@ -241,7 +241,13 @@ def _in_order(source: Catalog) -> tuple[ParamSpec, ...]:
 
 
 def _dsx(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:
-    layout = _layout(source, wanted)
+    run = wanted.run
+    if run is None:
+        layout = layout_like(source, wanted.degrees)
+    else:
+        layout = Layout(
+            mesh=run.mesh, stages=run.stage_map, params=run.param_specs, zero_stage=run.zero_stage
+        )
     target = native.target_of(source, root, layout, precision=wanted.precision)
     facts = native.layout_facts(layout.mesh, layout.stages, layout.zero_stage)
     return source, target, {**facts.pop("mesh"), **facts}
@@ -267,13 +273,6 @@ def _dcp(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:
         )
     files = wanted.degrees.data or 1
     return source, dcp.target_of(source, root, files=files, precision=wanted.precision), None
-
-
-def _layout(source: Catalog, wanted: WantedTarget) -> Layout:
-    run = wanted.run
-    if run is None:
-        return layout_like(source, wanted.degrees)
-    return Layout(mesh=run.mesh, stages=run.stage_map, params=run.param_specs, zero_stage=run.zero_stage)
 
 
 def _stock(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:

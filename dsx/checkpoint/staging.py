@@ -17,7 +17,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -237,10 +236,7 @@ class Staging:
 
     def discard(self) -> None:
         """Delete the partial folder."""
-        if self.partial.is_symlink():
-            self.partial.unlink()
-        elif self.partial.exists():
-            shutil.rmtree(self.partial)
+        store.remove(self.partial)
 
     def _check_leftover(self) -> None:
         if not os.path.lexists(self.partial):
@@ -267,8 +263,8 @@ class Staging:
 
     def _make_files(self) -> None:
         resumed = bool(self.journal.records)
-        if not resumed and self.data.exists():
-            shutil.rmtree(self.data)
+        if not resumed:
+            store.remove(self.data)
         for skeleton in self._target.skeletons:
             path = self.path_of(skeleton.file)
             with blamed(path, "its header", "writing", RESUMES):

@@ -99,7 +99,7 @@ def abandon(root: Path, tag: str) -> None:
     """Delete what was staged, given up or not, once nobody writes there any more. Never raises."""
     for state in ("partial", "removed"):
         with suppress(OSError):
-            _remove(_aside(root, tag, state))
+            remove(_aside(root, tag, state))
 
 
 def commit(root: Path, tag: str) -> Path:
@@ -269,13 +269,13 @@ def _discard(root: Path, tag: str, path: Path) -> None:
     """Delete a checkpoint, under another name: a half deleted one must never be found or restored."""
     removed = _aside(root, tag, "removed")
     path.rename(removed)
-    _remove(removed)
+    remove(removed)
 
 
 def _tidy(root: Path) -> None:
     """Leave in ``root`` no trace of killed saves."""
     for path in (*root.glob(".*.partial"), *root.glob(".*.removed")):
-        _remove(path)
+        remove(path)
     for path in root.glob(".*.replaced"):
         tag = path.name[1 : -len(".replaced")]
         _restore(root, tag)
@@ -283,7 +283,8 @@ def _tidy(root: Path) -> None:
             _discard(root, tag, path)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Delete a folder with what is in it, a file, or a link; nothing if nothing is there. Raises OSError."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

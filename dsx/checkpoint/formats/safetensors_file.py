@@ -17,10 +17,10 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from dsx.checkpoint import store
-from dsx.checkpoint.catalog import ITEM_BYTES, Checksum, Entry, Piece
+from dsx.checkpoint.catalog import ITEM_BYTES, Checksum, Entry
 from dsx.checkpoint.formats.huggingface.names import is_buffer
 from dsx.checkpoint.json_text import parsed
-from dsx.checkpoint.pieces import contiguous
+from dsx.checkpoint.pieces import whole_part
 from dsx.errors import CheckpointError
 
 CRC32 = "crc32/"
@@ -144,7 +144,6 @@ def _tensors(root: Path, file: str, header: Mapping[str, Any], base: int) -> Ite
             raise CheckpointError(
                 where, f"its bytes {start} to {stop} are not those of {dtype} {shape}", _DOWNLOAD
             )
-        corner = (0,) * len(shape)
-        pieces = (Piece(file, base + start, corner, shape, contiguous(shape)),) if prod(shape) else ()
+        pieces = (whole_part(shape).at(file, base + start, ITEM_BYTES[dtype]),) if prod(shape) else ()
         role: Literal["buffer", "trained"] = "buffer" if is_buffer(name) else "trained"
         yield Entry(name=name, state="weight", shape=shape, dtype=dtype, pieces=pieces, role=role)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -91,7 +91,10 @@ def torch_skeleton(file: str, content: Any) -> Skeleton:
     archive.add("version", b"3\n")
     archive.close()
     return Skeleton(
-        file=file, num_bytes=archive.end, parts=tuple(archive.parts), crc32_fields=tuple(archive.fields)
+        file=file,
+        num_bytes=archive.end,
+        parts=tuple((at, bytes(data)) for at, data in archive.parts),
+        crc32_fields=tuple(archive.fields),
     )
 
 
@@ -175,7 +178,7 @@ class _Archive:
         self._root = root
         self._central: list[bytes] = []
         self.end = 0
-        self.parts: list[tuple[int, bytes]] = []
+        self.parts: list[tuple[int, bytearray]] = []
         self.fields: list[Crc32Field] = []
         self._open: list[tuple[int, int, int, int]] = []  # start, stop, place of the local CRC, entry
 
@@ -217,7 +220,6 @@ class _Archive:
             self._put(record + locator)
         few, small, low_start = min(count, 0xFFFF), min(size, _LARGE), min(start, _LARGE)
         self._put(struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, few, few, small, low_start, 0))
-        self.parts = list(_joined(self.parts))
 
     def _entry(self, path: bytes, crc: int, count: int, at: int) -> bytes:
         wide = [*([count, count] if count >= _LARGE else []), *([at] if at >= _LARGE else [])]
@@ -227,19 +229,10 @@ class _Archive:
         return _CENTRAL.pack(b"PK\x01\x02", *head, 0, 0, 0, 0, min(at, _LARGE)) + path + extra
 
     def _put(self, data: bytes) -> None:
-        self.parts.append((self.end, data))
+        """Add bytes, to those before where they follow them."""
+        start, before = self.parts[-1] if self.parts else (0, bytearray())
+        if self.parts and start + len(before) == self.end:
+            before += data
+        elif data:
+            self.parts.append((self.end, bytearray(data)))
         self.end += len(data)
-
-
-def _joined(parts: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Neighbouring parts as one."""
-    start, data = 0, bytearray()
-    for at, more in parts:
-        if data and at != start + len(data):
-            yield start, bytes(data)
-            data = bytearray()
-        if not data:
-            start = at
-        data += more
-    if data:
-        yield start, bytes(data)

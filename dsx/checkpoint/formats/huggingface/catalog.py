@@ -46,7 +46,7 @@ from dsx.checkpoint.formats.huggingface.names import (
 )
 from dsx.checkpoint.formats.safetensors_file import CRC32, contents, header_of
 from dsx.checkpoint.formats.torch_file import TensorRef, read_torch_file
-from dsx.checkpoint.pieces import clipped, contiguous
+from dsx.checkpoint.pieces import clipped, whole_part
 from dsx.errors import CheckpointError
 from dsx.models.param import ParamSpec
 
@@ -526,8 +526,7 @@ def _file(name: str, shard: list[Entry]) -> tuple[Skeleton, list[Entry]]:
     head, places = header_of(named, {"format": "pt", **sums})
     entries, fields, at = [], [], 0
     for entry, (start, stop) in zip(shard, places, strict=True):
-        corner = (0,) * len(entry.shape)
-        piece = Piece(name, start, corner, entry.shape, contiguous(entry.shape))
+        piece = whole_part(entry.shape).at(name, start, entry.item_bytes)
         entries.append(replace(entry, pieces=(piece,) if entry.numel else ()))
         if entry.numel:
             key = f'{json.dumps(CRC32 + entry.name)}:"'.encode()
