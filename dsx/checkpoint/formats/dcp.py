@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -40,6 +40,7 @@ from dsx.checkpoint.catalog import (
     Crc32Field,
     Entry,
     Piece,
+    Role,
     Skeleton,
     Target,
     left_behind,
@@ -325,7 +326,7 @@ def _with_roles(found: _Found, groups: Iterable[Mapping[str, Any]], told: Any) -
     trained = {entry.name for entry in found.entries if entry.state != "weight"}
     trained |= {str(name) for group in groups for name in group.get("names", ())}
 
-    def role(entry: Entry) -> Literal["trained", "frozen", "buffer"]:
+    def role(entry: Entry) -> Role:
         if isinstance(told, dict):
             known = told.get(entry.name)
             return known if known in ("frozen", "buffer") else "trained"

@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from dsx.checkpoint import store
-from dsx.checkpoint.catalog import ITEM_BYTES, Checksum, Entry
+from dsx.checkpoint.catalog import ITEM_BYTES, Checksum, Entry, Role
 from dsx.checkpoint.formats.huggingface.names import is_buffer
 from dsx.checkpoint.json_text import parsed
 from dsx.checkpoint.pieces import whole_part
@@ -145,5 +145,5 @@ def _tensors(root: Path, file: str, header: Mapping[str, Any], base: int) -> Ite
                 where, f"its bytes {start} to {stop} are not those of {dtype} {shape}", _DOWNLOAD
             )
         pieces = (whole_part(shape).at(file, base + start, ITEM_BYTES[dtype]),) if prod(shape) else ()
-        role: Literal["buffer", "trained"] = "buffer" if is_buffer(name) else "trained"
+        role: Role = "buffer" if is_buffer(name) else "trained"
         yield Entry(name=name, state="weight", shape=shape, dtype=dtype, pieces=pieces, role=role)

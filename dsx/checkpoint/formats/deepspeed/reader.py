@@ -16,10 +16,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dsx.checkpoint import plain
-from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry, Piece, merged_groups, unusable
+from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry, Piece, Role, merged_groups, unusable
 from dsx.checkpoint.formats.deepspeed.cut import Cut, Rules, rules_of
 from dsx.checkpoint.formats.deepspeed.files import StockFiles, check_patterns, config_of, open_stock
 from dsx.checkpoint.formats.deepspeed.flat import Fragment, OptimizerGroup, OptimizerState, sharded_state
@@ -308,7 +308,7 @@ class _Names:
     """
 
     held: Mapping[tuple[str, str], _Copies]
-    roles: Mapping[str, Literal["trained", "frozen", "buffer"]]
+    roles: Mapping[str, Role]
     aliases: Mapping[str, Sequence[str]]
     canonical: Mapping[str, str] = field(default_factory=dict)
 
@@ -340,7 +340,7 @@ class _Names:
             for name in module.names:
                 places.setdefault(canonical.get(name, name), len(places))
         in_order = sorted(held, key=lambda key: (places.get(key[0], len(places)), key[1] != "weight"))
-        roles: dict[str, Literal["trained", "frozen", "buffer"]] = {
+        roles: dict[str, Role] = {
             name: "buffer" if name in buffers else "trained" if name in trained else "frozen"
             for name, _ in held
         }
