@@ -441,13 +441,7 @@ def open_source(data: DataConfig) -> DocumentSource:
             f"there is no such file or folder (looked for {path.absolute()})",
             'check the path, or use "python-stdlib", which is always there',
         )
-    return Tables(
-        source=source,
-        name=data.name,
-        split=data.split,
-        text_column=data.text_column,
-        stream=data.max_bytes is not None,
-    )
+    return _tables(source, data)
 
 
 def _folder(root: Path, data: DataConfig) -> DocumentSource:
@@ -459,12 +453,7 @@ def _folder(root: Path, data: DataConfig) -> DocumentSource:
         return _files(root, texts, data)
     if any(not _CARD.match(path.name) for path in texts):
         return _files(root, tables + texts, data)  # refuses the mixture
-    return Tables(
-        source=LocalFiles(root=root, paths=tuple(seen), builder=None),
-        name=data.name,
-        split=data.split,
-        text_column=data.text_column,
-    )
+    return _tables(LocalFiles(root=root, paths=tuple(seen), builder=None), data)
 
 
 def _files(root: Path, paths: list[Path], data: DataConfig) -> DocumentSource:
@@ -486,11 +475,13 @@ def _files(root: Path, paths: list[Path], data: DataConfig) -> DocumentSource:
         _refuse_table_keys(data)
         return TextFiles(root=root, paths=tuple(paths))
     _refuse_keys(data, "name")
+    return _tables(LocalFiles(root=root, paths=tuple(paths), builder=kinds.pop()), data)
+
+
+def _tables(source: str | LocalFiles, data: DataConfig) -> Tables:
+    stream = data.max_bytes is not None or not isinstance(source, str)
     return Tables(
-        source=LocalFiles(root=root, paths=tuple(paths), builder=kinds.pop()),
-        name=None,
-        split=data.split,
-        text_column=data.text_column,
+        source=source, name=data.name, split=data.split, text_column=data.text_column, stream=stream
     )
 
 

@@ -158,19 +158,14 @@ class FilePart:
             raise DataError(where, f"is no line of JSON ({error})", "mend or remove that line") from error
         if not isinstance(row, dict):
             raise DataError(where, f"holds {type(row).__name__}, not an object", "mend or remove that line")
+        cell, what = row.get(self.column), ""
         if at == 0 and self.column not in row:
-            raise DataError(
-                f'dsx.data.text_column = "{self.column}"',
-                f"{self.stamp.path} has no such column; it has {shortened(', '.join(row), 500)}",
-                "name the column that holds the text",
-            )
-        cell = row.get(self.column)
-        if cell is not None and not isinstance(cell, str):
-            raise DataError(
-                f'dsx.data.text_column = "{self.column}"',
-                f"the line at {where} holds {type(cell).__name__} there, not text",
-                "name the column that holds the text",
-            )
+            what = f"{self.stamp.path} has no such column; it has {shortened(', '.join(row), 500)}"
+        elif cell is not None and not isinstance(cell, str):
+            what = f"the line at {where} holds {type(cell).__name__} there, not text"
+        if what:
+            key = f'dsx.data.text_column = "{self.column}"'
+            raise DataError(key, what, "name the column that holds the text")
         return cell
 
     def _shrunk(self, at: int) -> None:

@@ -74,13 +74,9 @@ def _memory(run: RunConfig, gpu_memory_gib: float) -> list[Finding]:
 
 def as_finding(error: DsxError, config: Mapping[str, Any]) -> Finding:
     """An error of dsx's as a finding about its key in ``config``."""
-    if error.path:
-        value = reduce(step, error.path, config)
-        return Finding(
-            check="dsx", severity="error", path=error.path, value=value, why=error.what, fix=error.fix
-        )
-    why = f"{error.where}: {error.what}"
-    return Finding(check="dsx", severity="error", path=(), value=ABSENT, why=why, fix=error.fix)
+    value = reduce(step, error.path, config) if error.path else ABSENT
+    why = error.what if error.path else f"{error.where}: {error.what}"
+    return Finding(check="dsx", severity="error", path=error.path, value=value, why=why, fix=error.fix)
 
 
 def check_locks(folder: File, now_seconds: float | None = None) -> Iterator[Finding]:

@@ -79,37 +79,27 @@ class AdditionalLosses:
             self._sums[name] = self._sums[name] + loss if name in self._sums else loss
 
 
-_BUFFERS = "transfers are dsx.engine.p2p's; engine.trace() records what a step does"
-_LOSSES = "train_batch() returns the step's mean loss, which agg_train_loss keeps"
-_OUTPUTS = "eval_batch(return_logits=True) returns the last stage's outputs"
+_ELSEWHERE = {
+    "transfers are dsx.engine.p2p's; engine.trace() records what a step does": (
+        "pipe_buffers", "num_pipe_buffers", "pipe_recv_buf", "grad_layer", "meta_buffer", "first_output_send",
+        "first_gradient_send", "pipe_partition_input_meta_cache", "pipe_partition_output_meta_cache",
+        "pipe_partition_grad_meta_cache", "grad_partition_grad_layer_meta_cache",
+    ),
+    "train_batch() returns the step's mean loss, which agg_train_loss keeps": (
+        "loss", "total_loss", "agg_loss", "dp_group_loss",
+    ),
+    "get_additional_losses() has their means": ("total_additional_losses",),
+    "eval_batch(return_logits=True) returns the last stage's outputs": (
+        "outputs", "fwd_outputs", "eval_return_logits",
+    ),
+    "DeepSpeed's monitors get them: see dsx.recipe.Monitor for more": ("summary_events",),
+    "dsx.recipe.Monitor measures steps; DeepSpeed's timers wait for the device": ("batch_timer",),
+    "type(engine.optimizer).__name__ says which wrapper DeepSpeed chose": ("using_bf16_optimizer",),
+    "when gradients are reduced is the config's dsx.zero": ("pipeline_enable_backward_allreduce",),
+    "train_batch() reduces gradients once per step": ("no_sync", "coalesce_grad_reduction"),
+}  # fmt: skip
 
-NOT_HERE = {
-    "pipe_buffers": _BUFFERS,
-    "num_pipe_buffers": _BUFFERS,
-    "pipe_recv_buf": _BUFFERS,
-    "grad_layer": _BUFFERS,
-    "meta_buffer": _BUFFERS,
-    "first_output_send": _BUFFERS,
-    "first_gradient_send": _BUFFERS,
-    "pipe_partition_input_meta_cache": _BUFFERS,
-    "pipe_partition_output_meta_cache": _BUFFERS,
-    "pipe_partition_grad_meta_cache": _BUFFERS,
-    "grad_partition_grad_layer_meta_cache": _BUFFERS,
-    "loss": _LOSSES,
-    "total_loss": _LOSSES,
-    "agg_loss": _LOSSES,
-    "dp_group_loss": _LOSSES,
-    "total_additional_losses": "get_additional_losses() has their means",
-    "outputs": _OUTPUTS,
-    "fwd_outputs": _OUTPUTS,
-    "eval_return_logits": _OUTPUTS,
-    "summary_events": "DeepSpeed's monitors get them: see dsx.recipe.Monitor for more",
-    "batch_timer": "dsx.recipe.Monitor measures steps; DeepSpeed's timers wait for the device",
-    "using_bf16_optimizer": "type(engine.optimizer).__name__ says which wrapper DeepSpeed chose",
-    "pipeline_enable_backward_allreduce": "when gradients are reduced is the config's dsx.zero",
-    "no_sync": "train_batch() reduces gradients once per step",
-    "coalesce_grad_reduction": "train_batch() reduces gradients once per step",
-}
+NOT_HERE = {name: instead for instead, names in _ELSEWHERE.items() for name in names}
 """Name of stock DeepSpeed's -> what to use."""
 
 
