@@ -10,8 +10,8 @@ import torch
 
 import ranks
 from dsx.engine.layer_parameters import checksum
-from dsx.engine.replicas import differences
 from dsx.errors import RunError
+from dsx.fault_tolerance.guard import differences
 from fault_tolerance.guarded import Run
 from parity.dsx_run import Case
 
@@ -94,7 +94,7 @@ def test_a_flipped_bit_is_found_named_and_mended(tmp_path: Path) -> None:
 
 
 def test_the_minority_is_named() -> None:
-    from dsx.engine.replicas import _told
+    from dsx.fault_tolerance.guard import _told
 
     assert _told("w", (2, 6, 10), [7, 8, 7]) == "w of rank 6 is not what ranks 2, 10 have"
 
