@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 
 from dsx.config.schema import DataConfig
@@ -200,12 +201,8 @@ def _process_space() -> str:
 def _remove_abandoned(folder: Path, prefix: str) -> None:
     for left in folder.glob(f"{prefix}*"):
         process = left.name.removeprefix(prefix).partition(".")[0]
-        try:
-            os.kill(int(process), 0)
-        except ProcessLookupError:
+        if process.isdecimal() and not psutil.pid_exists(int(process)):
             shutil.rmtree(left, ignore_errors=True)
-        except (PermissionError, ValueError):
-            continue
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What protects a run around its training loop: peers that fail, hangs, signals, figures or weights gone wrong."""
+"""What protects a run: from peers that fail, hangs, signals, and figures or weights gone wrong."""
 
 from __future__ import annotations
 
