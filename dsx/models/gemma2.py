@@ -5,47 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from dsx.errors import ModelError
-from dsx.models.config_values import (
-    MOST_LAYERS,
-    activation,
-    at,
-    check_divides,
-    check_even,
-    flag,
-    layer_types,
-    positive,
-    probability,
-    read_rope,
-    size,
-    size_or_none,
-)
+from dsx.models import config_values as values
 from dsx.models.family import COMMON_KEYS, ROPE_KEYS, LayerParams, ModelFamily, shipped_presets
 from dsx.models.param import Init, ParamSpec
 from dsx.models.spec import ModelSpec
 
 
 def _read(config: Mapping[str, object]) -> ModelSpec:
-    hidden_size = size(config, "hidden_size", 2304)
+    hidden_size = values.size(config, "hidden_size", 2304)
     num_heads, num_kv_heads = (
-        size(config, key, default)
+        values.size(config, key, default)
         for key, default in (("num_attention_heads", 8), ("num_key_value_heads", 4))
     )
-    check_divides("hidden_size", hidden_size, "num_attention_heads", num_heads)
-    check_divides("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
-    num_layers = size(config, "num_hidden_layers", 26, most=MOST_LAYERS)
-    head_dim = size(config, "head_dim", 256)
-    check_even("head_dim", head_dim)
-    max_positions = size(config, "max_position_embeddings", 8192)
+    values.check_divides("hidden_size", hidden_size, "num_attention_heads", num_heads)
+    values.check_divides("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
+    num_layers = values.size(config, "num_hidden_layers", 26, most=values.MOST_LAYERS)
+    head_dim = values.size(config, "head_dim", 256)
+    values.check_even("head_dim", head_dim)
+    max_positions = values.size(config, "max_position_embeddings", 8192)
     if config.get("use_bidirectional_attention"):
         raise ModelError(
-            at("use_bidirectional_attention", config["use_bidirectional_attention"]),
+            values.at("use_bidirectional_attention", config["use_bidirectional_attention"]),
             "dsx trains causal language models",
             "set it to false, or leave it out",
         )
-    window = size_or_none(config, "sliding_window", 4096) or 0
+    window = values.size_or_none(config, "sliding_window", 4096) or 0
     # Gemma2Config.__post_init__: every second layer attends to everything.
-    slides = layer_types(config, num_layers, window) or tuple(block % 2 == 0 for block in range(num_layers))
-    attention_bias = flag(config, "attention_bias", default=False)
+    slides = values.layer_types(config, num_layers, window) or tuple(
+        block % 2 == 0 for block in range(num_layers)
+    )
+    attention_bias = values.flag(config, "attention_bias", default=False)
     return ModelSpec(
         family="gemma2",
         num_layers=num_layers,
@@ -53,22 +42,22 @@ def _read(config: Mapping[str, object]) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        ffn_size=size(config, "intermediate_size", 9216),
-        vocab_size=size(config, "vocab_size", 256000),
+        ffn_size=values.size(config, "intermediate_size", 9216),
+        vocab_size=values.size(config, "vocab_size", 256000),
         max_positions=max_positions,
         norm="rmsnorm",
-        norm_epsilon=positive(config, "rms_norm_eps", 1e-6),
-        activation=activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+        norm_epsilon=values.positive(config, "rms_norm_eps", 1e-6),
+        activation=values.activation(config, "hidden_activation", "gelu_pytorch_tanh"),
         gated_mlp=True,
         attention_bias=attention_bias,
         attention_out_bias=attention_bias,
         mlp_bias=False,
-        tied_embeddings=flag(config, "tie_word_embeddings", default=True),
-        rope=read_rope(config, max_positions),
-        attention_dropout=probability(config, "attention_dropout", 0.0),
-        init_std=positive(config, "initializer_range", 0.02),
+        tied_embeddings=values.flag(config, "tie_word_embeddings", default=True),
+        rope=values.read_rope(config, max_positions),
+        attention_dropout=values.probability(config, "attention_dropout", 0.0),
+        init_std=values.positive(config, "initializer_range", 0.02),
         windows=tuple(window if slide else 0 for slide in slides) if window and any(slides) else (),
-        attention_scale=positive(config, "query_pre_attn_scalar", 256) ** -0.5,
+        attention_scale=values.positive(config, "query_pre_attn_scalar", 256) ** -0.5,
         attention_cap=_cap(config, "attn_logit_softcapping", 50.0),
         logit_cap=_cap(config, "final_logit_softcapping", 30.0),
     )
@@ -76,7 +65,7 @@ def _read(config: Mapping[str, object]) -> ModelSpec:
 
 def _cap(config: Mapping[str, object], key: str, default: float) -> float | None:
     """A soft cap; null means none."""
-    return None if config.get(key, default) is None else positive(config, key, default)
+    return None if config.get(key, default) is None else values.positive(config, key, default)
 
 
 def _block(params: LayerParams) -> Iterator[ParamSpec]:

@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dsx.errors import ModelError
-from dsx.models.config_values import (
-    MOST,
-    MOST_LAYERS,
-    activation,
-    at,
-    check_divides,
-    flag,
-    positive,
-    probability,
-    size,
-    size_or,
-)
+from dsx.models import config_values as values
 from dsx.models.family import COMMON_KEYS, ModelFamily, shipped_presets
 from dsx.models.spec import ModelSpec
 
@@ -32,42 +21,44 @@ _GENERAL = {
 def _read(config: Mapping[str, object]) -> ModelSpec:
     hidden_size = _size(config, "n_embd", 768)
     num_heads = _size(config, "n_head", 12)
-    check_divides("n_embd", hidden_size, "n_head", num_heads)
+    values.check_divides("n_embd", hidden_size, "n_head", num_heads)
     return ModelSpec(
         family="gpt2",
-        num_layers=_size(config, "n_layer", 12, most=MOST_LAYERS),
+        num_layers=_size(config, "n_layer", 12, most=values.MOST_LAYERS),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
-        ffn_size=size_or(config, "n_inner", 4 * hidden_size),
-        vocab_size=size(config, "vocab_size", 50257),
+        ffn_size=values.size_or(config, "n_inner", 4 * hidden_size),
+        vocab_size=values.size(config, "vocab_size", 50257),
         max_positions=_size(config, "n_positions", 1024),
         norm="layernorm",
-        norm_epsilon=positive(config, "layer_norm_epsilon", 1e-5),
-        activation=activation(config, "activation_function", "gelu_new"),
+        norm_epsilon=values.positive(config, "layer_norm_epsilon", 1e-5),
+        activation=values.activation(config, "activation_function", "gelu_new"),
         gated_mlp=False,
         attention_bias=True,
         attention_out_bias=True,
         mlp_bias=True,
-        tied_embeddings=flag(config, "tie_word_embeddings", default=True),
+        tied_embeddings=values.flag(config, "tie_word_embeddings", default=True),
         rope=None,
-        embedding_dropout=probability(config, "embd_pdrop", 0.1),
-        attention_dropout=probability(config, "attn_pdrop", 0.1),
-        residual_dropout=probability(config, "resid_pdrop", 0.1),
-        init_std=positive(config, "initializer_range", 0.02),
+        embedding_dropout=values.probability(config, "embd_pdrop", 0.1),
+        attention_dropout=values.probability(config, "attn_pdrop", 0.1),
+        residual_dropout=values.probability(config, "resid_pdrop", 0.1),
+        init_std=values.positive(config, "initializer_range", 0.02),
         scaled_output_init=True,
     )
 
 
-def _size(config: Mapping[str, object], key: str, default: int, *, most: int = MOST) -> int:
+def _size(config: Mapping[str, object], key: str, default: int, *, most: int = values.MOST) -> int:
     """A GPT-2 size under its own or its general name; both must agree."""
     other = _GENERAL[key]
     if other not in config:
-        return size(config, key, default, most=most)
-    value = size(config, other, default, most=most)
-    if size(config, key, value, most=most) != value:
-        raise ModelError(at(key, config[key]), f"{other} = {value} says otherwise", "keep one of the two")
+        return values.size(config, key, default, most=most)
+    value = values.size(config, other, default, most=most)
+    if values.size(config, key, value, most=most) != value:
+        raise ModelError(
+            values.at(key, config[key]), f"{other} = {value} says otherwise", "keep one of the two"
+        )
     return value
 
 

@@ -4,52 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dsx.models.config_values import (
-    MOST_LAYERS,
-    activation,
-    check_divides,
-    check_even,
-    flag,
-    positive,
-    probability,
-    read_rope,
-    size,
-)
+from dsx.models import config_values as values
 from dsx.models.family import COMMON_KEYS, ROPE_KEYS, ModelFamily, shipped_presets
 from dsx.models.spec import ModelSpec
 
 
 def _read(config: Mapping[str, object]) -> ModelSpec:
-    hidden_size = size(config, "hidden_size", 6144)
-    num_heads = size(config, "num_attention_heads", 64)
-    check_divides("hidden_size", hidden_size, "num_attention_heads", num_heads)
-    max_positions = size(config, "max_position_embeddings", 2048)
-    attention_bias = flag(config, "attention_bias", default=True)
+    hidden_size = values.size(config, "hidden_size", 6144)
+    num_heads = values.size(config, "num_attention_heads", 64)
+    values.check_divides("hidden_size", hidden_size, "num_attention_heads", num_heads)
+    max_positions = values.size(config, "max_position_embeddings", 2048)
+    attention_bias = values.flag(config, "attention_bias", default=True)
     spec = ModelSpec(
         family="gpt_neox",
-        num_layers=size(config, "num_hidden_layers", 44, most=MOST_LAYERS),
+        num_layers=values.size(config, "num_hidden_layers", 44, most=values.MOST_LAYERS),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
-        ffn_size=size(config, "intermediate_size", 24576),
-        vocab_size=size(config, "vocab_size", 50432),
+        ffn_size=values.size(config, "intermediate_size", 24576),
+        vocab_size=values.size(config, "vocab_size", 50432),
         max_positions=max_positions,
         norm="layernorm",
-        norm_epsilon=positive(config, "layer_norm_eps", 1e-5),
-        activation=activation(config, "hidden_act", "gelu"),
+        norm_epsilon=values.positive(config, "layer_norm_eps", 1e-5),
+        activation=values.activation(config, "hidden_act", "gelu"),
         gated_mlp=False,
         attention_bias=attention_bias,
         attention_out_bias=attention_bias,
         mlp_bias=True,
-        tied_embeddings=flag(config, "tie_word_embeddings", default=False),
-        rope=read_rope(config, max_positions, theta="rotary_emb_base", share="rotary_pct", usual=0.25),
-        attention_dropout=probability(config, "attention_dropout", 0.0),
-        init_std=positive(config, "initializer_range", 0.02),
+        tied_embeddings=values.flag(config, "tie_word_embeddings", default=False),
+        rope=values.read_rope(config, max_positions, theta="rotary_emb_base", share="rotary_pct", usual=0.25),
+        attention_dropout=values.probability(config, "attention_dropout", 0.0),
+        init_std=values.positive(config, "initializer_range", 0.02),
         interleaved_qkv=True,
-        parallel_residual=flag(config, "use_parallel_residual", default=True),
+        parallel_residual=values.flag(config, "use_parallel_residual", default=True),
     )
-    check_even("rotary_pct * hidden_size / num_attention_heads", spec.rotary_size)
+    values.check_even("rotary_pct * hidden_size / num_attention_heads", spec.rotary_size)
     return spec
 
 

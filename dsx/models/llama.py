@@ -12,20 +12,7 @@ from functools import partial
 from typing import Any
 
 from dsx.errors import ModelError
-from dsx.models.config_values import (
-    MOST_LAYERS,
-    activation,
-    at,
-    check_divides,
-    check_even,
-    flag,
-    layer_types,
-    positive,
-    probability,
-    read_rope,
-    size,
-    size_or_none,
-)
+from dsx.models import config_values as values
 from dsx.models.family import COMMON_KEYS, ROPE_KEYS, ModelFamily, shipped_presets
 from dsx.models.spec import Family, ModelSpec
 
@@ -55,19 +42,21 @@ _DEFAULTS: dict[Family, dict[str, Any]] = {
 def _read(config: Mapping[str, object], family: Family) -> ModelSpec:
     """The architecture of a Llama, Mistral, Qwen2 or Qwen3 config."""
     default = _DEFAULTS[family]
-    hidden_size = size(config, "hidden_size", 4096)
-    num_heads = size(config, "num_attention_heads", 32)
-    num_layers = size(config, "num_hidden_layers", 32, most=MOST_LAYERS)
-    num_kv_heads = size_or_none(config, "num_key_value_heads", default["num_key_value_heads"]) or num_heads
+    hidden_size = values.size(config, "hidden_size", 4096)
+    num_heads = values.size(config, "num_attention_heads", 32)
+    num_layers = values.size(config, "num_hidden_layers", 32, most=values.MOST_LAYERS)
+    num_kv_heads = (
+        values.size_or_none(config, "num_key_value_heads", default["num_key_value_heads"]) or num_heads
+    )
     given_head_dim = config.get("head_dim", default["head_dim"]) is not None
     # transformers 5 asks this of Llama even with an explicit head_dim (LlamaConfig.validate_architecture).
     if family == "llama" or not given_head_dim:
-        check_divides("hidden_size", hidden_size, "num_attention_heads", num_heads)
-    check_divides("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
-    head_dim = size_or_none(config, "head_dim", default["head_dim"]) or hidden_size // num_heads
-    check_even("head_dim", head_dim)
-    max_positions = size(config, "max_position_embeddings", default["max_position_embeddings"])
-    attention_bias = family == "qwen2" or flag(config, "attention_bias", default=False)
+        values.check_divides("hidden_size", hidden_size, "num_attention_heads", num_heads)
+    values.check_divides("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
+    head_dim = values.size_or_none(config, "head_dim", default["head_dim"]) or hidden_size // num_heads
+    values.check_even("head_dim", head_dim)
+    max_positions = values.size(config, "max_position_embeddings", default["max_position_embeddings"])
+    attention_bias = family == "qwen2" or values.flag(config, "attention_bias", default=False)
     return ModelSpec(
         family=family,
         num_layers=num_layers,
@@ -75,21 +64,21 @@ def _read(config: Mapping[str, object], family: Family) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        ffn_size=size(config, "intermediate_size", default["intermediate_size"]),
-        vocab_size=size(config, "vocab_size", default["vocab_size"]),
+        ffn_size=values.size(config, "intermediate_size", default["intermediate_size"]),
+        vocab_size=values.size(config, "vocab_size", default["vocab_size"]),
         max_positions=max_positions,
         norm="rmsnorm",
-        norm_epsilon=positive(config, "rms_norm_eps", 1e-6),
-        activation=activation(config, "hidden_act", "silu"),
+        norm_epsilon=values.positive(config, "rms_norm_eps", 1e-6),
+        activation=values.activation(config, "hidden_act", "silu"),
         gated_mlp=True,
         attention_bias=attention_bias,
         # Llama and Qwen3 build o_proj with the same flag, Qwen2 without a bias (modeling_qwen2.py).
         attention_out_bias=attention_bias and family != "qwen2",
-        mlp_bias=flag(config, "mlp_bias", default=False),
-        tied_embeddings=flag(config, "tie_word_embeddings", default=False),
-        rope=read_rope(config, max_positions),
-        attention_dropout=probability(config, "attention_dropout", 0.0),
-        init_std=positive(config, "initializer_range", 0.02),
+        mlp_bias=values.flag(config, "mlp_bias", default=False),
+        tied_embeddings=values.flag(config, "tie_word_embeddings", default=False),
+        rope=values.read_rope(config, max_positions),
+        attention_dropout=values.probability(config, "attention_dropout", 0.0),
+        init_std=values.positive(config, "initializer_range", 0.02),
         windows=_windows(config, family, num_layers),
         qk_norm=family == "qwen3",
     )
@@ -100,8 +89,8 @@ def _windows(config: Mapping[str, object], family: Family, num_layers: int) -> t
     if family == "llama":
         return ()
     window = 0
-    if family == "mistral" or flag(config, "use_sliding_window", default=False):
-        window = size_or_none(config, "sliding_window", 4096) or 0
+    if family == "mistral" or values.flag(config, "use_sliding_window", default=False):
+        window = values.size_or_none(config, "sliding_window", 4096) or 0
     sliding = (True,) * num_layers if family == "mistral" else _sliding(config, num_layers, window)
     windows = tuple(window if slides else 0 for slides in sliding)
     return windows if any(windows) else ()
@@ -109,12 +98,12 @@ def _windows(config: Mapping[str, object], family: Family, num_layers: int) -> t
 
 def _sliding(config: Mapping[str, object], num_layers: int, window: int) -> tuple[bool, ...]:
     """Whether each layer's attention slides, if there is a window."""
-    slides = layer_types(config, num_layers, window)
+    slides = values.layer_types(config, num_layers, window)
     if slides is not None:
         return slides
     first = config.get("max_window_layers", 28)
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-        raise ModelError(at("max_window_layers", first), "not a whole number", "use 0 or more")
+        raise ModelError(values.at("max_window_layers", first), "not a whole number", "use 0 or more")
     return tuple(block >= first for block in range(num_layers))
 
 

@@ -11,22 +11,6 @@ from torch import Tensor
 from dsx.parallel.mesh import Mesh
 from dsx.verify import diagnosis
 from dsx.verify import seen as assemble
-from dsx.verify.diagnosis import (
-    AxisSizes,
-    Fit,
-    GradientFacts,
-    LossFacts,
-    NormFacts,
-    ParityFinding,
-    Shares,
-    StepRow,
-    UpdateFacts,
-    diagnose_clipping,
-    diagnose_gradients,
-    diagnose_loss,
-    diagnose_norm,
-    diagnose_updates,
-)
 from dsx.verify.reference import Batch, Evaluation, Reference, Updates
 from dsx.verify.seen import Known, Mask, Seen, Whole, WholeStep
 
@@ -44,15 +28,15 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float("inf") if off != off else off  # noqa: PLR0124 (NaN)
 
 
-def fit(seen: Tensor, wanted: Tensor) -> Fit:
+def fit(seen: Tensor, wanted: Tensor) -> diagnosis.Fit:
     """The factor on ``wanted`` that brings it nearest to ``seen``."""
     y, x = seen.double().flatten(), wanted.double().flatten()
     square = float(x @ x)
     factor = float(x @ y) / square if square else 0.0
-    return Fit(factor, float((y - factor * x).abs().max()) / max(scale_of(y), 1e-30))
+    return diagnosis.Fit(factor, float((y - factor * x).abs().max()) / max(scale_of(y), 1e-30))
 
 
-def shares_of(seen: Tensor, parts: Tensor, dp: int) -> tuple[Shares | None, float]:
+def shares_of(seen: Tensor, parts: Tensor, dp: int) -> tuple[diagnosis.Shares | None, float]:
     """How often each micro-batch's gradient is in ``seen``, by least squares, and what is left, relative.
 
     Args:
@@ -83,7 +67,7 @@ class Places:
 
     known: Mapping[str, Known]
     holders: Mapping[str, tuple[int, ...]]
-    degrees: AxisSizes
+    degrees: diagnosis.AxisSizes
 
     def replicated(self, name: str) -> bool:
         """Whether several tensor-parallel ranks hold the whole tensor."""
@@ -110,7 +94,7 @@ def gradient_facts(
     each: Sequence[Mapping[str, Tensor]],
     error: float,
     previous: Tensor | None,
-) -> GradientFacts:
+) -> diagnosis.GradientFacts:
     """One tensor's gradient against the reference's.
 
     ``each`` has the micro-batches' gradients in the reference, replica fastest; ``previous`` is its gradient
@@ -124,7 +108,7 @@ def gradient_facts(
     replicated = places.replicated(name)
     shards = whole.shards if replicated else whole.shards[:1]
     shares, left = shares_of(whole.values, parts, places.degrees.mesh.dp)
-    return GradientFacts(
+    return diagnosis.GradientFacts(
         name=name,
         error=error,
         max_abs=float((whole.values - wanted).abs().max()),
@@ -145,9 +129,9 @@ def gradient_facts(
 
 def norm_facts(
     places: Places, seen: float | None, norm: float, squares: Mapping[str, float], expected: Evaluation
-) -> NormFacts:
+) -> diagnosis.NormFacts:
     """A norm against the reference's, with the sums of squares that make it up."""
-    return NormFacts(
+    return diagnosis.NormFacts(
         seen=seen,
         expected=norm,
         squares=squares,
@@ -163,13 +147,13 @@ def norm_facts(
 
 def update_facts(
     name: str, before: Tensor, after: Tensor, expected: Tensor, *, rate: float, decay: float
-) -> UpdateFacts:
+) -> diagnosis.UpdateFacts:
     """One update against torch's; a difference below two roundings of the weight itself counts as none."""
     moved, wanted = after - before, expected - before
     rounding = 2 * torch.finfo(torch.float32).eps * before.abs()
     off = ((moved - wanted).abs() - rounding).clamp_min(0.0)
     size = max(scale_of(wanted), scale_of(moved) * 1e-3, 1e-30)
-    return UpdateFacts(
+    return diagnosis.UpdateFacts(
         name=name,
         error=float(off.max()) / size,
         max_abs=float((moved - wanted).abs().max()),
@@ -180,7 +164,7 @@ def update_facts(
     )
 
 
-def not_gathered(step: WholeStep, name: str, number: int) -> ParityFinding:
+def not_gathered(step: WholeStep, name: str, number: int) -> diagnosis.ParityFinding:
     """The finding for a weight in the model that is not what its optimizer holds after a step."""
 
     def flat(wholes: Mapping[str, Whole]) -> Tensor:
@@ -201,7 +185,7 @@ def not_gathered(step: WholeStep, name: str, number: int) -> ParityFinding:
             diagnosis.NOT_GATHERED,
             "parts of the new weights have not come, or others have come in their place",
         )
-    return ParityFinding(cause=cause, what=what, why=why, step=number, tensor=name)
+    return diagnosis.ParityFinding(cause=cause, what=what, why=why, step=number, tensor=name)
 
 
 def _sum_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -278,15 +262,15 @@ class TrainingComparison:
     def __init__(self, seen: Seen, bench: Bench) -> None:
         self._seen, self._bench = seen, bench
         mesh = seen.mesh
-        self._degrees = AxisSizes(mesh=mesh, micro_batches=seen.micro_batches)
+        self._degrees = diagnosis.AxisSizes(mesh=mesh, micro_batches=seen.micro_batches)
         self._places = Places(
             known=assemble.known(seen), holders=assemble.holders(seen), degrees=self._degrees
         )
         self._updates = bench.updates()
         self._previous: dict[str, Tensor] = {}
-        self.rows: list[StepRow] = []
+        self.rows: list[diagnosis.StepRow] = []
 
-    def findings(self) -> list[ParityFinding]:
+    def findings(self) -> list[diagnosis.ParityFinding]:
         """What differs; of several things that differ in one step, the first in the step's order."""
         found = self._built()
         if found is not None:
@@ -297,7 +281,7 @@ class TrainingComparison:
                 return [finding]
         return []
 
-    def _built(self) -> ParityFinding | None:
+    def _built(self) -> diagnosis.ParityFinding | None:
         expected = self._bench.built
         if expected is None:
             return None
@@ -306,7 +290,7 @@ class TrainingComparison:
             for values in (whole[name].values, *whole[name].copies):
                 off = relative(values, expected[name])
                 if off > self._bench.tolerances.weight:
-                    return ParityFinding(
+                    return diagnosis.ParityFinding(
                         cause=diagnosis.INITIAL_WEIGHTS,
                         what=f"weight {name} as built is off by {off:.2g} of its largest element",
                         why="the layout starts from other weights than one process: its init, or what it "
@@ -316,7 +300,7 @@ class TrainingComparison:
                     )
         return None
 
-    def _step(self, index: int, step: WholeStep) -> ParityFinding | None:
+    def _step(self, index: int, step: WholeStep) -> diagnosis.ParityFinding | None:
         copies = self._copies(index, step)
         if copies is not None:
             return copies
@@ -327,7 +311,7 @@ class TrainingComparison:
         self._previous = expected.gradients
         return finding
 
-    def _copies(self, index: int, step: WholeStep) -> ParityFinding | None:
+    def _copies(self, index: int, step: WholeStep) -> diagnosis.ParityFinding | None:
         """The finding for ranks that should hold the same weight and do not, if there are any."""
         for name in self._bench.reference.order:
             whole = step.weights[name]
@@ -341,7 +325,7 @@ class TrainingComparison:
             for axis, off in axes.items():
                 if off > self._bench.tolerances.weight:
                     start = "at the start" if index == 0 else f"after step {index}"
-                    return ParityFinding(
+                    return diagnosis.ParityFinding(
                         cause=diagnosis.REPLICAS_DRIFT,
                         what=f"copies of {name} on {axis} differ by {off:.2g} {start}",
                         why="they are not built alike" if index == 0 else "they are not updated alike",
@@ -352,7 +336,7 @@ class TrainingComparison:
 
     def _compare(
         self, index: int, step: WholeStep, weights: Weights, expected: Evaluation, batches: Sequence[Batch]
-    ) -> ParityFinding | None:
+    ) -> diagnosis.ParityFinding | None:
         squares = {name: float(g.double().square().sum()) for name, g in expected.gradients.items()}
         norm = sum(squares.values()) ** 0.5
         clipping = self._seen.clipping
@@ -371,7 +355,7 @@ class TrainingComparison:
             return self._gradient_finding(index, step, weights, batches, wrong, errors, loss_equal=True)
         seen = step.norms[0]
         if seen is not None and not abs(seen - norm) <= tolerances.value * norm * 10:
-            return diagnose_norm(
+            return diagnosis.diagnose_norm(
                 norm_facts(self._places, seen, norm, squares, expected), self._degrees, step=index + 1
             )
         return self._update_finding(index, step)
@@ -401,7 +385,7 @@ class TrainingComparison:
         self, index: int, step: WholeStep, expected: Evaluation, norm: float, worst: tuple[float, str]
     ) -> None:
         self.rows.append(
-            StepRow(
+            diagnosis.StepRow(
                 clipping=self._seen.clipping,
                 step=index + 1,
                 loss=step.losses[0],
@@ -423,7 +407,7 @@ class TrainingComparison:
         expected: Evaluation,
         batches: Sequence[Batch],
         wrong: Sequence[str],
-    ) -> ParityFinding:
+    ) -> diagnosis.ParityFinding:
         if wrong and not self._seen.clipping:
             # Data that is read twice, or by the wrong replica, shows in which micro-batches a gradient sums.
             errors = dict.fromkeys(wrong, 1.0)
@@ -434,7 +418,7 @@ class TrainingComparison:
         own = expected if self._bench.layers is None else self._bench.layers.evaluate(weights, batches)
         first = self._first_layer(own) if index == 0 else None
         tolerance = self._bench.tolerances.value * 10
-        facts = LossFacts(
+        facts = diagnosis.LossFacts(
             seen=step.losses[0],
             expected=expected.loss,
             supposed=supposed,
@@ -442,7 +426,7 @@ class TrainingComparison:
             other_family=self._bench.layers is not None
             and abs(own.loss - step.losses[0]) <= tolerance * abs(own.loss),
         )
-        return diagnose_loss(facts, self._degrees, tolerance, step=index + 1)
+        return diagnosis.diagnose_loss(facts, self._degrees, tolerance, step=index + 1)
 
     def _first_layer(self, own: Evaluation) -> tuple[str, float] | None:
         """The first layer whose output for the first micro-batch differs from one process's."""
@@ -468,18 +452,20 @@ class TrainingComparison:
         errors: Mapping[str, float],
         *,
         loss_equal: bool,
-    ) -> ParityFinding:
+    ) -> diagnosis.ParityFinding:
         each = [self._bench.reference.evaluate(weights, [batch]).gradients for batch in batches]
         facts = [
             gradient_facts(self._places, name, step, each, errors[name], self._previous.get(name))
             for name in wrong
         ]
         names = [name for name in step.gradients if name not in wrong]
-        return diagnose_gradients(facts, names, self._degrees, step=index + 1, loss_equal=loss_equal)
+        return diagnosis.diagnose_gradients(
+            facts, names, self._degrees, step=index + 1, loss_equal=loss_equal
+        )
 
     def _clipping_finding(
         self, index: int, step: WholeStep, expected: Evaluation, norm: float, squares: Mapping[str, float]
-    ) -> ParityFinding:
+    ) -> diagnosis.ParityFinding:
         """The finding for clipping: without it this step's gradients were right, or that pass has one."""
         scales: dict[int, list[tuple[float, float]]] = {}
         for name, gradient in expected.gradients.items():
@@ -492,9 +478,11 @@ class TrainingComparison:
             for stage, pairs in scales.items()
         }
         facts = norm_facts(self._places, None, norm, squares, expected)
-        return diagnose_clipping(facts, by_stage, self._seen.clipping, self._degrees, step=index + 1)
+        return diagnosis.diagnose_clipping(
+            facts, by_stage, self._seen.clipping, self._degrees, step=index + 1
+        )
 
-    def _update_finding(self, index: int, step: WholeStep) -> ParityFinding | None:
+    def _update_finding(self, index: int, step: WholeStep) -> diagnosis.ParityFinding | None:
         if self._updates.is_known:
             finding = self._moved(index, step)
             if finding is not None:
@@ -505,7 +493,7 @@ class TrainingComparison:
                 return not_gathered(step, name, index + 1)
         return None
 
-    def _moved(self, index: int, step: WholeStep) -> ParityFinding | None:
+    def _moved(self, index: int, step: WholeStep) -> diagnosis.ParityFinding | None:
         before = {name: whole.values for name, whole in step.before.items()}
         given = {name: whole.values for name, whole in step.gradients.items()}
         expected = self._updates.step(before, given)
@@ -521,10 +509,10 @@ class TrainingComparison:
         self.rows[-1] = replace(self.rows[-1], update=worst.error, update_of=worst.name)
         wrong = [item for item in facts.values() if not item.error <= self._bench.tolerances.update]
         right = [name for name, item in facts.items() if item not in wrong]
-        return diagnose_updates(wrong, right, step=index + 1) if wrong else None
+        return diagnosis.diagnose_updates(wrong, right, step=index + 1) if wrong else None
 
 
-def judge_masks(masks: Sequence[dict[str, Mask]], mesh: Mesh) -> Iterator[ParityFinding]:
+def judge_masks(masks: Sequence[dict[str, Mask]], mesh: Mesh) -> Iterator[diagnosis.ParityFinding]:
     """Findings, at most one per axis: the first layer at fault."""
     places = [mesh.coords(rank) for rank in range(len(masks))]
     names = list(dict.fromkeys(name for found in masks for name in found))
@@ -533,7 +521,7 @@ def judge_masks(masks: Sequence[dict[str, Mask]], mesh: Mesh) -> Iterator[Parity
     for cause, messages in ((diagnosis.DROPOUT_TENSOR, by_tensor), (diagnosis.DROPOUT_DATA, by_data)):
         if messages:
             layer, what, why = messages[0]
-            yield ParityFinding(cause=cause, what=what, why=why, step=1, tensor=layer)
+            yield diagnosis.ParityFinding(cause=cause, what=what, why=why, step=1, tensor=layer)
 
 
 Place = dict[str, int]
