@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -156,16 +158,17 @@ def _of_layers(
     from dsx.memory.layer_list import estimate_layers
 
     degree, chunks, schedule = pipeline
-    memory = estimate_layers(
-        make,
-        content,
-        world_size=gpus,
-        pipeline=degree,
-        chunks=chunks,
-        schedule=schedule,
-        device=device,
-        capacity_bytes=None if room is None else room.usable_bytes,
-    )
+    with redirect_stdout(sys.stderr):  # the layers may print
+        memory = estimate_layers(
+            make,
+            content,
+            world_size=gpus,
+            pipeline=degree,
+            chunks=chunks,
+            schedule=schedule,
+            device=device,
+            capacity_bytes=None if room is None else room.usable_bytes,
+        )
     title = f"{source} on {gpus} rank{'s' if gpus > 1 else ''}: pipeline {degree} x data {gpus // degree}"
     if style in ("svg", "png"):
         _draw(memory, title, room, output)

@@ -6,7 +6,9 @@ Former names are here, too: they are hidden, and every command that has the new 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,9 +220,12 @@ def own_layers(
         items: Changes of the config, as ``--set`` takes them.
     """
     from dsx.config.load import content_of
-    from dsx.memory.layer_list import read_layers
+    from dsx.config.user_function import user_function
 
-    wrong = [flag for flag, value in refused.items() if value is not None]
-    if config is None or wrong:
-        raise typer.BadParameter(f"not with {', '.join(wrong) or 'no CONFIG'}", param_hint="--layers")
-    return source, read_layers(source), content_of(config, list(items))
+    for flag, value in refused.items():
+        if value is not None:
+            raise ConfigError(flag, "it does not go with --layers", "leave one of them out")
+    if config is None:
+        raise ConfigError("CONFIG", "--layers needs one", "give the DeepSpeed JSON of the run before it")
+    with redirect_stdout(sys.stderr):  # what the user's file prints is no part of the command's JSON
+        return source, user_function(source), content_of(config, list(items))

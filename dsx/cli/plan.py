@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -129,9 +131,10 @@ def _plan_own(
 
     waiting = Waiting("comparing", unit="layouts")
     inputs = OwnInputs.of(*own, cluster=cluster, gpus=gpus, global_batch=batch)
-    with judging(DsxError), waiting:
+    with waiting, redirect_stdout(sys.stderr):  # the layers may print
         search = inputs.search(fixed, looked=waiting.advance)
-        found = search.run(top)
+        with judging(DsxError):
+            found = search.run(top)
     best = found.best[0].layout
     _tell(
         inputs,

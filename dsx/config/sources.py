@@ -20,6 +20,7 @@ from dsx.config.load import read
 from dsx.config.schema import NO_TOKENIZER, OWN, DataConfig, DsxConfig, ModelConfig
 from dsx.config.wording import at, either, suggest
 from dsx.errors import ConfigError, ModelError
+from dsx.models.config_values import with_floats
 from dsx.models.family import BYTES_VOCABULARY
 from dsx.models.hf_config import FAMILIES, model_spec
 from dsx.models.presets import find_preset, presets
@@ -156,7 +157,7 @@ def read_model(dsx: DsxConfig) -> ModelSource:
             raise ConfigError(
                 at(f"dsx.model.overrides.{key}", value), f"no key of a {family} config", suggest(key, known)
             )
-    config |= model.overrides
+    config = with_floats(config | model.overrides)
     notes = []
     if config.pop("auto_map", None) is not None:  # nor does an export of the run have such code
         notes.append(f"{place}: auto_map names code of the model's own, which is not run: dsx has {family}")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dsx.config.batch import MICRO, resolve_batch
-from dsx.config.deepspeed import is_bf16, pipeline_problems, zero_stage
+from dsx.config.deepspeed import deepspeed_problems, is_bf16, pipeline_problems, zero_stage
 from dsx.config.load import raise_all
 from dsx.config.schema import ZeroConfig
 from dsx.config.wording import at
@@ -76,32 +73,6 @@ class ListRecords:
         return f"{self.ties.get(index, index)}.{name}"
 
 
-def read_layers(source: str) -> Callable[[], LayerList]:
-    """The function that ``my_model.py:make_layers`` names.
-
-    Raises:
-        ModelError: There is no such file or function.
-    """
-    path, _, name = source.rpartition(":")
-    if not path or not name or not Path(path).is_file():
-        raise ModelError(f"--layers {source}", "no such file", "write --layers my_model.py:make_layers")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
-    make = getattr(module, name, None)
-    if not callable(make):
-        raise ModelError(f"--layers {source}", f"{path} has no function {name}", "name one that it has")
-    found: Callable[[], LayerList] = make
-    return found
-
-
 def layers_job(
     make: Callable[[], LayerList], config: Mapping[str, Any], *, device: DeviceKind = "cuda", **options: Any
 ) -> Job:
@@ -158,12 +129,18 @@ def list_job(
             f"{world_size} ranks in pipelines of {pipeline}", "they do not divide", "use a divisor"
         )
     mesh = Mesh.of(pp=pipeline, dp=world_size // pipeline, tp=1)
-    raise_all("the config", pipeline_problems(dict(config), mesh))
+    raise_all("the config", deepspeed_problems(dict(config)) or pipeline_problems(dict(config), mesh))
+    declared = dict(config.get("dsx") or {})
+    declared_bytes = declared.pop("optimizer_bytes", None)
+    if declared:
+        raise ConfigError(
+            f"dsx.{min(declared)}", "the list and the options say it", "leave all but dsx.optimizer_bytes out"
+        )
     if "optimizer" not in config:
         raise ConfigError("optimizer", "it is missing", "name the optimizer whose states are to be counted")
     settings = zero or ZeroConfig()
     require_learned(config, settings)
-    states = state_settings(config, settings, None, device)
+    states = state_settings(config, settings, declared_bytes, device)
     name = ("interleaved" if chunks > 1 else "1f1b") if schedule == "auto" else schedule
     program, batch = Program(name=name), resolve_batch(config, mesh.dp)
     if batch.micro != recorded.samples:
@@ -243,6 +220,9 @@ def record_list(
                 f"it returns {type(made).__name__}",
                 "return dsx.LayerList(layers=..., inputs=..., labels=..., loss_fn=...)",
             )
+        if not made.layers:
+            raise ModelError("LayerList", "it has no layers", "give at least one")
+        owners: dict[Tensor, tuple[int, nn.Module]] = {}
         tied: dict[str, tuple[int, nn.Module]] = {}
         ties: dict[int, int] = {}
         known: dict[Any, LayerRecord] = {}
@@ -251,19 +231,12 @@ def record_list(
         for index, entry in enumerate(made.layers):
             layer, name = _built(entry, index, tied, ties)
             module = getattr(layer, "tied_module", layer)
+            _require_recordable(module, index, name, owners, hooked=hooked)
             if is_bf16 and isinstance(module, nn.Module):
                 _cast(module, torch.bfloat16)
             key = (_fingerprint(layer), tuple(forms))
             if key not in known:
-                try:
-                    known[key] = record_layer(layer, forms, device=place, hooked=hooked)
-                except (RuntimeError, SystemError, TypeError, AttributeError, ValueError) as error:
-                    raise ModelError(
-                        f"layer {index} ({name})",
-                        f"it cannot run without values: {str(error).split('. ')[0]}",
-                        "make the layers and the micro-batch fit, let no layer look at values, and use no "
-                        "kernel of cuDNN's (nn.GRU, nn.LSTM, convolutions), which are not known",
-                    ) from error
+                known[key] = _record(layer, index, name, forms, place, hooked=hooked)
             record = known[key]
             _require_known(record, index, name)
             records.append(record)
@@ -273,6 +246,13 @@ def record_list(
         if made.loss_fn is not None:
             more = () if made.labels is None else _forms(made.labels)
             loss = record_layer(made.loss_fn, forms, device=place, category="logits", more=more)
+            forms = list(loss.outputs)
+        if len(forms) != 1 or forms[0].numel != 1:
+            raise ModelError(
+                "LayerList",
+                f"its {'last layer' if loss is None else 'loss'} gives {', '.join(map(str, forms))}",
+                "give a loss_fn that returns one number",
+            )
     last = len(records) - 1
     wrong = [index for index in ties if index != last]
     if wrong:
@@ -284,12 +264,37 @@ def record_list(
     return RecordedList(ListRecords(tuple(records), loss, ties), names, samples)
 
 
+def _record(
+    layer: Callable[..., Any], index: int, name: str, forms: list[TensorForm], place: str, *, hooked: bool
+) -> LayerRecord:
+    """One layer's record, whatever the layer does told as a ModelError."""
+    try:
+        return record_layer(layer, forms, device=place, hooked=hooked)
+    except (Exception, SystemExit) as error:
+        raise ModelError(
+            f"layer {index} ({name})",
+            f"it cannot run without values: {type(error).__name__}: {str(error).split('. ')[0]}",
+            "make the layers and the micro-batch fit; a layer that looks at values, leaves torch or is "
+            "compiled cannot be recorded",
+        ) from error
+
+
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     """What DeepSpeed does to the layers: parameters get the dtype of the config, buffers keep theirs."""
     for inner in module.modules():
         for parameter in inner.parameters(recurse=False):
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
+
+
+def _build(entry: Any, index: int) -> nn.Module:
+    """What a LayerSpec builds, its errors told as a ModelError."""
+    try:
+        module: nn.Module = entry.build()
+    except (Exception, SystemExit) as error:
+        what = f"it cannot be built: {type(error).__name__}: {error}"
+        raise ModelError(f"layer {index}", what, "mend its class, or its arguments") from error
+    return module
 
 
 def _built(
@@ -301,12 +306,12 @@ def _built(
         if key in tied:
             ties[index] = tied[key][0]
         else:
-            tied[key] = index, entry.build()
+            tied[key] = index, _build(entry, index)
         module = tied[key][1]
         layer = module if entry.forward_fn is None else TiedCall(module, entry.forward_fn)
         return layer, type(module).__name__
     if hasattr(entry, "typename"):
-        module = entry.build()
+        module = _build(entry, index)
         return module, type(module).__name__
     if not callable(entry):
         raise ModelError(
@@ -320,10 +325,42 @@ def _built(
 
 def _forms(given: Tensor | tuple[Tensor, ...]) -> list[TensorForm]:
     tensors = given if isinstance(given, tuple) else (given,)
+    for x in tensors:
+        if not isinstance(x, Tensor):
+            raise ModelError("LayerList", f"its micro-batch holds {type(x).__name__}", "give tensors")
     return [
         TensorForm(tuple(x.shape), str(x.dtype).removeprefix("torch."), x.element_size(), False)
         for x in tensors
     ]
+
+
+def _require_recordable(
+    module: Any, index: int, name: str, owners: dict[Tensor, tuple[int, nn.Module]], *, hooked: bool
+) -> None:
+    """Refuse what is known to be recorded wrong, before anything runs; ``owners`` gains the parameters."""
+    if not isinstance(module, nn.Module):
+        return
+    for inner in module.modules():
+        if isinstance(inner, nn.RNNBase | nn.modules.conv._ConvNd):  # noqa: SLF001 (the base of all convolutions)
+            raise ModelError(
+                f"layer {index} ({name})",
+                f"dsx does not know what the kernels of {type(inner).__name__} take",
+                "estimate the list without it",
+            )
+        if hooked and isinstance(inner, nn.MultiheadAttention):
+            raise ModelError(
+                f"layer {index} ({name})",
+                "nn.MultiheadAttention reads another module's parameters, which ZeRO-3 has not gathered",
+                "use ZeRO 0 to 2, or an attention of your own",
+            )
+    for parameter in module.parameters():
+        first, owner = owners.setdefault(parameter, (index, module))
+        if owner is not module:
+            raise ModelError(
+                f"layer {index} ({name})",
+                f"a parameter of it is layer {first}'s, too",
+                "tie them with a TiedLayerSpec",
+            )
 
 
 def _require_known(record: LayerRecord, index: int, name: str) -> None:

@@ -156,6 +156,8 @@ class LayerRecorder(paper.UncompiledMode):
         replaced = None
         if func is ADD and would_be_in_place(args):
             replaced = self.id_of(args[0])
+        if func.overloadpacket is _aten.convolution:
+            raise NotImplementedError("dsx does not know what the kernels of convolutions take")
         result = func(*args, **kwargs)
         if self._paused or func.is_view:
             return result
@@ -571,7 +573,11 @@ class _Session:
                     inputs[place] = self.input(place)
             x = None
         value = self.call(inputs)
-        outputs = tree_leaves(value)
+        outputs = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(y, Tensor) for y in outputs):
+            raise TypeError(
+                f"it returns {type(value).__name__}, where stages exchange tensors and tuples of them"
+            )
         self.outputs = tuple(
             TensorForm(
                 tuple(y.shape), str(y.dtype).removeprefix("torch."), y.element_size(), bool(y.requires_grad)

@@ -20,7 +20,27 @@ MOST = 2**31 - 1
 MOST_LAYERS = 2048
 """Twice the layers of the deepest published transformer, DeepNet (arXiv:2203.00555)."""
 
+_FLOATS = frozenset(
+    (
+        "initializer_range",
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "rms_norm_eps",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+    )
+)
 _SHOWN_CHARACTERS = 120
+
+
+def with_floats(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with floats where transformers refuses whole numbers.
+
+    DeepSpeed's way to read JSON makes 30.0 a 30, and what dsx writes is to be read by transformers.
+    """
+    return {
+        key: float(value) if key in _FLOATS and type(value) is int else value for key, value in config.items()
+    }
 
 
 def at(key: str, value: object) -> str:

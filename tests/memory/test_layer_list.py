@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import dsx
 from dsx.cli.app import build
+from dsx.config.user_function import user_function
 from dsx.errors import ConfigError, DsxError, ModelError
-from dsx.memory.layer_list import read_layers
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -113,8 +113,129 @@ def test_the_command_prints_the_list(tmp_path):
     facts = json.loads(CliRunner().invoke(app, [*asked, "--format", "json"]).stdout)
     assert len(facts["pipeline_ranks"]) == 2
     assert CliRunner().invoke(app, [*asked, "--gpu-memory", "0.0001"]).exit_code != 0
-    assert CliRunner().invoke(app, [*asked, "--model", "llama-3-8b"]).exit_code == 2
-    with pytest.raises(ModelError, match="no such file"):
-        read_layers("elsewhere.py:make")
+    assert isinstance(CliRunner().invoke(app, [*asked, "--model", "llama-3-8b"]).exception, ConfigError)
+    with pytest.raises(ModelError, match="there is no file"):
+        user_function("elsewhere.py:make")
     with pytest.raises(ModelError, match="no function"):
-        read_layers(f"{model}:other")
+        user_function(f"{model}:other")
+
+
+USER = """
+import torch
+from torch import nn
+import dsx
+from deepspeed.pipe import LayerSpec
+
+X = torch.zeros(2, 16, 32)
+
+
+def listed(*layers, inputs=X, loss_fn=lambda y: y.mean()):
+    return dsx.LayerList(layers=layers, inputs=inputs, loss_fn=loss_fn)
+
+
+class Dictionary(nn.Linear):
+    def forward(self, x):
+        return {"x": super().forward(x)}
+
+
+class Leaves(nn.Module):
+    def forward(self, x):
+        raise SystemExit(3)
+
+
+class Unbuilt(nn.Module):
+    def __init__(self):
+        raise ValueError("boom")
+
+
+class Convolves(nn.Module):
+    def forward(self, x):
+        return nn.functional.conv1d(x, torch.ones(16, 16, 3, device=x.device), padding=1)
+
+
+def plain(): return listed(nn.Linear(32, 32))
+def leaves(): raise SystemExit(7)
+def needs(argument): return listed()
+def nothing(): return listed()
+def numbers(): return listed(nn.Linear(32, 32), inputs=X.tolist())
+def dictionary(): return listed(Dictionary(32, 32))
+def layer_leaves(): return listed(nn.Linear(32, 32), Leaves())
+def unbuilt(): return listed(LayerSpec(Unbuilt))
+def convolution(): return listed(nn.Conv1d(16, 16, 3, padding=1))
+def convolves(): return listed(nn.Linear(32, 32), Convolves())
+def recurrent(): return listed(nn.LSTM(32, 32, batch_first=True))
+def encoder(): return listed(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True))
+def vector(): return listed(nn.Linear(32, 32), loss_fn=lambda y: y.mean(-1))
+def no_loss(): return listed(nn.Linear(32, 32), loss_fn=None)
+
+
+def shared():
+    first, second = nn.Linear(32, 32), nn.Linear(32, 32)
+    second.weight = first.weight
+    return listed(first, second)
+"""
+
+WRONG = {
+    "leaves": "it ends the program (line 35 of user_lists.py)",
+    "needs": "needs() missing 1 required positional argument",
+    "nothing": "it has no layers",
+    "numbers": "its micro-batch holds list",
+    "dictionary": "it returns dict",
+    "layer_leaves": "layer 1 (Leaves)",
+    "unbuilt": "it cannot be built: ValueError: boom",
+    "convolution": "the kernels of Conv1d",
+    "convolves": "the kernels of convolutions",
+    "recurrent": "the kernels of LSTM",
+    "encoder": "nn.MultiheadAttention reads another module's parameters",
+    "vector": "its loss gives 2 x 16 float32",
+    "no_loss": "its last layer gives 2 x 16 x 32 float32",
+    "shared": "a parameter of it is layer 0's, too",
+    "absent": "has no function absent",
+}
+
+
+@pytest.fixture
+def user(tmp_path, monkeypatch):
+    """A folder with lists of a user's and a config, which is the working directory."""
+    (tmp_path / "user_lists.py").write_text(USER)
+    (tmp_path / "broken.py").write_text("def f(:")
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
+    (tmp_path / "ds_config.json").write_text(json.dumps(config | {"zero_optimization": {"stage": 3}}))
+    (tmp_path / "typo.json").write_text(json.dumps(config | {"gradient_acumulation_steps": 2}))
+    (tmp_path / "block.json").write_text(json.dumps(config | {"dsx": {"recompute": "full"}}))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_recorded_is_one_error(name, user, dsx):
+    code, out, err = dsx("estimate", "ds_config.json", "--layers", f"user_lists.py:{name}")
+    assert (code, out) == (2, "")
+    assert err.count("dsx: ") == 1
+    assert WRONG[name] in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("ds_config.json", "--layers", "broken.py:f"), "SyntaxError"),
+        (("ds_config.json", "--layers", "user_lists.py"), "it names no function"),
+        (("ds_config.json", "--layers", "absent.py:f"), "there is no file absent.py"),
+        (("--layers", "user_lists.py:plain"), "--layers needs one"),
+        (("ds_config.json", "--layers", "user_lists.py:plain", "--tensor", 2), "--tensor"),
+        (("typo.json", "--layers", "user_lists.py:plain"), "gradient_acumulation_steps"),
+        (("block.json", "--layers", "user_lists.py:plain"), "dsx.recompute"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_what_the_command_cannot_take_is_one_error(arguments, said, user, dsx):
+    code, out, err = dsx("estimate", *arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_declared_bytes_of_an_optimizer_count(user, dsx):
+    lamb = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Lamb"}, "dsx": {"optimizer_bytes": 8}}
+    Path("lamb.json").write_text(json.dumps(lamb))
+    code, out, err = dsx("estimate", "lamb.json", "--layers", "user_lists.py:plain", "--format", "json")
+    assert (code, json.loads(out)["layers"]) == (0, "user_lists.py:plain"), err
