@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -18,6 +19,7 @@ from dsx.config.wording import at
 from dsx.errors import ConfigError, LayoutError, ModelError
 from dsx.memory.estimate import Job, RunMemory, enough_micro_batches, estimate_run
 from dsx.memory.job import require_learned, state_settings
+from dsx.memory.paper.device import swapped
 from dsx.memory.record import DeviceKind, LayerRecord, TensorForm
 from dsx.memory.recorder import TiedCall, booth, record_layer
 from dsx.models.param import Init, ParamSpec
@@ -212,7 +214,7 @@ def record_list(
     """
     # torch composes some operators, dropout among them, of others on meta tensors, but not on a GPU.
     place = "cpu" if device == "cpu" else "paper"
-    with booth(place), torch.device(place):
+    with booth(place), torch.device(place), _linear(hooked=hooked):
         made = make()
         if not isinstance(made, LayerList):
             raise ModelError(
@@ -332,6 +334,22 @@ def _forms(given: Tensor | tuple[Tensor, ...]) -> list[TensorForm]:
         TensorForm(tuple(x.shape), str(x.dtype).removeprefix("torch."), x.element_size(), False)
         for x in tensors
     ]
+
+
+@contextmanager
+def _linear(*, hooked: bool) -> Iterator[None]:
+    """Inside the block, torch's linear is what DeepSpeed puts in its place at ZeRO-3.
+
+    That one saves the parameter (deepspeed/runtime/zero/linear.py), where torch's saves a view, which would
+    keep what was gathered.
+    """
+    if not hooked:
+        yield
+        return
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    with swapped(nn.functional, "linear", zero3_linear_wrap):
+        yield
 
 
 def _require_recordable(

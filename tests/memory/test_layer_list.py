@@ -31,6 +31,7 @@ _SCALARS = 20 * 512
 CASES = {
     "several_chunks_of_plain_modules": ["mixers", 1, 4, 2, 2, 1, True, "auto"],
     "zero3_and_tuples_between_layers": ["perceptrons", 0, 2, 1, 1, 3, False, "auto"],
+    "zero3_in_a_pipeline": ["perceptrons", 0, 4, 2, 1, 3, False, "auto"],
     "the_recipe": ["recipe", 0, 2, 2, 2, 1, True, "auto"],
     "transformers_layers": ["llama", 2, 4, 2, 1, 2, True, "gpipe"],
 }
