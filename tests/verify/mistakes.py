@@ -281,15 +281,15 @@ FAULTS: dict[str, Fault] = {
     # Norm and clipping.
     "norm counts replicas": counting(lambda scope, p: not getattr(p, "ds_pipe_replicated", False)),
     "norm counts ties": counting(
-        lambda scope, p: bool(getattr(p, "tensor_model_parallel", False)) or scope._groups.tp_rank == 0
+        lambda scope, p: bool(getattr(p, "tensor_model_parallel", False)) or scope.groups.tp_rank == 0
     ),
     "norm of stage 0": counting(
         lambda scope, p: (
-            scope._groups.pp_rank == 0 and (scope._groups.tp_rank == 0 or bool(p.tensor_model_parallel))
+            scope.groups.pp_rank == 0 and (scope.groups.tp_rank == 0 or bool(p.tensor_model_parallel))
         )
     ),
     "norm of tensor rank 0": counting(
-        lambda scope, p: scope._groups.tp_rank == 0 and not getattr(p, "ds_pipe_replicated", False)
+        lambda scope, p: scope.groups.tp_rank == 0 and not getattr(p, "ds_pipe_replicated", False)
     ),
     "never clipped": adapter_with(clipping=lambda _: 0.0),
     # Micro-batches.
