@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Literal, Self
 
@@ -43,8 +44,13 @@ class ParamSpec:
         pad_multiple: Each rank's extent along ``split`` is rounded up to a multiple of this
             (vocabulary rows; only with a single block). Padding rows are zero and never trained. None: there
             is no padding, so every block must divide by tp.
-        hf: Hugging Face tensor names: one per part in order, or one that holds all parts.
-        hf_transposed: The Hugging Face tensor is the transpose of ours (GPT-2's Conv1D).
+        hf: Hugging Face tensor names: one per part in order, or one that holds all parts. Of a stacked tensor
+            these names for index 0 of dim 0, then those for index 1, and so on.
+        hf_transposed: Hugging Face's tensors have the last two dims the other way round (GPT-2's Conv1D).
+        hf_stacked: Dim 0 counts tensors that Hugging Face's files keep apart, the experts of a layer; theirs
+            lack that dim.
+        hf_split: Dim along which the parts lie that have names of their own, where it is not ``split``.
+        hf_parts: Their extents along ``hf_split``; empty means ``parts`` along ``split``.
         tie: Key of the tie group when several layers use this tensor, else None.
     """
 
@@ -57,6 +63,9 @@ class ParamSpec:
     parts: tuple[int, ...] = ()
     pad_multiple: int | None = None
     hf_transposed: bool = False
+    hf_stacked: bool = False
+    hf_split: int | None = None
+    hf_parts: tuple[int, ...] = ()
     tie: str | None = None
 
     def __post_init__(self) -> None:
@@ -76,10 +85,53 @@ class ParamSpec:
                 "only a tensor cut as one block is padded, to a multiple of at least 1",
                 "fix the spec",
             )
-        if len(self.hf) not in (1, max(1, len(self.parts))):
+        self._check_names()
+
+    def _check_names(self) -> None:
+        dim, parts = self._hf_blocks
+        dims = range(int(self.hf_stacked), len(self.shape))
+        if len(self.hf) > 1 and parts and (dim is None or dim not in dims or sum(parts) != self.shape[dim]):
             raise LayoutError(
-                f"{self.name} hf {self.hf}", "one name per part, or one for all", "fix the spec"
+                f"{self.name} hf {self.hf}", f"parts {parts} do not fill its dim {dim}", "fix the spec"
             )
+        if len(self.shape) < self.hf_stacked + 2 * self.hf_transposed:
+            raise LayoutError(
+                f"{self.name} hf_stacked, hf_transposed",
+                f"its shape {self.shape} has too few dims",
+                "fix the spec",
+            )
+        stacked = self.shape[0] if self.hf_stacked else 1
+        if len(self.hf) not in (stacked, stacked * max(1, len(parts))):
+            raise LayoutError(
+                f"{self.name} hf {self.hf}",
+                "one name per part, or one for all" + (", for each index of dim 0" * self.hf_stacked),
+                "fix the spec",
+            )
+
+    @property
+    def _hf_blocks(self) -> tuple[int | None, tuple[int, ...]]:
+        """The dim and the extents of the parts that may have names of their own."""
+        return (self.hf_split, self.hf_parts) if self.hf_parts else (self.split, self.parts)
+
+    @property
+    def hf_boxes(self) -> tuple[tuple[str, Box], ...]:
+        """What each tensor of ``hf`` is of ours; of a stacked one dim 0 has one index, which theirs lacks.
+
+        >>> spec = ParamSpec(name="w", layer=0, shape=(2, 6, 3), init=Init(kind="zeros"), split=1,
+        ...                  parts=(4, 2), hf_stacked=True, hf=("0.a", "0.b", "1.a", "1.b"))
+        >>> spec.hf_boxes[2:]
+        (('1.a', ((1, 2), (0, 4), (0, 3))), ('1.b', ((1, 2), (4, 6), (0, 3))))
+        """
+        whole = tuple((0, n) for n in self.shape)
+        boxes: tuple[Box, ...] = (whole,)
+        if self.hf_stacked:
+            boxes = tuple(((index, index + 1), *whole[1:]) for index in range(self.shape[0]))
+        dim, parts = self._hf_blocks
+        if len(self.hf) > len(boxes) and dim is not None:
+            ends = tuple(accumulate(parts))
+            spans = tuple(zip((0, *ends), ends, strict=False))
+            boxes = tuple((*box[:dim], span, *box[dim + 1 :]) for box in boxes for span in spans)
+        return tuple(zip(self.hf, boxes, strict=True))
 
     @classmethod
     def uncut(cls, name: str, shape: tuple[int, ...], layer: int = 0) -> Self:

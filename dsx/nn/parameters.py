@@ -10,8 +10,8 @@ The tags are read by the engine, DeepSpeed and checkpoints:
 
 A counter-based generator, Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
 section 3.2), gives element (row, column) of a parameter its value from (seed, parameter name, row, column)
-alone. So every rank generates just the part that it holds, and the weights are the same for every tensor- and
-pipeline-parallel degree.
+alone; of more than two dims, all but the last count the rows. So every rank generates just the part that it
+holds, and the weights are the same for every tensor- and pipeline-parallel degree.
 
 Shapes: R rows, Q column quads (4 columns share one Philox block), C columns.
 """
@@ -79,7 +79,7 @@ def fill(out: Tensor, spec: ParamSpec, *, tp: int, tp_rank: int, seed: int) -> N
         if spec.init.kind == "ones":
             region.fill_(1.0)
         elif spec.init.kind == "normal":
-            _fill_normal(region, box, spec.init.std, _key(seed, spec.name))
+            _fill_normal(region, box, spec, _key(seed, spec.name))
 
 
 def regions(out: Tensor, spec: ParamSpec, *, tp: int, tp_rank: int) -> Iterator[tuple[Tensor, Box]]:
@@ -99,21 +99,36 @@ def _key(seed: int, name: str) -> tuple[int, int]:
     return digest & _MASK, digest >> 32
 
 
-def _fill_normal(region: Tensor, box: Box, std: float, key: tuple[int, int]) -> None:
-    """Normal values for the global ``box``, one or two dims, into ``region``, in bounded memory."""
-    rows, columns = box if len(box) == 2 else ((0, 1), box[0])
-    if rows[0] >= rows[1] or columns[0] >= columns[1]:
+def _fill_normal(region: Tensor, box: Box, spec: ParamSpec, key: tuple[int, int]) -> None:
+    """Normal values for the global ``box`` into ``region``, in bounded memory.
+
+    The last dim has the columns, the others count the rows. A cut of a dim in between leaves one stretch of
+    rows for each index of the dims before it.
+    """
+    *lead, columns = box or ((0, 1),)
+    lead = lead or [(0, 1)]
+    cut = spec.split if spec.split is not None and spec.split < len(lead) else 0
+    below, step = math.prod(spec.shape[cut + 1 : -1]), math.prod(spec.shape[cut:-1])
+    low, high = (at * below for at in lead[cut])
+    if low >= high or columns[0] >= columns[1]:
         return
-    region_RC = region.view(rows[1] - rows[0], columns[1] - columns[0])
+    for number, stretch_RC in enumerate(region.view(-1, high - low, columns[1] - columns[0])):
+        rows = (number * step + low, number * step + high)
+        _fill_rows(stretch_RC, rows, columns, spec.init.std, key)
+
+
+def _fill_rows(
+    region_RC: Tensor, rows: tuple[int, int], columns: tuple[int, int], std: float, key: tuple[int, int]
+) -> None:
     quads = (columns[0] // 4, -(-columns[1] // 4))
-    blocks = _BLOCKS_AT_ONCE["cuda" if region.is_cuda else "cpu"]
+    blocks = _BLOCKS_AT_ONCE["cuda" if region_RC.is_cuda else "cpu"]
     wide = min(quads[1] - quads[0], blocks)
     tall = max(1, blocks // wide)
     for row in range(rows[0], rows[1], tall):
         row_end = min(row + tall, rows[1])
         for quad in range(quads[0], quads[1], wide):
             lo, hi = max(4 * quad, columns[0]), min(4 * (quad + wide), columns[1])
-            normal_RC = _normal((row, row_end), (quad, min(quad + wide, quads[1])), key, region.device)
+            normal_RC = _normal((row, row_end), (quad, min(quad + wide, quads[1])), key, region_RC.device)
             target = region_RC[row - rows[0] : row_end - rows[0], lo - columns[0] : hi - columns[0]]
             target.copy_(normal_RC[:, lo - 4 * quad : hi - 4 * quad] * std)
 

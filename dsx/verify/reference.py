@@ -306,11 +306,14 @@ def put(parameter: Tensor, values: Tensor, *, tp: int, tp_rank: int) -> None:
 
 def join(spec: ParamSpec, get: Callable[[str], Tensor | None]) -> Tensor | None:
     """The logical tensor of a parameter's Hugging Face tensors; None if one of them is None."""
-    found = [get(name) for name in spec.hf]
-    if any(tensor is None for tensor in found):
-        return None
-    turned = [tensor.t() if spec.hf_transposed else tensor for tensor in found if tensor is not None]
-    return torch.cat([tensor.detach().float() for tensor in turned], dim=spec.split or 0).contiguous()
+    whole = torch.empty(spec.shape)
+    for name, box in spec.hf_boxes:
+        tensor = get(name)
+        if tensor is None:
+            return None
+        part = tensor.detach().transpose(-1, -2) if spec.hf_transposed else tensor.detach()
+        whole[tuple(slice(*span) for span in box)] = part
+    return whole
 
 
 def is_row_bias(spec: ParamSpec, specs: Sequence[ParamSpec]) -> bool:

@@ -50,6 +50,11 @@ def test_philox_gives_the_published_words(counter, key, expected):
         spec(shape=(22, 36), split=1),
         spec(shape=(36, 22), split=0, pad_multiple=4),
         spec(shape=(37,), split=0, pad_multiple=5),
+        spec(shape=(6, 3, 5), split=0),
+        spec(shape=(3, 24, 5), split=1, parts=(12, 6, 6)),
+        spec(shape=(3, 5, 24), split=2, parts=(12, 12)),
+        spec(shape=(2, 12, 2, 3), split=1),
+        spec(shape=(2, 3, 12, 7), split=2),
         spec(),
     ],
 )
@@ -60,6 +65,15 @@ def test_every_cut_holds_the_same_values(which, tp, dtype):
     padding = sum(shard.numel() for shard in shards) - whole.numel()
     if which.split is not None:
         assert sum(int((shard == 0).sum()) for shard in shards) == padding
+
+
+def test_rows_of_three_dims_are_those_of_a_matrix():
+    """An element's value does not depend on which dim is cut, and none is given twice."""
+    flat = local(spec(shape=(15, 7)))
+    for split in (None, 0, 1, 2):
+        assert torch.equal(local(spec(shape=(3, 5, 7), split=split)), flat.view(3, 5, 7))
+    assert flat.unique().numel() == flat.numel()
+    assert local(spec(shape=())).shape == ()
 
 
 def test_values_do_not_depend_on_the_chunks(monkeypatch):

@@ -89,6 +89,7 @@ FORMAT = 2
 FORMAT_NAME = "dsx-2"
 _LARGEST_BYTES = 1 << 30
 _CUTS = ("split", "parts", "tie", "layer", "hf", "hf_transposed")
+_PARTED = ("hf_stacked", "hf_split", "hf_parts")
 _RESERVED = {"format", "model_digest", "digest", "tile_elements", "files", "tensors", "checksums"}
 
 _Placed = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -127,6 +128,9 @@ class _Tensor:
     layer: int | None = None
     hf: tuple[str, ...] = ()
     hf_transposed: bool = False
+    hf_stacked: bool = False
+    hf_split: int | None = None
+    hf_parts: tuple[int, ...] = ()
     role: Role = "trained"
     aliases: tuple[str, ...] = ()
     states: dict[str, _State]
@@ -225,7 +229,7 @@ def _rows(catalog: Catalog, files: Mapping[str, int]) -> Iterator[dict[str, Any]
             "name": name,
             "shape": first.shape,
             "dtype": states.get("weight", first).dtype,
-            **({} if spec is None else {field: getattr(spec, field) for field in _CUTS}),
+            **({} if spec is None else {field: getattr(spec, field) for field in _cuts(spec)}),
             "pad_multiple": 1 if spec is None else spec.pad_multiple or 1,
             "padded": None if spec is None else spec.pad_multiple is not None,
             "role": first.role,
@@ -239,6 +243,11 @@ def _rows(catalog: Catalog, files: Mapping[str, int]) -> Iterator[dict[str, Any]
                 for state, entry in states.items()
             },
         }
+
+
+def _cuts(spec: ParamSpec) -> tuple[str, ...]:
+    """What is told of a tensor; the last only where it says something, as older readers do not know it."""
+    return (*_CUTS, *_PARTED) if spec.hf_stacked or spec.hf_parts else _CUTS
 
 
 def _catalog(root: Path, stored: _Manifest, facts: dict[str, Any]) -> Catalog:
@@ -281,7 +290,7 @@ def _catalog(root: Path, stored: _Manifest, facts: dict[str, Any]) -> Catalog:
 def _spec(tensor: _Tensor) -> ParamSpec:
     """How layouts cut a tensor. How it was initialised is no part of a checkpoint."""
     padded = tensor.pad_multiple > 1 if tensor.padded is None else tensor.padded
-    kept: dict[str, Any] = {field: getattr(tensor, field) for field in ("name", "shape", *_CUTS)}
+    kept: dict[str, Any] = {field: getattr(tensor, field) for field in ("name", "shape", *_CUTS, *_PARTED)}
     multiple = tensor.pad_multiple if padded else None
     return ParamSpec(**kept, init=Init(kind="zeros"), pad_multiple=multiple)
 

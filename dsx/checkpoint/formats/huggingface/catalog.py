@@ -4,10 +4,10 @@ Weights lie in safetensors, or as pickles in ``pytorch_model.bin`` (older folder
 and save_16bit_model), which are never executed (:mod:`dsx.checkpoint.formats.torch_file`); in one file, or in
 several with an index.
 
-A parameter of dsx may be several Hugging Face tensors (Q, K and V; gate and up) or the transpose of one
-(GPT-2's Conv1D); its :class:`~dsx.models.param.ParamSpec` says so. In a catalog that is only another start
-and other strides of the same bytes. So :func:`as_dsx` and :func:`as_hf` rename any catalog, of stock
-DeepSpeed's checkpoints of ``transformers`` models too, optimizer states included.
+A parameter of dsx may be several Hugging Face tensors (Q, K and V; gate and up; the experts of a layer) or
+the transpose of one (GPT-2's Conv1D); its :class:`~dsx.models.param.ParamSpec` says so. In a catalog that is
+only another start and other strides of the same bytes. So :func:`as_dsx` and :func:`as_hf` rename any
+catalog, of stock DeepSpeed's checkpoints of ``transformers`` models too, optimizer states included.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ from dsx.checkpoint.formats.huggingface.names import (
     is_buffer,
     read_json,
     stored_names,
+    stored_shape,
     tied_names,
+    turned,
     untied,
     weight_map,
 )
@@ -48,7 +51,7 @@ from dsx.checkpoint.formats.safetensors_file import CRC32, contents, header_of
 from dsx.checkpoint.formats.torch_file import TensorRef, read_torch_file
 from dsx.checkpoint.pieces import clipped, whole_part
 from dsx.errors import CheckpointError
-from dsx.models.param import ParamSpec
+from dsx.models.param import Box, ParamSpec
 
 BIN_SINGLE = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -340,62 +343,48 @@ def _stored_name(
     return found
 
 
-def _part_starts(spec: ParamSpec) -> list[int]:
-    return [sum(spec.parts[:part]) for part in range(len(spec.parts))] if len(spec.hf) > 1 else [0]
-
-
-def _part_shape(spec: ParamSpec, part: int) -> tuple[int, ...]:
-    if len(spec.hf) == 1 or spec.split is None:
-        return spec.shape
-    return (*spec.shape[: spec.split], spec.parts[part], *spec.shape[spec.split + 1 :])
-
-
 def _fused(source: Catalog, spec: ParamSpec, parts: Sequence[Entry]) -> Entry:
     """One parameter's state, of the Hugging Face tensors that it is made of."""
     pieces: list[Piece] = []
-    for number, (entry, start) in enumerate(zip(parts, _part_starts(spec), strict=True)):
-        wanted = _part_shape(spec, number)
-        wanted = wanted[::-1] if spec.hf_transposed else wanted
+    for entry, (_, box) in zip(parts, spec.hf_boxes, strict=True):
+        wanted = stored_shape(spec, box)
         if entry.shape != wanted or entry.dtype != parts[0].dtype:
             raise CheckpointError(
                 f"{_home(source, {entry.state: entry})}: {entry}",
                 f"it is {entry.dtype} {entry.shape}, the model needs {parts[0].dtype} {wanted}",
                 "use the config of the model that the checkpoint is of",
             )
-        pieces += [_shifted(_turned(piece, spec), spec, start) for piece in entry.pieces]
+        pieces += [_ours(piece, spec, box) for piece in entry.pieces]
     return replace(parts[0], name=spec.name, shape=spec.shape, pieces=tuple(pieces), aliases=())
 
 
 def _parted(spec: ParamSpec, entry: Entry) -> Iterator[Entry]:
     """The Hugging Face tensors of one parameter's state."""
-    for number, (name, start) in enumerate(zip(spec.hf, _part_starts(spec), strict=True)):
-        shape = _part_shape(spec, number)
-        box = tuple((0, extent) for extent in shape)
-        if len(spec.hf) > 1 and spec.split is not None:
-            dim = spec.split
-            box = (*box[:dim], (start, start + spec.parts[number]), *box[dim + 1 :])
-        pieces = [_turned(_shifted(piece, spec, -start), spec) for piece in clipped(entry, box)]
-        aliases = (head_of(name),) if spec.tie is not None else ()
+    for name, box in spec.hf_boxes:
         yield replace(
             entry,
             name=name,
-            shape=shape[::-1] if spec.hf_transposed else shape,
-            pieces=tuple(pieces),
-            aliases=aliases,
+            shape=stored_shape(spec, box),
+            pieces=tuple(_theirs(piece, spec, box) for piece in clipped(entry, box)),
+            aliases=(head_of(name),) if spec.tie is not None else (),
         )
 
 
-def _turned(piece: Piece, spec: ParamSpec) -> Piece:
-    if not spec.hf_transposed:
-        return piece
-    return replace(piece, start=piece.start[::-1], shape=piece.shape[::-1], strides=piece.strides[::-1])
+def _ours(piece: Piece, spec: ParamSpec, box: Box) -> Piece:
+    """A piece of a Hugging Face tensor as one of the parameter, of which the tensor is ``box``."""
+    start, shape, strides = (turned(spec, dims) for dims in (piece.start, piece.shape, piece.strides))
+    if spec.hf_stacked:
+        start, shape, strides = (0, *start), (1, *shape), (prod(shape), *strides)
+    start = tuple(at + low for at, (low, _) in zip(start, box, strict=True))
+    return replace(piece, start=start, shape=shape, strides=strides)
 
 
-def _shifted(piece: Piece, spec: ParamSpec, by: int) -> Piece:
-    if not by or spec.split is None:
-        return piece
-    dim = spec.split
-    return replace(piece, start=(*piece.start[:dim], piece.start[dim] + by, *piece.start[dim + 1 :]))
+def _theirs(piece: Piece, spec: ParamSpec, box: Box) -> Piece:
+    """A piece of a parameter inside ``box`` as one of the Hugging Face tensor that ``box`` is."""
+    first = 1 if spec.hf_stacked else 0
+    start = tuple(at - low for at, (low, _) in zip(piece.start, box, strict=True))
+    start, shape, strides = (turned(spec, dims[first:]) for dims in (start, piece.shape, piece.strides))
+    return replace(piece, start=start, shape=shape, strides=strides)
 
 
 def _renamed_number(value: Any, names_of: Callable[[str], Sequence[str]]) -> Any:

@@ -11,7 +11,7 @@ from dsx.checkpoint import store
 from dsx.checkpoint.catalog import leads_out
 from dsx.checkpoint.json_text import parsed
 from dsx.errors import CheckpointError
-from dsx.models.param import ParamSpec
+from dsx.models.param import Box, ParamSpec
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -98,6 +98,20 @@ def tied_names(spec: ParamSpec) -> Iterator[str]:
     head = head_of(spec.hf[0])
     yield head
     yield _OTHER_HEADS[head]
+
+
+def turned(spec: ParamSpec, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Numbers per dim of a tensor of ``spec`` in Hugging Face's order of dims, or back in ours.
+
+    The dims are those of one Hugging Face tensor: without that which counts stacked ones.
+    """
+    return (*dims[:-2], *dims[-2:][::-1]) if spec.hf_transposed else dims
+
+
+def stored_shape(spec: ParamSpec, box: Box) -> tuple[int, ...]:
+    """Shape of the Hugging Face tensor that is ``box`` of the tensor of ``spec``."""
+    shape = tuple(stop - start for start, stop in box)
+    return turned(spec, shape[1:] if spec.hf_stacked else shape)
 
 
 def untied(where: str, what: str) -> CheckpointError:

@@ -121,10 +121,12 @@ def split(spec: ParamSpec, tensor: Tensor) -> dict[str, Tensor]:
             f"its shape is {tuple(tensor.shape)}, not {spec.shape}",
             "merge the ranks' tensors first",
         )
-    whole = (tensor,)
-    pieces = whole if len(spec.hf) == 1 else torch.split(tensor, list(spec.parts), spec.split or 0)
-    turned = (piece.t() if spec.hf_transposed else piece for piece in pieces)
-    return {name: piece.contiguous() for name, piece in zip(spec.hf, turned, strict=True)}
+    found = {}
+    for name, box in spec.hf_boxes:
+        piece = tensor[tuple(slice(*span) for span in box)]
+        piece = piece[0] if spec.hf_stacked else piece
+        found[name] = (piece.transpose(-1, -2) if spec.hf_transposed else piece).contiguous()
+    return found
 
 
 def write_shard(folder: str | Path, index: int, count: int, tensors: Mapping[str, Tensor]) -> dict[str, str]:
