@@ -60,8 +60,9 @@ from dsx.models.spec import ModelSpec
 
 
 def model_fact(model: ModelSpec) -> dict[str, Any]:
-    """The fact ``model``, as it comes back from JSON."""
+    """The fact ``model``, as it comes back from JSON; the form of its parameters is a layout's."""
     fact: dict[str, Any] = json.loads(json.dumps(asdict(model)))
+    fact.pop("shared_kv")
     return fact
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2"]
 Recompute = Literal["none", "selective", "full"]
@@ -63,6 +63,8 @@ class ModelSpec:
         attention_cap: Soft cap of attention's scores (Gemma 2); None for none.
         logit_cap: Soft cap of the logits.
         parallel_residual: Attention and MLP read the same input, ``x + Attention(..) + MLP(..)`` (GPT-NeoX).
+        shared_kv: Keys and values are a parameter beside the queries', whole on every tensor-parallel rank,
+            because ranks share key/value heads: see :meth:`for_tensor`.
     """
 
     family: Family
@@ -95,6 +97,11 @@ class ModelSpec:
     attention_scale: float | None = None
     attention_cap: float | None = None
     logit_cap: float | None = None
+    shared_kv: bool = False
+
+    def for_tensor(self, tensor: int) -> Self:
+        """The same model in the form of its parameters that ``tensor`` tensor-parallel ranks train."""
+        return replace(self, shared_kv=self.num_kv_heads % tensor != 0)
 
     @property
     def query_size(self) -> int:
