@@ -32,7 +32,8 @@ data_cursor        global index of the next training sequence
 seed               of initialisation and data order
 tied               {key of a pipeline's tied module: layers that use it}, as the user said it
 unnamed_ties       layers that are tied modules of a pipeline, whose keys are not known
-model              fields of :class:`dsx.models.spec.ModelSpec`; None for a layer list of the user's own
+model              fields of :class:`dsx.models.spec.ModelSpec`, or the family and config of a
+                   :class:`dsx.models.spec.HubModel`; None for a layer list of the user's own
 hf_config          the Hugging Face config of that model
 deepspeed_config   of DeepSpeed's JSON, what its loaders look at
 wandb_run_id       the W&B run that a resumed run continues
@@ -56,13 +57,14 @@ from typing import Any, Literal
 
 from dsx.errors import CheckpointError
 from dsx.models.param import Box, ParamSpec
-from dsx.models.spec import ModelSpec
+from dsx.models.spec import HubModel, Model
 
 
-def model_fact(model: ModelSpec) -> dict[str, Any]:
-    """The fact ``model``, as it comes back from JSON; the form of its parameters is a layout's."""
+def model_fact(model: Model) -> dict[str, Any]:
+    """The fact ``model``, as it comes back from JSON."""
+    if isinstance(model, HubModel):
+        return {"family": model.family, "num_layers": model.num_layers, "config": json.loads(model.config)}
     fact: dict[str, Any] = json.loads(json.dumps(asdict(model)))
-    fact.pop("shared_kv")
     return fact
 
 

@@ -20,7 +20,7 @@ from dsx.config.sources import read_model
 from dsx.config.wording import at
 from dsx.errors import ConfigError, ScheduleError
 from dsx.models.params import layer_kinds, param_specs
-from dsx.models.spec import ModelSpec
+from dsx.models.spec import HubModel, Model
 from dsx.parallel.limits import Asked, objections, possible
 from dsx.parallel.mesh import AXES, Mesh
 from dsx.planner.search import search
@@ -132,7 +132,7 @@ class Facts:
 
     deepspeed: dict[str, Any]
     dsx: DsxConfig
-    model: ModelSpec
+    model: Model
     mesh: Mesh
     chunks: int
     batch: Batch
@@ -200,6 +200,16 @@ def check_profile(facts: Facts) -> Iterator[ConfigError]:
             )
 
 
+def check_own_modules(facts: Facts) -> Iterator[ConfigError]:
+    """Check that nothing is asked of transformers' modules that only dsx's have."""
+    if isinstance(facts.model, HubModel) and facts.dsx.recompute == "selective":
+        yield ConfigError(
+            at("dsx.recompute", "selective"),
+            "transformers' modules, of which the model is made, have no such part of their own",
+            'use "full" or "none"',
+        )
+
+
 def check_combinations(facts: Facts) -> Iterator[ConfigError]:
     """Check DeepSpeed's keys against the mesh, and ``dsx.zero`` against the ZeRO stage."""
     yield from mesh_problems(facts.deepspeed, facts.mesh)
@@ -213,6 +223,7 @@ CHECKS = (
     check_roll_back,
     check_resume,
     check_combinations,
+    check_own_modules,
     check_profile,
 )
 
@@ -261,7 +272,7 @@ class Degrees:
     notes: tuple[str, ...]
 
 
-def resolve_degrees(dsx: DsxConfig, model: ModelSpec, *, num_layers: int, world_size: int) -> Degrees:
+def resolve_degrees(dsx: DsxConfig, model: Model, *, num_layers: int, world_size: int) -> Degrees:
     """Degrees for ``world_size`` ranks.
 
     The prime factors of world size / fixed degrees go in turn, largest first, to data, then pipeline, then
@@ -282,7 +293,7 @@ def resolve_degrees(dsx: DsxConfig, model: ModelSpec, *, num_layers: int, world_
     return Degrees(mesh=mesh, chunks=chunks, schedule_name=name, notes=tuple(_notes(dsx, mesh, chunks, name)))
 
 
-def _asked(dsx: DsxConfig, model: ModelSpec, *, num_layers: int, world_size: int) -> Asked:
+def _asked(dsx: DsxConfig, model: Model, *, num_layers: int, world_size: int) -> Asked:
     """The degrees that the config asks for, without what it leaves open."""
     tensor, pipeline = dsx.parallel.tensor, dsx.parallel.pipeline
     return Asked(
@@ -304,7 +315,7 @@ def _mesh(dsx: DsxConfig, asked: Asked) -> Mesh:
     """Of all ways to deal out the world size's factors, the one that skips an axis as late as possible."""
     fits: dict[str, Callable[[int], object]] = {
         "layers": lambda degree: _pipeline_fits(dsx, asked, degree),
-        "features": lambda degree: _tensor_fits(asked, degree),
+        "features": lambda degree: degree <= _MAX_AUTO_TENSOR and possible(asked, "tensor", [degree]),
     }
     axes = {axis.name: axis for axis in sorted(AXES, key=lambda axis: not axis.replicates)}
 
@@ -330,13 +341,6 @@ def _mesh(dsx: DsxConfig, asked: Asked) -> Mesh:
     start: _Deal = ((), degrees, turns, factors)
     _, degrees, _, _ = next(search([start], cost=lambda deal: deal[0], grow=dealt))
     return Mesh.of(**degrees)
-
-
-def _tensor_fits(asked: Asked, tp: int) -> bool:
-    """Whether ranks of one node can each take whole heads of their own."""
-    assert asked.model is not None
-    shared = asked.model.for_tensor(tp).shared_kv
-    return tp <= _MAX_AUTO_TENSOR and not shared and possible(asked, "tensor", [tp]) != []
 
 
 def _pipeline_fits(dsx: DsxConfig, asked: Asked, pp: int) -> bool:
@@ -466,10 +470,10 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
     dsx, written = read_file(dsx)
     layers = layer_kinds(model.spec)
     degrees = resolve_degrees(dsx, model.spec, num_layers=len(layers), world_size=world_size)
-    spec = model.spec.for_tensor(degrees.mesh.tp)
+    dsx, cut_notes = _as_cut(dsx, model.spec, degrees.mesh.tp)
     batch = resolve_batch(deepspeed, degrees.mesh.num_shares)
     facts = Facts(
-        deepspeed=deepspeed, dsx=dsx, model=spec, mesh=degrees.mesh, chunks=degrees.chunks, batch=batch
+        deepspeed=deepspeed, dsx=dsx, model=model.spec, mesh=degrees.mesh, chunks=degrees.chunks, batch=batch
     )
     raise_all(name, [problem for check in CHECKS for problem in check(facts)])
     size = {"pp": degrees.mesh.pp, "chunks": degrees.chunks, "accumulation": batch.accumulation}
@@ -477,14 +481,14 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
         check_file(dsx, written, **size)
     program = written or choose(dsx, degrees.schedule_name, **size)
     precision: Precision = "bf16" if is_bf16(deepspeed) else "fp32"
-    specs = param_specs(spec, pad_multiple=dsx.model.vocab_multiple)
-    stage_map = cut_layers(dsx, spec, specs, num_ranks=degrees.mesh.pp, num_chunks=degrees.chunks)
+    specs = param_specs(model.spec, pad_multiple=dsx.model.vocab_multiple)
+    stage_map = cut_layers(dsx, model.spec, specs, num_ranks=degrees.mesh.pp, num_chunks=degrees.chunks)
     clipping = float(deepspeed.get("gradient_clipping", _DEFAULT_CLIPPING))
     run = RunConfig(
         deepspeed=deepspeed | batch.keys() | {"gradient_clipping": clipping},
         dsx=dsx,
         mesh=degrees.mesh,
-        model=spec,
+        model=model.spec,
         hf_config=model.hf_config,
         weights=model.weights,
         chunks=degrees.chunks,
@@ -500,6 +504,7 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
         notes=(
             *model.notes,
             *degrees.notes,
+            *cut_notes,
             *_profile_notes(dsx, degrees.mesh.pp),
             *run_notes(facts),
             *optimizer_notes(deepspeed),
@@ -510,3 +515,21 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
 
         check_saved(run)
     return run
+
+
+_TOLD_SHARE = 0.01
+
+
+def _as_cut(dsx: DsxConfig, model: Model, tensor: int) -> tuple[DsxConfig, list[str]]:
+    """The config without sequence parallelism where a family cannot have it, and what is told of the cut."""
+    notes: list[str] = []
+    if not isinstance(model, HubModel) or tensor == 1:
+        return dsx, notes
+    if dsx.parallel.sequence_parallel and model.no_sequence is not None:
+        notes.append(f"dsx.parallel.sequence_parallel: true -> false, as {model.no_sequence}")
+        parallel = dsx.parallel.model_copy(update={"sequence_parallel": False})
+        dsx = dsx.model_copy(update={"parallel": parallel})
+    told = [f"{path} {share:.0%}" for path, share in model.whole if share >= _TOLD_SHARE]
+    if told:
+        notes.append(f"whole on every tensor-parallel rank, of the blocks' parameters: {', '.join(told)}")
+    return dsx, notes

@@ -15,7 +15,7 @@ from dsx.errors import ConfigError, LayoutError
 from dsx.models.flops import layer_flops
 from dsx.models.param import ParamSpec
 from dsx.models.params import layer_kinds
-from dsx.models.spec import ModelSpec
+from dsx.models.spec import HubModel, Model
 from dsx.parallel.mesh import Mesh
 from dsx.parallel.partition import partition
 from dsx.parallel.stages import StageMap
@@ -58,7 +58,7 @@ class RunConfig:
     deepspeed: dict[str, Any]
     dsx: DsxConfig
     mesh: Mesh
-    model: ModelSpec
+    model: Model
     hf_config: dict[str, Any]
     weights: Path | None
     chunks: int
@@ -138,7 +138,11 @@ class RunConfig:
             "precision": self.precision,
             "recompute": self.dsx.recompute,
             "sequence_parallel": self.dsx.parallel.sequence_parallel and self.mesh.tp > 1,
-            "model": {"family": self.model.family, "parameters": self.num_parameters},
+            "model": {
+                "family": self.model.family,
+                "implementation": "transformers" if isinstance(self.model, HubModel) else "dsx",
+                "parameters": self.num_parameters,
+            },
             "batch": {
                 "micro_batch_size": self.micro_batch_size,
                 "micro_batches_per_step": self.accumulation,
@@ -159,7 +163,7 @@ class RunConfig:
 
 
 def cut_layers(
-    dsx: DsxConfig, model: ModelSpec, specs: Sequence[ParamSpec], *, num_ranks: int, num_chunks: int
+    dsx: DsxConfig, model: Model, specs: Sequence[ParamSpec], *, num_ranks: int, num_chunks: int
 ) -> StageMap:
     """Stage map for this many ranks and chunks; before anything is measured, ``time`` goes by FLOPs.
 

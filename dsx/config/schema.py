@@ -241,6 +241,11 @@ class ModelConfig(SchemaBlock):
         default=None,
         description='Architecture of the preset; needed for presets that several families have ("tiny").',
     )
+    implementation: Literal["auto", "dsx", "transformers"] = Field(
+        default="auto",
+        description="Whose modules the layers are made of: dsx's, for the families that it has, or those of "
+        'transformers, for any causal language model. "auto" takes dsx\'s where it has the family.',
+    )
     preset: str | None = Field(
         default=None, description="Name of a built-in model; `dsx presets` lists them."
     )
@@ -280,9 +285,8 @@ class ParallelConfig(SchemaBlock):
 
     tensor: Degree = Field(
         default="auto",
-        description="Ranks that share each layer. Divides attention heads and MLP width, and key/value heads "
-        'unless it is a multiple of them. "auto" divides them all, and takes its turn after data and '
-        "pipeline, up to 8 (one node's fast links).",
+        description="Ranks that share each layer. Divides attention heads, key/value heads and MLP width; "
+        '"auto" takes its turn after data and pipeline, up to 8 (one node\'s fast links).',
     )
     pipeline: Degree = Field(
         default="auto",
@@ -297,6 +301,11 @@ class ParallelConfig(SchemaBlock):
     sequence_parallel: bool = Field(
         default=True,
         description="Shard activations between tensor-parallel layers along the sequence (tensor > 1).",
+    )
+    tensor_plan: dict[str, str | None] = Field(
+        default_factory=dict,
+        description="Changes of a transformers family's tensor plan, in transformers' words: a style by "
+        'pattern of names, e.g. {"model.layers.*.mlp.up_proj": "colwise"}; null leaves a module whole.',
     )
 
 

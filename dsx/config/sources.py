@@ -10,7 +10,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +24,7 @@ from dsx.models.config_values import with_floats
 from dsx.models.family import BYTES_VOCABULARY
 from dsx.models.hf_config import FAMILIES, model_spec
 from dsx.models.presets import find_preset, presets
-from dsx.models.spec import ModelSpec
+from dsx.models.spec import Model
 from dsx.terminal import shortened
 
 # Kinds of files: plain text, and what `datasets` reads by the builder of that name.
@@ -112,14 +112,14 @@ class ModelSource:
     """A model to build.
 
     Attributes:
-        spec: Its architecture.
+        spec: Its architecture, or what transformers' modules are cut into.
         hf_config: The Hugging Face config that ``spec`` was read from, overrides included.
         weights: Folder whose safetensors it starts from; None for fresh weights.
         tokenizer: What ``dsx.data.tokenizer`` names, "auto" resolved.
         notes: Choices that the user did not write.
     """
 
-    spec: ModelSpec
+    spec: Model
     hf_config: dict[str, Any]
     weights: Path | None
     tokenizer: str
@@ -151,8 +151,9 @@ def read_model(dsx: DsxConfig) -> ModelSource:
             f"{place} has model_type {json.dumps(family)}",
             "leave family out, or name the right one",
         )
+    is_own = _is_own(dsx, family, place)
     for key, value in model.overrides.items():
-        known = set(config) | (FAMILIES[str(family)].keys if str(family) in FAMILIES else set())
+        known = set(config) | (FAMILIES[str(family)].keys if is_own else _keys_of(config, place))
         if key not in known:
             raise ConfigError(
                 at(f"dsx.model.overrides.{key}", value), f"no key of a {family} config", suggest(key, known)
@@ -160,7 +161,7 @@ def read_model(dsx: DsxConfig) -> ModelSource:
     config = with_floats(config | model.overrides)
     notes = []
     if config.pop("auto_map", None) is not None:  # nor does an export of the run have such code
-        notes.append(f"{place}: auto_map names code of the model's own, which is not run: dsx has {family}")
+        notes.append(f"{place}: auto_map names code of the model's own, which is not run")
     is_free = model.preset is not None and "vocab_size" not in model.overrides
     if is_free and tokenizer == BYTES and config["vocab_size"] != BYTES_VOCABULARY:
         config["vocab_size"] = BYTES_VOCABULARY
@@ -169,9 +170,11 @@ def read_model(dsx: DsxConfig) -> ModelSource:
             "(dsx.model.overrides.vocab_size sets another)"
         )
     try:
-        spec = model_spec(config)
+        spec = model_spec(config) if is_own else _hub_model(config, dsx.parallel.tensor_plan)
     except ModelError as error:
         raise ModelError(f"{place}: {error.where}", error.what, error.fix) from None
+    if not is_own:
+        notes.append(f"{place}: {family}, made of transformers' modules")
     if tokenizer == BYTES and spec.vocab_size < BYTES_VOCABULARY:
         raise ConfigError(
             f"{place}: vocab_size = {spec.vocab_size}",
@@ -179,6 +182,42 @@ def read_model(dsx: DsxConfig) -> ModelSource:
             f"use at least {BYTES_VOCABULARY}, or the model's own tokenizer",
         )
     return ModelSource(spec=spec, hf_config=config, weights=weights, tokenizer=tokenizer, notes=tuple(notes))
+
+
+def _is_own(dsx: DsxConfig, family: object, place: str) -> bool:
+    """Whether the layers are made of dsx's own modules. Raises ConfigError if they cannot be."""
+    wanted, plan = dsx.model.implementation, dsx.parallel.tensor_plan
+    has = isinstance(family, str) and family in FAMILIES
+    if wanted == "dsx" and not has:
+        raise ConfigError(
+            at("dsx.model.implementation", wanted),
+            f"{place} has model_type {json.dumps(family)}, and dsx has modules of {', '.join(FAMILIES)}",
+            'use "transformers" or "auto"',
+        )
+    is_own = has and wanted != "transformers"
+    if is_own and plan:
+        raise ConfigError(
+            at("dsx.parallel.tensor_plan", next(iter(plan))),
+            "it is about transformers' modules, and dsx's own are cut as they are made",
+            'set dsx.model.implementation to "transformers", or remove the plan',
+        )
+    return is_own
+
+
+def _hub_model(config: Mapping[str, Any], plan: Mapping[str, str | None]) -> Model:
+    from dsx.hub.read import hub_model  # here: dsx's own families need neither torch nor transformers
+
+    return hub_model(config, plan)
+
+
+def _keys_of(config: Mapping[str, Any], place: str) -> set[str]:
+    """Every key of a transformers family's config."""
+    from dsx.hub.anatomy import hf_config_of
+
+    try:
+        return set(hf_config_of(config).to_dict())
+    except ModelError as error:
+        raise ModelError(f"{place}: {error.where}", error.what, error.fix) from None
 
 
 def _read(model: ModelConfig) -> tuple[str, dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""Any transformers model as a list of layers, and how transformers stores its tensors."""
+"""Models of any family of transformers, as layer lists made of the family's own modules."""

@@ -42,7 +42,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 from dsx.memory.ledger import Label
-from dsx.models.spec import ModelSpec, Recompute
+from dsx.models.spec import Model, Recompute
 
 Event = tuple[Any, ...]
 
@@ -59,7 +59,7 @@ LOSS = "Loss"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """One micro-batch of a model of dsx's own on one rank.
+    """One micro-batch of a model on one rank.
 
     Attributes:
         model: The architecture.
@@ -73,7 +73,7 @@ class Shape:
         device: The device whose kernels run.
     """
 
-    model: ModelSpec
+    model: Model
     tensor: int
     sequence_parallel: bool
     micro_batch: int
@@ -90,8 +90,8 @@ class Shape:
 
     @property
     def boundary_bytes(self) -> int:
-        """A whole tensor between layers, [B, S, H]."""
-        return self.micro_batch * self.sequence_length * self.model.hidden_size * self.width
+        """A whole tensor between blocks."""
+        return self.micro_batch * self.sequence_length * prod(self.model.stream) * self.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ from dsx.memory.record import (
 )
 from dsx.models import families
 from dsx.models.params import layer_kinds, param_specs
+from dsx.models.spec import HubModel
 from dsx.nn import collectives, parameters
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
@@ -661,7 +662,7 @@ def record_layer(
 
 
 def record_request(request: LayerRequest) -> LayerRecord:
-    """Build and record a layer of a model of dsx's own."""
+    """Build and record a layer of a model."""
     shape, device = request.shape, DEVICES[request.shape.device]
     model = shape.model
     tp = Alone(size=shape.tensor, rank=0, sequence_parallel=shape.sequence_parallel)
@@ -676,8 +677,12 @@ def record_request(request: LayerRequest) -> LayerRecord:
             return record_layer(loss, [logits], device=device, category="logits", more=[tokens])
     split = WeightGradients() if request.divided else None
     length = shape.sequence_length // (shape.tensor if shape.cuts_sequence else 1)
-    stream = TensorForm((shape.micro_batch, length, model.hidden_size), name, shape.width, True)
     kinds = layer_kinds(model)
+    index = kinds.index(request.kind)
+    sizes = model.stream if request.kind in ("Block", "FinalNorm") else (model.hidden_size,)
+    stream = TensorForm((shape.micro_batch, length, *sizes), name, shape.width, True)
+    if isinstance(model, HubModel):
+        index += model.block or 0
     with booth(device):
         builder = families.LayerListBuilder(
             model=model,
@@ -689,7 +694,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
             pad_multiple=shape.vocab_multiple,
             split=split,
         )
-        entry = builder.entries()[kinds.index(request.kind)]
+        entry = builder.entries()[index]
         layer = entry.build()
         if entry.forward_fn is not None:
             layer = TiedCall(layer, entry.forward_fn)

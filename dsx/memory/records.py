@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from dsx.memory.record import LOSS, LayerRecord, LayerRequest, Shape
 from dsx.models.params import layer_kinds
-from dsx.models.spec import ModelSpec
+from dsx.models.spec import HubModel, ModelSpec
 
 
 class LayerRecords(Protocol):
@@ -40,7 +40,7 @@ class LayerRecords(Protocol):
 
 @dataclass(frozen=True)
 class ModelRecords:
-    """Records of a model of dsx's own.
+    """Records of a model.
 
     Attributes:
         shape: The shape of a micro-batch.
@@ -55,14 +55,20 @@ class ModelRecords:
         """The record of a layer of the layer list."""
         kind = self._kinds[index]
         is_block = kind == "Block"
-        block = index - self._kinds.index("Block") if is_block else 0
-        own = tuple(values[block] for values in self._by_block) if is_block else ()
+        own = self._own(index) if is_block else ()
         key = kind, own, divided, hooked
         if key not in self._found:
             shape = alone(self.shape if is_block else replace(self.shape, recompute="none"), index)
             request = LayerRequest(shape=shape, kind=kind, divided=divided, hooked=hooked)
             self._found[key] = recorded_for_many(request) if self.many else recorded(request)
         return self._found[key]
+
+    def _own(self, index: int) -> tuple[Any, ...]:
+        """What a block has of its own."""
+        if isinstance(self.shape.model, HubModel):
+            return (self.shape.model.block_of(index),)
+        block = index - self._kinds.index("Block")
+        return tuple(values[block] for values in self._by_block)
 
     @cached_property
     def _kinds(self) -> tuple[str, ...]:
@@ -71,6 +77,7 @@ class ModelRecords:
     @cached_property
     def _by_block(self) -> tuple[tuple[Any, ...], ...]:
         """What the blocks of the model have each of their own."""
+        assert isinstance(self.shape.model, ModelSpec)
         return tuple(getattr(self.shape.model, name) for name in _said_by_block(self.shape.model))
 
     @property
@@ -96,6 +103,10 @@ def alone(shape: Shape, index: int) -> Shape:
     What a ModelSpec says block by block, it says as a tuple of that length.
     """
     model, kinds = shape.model, layer_kinds(shape.model)
+    if isinstance(model, HubModel):
+        return replace(
+            shape, model=replace(model, block=model.block_of(index) if kinds[index] == "Block" else None)
+        )
     block = index - kinds.index("Block") if kinds[index] == "Block" else 0
     own: dict[str, Any] = {name: getattr(model, name)[block : block + 1] for name in _said_by_block(model)}
     short = replace(model, **own, num_layers=1)
@@ -191,7 +202,14 @@ def _keep(place: Path, text: str) -> None:
         aside.replace(place)
 
 
-_SOURCES = ("nn/*.py", "models/*.py", "memory/record*.py", "memory/module_gathers.py", "memory/paper/*.py")
+_SOURCES = (
+    "nn/*.py",
+    "models/*.py",
+    "hub/*",
+    "memory/record*.py",
+    "memory/module_gathers.py",
+    "memory/paper/*.py",
+)
 
 
 @cache
@@ -202,6 +220,7 @@ def _version() -> str:
     for pattern in _SOURCES:
         for path in sorted(package.glob(pattern)):
             content.update(path.read_bytes())
-    with suppress(PackageNotFoundError):
-        content.update(version("torch").encode())
+    for name in ("torch", "transformers"):
+        with suppress(PackageNotFoundError):
+            content.update(version(name).encode())
     return content.hexdigest()[:16]

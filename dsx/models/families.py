@@ -15,7 +15,7 @@ from dsx.models.family import TIE
 from dsx.models.hf_config import FAMILIES
 from dsx.models.param import ParamSpec
 from dsx.models.params import layer_kinds, param_specs
-from dsx.models.spec import ModelSpec, Recompute
+from dsx.models.spec import HubModel, Model, ModelSpec, Recompute
 from dsx.nn.attention import Rotary, Window
 from dsx.nn.block import Block
 from dsx.nn.embedding import Head, Positions, WordEmbedding
@@ -67,7 +67,7 @@ class LayerEntry:
 class LayerListBuilder:
     """What all layers of a model share; see :func:`dsx.models.families.layers` for the fields."""
 
-    model: ModelSpec
+    model: Model
     tp: TensorParallel
     dtype: torch.dtype
     device: torch.device | str | None
@@ -76,21 +76,26 @@ class LayerListBuilder:
     pad_multiple: int
     split: WeightGradients | None = None
 
+    @property
+    def _own(self) -> ModelSpec:
+        assert isinstance(self.model, ModelSpec)
+        return self.model
+
     @cached_property
     def classes(self) -> dict[str, Any]:
         """The class of each kind of layer: dsx.nn's, or the family's own."""
-        own = FAMILIES[self.model.family].layers
+        own = FAMILIES[self._own.family].layers
         return _LAYERS | (import_module(own).LAYERS if own else {})
 
     @cached_property
     def rotary(self) -> Rotary | None:
         """One object for all blocks, so that its tables exist once."""
-        return None if self.model.rope is None else Rotary(self.model.rope, self.model.rotary_size)
+        return None if self._own.rope is None else Rotary(self._own.rope, self._own.rotary_size)
 
     @cached_property
     def windows(self) -> dict[int, Window]:
         """One object for all blocks with the same window, so that its mask exists once."""
-        return {size: Window(size) for size in set(self.model.windows) if size}
+        return {size: Window(size) for size in set(self._own.windows) if size}
 
     def build(self) -> list[Layer]:
         """The whole list for DeepSpeed."""
@@ -108,7 +113,13 @@ class LayerListBuilder:
 
     def entries(self) -> list[LayerEntry]:
         """The whole list (:func:`dsx.models.params.layer_kinds`)."""
-        kinds, sizes = layer_kinds(self.model), iter(self.model.windows)
+        kinds = layer_kinds(self.model)
+        if isinstance(self.model, HubModel):
+            from dsx.hub import layers as hub  # here: dsx's own families need nothing of transformers
+
+            made = hub.entries(self.model, self._weights, self.device, self.recompute)
+            return [LayerEntry(*each) for each in made]
+        sizes = iter(self._own.windows)
         return [
             self._block(layer, next(sizes, 0)) if kind == "Block" else self._layer(kind, layer)
             for layer, kind in enumerate(kinds)
@@ -142,7 +153,7 @@ class LayerListBuilder:
 
 
 def layers(
-    model: ModelSpec,
+    model: Model,
     tp: TensorParallel,
     *,
     dtype: torch.dtype,
@@ -183,7 +194,7 @@ def layers(
 
 
 def loss(
-    model: ModelSpec, tp: TensorParallel, *, overwrite_logits: bool = False
+    model: Model, tp: TensorParallel, *, overwrite_logits: bool = False
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """The training loss of logits [B, S, V/tp padded] and labels [B, S]: the mean over all labels but -100.
 

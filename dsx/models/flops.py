@@ -18,16 +18,21 @@ from pathlib import Path as File
 from typing import Any, Literal
 
 from dsx.models.params import layer_kinds, param_specs
-from dsx.models.spec import ModelSpec
+from dsx.models.spec import HubModel, Model
 
 
-def flops_per_token(model: ModelSpec, sequence_length: int) -> float:
+def flops_per_token(model: Model, sequence_length: int) -> float:
     """FLOPs of one forward and backward, per token of a sequence of ``sequence_length`` tokens."""
     return sum(layer_flops(model, sequence_length))
 
 
-def layer_flops(model: ModelSpec, sequence_length: int) -> tuple[float, ...]:
-    """:func:`flops_per_token`, layer by layer of the layer list."""
+def layer_flops(model: Model, sequence_length: int) -> tuple[float, ...]:
+    """:func:`flops_per_token`, layer by layer of the layer list.
+
+    Of experts, those count that a token is sent to.
+    """
+    if isinstance(model, HubModel):
+        return _hub_flops(model, sequence_length)
     kinds, one = layer_kinds(model), replace(model, num_layers=1)
     first = kinds.index("Block")
     matrices = [spec for spec in param_specs(one) if spec.layer == first and len(spec.shape) > 1]
@@ -37,6 +42,21 @@ def layer_flops(model: ModelSpec, sequence_length: int) -> tuple[float, ...]:
         keys = model.window(block, sequence_length) or sequence_length
         # Scores and their product with V: 2 * 2 * keys * query_size forward, thrice that in all.
         flops[first + block] = products + 12.0 * model.query_size * keys
+    flops[-1] = 6.0 * model.vocab_size * model.hidden_size
+    return tuple(flops)
+
+
+_EXPERT_DIMS = 3  # experts, outputs, inputs
+
+
+def _hub_flops(model: HubModel, sequence_length: int) -> tuple[float, ...]:
+    flops = [0.0] * len(model.kinds)
+    for spec in model.params:
+        if len(spec.shape) > 1 and spec.layer not in (0, len(flops) - 1):
+            flops[spec.layer] += 6.0 * spec.numel * (model.routed if len(spec.shape) == _EXPERT_DIMS else 1.0)
+    first = model.kinds.index("Block")
+    for block in range(model.num_layers):
+        flops[first + block] += 12.0 * model.query_size * sequence_length
     flops[-1] = 6.0 * model.vocab_size * model.hidden_size
     return tuple(flops)
 

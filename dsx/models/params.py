@@ -3,7 +3,8 @@
 The layer list, which is what a pipeline is cut into, for L blocks:
 
 - GPT-2: 0 word embedding, 1 positions, 2 .. L+1 blocks, L+2 final norm, L+3 head.
-- All others: 0 word embedding, 1 .. L blocks, L+1 final norm, L+2 head.
+- All others of dsx's own: 0 word embedding, 1 .. L blocks, L+1 final norm, L+2 head.
+- Of transformers' modules: like one or the other, :attr:`dsx.models.spec.HubModel.kinds` says which.
 
 With tied embeddings the head is the word embedding once more, and adds no parameter.
 """
@@ -11,20 +12,23 @@ With tied embeddings the head is the word embedding once more, and adds no param
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dsx.models.family import LayerParams
 from dsx.models.hf_config import FAMILIES
 from dsx.models.param import ParamSpec
-from dsx.models.spec import ModelSpec
+from dsx.models.spec import HubModel, Model, ModelSpec
 
 
-def layer_kinds(model: ModelSpec) -> tuple[str, ...]:
+def layer_kinds(model: Model) -> tuple[str, ...]:
     """Kind of every layer of the layer list, as a ``type:<regex>`` partition matches it."""
+    if isinstance(model, HubModel):
+        return model.kinds
     positions = () if model.rope else ("Positions",)
     return ("WordEmbedding", *positions, *["Block"] * model.num_layers, "FinalNorm", "Head")
 
 
-def param_specs(model: ModelSpec, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...]:
+def param_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...]:
     """Every parameter of ``model``, in layer order and, within a layer, in its module's order.
 
     Args:
@@ -32,6 +36,11 @@ def param_specs(model: ModelSpec, *, pad_multiple: int = 64) -> tuple[ParamSpec,
         pad_multiple: Each tensor-parallel rank's vocabulary rows are rounded up to a multiple of this.
     """
     kinds = layer_kinds(model)
+    if isinstance(model, HubModel):
+        return tuple(
+            spec if spec.pad_multiple is None else replace(spec, pad_multiple=pad_multiple)
+            for spec in model.params
+        )
     return tuple(
         spec
         for layer, kind in enumerate(kinds)
@@ -54,6 +63,6 @@ def _layer(model: ModelSpec, layer: int, kind: str, block: int, pad_multiple: in
         yield from params.table("head", pad_multiple)
 
 
-def num_parameters(model: ModelSpec) -> int:
+def num_parameters(model: Model) -> int:
     """Elements of all parameters; tied ones count once, vocabulary padding not at all."""
     return sum(spec.numel for spec in param_specs(model))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, Self
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from dsx.models.param import ParamSpec
 
 Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2"]
 Recompute = Literal["none", "selective", "full"]
@@ -63,8 +65,6 @@ class ModelSpec:
         attention_cap: Soft cap of attention's scores (Gemma 2); None for none.
         logit_cap: Soft cap of the logits.
         parallel_residual: Attention and MLP read the same input, ``x + Attention(..) + MLP(..)`` (GPT-NeoX).
-        shared_kv: Keys and values are a parameter beside the queries', whole on every tensor-parallel rank,
-            because ranks share key/value heads: see :meth:`for_tensor`.
     """
 
     family: Family
@@ -97,11 +97,11 @@ class ModelSpec:
     attention_scale: float | None = None
     attention_cap: float | None = None
     logit_cap: float | None = None
-    shared_kv: bool = False
 
-    def for_tensor(self, tensor: int) -> Self:
-        """The same model in the form of its parameters that ``tensor`` tensor-parallel ranks train."""
-        return replace(self, shared_kv=self.num_kv_heads % tensor != 0)
+    @property
+    def stream(self) -> tuple[int, ...]:
+        """Sizes of what goes from block to block, samples and tokens aside."""
+        return (self.hidden_size,)
 
     @property
     def query_size(self) -> int:
@@ -122,3 +122,82 @@ class ModelSpec:
         """The window of a block if it is shorter than the sequence, else 0: then it leaves nothing out."""
         window = self.windows[block] if self.windows else 0
         return window if window < sequence_length else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubModel:
+    """A causal language model made of transformers' own modules; :mod:`dsx.hub.read` makes it of a config.
+
+    Its layer list is that of dsx's families: the word embedding, what the family does before its blocks if
+    that is anything (``Positions``), the blocks, what follows them (``FinalNorm``) and the head.
+
+    Attributes:
+        family: ``model_type`` of its config.
+        config: That config, as JSON.
+        tensor_plan: What the user changes in the family's tensor plan: (pattern, style), None for no cut.
+        num_layers: Blocks.
+        stream: Sizes of what goes from block to block, samples and tokens aside.
+        vocab_size: Rows of the head.
+        max_positions: Longest sequence that the config allows.
+        tied_embeddings: Whether the head is the word embedding's table.
+        kinds: Kind of every layer of the layer list.
+        alike: For every block, the first one that does the same with tensors of the same shapes.
+        params: Every parameter, vocabulary padding aside.
+        buffers: (layer, path in its module, Hugging Face name) of every tensor that is stored, not trained.
+        heads: Attention heads, key/value heads, if the plan cuts attention head by head; else None.
+        own_values: (name, name in transformers' model) of every parameter whose fresh values only the
+            family's own code can give.
+        query_size: Width of all query heads; 0 if the config does not say it.
+        routed: Share of the experts that a token is sent to; 1 without experts.
+        whole: What tensor parallelism leaves whole: (module, its share of the blocks' parameters).
+        no_sequence: Why sequence parallelism is refused; None if it is not.
+        block: Number of the one block that is looked at, of a model made for a record; None for all.
+    """
+
+    family: str
+    config: str
+    tensor_plan: tuple[tuple[str, str | None], ...] = ()
+    num_layers: int
+    hidden_size: int
+    stream: tuple[int, ...]
+    vocab_size: int
+    max_positions: int
+    tied_embeddings: bool
+    kinds: tuple[str, ...] = field(repr=False)
+    alike: tuple[int, ...] = field(repr=False)
+    params: tuple[ParamSpec, ...] = field(repr=False, compare=False)
+    buffers: tuple[tuple[int, str, str], ...] = field(default=(), repr=False)
+    heads: tuple[int, int] | None = None
+    own_values: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    query_size: int = 0
+    routed: float = 1.0
+    whole: tuple[tuple[str, float], ...] = field(default=(), repr=False)
+    no_sequence: str | None = None
+    block: int | None = None
+
+    def block_of(self, layer: int) -> int:
+        """Number of the first block that is like layer ``layer`` of the layer list, which is a block."""
+        return self.alike[layer - self.kinds.index("Block")]
+
+    def uncut(self, tensor: int) -> str | None:
+        """Why ``tensor`` ranks cannot share the model; None if they can."""
+        if tensor == 1:
+            return None
+        if all(spec.split is None or spec.pad_multiple is not None for spec in self.params):
+            return (
+                f"transformers has no tensor plan for {self.family}, so that nothing but the vocabulary "
+                "would be cut; dsx.parallel.tensor_plan takes one"
+            )
+        if self.heads is not None:
+            queries, pairs = self.heads
+            if queries % tensor or (pairs % tensor and tensor % pairs):
+                return f"attention heads = {queries}, key/value heads = {pairs}: they cannot be shared by it"
+        for spec in self.params:
+            sizes = spec.parts or (() if spec.split is None else (spec.shape[spec.split],))
+            if spec.pad_multiple is None and any(size % tensor for size in sizes):
+                return f"{spec.hf[0]}: {max(sizes)} of dim {spec.split} are not divisible by it"
+        return None
+
+
+Model: TypeAlias = ModelSpec | HubModel
+"""A model that dsx builds: of its own modules, or of transformers'."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsx.models.spec import ModelSpec
+from dsx.models.spec import HubModel, Model
 from dsx.schedules.builders import default_chunks, placement_of
 
 _MANY = 8  # Numbers to list in a message.
@@ -45,7 +45,7 @@ class Asked:
     data: int | None = None
     chunks: int | None = None
     schedule: str | None = None
-    model: ModelSpec | None = None
+    model: Model | None = None
     layers: int | None = None
     sequence_length: int | None = None
     global_batch: int | None = None
@@ -138,12 +138,13 @@ def _undivided_together(ranks: int, ranks_do: str, tensor: int, pipeline: int) -
     return f"{ranks_do.format(ranks)} not divide by tensor {tensor} x pipeline {pipeline}"
 
 
-def _uncut(model: ModelSpec, tensor: int) -> str | None:
+def _uncut(model: Model, tensor: int) -> str | None:
     """Each tensor-parallel rank has whole heads, and as much of the MLP as the others."""
+    if isinstance(model, HubModel):
+        return model.uncut(tensor)
     sizes = {
         "attention heads": model.num_heads,
-        # Fewer heads than ranks are shared by as many ranks each.
-        "key/value heads": model.num_kv_heads if tensor % model.num_kv_heads else 0,
+        "key/value heads": model.num_kv_heads,
         "MLP width": model.ffn_size,
     }
     bad = [f"{name} = {size}" for name, size in sizes.items() if size % tensor]

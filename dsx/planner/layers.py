@@ -10,7 +10,7 @@ from dsx.memory.record import LayerRecord, LayerRequest, Shape
 from dsx.memory.records import alone, recorded_for_many
 from dsx.models.flops import flops_per_token
 from dsx.models.params import layer_kinds, param_specs
-from dsx.models.spec import ModelSpec
+from dsx.models.spec import HubModel, Model
 from dsx.parallel.limits import Asked
 from dsx.planner.layer_times import LayerTime, Machine, layer_times, record_times, recorded_flops
 from dsx.planner.layout import Candidate, Task
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelLayers:
-    """A model of dsx's own.
+    """A model.
 
     Attributes:
         model: The architecture.
@@ -30,7 +30,7 @@ class ModelLayers:
         vocab_multiple: To which each rank's vocabulary rows are padded.
     """
 
-    model: ModelSpec
+    model: Model
     sequence_length: int
     width: int
     vocab_multiple: int = 64
@@ -48,7 +48,7 @@ class ModelLayers:
     def shape(self, layout: Candidate) -> Shape:
         """A micro-batch of the layout."""
         return Shape(
-            model=self.model.for_tensor(layout.tensor),
+            model=self.model,
             tensor=layout.tensor,
             sequence_parallel=layout.sequence_parallel,
             micro_batch=layout.micro_batch,
@@ -64,7 +64,13 @@ class ModelLayers:
 
     def elements(self, tensor: int) -> tuple[int, ...]:
         """Parameters of every layer on one rank; a tied table counts again in the head."""
-        one = replace(self.model.for_tensor(tensor), num_layers=1)
+        if isinstance(self.model, HubModel):
+            held = [0] * len(self.model.kinds)
+            for spec in param_specs(self.model, pad_multiple=self.vocab_multiple):
+                for layer in {spec.layer, len(held) - 1} if spec.tie is not None else {spec.layer}:
+                    held[layer] += prod(spec.local_shape(tensor))
+            return tuple(held)
+        one = replace(self.model, num_layers=1)
         kinds = layer_kinds(one)
         counts = dict.fromkeys(kinds, 0)
         for spec in param_specs(one, pad_multiple=self.vocab_multiple):
@@ -82,7 +88,9 @@ class ModelLayers:
         """What a block without a window keeps: with one it keeps more, if anything."""
         shape = self.shape(layout)
         block = layer_kinds(shape.model).index("Block")
-        short = alone(replace(shape, model=replace(shape.model, windows=())), block)
+        if not isinstance(shape.model, HubModel):
+            shape = replace(shape, model=replace(shape.model, windows=()))
+        short = alone(shape, block)
         # The record that the times are taken from, so that none is made for this alone.
         return recorded_for_many(LayerRequest(shape=short, kind="Block", divided=True)).kept_bytes
 
@@ -100,9 +108,9 @@ class ModelLayers:
 
 
 def model_task(
-    model: ModelSpec, *, machine: Machine, global_batch: int, sequence_length: int, vocab_multiple: int = 64
+    model: Model, *, machine: Machine, global_batch: int, sequence_length: int, vocab_multiple: int = 64
 ) -> Task:
-    """The training of a model of dsx's own."""
+    """The training of a model."""
     width = 2 if machine.precision == "bf16" else 4
     layers = ModelLayers(model, sequence_length, width, vocab_multiple)
     return Task(layers=layers, machine=machine, global_batch=global_batch)

@@ -11,7 +11,7 @@ from math import isfinite
 from typing import Any, Self, get_args
 
 from dsx.errors import ConfigError
-from dsx.models.spec import ModelSpec, Recompute
+from dsx.models.spec import HubModel, Model, Recompute
 from dsx.schedules.simulate import Costs
 
 VERSION = 1
@@ -204,9 +204,10 @@ def stage_costs(
     )
 
 
-def digest(model: ModelSpec, *, vocab_multiple: int) -> str:
+def digest(model: Model, *, vocab_multiple: int) -> str:
     """Name of an architecture: equal for equal numbers, 16 hexadecimal digits."""
-    text = json.dumps([asdict(model), vocab_multiple], sort_keys=True)
+    numbers = [model.config, model.tensor_plan] if isinstance(model, HubModel) else asdict(model)
+    text = json.dumps([numbers, vocab_multiple], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -27,7 +27,7 @@ from dsx.memory.record import Shape
 from dsx.models import families
 from dsx.models.flops import layer_flops
 from dsx.models.params import layer_kinds
-from dsx.models.spec import Recompute
+from dsx.models.spec import HubModel, Recompute
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Groups
@@ -494,6 +494,9 @@ def _named(config: RunConfig, kinds: Sequence[str], mode: Recompute) -> list[str
     """Kinds of layers that cost the same: only blocks compute anything again or have windows."""
     named, first = list(kinds), kinds.index("Block")
     for block in range(config.model.num_layers):
+        if isinstance(config.model, HubModel):
+            named[first + block] = f"Block like {config.model.alike[block]}, recompute {mode}"
+            continue
         window = config.model.window(block, config.sequence_length)
         named[first + block] = f"Block, recompute {mode}" + (f", window {window}" if window else "")
     return named

@@ -17,7 +17,7 @@ from dsx.config.run import RunConfig
 from dsx.models.family import BYTES_VOCABULARY
 from dsx.models.hf_config import FAMILIES, own_keys, without_names_of
 from dsx.models.params import layer_kinds
-from dsx.models.spec import ModelSpec
+from dsx.models.spec import HubModel, ModelSpec
 
 _HEAD_DIM = 8
 _TOKENS_PER_RANK = 8
@@ -59,6 +59,7 @@ def trial(
         on_cpu: Whether there is no GPU, so that nothing is compiled for one.
     """
     changes: list[str] = []
+    full = full or isinstance(config.model, HubModel)
     content = _deepspeed(config, changes, keep_precision=keep_precision, on_cpu=on_cpu, full=full)
     block = config.resolved()["dsx"]
     block["profile"] = None
@@ -82,14 +83,26 @@ def trial(
     elif block["partition"]["method"] == "time":
         stages = config.stage_map
         block["partition"] = {"method": [len(stages.layers(s)) for s in range(stages.num_stages)]}
-    without = dict.fromkeys(FAMILIES[config.model.family].dropouts, 0.0)
-    dropout, model = None, config.model
-    if max(model.embedding_dropout, model.attention_dropout, model.residual_dropout) > 0.0:
+    without, dropout, model = _no_dropout(config), None, config.model
+    if isinstance(model, HubModel):
+        drops = any(hf_config.get(key) for key in without)
+    else:
+        drops = max(model.embedding_dropout, model.attention_dropout, model.residual_dropout) > 0.0
+    if drops:
         dropping = {**block, "model": _model(config, hf_config, {}, full=full)}
         dropout = copy.deepcopy({**content, "dsx": dropping})
         changes.append("dropout: off for the comparison; its masks are compared apart")
     block["model"] = _model(config, hf_config, without, full=full)
     return Trial(content={**content, "dsx": block}, changes=tuple(changes), dropout=dropout)
+
+
+def _no_dropout(config: RunConfig) -> dict[str, float]:
+    """Every key of the config that is a dropout's probability, with none."""
+    if isinstance(config.model, HubModel):
+        keys = [key for key in config.hf_config if "drop" in key and isinstance(config.hf_config[key], float)]
+    else:
+        keys = list(FAMILIES[config.model.family].dropouts)
+    return dict.fromkeys(keys, 0.0)
 
 
 def _model(
@@ -174,7 +187,7 @@ def _sequence_length(config: RunConfig) -> int:
 
 def _sizes(config: RunConfig) -> dict[str, Any]:
     """Hugging Face keys with their small values."""
-    model, tp = config.model, config.mesh.tp
+    model, tp = _numbers(config), config.mesh.tp
     per_kv_head = model.num_heads // model.num_kv_heads
     kv_heads = min(model.num_kv_heads, tp * (2 if per_kv_head <= _FEW_HEADS else 1))
     heads = kv_heads * per_kv_head
@@ -200,6 +213,11 @@ def _sizes(config: RunConfig) -> dict[str, Any]:
     return own_keys(model.family, sizes)
 
 
+def _numbers(config: RunConfig) -> ModelSpec:
+    assert isinstance(config.model, ModelSpec)
+    return config.model
+
+
 def _head_dim(model: ModelSpec, heads: int) -> int:
     """A small head with a whole number of pairs to rotate, and a part that is not rotated if there is one."""
     least = min(model.head_dim, _HEAD_DIM if heads <= _MANY_HEADS else _HEAD_DIM // 2)
@@ -215,7 +233,7 @@ def _head_dim(model: ModelSpec, heads: int) -> int:
 
 def _windows(config: RunConfig, num_layers: int, length: int) -> dict[str, Any]:
     """Keys that say which of the fewer layers have a window, as short for the sequence as the user's."""
-    given, windows = config.hf_config, config.model.windows
+    given, windows = config.hf_config, _numbers(config).windows
     sizes: dict[str, Any] = {}
     window = given.get("sliding_window")
     if isinstance(window, int) and window < config.sequence_length:

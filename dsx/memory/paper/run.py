@@ -24,6 +24,7 @@ from dsx.engine.pipeline_module import PipelineModule
 from dsx.memory.paper import accelerator as paper
 from dsx.memory.paper.device import Device, swapped
 from dsx.memory.paper.meter import CUDA_ROUNDING_BYTES, StorageMeter
+from dsx.models.params import layer_kinds
 from dsx.nn import parameters
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.mesh import Mesh
@@ -185,9 +186,16 @@ def signatures(config: RunConfig) -> dict[int, Signature]:
     if config.dsx.parallel.sequence_parallel:
         length //= config.mesh.tp
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    shape = (config.micro_batch_size, length, config.model.hidden_size)
-    signature = Signature((TensorMeta(shape, dtype, requires_grad=True),), is_tuple=False)
-    return dict.fromkeys(range(1, config.stage_map.num_stages), signature)
+    kinds, stages = layer_kinds(config.model), config.stage_map
+    first = kinds.index("Block")
+
+    def sent(stage: int) -> Signature:
+        between = first < next(iter(stages.layers(stage)), 0) < len(kinds) - 1
+        sizes = config.model.stream if between else (config.model.hidden_size,)
+        shape = (config.micro_batch_size, length, *sizes)
+        return Signature((TensorMeta(shape, dtype, requires_grad=True),), is_tuple=False)
+
+    return {stage: sent(stage) for stage in range(1, stages.num_stages)}
 
 
 def batch(config: RunConfig) -> tuple[Any, Any]:

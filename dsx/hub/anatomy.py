@@ -1,0 +1,534 @@
+"""A family's model without weights, where its parts are, and what its own forward does around its blocks.
+
+The model is built with its parameters on the meta device and its buffers (rotary tables) where they are
+computed. Running the family's own forward with placeholders in the place of blocks shows what it gives each
+block besides the hidden states: masks and positions are then the family's own, with no code per family.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from dsx.errors import ModelError
+from dsx.models.config_values import at
+from dsx.models.quiet_transformers import first_line, quiet_transformers
+from dsx.terminal import shortened
+
+HIDDEN = "hidden_states"
+"""The argument of a block that goes from block to block."""
+
+_PROBED = (2, 8)
+"""Samples and tokens with which a forward is looked at."""
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Inside the block, modules get their parameters on the meta device, and buffers with values."""
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            value = parameter.detach()
+            parameter = nn.Parameter(value.to("meta"), requires_grad=parameter.requires_grad)
+            if value.numel() <= _MOST_KEPT:
+                parameter.made_with = value  # type: ignore[attr-defined]  # read by made_with
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]  # in the block alone
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+_MOST_KEPT = 1 << 16
+
+
+def made_with(parameter: nn.Parameter) -> Tensor | None:
+    """What a small parameter's module made it with; None for a large one."""
+    value: Tensor | None = getattr(parameter, "made_with", None)
+    return value
+
+
+def hf_config_of(config: Mapping[str, Any]) -> Any:
+    """The config object of the content of a config.json.
+
+    Raises:
+        ModelError: transformers has no such family, or refuses the config.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    settings = {key: value for key, value in config.items() if key not in ("torch_dtype", "dtype")}
+    kind = settings.pop("model_type", None)
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise ModelError(
+            at("model_type", kind),
+            "neither dsx nor this transformers has such a family",
+            "write the model_type of a causal language model of transformers",
+        )
+    try:
+        with quiet_transformers():
+            return AutoConfig.for_model(kind, **settings)
+    except Exception as error:  # noqa: BLE001 - each family checks in its own way
+        raise ModelError(
+            at("model_type", kind),
+            f"transformers cannot make its config ({_told(error)})",
+            "give a config.json of a causal language model of transformers",
+        ) from None
+
+
+def _told(error: Exception) -> str:
+    return shortened(first_line(error), _MOST_TOLD)
+
+
+_MOST_TOLD = 200
+
+
+def without_weights(config: Mapping[str, Any]) -> nn.Module:
+    """The causal language model of a config.json, its parameters on the meta device, in training.
+
+    Raises:
+        ModelError: transformers has no such family or no causal language model of it, or refuses the config.
+    """
+    from transformers import AutoModelForCausalLM
+
+    described = hf_config_of(config)
+    parts = {name: getattr(described, name, None) for name in getattr(described, "sub_configs", None) or ()}
+    text = next((part for name, part in parts.items() if "text" in name and part is not None), None)
+    if text is not None:
+        raise ModelError(
+            at("model_type", described.model_type),
+            "it is composed of several models, and dsx trains its language model alone",
+            f'give its text_config, whose model_type is "{text.model_type}", as dsx.model.config',
+        )
+    if getattr(described, "is_encoder_decoder", False):
+        raise ModelError(
+            at("model_type", described.model_type),
+            "it has an encoder and a decoder, and dsx trains language models that are one stack of blocks",
+            "use a decoder-only model",
+        )
+    try:
+        with quiet_transformers(), parameters_on_meta():
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                described, dtype=torch.float32, trust_remote_code=False
+            )
+    except Exception as error:  # noqa: BLE001 - as above
+        raise ModelError(
+            at("model_type", described.model_type),
+            f"transformers cannot make its causal language model ({_told(error)})",
+            "give the config of one that AutoModelForCausalLM makes",
+        ) from None
+    return model.train()
+
+
+class Placeholder(nn.Module):
+    """In the place of a block: notes what it is called with, and hands hidden states on.
+
+    Args:
+        like: The block, whose other attributes the family's forward may read.
+        called: Given what it is called with, gives the hidden states that go on.
+        extras: Asked after that: how many outputs the block has beside them; None if it has none.
+    """
+
+    def __init__(
+        self, like: nn.Module, called: Callable[[Call], Tensor], extras: Callable[[], int | None]
+    ) -> None:
+        super().__init__()
+        self._like, self._called, self._extras = (like,), called, extras
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._like[0], name)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """As the block's forward."""
+        hidden, extras = self._called(Call.of(arguments, named)), self._extras()
+        return hidden if extras is None else (hidden, *(None,) * extras)
+
+
+class PassOn(nn.Module):
+    """In the place of a module that another layer has: gives back its first argument."""
+
+    def __init__(self, like: nn.Module) -> None:
+        super().__init__()
+        self._like = (like,)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._like[0], name)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """The first argument."""
+        return arguments[0] if arguments else next(iter(named.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a family's forward gives a block.
+
+    Attributes:
+        hidden: The hidden states.
+        arguments: Positional arguments after them; empty if they are given by name.
+        named: Named arguments, the hidden states aside.
+        by_name: Whether the hidden states are given by name.
+    """
+
+    hidden: Tensor
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    by_name: bool
+
+    @classmethod
+    def of(cls, arguments: tuple[Any, ...], named: dict[str, Any]) -> Call:
+        """The call of a forward."""
+        if arguments:
+            return cls(arguments[0], arguments[1:], named, by_name=False)
+        others = {name: value for name, value in named.items() if name != HIDDEN}
+        return cls(named[HIDDEN], (), others, by_name=True)
+
+    def make(self, block: nn.Module, hidden: Tensor) -> Any:
+        """Call ``block`` so with other hidden states."""
+        if self.by_name:
+            return block(**{HIDDEN: hidden}, **self.named)
+        return block(hidden, *self.arguments, **self.named)
+
+
+def leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    """What arguments consist of: tensors and other values, each with its path."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from ((f".{key}{path}", leaf) for path, leaf in leaves(each))
+    elif isinstance(value, list | tuple):
+        for place, each in enumerate(value):
+            yield from ((f"[{place}]{path}", leaf) for path, leaf in leaves(each))
+    else:
+        yield "", value
+
+
+@dataclass
+class Anatomy:
+    """A family's model without weights, and where its parts are.
+
+    Attributes:
+        model: The causal language model, its parameters on the meta device.
+        base: Path of the stack of blocks with what surrounds them.
+        blocks: Path of the list of blocks.
+        embedding: Path of the word embedding.
+        head: Path of the output linear.
+        before: Paths below ``base`` of modules with parameters that run before the first block.
+        after: Of those that run after the last one.
+        shifts: Whether the first block gets something else than the word embedding's output.
+        stream: Sizes of what goes from block to block, samples and tokens aside.
+        plain_end: Whether what follows the last block is one module of ``after`` and nothing else.
+        extras: For each block, its outputs beside the hidden states; None if it returns these alone.
+    """
+
+    model: Any
+    base: str
+    blocks: str
+    embedding: str
+    head: str
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    shifts: bool = False
+    stream: tuple[int, ...] = ()
+    plain_end: bool = False
+    extras: dict[int, int | None] = field(default_factory=dict)
+    _trunks: dict[Any, Trunk] = field(default_factory=dict, repr=False)
+
+    @property
+    def list_of_blocks(self) -> nn.ModuleList:
+        """The blocks, without weights."""
+        found: nn.ModuleList = self.model.get_submodule(self.blocks)
+        return found
+
+    @property
+    def blocks_below_base(self) -> str:
+        """Path of the list of blocks inside the base."""
+        return self.blocks.removeprefix(f"{self.base}.")
+
+    def stripped(self, keep: tuple[str, ...], called: Callable[[int, Call], Tensor]) -> nn.Module:
+        """A copy of the base with placeholders for blocks, and no parameters but those of ``keep``.
+
+        Args:
+            keep: Paths below the base; modules with parameters elsewhere pass on what they are given.
+            called: Given a block's number and call, returns the hidden states that go on.
+        """
+        base: nn.Module = self.model.get_submodule(self.base)
+        blocks = self.list_of_blocks
+        copied = copy.deepcopy(base, {id(blocks): nn.ModuleList()})  # without the blocks
+        places = nn.ModuleList(
+            Placeholder(block, partial(called, number), partial(self.extras.get, number))
+            for number, block in enumerate(blocks)
+        )
+        _replace(copied, self.blocks_below_base, places)
+        for path, module in list(copied.named_modules()):
+            own = any(True for _ in module.parameters(recurse=False))
+            if own and path not in keep:
+                _replace(copied, path, PassOn(module))
+        return copied
+
+    def trunk(self, device: torch.device) -> Trunk:
+        """What gives blocks their arguments on a device; one for all layers of a process."""
+        if device not in self._trunks:
+            self._trunks[device] = Trunk(self, device)
+        return self._trunks[device]
+
+
+def _replace(root: nn.Module, path: str, module: nn.Module) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(root.get_submodule(owner), name, module)
+
+
+class Trunk:
+    """The family's forward without weights: what it gives to every block, kept for the last shapes.
+
+    Args:
+        anatomy: The model.
+        device: Where the arguments are wanted.
+    """
+
+    def __init__(self, anatomy: Anatomy, device: torch.device) -> None:
+        self._calls: list[Call] = []
+        base = anatomy.stripped((), self._note)
+        self._base = base.to(device).requires_grad_(requires_grad=False)
+        self.kept: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
+
+    def __repr__(self) -> str:
+        return "the family's own masks and positions"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Trunk:
+        """Itself, which all layers share."""
+        return self
+
+    def _note(self, number: int, call: Call) -> Tensor:
+        del number
+        self._calls.append(call)
+        return call.hidden
+
+    def call(self, number: int, hidden: Tensor, length: int, *, training: bool) -> Call:
+        """The call of block ``number`` in a forward, with these hidden states.
+
+        Args:
+            number: Of the block.
+            hidden: [B, s, ...], of which the form alone matters for what else the block gets.
+            length: Tokens of a whole sequence.
+            training: Whether the model is.
+        """
+        key = (hidden.shape[0], length, hidden.dtype, training)
+        if key not in self.kept:
+            if len(self.kept) >= _MOST_SHAPES:
+                self.kept.pop(next(iter(self.kept)))
+            self._calls = []
+            with torch.no_grad():
+                self._base.train(training)
+                like = hidden.new_zeros(1).expand(hidden.shape[0], length, hidden.shape[-1])
+                self._base(inputs_embeds=like, use_cache=False)
+            self.kept[key] = [(call.arguments, call.named, call.by_name) for call in self._calls]
+            self._calls = []
+        return Call(hidden, *self.kept[key][number])
+
+
+_MOST_SHAPES = 4
+
+
+@lru_cache(maxsize=8)
+def anatomy_of(config: str) -> Anatomy:
+    """The anatomy of the model of a config.json's text.
+
+    Raises:
+        ModelError: transformers cannot make it, or it cannot be cut into layers; names the reason.
+    """
+    model: Any = without_weights(json.loads(config))
+    found = _found(model)
+    _require_apart(model, found)
+    return _looked_at(found)
+
+
+def _refusal(model: Any, why: str) -> ModelError:
+    return ModelError(
+        at("model_type", model.config.model_type),
+        why,
+        "dsx cannot cut this family into stages: use another",
+    )
+
+
+def _found(model: Any) -> Anatomy:
+    paths = {id(module): path for path, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or id(head) not in paths:
+        raise _refusal(model, "its forward ends without an output linear")
+    if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
+        raise _refusal(model, "its word embedding or its head is no table of the vocabulary")
+    lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise _refusal(model, "it has no list of blocks")
+    blocks = max(lists, key=lambda path: sum(p.numel() for p in model.get_submodule(path).parameters()))
+    base, inside = blocks.rpartition(".")[0], paths[id(embedding)]
+    while base and not inside.startswith(f"{base}."):
+        base = base.rpartition(".")[0]
+    if not base:
+        raise _refusal(model, "no module holds both its word embedding and its blocks")
+    return Anatomy(model=model, base=base, blocks=blocks, embedding=inside, head=paths[id(head)])
+
+
+def _require_apart(model: Any, found: Anatomy) -> None:
+    """Refuse blocks that share parameters."""
+    owners: dict[int, int] = {}
+    for number, block in enumerate(found.list_of_blocks):
+        for name, parameter in block.named_parameters():
+            first = owners.setdefault(id(parameter), number)
+            if first != number:
+                raise _refusal(model, f"blocks {first} and {number} share the parameter {name}")
+
+
+def _looked_at(found: Anatomy) -> Anatomy:
+    """Run the family's forward around placeholders and note what happens."""
+    model, order = found.model, list[Any]()
+    tried: dict[type, int | None] = {}
+    handed: list[Tensor] = []
+    base = model.get_submodule(found.base)
+    others = tuple(
+        path
+        for path, module in base.named_modules()
+        if path
+        and not (f"{found.base}.{path}.").startswith(f"{found.blocks}.")
+        and not f"{found.base}.{path}.".startswith(f"{found.embedding}.")
+        and any(True for _ in module.parameters(recurse=False))
+    )
+
+    def called(number: int, call: Call) -> Tensor:
+        order.append(number)
+        block = found.list_of_blocks[number]
+        if type(block) not in tried:
+            tried[type(block)] = _extras(block, call)
+        found.extras[number] = tried[type(block)]
+        if number == 0:
+            handed.append(call.hidden)
+        return torch.full_like(call.hidden, float(number + 2))
+
+    copied = found.stripped(others, called)
+    copied = _hollow(copied)
+    uses: list[tuple[str, Any, Any]] = []
+    for path in others:
+        copied.get_submodule(path).register_forward_hook(partial(_noted, path, order, uses))
+    width = model.get_submodule(found.embedding).weight.shape[1]
+    x = torch.ones(*_PROBED, width)
+    try:
+        with torch.no_grad():
+            end = copied(inputs_embeds=x, use_cache=False)
+    except Exception as error:  # noqa: BLE001 - whatever the family's code does
+        raise _refusal(model, f"its forward does not run without its blocks ({_told(error)})") from None
+    _require_order(model, order, len(found.list_of_blocks))
+    first, last = order.index(0), len(order) - 1 - order[::-1].index(len(found.list_of_blocks) - 1)
+    found.before = tuple(dict.fromkeys(path for path in order[:first] if isinstance(path, str)))
+    found.after = tuple(dict.fromkeys(path for path in order[last:] if isinstance(path, str)))
+    both = set(found.before) & set(found.after)
+    unused = [path for path in others if path not in (*found.before, *found.after)]
+    if both or unused:
+        raise _refusal(
+            model,
+            f"{min(both)} runs before and after its blocks" if both else f"{unused[0]} is never used",
+        )
+    found.shifts, found.stream = handed[0] is not x, tuple(handed[0].shape[2:])
+    ends = [use for use in uses if use[0] in found.after]
+    result = end.last_hidden_state if hasattr(end, "last_hidden_state") else end[0]
+    found.plain_end = (
+        len(ends) == 1
+        and ends[0][2] is result
+        and bool((ends[0][1][0] == len(found.list_of_blocks) + 1).all())
+    )
+    _require_stateless(found)
+    return found
+
+
+def _noted(path: str, order: list[Any], uses: list[Any], _module: nn.Module, given: Any, gave: Any) -> None:
+    order.append(path)
+    uses.append((path, given, gave))
+
+
+def _hollow(module: nn.Module) -> nn.Module:
+    """Parameters with zeros that take no memory."""
+    for inner in module.modules():
+        for name, parameter in list(inner.named_parameters(recurse=False)):
+            zero = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
+            setattr(inner, name, nn.Parameter(zero, requires_grad=False))
+    return module
+
+
+def _require_order(model: Any, order: list[Any], blocks: int) -> None:
+    numbers = [entry for entry in order if isinstance(entry, int)]
+    if Counter(numbers) != Counter(range(blocks)) or numbers != sorted(numbers):
+        raise _refusal(model, "its forward does not run its blocks once each, in their order")
+    first, last = order.index(0), order.index(blocks - 1)
+    between = [entry for entry in order[first:last] if isinstance(entry, str)]
+    if between:
+        raise _refusal(model, f"its forward runs {between[0]} between its blocks")
+
+
+def _extras(block: nn.Module, call: Call) -> int | None:
+    """How many outputs a block has beside the hidden states; None if it returns these alone.
+
+    It is run without storage. One that looks at values cannot be; then its annotation counts.
+    """
+
+    def moved(value: Any) -> Any:
+        return tree_map(lambda each: _without_storage(each) if isinstance(each, Tensor) else each, value)
+
+    try:
+        with torch.no_grad():
+            alone = copy.deepcopy(block).to("meta", torch.bfloat16)
+            there = Call(moved(call.hidden), moved(call.arguments), moved(call.named), call.by_name)
+            gave = there.make(alone, there.hidden)
+    except Exception:  # noqa: BLE001 - as above
+        function = getattr(type(block).forward, "__wrapped__", type(block).forward)
+        told = str(function.__annotations__.get("return", ""))
+        return max(told.count(","), 0) if "uple" in told else None
+    return len(gave) - 1 if isinstance(gave, tuple) else None
+
+
+def _without_storage(tensor: Tensor) -> Tensor:
+    """A tensor's form; in bf16, because products of many experts at a time exist for no other dtype there."""
+    return tensor.to("meta", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
+
+
+def _require_stateless(found: Anatomy) -> None:
+    """Refuse a family whose blocks get more from blocks before them than the hidden states."""
+    seen: list[list[Call]] = []
+    width = found.model.get_submodule(found.embedding).weight.shape[1]
+    for value in (0.5, -1.5):
+        calls: list[Call] = []
+
+        def called(number: int, call: Call, calls: list[Call] = calls, value: float = value) -> Tensor:
+            calls.append(call)
+            return call.hidden * value + number
+
+        base = _hollow(found.stripped((), called))
+        with torch.no_grad():
+            base(inputs_embeds=torch.linspace(-value, value, width).expand(*_PROBED, width), use_cache=False)
+        seen.append(calls)
+    for number, (one, other) in enumerate(zip(*seen, strict=True)):
+        told = [list(leaves((call.arguments, call.named))) for call in (one, other)]
+        for (path, a), (_, b) in zip(*told, strict=True):
+            if isinstance(a, Tensor) and (a.shape != b.shape or not torch.equal(a, b)):
+                raise _refusal(
+                    found.model,
+                    f"block {number} gets{path.replace('[1]', '', 1)} which depends on the hidden states: "
+                    "state that is carried across blocks",
+                )

@@ -1,0 +1,315 @@
+"""Layers of the layer list that are made of a transformers family's own modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from dsx.hub.anatomy import Call, Trunk, anatomy_of
+from dsx.hub.read import block_plan
+from dsx.hub.tensor_plan import apply_plan, sum_gradients
+from dsx.hub.values import own_values
+from dsx.models.spec import HubModel, Recompute
+from dsx.nn import collectives
+from dsx.nn.block import recomputed
+from dsx.nn.embedding import check_ids
+from dsx.nn.linear import column_linear
+from dsx.nn.parallel import TensorParallel
+from dsx.nn.parameters import Weights
+
+
+def settled(module: nn.Module, model: HubModel, weights: Weights, summed: set[str]) -> None:
+    """Give the parameters of a layer storage, values and tags, and move its buffers to the device.
+
+    Args:
+        module: The layer, its parameters on the meta device.
+        model: The model.
+        weights: Where values come from.
+        summed: Paths of parameters whose gradients the tensor-parallel ranks sum.
+    """
+    for path, parameter in list(module.named_parameters()):
+        owner, _, name = path.rpartition(".")
+        shape = weights.specs[path].local_shape(weights.tp.size)
+        empty = torch.empty(shape, dtype=weights.dtype, device=weights.device)
+        setattr(module.get_submodule(owner), name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+    for inner in module.modules():
+        for name, buffer in inner.named_buffers(recurse=False):
+            setattr(inner, name, buffer.to(weights.device))
+    weights.initialise(module)
+    memory = dict(model.own_values)
+    for path, spec in weights.specs.items():
+        if spec.name in memory and not module.get_parameter(path).is_meta:
+            own_values(module.get_parameter(path), memory[spec.name], spec, model, weights)
+    sum_gradients(dict(module.named_parameters()), summed, weights.tp)
+
+
+class HubEmbedding(nn.Module):
+    """The family's word embedding, its rows cut over the tensor-parallel ranks, used as head too if tied."""
+
+    def __init__(self, model: HubModel, weights: Weights) -> None:
+        super().__init__()
+        anatomy = anatomy_of(model.config)
+        self.word: Any = copy.deepcopy(anatomy.model.get_submodule(anatomy.embedding))
+        others = {f"word.{name}" for name, _ in self.word.named_parameters() if name != "weight"}
+        settled(self, model, weights, others if weights.tp.size > 1 else set())
+        self.num_valid = _vocabulary(self.word, weights)
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        """int64 [B, S] to [B, s, H]."""
+        y: Tensor = self.word(ids_BS)
+        return y
+
+
+def _vocabulary(table: Any, weights: Weights) -> int | None:
+    """Make an embedding of the family look up this rank's rows, or be the head with ``as_head=True``.
+
+    What the family's own forward does to a vector that it has looked up, it does here too. Returns how many
+    rows are no padding, None for all.
+    """
+    tp, split, look_up = weights.tp, weights.split, table.forward
+    size, rows = weights.specs["word.weight"].shape[0], table.weight.shape[0]
+    first, num_valid = _own_rows(size, rows, tp)
+    padding = getattr(table, "padding_idx", None)
+    if padding is not None:
+        table.padding_idx = padding - first if first <= padding < first + rows else None
+
+    def forward(x: Tensor, *, as_head: bool = False) -> Tensor:
+        if as_head:
+            return column_linear(x, table.weight, None, tp, num_valid=num_valid, split=split)
+        check_ids(x, size, "token id")
+        if tp.size == 1:
+            y: Tensor = look_up(x)
+            return y
+        row_BS = x - first
+        elsewhere_BS = (row_BS < 0) | (row_BS >= rows)
+        partial_BSH = look_up(row_BS.masked_fill(elsewhere_BS, 0))
+        return collectives.reduce_from(partial_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0), tp)
+
+    table.forward = forward
+    return num_valid
+
+
+def _own_rows(size: int, rows: int, tp: TensorParallel) -> tuple[int, int | None]:
+    """The first of a rank's rows, and how many of them are no padding; None for all."""
+    first = tp.rank * rows
+    valid = min(max(size - first, 0), rows)
+    return first, valid if valid < rows else None
+
+
+class HubStart(nn.Module):
+    """What the family does between its word embedding and its first block."""
+
+    def __init__(self, model: HubModel, weights: Weights) -> None:
+        super().__init__()
+        anatomy = anatomy_of(model.config)
+        self._tp = weights.tp
+        self._handed: Tensor | None = None
+        self.base = anatomy.stripped(anatomy.before, self._called)
+        settled(self, model, weights, set())
+
+    def _called(self, number: int, call: Call) -> Tensor:
+        if number == 0:
+            self._handed = call.hidden
+        return call.hidden.detach()
+
+    def forward(self, x_BsH: Tensor) -> Tensor:
+        """[B, s, H] to what blocks take."""
+        tp, cut = self._tp, self._tp.sequence
+        if cut:
+            x_BsH = collectives.gather_from(x_BsH, tp, collectives.SEQUENCE)
+        self.base(inputs_embeds=x_BsH, use_cache=False)
+        y, self._handed = self._handed, None
+        assert y is not None
+        return collectives.scatter_to(y, tp, collectives.SEQUENCE) if cut else y
+
+
+class HubBlock(nn.Module):
+    """A block of the family."""
+
+    def __init__(
+        self, model: HubModel, weights: Weights, number: int, trunk: Trunk, recompute: Recompute
+    ) -> None:
+        super().__init__()
+        anatomy = anatomy_of(model.config)
+        self.block = copy.deepcopy(anatomy.list_of_blocks[number])
+        self._number, self._trunk, self._recompute = number, trunk, recompute
+        self._times = weights.tp.size if weights.tp.sequence else 1
+        summed = apply_plan(self.block, block_plan(model, anatomy, number), weights.tp, weights.split)
+        settled(self, model, weights, {f"block.{path}" for path in summed})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, s, ...] to the same."""
+        call = self._trunk.call(self._number, x, x.shape[1] * self._times, training=self.training)
+        run = partial(_run, self.block, call)
+        if self._recompute == "full":
+            return recomputed(run, x, random=self.training)
+        return run(x)
+
+
+def _run(block: nn.Module, call: Call, x: Tensor) -> Tensor:
+    gave = call.make(block, x)
+    y: Tensor = gave[0] if isinstance(gave, tuple) else gave
+    return y
+
+
+class HubEnd(nn.Module):
+    """What the family does between its last block and the head: mostly a norm."""
+
+    def __init__(self, model: HubModel, weights: Weights) -> None:
+        super().__init__()
+        anatomy = anatomy_of(model.config)
+        self._last, self._given = model.num_layers - 1, list[Tensor]()
+        self._times = weights.tp.size if weights.tp.sequence else 1
+        self._plain = anatomy.after[0] if anatomy.plain_end else None
+        self.base = anatomy.stripped(anatomy.after, self._called)
+        if self._plain is not None:
+            norm = self.base.get_submodule(self._plain)
+            self.base = _only(self._plain, norm)
+        held = {path for path, _ in self.named_parameters()}
+        settled(self, model, weights, held if weights.tp.sequence else set())
+
+    def _called(self, number: int, call: Call) -> Tensor:
+        return self._given.pop() if number == self._last else call.hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the last block gives to [B, s, H]."""
+        if self._plain is not None:
+            y: Tensor = self.base.get_submodule(self._plain)(x)
+            return y
+        self._given.append(x)
+        like = x.new_zeros(1).expand(x.shape[0], x.shape[1] * self._times, x.shape[-1])
+        end = self.base(inputs_embeds=like, use_cache=False)
+        last: Tensor = end.last_hidden_state if hasattr(end, "last_hidden_state") else end[0]
+        return last
+
+
+def _only(path: str, module: nn.Module) -> nn.Module:
+    """A module that holds nothing but ``module`` at ``path``."""
+    for name in reversed(path.split(".")):
+        holder = nn.Module()
+        holder.add_module(name, module)
+        module = holder
+    return module
+
+
+class Ending:
+    """The family's forward after its base: scaling, output linear, soft cap."""
+
+    def __init__(self, model: HubModel) -> None:
+        anatomy = anatomy_of(model.config)
+        whole = anatomy.model
+        base, head = _Base(), _HeadOf()
+        memo = {id(whole.get_submodule(anatomy.base)): base, id(whole.get_submodule(anatomy.head)): head}
+        self._model: Any = copy.deepcopy(whole, memo)
+        self._base, self._head = base, head
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ending:
+        """Itself, which has no weights."""
+        return self
+
+    def logits(self, x: Tensor, linear: Callable[[Tensor], Tensor], num_valid: int | None) -> Tensor:
+        """[B, s, H] to this rank's logits [B, S, V], padding at -inf."""
+        self._base.given, self._head.given = (x,), (linear,)
+        try:
+            y: Tensor = self._model(inputs_embeds=x, use_cache=False).logits
+        finally:
+            self._base.given = self._head.given = ()
+        if num_valid is None:
+            return y
+        columns = torch.arange(y.shape[-1], device=y.device)
+        return y.masked_fill(columns >= num_valid, -torch.inf)
+
+    def of_table(self, module: HubEmbedding, x: Tensor) -> Tensor:
+        """The tied head: the word embedding's table once more."""
+        return self.logits(x, partial(module.word, as_head=True), module.num_valid)
+
+
+class _Base(nn.Module):
+    """In the place of the base: gives what the last layer before the head gave."""
+
+    given: tuple[Tensor, ...] = ()
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return _Outputs(self.given[0])
+
+
+class _Outputs:
+    """Outputs of a base, of which the hidden states alone are there."""
+
+    def __init__(self, hidden: Any) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, place: int) -> Any:
+        return self.last_hidden_state if place == 0 else None
+
+
+class _HeadOf(nn.Module):
+    """In the place of the output linear."""
+
+    given: tuple[Callable[[Tensor], Tensor], ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.given[0](x)
+
+
+class HubHead(nn.Module):
+    """The family's head with weights of its own, its rows cut over the tensor-parallel ranks."""
+
+    def __init__(self, model: HubModel, weights: Weights, ending: Ending) -> None:
+        super().__init__()
+        anatomy = anatomy_of(model.config)
+        self.word: Any = copy.deepcopy(anatomy.model.get_submodule(anatomy.head))
+        settled(self, model, weights, set())
+        size, rows = weights.specs["word.weight"].shape[0], self.word.weight.shape[0]
+        valid = _own_rows(size, rows, weights.tp)[1]
+        table, tp, split = self.word, weights.tp, weights.split
+        table.forward = lambda x: column_linear(x, table.weight, table.bias, tp, num_valid=valid, split=split)
+        self._ending, self._valid = ending, valid
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, s, H] to [B, S, V]."""
+        return self._ending.logits(x, self.word, self._valid)
+
+
+Entry: TypeAlias = tuple[Any, tuple[Any, ...], bool, Callable[[Any, Any], Any] | None]
+"""A layer's class, its arguments, whether it shares the word embedding's table, and how it uses that."""
+
+
+def entries(
+    model: HubModel,
+    weights: Callable[[int], Weights],
+    device: torch.device | str | None,
+    recompute: Recompute,
+) -> Iterator[Entry]:
+    """The layer list of a model.
+
+    Args:
+        model: The model.
+        weights: Given a layer's index, what it needs beside the model.
+        device: Of the parameters.
+        recompute: What each block computes again in backward.
+    """
+    trunk = anatomy_of(model.config).trunk(torch.device(device or "cpu"))
+    ending, tied, first = Ending(model), model.tied_embeddings, model.kinds.index("Block")
+    for layer, kind in enumerate(model.kinds):
+        own = weights(0 if tied and kind == "Head" else layer)
+        if kind == "WordEmbedding":
+            yield HubEmbedding, (model, own), tied, None
+        elif kind == "Positions":
+            yield HubStart, (model, own), False, None
+        elif kind == "Block":
+            yield HubBlock, (model, own, layer - first, trunk, recompute), False, None
+        elif kind == "FinalNorm":
+            yield HubEnd, (model, own), False, None
+        elif tied:
+            yield HubEmbedding, (model, own), True, ending.of_table
+        else:
+            yield HubHead, (model, own, ending), False, None

@@ -1,0 +1,252 @@
+"""From the config of any causal language model of transformers to a :class:`~dsx.models.spec.HubModel`."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dsx.errors import ModelError
+from dsx.hub.anatomy import Anatomy, anatomy_of
+from dsx.hub.disk_names import DiskForm, disk_forms
+from dsx.hub.tensor_plan import BlockPlan, check_plan
+from dsx.hub.values import laws_of
+from dsx.models.config_values import at
+from dsx.models.family import TIE
+from dsx.models.param import Init, ParamSpec
+from dsx.models.spec import HubModel
+
+_MOST_POSITIONS = 2**31 - 1
+
+
+@cache
+def _overrides() -> dict[str, Any]:
+    """What is known of families beyond what transformers says; see the file itself."""
+    return tomllib.loads((Path(__file__).parent / "families.toml").read_text(encoding="utf-8"))
+
+
+def hub_model(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | None = None) -> HubModel:
+    """The model that transformers makes of a config.json, as dsx cuts it.
+
+    Args:
+        config: Content of the config.json of a causal language model.
+        tensor_plan: Changes of the family's tensor plan: style by pattern, None for no cut.
+
+    Raises:
+        ModelError: transformers cannot make the model, or dsx cannot cut it; names the reason.
+    """
+    text = json.dumps(dict(config), sort_keys=True)
+    return _hub_model(text, tuple(sorted((tensor_plan or {}).items(), key=lambda item: item[0])))
+
+
+@lru_cache(maxsize=8)
+def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubModel:
+    check_plan(dict(changes), "dsx.parallel.tensor_plan")
+    kind = json.loads(text).get("model_type")
+    known = _overrides().get(kind, {})
+    if "refused" in known:
+        raise ModelError(at("model_type", kind), known["refused"], "use another family")
+    anatomy = anatomy_of(text)
+    reader = _Reader(anatomy, plan_of(anatomy, changes))
+    settings = anatomy.model.config
+    kinds = ("WordEmbedding", *(("Positions",) if anatomy.shifts else ()))
+    first, blocks = len(kinds), len(anatomy.list_of_blocks)
+    kinds = (*kinds, *("Block",) * blocks, "FinalNorm", "Head")
+    params = tuple(reader.params(first))
+    return HubModel(
+        family=str(kind),
+        config=text,
+        tensor_plan=changes,
+        num_layers=blocks,
+        hidden_size=anatomy.model.get_submodule(anatomy.embedding).weight.shape[1],
+        stream=anatomy.stream,
+        vocab_size=anatomy.model.get_submodule(anatomy.head).weight.shape[0],
+        max_positions=getattr(settings, "max_position_embeddings", None) or _MOST_POSITIONS,
+        tied_embeddings=reader.tied,
+        kinds=kinds,
+        alike=tuple(_alike(reader)),
+        params=params,
+        buffers=tuple(reader.buffers(first)),
+        heads=reader.heads,
+        own_values=tuple(item for item in reader.memory.items() if reader.laws[item[1]] is None),
+        query_size=_query_size(settings),
+        routed=_routed(settings),
+        whole=tuple(reader.whole()),
+        no_sequence=known.get("no_sequence"),
+    )
+
+
+def plan_of(anatomy: Anatomy, changes: tuple[tuple[str, str | None], ...]) -> dict[str, str | None]:
+    """The tensor plan: the family's, mended by dsx's table, and the user's changes."""
+    model = anatomy.model
+    plan: dict[str, str | None] = dict(getattr(model, "tp_plan", None) or {})
+    # Some classes name their modules without the prefix of the causal model.
+    plan |= {f"{anatomy.base}.{key}": style for key, style in plan.items() if key.startswith("layers.")}
+    plan |= _overrides().get(model.config.model_type, {}).get("plan", {})
+    plan = {key: style or None for key, style in plan.items()}
+    return plan | dict(changes)
+
+
+def block_plan(model: HubModel, anatomy: Anatomy, number: int) -> BlockPlan:
+    """The plan of a block."""
+    return _plan_of_block(anatomy, plan_of(anatomy, model.tensor_plan), number)
+
+
+def _plan_of_block(anatomy: Anatomy, plan: Mapping[str, str | None], number: int) -> BlockPlan:
+    settings, prefix = anatomy.model.config, f"{anatomy.blocks}.{number}"
+    pairs = _number(settings, "num_key_value_heads") or _number(settings, "num_attention_heads") or 0
+    rotary = _number(settings, "qk_rope_head_dim") or 0
+    return BlockPlan.of(anatomy.list_of_blocks[number], prefix, plan, pairs=pairs, rotary=rotary)
+
+
+def _number(settings: Any, name: str) -> int | None:
+    """A whole number of a config; None where it has none, or one for each layer."""
+    try:
+        value = getattr(settings, name, None)
+    except Exception:  # noqa: BLE001 - transformers refuses to say what differs from layer to layer
+        return None
+    return value if type(value) is int else None
+
+
+def _query_size(settings: Any) -> int:
+    heads = _number(settings, "num_attention_heads") or 0
+    size = _number(settings, "head_dim") or (_number(settings, "hidden_size") or 0) // max(heads, 1)
+    return heads * size
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+
+
+def _routed(settings: Any) -> float:
+    """Share of the experts that a token is sent to."""
+    every = next((n for n in (_number(settings, name) for name in _EXPERTS) if n), 0)
+    chosen = next((n for n in (_number(settings, name) for name in _CHOSEN) if n), 0)
+    return chosen / every if every and chosen else 1.0
+
+
+class _Reader:
+    """Reads parameters of a model in the order of the layer list."""
+
+    def __init__(self, anatomy: Anatomy, plan: Mapping[str, str | None]) -> None:
+        self.anatomy, self.plan = anatomy, plan
+        self.model = anatomy.model
+        self.forms: dict[str, DiskForm] = disk_forms(self.model)
+        self.laws = laws_of(self.model)
+        table = self.model.get_submodule(anatomy.embedding).weight
+        self.tied = self.model.get_submodule(anatomy.head).weight is table
+        self.plans = [_plan_of_block(anatomy, plan, n) for n in range(len(anatomy.list_of_blocks))]
+        self.memory: dict[str, str] = {}
+        """Name in transformers' model by dsx's name."""
+
+    def params(self, first: int) -> Iterator[ParamSpec]:
+        """Every parameter; ``first`` is the layer of the first block."""
+        anatomy = self.anatomy
+        yield from self._table(0, anatomy.embedding, tie=TIE if self.tied else None)
+        if anatomy.shifts:
+            yield from self._around(1, anatomy.before)
+        for number, block in enumerate(anatomy.list_of_blocks):
+            for path, parameter in block.named_parameters():
+                cut = self.plans[number].cut(block, path, parameter)
+                name = f"{anatomy.blocks}.{number}.{path}"
+                yield self._spec(f"{first + number}.block.{path}", name, split=cut.split, parts=cut.parts)
+        last = first + len(anatomy.list_of_blocks)
+        yield from self._around(last, anatomy.after)
+        if not self.tied:
+            yield from self._table(last + 1, anatomy.head)
+
+    def _table(self, layer: int, path: str, tie: str | None = None) -> Iterator[ParamSpec]:
+        for name, _ in self.model.get_submodule(path).named_parameters():
+            table = name in ("weight", "bias")
+            yield self._spec(
+                f"{layer}.word.{name}",
+                f"{path}.{name}",
+                split=0 if table else None,
+                pad_multiple=1 if table else None,
+                tie=tie if name == "weight" else None,
+            )
+
+    def _around(self, layer: int, paths: tuple[str, ...]) -> Iterator[ParamSpec]:
+        """Parameters of modules before or after the blocks."""
+        base = self.anatomy.base
+        for path in paths:
+            for name, _ in self.model.get_submodule(f"{base}.{path}").named_parameters(recurse=False):
+                yield self._spec(f"{layer}.base.{path}.{name}", f"{base}.{path}.{name}")
+
+    def _spec(self, name: str, memory: str, **cut: Any) -> ParamSpec:
+        form, law = self.forms.get(memory) or self._kept_for(memory), self.laws[memory]
+        shape = tuple(self.model.get_parameter(memory).shape)
+        self.memory[name] = memory
+        return ParamSpec(
+            name=name,
+            layer=int(name.partition(".")[0]),
+            shape=shape,
+            init=law or Init(kind="zeros"),
+            **form.in_spec,
+            **cut,
+        )
+
+    def _kept_for(self, memory: str) -> DiskForm:
+        """The form of a tied tensor, which is stored under another of its names."""
+        return next(form for form in self.forms.values() if memory in form.copies)
+
+    def buffers(self, first: int) -> Iterator[tuple[int, str, str]]:
+        """Buffers of blocks that are stored with the weights."""
+        for number, block in enumerate(self.anatomy.list_of_blocks):
+            for path, _ in block.named_buffers():
+                form = self.forms.get(f"{self.anatomy.blocks}.{number}.{path}")
+                if form is not None:  # transformers stores it
+                    yield first + number, f"block.{path}", form.names[0]
+
+    @property
+    def heads(self) -> tuple[int, int] | None:
+        """Attention heads and key/value heads, where a projection of queries is cut."""
+        names = ("q_proj", "qkv_proj", "query_key_value", "q_b_proj")
+        cut = any(
+            style == "colwise" and path.rpartition(".")[2] in names
+            for plan in self.plans
+            for path, style in plan.styles.items()
+        )
+        queries = _number(self.model.config, "num_attention_heads")
+        pairs = self.plans[0].pairs if self.plans else 0
+        return (queries, pairs) if cut and queries and pairs else None
+
+    def whole(self) -> Iterator[tuple[str, float]]:
+        """Matrices of blocks that the plan leaves whole, with their share of all blocks' elements."""
+        counts: dict[str, int] = {}
+        total = 0
+        for number, block in enumerate(self.anatomy.list_of_blocks):
+            for path, parameter in block.named_parameters():
+                total += parameter.numel()
+                if parameter.ndim > 1 and self.plans[number].cut(block, path, parameter).split is None:
+                    counts[path] = counts.get(path, 0) + parameter.numel()
+        yield from ((path.removesuffix(".weight"), count / total) for path, count in counts.items())
+
+
+def _alike(reader: _Reader) -> Iterator[int]:
+    """For each block the first that has the same modules, settings and plan."""
+    anatomy, first = reader.anatomy, dict[Any, int]()
+    kinds = getattr(anatomy.model.config, "layer_types", None) or [None] * len(anatomy.list_of_blocks)
+    for number, block in enumerate(anatomy.list_of_blocks):
+        key = (
+            kinds[number],
+            tuple(sorted(reader.plans[number].styles.items())),
+            tuple((path, type(module), _settings(module)) for path, module in block.named_modules()),
+            tuple((path, tuple(parameter.shape)) for path, parameter in block.named_parameters()),
+        )
+        yield first.setdefault(key, number)
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """What a module was made with, its own number aside."""
+    plain = bool | int | float | str | None
+    return tuple(
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, plain) and name not in ("layer_idx", "layer_id", "layer_number", "idx")
+    )

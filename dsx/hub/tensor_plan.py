@@ -1,0 +1,342 @@
+"""Tensor parallelism of a transformers block by the family's own plan, with dsx's linears and collectives.
+
+A plan names modules and parameters and gives each a style, in transformers' words
+(transformers/distributed/tensor_parallel.py):
+
+| style | of | cut |
+|---|---|---|
+| ``colwise`` | a linear, a parameter | outputs (the dim before the last one) |
+| ``rowwise`` | a linear, a parameter | inputs (the last dim); partial outputs are summed |
+| ``packed_colwise``, ``packed_rowwise`` | the same | two halves, gate and up, each cut |
+| ``colwise_gather_output`` | a linear | outputs, which every rank then gets |
+| ``rowwise_split_input`` | a linear | inputs, of which every rank takes its own |
+| ``moe_tp_experts`` | a module | its own parameters have entries; its outputs are partial sums |
+| ``mla_kv_a_proj`` | a linear | nothing: the gradient of its rotary outputs is summed |
+| ``replicated_with_grad_allreduce`` | a module | nothing: its parameters' gradients are summed |
+| ``all_reduce`` | a module | nothing: its outputs are partial sums |
+| ``moe_identity_expert`` | a module | nothing: its input is divided by the number of ranks |
+| ``local_params``, ``replicate`` | a module | nothing |
+
+Between the linears, sequence parallelism cuts hidden states along the sequence. A child of a block that mixes
+tokens or features gets the whole sequence. If it is a column-parallel region that ends in one row-parallel
+linear, its ends gather and reduce-scatter; else it computes as without sequence parallelism between a gather
+and a slice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsx.errors import ModelError
+from dsx.nn import collectives
+from dsx.nn.linear import ColumnParallelLinear, KeyValueLinear, LocalLinear, RowParallelLinear
+from dsx.nn.parallel import TensorParallel
+from dsx.nn.split import WeightGradients
+
+COLUMN = frozenset(("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep"))
+ROW = frozenset(("rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep"))
+SUMMED = "replicated_with_grad_allreduce"
+_GATHERS = frozenset(("colwise_gather_output", "colwise_rep"))
+_SPLITS = frozenset(("rowwise_split_input", "rowwise_rep"))
+_WRAPPED = frozenset(("moe_tp_experts", "mla_kv_a_proj", "all_reduce", "moe_identity_expert"))
+STYLES = COLUMN | ROW | _WRAPPED | {SUMMED, "local_params", "replicate"}
+"""Every style that dsx knows inside blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a parameter is cut: along which dim, and its parts along that, each cut on its own."""
+
+    split: int | None = None
+    parts: tuple[int, ...] = ()
+
+
+UNCUT = Cut()
+
+
+def check_plan(plan: Mapping[str, str | None], where: str) -> None:
+    """Raise ModelError for a style that dsx does not know."""
+    for pattern, style in plan.items():
+        if style is not None and style not in STYLES:
+            raise ModelError(
+                f"{where}: {pattern} = {style!r}",
+                "dsx knows no such style",
+                f"use {', '.join(sorted(STYLES))}",
+            )
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """The plan of one block.
+
+    Attributes:
+        styles: Style by path in the block, of modules and of parameters.
+        pairs: Key/value heads, if key and value projections may be kept whole for want of heads; else 0.
+        rotary: Outputs of an ``mla_kv_a_proj`` that are rotated.
+    """
+
+    styles: Mapping[str, str]
+    pairs: int = 0
+    rotary: int = 0
+
+    @classmethod
+    def of(
+        cls, block: nn.Module, prefix: str, plan: Mapping[str, str | None], *, pairs: int, rotary: int
+    ) -> BlockPlan:
+        """The entries of a model's plan that are about the block called ``prefix``.
+
+        Numbers in names are ``*`` in a plan. An entry of a parameter counts before its module's.
+        """
+        names = [path for path, _ in block.named_modules() if path]
+        names += [path for path, _ in block.named_parameters(remove_duplicate=False)]
+        found = {path: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", f"{prefix}.{path}")) for path in names}
+        return cls({path: style for path, style in found.items() if style}, pairs, rotary)
+
+    def cut(self, block: nn.Module, path: str, parameter: Tensor) -> Cut:
+        """How the parameter at ``path`` is cut."""
+        owner, _, name = path.rpartition(".")
+        style = self.styles.get(path)
+        linear = isinstance(block.get_submodule(owner), nn.Linear)
+        if style is None and linear:
+            style = self.styles.get(owner)
+        if style in COLUMN:
+            dim = max(parameter.ndim - 2, 0)
+            return Cut(dim, _halves(parameter.shape[dim]) if style == "packed_colwise" else ())
+        if style in ROW and not (name == "bias" or (style == "packed_rowwise" and parameter.ndim == 1)):
+            dim = parameter.ndim - 1
+            return Cut(dim, _halves(parameter.shape[dim]) if style == "packed_rowwise" else ())
+        return UNCUT
+
+    def keeps(self, path: str, heads: int) -> bool:
+        """Whether a key or value projection is kept whole with ``heads`` ranks."""
+        last = path.rpartition(".")[2]
+        return (
+            bool(self.pairs % heads) and last in ("k_proj", "v_proj") and self.styles.get(path) == "colwise"
+        )
+
+
+def _halves(size: int) -> tuple[int, int]:
+    if size % 2:
+        raise ModelError(f"a packed dim of {size}", "it has no two halves", "mend the tensor plan")
+    return size // 2, size // 2
+
+
+def apply_plan(
+    block: nn.Module, plan: BlockPlan, tp: TensorParallel, split: WeightGradients | None
+) -> set[str]:
+    """Put dsx's linears into a block, on the meta device, and communication at the ends of what is cut.
+
+    Args:
+        block: The family's block. Changed in place.
+        plan: Its plan.
+        tp: The tensor-parallel ranks.
+        split: Takes gradients of weights while it defers.
+
+    Returns:
+        Paths of parameters of which each rank computes a part of the gradient.
+    """
+    summed: set[str] = set()
+    inside: set[str] = set()
+    for path, child in list(_children(block)):
+        if not _mixes(child, path, plan):
+            continue
+        inside |= {f"{path}.{name}" for name, _ in child.named_parameters()}
+        tight = tp.size > 1 and _is_region(child, path, plan, tp)
+        within = tp if tight else replace(tp, sequence_parallel=False)
+        _set_linears(child, path, plan, within, split, tight=tight)
+        summed |= _wrap(child, path, plan, within)
+        if tp.size > 1:
+            _set_ends(child, tp, tight=tight)
+    if tp.sequence:
+        summed |= {path for path, _ in block.named_parameters() if path not in inside}
+    return summed
+
+
+def _children(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The block's children; those of a list by themselves."""
+    for name, child in block.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from ((f"{name}.{place}", each) for place, each in child.named_children())
+        else:
+            yield name, child
+
+
+def _mixes(child: nn.Module, path: str, plan: BlockPlan) -> bool:
+    """Whether a child is more than a norm and its like, which works token by token."""
+    planned = any(name == path or name.startswith(f"{path}.") for name in plan.styles)
+    kinds = nn.Linear | nn.modules.conv._ConvNd  # noqa: SLF001 (the base of all convolutions)
+    return planned or any(isinstance(inner, kinds) for inner in child.modules())
+
+
+def _is_region(child: nn.Module, path: str, plan: BlockPlan, tp: TensorParallel) -> bool:
+    """Whether it consists of column-parallel linears that end in one row-parallel one."""
+    rows = 0
+    for name, inner in child.named_modules(prefix=path):
+        style = plan.styles.get(name)
+        if style in ("colwise", "packed_colwise") and type(inner) is nn.Linear:
+            if plan.keeps(name, tp.size):
+                return False
+        elif style in ("rowwise", "packed_rowwise") and type(inner) is nn.Linear:
+            rows += 1
+        elif any(True for _ in inner.parameters(recurse=False)) and style != SUMMED:
+            return False
+    return rows == 1 and not isinstance(child, nn.Linear)
+
+
+def _set_linears(
+    child: nn.Module,
+    path: str,
+    plan: BlockPlan,
+    tp: TensorParallel,
+    split: WeightGradients | None,
+    *,
+    tight: bool,
+) -> None:
+    for name, inner in list(child.named_modules(prefix=path)):
+        if type(inner) is not nn.Linear or name == path:
+            continue
+        owner_path, _, last = name.removeprefix(f"{path}.").rpartition(".")
+        owner = child.get_submodule(owner_path)
+        made = _linear(inner, plan.styles.get(name), tp, split, tight=tight)
+        if plan.keeps(name, tp.size) and tp.size > 1:
+            head = inner.out_features // plan.pairs
+            made = KeyValueLinear(inner.in_features, plan.pairs, head, tp, **_form(inner))
+            _divide_groups(owner, name, plan, tp)
+        made.in_features, made.out_features = inner.in_features, inner.out_features  # type: ignore[assignment]
+        setattr(owner, last, made)
+
+
+def _form(linear: nn.Linear) -> dict[str, Any]:
+    return {"bias": linear.bias is not None, "init": None, "device": "meta"}
+
+
+def _linear(
+    linear: nn.Linear, style: str | None, tp: TensorParallel, split: WeightGradients | None, *, tight: bool
+) -> nn.Module:
+    """Dsx's linear for a linear of the family."""
+    sizes, form = (linear.in_features, linear.out_features), {**_form(linear), "split": split}
+    if tp.size > 1 and style in ROW:
+        parts = _halves(linear.in_features) if style == "packed_rowwise" else ()
+        made: nn.Module = RowParallelLinear(*sizes, tp, **form, parts=parts)
+        if style in _SPLITS:
+            made.register_forward_pre_hook(lambda _, given: (collectives.scatter_to(given[0], tp, -1),))
+        return made
+    if tp.size > 1 and style in COLUMN:
+        parts = _halves(linear.out_features) if style == "packed_colwise" else ()
+        if tight:
+            return LocalLinear(sizes[0], sizes[1] // tp.size, **form)
+        return ColumnParallelLinear(*sizes, tp, **form, parts=parts, gather_output=style in _GATHERS)
+    return LocalLinear(*sizes, **form)
+
+
+def _divide_groups(owner: nn.Module, name: str, plan: BlockPlan, tp: TensorParallel) -> None:
+    """A rank that has one key/value head uses it for all of its queries."""
+    groups = getattr(owner, "num_key_value_groups", None)
+    if not isinstance(groups, int):
+        raise ModelError(
+            name,
+            f"{plan.pairs} key/value heads are fewer than {tp.size} tensor-parallel ranks, and the family "
+            "does not say how many queries share one (num_key_value_groups)",
+            f"use a tensor-parallel degree that divides {plan.pairs}",
+        )
+    if name.endswith("k_proj"):
+        owner.num_key_value_groups = groups * plan.pairs // tp.size  # type: ignore[assignment]
+
+
+def _wrap(child: nn.Module, path: str, plan: BlockPlan, tp: TensorParallel) -> set[str]:
+    """Communication of styles that are no linear's; gives parameters whose gradients are partial."""
+    summed: set[str] = set()
+    if tp.size == 1:
+        return summed
+    whole = replace(tp, sequence_parallel=False)
+    for name, inner in child.named_modules(prefix=path):
+        style = plan.styles.get(name)
+        if style == SUMMED:
+            summed |= {f"{name}.{own}" for own, _ in inner.named_parameters()}
+        elif style == "moe_tp_experts":
+            inner.register_forward_pre_hook(partial(_copied, tp=whole), with_kwargs=True)
+            inner.register_forward_hook(partial(_reduced, tp=whole))
+        elif style == "all_reduce":
+            inner.register_forward_hook(partial(_reduced, tp=whole))
+        elif style == "mla_kv_a_proj":
+            inner.register_forward_hook(partial(_rotary_copied, rotary=plan.rotary, tp=whole))
+        elif style == "moe_identity_expert":
+            inner.register_forward_pre_hook(lambda _, given: (given[0] / tp.size, *given[1:]))
+    for own, _ in child.named_parameters(prefix=path):
+        if plan.styles.get(own) == SUMMED:
+            summed.add(own)
+    return summed
+
+
+def _copied(_module: nn.Module, given: Any, named: Any, *, tp: TensorParallel) -> tuple[Any, Any]:
+    """Hidden states and routing weights, whose gradients are partial."""
+
+    def each(value: Any) -> Any:
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        return collectives.copy_to(value, tp) if floating else value
+
+    return tuple(map(each, given)), {name: each(value) for name, value in named.items()}
+
+
+def _reduced(_module: nn.Module, _given: Any, gave: Any, *, tp: TensorParallel) -> Any:
+    if isinstance(gave, tuple):
+        return (collectives.reduce_from(gave[0].clone(), tp), *gave[1:])
+    return collectives.reduce_from(gave.clone(), tp)
+
+
+def _rotary_copied(
+    _module: nn.Module, _given: Any, gave: Tensor, *, rotary: int, tp: TensorParallel
+) -> Tensor:
+    passed, rotated = torch.split(gave, [gave.shape[-1] - rotary, rotary], dim=-1)
+    return torch.cat([passed, collectives.copy_to(rotated, tp)], dim=-1)
+
+
+def _set_ends(child: nn.Module, tp: TensorParallel, *, tight: bool) -> None:
+    """Communication where a child of a block begins and ends."""
+    if tight:
+        start: Callable[[Tensor], Tensor] = (
+            partial(collectives.gather_sequence, tp=tp)
+            if tp.sequence
+            else partial(collectives.copy_to, tp=tp)
+        )
+        child.register_forward_pre_hook(partial(_begun, start=start, tp=tp), with_kwargs=True)
+    elif tp.sequence:
+        gather = partial(collectives.gather_from, tp=tp, dim=collectives.SEQUENCE)
+        child.register_forward_pre_hook(partial(_begun, start=gather, tp=tp), with_kwargs=True)
+        child.register_forward_hook(partial(_ended, tp=tp))
+
+
+def _begun(
+    _module: nn.Module, given: Any, named: Any, *, start: Callable[[Tensor], Tensor], tp: TensorParallel
+) -> tuple[Any, Any]:
+    """Hidden states, the first argument, as they are wanted inside."""
+    del tp
+    if given:
+        return (start(given[0]), *given[1:]), named
+    name = next(name for name, value in named.items() if isinstance(value, Tensor))
+    return given, {**named, name: start(named[name])}
+
+
+def _ended(_module: nn.Module, _given: Any, gave: Any, *, tp: TensorParallel) -> Any:
+    if isinstance(gave, tuple):
+        return (collectives.scatter_to(gave[0], tp, collectives.SEQUENCE), *gave[1:])
+    return collectives.scatter_to(gave, tp, collectives.SEQUENCE)
+
+
+def sum_gradients(parameters: Mapping[str, Any], paths: set[str], tp: TensorParallel) -> None:
+    """Sum the gradients of these parameters over the ranks, in float32, as each backward gives them."""
+
+    def total(gradient: Tensor) -> Tensor:
+        whole = gradient.float().clone(memory_format=torch.contiguous_format)
+        return collectives.all_reduce(whole, tp).to(gradient.dtype)
+
+    for path in paths:
+        if parameters[path].requires_grad:
+            parameters[path].register_hook(total)

@@ -1,0 +1,112 @@
+"""Fresh values of a family's parameters, as the family's own code gives them.
+
+Where that code draws from a normal distribution or fills with zeros or ones, dsx does the same with its own
+generator, by name and place, so that a rank makes nothing but its part. Other values (the decay rates of a
+Mamba mixer) are made by the family's code for the one module that has them, whole, from a seed of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsx.errors import ModelError
+from dsx.hub.anatomy import anatomy_of, made_with
+from dsx.models.param import Init, ParamSpec
+from dsx.models.spec import HubModel
+from dsx.nn.dropout import seeded
+from dsx.nn.parameters import Weights, regions
+
+_aten = torch.ops.aten
+
+
+class _Laws(TorchDispatchMode):
+    """Notes what every parameter, on the meta device, is filled with.
+
+    Attributes:
+        found: The law by the parameter's storage; None for another than dsx's own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, Init | None] = {}
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and note what it fills."""
+        del types
+        result = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable and args and isinstance(args[0], Tensor) and args[0].is_meta:  # noqa: SLF001
+            self._note(func.overloadpacket, args[0], args[1:], kwargs or {})
+        return result
+
+    def _note(self, packet: Any, target: Tensor, args: Any, kwargs: Any) -> None:
+        key = target.untyped_storage()._cdata  # noqa: SLF001 (the storage's identity)
+        if target.numel() < self._sizes.setdefault(key, target.numel()) and key in self.found:
+            return  # a padding row, which is trained like any other
+        law: Init | None = None
+        if packet is _aten.normal_:
+            named = dict(zip(("mean", "std"), args, strict=False)) | dict(kwargs)
+            mean, std = named.get("mean", 0.0), named.get("std", 1.0)
+            law = Init(kind="normal", std=std) if mean == 0.0 else None
+        elif packet is _aten.zero_ or (packet is _aten.fill_ and args[0] == 0):
+            law = Init(kind="zeros")
+        elif packet is _aten.fill_ and args[0] == 1:
+            law = Init(kind="ones")
+        self.found[key] = law
+
+
+def laws_of(model: Any) -> dict[str, Init | None]:
+    """How the family's own code fills every parameter of a model on the meta device, by name.
+
+    None stands for values that only that code can make.
+    """
+    copied = copy.deepcopy(model)
+    with torch.no_grad(), _Laws() as laws:
+        for module in _children_first(copied):
+            copied._init_weights(module)  # noqa: SLF001 (transformers has no public name for it)
+    return {
+        name: laws.found.get(parameter.untyped_storage()._cdata)  # noqa: SLF001 (as above)
+        for name, parameter in copied.named_parameters(remove_duplicate=False)
+    }
+
+
+def _children_first(module: nn.Module) -> list[nn.Module]:
+    inside = [inner for child in module.children() for inner in _children_first(child)]
+    return [*inside, module]
+
+
+@torch.no_grad()
+def own_values(local: Tensor, memory: str, spec: ParamSpec, model: HubModel, weights: Weights) -> None:
+    """Fill a parameter as the family's code does, from a seed of its own.
+
+    Args:
+        local: This rank's part of it.
+        memory: Its name in transformers' model.
+        spec: The parameter.
+        model: The model.
+        weights: Seed and tensor-parallel ranks.
+    """
+    whole = anatomy_of(model.config).model
+    owner, _, name = memory.rpartition(".")
+    alone = copy.deepcopy(whole.get_submodule(owner)).to_empty(device="cpu")
+    for parameter in alone.parameters():
+        parameter.fill_(torch.nan)
+    seed = int.from_bytes(hashlib.blake2b(f"{weights.seed}:{spec.name}".encode(), digest_size=7).digest())
+    with seeded(torch.device("cpu"), seed):
+        for module in _children_first(alone):
+            whole._init_weights(module)  # noqa: SLF001 (as above)
+    value = alone.get_parameter(name)
+    if value.isnan().any():
+        value = made_with(whole.get_parameter(memory))
+    if value is None:
+        raise ModelError(
+            memory, "the family's code gives it no fresh values", "start from a folder with weights"
+        )
+    for region, box in regions(local, spec, tp=weights.tp.size, tp_rank=weights.tp.rank):
+        region.copy_(value[tuple(slice(*span) for span in box)])
