@@ -104,7 +104,7 @@ class LossCheck:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         specs = param_specs(self._model)
-        named = as_hf(as_model(catalog, specs), specs)
+        named = as_hf(as_model(catalog, specs), specs, in_files=False)
         told = _precision(catalog)
         config = AutoConfig.for_model(**{k: v for k, v in self._config.items() if k != "architectures"})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()

@@ -141,11 +141,10 @@ def prepare(source: Catalog, root: Path, wanted: WantedTarget) -> Conversion:
 
 
 def _check_complete(source: Catalog, target: Target) -> None:
-    """Prove that no tensor of the model is lost; a model folder has no place for buffers."""
+    """Prove that no tensor of the model is lost."""
     kept = {entry.name for entry in target.catalog.entries if entry.state in ("weight", "master")}
-    no_buffers = target.catalog.format == catalog.FORMAT
     for entry in source.entries:
-        if entry.name not in kept and not (no_buffers and entry.role == "buffer"):
+        if entry.name not in kept:
             raise CheckpointError(
                 f"{target.catalog.root}: {entry}",
                 "the target would not have it, and its loader would miss it",
@@ -169,11 +168,13 @@ def _named(source: Catalog, wanted: WantedTarget) -> Catalog:
             )
         return source
     named = as_model(source, specs)
-    return named if names == "dsx" else catalog.as_hf(named, specs)
+    if names == "dsx":
+        return named
+    return catalog.as_hf(named, specs, in_files=wanted.format == catalog.FORMAT)
 
 
 def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:
-    """A checkpoint under the names of the Hugging Face model of ``hf_config``.
+    """A checkpoint under the names that transformers' model of ``hf_config`` has in memory.
 
     A checkpoint of a model outside dsx's families keeps its names.
 
@@ -187,7 +188,7 @@ def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:
         except ModelError:
             return source
         specs = specs_of_model(source, model)
-    return catalog.as_hf(catalog.as_dsx(source, specs), specs)
+    return catalog.as_hf(catalog.as_dsx(source, specs), specs, in_files=False)
 
 
 def _of_megatron(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:

@@ -51,6 +51,10 @@ class ParamSpec:
             lack that dim.
         hf_split: Dim along which the parts lie that have names of their own, where it is not ``split``.
         hf_parts: Their extents along ``hf_split``; empty means ``parts`` along ``split``.
+        hf_whole: Name that transformers' own module has for the whole tensor, where files have it in parts or
+            under another name; empty if they have it as the module does.
+        hf_copies: Names of the same tensor in transformers' module, which files leave out.
+        buffer: It is a buffer of the module: stored as parameters are, and never trained.
         tie: Key of the tie group when several layers use this tensor, else None.
     """
 
@@ -66,6 +70,9 @@ class ParamSpec:
     hf_stacked: bool = False
     hf_split: int | None = None
     hf_parts: tuple[int, ...] = ()
+    hf_whole: str = ""
+    hf_copies: tuple[str, ...] = ()
+    buffer: bool = False
     tie: str | None = None
 
     def __post_init__(self) -> None:

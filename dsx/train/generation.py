@@ -260,36 +260,39 @@ def _filled(
                 _matched(reader, named, _empty(hf_config, dtype, where, code), source)
         model = _empty(hf_config, dtype, where, code)
         with torch.no_grad():
-            for parameter, entry in _matched(reader, named, model, source):
-                kind = str(parameter.dtype).removeprefix("torch.")
-                reader.fill(entry, [whole_part(entry.shape)], as_numpy(parameter), kind)
+            for tensor, entry in _matched(reader, named, model, source):
+                kind = str(tensor.dtype).removeprefix("torch.")
+                reader.fill(entry, [whole_part(entry.shape)], as_numpy(tensor), kind)
     return model
 
 
 def _matched(
     reader: Reader, named: Catalog, model: PreTrainedModel, source: Catalog
-) -> list[tuple[torch.nn.Parameter, Entry]]:
-    """The model's parameters, each with what the checkpoint has of it. Raises CheckpointError."""
+) -> list[tuple[torch.Tensor, Entry]]:
+    """The model's tensors, each with what the checkpoint has of it. Raises CheckpointError."""
     homes: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        homes[id(parameter)].append(name)  # all names of a tied one
+    held = model.state_dict(keep_vars=True)
+    for name, tensor in held.items():
+        homes[id(tensor)].append(name)  # all names of a tied one
     known = {alias: entry.name for entry in named.entries for alias in (entry.name, *entry.aliases)}
     used: set[str] = set()
-    matched: list[tuple[torch.nn.Parameter, Entry]] = []
-    for parameter in model.parameters():
-        names = homes[id(parameter)]
+    matched: list[tuple[torch.Tensor, Entry]] = []
+    for names in homes.values():
         used.update(names)
+        tensor = held[names[0]]
         found = (reader.find(known.get(name, name), "weight") for name in names)
         entry = next((one for one in found if one is not None), None)
         if entry is None:
+            if not isinstance(tensor, torch.nn.Parameter):
+                continue
             raise _misfit(source, names[0], "the checkpoint does not have it")
         used.update((entry.name, *entry.aliases))
-        shape = tuple(parameter.shape)
+        shape = tuple(tensor.shape)
         if entry.shape != shape:
             what = f"its shape is {entry.shape}, and the model of the config needs {shape}"
             raise _misfit(source, entry.name, what)
-        matched.append((parameter, entry))
-    # Buffers (masks, rotary frequencies) are as the model made them: functions of its config.
+        matched.append((tensor, entry))
+    # Other buffers (masks, rotary frequencies) are as the model made them: functions of its config.
     left = [entry.name for entry in named.entries if entry.name not in used and entry.role != "buffer"]
     if left:
         raise _misfit(source, left[0], "the model of the config has no place for it")

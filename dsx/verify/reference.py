@@ -134,7 +134,7 @@ class Transformers:
         )
         self._model.train()
         held = dict(self._model.named_parameters())
-        self._specs = config.param_specs
+        self._specs = tuple(names.in_memory(spec) for spec in config.param_specs)
         # Specs have the names of files, where GPT-NeoX's head has another one than in the model.
         self._parameters = {
             name: next(held[other] for other in names.stored_names(spec, name) if other in held)

@@ -37,7 +37,7 @@ from dsx.checkpoint.formats.huggingface.names import (
     CONFIG,
     INDEX,
     SINGLE,
-    head_of,
+    in_memory,
     is_buffer,
     read_json,
     stored_names,
@@ -182,6 +182,10 @@ def states_of(
     Raises:
         CheckpointError: It lacks a part, or has one of another shape.
     """
+    whole = in_memory(spec)
+    # Stock engines have the module's own names, and so may a folder.
+    if whole.hf[0] in by_name and (source.format != FORMAT or not any(name in by_name for name in spec.hf)):
+        spec = whole
     found = [_stored_name(source, spec, name, by_name) for name in spec.hf]
     entries = []
     for state in dict.fromkeys(state for name in found for state in by_name[name]):
@@ -213,7 +217,6 @@ def _tied_copies(
     return {
         name: kept[spec.name]
         for spec in specs
-        if spec.tie is not None
         for name in tied_names(spec)
         if name in by_name and name not in homes
     }
@@ -244,18 +247,30 @@ def _same_bytes(entry: Entry, held: Mapping[str, Entry]) -> bool:
     return (entry.shape, entry.dtype, entry.pieces) == (other.shape, other.dtype, other.pieces)
 
 
-def as_hf(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
+def as_hf(source: Catalog, specs: Sequence[ParamSpec], *, in_files: bool = True) -> Catalog:
     """The same checkpoint under Hugging Face's names, in the order of Hugging Face's model.
 
     That order is also the optimizer groups', so that a stock engine of the model finds its own by position.
-    What is not the model's keeps its name and comes last.
+    What is not the model's keeps its name and comes last; files have no place for its buffers.
+
+    Args:
+        source: A checkpoint under dsx's names.
+        specs: Every tensor of the model.
+        in_files: Whether the names are those in Hugging Face's files, or those of transformers' own module,
+            which a stock engine has.
     """
+    in_order = all(spec.hf_whole for spec in specs)
+    specs = specs if in_files else [in_memory(spec) for spec in specs]
     known = {spec.name: spec for spec in specs}
-    order = {name: at for at, name in enumerate(model_order(name for spec in specs for name in spec.hf))}
+    names = [name for spec in specs for name in spec.hf]
+    order = {name: at for at, name in enumerate(names if in_order else model_order(names))}
     entries: list[Entry] = []
     for entry in source.entries:
         spec = known.get(entry.name)
-        entries += [entry] if spec is None else _parted(spec, entry)
+        if spec is not None:
+            entries += _parted(spec, entry)
+        elif not in_files or entry.role != "buffer":
+            entries.append(entry)
     where = str(source.root)
     facts = renamed(source.facts, lambda name: known[name].hf if name in known else (name,), where)
     for group in facts.get("param_groups", ()):
@@ -267,6 +282,14 @@ def as_hf(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
         tile_elements=0,
         tile_digests={},
         facts=facts,
+    )
+
+
+def under_model_names(source: Catalog, homes: Mapping[str, str | None]) -> Catalog:
+    """A folder's tensors under the names that its model has for them; None leaves a tensor out."""
+    named = ((entry, homes.get(entry.name, entry.name)) for entry in source.entries)
+    return replace(
+        source, entries=tuple(replace(entry, name=name) for entry, name in named if name is not None)
     )
 
 
@@ -355,7 +378,8 @@ def _fused(source: Catalog, spec: ParamSpec, parts: Sequence[Entry]) -> Entry:
                 "use the config of the model that the checkpoint is of",
             )
         pieces += [_ours(piece, spec, box) for piece in entry.pieces]
-    return replace(parts[0], name=spec.name, shape=spec.shape, pieces=tuple(pieces), aliases=())
+    role = "buffer" if spec.buffer else parts[0].role
+    return replace(parts[0], name=spec.name, shape=spec.shape, pieces=tuple(pieces), aliases=(), role=role)
 
 
 def _parted(spec: ParamSpec, entry: Entry) -> Iterator[Entry]:
@@ -366,7 +390,7 @@ def _parted(spec: ParamSpec, entry: Entry) -> Iterator[Entry]:
             name=name,
             shape=stored_shape(spec, box),
             pieces=tuple(_theirs(piece, spec, box) for piece in clipped(entry, box)),
-            aliases=(head_of(name),) if spec.tie is not None else (),
+            aliases=spec.hf_copies or tied_names(spec)[:1],
         )
 
 
@@ -483,23 +507,23 @@ def target_of(
 
 
 def _weights(source: Catalog, precision: str | None) -> list[Entry]:
-    """Blank entries of every parameter; a weight that is stored nowhere is its master's."""
+    """Blank entries of every tensor: a weight stored nowhere is its master's, a buffer keeps its type."""
     told = precision or source.facts.get("precision")
     held = [states.get("weight", states.get("master")) for states in source.by_name.values()]
     entries = []
     for entry in held:
-        if entry is None or entry.role == "buffer":
+        if entry is None:
             continue
         dtype = entry.dtype
-        if precision is not None or entry.state == "master":
+        if entry.role != "buffer" and (precision is not None or entry.state == "master"):
             dtype = PRECISIONS.get(str(told), dtype)
         entries.append(replace(entry, state="weight", dtype=dtype, pieces=(), aliases=()))
     return entries
 
 
 def with_dtype(config: Mapping[str, Any], entries: Iterable[Entry]) -> dict[str, Any]:
-    """The ``config.json`` of weights, whose dtype it says if they have one."""
-    dtypes = {entry.dtype for entry in entries}
+    """The ``config.json`` of weights, whose dtype it says if the parameters have one."""
+    dtypes = {entry.dtype for entry in entries if entry.role != "buffer"}
     kept = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     return kept | ({"dtype": dtypes.pop()} if len(dtypes) == 1 else {})
 

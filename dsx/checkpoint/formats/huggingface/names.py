@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +90,23 @@ def stored_names(spec: ParamSpec, name: str) -> Iterator[str]:
             yield name.removeprefix(prefix)
     if name in _OTHER_HEADS:
         yield _OTHER_HEADS[name]
-    if spec.tie is not None:
-        yield from tied_names(spec)
+    yield from tied_names(spec)
 
 
-def tied_names(spec: ParamSpec) -> Iterator[str]:
-    """Names of the copy of a tied embedding that some writers store as well."""
+def tied_names(spec: ParamSpec) -> tuple[str, ...]:
+    """Names of the copies of a tied tensor that some writers store as well."""
+    if spec.hf_copies or spec.tie is None:
+        return spec.hf_copies
     head = head_of(spec.hf[0])
-    yield head
-    yield _OTHER_HEADS[head]
+    return head, _OTHER_HEADS[head]
+
+
+def in_memory(spec: ParamSpec) -> ParamSpec:
+    """The tensor under the name that transformers' own module has for it."""
+    if not spec.hf_whole:
+        return spec
+    form: dict[str, Any] = {"hf_stacked": False, "hf_split": None, "hf_parts": (), "hf_transposed": False}
+    return replace(spec, hf=(spec.hf_whole,), **form)
 
 
 def turned(spec: ParamSpec, dims: tuple[int, ...]) -> tuple[int, ...]:

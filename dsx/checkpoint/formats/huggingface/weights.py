@@ -7,7 +7,7 @@ Which Hugging Face tensor holds which part of a parameter, and whether transpose
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ from dsx.checkpoint.formats.huggingface.catalog import (
     catalog_of,
     file_name,
     states_of,
+    under_model_names,
     with_dtype,
 )
 from dsx.checkpoint.formats.huggingface.names import CONFIG, INDEX, SINGLE
@@ -45,13 +46,21 @@ class HfWeights:
 
     Args:
         folder: The folder.
+        names_of: The model's names of the files' tensors, by the names that they have there, where these may
+            differ: :meth:`dsx.hub.disk_names.FolderNames.of`.
 
     Raises:
         CheckpointError: It has no weights, or a file that is cut short, missing or of another kind.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        names_of: Callable[[Collection[str], str | Path], Mapping[str, str | None]] | None = None,
+    ) -> None:
         self._source = catalog_of(Path(folder))
+        if names_of is not None:
+            self._source = under_model_names(self._source, names_of(self._source.by_name, folder))
         self._by_name = self._source.by_name
         self.reader = Reader(self._source)
 
@@ -90,7 +99,7 @@ class HfWeights:
             Shape ``spec.local_shape(tp)``; padding is zero.
 
         Raises:
-            CheckpointError: A tensor that is missing, of another shape or not of a float type.
+            CheckpointError: A tensor that is missing, of another shape, or a parameter of no float type.
         """
         entry, shape = self._weight(spec), spec.local_shape(tp)
         local = torch.zeros(shape, dtype=getattr(torch, entry.dtype))
@@ -100,7 +109,7 @@ class HfWeights:
 
     def _weight(self, spec: ParamSpec) -> Entry:
         names, (entry,) = states_of(self._source, spec, self._by_name)
-        if entry.dtype not in _FLOATS:
+        if entry.dtype not in _FLOATS and not spec.buffer:
             raise CheckpointError(
                 f"{self._source.root / entry.pieces[0].file}: tensor {names[0]}",
                 f"its type is {NAMES[entry.dtype]}",
