@@ -170,6 +170,10 @@ def read_model(dsx: DsxConfig) -> ModelSource:
             "(dsx.model.overrides.vocab_size sets another)"
         )
     try:
+        if not is_own:
+            from dsx.hub.anatomy import with_family_floats
+
+            config = with_family_floats(config)
         spec = model_spec(config) if is_own else _hub_model(config, dsx.parallel.tensor_plan)
     except ModelError as error:
         raise ModelError(f"{place}: {error.where}", error.what, error.fix) from None

@@ -70,6 +70,7 @@ def hf_config_of(config: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    config = with_family_floats(config)
     settings = {key: value for key, value in config.items() if key not in ("torch_dtype", "dtype")}
     kind = settings.pop("model_type", None)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -87,6 +88,24 @@ def hf_config_of(config: Mapping[str, Any]) -> Any:
             f"transformers cannot make its config ({_told(error)})",
             "give a config.json of a causal language model of transformers",
         ) from None
+
+
+def with_family_floats(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with floats where its family wants them: DeepSpeed reads the 1.0 of a JSON as 1."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind, wanted = config.get("model_type"), dict[str, str]()
+    known = CONFIG_MAPPING[kind].__mro__ if isinstance(kind, str) and kind in CONFIG_MAPPING else ()
+    for parent in reversed(known):
+        wanted |= {name: str(hint) for name, hint in getattr(parent, "__annotations__", {}).items()}
+    floats = {name for name, hint in wanted.items() if "float" in hint and "int" not in hint}
+
+    def each(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(each, value))
+        return float(value) if type(value) is int else value
+
+    return {key: each(value) if key in floats else value for key, value in config.items()}
 
 
 def _told(error: Exception) -> str:
