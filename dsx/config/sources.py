@@ -170,11 +170,7 @@ def read_model(dsx: DsxConfig) -> ModelSource:
             "(dsx.model.overrides.vocab_size sets another)"
         )
     try:
-        if not is_own:
-            from dsx.hub.anatomy import with_family_floats
-
-            config = with_family_floats(config)
-        spec = model_spec(config) if is_own else _hub_model(config, dsx.parallel.tensor_plan)
+        config, spec = (config, model_spec(config)) if is_own else _of_hub(config, dsx.parallel.tensor_plan)
     except ModelError as error:
         raise ModelError(f"{place}: {error.where}", error.what, error.fix) from None
     if not is_own:
@@ -208,10 +204,13 @@ def _is_own(dsx: DsxConfig, family: object, place: str) -> bool:
     return is_own
 
 
-def _hub_model(config: Mapping[str, Any], plan: Mapping[str, str | None]) -> Model:
-    from dsx.hub.read import hub_model  # here: dsx's own families need neither torch nor transformers
+def _of_hub(config: Mapping[str, Any], plan: Mapping[str, str | None]) -> tuple[dict[str, Any], Model]:
+    """The config as its family wants it, and the model that transformers makes of it."""
+    from dsx.hub.anatomy import with_family_floats  # here: dsx's own families need no transformers
+    from dsx.hub.read import hub_model
 
-    return hub_model(config, plan)
+    config = with_family_floats(config)
+    return config, hub_model(config, plan)
 
 
 def _keys_of(config: Mapping[str, Any], place: str) -> set[str]:
