@@ -67,7 +67,6 @@ def hf_config_of(config: Mapping[str, Any]) -> Any:
     Raises:
         ModelError: transformers has no such family, or refuses the config.
     """
-    from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = with_family_floats(config)
@@ -81,7 +80,9 @@ def hf_config_of(config: Mapping[str, Any]) -> Any:
         )
     try:
         with quiet_transformers():
-            return AutoConfig.for_model(kind, **settings)
+            family = CONFIG_MAPPING[kind]
+            decoded = family._decode_special_floats(settings)  # noqa: SLF001 - files have no infinity
+            return family.from_dict(decoded)
     except Exception as error:  # noqa: BLE001 - each family checks in its own way
         raise ModelError(
             at("model_type", kind),
@@ -179,24 +180,6 @@ class Placeholder(nn.Module):
         return hidden if extras is None else (hidden, *(None,) * extras)
 
 
-class PassOn(nn.Module):
-    """In the place of a module that another layer has: gives back its first argument."""
-
-    def __init__(self, like: nn.Module) -> None:
-        super().__init__()
-        self._like = (like,)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._like[0], name)
-
-    def forward(self, *arguments: Any, **named: Any) -> Any:
-        """The first argument."""
-        return arguments[0] if arguments else next(iter(named.values()))
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """What a family's forward gives a block.
@@ -282,12 +265,22 @@ class Anatomy:
         """Path of the list of blocks inside the base."""
         return self.blocks.removeprefix(f"{self.base}.")
 
-    def stripped(self, keep: tuple[str, ...], called: Callable[[int, Call], Tensor]) -> nn.Module:
+    def stripped(
+        self,
+        keep: tuple[str, ...],
+        called: Callable[[int, Call], Tensor],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> nn.Module:
         """A copy of the base with placeholders for blocks, and no parameters but those of ``keep``.
 
+        In the place of others are zeros that take no memory: what the forward makes of them nobody reads.
+
         Args:
-            keep: Paths below the base; modules with parameters elsewhere pass on what they are given.
+            keep: Paths below the base of modules whose own parameters stay.
             called: Given a block's number and call, returns the hidden states that go on.
+            device: Of the zeros.
+            dtype: Of the zeros.
         """
         base: nn.Module = self.model.get_submodule(self.base)
         blocks = self.list_of_blocks
@@ -296,23 +289,22 @@ class Anatomy:
             Placeholder(block, partial(called, number), partial(self.extras.get, number))
             for number, block in enumerate(blocks)
         )
-        _replace(copied, self.blocks_below_base, places)
-        for path, module in list(copied.named_modules()):
-            own = any(True for _ in module.parameters(recurse=False))
-            if own and path not in keep:
-                _replace(copied, path, PassOn(module))
+        owner, _, name = self.blocks_below_base.rpartition(".")
+        setattr(copied.get_submodule(owner), name, places)
+        for path, module in copied.named_modules():
+            for own, parameter in list(module.named_parameters(recurse=False)):
+                if path not in keep:
+                    delattr(module, own)
+                    zero = torch.zeros(1, dtype=dtype, device=device).expand(parameter.shape)
+                    vars(module)[own] = zero  # no parameter, so that nobody looks for its values
         return copied
 
-    def trunk(self, device: torch.device) -> Trunk:
+    def trunk(self, device: torch.device, dtype: torch.dtype) -> Trunk:
         """What gives blocks their arguments on a device; one for all layers of a process."""
-        if device not in self._trunks:
-            self._trunks[device] = Trunk(self, device)
-        return self._trunks[device]
-
-
-def _replace(root: nn.Module, path: str, module: nn.Module) -> None:
-    owner, _, name = path.rpartition(".")
-    setattr(root.get_submodule(owner), name, module)
+        key = device, dtype
+        if key not in self._trunks:
+            self._trunks[key] = Trunk(self, device, dtype)
+        return self._trunks[key]
 
 
 class Trunk:
@@ -321,12 +313,15 @@ class Trunk:
     Args:
         anatomy: The model.
         device: Where the arguments are wanted.
+        dtype: Of the hidden states.
     """
 
-    def __init__(self, anatomy: Anatomy, device: torch.device) -> None:
+    def __init__(self, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> None:
         self._calls: list[Call] = []
-        base = anatomy.stripped((), self._note)
-        self._base = base.to(device).requires_grad_(requires_grad=False)
+        self._base = anatomy.stripped((), self._note, device, dtype)
+        for module in self._base.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
         self.kept: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
 
     def __repr__(self) -> str:
@@ -442,8 +437,7 @@ def _looked_at(found: Anatomy) -> Anatomy:
             handed.append(call.hidden)
         return torch.full_like(call.hidden, float(number + 2))
 
-    copied = found.stripped(others, called)
-    copied = _hollow(copied)
+    copied = found.stripped((), called)
     uses: list[tuple[str, Any, Any]] = []
     for path in others:
         copied.get_submodule(path).register_forward_hook(partial(_noted, path, order, uses))
@@ -480,15 +474,6 @@ def _looked_at(found: Anatomy) -> Anatomy:
 def _noted(path: str, order: list[Any], uses: list[Any], _module: nn.Module, given: Any, gave: Any) -> None:
     order.append(path)
     uses.append((path, given, gave))
-
-
-def _hollow(module: nn.Module) -> nn.Module:
-    """Parameters with zeros that take no memory."""
-    for inner in module.modules():
-        for name, parameter in list(inner.named_parameters(recurse=False)):
-            zero = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
-            setattr(inner, name, nn.Parameter(zero, requires_grad=False))
-    return module
 
 
 def _require_order(model: Any, order: list[Any], blocks: int) -> None:
@@ -538,7 +523,7 @@ def _require_stateless(found: Anatomy) -> None:
             calls.append(call)
             return call.hidden * value + number
 
-        base = _hollow(found.stripped((), called))
+        base = found.stripped((), called)
         with torch.no_grad():
             base(inputs_embeds=torch.linspace(-value, value, width).expand(*_PROBED, width), use_cache=False)
         seen.append(calls)

@@ -109,7 +109,7 @@ class HubStart(nn.Module):
         anatomy = anatomy_of(model.config)
         self._tp = weights.tp
         self._handed: Tensor | None = None
-        self.base = anatomy.stripped(anatomy.before, self._called)
+        self.base = anatomy.stripped(anatomy.before, self._called, weights.device, weights.dtype)
         settled(self, model, weights, set())
 
     def _called(self, number: int, call: Call) -> Tensor:
@@ -166,7 +166,7 @@ class HubEnd(nn.Module):
         self._last, self._given = model.num_layers - 1, list[Tensor]()
         self._times = weights.tp.size if weights.tp.sequence else 1
         self._plain = anatomy.after[0] if anatomy.plain_end else None
-        self.base = anatomy.stripped(anatomy.after, self._called)
+        self.base = anatomy.stripped(anatomy.after, self._called, weights.device, weights.dtype)
         if self._plain is not None:
             norm = self.base.get_submodule(self._plain)
             self.base = _only(self._plain, norm)
@@ -297,7 +297,7 @@ def entries(
         device: Of the parameters.
         recompute: What each block computes again in backward.
     """
-    trunk = anatomy_of(model.config).trunk(torch.device(device or "cpu"))
+    trunk = anatomy_of(model.config).trunk(torch.device(device or "cpu"), weights(0).dtype)
     ending, tied, first = Ending(model), model.tied_embeddings, model.kinds.index("Block")
     for layer, kind in enumerate(model.kinds):
         own = weights(0 if tied and kind == "Head" else layer)
