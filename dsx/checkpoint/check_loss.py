@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from dsx.checkpoint.catalog import PRECISIONS, Catalog
+from dsx.checkpoint.claims import model_of
 from dsx.checkpoint.file_io import convert, numpy_dtype
 from dsx.checkpoint.formats.deepspeed.module import as_model
 from dsx.checkpoint.formats.huggingface.catalog import as_hf
@@ -24,8 +25,7 @@ from dsx.checkpoint.pieces import whole_part
 from dsx.checkpoint.read import Reader
 from dsx.errors import CheckpointError, ModelError
 from dsx.models.custom_code import without_code
-from dsx.models.hf_config import model_spec
-from dsx.models.params import param_specs
+from dsx.models.params import stored_specs
 
 _SEQUENCES, _LENGTH, _SEED = 4, 64, 0
 
@@ -66,7 +66,7 @@ class LossCheck:
                 "--check-loss", "nothing says what model the checkpoint is of", "give --hf-config FILE"
             )
         try:
-            self._model = model_spec(dict(config))
+            self._model = model_of(dict(config))
         except ModelError as error:
             raise CheckpointError("--check-loss", str(error), "leave it out") from None
         self._config = without_code(config)
@@ -103,7 +103,7 @@ class LossCheck:
         """The model with a checkpoint's weights, rounded to their dtype there."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        specs = param_specs(self._model)
+        specs = stored_specs(self._model)
         named = as_hf(as_model(catalog, specs), specs, in_files=False)
         told = _precision(catalog)
         config = AutoConfig.for_model(**{k: v for k, v in self._config.items() if k != "architectures"})

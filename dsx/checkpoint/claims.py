@@ -22,9 +22,10 @@ from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import NO_SETTINGS, SAVE_AGAIN, Catalog, Entry, locate
 from dsx.checkpoint.json_text import check_plain, is_unicode
 from dsx.errors import CheckpointError
+from dsx.models.hf_config import FAMILIES, model_spec
 from dsx.models.param import ParamSpec
-from dsx.models.params import param_specs
-from dsx.models.spec import ModelSpec
+from dsx.models.params import stored_specs
+from dsx.models.spec import Model
 
 _SPARE_RANKS, _MOST_RANKS = 1 << 12, 1 << 17
 _SPARE_LAYERS = 1 << 10
@@ -180,14 +181,27 @@ def check_num_layers(catalog: Catalog, config: Mapping[str, Any], where: str, fi
             parts += [value] if isinstance(value, Mapping) else []
 
 
-def specs_of_model(catalog: Catalog, model: ModelSpec) -> tuple[ParamSpec, ...]:
-    """Every parameter of a model that a checkpoint, or the config beside it, says it is of.
+def model_of(config: Mapping[str, Any]) -> Model:
+    """The model of a ``config.json``: of dsx's own modules if it has the family, else of transformers'.
+
+    Raises:
+        ModelError: Neither can be made of it.
+    """
+    if config.get("model_type") in FAMILIES:
+        return model_spec(config)
+    from dsx.hub.read import hub_model  # here: dsx's own families need neither torch nor transformers
+
+    return hub_model(config)
+
+
+def specs_of_model(catalog: Catalog, model: Model) -> tuple[ParamSpec, ...]:
+    """Every tensor of a model that a checkpoint, or the config beside it, says it is of.
 
     Raises:
         CheckpointError: It would have more layers than the files have tensors.
     """
     check_num_layers(catalog, {"num_layers": model.num_layers}, f"{catalog.root}: model")
-    return param_specs(model)
+    return stored_specs(model)
 
 
 def _check_entry(catalog: Catalog, entry: Entry, sizes: dict[str, int]) -> None:

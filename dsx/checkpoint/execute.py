@@ -32,7 +32,7 @@ from dsx.checkpoint.catalog import (
     check_files,
     locate,
 )
-from dsx.checkpoint.claims import specs_of_model
+from dsx.checkpoint.claims import model_of, specs_of_model
 from dsx.checkpoint.copy_plan import TILE_ELEMENTS, CopyPlan, check_cover, region
 from dsx.checkpoint.file_io import (
     Crc32Parts,
@@ -54,7 +54,6 @@ from dsx.checkpoint.pieces import PieceIndex, flat_offset, volume
 from dsx.checkpoint.read import DamagedError, Reader, within
 from dsx.checkpoint.staging import RESUMES, Record, Staging
 from dsx.errors import CheckpointError, ModelError
-from dsx.models.hf_config import model_spec
 from dsx.models.param import Box
 
 _REPORT = "report this, with the command: the target was removed again, the source is untouched"
@@ -124,7 +123,7 @@ def _place(piece: Piece, box: Box, entry: Entry) -> tuple[int, tuple[int, ...]]:
 def _check_model(found: Catalog, wanted: Catalog) -> None:
     """Check a Hugging Face folder against its own config, if that is of one of dsx's families."""
     try:
-        model = model_spec(dict(found.facts.get("hf_config") or {}))
+        model = model_of(dict(found.facts.get("hf_config") or {}))
     except ModelError:
         return
     try:

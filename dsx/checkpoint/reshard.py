@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dsx.checkpoint.catalog import Catalog, Target, check_files, model_fact
-from dsx.checkpoint.claims import MISFITS, specs_of_model
+from dsx.checkpoint.claims import MISFITS, model_of, specs_of_model
 from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import ConversionOptions, ConversionReport, execute, worker_bytes
 from dsx.checkpoint.formats import dcp, megatron, native
@@ -32,8 +32,8 @@ from dsx.checkpoint.staging import check_absent
 from dsx.errors import CheckpointError, LayoutError, ModelError
 from dsx.models.hf_config import model_spec
 from dsx.models.param import ParamSpec
-from dsx.models.params import param_specs
-from dsx.models.spec import ModelSpec
+from dsx.models.params import param_specs, stored_specs
+from dsx.models.spec import HubModel, Model, ModelSpec
 from dsx.parallel.layout import Layout
 
 if TYPE_CHECKING:
@@ -154,8 +154,12 @@ def _check_complete(source: Catalog, target: Target) -> None:
 
 def _named(source: Catalog, wanted: WantedTarget) -> Catalog:
     """The source under the names that the target shall have, with all that is known of its model."""
-    specs, facts = _model(source, wanted)
+    model, specs, facts = _model(source, wanted)
     source = replace(source, facts={**source.facts, **facts})
+    if source.format == catalog.FORMAT and isinstance(model, HubModel):
+        from dsx.hub.read import folder_names  # here: dsx's own families need neither torch nor transformers
+
+        source = catalog.under_model_names(source, folder_names(model).of(source.by_name, source.root))
     if source.format == megatron.FORMAT:
         source = _of_megatron(source, specs)
     names = wanted.names or {"dsx": "dsx", "hf": "hf"}.get(wanted.format, "source")
@@ -181,10 +185,10 @@ def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:
     Raises:
         CheckpointError: It lacks a tensor of the model, has another, or one of another shape.
     """
-    specs, _ = _model(source, WantedTarget())
+    _, specs, _ = _model(source, WantedTarget())
     if not specs:
         try:
-            model = model_spec(hf_config)
+            model = model_of(hf_config)
         except ModelError:
             return source
         specs = specs_of_model(source, model)
@@ -202,30 +206,31 @@ def _of_megatron(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
     return megatron.as_dsx(source, specs, ModelSpec(**source.facts["model"]))
 
 
-def _model(source: Catalog, wanted: WantedTarget) -> tuple[tuple[ParamSpec, ...], dict[str, Any]]:
-    """Every tensor of the model, if it is one of dsx's families, and facts about it; else nothing."""
+def _model(
+    source: Catalog, wanted: WantedTarget
+) -> tuple[Model | None, tuple[ParamSpec, ...], dict[str, Any]]:
+    """The model if it is known, its every tensor, and facts about it."""
     if wanted.run is not None:
         run = wanted.run
-        return run.param_specs, {
+        specs = stored_specs(run.model, pad_multiple=run.dsx.model.vocab_multiple)
+        facts = {
             "model": model_fact(run.model),
             "schedule": run.schedule_name,
             "hf_config": dict(run.hf_config),
         }
+        return run.model, specs, facts
     if source.format in (catalog.FORMAT, megatron.FORMAT):
         told = source.facts.get("hf_config") or wanted.hf_config
         if told is None:
-            return (), {}
+            return None, (), {}
         config = dict(told)
         try:
-            spec = model_spec(config)
+            model = model_of(config) if source.format == catalog.FORMAT else model_spec(config)
         except ModelError:
-            return (), {"hf_config": config}
-        return specs_of_model(source, spec), {
-            "model": model_fact(spec),
-            "hf_config": config,
-        }
+            return None, (), {"hf_config": config}
+        return model, specs_of_model(source, model), {"model": model_fact(model), "hf_config": config}
     homes = all(spec.hf != (spec.name,) for spec in source.specs)
-    return (_in_order(source) if homes else ()), {}
+    return None, (_in_order(source) if homes else ()), {}
 
 
 def _in_order(source: Catalog) -> tuple[ParamSpec, ...]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from dsx.errors import ModelError
 from dsx.hub.anatomy import Anatomy, anatomy_of
-from dsx.hub.disk_names import DiskForm, disk_forms
+from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms
 from dsx.hub.tensor_plan import BlockPlan, check_plan
 from dsx.hub.values import laws_of
 from dsx.models.config_values import at
@@ -79,6 +79,12 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         whole=tuple(reader.whole()),
         no_sequence=known.get("no_sequence"),
     )
+
+
+def folder_names(model: HubModel) -> FolderNames:
+    """What tells which of a model's tensors each tensor of a folder is."""
+    empty = anatomy_of(model.config).model
+    return FolderNames(empty, disk_forms(empty))
 
 
 def plan_of(anatomy: Anatomy, changes: tuple[tuple[str, str | None], ...]) -> dict[str, str | None]:
@@ -179,29 +185,32 @@ class _Reader:
                 yield self._spec(f"{layer}.base.{path}.{name}", f"{base}.{path}.{name}")
 
     def _spec(self, name: str, memory: str, **cut: Any) -> ParamSpec:
-        form, law = self.forms.get(memory) or self._kept_for(memory), self.laws[memory]
-        shape = tuple(self.model.get_parameter(memory).shape)
+        law = self.laws[memory]
         self.memory[name] = memory
+        return self._stored(name, memory, init=law or Init(kind="zeros"), **cut)
+
+    def _stored(self, name: str, memory: str, **others: Any) -> ParamSpec:
+        kept = memory
+        if memory not in self.forms:  # a tied tensor, which is stored under another of its names
+            kept = next(key for key, form in self.forms.items() if memory in form.copies)
         return ParamSpec(
             name=name,
             layer=int(name.partition(".")[0]),
-            shape=shape,
-            init=law or Init(kind="zeros"),
-            **form.in_spec,
-            **cut,
+            shape=tuple(self.model.get_parameter_or_buffer(memory).shape),
+            hf_whole=memory,
+            hf_copies=tuple(other for other in (kept, *self.forms[kept].copies) if other != memory),
+            **self.forms[kept].in_spec,
+            **others,
         )
 
-    def _kept_for(self, memory: str) -> DiskForm:
-        """The form of a tied tensor, which is stored under another of its names."""
-        return next(form for form in self.forms.values() if memory in form.copies)
-
-    def buffers(self, first: int) -> Iterator[tuple[int, str, str]]:
+    def buffers(self, first: int) -> Iterator[ParamSpec]:
         """Buffers of blocks that are stored with the weights."""
         for number, block in enumerate(self.anatomy.list_of_blocks):
             for path, _ in block.named_buffers():
-                form = self.forms.get(f"{self.anatomy.blocks}.{number}.{path}")
-                if form is not None:  # transformers stores it
-                    yield first + number, f"block.{path}", form.names[0]
+                memory = f"{self.anatomy.blocks}.{number}.{path}"
+                if memory in self.forms:  # transformers stores it
+                    name, nothing = f"{first + number}.block.{path}", Init(kind="zeros")
+                    yield self._stored(name, memory, init=nothing, buffer=True)
 
     @property
     def heads(self) -> tuple[int, int] | None:

@@ -48,6 +48,12 @@ def param_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...
     )
 
 
+def stored_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...]:
+    """Every tensor that checkpoints hold: the parameters, and the buffers that are stored with them."""
+    buffers = model.buffers if isinstance(model, HubModel) else ()
+    return (*param_specs(model, pad_multiple=pad_multiple), *buffers)
+
+
 def _layer(model: ModelSpec, layer: int, kind: str, block: int, pad_multiple: int) -> Iterator[ParamSpec]:
     family = FAMILIES[model.family]
     params = LayerParams(model, family, layer, block if kind == "Block" else 0)

@@ -143,7 +143,7 @@ class HubModel:
         kinds: Kind of every layer of the layer list.
         alike: For every block, the first one that does the same with tensors of the same shapes.
         params: Every parameter, vocabulary padding aside.
-        buffers: (layer, path in its module, Hugging Face name) of every tensor that is stored, not trained.
+        buffers: Every tensor that is stored with them and not trained.
         heads: Attention heads, key/value heads, if the plan cuts attention head by head; else None.
         own_values: (name, name in transformers' model) of every parameter whose fresh values only the
             family's own code can give.
@@ -166,7 +166,7 @@ class HubModel:
     kinds: tuple[str, ...] = field(repr=False)
     alike: tuple[int, ...] = field(repr=False)
     params: tuple[ParamSpec, ...] = field(repr=False, compare=False)
-    buffers: tuple[tuple[int, str, str], ...] = field(default=(), repr=False)
+    buffers: tuple[ParamSpec, ...] = field(default=(), repr=False, compare=False)
     heads: tuple[int, int] | None = None
     own_values: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     query_size: int = 0

@@ -97,7 +97,7 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
 
             reading = f"reading the weights in {config.weights}"
             files.enter_context(Waiting(reading, quiet=groups.rank != 0))
-            load_layer = files.enter_context(layer_weights(config.weights, config.param_specs, groups))
+            load_layer = files.enter_context(layer_weights(config.weights, config.model, groups))
         return PipelineModule(
             layers,
             # The engine drops the logits, so that their memory can take the gradient.

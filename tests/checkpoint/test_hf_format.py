@@ -150,7 +150,7 @@ def test_import_then_export_gives_the_same_bytes(tmp_path, name, dtype, tp, shar
             tensors |= hf.split(spec, merge(spec, shards_of[spec]))
         files |= hf.write_shard(tmp_path / "b", index, shards, tensors)
     assert not (tmp_path / "b").exists()
-    hf.finish(tmp_path / "b", names.read_config(tmp_path / "a"), files)
+    hf.finish(tmp_path / "b", names.read_config(tmp_path / "a"), files, specs_of(tmp_path / "a"))
     assert same_bytes(tensors_in(tmp_path / "a"), tensors_in(tmp_path / "b"))
     assert not (tmp_path / "b.partial").exists()
 
@@ -167,7 +167,7 @@ def test_an_export_loads_in_transformers(tmp_path, name, shards):
         files |= hf.write_shard(tmp_path / "b", index, shards, tensors)
     config = names.read_config(tmp_path / "a")
     del config["architectures"]
-    hf.finish(tmp_path / "b", config, files)
+    hf.finish(tmp_path / "b", config, files, specs)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "b", output_loading_info=True)
     assert not any(report.values()), report
     ids = torch.arange(20)[None]
@@ -359,13 +359,13 @@ def test_an_incomplete_export_never_appears(tmp_path):
     files = hf.write_shard(out, 0, 2, first)
     assert set(files.values()) == {"model-00001-of-00002.safetensors"}
     with pytest.raises(CheckpointError, match=r"missing tensors \['lm_head\.weight', 'model\.layers\.0"):
-        hf.finish(out, config, files)
+        hf.finish(out, config, files, specs)
     both = files | dict.fromkeys(tensors.keys() - first.keys(), "model-00002-of-00002.safetensors")
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors: not a readable"):
-        hf.finish(out, config, both)
+        hf.finish(out, config, both, specs)
     assert not out.exists()
     files = hf.write_shard(out, 0, 1, tensors)  # another try, in one shard: what the first left is swept away
-    hf.finish(out, config, files)
+    hf.finish(out, config, files, specs)
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     with pytest.raises(CheckpointError, match="it exists already"):
         hf.write_shard(out, 0, 1, tensors)
@@ -376,7 +376,7 @@ def test_a_stage_without_tensors_leaves_no_file(tmp_path):
     model = save("llama-tied", tmp_path / "a")
     tensors = exported(hf.HfWeights(tmp_path / "a"), specs_of(tmp_path / "a"))
     files = hf.write_shard(tmp_path / "b", 0, 2, tensors) | hf.write_shard(tmp_path / "b", 1, 2, {})
-    hf.finish(tmp_path / "b", names.read_config(tmp_path / "a"), files)
+    hf.finish(tmp_path / "b", names.read_config(tmp_path / "a"), files, specs_of(tmp_path / "a"))
     assert not (tmp_path / "b" / "model-00002-of-00002.safetensors").exists()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
     assert same_bytes(dict(loaded.state_dict()), dict(model.state_dict()))

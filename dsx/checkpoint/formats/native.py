@@ -89,7 +89,7 @@ FORMAT = 2
 FORMAT_NAME = "dsx-2"
 _LARGEST_BYTES = 1 << 30
 _CUTS = ("split", "parts", "tie", "layer", "hf", "hf_transposed")
-_PARTED = ("hf_stacked", "hf_split", "hf_parts")
+_PARTED = ("hf_stacked", "hf_split", "hf_parts", "hf_whole", "hf_copies")
 _RESERVED = {"format", "model_digest", "digest", "tile_elements", "files", "tensors", "checksums"}
 
 _Placed = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -131,6 +131,8 @@ class _Tensor:
     hf_stacked: bool = False
     hf_split: int | None = None
     hf_parts: tuple[int, ...] = ()
+    hf_whole: str = ""
+    hf_copies: tuple[str, ...] = ()
     role: Role = "trained"
     aliases: tuple[str, ...] = ()
     states: dict[str, _State]
@@ -247,7 +249,7 @@ def _rows(catalog: Catalog, files: Mapping[str, int]) -> Iterator[dict[str, Any]
 
 def _cuts(spec: ParamSpec) -> tuple[str, ...]:
     """What is told of a tensor; the last only where it says something, as older readers do not know it."""
-    return (*_CUTS, *_PARTED) if spec.hf_stacked or spec.hf_parts else _CUTS
+    return (*_CUTS, *_PARTED) if any(getattr(spec, field) for field in _PARTED) else _CUTS
 
 
 def _catalog(root: Path, stored: _Manifest, facts: dict[str, Any]) -> Catalog:
@@ -292,7 +294,8 @@ def _spec(tensor: _Tensor) -> ParamSpec:
     padded = tensor.pad_multiple > 1 if tensor.padded is None else tensor.padded
     kept: dict[str, Any] = {field: getattr(tensor, field) for field in ("name", "shape", *_CUTS, *_PARTED)}
     multiple = tensor.pad_multiple if padded else None
-    return ParamSpec(**kept, init=Init(kind="zeros"), pad_multiple=multiple)
+    init, is_buffer = Init(kind="zeros"), tensor.role == "buffer"
+    return ParamSpec(**kept, init=init, pad_multiple=multiple, buffer=is_buffer)
 
 
 def _piece(stored: _Placed, files: Sequence[str], dims: int) -> Piece:

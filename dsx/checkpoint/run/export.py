@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dsx.checkpoint import store
+from dsx.checkpoint.claims import model_of
 from dsx.checkpoint.formats import slices
 from dsx.checkpoint.formats.huggingface import weights as hf
 from dsx.checkpoint.run.names import CheckpointedRun, spec_of
@@ -22,6 +23,8 @@ from dsx.data.tokenizers import TransformersTokenizer
 from dsx.errors import ModelError
 from dsx.launch.processes import agree
 from dsx.models.param import ParamSpec
+from dsx.models.params import stored_specs
+from dsx.models.spec import HubModel, Model
 from dsx.parallel.groups import Groups
 
 _TOKENIZER_FILES = {
@@ -40,28 +43,33 @@ _TOKENIZER_FILES = {
 
 @contextmanager
 def layer_weights(
-    folder: str | Path, specs: Sequence[ParamSpec], groups: Groups
+    folder: str | Path, model: Model, groups: Groups
 ) -> Iterator[Callable[[int, nn.Module], None]]:
-    """The function that gives layers of dsx's families the weights of a Hugging Face folder, one by one.
+    """The function that gives a model's layers the weights of a Hugging Face folder, one by one.
 
     It is for ``load_layer`` of :class:`~dsx.PipelineModule`. Each rank reads only its own slices. A
     collective call over all ranks.
 
     Args:
         folder: The Hugging Face model folder.
-        specs: Every tensor of the model, which the folder must hold, and nothing else.
+        model: The model, every tensor of which the folder must hold, and nothing else.
         groups: This rank's process groups.
 
     Raises:
         CheckpointError: The folder lacks a tensor, has another, or one has another shape.
     """
-    agree(lambda: _check(folder, specs))
-    with hf.HfWeights(folder) as weights:
+    names_of = _names_of(model)
+    buffers = [spec for spec in stored_specs(model) if spec.buffer]
+    agree(lambda: _check(folder, model, names_of))
+    with hf.HfWeights(folder, names_of) as weights:
 
         @torch.no_grad()
-        def load(_index: int, layer: nn.Module) -> None:
+        def load(index: int, layer: nn.Module) -> None:
             for parameter in layer.parameters():
                 parameter.copy_(weights.read(spec_of(parameter), groups.mesh.tp, groups.tp_rank))
+            for spec in buffers:
+                if spec.layer == index:
+                    layer.get_buffer(spec.name.partition(".")[2]).copy_(weights.read(spec))
 
         yield load
 
@@ -86,15 +94,18 @@ def logical_tensors(pipeline: Any) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
             yield spec, whole
 
 
-def export_weights(pipeline: Any, folder: str | Path, config: dict[str, Any]) -> Path:
+def export_weights(
+    pipeline: Any, folder: str | Path, config: dict[str, Any], model: Model | None = None
+) -> Path:
     """Write a Hugging Face model folder: one safetensors file per pipeline stage, an index and the config.
 
     A collective call over all ranks. The folder appears whole or not at all.
 
     Args:
-        pipeline: A module of dsx's families, trained or not.
+        pipeline: A module of dsx's layers, trained or not.
         folder: Where to write; must not exist with other content.
         config: The Hugging Face config.json to write.
+        model: What the layers are made of; what dsx makes of ``config`` by default.
 
     Raises:
         CheckpointError: The folder cannot be written.
@@ -102,16 +113,22 @@ def export_weights(pipeline: Any, folder: str | Path, config: dict[str, Any]) ->
     groups, folder = pipeline.groups, Path(folder)
     tensors = {}
     writer = groups.replica == 0 and groups.tp_rank == 0
+    specs = stored_specs(model or model_of(config))
     for spec, tensor in logical_tensors(pipeline):
         if writer:
             tensors.update(hf.split(spec, tensor))
+    held = dict(pipeline.chunks.named_buffers())
+    for spec in specs:
+        if writer and spec.buffer and spec.name in held:
+            tensors.update(hf.split(spec, held[spec.name]))
     names: dict[str, str] = {}
     if writer:
         names = hf.write_shard(folder, groups.pp_rank, groups.mesh.pp, tensors)
     gathered: list[dict[str, str]] = [{} for _ in range(groups.mesh.size)]
     dist.all_gather_object(gathered, names)
     if groups.rank == 0:
-        hf.finish(folder, config, {name: file for part in gathered for name, file in part.items()})
+        files = {name: file for part in gathered for name, file in part.items()}
+        hf.finish(folder, config, files, specs)
     dist.barrier()
     return folder
 
@@ -125,7 +142,7 @@ def export_hf(
     ``dsx.data.tokenizer`` names. A collective call over all ranks; the folder appears whole or not at all.
 
     Args:
-        engine: An engine of a model of dsx's families, trained or not, in any layout.
+        engine: An engine of a model that dsx made of a config, trained or not, in any layout.
         folder: Where to write; must not exist with other content.
         config: The Hugging Face config to write; that of the dsx config by default, which the engine knows
             if :func:`dsx.initialize` was given it.
@@ -146,7 +163,8 @@ def export_hf(
             "the engine was made from an ordinary DeepSpeed config, which does not say what model it trains",
             "give the model's Hugging Face config: dsx.export_hf(engine, folder, config={...})",
         )
-    folder = export_weights(engine.pipeline, folder, dict(config))
+    model = None if run is None else run.model
+    folder = export_weights(engine.pipeline, folder, dict(config), model)
     if run is not None:
         data = run.dsx.data
         agree(lambda: copy_tokenizer(data.tokenizer, folder, trust_remote_code=data.trust_remote_code))
@@ -171,9 +189,17 @@ def copy_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) 
         TransformersTokenizer(name, trust_remote_code=trust_remote_code).save(folder)
 
 
-def _check(folder: str | Path, specs: Sequence[ParamSpec]) -> None:
-    with hf.HfWeights(folder) as weights:
-        weights.check(specs)
+def _names_of(model: Model) -> hf.NamesOf | None:
+    if not isinstance(model, HubModel):
+        return None
+    from dsx.hub.read import folder_names
+
+    return folder_names(model).of
+
+
+def _check(folder: str | Path, model: Model, names_of: hf.NamesOf | None) -> None:
+    with hf.HfWeights(folder, names_of) as weights:
+        weights.check(stored_specs(model))
 
 
 def _whole(local: torch.Tensor, spec: ParamSpec, groups: Groups) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from dsx.config.run import RunConfig
 from dsx.errors import ModelError
 from dsx.models.param import ParamSpec
+from dsx.models.params import stored_specs
 from dsx.parallel.groups import Groups
 
 
@@ -43,8 +45,12 @@ class Names:
     def __init__(self, run: CheckpointedRun) -> None:
         self._groups = run.groups
         self._names: dict[int, str] = {}
-        for name, parameter in run.pipeline.chunks.named_parameters():
+        self._chunks = run.pipeline.chunks
+        for name, parameter in self._chunks.named_parameters():
             self._names.setdefault(id(parameter), name)
+        config = run.run_config
+        stored = () if config is None else stored_specs(config.model)
+        self._buffers = {spec.name: spec for spec in stored if spec.buffer}
 
     def of(self, parameter: nn.Parameter) -> ParamSpec:
         """The logical tensor of a parameter."""
@@ -53,6 +59,13 @@ class Names:
             return spec
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         return self.local(self._names[id(parameter)], shape, parameter)
+
+    def buffers(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+        """Every buffer that its module's state dict has, with its logical tensor."""
+        kept = self._chunks.state_dict(keep_vars=True)
+        for name, buffer in self._chunks.named_buffers():
+            if name in kept:
+                yield self._buffers.get(name) or self.local(name, tuple(buffer.shape), buffer), buffer
 
     def local(self, name: str, shape: tuple[int, ...], tensor: torch.Tensor) -> ParamSpec:
         """A tensor that is whole as it is."""

@@ -25,7 +25,7 @@ from dsx.checkpoint.formats import native
 from dsx.checkpoint.formats.native import StoredBlock, read_manifest, write_manifest
 from dsx.checkpoint.plain import as_numpy
 from dsx.checkpoint.read import tiles_of
-from dsx.checkpoint.run.names import CheckpointedRun, specs_here
+from dsx.checkpoint.run.names import CheckpointedRun, Names, specs_here
 from dsx.checkpoint.run.state import group_facts, run_facts, save_random_states
 from dsx.checkpoint.run.stored import stored_here
 from dsx.errors import CheckpointError
@@ -145,7 +145,7 @@ class Saver:
             rank=rank,
             world_size=run.groups.mesh.size,
             blocks=blocks,
-            specs=specs_here(run),
+            specs=[*specs_here(run), *(spec for spec, _ in Names(run).buffers())],
             groups=group_facts(run),
             facts=facts,
             keep=keep,

@@ -21,6 +21,7 @@ from dsx.checkpoint.catalog import NO_SETTINGS, Catalog, Checksum, model_fact, u
 from dsx.checkpoint.claims import reading
 from dsx.checkpoint.file_io import digest
 from dsx.checkpoint.formats import native
+from dsx.checkpoint.formats.huggingface.catalog import as_dsx
 from dsx.checkpoint.formats.native import random_file
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.plain import as_numpy
@@ -30,6 +31,7 @@ from dsx.engine.zero.held import held, refresh_weights
 from dsx.errors import CheckpointError, DsxError
 from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree
+from dsx.models.params import stored_specs
 
 _DIGEST = "xxh3_128"
 
@@ -260,7 +262,7 @@ def load(run: CheckpointedRun, folder: Path, *, tag: str | None) -> tuple[Path, 
 
     def check() -> Path:
         found = store.find(root, tag)
-        catalog = _or_earlier(root, tag, lambda: open_checkpoint(found))
+        catalog = _or_earlier(root, tag, lambda: _opened(run, found))
         require_same_model(catalog, names)
         if run.run_config is not None:
             _require_same_numbers(catalog, model_fact(run.run_config.model))
@@ -272,12 +274,21 @@ def load(run: CheckpointedRun, folder: Path, *, tag: str | None) -> tuple[Path, 
     def each(action: Callable[[], T]) -> T:
         return _together(lambda: _or_earlier(root, tag, action))
 
-    catalog = each(lambda: open_checkpoint(path))
+    catalog = each(lambda: _opened(run, path))
     each(lambda: load_stored(run, catalog))
     refresh_weights(run.deepspeed_engine)
     client = restore_facts(run, catalog.facts, str(path))
     each(lambda: restore_random_states(run, catalog))
     return path, client
+
+
+def _opened(run: CheckpointedRun, path: Path) -> Catalog:
+    """A checkpoint under this run's names, if another implementation of the same model wrote it."""
+    catalog = open_checkpoint(path)
+    specs = () if run.run_config is None else stored_specs(run.run_config.model)
+    here, there = ({name for spec in held for name in spec.hf} for held in (specs, catalog.specs))
+    is_renamed = {spec.name for spec in specs} != {spec.name for spec in catalog.specs}
+    return as_dsx(catalog, specs) if here and here == there and is_renamed else catalog
 
 
 def _names(run: CheckpointedRun) -> dict[str, tuple[int, ...]]:

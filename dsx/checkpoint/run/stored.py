@@ -101,12 +101,10 @@ def _untrained(run: CheckpointedRun, share: _Share) -> Iterator[StoredBlock]:
             high, values = min(low + size, numel), frozen.ds_tensor.detach().view(-1)
         spec, start, stop = share.of(frozen, number, low, high, divided=divided)
         yield from share.block(spec, WEIGHT, "frozen", start, values[start - low : stop - low])
-    kept = chunks.state_dict(keep_vars=True)
-    for name, buffer in chunks.named_buffers():
-        spec = share.names.local(name, tuple(buffer.shape), buffer)
+    for spec, buffer in share.names.buffers():
         # Ranks may have changed buffers: the first one's are stored.
         copy, _ = run.groups.mesh.copies(run.groups.rank, cut=is_cut(spec), divided=False)
-        if name in kept and (share.everything or copy == 0):
+        if share.everything or copy == 0:
             yield from share.block(spec, WEIGHT, "buffer", 0, buffer.detach().view(-1))
 
 

@@ -266,7 +266,7 @@ def test_every_flipped_bit_of_what_dsx_writes_is_found_and_named(writer: str, tm
         run(source, hf_catalog.target_of(source, out, config, shard_bytes=9000))
     else:
         tensors = load_file(tmp_path / "a" / "model.safetensors")
-        hf.finish(out, config, hf.write_shard(out, 0, 1, tensors))
+        hf.finish(out, config, hf.write_shard(out, 0, 1, tensors), specs_of("llama"))
     catalog = hf_catalog.catalog_of(out)
     sums = {(one.file, one.start): one.digest for one in catalog.checksums}
     expected = load_file(tmp_path / "a" / "model.safetensors")

@@ -144,6 +144,8 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
     """
     if {spec.name for spec in specs} <= {entry.name for entry in source.entries}:
         return replace(source, specs=tuple(specs))
+    if source.specs:  # of another implementation of the model
+        source = as_hf(source, source.specs)
     by_name = source.by_name
     entries, homes = [], {}
     for spec in specs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -34,11 +34,14 @@ from dsx.checkpoint.plain import as_numpy
 from dsx.checkpoint.read import Reader
 from dsx.checkpoint.staging import check_absent
 from dsx.errors import CheckpointError
-from dsx.models.hf_config import FAMILIES, model_spec
+from dsx.models.hf_config import FAMILIES
 from dsx.models.param import ParamSpec
-from dsx.models.params import param_specs
 
 _FLOATS = {"float64", "float32", "float16", "bfloat16"}
+
+
+NamesOf: TypeAlias = Callable[[Collection[str], str | Path], Mapping[str, str | None]]
+"""Gives the model's names of a folder's tensors, by their names there; None for what is no tensor of it."""
 
 
 class HfWeights:
@@ -56,7 +59,7 @@ class HfWeights:
     def __init__(
         self,
         folder: str | Path,
-        names_of: Callable[[Collection[str], str | Path], Mapping[str, str | None]] | None = None,
+        names_of: NamesOf | None = None,
     ) -> None:
         self._source = catalog_of(Path(folder))
         if names_of is not None:
@@ -177,7 +180,9 @@ def _checksums(state: Mapping[str, Tensor]) -> dict[str, str]:
     return {CRC32 + name: f"{zlib.crc32(data.numpy().data):08x}" for name, data in flat.items()}
 
 
-def finish(folder: str | Path, config: Mapping[str, Any], files: Mapping[str, str]) -> None:
+def finish(
+    folder: str | Path, config: Mapping[str, Any], files: Mapping[str, str], specs: Sequence[ParamSpec]
+) -> None:
     """Complete an export whose shards are all written: index, config, sync, then rename into place.
 
     The result loads with ``AutoModelForCausalLM.from_pretrained(folder)``.
@@ -186,6 +191,7 @@ def finish(folder: str | Path, config: Mapping[str, Any], files: Mapping[str, st
         folder: As given to :func:`write_shard`.
         config: The model's Hugging Face config; ``architectures`` and ``dtype`` are set to what was written.
         files: File name of every tensor, as all calls of :func:`write_shard` returned them.
+        specs: Every tensor of the model.
 
     Raises:
         CheckpointError: ``folder`` exists, or the shards do not hold exactly the model's tensors.
@@ -193,12 +199,12 @@ def finish(folder: str | Path, config: Mapping[str, Any], files: Mapping[str, st
     folder = Path(folder)
     check_absent(folder)
     partial = _partial(folder)
-    expected = {name for spec in param_specs(model_spec(config)) for name in spec.hf}
+    expected = {name for spec in specs for name in spec.hf}
     if files.keys() != expected:
         raise CheckpointError(
             str(partial),
             f"missing tensors {sorted(expected - files.keys())}, unknown {sorted(files.keys() - expected)}",
-            "write every parameter of the model to one shard",
+            "write every tensor of the model to one shard",
         )
     names = sorted(set(files.values()))
     held = [entry for name in names for entry in contents(partial, name)[0]]
@@ -211,11 +217,22 @@ def finish(folder: str | Path, config: Mapping[str, Any], files: Mapping[str, st
             "weight_map": dict(sorted(files.items())),
         }
         store.write_atomically(partial / INDEX, as_json(index))
-    complete = {**config, "architectures": [FAMILIES[str(config["model_type"])].classes[0]]}
-    store.write_atomically(partial / CONFIG, as_json(with_dtype(complete, held)))
+    buffers = {name for spec in specs if spec.buffer for name in spec.hf}
+    weights = [entry for entry in held if entry.name not in buffers]
+    complete = {**config, "architectures": [_class_of(str(config["model_type"]))]}
+    store.write_atomically(partial / CONFIG, as_json(with_dtype(complete, weights)))
     store.sync_folder(partial)
     partial.rename(folder)
     store.sync_folder(folder.absolute().parent)
+
+
+def _class_of(model_type: str) -> str:
+    """Name of the class of a family's causal language models."""
+    if model_type in FAMILIES:
+        return FAMILIES[model_type].classes[0]
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
 def _partial(folder: Path) -> Path:
