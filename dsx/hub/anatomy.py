@@ -524,8 +524,12 @@ def _require_stateless(found: Anatomy) -> None:
             return call.hidden * value + number
 
         base = found.stripped((), called)
-        with torch.no_grad():
-            base(inputs_embeds=torch.linspace(-value, value, width).expand(*_PROBED, width), use_cache=False)
+        x = torch.linspace(-value, value, width).expand(*_PROBED, width)
+        try:
+            with torch.no_grad():
+                base(inputs_embeds=x, use_cache=False)
+        except Exception as error:  # noqa: BLE001 - whatever the family's code does
+            raise _refusal(found.model, f"its forward does not run ({_told(error)})") from None
         seen.append(calls)
     for number, (one, other) in enumerate(zip(*seen, strict=True)):
         told = [list(leaves((call.arguments, call.named))) for call in (one, other)]
