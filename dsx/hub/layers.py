@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dsx.hub.anatomy import Call, Trunk, anatomy_of
+from dsx.hub.balance import Routers, fresh_sums, sums_of
 from dsx.hub.read import block_plan
 from dsx.hub.tensor_plan import apply_plan, sum_gradients
 from dsx.hub.values import own_values
@@ -21,6 +22,9 @@ from dsx.nn.embedding import check_ids
 from dsx.nn.linear import column_linear
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights
+
+Stream: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+"""Hidden states, and beside them the sums of an auxiliary loss if there is one."""
 
 
 def settled(module: nn.Module, model: HubModel, weights: Weights, summed: set[str]) -> None:
@@ -57,12 +61,12 @@ class HubEmbedding(nn.Module):
         self.word: Any = copy.deepcopy(anatomy.model.get_submodule(anatomy.embedding))
         others = {f"word.{name}" for name, _ in self.word.named_parameters() if name != "weight"}
         settled(self, model, weights, others if weights.tp.size > 1 else set())
-        self.num_valid = _vocabulary(self.word, weights)
+        self.num_valid, self._balance = _vocabulary(self.word, weights), model.balance
 
-    def forward(self, ids_BS: Tensor) -> Tensor:
+    def forward(self, ids_BS: Tensor) -> Stream:
         """int64 [B, S] to [B, s, H]."""
         y: Tensor = self.word(ids_BS)
-        return y
+        return y if self._balance is None else (y, fresh_sums(self._balance, y))
 
 
 def _vocabulary(table: Any, weights: Weights) -> int | None:
@@ -117,8 +121,11 @@ class HubStart(nn.Module):
             self._handed = call.hidden
         return call.hidden.detach()
 
-    def forward(self, x_BsH: Tensor) -> Tensor:
+    def forward(self, given: Stream) -> Stream:
         """[B, s, H] to what blocks take."""
+        return _beside(given, self._started)
+
+    def _started(self, x_BsH: Tensor) -> Tensor:
         tp, cut = self._tp, self._tp.sequence
         if cut:
             x_BsH = collectives.gather_from(x_BsH, tp, collectives.SEQUENCE)
@@ -141,20 +148,39 @@ class HubBlock(nn.Module):
         self._times = weights.tp.size if weights.tp.sequence else 1
         summed = apply_plan(self.block, block_plan(model, anatomy, number), weights.tp, weights.split)
         settled(self, model, weights, {f"block.{path}" for path in summed})
+        self._balance, path = model.balance, f"{anatomy.blocks}.{number}"
+        self._routers = None if self._balance is None else Routers(anatomy.model, self.block, path)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, s, ...] to the same."""
+    def forward(self, given: Stream) -> Stream:
+        """[B, s, ...] to the same, and the sums of an auxiliary loss beside it."""
+        inputs = given if isinstance(given, tuple) else (given,)
+        x = inputs[0]
         call = self._trunk.call(self._number, x, x.shape[1] * self._times, training=self.training)
-        run = partial(_run, self.block, call)
+        run = partial(self._run, call)
         if self._recompute == "full":
-            return recomputed(run, x, random=self.training)
-        return run(x)
+            return recomputed(run, *inputs, random=self.training)
+        return run(*inputs)
+
+    def _run(self, call: Call, x: Tensor, sums: Tensor | None = None) -> Stream:
+        if self._routers is None or self._balance is None or sums is None:
+            return _hidden(call.make(self.block, x))
+        with self._routers.collected() as logits:
+            y = _hidden(call.make(self.block, x))
+        for each in logits:
+            sums = sums + sums_of(each, self._balance)
+        return y, sums
 
 
-def _run(block: nn.Module, call: Call, x: Tensor) -> Tensor:
-    gave = call.make(block, x)
+def _hidden(gave: Any) -> Tensor:
     y: Tensor = gave[0] if isinstance(gave, tuple) else gave
     return y
+
+
+def _beside(given: Stream, function: Callable[[Tensor], Tensor]) -> Stream:
+    """What a function makes of the hidden states, with the sums of an auxiliary loss if they come along."""
+    if isinstance(given, tuple):
+        return function(given[0]), given[1]
+    return function(given)
 
 
 class HubEnd(nn.Module):
@@ -176,8 +202,11 @@ class HubEnd(nn.Module):
     def _called(self, number: int, call: Call) -> Tensor:
         return self._given.pop() if number == self._last else call.hidden
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, given: Stream) -> Stream:
         """What the last block gives to [B, s, H]."""
+        return _beside(given, self._ended)
+
+    def _ended(self, x: Tensor) -> Tensor:
         if self._plain is not None:
             y: Tensor = self.base.get_submodule(self._plain)(x)
             return y
@@ -224,9 +253,10 @@ class Ending:
         columns = torch.arange(y.shape[-1], device=y.device)
         return y.masked_fill(columns >= num_valid, -torch.inf)
 
-    def of_table(self, module: HubEmbedding, x: Tensor) -> Tensor:
+    def of_table(self, module: HubEmbedding, given: Stream) -> Stream:
         """The tied head: the word embedding's table once more."""
-        return self.logits(x, partial(module.word, as_head=True), module.num_valid)
+        table = partial(module.word, as_head=True)
+        return _beside(given, lambda x: self.logits(x, table, module.num_valid))
 
 
 class _Base(nn.Module):
@@ -274,9 +304,9 @@ class HubHead(nn.Module):
         table.forward = lambda x: column_linear(x, table.weight, table.bias, tp, num_valid=valid, split=split)
         self._ending, self._valid = ending, valid
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, given: Stream) -> Stream:
         """[B, s, H] to [B, S, V]."""
-        return self._ending.logits(x, self.word, self._valid)
+        return _beside(given, lambda x: self._ending.logits(x, self.word, self._valid))
 
 
 Entry: TypeAlias = tuple[Any, tuple[Any, ...], bool, Callable[[Any, Any], Any] | None]

@@ -13,6 +13,7 @@ from torch import nn
 
 from dsx.errors import ModelError
 from dsx.hub.anatomy import Anatomy, anatomy_of
+from dsx.hub.balance import balance_of
 from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms
 from dsx.hub.tensor_plan import BlockPlan, check_plan
 from dsx.hub.values import laws_of
@@ -76,6 +77,7 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         own_values=tuple(item for item in reader.memory.items() if reader.laws[item[1]] is None),
         query_size=_query_size(settings),
         routed=_routed(settings),
+        balance=balance_of(anatomy.model),
         whole=tuple(reader.whole()),
         no_sequence=known.get("no_sequence"),
     )

@@ -680,7 +680,9 @@ def record_request(request: LayerRequest) -> LayerRecord:
     kinds = layer_kinds(model)
     index = kinds.index(request.kind)
     sizes = model.stream if request.kind in ("Block", "FinalNorm") else (model.hidden_size,)
-    stream = TensorForm((shape.micro_batch, length, *sizes), name, shape.width, True)
+    stream = [TensorForm((shape.micro_batch, length, *sizes), name, shape.width, True)]
+    if isinstance(model, HubModel) and model.balance is not None:
+        stream.append(TensorForm((3, model.balance.experts), "float32", 4, True))
     if isinstance(model, HubModel):
         index += model.block or 0
     with booth(device):
@@ -698,5 +700,5 @@ def record_request(request: LayerRequest) -> LayerRecord:
         layer = entry.build()
         if entry.forward_fn is not None:
             layer = TiedCall(layer, entry.forward_fn)
-        inputs = [tokens if kinds[0] == request.kind else stream]
+        inputs = [tokens] if kinds[0] == request.kind else stream
         return record_layer(layer, inputs, device=device, divided=split, hooked=request.hooked)

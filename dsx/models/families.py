@@ -195,9 +195,14 @@ def layers(
 
 def loss(
     model: Model, tp: TensorParallel, *, overwrite_logits: bool = False
-) -> Callable[[Tensor, Tensor], Tensor]:
+) -> Callable[[Any, Tensor], Tensor]:
     """The training loss of logits [B, S, V/tp padded] and labels [B, S]: the mean over all labels but -100.
 
     ``overwrite_logits`` is for a caller that drops the logits: see :func:`dsx.nn.loss.cross_entropy`.
     """
-    return partial(cross_entropy, tp=tp, vocab_size=model.vocab_size, overwrite_logits=overwrite_logits)
+    plain = partial(cross_entropy, tp=tp, vocab_size=model.vocab_size, overwrite_logits=overwrite_logits)
+    if not isinstance(model, HubModel) or model.balance is None:
+        return plain
+    from dsx.hub.balance import with_balance
+
+    return with_balance(plain, model.balance)

@@ -125,6 +125,21 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """The auxiliary loss of a router; :mod:`dsx.hub.balance` computes it.
+
+    Attributes:
+        experts: Number of experts.
+        chosen: Experts that a token is sent to.
+        coefficient: What the loss is multiplied by.
+    """
+
+    experts: int
+    chosen: int
+    coefficient: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HubModel:
     """A causal language model made of transformers' own modules; :mod:`dsx.hub.read` makes it of a config.
 
@@ -149,6 +164,7 @@ class HubModel:
             family's own code can give.
         query_size: Width of all query heads; 0 if the config does not say it.
         routed: Share of the experts that a token is sent to; 1 without experts.
+        balance: The auxiliary loss of its routers; None without one.
         whole: What tensor parallelism leaves whole: (module, its share of the blocks' parameters).
         no_sequence: Why sequence parallelism is refused; None if it is not.
         block: Number of the one block that is looked at, of a model made for a record; None for all.
@@ -171,6 +187,7 @@ class HubModel:
     own_values: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     query_size: int = 0
     routed: float = 1.0
+    balance: Balance | None = None
     whole: tuple[tuple[str, float], ...] = field(default=(), repr=False)
     no_sequence: str | None = None
     block: int | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ from dsx.nn.dropout import Dropout
 from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear
 from dsx.nn.norm import model_norm
 from dsx.nn.parameters import Weights
+
+T = TypeVar("T")
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -84,11 +86,11 @@ class Mlp(nn.Module):
         return y
 
 
-def recomputed(function: Callable[[Tensor], Tensor], x: Tensor, *, random: bool) -> Tensor:
-    """``function(x)``, of which backward keeps ``x`` alone; ``random`` says whether it draws numbers."""
+def recomputed(function: Callable[..., T], *inputs: Tensor, random: bool) -> T:
+    """What ``function`` gives, of which backward keeps the inputs alone; ``random``: it draws numbers."""
     if not torch.is_grad_enabled():
-        return function(x)
-    y: Tensor = checkpoint(function, x, use_reentrant=False, preserve_rng_state=random)
+        return function(*inputs)
+    y: T = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=random)
     return y
 
 

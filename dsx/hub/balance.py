@@ -1,0 +1,136 @@
+"""The auxiliary loss that keeps a router's experts equally busy, over blocks on several ranks.
+
+transformers adds ``coefficient * experts * sum_e f_e P_e`` to the loss, where f_e is the share of the tokens
+of all layers that go to expert e and P_e its mean probability (``load_balancing_loss_func``; Fedus et al.
+2021, arXiv:2101.03961, equations 4 to 6). It is no sum over layers. So the sums behind f and P go from block
+to block beside the hidden states, every block adds its own, and the loss is computed where the logits are:
+autograd then takes the gradient of P back through the stages.
+
+Shapes: E experts; the sums are float32 [3, E]: tokens by expert, probabilities by expert, and the number of
+rows in the first element of the last row.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsx.errors import ModelError
+from dsx.models.config_values import at
+from dsx.models.spec import Balance
+
+_LOGITS = "router_logits"
+
+
+def balance_of(model: Any) -> Balance | None:
+    """What the auxiliary loss of a transformers model depends on; None if its config does not ask for one.
+
+    Raises:
+        ModelError: The family computes it in a way that dsx does not know.
+    """
+    if not getattr(model.config, "output_router_logits", False):
+        return None
+    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+    told: list[Any] = [getattr(model, name, None) for name in names]
+    if function is None or None in told:
+        raise _unknown("the family has no load_balancing_loss_func of the usual form")
+    balance = Balance(experts=int(told[0]), chosen=int(told[1]), coefficient=float(told[2]))
+    generator = torch.Generator().manual_seed(0)
+    logits = tuple(torch.randn(24, balance.experts, generator=generator) for _ in range(3))
+    sums = fresh_sums(balance, logits[0])
+    for each in logits:
+        sums = sums + sums_of(each, balance)
+    ours = loss_of(sums, balance)
+    theirs = balance.coefficient * function(logits, balance.experts, balance.chosen, None)
+    if not torch.allclose(ours, torch.as_tensor(theirs), rtol=1e-5):
+        raise _unknown("the family's load_balancing_loss_func is another than the usual one")
+    return balance
+
+
+def _unknown(why: str) -> ModelError:
+    return ModelError(
+        at("output_router_logits", True),
+        f"its auxiliary loss cannot be computed over several stages: {why}",
+        "set it to false (dsx.model.overrides), and train without that loss",
+    )
+
+
+def fresh_sums(balance: Balance, like: Tensor) -> Tensor:
+    """The sums before the first block."""
+    return torch.zeros(3, balance.experts, dtype=torch.float32, device=like.device)
+
+
+def sums_of(logits: Tensor, balance: Balance) -> Tensor:
+    """The sums of one router's logits [tokens, E]."""
+    probabilities = torch.softmax(logits, dim=-1)
+    chosen = torch.topk(probabilities, balance.chosen, dim=-1).indices
+    ones = torch.ones((), dtype=torch.float32, device=logits.device).expand(chosen.numel())
+    counts = torch.zeros(balance.experts, dtype=torch.float32, device=logits.device)
+    counts = counts.scatter_add(0, chosen.flatten(), ones)
+    rows = torch.zeros_like(counts)
+    rows[0] = logits.shape[0]
+    return torch.stack((counts, probabilities.float().sum(dim=0), rows))
+
+
+def loss_of(sums: Tensor, balance: Balance) -> Tensor:
+    """The auxiliary loss, a scalar."""
+    counts, probabilities, rows = sums.detach()[0], sums[1], sums.detach()[2, 0]
+    total = (counts / rows * (probabilities / rows)).sum()
+    return balance.coefficient * balance.experts * total
+
+
+def with_balance(
+    loss: Callable[[Tensor, Tensor], Tensor], balance: Balance
+) -> Callable[[tuple[Tensor, Tensor], Tensor], Tensor]:
+    """A loss of (logits, sums) and labels: ``loss`` of the logits plus the auxiliary loss."""
+
+    def both(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        logits, sums = outputs
+        return loss(logits, labels) + loss_of(sums, balance)
+
+    return both
+
+
+class Routers:
+    """What transformers calls router logits in a block, wherever its routers are.
+
+    Args:
+        model: The family's causal language model, which says what its routers are.
+        block: The block.
+        path: The block's path in the model.
+    """
+
+    def __init__(self, model: Any, block: nn.Module, path: str) -> None:
+        from transformers.utils.output_capturing import OutputRecorder, recursively_install_hooks
+
+        told = next(
+            found
+            for inner in model.modules()
+            if (found := (getattr(inner, "_can_record_outputs", None) or {}).get(_LOGITS)) is not None
+        )
+        tasks = []
+        for each in told if isinstance(told, list) else [told]:
+            recorder = each
+            if not isinstance(each, OutputRecorder):
+                named = each if isinstance(each, str) else None
+                recorder = OutputRecorder(None if named else each, index=1, class_name=named)
+            tasks.append((_LOGITS, recorder))
+        recursively_install_hooks(block, path, tasks)
+
+    @contextmanager
+    def collected(self) -> Iterator[list[Tensor]]:
+        """Inside the block, router logits [tokens, E] of forwards go to the list."""
+        from transformers.utils.output_capturing import _active_collector
+
+        found: dict[str, list[Tensor]] = {_LOGITS: []}
+        token = _active_collector.set(found)
+        try:
+            yield found[_LOGITS]
+        finally:
+            _active_collector.reset(token)
