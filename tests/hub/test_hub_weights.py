@@ -17,6 +17,8 @@ from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.layouts import TargetDegrees
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.reshard import WantedTarget, prepare
+from dsx.checkpoint.run.export import export_weights
+from dsx.errors import CheckpointError
 from dsx.train.generation import load_transformers
 from hub.test_hub_conversions import BIAS, CONFIG
 from parity import dsx_run, oracle
@@ -53,6 +55,10 @@ def in_and_out(rank: int, world_size: int, folder: Path) -> None:
     """An export of what was read, a checkpoint after a step, an export of that."""
     engine = engine_of(config_of(folder / "model"), world_size)
     dsx.export_hf(engine, folder / "unchanged")
+    export_weights(engine.pipeline, folder / "sharded", engine.run_config.hf_config, shard_bytes=20000)
+    (folder / "not a folder").touch()
+    with pytest.raises(CheckpointError, match=r"not a folder.*cannot be written"):
+        export_weights(engine.pipeline, folder / "not a folder" / "in it", engine.run_config.hf_config)
     engine.train_batch(dsx_run.batches(CASE, 0, engine.groups.dp_rank))
     engine.save_checkpoint(str(folder / "run"))
     dsx.export_hf(engine, folder / "trained")
@@ -80,9 +86,13 @@ def test_a_folder_goes_in_and_out_bit_for_bit(runs: Path) -> None:
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in known
     assert known[BIAS].dtype == torch.float32
     assert same(tensors_in(runs / "unchanged"), known)
-    loaded, told = AutoModelForCausalLM.from_pretrained(runs / "unchanged", output_loading_info=True)
-    assert not any(told.values())
-    assert type(loaded).__name__ == "DeepseekV3ForCausalLM"
+    assert same(tensors_in(runs / "sharded"), known)
+    sizes = [file.stat().st_size for file in (runs / "sharded").glob("*.safetensors")]
+    assert len(sizes) > 6
+    for name in ("unchanged", "sharded"):
+        loaded, told = AutoModelForCausalLM.from_pretrained(runs / name, output_loading_info=True)
+        assert not any(told.values())
+        assert type(loaded).__name__ == "DeepseekV3ForCausalLM"
     trained = tensors_in(runs / "trained")
     assert trained.keys() == known.keys()
     assert torch.equal(trained[BIAS], known[BIAS])

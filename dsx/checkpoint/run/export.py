@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from dsx.checkpoint import store
 from dsx.checkpoint.claims import model_of
 from dsx.checkpoint.formats import slices
 from dsx.checkpoint.formats.huggingface import weights as hf
+from dsx.checkpoint.formats.huggingface.catalog import SHARD_BYTES
 from dsx.checkpoint.run.names import CheckpointedRun, spec_of
 from dsx.config.schema import NO_TOKENIZER
 from dsx.config.sources import BYTES
 from dsx.data.tokenizers import TransformersTokenizer
-from dsx.errors import ModelError
+from dsx.errors import CheckpointError, ModelError
 from dsx.launch.processes import agree
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
@@ -74,11 +75,13 @@ def layer_weights(
         yield load
 
 
-def logical_tensors(pipeline: Any) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+def logical_tensors(
+    pipeline: Any, specs: Sequence[ParamSpec] = ()
+) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
     """This stage's logical tensors one by one, whole, on the CPU. A collective call over the stage's ranks.
 
     A tied tensor is given once, by the first stage that holds it. Only the first rank of each
-    stage gets the contents; the others get an empty tensor.
+    stage gets the contents; the others get an empty tensor. The buffers among ``specs`` come last.
     """
     for parameter in pipeline.chunks.parameters():
         spec = spec_of(parameter)
@@ -92,12 +95,19 @@ def logical_tensors(pipeline: Any) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
             if pipeline.groups.replica == 0:
                 whole = _whole(parameter.detach(), spec, pipeline.groups)
             yield spec, whole
+    for spec, buffer in _buffers(pipeline, specs):
+        yield spec, buffer.cpu()
 
 
 def export_weights(
-    pipeline: Any, folder: str | Path, config: dict[str, Any], model: Model | None = None
+    pipeline: Any,
+    folder: str | Path,
+    config: dict[str, Any],
+    model: Model | None = None,
+    *,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write a Hugging Face model folder: one safetensors file per pipeline stage, an index and the config.
+    """Write a Hugging Face model folder: safetensors, each with layers of one stage, an index and the config.
 
     A collective call over all ranks. The folder appears whole or not at all.
 
@@ -106,31 +116,66 @@ def export_weights(
         folder: Where to write; must not exist with other content.
         config: The Hugging Face config.json to write.
         model: What the layers are made of; what dsx makes of ``config`` by default.
+        shard_bytes: Largest file, unless one parameter is larger.
 
     Raises:
         CheckpointError: The folder cannot be written.
     """
     groups, folder = pipeline.groups, Path(folder)
-    tensors = {}
     writer = groups.replica == 0 and groups.tp_rank == 0
     specs = stored_specs(model or model_of(config))
-    for spec, tensor in logical_tensors(pipeline):
-        if writer:
-            tensors.update(hf.split(spec, tensor))
-    held = dict(pipeline.chunks.named_buffers())
-    for spec in specs:
-        if writer and spec.buffer and spec.name in held:
-            tensors.update(hf.split(spec, held[spec.name]))
+    shards = _shards(pipeline, specs, shard_bytes)
+    counts = [0] * groups.mesh.size
+    dist.all_gather_object(counts, len(shards) if writer else 0)
+    first, count = sum(counts[: groups.rank]), sum(counts)
     names: dict[str, str] = {}
-    if writer:
-        names = hf.write_shard(folder, groups.pp_rank, groups.mesh.pp, tensors)
-    gathered: list[dict[str, str]] = [{} for _ in range(groups.mesh.size)]
-    dist.all_gather_object(gathered, names)
-    if groups.rank == 0:
-        files = {name: file for part in gathered for name, file in part.items()}
-        hf.finish(folder, config, files, specs)
-    dist.barrier()
+    failure: CheckpointError | None = None
+    number, shard = 0, dict[str, torch.Tensor]()
+    for spec, tensor in logical_tensors(pipeline, specs):
+        if writer:
+            shard |= hf.split(spec, tensor)
+        shards[number] -= 1
+        if shards[number]:
+            continue
+        # Ranks gather tensors together, so that one that cannot write goes on until all have done.
+        if writer and failure is None:
+            try:
+                names |= hf.write_shard(folder, first + number, count, shard)
+            except CheckpointError as error:
+                failure = error
+        number, shard = number + 1, {}
+    gathered = [(names, failure)] * groups.mesh.size
+    dist.all_gather_object(gathered, (names, failure))
+    failed = next((error for _, error in gathered if error is not None), None)
+    if failed is not None:
+        raise failed
+    files = {name: file for part, _ in gathered for name, file in part.items()}
+    agree(lambda: hf.finish(folder, config, files, specs))
     return folder
+
+
+def _shards(pipeline: Any, specs: Sequence[ParamSpec], shard_bytes: int) -> list[int]:
+    """How many of this stage's tensors go into each of its files, in their order."""
+    sizes = [
+        spec_of(parameter).numel * parameter.element_size()
+        for parameter in pipeline.chunks.parameters()
+        if not getattr(parameter, "ds_pipe_replicated", False)
+    ]
+    sizes += [spec.numel * buffer.element_size() for spec, buffer in _buffers(pipeline, specs)]
+    shards, filled = list[int](), 0
+    for size in sizes:
+        if not shards or filled + size > shard_bytes:
+            shards.append(0)
+            filled = 0
+        shards[-1] += 1
+        filled += size
+    return shards
+
+
+def _buffers(pipeline: Any, specs: Sequence[ParamSpec]) -> list[tuple[ParamSpec, torch.Tensor]]:
+    """This stage's buffers that are stored with the weights."""
+    held = dict(pipeline.chunks.named_buffers())
+    return [(spec, held[spec.name]) for spec in specs if spec.buffer and spec.name in held]
 
 
 def export_hf(
@@ -138,7 +183,7 @@ def export_hf(
 ) -> Path:
     """Write an engine's weights as a Hugging Face model folder, which ``from_pretrained`` reads.
 
-    Beside ``config.json`` and the safetensors, one per pipeline stage, stand the files of the tokenizer that
+    Beside ``config.json`` and the safetensors stand the files of the tokenizer that
     ``dsx.data.tokenizer`` names. A collective call over all ranks; the folder appears whole or not at all.
 
     Args:
