@@ -61,10 +61,11 @@ from dsx.models.spec import HubModel, Model
 
 
 def model_fact(model: Model) -> dict[str, Any]:
-    """The fact ``model``, as it comes back from JSON."""
+    """The fact ``model``, as it comes back from JSON; the form of its parameters is a layout's."""
     if isinstance(model, HubModel):
         return {"family": model.family, "num_layers": model.num_layers, "config": json.loads(model.config)}
     fact: dict[str, Any] = json.loads(json.dumps(asdict(model)))
+    fact.pop("shared_kv")
     return fact
 
 

@@ -315,7 +315,7 @@ def _mesh(dsx: DsxConfig, asked: Asked) -> Mesh:
     """Of all ways to deal out the world size's factors, the one that skips an axis as late as possible."""
     fits: dict[str, Callable[[int], object]] = {
         "layers": lambda degree: _pipeline_fits(dsx, asked, degree),
-        "features": lambda degree: degree <= _MAX_AUTO_TENSOR and possible(asked, "tensor", [degree]),
+        "features": lambda degree: _tensor_fits(asked, degree),
     }
     axes = {axis.name: axis for axis in sorted(AXES, key=lambda axis: not axis.replicates)}
 
@@ -341,6 +341,13 @@ def _mesh(dsx: DsxConfig, asked: Asked) -> Mesh:
     start: _Deal = ((), degrees, turns, factors)
     _, degrees, _, _ = next(search([start], cost=lambda deal: deal[0], grow=dealt))
     return Mesh.of(**degrees)
+
+
+def _tensor_fits(asked: Asked, tp: int) -> bool:
+    """Whether ranks of one node can each take whole heads of their own."""
+    assert asked.model is not None
+    fits = tp <= _MAX_AUTO_TENSOR and possible(asked, "tensor", [tp]) != []
+    return fits and not asked.model.shares_heads(tp)
 
 
 def _pipeline_fits(dsx: DsxConfig, asked: Asked, pp: int) -> bool:
@@ -471,9 +478,10 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
     layers = layer_kinds(model.spec)
     degrees = resolve_degrees(dsx, model.spec, num_layers=len(layers), world_size=world_size)
     dsx, cut_notes = _as_cut(dsx, model.spec, degrees.mesh.tp)
+    spec = model.spec.for_tensor(degrees.mesh.tp)
     batch = resolve_batch(deepspeed, degrees.mesh.num_shares)
     facts = Facts(
-        deepspeed=deepspeed, dsx=dsx, model=model.spec, mesh=degrees.mesh, chunks=degrees.chunks, batch=batch
+        deepspeed=deepspeed, dsx=dsx, model=spec, mesh=degrees.mesh, chunks=degrees.chunks, batch=batch
     )
     raise_all(name, [problem for check in CHECKS for problem in check(facts)])
     size = {"pp": degrees.mesh.pp, "chunks": degrees.chunks, "accumulation": batch.accumulation}
@@ -481,14 +489,14 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
         check_file(dsx, written, **size)
     program = written or choose(dsx, degrees.schedule_name, **size)
     precision: Precision = "bf16" if is_bf16(deepspeed) else "fp32"
-    specs = param_specs(model.spec, pad_multiple=dsx.model.vocab_multiple)
-    stage_map = cut_layers(dsx, model.spec, specs, num_ranks=degrees.mesh.pp, num_chunks=degrees.chunks)
+    specs = param_specs(spec, pad_multiple=dsx.model.vocab_multiple)
+    stage_map = cut_layers(dsx, spec, specs, num_ranks=degrees.mesh.pp, num_chunks=degrees.chunks)
     clipping = float(deepspeed.get("gradient_clipping", _DEFAULT_CLIPPING))
     run = RunConfig(
         deepspeed=deepspeed | batch.keys() | {"gradient_clipping": clipping},
         dsx=dsx,
         mesh=degrees.mesh,
-        model=model.spec,
+        model=spec,
         hf_config=model.hf_config,
         weights=model.weights,
         chunks=degrees.chunks,

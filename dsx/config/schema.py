@@ -285,8 +285,9 @@ class ParallelConfig(SchemaBlock):
 
     tensor: Degree = Field(
         default="auto",
-        description="Ranks that share each layer. Divides attention heads, key/value heads and MLP width; "
-        '"auto" takes its turn after data and pipeline, up to 8 (one node\'s fast links).',
+        description="Ranks that share each layer. Divides attention heads and MLP width, and key/value heads "
+        'unless it is a multiple of them. "auto" divides them all, and takes its turn after data and '
+        "pipeline, up to 8 (one node's fast links).",
     )
     pipeline: Degree = Field(
         default="auto",

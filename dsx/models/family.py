@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import sqrt
 from pathlib import Path as File
@@ -137,7 +137,8 @@ class LayerParams:
         qkv: tuple[int, ...] = (model.query_size, model.kv_size, model.kv_size)
         if model.interleaved_qkv:  # It is one part, cut head by head.
             qkv = (sum(qkv),)
-        yield from self.column("attention.qkv", qkv, bias=model.attention_bias)
+        for fused in self.column("attention.qkv", qkv, bias=model.attention_bias):
+            yield from _parted(fused) if model.shared_kv else (fused,)
         yield from self.row("attention.out", model.query_size, bias=model.attention_out_bias)
         if model.qk_norm:
             yield from self.norm("attention.q_norm", size=model.head_dim)
@@ -161,6 +162,20 @@ class LayerParams:
         hf = tuple(f"{name.format(self.block)}.{leaf}" for name in self.family.hf_names[role or module])
         name = f"{self.layer}.{module}.{leaf}"
         return ParamSpec(name=name, layer=self.layer, shape=shape, init=init, hf=hf, **cut)
+
+
+def _parted(fused: ParamSpec) -> Iterator[ParamSpec]:
+    """Queries of a fused parameter, which are cut, and its keys and values, whole on every rank."""
+    module, _, leaf = fused.name.rpartition(".")
+    queries, *both = fused.parts
+    whole = {"hf": fused.hf[1:], "split": None, "hf_split": 0, "hf_parts": tuple(both)}
+    for part, rows, first, changes in (
+        ("q", queries, 0, {"hf": fused.hf[:1]}),
+        ("kv", sum(both), queries, whole),
+    ):
+        init = replace(fused.init, part_of=fused.name, first_row=first)
+        shape, name = (rows, *fused.shape[1:]), f"{module}.{part}_{leaf}"
+        yield replace(fused, name=name, shape=shape, init=init, parts=(), **changes)
 
 
 def block_params(params: LayerParams) -> Iterator[ParamSpec]:

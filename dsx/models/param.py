@@ -24,10 +24,18 @@ def layer_of(name: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Init:
-    """How a fresh parameter is filled: normal(0, std), zeros or ones."""
+    """How a fresh parameter is filled: normal(0, std), zeros or ones.
+
+    Attributes:
+        part_of: Name of the fused tensor of which it takes its random values, so that a model starts alike
+            in whatever form; empty for values of its own.
+        first_row: Row of that tensor with which it begins.
+    """
 
     kind: Literal["normal", "zeros", "ones"]
     std: float = 0.0
+    part_of: str = ""
+    first_row: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self, TypeAlias
 
 from dsx.models.param import ParamSpec
 
@@ -65,6 +65,8 @@ class ModelSpec:
         attention_cap: Soft cap of attention's scores (Gemma 2); None for none.
         logit_cap: Soft cap of the logits.
         parallel_residual: Attention and MLP read the same input, ``x + Attention(..) + MLP(..)`` (GPT-NeoX).
+        shared_kv: Keys and values are a parameter beside the queries', whole on every tensor-parallel rank,
+            because ranks share key/value heads: see :meth:`for_tensor`.
     """
 
     family: Family
@@ -97,6 +99,16 @@ class ModelSpec:
     attention_scale: float | None = None
     attention_cap: float | None = None
     logit_cap: float | None = None
+    shared_kv: bool = False
+
+    def for_tensor(self, tensor: int) -> Self:
+        """The same model in the form of its parameters that ``tensor`` tensor-parallel ranks train."""
+        return replace(self, shared_kv=self.shares_heads(tensor))
+
+    def shares_heads(self, tensor: int) -> bool:
+        """Whether so many ranks, each with query heads of its own, have to share key/value heads."""
+        fits = self.num_heads % tensor == tensor % self.num_kv_heads == 0
+        return fits and tensor > self.num_kv_heads
 
     @property
     def stream(self) -> tuple[int, ...]:
@@ -195,6 +207,15 @@ class HubModel:
     def block_of(self, layer: int) -> int:
         """Number of the first block that is like layer ``layer`` of the layer list, which is a block."""
         return self.alike[layer - self.kinds.index("Block")]
+
+    def for_tensor(self, tensor: int) -> Self:
+        """Itself: its parameters are the same for all degrees."""
+        del tensor
+        return self
+
+    def shares_heads(self, tensor: int) -> bool:
+        """Whether so many ranks have to share key/value heads."""
+        return self.heads is not None and self.heads[1] % tensor != 0
 
     def uncut(self, tensor: int) -> str | None:
         """Why ``tensor`` ranks cannot share the model; None if they can."""

@@ -22,10 +22,13 @@ from torch.utils.checkpoint import checkpoint
 
 from dsx.errors import ModelError
 from dsx.models.spec import ModelSpec, Rope
+from dsx.nn.collectives import copy_parameters
 from dsx.nn.dropout import draw_seed, seeded
-from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear
+from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear, column_linear
 from dsx.nn.norm import RMSNorm
-from dsx.nn.parameters import Weights
+from dsx.nn.parallel import TensorParallel
+from dsx.nn.parameters import Weights, fresh_parameter
+from dsx.nn.split import late
 
 
 def inverse_frequencies(rope: Rope, size: int) -> Tensor:
@@ -157,8 +160,61 @@ Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
 to the scores (None: causal) to context [B, N, S, D]. Dropout draws from torch's generator."""
 
 
+def kv_heads(model: ModelSpec, tp: TensorParallel) -> range:
+    """The key/value heads that this rank's queries attend to.
+
+    Raises:
+        ModelError: Query heads that the ranks cannot share out, or key/value heads that they can neither
+            share out nor, in the form of the model that says so, share.
+    """
+    heads = model.num_kv_heads
+    shared = model.shared_kv and tp.size % heads == 0
+    for what, count in (("num_heads", model.num_heads), ("num_kv_heads", 0 if shared else heads)):
+        if count % tp.size:
+            raise ModelError(
+                f"{what} = {count}",
+                f"it does not divide by the tensor-parallel size {tp.size}",
+                f"use a size that divides both {model.num_heads} and {heads}; one that {heads} divides needs "
+                "ModelSpec.for_tensor",
+            )
+    first = tp.rank * heads // tp.size
+    return range(first, first + max(1, heads // tp.size))
+
+
+class SharedKeyValueLinear(nn.Module):
+    """The projection to queries, keys and values where ranks share key/value heads.
+
+    Each rank has the queries of its own heads, and all keys and values, of which it applies the rows that its
+    queries need. The gradients of these are summed over the ranks, once per backward. The parameters are
+    this one module's, so that ZeRO-3 gathers them together.
+
+    Args:
+        model: Sizes and biases.
+    """
+
+    def __init__(self, model: ModelSpec, weights: Weights) -> None:
+        super().__init__()
+        self.tp, self.split = weights.tp, weights.split
+        heads = kv_heads(model, self.tp)
+        self.rows = slice(heads.start * model.head_dim, heads.stop * model.head_dim)
+        queries, both = (model.query_size,), (2 * model.kv_size,)
+        fresh = partial(fresh_parameter, tp=self.tp, init=None, dtype=weights.dtype, device=weights.device)
+        self.q_weight = fresh((*queries, model.hidden_size), split=0)
+        self.kv_weight = fresh((*both, model.hidden_size))
+        self.q_bias = fresh(queries, split=0) if model.attention_bias else None
+        self.kv_bias = fresh(both) if model.attention_bias else None
+
+    def forward(self, x_BsH: Tensor) -> Tensor:
+        """[B, s, H] to [B, S, P]."""
+        both = [late(p, self.split) for p in (self.kv_weight, self.kv_bias) if p is not None]
+        whole = copy_parameters(self.tp, *both, cut=True)
+        shared, *rest = (p.unflatten(0, (2, -1))[:, self.rows].flatten(0, 1) for p in whole)
+        bias = None if self.q_bias is None else torch.cat((late(self.q_bias, self.split), *rest))
+        return column_linear(x_BsH, self.q_weight, bias, self.tp, split=self.split, shared=shared)
+
+
 class Attention(nn.Module):
-    """Grouped-query attention with a fused QKV projection.
+    """Grouped-query attention with one projection to queries, keys and values.
 
     Args:
         model: Sizes, biases and dropout.
@@ -168,7 +224,7 @@ class Attention(nn.Module):
             output projection again ("selective", arXiv:2205.05198, section 5).
 
     Raises:
-        ModelError: Query or key/value heads that do not divide by the tensor-parallel size.
+        ModelError: As :func:`kv_heads`.
     """
 
     def __init__(
@@ -183,26 +239,17 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         tp = weights.tp
-        for what, heads in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
-            if heads % tp.size:
-                raise ModelError(
-                    f"{what} = {heads}",
-                    f"it does not divide by the tensor-parallel size {tp.size}",
-                    f"use a size that divides both {model.num_heads} and {model.num_kv_heads}",
-                )
-        self.num_heads, self.num_kv_heads = model.num_heads // tp.size, model.num_kv_heads // tp.size
+        self.num_heads, self.num_kv_heads = model.num_heads // tp.size, len(kv_heads(model, tp))
         self.head_dim, self.dropout = model.head_dim, model.attention_dropout
         self.tp, self.rotary, self.window, self.recompute_core = tp, rotary, window, recompute_core
         self.interleaved, self.attend = model.interleaved_qkv, attend or scaled_dot_product
         sizes = (model.query_size, model.kv_size, model.kv_size)
-        self.qkv = ColumnParallelLinear(
-            model.hidden_size,
-            sum(sizes),
-            tp,
-            bias=model.attention_bias,
-            parts=() if model.interleaved_qkv else sizes,
-            init=None,
-            **weights.form,
+        parts = () if model.interleaved_qkv else sizes
+        options = {"bias": model.attention_bias, "parts": parts, "init": None, **weights.form}
+        self.qkv = (
+            SharedKeyValueLinear(model, weights)
+            if model.shared_kv
+            else ColumnParallelLinear(model.hidden_size, sum(sizes), tp, **options)
         )
         self.out = RowParallelLinear(
             model.query_size,

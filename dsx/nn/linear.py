@@ -31,6 +31,9 @@ class _Linear(torch.autograd.Function):
 
     When the backward is split, it keeps slices for the weight's gradient, that of x where x was gathered, and
     of dy where :func:`~dsx.nn.collectives.reduce_from` gathered dy (``reduced``), and gathers both once more.
+
+    ``shared`` has the weights of more outputs, which come last; it is no Parameter, and its gradient does not
+    wait.
     """
 
     @staticmethod
@@ -43,21 +46,27 @@ class _Linear(torch.autograd.Function):
         num_valid: int | None,
         split: WeightGradients | None,
         reduced: TensorParallel | None,
+        shared: Tensor | None,
     ) -> Tensor:
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        needs_x, needs_weight, *_, needs_shared = ctx.needs_input_grad
+        kept = (weight, shared) if needs_x else (None, None)
+        ctx.save_for_backward(x if needs_weight or needs_shared else None, *kept)
         ctx.tp, ctx.reduced, ctx.num_valid = tp, reduced, num_valid
         # Recompute hands backward a copy of the saved Parameter, which has no place for a gradient.
         ctx.split, ctx.parameter, ctx.shape = split, weight if weight.is_leaf else None, weight.shape
         if tp is not None and tp.sequence:
             x = collectives.all_gather(x, tp, collectives.SEQUENCE)
         # The result is no view, so that the reduction behind a row-parallel linear may overwrite it.
-        y = x.new_empty(*x.shape[:-1], weight.shape[0])
-        x_NI, y_NO = x.reshape(-1, x.shape[-1]), y.view(-1, weight.shape[0])
-        if bias is None:
-            torch.mm(x_NI, weight.t(), out=y_NO)
-        else:
-            torch.addmm(bias, x_NI, weight.t(), out=y_NO)
+        matrices = (weight,) if shared is None else (weight, shared)
+        sizes = [matrix.shape[0] for matrix in matrices]
+        y = x.new_empty(*x.shape[:-1], sum(sizes))
+        x_NI, y_NO = x.reshape(-1, x.shape[-1]), y.view(-1, sum(sizes))
+        biases = (None,) * len(sizes) if bias is None else bias.split(sizes)
+        for matrix, part, out in zip(matrices, biases, y_NO.split(sizes, dim=1), strict=True):
+            if part is None:
+                torch.mm(x_NI, matrix.t(), out=out)
+            else:
+                torch.addmm(part, x_NI, matrix.t(), out=out)
         if num_valid is not None:
             y_NO[:, num_valid:] = -torch.inf
         return y
@@ -65,22 +74,35 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, shared = ctx.saved_tensors
         tp: TensorParallel | None = ctx.tp
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        dy_NO = dy.reshape(-1, dy.shape[-1])
+        needs_x, needs_weight, needs_bias, *_, needs_shared = ctx.needs_input_grad
+        dy_NO, rows = dy.reshape(-1, dy.shape[-1]), ctx.shape[0]
         later = needs_weight and ctx.parameter is not None and ctx.split is not None and ctx.split.active
         if later:
             start = partial(_start_weight_gradient, tp=tp, reduced=ctx.reduced, num_valid=ctx.num_valid)
-            ctx.split.keep(ctx.parameter, ctx.shape, start, x.detach(), _own_part(dy, ctx.reduced))
+            ctx.split.keep(
+                ctx.parameter, ctx.shape, start, x.detach(), _own_part(dy[..., :rows], ctx.reduced)
+            )
+        needs_weight = needs_weight and not later
         # Communication overlaps both matmuls: the gather of x hides behind dx, the reduction of dx behind dW.
-        finish = None
-        if needs_weight and not later:
-            finish = _start_weight_gradient(x, dy, tp=tp, reduced=None, num_valid=ctx.num_valid)
-        dx = _start_reduce(dy_NO.mm(weight).view(*dy.shape[:-1], -1), tp) if needs_x else None
-        dweight = None if finish is None else finish()
+        whole_x = _start_gather(x, tp) if needs_weight or needs_shared else None
+        dx = None
+        if needs_x:
+            dx = _start_reduce(_input_gradient(dy_NO, weight, shared).view(*dy.shape[:-1], -1), tp)
+        dweight = dshared = None
+        if whole_x is not None:
+            x = whole_x.wait()
+            dweight = _weight_gradient(x, dy_NO[:, :rows], ctx.num_valid) if needs_weight else None
+            dshared = _weight_gradient(x, dy_NO[:, rows:], None) if needs_shared else None
         dbias = dy_NO.sum(0) if needs_bias else None
-        return None if dx is None else dx.wait(), dweight, dbias, None, None, None, None
+        return None if dx is None else dx.wait(), dweight, dbias, *(None,) * 4, dshared
+
+
+def _input_gradient(dy_NO: Tensor, weight: Tensor, shared: Tensor | None) -> Tensor:
+    rows = weight.shape[0]
+    dx_NI = dy_NO[:, :rows].mm(weight)
+    return dx_NI if shared is None else dx_NI.addmm_(dy_NO[:, rows:], shared)
 
 
 def _start_weight_gradient(
@@ -90,13 +112,18 @@ def _start_weight_gradient(
     whole_x, whole_dy = _start_gather(x, tp), _start_gather(dy, reduced)
 
     def finish() -> Tensor:
-        dy_NO = whole_dy.wait().reshape(-1, dy.shape[-1])
-        dweight = dy_NO.t().mm(whole_x.wait().reshape(-1, x.shape[-1]))
-        if num_valid is not None:
-            dweight[num_valid:] = 0
-        return dweight
+        dy = whole_dy.wait()
+        return _weight_gradient(whole_x.wait(), dy.reshape(-1, dy.shape[-1]), num_valid)
 
     return finish
+
+
+def _weight_gradient(x: Tensor, dy_NO: Tensor, num_valid: int | None) -> Tensor:
+    """``dy^T x``, whose rows of padding are zero."""
+    dweight = dy_NO.t().mm(x.reshape(-1, x.shape[-1]))
+    if num_valid is not None:
+        dweight[num_valid:] = 0
+    return dweight
 
 
 def _own_part(dy: Tensor, reduced: TensorParallel | None) -> Tensor:
@@ -132,6 +159,7 @@ def column_linear(
     *,
     num_valid: int | None = None,
     split: WeightGradients | None = None,
+    shared: Tensor | None = None,
 ) -> Tensor:
     """``x W^T + b`` for this rank's rows of W: [..., in] to [..., out/tp].
 
@@ -139,14 +167,16 @@ def column_linear(
         x: Equal on all ranks; under sequence parallelism this rank's slice [B, S/tp, in], and the result is
             [B, S, out/tp].
         weight: This rank's rows, [out/tp, in].
-        bias: This rank's part, [out/tp], or None.
+        bias: This rank's part, [out/tp] (and of ``shared``), or None.
         tp: The gradient of ``x`` is summed over its ranks (scattered again under sequence parallelism).
         num_valid: Outputs from this one on are padding: they are -inf, and their rows of ``weight`` get no
             gradient.
         split: Takes the gradients of weight and bias while it defers.
+        shared: More rows, [more, in], for outputs behind these: what this rank applies of a parameter that
+            is not its own. Its gradient is left to the caller.
     """
     bias = None if bias is None else late(bias, split)
-    y: Tensor = _Linear.apply(x, weight, bias, tp, num_valid, split, None)
+    y: Tensor = _Linear.apply(x, weight, bias, tp, num_valid, split, None, shared)
     return y
 
 
@@ -241,9 +271,9 @@ class RowParallelLinear(nn.Module):
         """[..., in/tp] to [..., out]; under sequence parallelism [B, S, in/tp] to [B, S/tp, out]."""
         bias = None if self.bias is None else late(self.bias, self.split)
         if self.tp.size == 1:
-            y: Tensor = _Linear.apply(x, self.weight, bias, None, None, self.split, None)
+            y: Tensor = _Linear.apply(x, self.weight, bias, None, None, self.split, None, None)
             return y
-        partial_sum = _Linear.apply(x, self.weight, None, None, None, self.split, self.tp)
+        partial_sum = _Linear.apply(x, self.weight, None, None, None, self.split, self.tp, None)
         return collectives.reduce_from(partial_sum, self.tp, bias)
 
 
@@ -276,7 +306,7 @@ class LocalLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         bias = None if self.bias is None else late(self.bias, self.split)
-        y: Tensor = _Linear.apply(x, self.weight, bias, None, None, self.split, None)
+        y: Tensor = _Linear.apply(x, self.weight, bias, None, None, self.split, None, None)
         return y
 
 
@@ -319,7 +349,8 @@ class KeyValueLinear(nn.Module):
             whole.narrow(0, start, self.head_size)
             for whole in collectives.copy_parameters(self.tp, *held, cut=True)
         ]
-        y: Tensor = _Linear.apply(x, rows[0], rows[1] if len(rows) > 1 else None, self.tp, None, None, None)
+        weight, bias = rows[0], rows[1] if len(rows) > 1 else None
+        y: Tensor = _Linear.apply(x, weight, bias, self.tp, None, None, None, None)
         return y
 
 

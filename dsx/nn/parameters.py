@@ -79,7 +79,7 @@ def fill(out: Tensor, spec: ParamSpec, *, tp: int, tp_rank: int, seed: int) -> N
         if spec.init.kind == "ones":
             region.fill_(1.0)
         elif spec.init.kind == "normal":
-            _fill_normal(region, box, spec, _key(seed, spec.name))
+            _fill_normal(region, box, spec, _key(seed, spec.init.part_of or spec.name))
 
 
 def regions(out: Tensor, spec: ParamSpec, *, tp: int, tp_rank: int) -> Iterator[tuple[Tensor, Box]]:
@@ -109,7 +109,7 @@ def _fill_normal(region: Tensor, box: Box, spec: ParamSpec, key: tuple[int, int]
     lead = lead or [(0, 1)]
     cut = spec.split if spec.split is not None and spec.split < len(lead) else 0
     below, step = math.prod(spec.shape[cut + 1 : -1]), math.prod(spec.shape[cut:-1])
-    low, high = (at * below for at in lead[cut])
+    low, high = (at * below + spec.init.first_row for at in lead[cut])
     if low >= high or columns[0] >= columns[1]:
         return
     for number, stretch_RC in enumerate(region.view(-1, high - low, columns[1] - columns[0])):

@@ -144,7 +144,8 @@ def _uncut(model: Model, tensor: int) -> str | None:
         return model.uncut(tensor)
     sizes = {
         "attention heads": model.num_heads,
-        "key/value heads": model.num_kv_heads,
+        # Fewer heads than ranks are shared by as many ranks each.
+        "key/value heads": model.num_kv_heads if tensor % model.num_kv_heads else 0,
         "MLP width": model.ffn_size,
     }
     bad = [f"{name} = {size}" for name, size in sizes.items() if size % tensor]

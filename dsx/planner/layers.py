@@ -48,7 +48,7 @@ class ModelLayers:
     def shape(self, layout: Candidate) -> Shape:
         """A micro-batch of the layout."""
         return Shape(
-            model=self.model,
+            model=self.model.for_tensor(layout.tensor),
             tensor=layout.tensor,
             sequence_parallel=layout.sequence_parallel,
             micro_batch=layout.micro_batch,
@@ -70,7 +70,7 @@ class ModelLayers:
                 for layer in {spec.layer, len(held) - 1} if spec.tie is not None else {spec.layer}:
                     held[layer] += prod(spec.local_shape(tensor))
             return tuple(held)
-        one = replace(self.model, num_layers=1)
+        one = replace(self.model.for_tensor(tensor), num_layers=1)
         kinds = layer_kinds(one)
         counts = dict.fromkeys(kinds, 0)
         for spec in param_specs(one, pad_multiple=self.vocab_multiple):

@@ -132,9 +132,12 @@ WRONG = {
         ["dsx.parallel.tensor = 3", "attention heads = 8", "use 1 or 2"],
     ),
     "kv heads not divisible": (
-        {"dsx.parallel.tensor": 8},
-        8,
-        ["dsx.parallel.tensor = 8", "key/value heads = 4", "use 1, 2 or 4"],
+        {
+            "dsx.parallel.tensor": 6,
+            "dsx.model.overrides": {"num_attention_heads": 12, "hidden_size": 144, "intermediate_size": 360},
+        },
+        6,
+        ["dsx.parallel.tensor = 6", ": key/value heads = 4", "use 1 or 2"],
     ),
     "mlp not divisible": (
         {"dsx.parallel.tensor": 4, "dsx.model.overrides": {"intermediate_size": 350}},

@@ -41,6 +41,20 @@ CASES = {
     "zero2_pipeline": ["zero_optimization.stage=2", "dsx.parallel.pipeline=2", "dsx.parallel.tensor=1"],
     "zero3": ["zero_optimization.stage=3", "dsx.parallel.pipeline=1", "dsx.parallel.tensor=1"],
     "zero1_tensor": ["zero_optimization.stage=1", "dsx.parallel.pipeline=1", "dsx.parallel.tensor=2"],
+    "zero3_bf16_tensor_shares_a_head": [
+        "zero_optimization.stage=3",
+        "bf16.enabled=true",
+        "dsx.parallel.pipeline=1",
+        "dsx.parallel.tensor=2",
+        "dsx.model.family=qwen3",
+        'dsx.model.overrides={"num_key_value_heads": 1, "attention_bias": true}',
+    ],
+    "zero1_tensor_shares_a_head": [
+        "zero_optimization.stage=1",
+        "dsx.parallel.pipeline=1",
+        "dsx.parallel.tensor=2",
+        'dsx.model.overrides={"num_key_value_heads": 1}',
+    ],
 }
 
 SCALARS = 2048

@@ -1,7 +1,8 @@
 """The families beside GPT-2 and Llama on two tensor-parallel ranks: against transformers, and divided.
 
 What could go wrong there: norms of heads, which no rank sees all of; biases cut with grouped queries; a fused
-projection that is interleaved head by head; windows under sequence parallelism.
+projection that is interleaved head by head; a key/value head that both share; windows under sequence
+parallelism.
 """
 
 import pytest
@@ -24,6 +25,8 @@ CASES = [  # name, sequence parallel, recompute
     ("qwen3", False, "none"),
     ("qwen3", True, "selective"),
     ("qwen3-window", True, "none"),
+    ("qwen3-one-head", False, "none"),
+    ("qwen3-one-head", True, "selective"),
     ("gpt_neox", False, "selective"),
     ("gpt_neox", True, "none"),
     ("gpt_neox-serial", True, "full"),

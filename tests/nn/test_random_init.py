@@ -5,8 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dsx.checkpoint.formats.huggingface import weights as hf
 from dsx.checkpoint.formats.slices import merge
+from dsx.models.hf_config import model_spec
 from dsx.models.param import Init, ParamSpec
+from dsx.models.params import param_specs
 from dsx.nn.parameters import _BLOCKS_AT_ONCE, fill, philox_4x32
 
 NORMAL = Init(kind="normal", std=0.02)
@@ -124,3 +127,18 @@ def test_memory_is_bounded():
     with Watch():
         local(spec(shape=(1500, 400)))
     assert largest <= 4 * _BLOCKS_AT_ONCE["cpu"] < 1500 * 400
+
+
+def test_a_model_starts_alike_where_ranks_share_heads():
+    config = {"model_type": "qwen2", "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = model_spec(config | {"num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 11})
+    fused, parted = param_specs(model), param_specs(model.for_tensor(4))
+    weights = [
+        {name: part for one in specs for name, part in hf.split(one, merge(one, [local(one)])).items()}
+        for specs in (fused, parted)
+    ]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
+    assert {one.name for one in parted} - {one.name for one in fused} == {
+        f"1.attention.qkv.{part}_{leaf}" for part in ("q", "kv") for leaf in ("weight", "bias")
+    }

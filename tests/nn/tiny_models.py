@@ -97,6 +97,9 @@ CONFIGS = {
         sliding_window=7,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "qwen3-one-head": Qwen3Config(
+        **_GROUPED | {"num_key_value_heads": 1, "tie_word_embeddings": True}, attention_bias=True
+    ),
     "gpt_neox": GPTNeoXConfig(**_SIZES, rotary_pct=0.4),
     "gpt_neox-serial": GPTNeoXConfig(
         **_SIZES | {"tie_word_embeddings": True},
@@ -156,7 +159,7 @@ class Model(nn.Module):
 
     def __init__(self, name, tp=SINGLE, dtype=torch.float32, **options):
         super().__init__()
-        self.spec = model_spec(CONFIGS[name].to_dict())
+        self.spec = model_spec(CONFIGS[name].to_dict()).for_tensor(tp.size)
         self.loss_fn = loss(self.spec, tp)
         self.calls, tied = [], {}
         for index, entry in enumerate(layers(self.spec, tp, dtype=dtype, **options)):

@@ -35,10 +35,12 @@ def test_chunks_without_objection_can_be_built(name):
 def test_tensor_degrees_without_objection_cut_every_parameter(preset):
     model = model_spec(preset.config)
     degrees = possible(Asked(model=model), "tensor", range(1, model.num_heads + 1))
-    cut = [spec for spec in param_specs(model) if spec.split is not None and spec.pad_multiple is None]
-    for tensor, spec in product(degrees, cut):
-        assert tensor * prod(spec.local_shape(tensor)) == spec.numel
-    assert degrees == [n for n in degrees if model.num_kv_heads % n == 0]
+    for tensor in degrees:
+        for spec in param_specs(model.for_tensor(tensor)):
+            if spec.split is not None and spec.pad_multiple is None:
+                assert tensor * prod(spec.local_shape(tensor)) == spec.numel
+    heads = model.num_kv_heads
+    assert degrees == [n for n in degrees if heads % n == 0 or n % heads == 0]
 
 
 def test_degrees_without_objection_make_a_mesh():

@@ -56,6 +56,7 @@ _OTHERS = {key: value for key, value in LLAMA.items() if key not in ("architectu
 _GPT_NEOX = {key: value for key, value in _OTHERS.items() if key != "num_key_value_heads"}
 CONFIGS = {
     "llama": LLAMA,
+    "llama-one-head": LLAMA | {"num_key_value_heads": 1},
     "gpt2": GPT2,
     "mistral": _OTHERS
     | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "head_dim": 8, "sliding_window": 5},

@@ -43,8 +43,8 @@ def refused(launcher: str, settings: dict[str, Any], *, recipe: str = "gpt_3d.py
             ),
             (
                 "torchrun",
-                {"dsx.parallel.tensor": 2, "dsx.model.overrides.num_key_value_heads": 1},
-                ("dsx.parallel.tensor = 2", "key/value heads = 1", "use 1"),
+                {"dsx.parallel.tensor": 2, "dsx.model.overrides.intermediate_size": 353},
+                ("dsx.parallel.tensor = 2", "MLP width = 353", "use 1"),
             ),
             (
                 "torchrun",
@@ -55,7 +55,7 @@ def refused(launcher: str, settings: dict[str, Any], *, recipe: str = "gpt_3d.py
         ],
         3,
     ),
-    ids=["unknown-key", "indivisible-degree", "indivisible-heads", "too-few-positions", "wrong-type"],
+    ids=["unknown-key", "indivisible-degree", "indivisible-width", "too-few-positions", "wrong-type"],
 )
 def test_config(tmp_path: Path, launcher: str, settings: dict[str, Any], said: tuple[str, ...]) -> None:
     output = tmp_path / "out"

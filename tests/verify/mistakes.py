@@ -93,7 +93,7 @@ def _bias_on_each(original: Any) -> Any:
     from dsx.nn.linear import _Linear
 
     def forward(self: Any, x: Any) -> Any:
-        y = _Linear.apply(x, self.weight, None, None, None, self.split, self.tp)
+        y = _Linear.apply(x, self.weight, None, None, None, self.split, self.tp, None)
         return collectives.reduce_from(y if self.bias is None else y + self.bias, self.tp, None)
 
     return forward
