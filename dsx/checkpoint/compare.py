@@ -99,8 +99,13 @@ def only_in(a: Catalog, b: Catalog) -> tuple[tuple[str, str], ...]:
 
 
 def fact_differences(a: Catalog, b: Catalog) -> dict[str, tuple[Any, Any]]:
-    """Facts that both have with different values, and that do not depend on the layout."""
+    """Facts that both have with different values, and that do not depend on the layout.
+
+    Of dsx's modules and of transformers' a model is described in other words; it has one config.
+    """
     shared = (a.facts.keys() & b.facts.keys()) - _LAYOUT_FACTS
+    if len({"config" in (each.facts.get("model") or ()) for each in (a, b)}) > 1:
+        shared -= {"model"}
     return {key: (a.facts[key], b.facts[key]) for key in sorted(shared) if a.facts[key] != b.facts[key]}
 
 

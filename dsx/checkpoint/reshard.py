@@ -32,7 +32,7 @@ from dsx.checkpoint.staging import check_absent
 from dsx.errors import CheckpointError, LayoutError, ModelError
 from dsx.models.hf_config import model_spec
 from dsx.models.param import ParamSpec
-from dsx.models.params import param_specs, stored_specs
+from dsx.models.params import forms, param_specs, stored_specs
 from dsx.models.spec import HubModel, Model, ModelSpec
 from dsx.parallel.layout import Layout
 
@@ -163,7 +163,7 @@ def _named(source: Catalog, wanted: WantedTarget) -> Catalog:
     if source.format == megatron.FORMAT:
         source = _of_megatron(source, specs)
     names = wanted.names or {"dsx": "dsx", "hf": "hf"}.get(wanted.format, "source")
-    if names == "source" or not specs:
+    if not specs or (names == "source" and not catalog.is_dsx(source)):
         if wanted.names in ("dsx", "hf"):
             raise CheckpointError(
                 f"--names {wanted.names}",
@@ -171,10 +171,18 @@ def _named(source: Catalog, wanted: WantedTarget) -> Catalog:
                 "name a CONFIG of the model",
             )
         return source
-    named = as_model(source, specs)
-    if names == "dsx":
+    named = as_model(source, specs, forms=_forms(wanted))
+    if names != "hf":
         return named
     return catalog.as_hf(named, specs, in_files=wanted.format == catalog.FORMAT)
+
+
+def _forms(wanted: WantedTarget) -> tuple[tuple[ParamSpec, ...], ...]:
+    """What tensors of dsx's own modules may be called in a checkpoint that does not describe them."""
+    try:
+        return () if wanted.run is None else forms(model_spec(wanted.run.hf_config))
+    except ModelError:  # of a family that only transformers has
+        return ()
 
 
 def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:
@@ -186,13 +194,14 @@ def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:
         CheckpointError: It lacks a tensor of the model, has another, or one of another shape.
     """
     _, specs, _ = _model(source, WantedTarget())
+    known: tuple[tuple[ParamSpec, ...], ...] = ()
     if not specs:
         try:
             model = model_of(hf_config)
         except ModelError:
             return source
-        specs = specs_of_model(source, model)
-    return catalog.as_hf(catalog.as_dsx(source, specs), specs, in_files=False)
+        specs, known = specs_of_model(source, model), forms(model)
+    return catalog.as_hf(as_model(source, specs, forms=known), specs, in_files=False)
 
 
 def _of_megatron(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
@@ -203,13 +212,17 @@ def _of_megatron(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
             "keys and values lie",
             "give the model's config.json with --hf-config, or name a CONFIG of it",
         )
-    return megatron.as_dsx(source, specs, ModelSpec(**source.facts["model"]))
+    model = model_spec(source.facts["hf_config"])
+    return megatron.as_dsx(source, specs_of_model(source, model), model)
 
 
 def _model(
     source: Catalog, wanted: WantedTarget
 ) -> tuple[Model | None, tuple[ParamSpec, ...], dict[str, Any]]:
-    """The model if it is known, its every tensor, and facts about it."""
+    """The model if it is known, its every tensor, and facts about it.
+
+    It is in the form that ranks of the target's tensor-parallel degree train.
+    """
     if wanted.run is not None:
         run = wanted.run
         specs = stored_specs(run.model, pad_multiple=run.dsx.model.vocab_multiple)
@@ -219,6 +232,8 @@ def _model(
             "hf_config": dict(run.hf_config),
         }
         return run.model, specs, facts
+    mesh: Mapping[str, int] = source.facts.get("mesh") or {} if wanted.format == "dsx" else {}
+    tensor = wanted.degrees.tensor or mesh.get("tp", 1)
     if source.format in (catalog.FORMAT, megatron.FORMAT):
         told = source.facts.get("hf_config") or wanted.hf_config
         if told is None:
@@ -228,22 +243,25 @@ def _model(
             model = model_of(config) if source.format == catalog.FORMAT else model_spec(config)
         except ModelError:
             return None, (), {"hf_config": config}
+        model = model.for_tensor(tensor)
         return model, specs_of_model(source, model), {"model": model_fact(model), "hf_config": config}
     homes = all(spec.hf != (spec.name,) for spec in source.specs)
-    return None, (_in_order(source) if homes else ()), {}
+    return None, (_in_form(source, tensor) if homes else ()), {}
 
 
-def _in_order(source: Catalog) -> tuple[ParamSpec, ...]:
-    """The tensors' specs in the model's own order, where the source says what model it is of."""
+def _in_form(source: Catalog, tensor: int) -> tuple[ParamSpec, ...]:
+    """The model's tensors as so many ranks have them, in its order, where the source says what it is of."""
     told = source.facts.get("model")
     if not isinstance(told, dict):
         return source.specs
     try:
-        names = [spec.name for spec in param_specs(ModelSpec(**told))]
+        specs = param_specs(ModelSpec(**told).for_tensor(tensor))
     except (*MISFITS, LayoutError):  # of another dsx
         return source.specs
-    order = {name: at for at, name in enumerate(names)}
-    return tuple(sorted(source.specs, key=lambda spec: order.get(spec.name, len(order))))
+    if {name for spec in specs for name in spec.hf} != {name for spec in source.specs for name in spec.hf}:
+        return source.specs
+    known = {spec.name: spec for spec in source.specs}
+    return tuple(known.get(spec.name, spec) for spec in specs)
 
 
 def _dsx(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:

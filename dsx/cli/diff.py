@@ -30,15 +30,17 @@ def diff(
 ) -> None:
     """Compare two checkpoints tensor by tensor, in any layouts.
 
-    Exit code 1 if they differ. Facts that depend on the layout are not compared. JSON lists equal tensors,
+    Where their models fuse other parts, tensors are compared under Hugging Face's names. Exit code 1 if they
+    differ. Facts that depend on the layout are not compared. JSON lists equal tensors,
     too.
     """
     from dsx.checkpoint.compare import compare, fact_differences, only_in
+    from dsx.checkpoint.formats.huggingface.catalog import under_common_names
     from dsx.checkpoint.open import open_checkpoint
     from dsx.waiting import Waiting
 
     with Waiting(f"reading what {a} and {b} hold"):
-        one, two = open_checkpoint(a), open_checkpoint(b)
+        one, two = under_common_names(open_checkpoint(a), open_checkpoint(b))
     total = sum(entry.numel for entry in one.entries if entry.key in two.by_key)
     with Waiting("comparing", total=total, unit="elements") as waiting:
         found = list(compare(one, two, waiting.advance))

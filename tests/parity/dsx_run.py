@@ -30,6 +30,7 @@ class Case:
     schedule: str = "auto"
     partition: Any = "flops"
     bf16: bool = False
+    implementation: str = "auto"
     zero_keys: tuple[tuple[str, Any], ...] = ()
     extra: tuple[tuple[str, Any], ...] = ()
 
@@ -56,6 +57,7 @@ class Case:
         parts += [self.schedule] if self.schedule != "auto" else []
         parts += [f"parts{self.partition}"] if self.partition != "flops" else []
         parts += ["bf16"] if self.bf16 else []
+        parts += [self.implementation] if self.implementation != "auto" else []
         parts += [f"{k}={v}" for k, v in (*self.zero_keys, *self.extra)]
         return "-".join(parts)
 
@@ -75,7 +77,7 @@ def config(case: Case, folder: Path | None) -> dict[str, Any]:
         },
         **dict(case.extra),
         "dsx": {
-            "model": {**model, "vocab_multiple": 8},
+            "model": {**model, "vocab_multiple": 8, "implementation": case.implementation},
             "parallel": {
                 "tensor": case.tp,
                 "pipeline": case.pp,

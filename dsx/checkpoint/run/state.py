@@ -28,9 +28,10 @@ from dsx.checkpoint.plain import as_numpy
 from dsx.checkpoint.run.names import CheckpointedRun, Names, specs_here
 from dsx.checkpoint.run.stored import load_stored
 from dsx.engine.zero.held import held, refresh_weights
-from dsx.errors import CheckpointError, DsxError
+from dsx.errors import CheckpointError, DsxError, ModelError
 from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree
+from dsx.models.hf_config import model_spec
 from dsx.models.params import stored_specs
 
 _DIGEST = "xxh3_128"
@@ -265,7 +266,8 @@ def load(run: CheckpointedRun, folder: Path, *, tag: str | None) -> tuple[Path, 
         catalog = _or_earlier(root, tag, lambda: _opened(run, found))
         require_same_model(catalog, names)
         if run.run_config is not None:
-            _require_same_numbers(catalog, model_fact(run.run_config.model))
+            config = run.run_config
+            _require_same_numbers(catalog, _numbers(model_fact(config.model), config.hf_config))
         require_same_optimizer(run, catalog.facts, str(found))
         return found
 
@@ -283,7 +285,7 @@ def load(run: CheckpointedRun, folder: Path, *, tag: str | None) -> tuple[Path, 
 
 
 def _opened(run: CheckpointedRun, path: Path) -> Catalog:
-    """A checkpoint under this run's names, if another implementation of the same model wrote it."""
+    """A checkpoint under this run's names, if it is of the same model in another form or implementation."""
     catalog = open_checkpoint(path)
     specs = () if run.run_config is None else stored_specs(run.run_config.model)
     here, there = ({name for spec in held for name in spec.hf} for held in (specs, catalog.specs))
@@ -323,15 +325,30 @@ def require_same_model(catalog: Catalog, here: Mapping[str, tuple[int, ...]]) ->
 _FREE = (
     "max_positions", "embedding_dropout", "attention_dropout", "residual_dropout", "init_std",
     "scaled_output_init",
+    # The same in configs of transformers, and what says nothing of the model.
+    "max_position_embeddings", "hidden_dropout", "initializer_range", "use_cache", "dtype", "torch_dtype",
+    "architectures", "transformers_version", "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 
 
-def _require_same_numbers(catalog: Catalog, model: Mapping[str, Any]) -> None:
+def _numbers(model: Mapping[str, Any], hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a model computes with, alike for both implementations of a family that dsx has."""
+    if "config" not in model:
+        return model
+    try:
+        return model_fact(model_spec(hf_config))
+    except ModelError:
+        return dict(model["config"])
+
+
+def _require_same_numbers(catalog: Catalog, here: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the checkpoint's model computes otherwise with parameters of these shapes."""
-    saved = catalog.facts.get("model")
-    if not isinstance(saved, Mapping):
+    told = catalog.facts.get("model")
+    if not isinstance(told, Mapping):
         return
-    for key, value in model.items():
+    with reading(str(catalog.root)):
+        saved = _numbers(told, catalog.facts.get("hf_config") or {})
+    for key, value in here.items():
         if key in saved and key not in _FREE and saved[key] != value:
             raise CheckpointError(
                 str(catalog.root),

@@ -301,12 +301,16 @@ def under_names(source: Catalog, names: Mapping[str, str]) -> Catalog:
     )
 
 
-def as_model(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
+def as_model(
+    source: Catalog, specs: Sequence[ParamSpec], *, forms: Sequence[Sequence[ParamSpec]] = ()
+) -> Catalog:
     """The same checkpoint under dsx's names, whatever engine of the model wrote it.
 
     Args:
         source: Of dsx, of a Hugging Face model, or of dsx's layers in a stock engine.
         specs: The model's tensors.
+        forms: The same in every form that they can have (:func:`dsx.models.params.forms`): a stock engine's
+            checkpoint does not say which it has.
 
     Raises:
         CheckpointError: It is of another model.
@@ -315,7 +319,9 @@ def as_model(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
     source = under_names(source, stock)
     known = {spec.name: spec for spec in specs}
     entries = tuple(_unpadded(entry, known.get(entry.name)) for entry in source.entries)
-    return as_dsx(replace(source, entries=entries), specs)
+    held = {entry.name for entry in entries}
+    told = (form for form in (source.specs, *forms) if form and held.issuperset(spec.name for spec in form))
+    return as_dsx(replace(source, entries=entries, specs=tuple(next(told, ()))), specs)
 
 
 def _unpadded(entry: Entry, spec: ParamSpec | None) -> Entry:

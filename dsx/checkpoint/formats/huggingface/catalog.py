@@ -138,13 +138,16 @@ def _bin_contents(root: Path, name: str) -> tuple[list[Entry], Sequence[Checksum
 def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
     """The same checkpoint under dsx's names; one that has them already stays as it is.
 
+    One of the model in another form, with other parts fused, is read by the names that Hugging Face has for
+    them.
+
     Raises:
         CheckpointError: It lacks a tensor of the model, has another, or one of another shape; it has two
             that differ where the model has one that is tied.
     """
     if {spec.name for spec in specs} <= {entry.name for entry in source.entries}:
         return replace(source, specs=tuple(specs))
-    if source.specs:  # of another implementation of the model
+    if is_dsx(source):
         source = as_hf(source, source.specs)
     by_name = source.by_name
     entries, homes = [], {}
@@ -169,6 +172,17 @@ def as_dsx(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:
         specs=tuple(specs),
         facts=renamed(source.facts, lambda name: (homes[name],) if name in homes else (), str(source.root)),
     )
+
+
+def is_dsx(source: Catalog) -> bool:
+    """Whether a checkpoint's tensors have names of dsx's, and what Hugging Face calls them is known."""
+    return any(spec.hf != (spec.name,) for spec in source.specs)
+
+
+def under_common_names(a: Catalog, b: Catalog) -> tuple[Catalog, Catalog]:
+    """Two checkpoints as they are, or under Hugging Face's names if fewer tensors are then in one alone."""
+    pairs = ((a, b), (as_hf(a, a.specs), as_hf(b, b.specs)))
+    return min(pairs, key=lambda pair: len(pair[0].by_name.keys() ^ pair[1].by_name.keys()))
 
 
 def states_of(
