@@ -58,7 +58,8 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
     kinds = ("WordEmbedding", *(("Positions",) if anatomy.shifts else ()))
     first, blocks = len(kinds), len(anatomy.list_of_blocks)
     kinds = (*kinds, *("Block",) * blocks, "FinalNorm", "Head")
-    params = tuple(reader.params(first))
+    params, buffers = tuple(reader.params(first)), tuple(reader.buffers(first))
+    reader.require_all({spec.hf_whole for spec in (*params, *buffers)})
     return HubModel(
         family=str(kind),
         config=text,
@@ -72,7 +73,7 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         kinds=kinds,
         alike=tuple(_alike(reader)),
         params=params,
-        buffers=tuple(reader.buffers(first)),
+        buffers=buffers,
         heads=reader.heads,
         own_values=tuple(item for item in reader.memory.items() if reader.laws[item[1]] is None),
         query_size=_query_size(settings),
@@ -213,6 +214,19 @@ class _Reader:
                 if memory in self.forms:  # transformers stores it
                     name, nothing = f"{first + number}.block.{path}", Init(kind="zeros")
                     yield self._stored(name, memory, init=nothing, buffer=True)
+
+    def require_all(self, held: set[str]) -> None:
+        """Refuse a model that stores a tensor which is in no layer, given the names of those that are."""
+        lost = next(
+            (name for name, form in self.forms.items() if held.isdisjoint((name, *form.copies))), None
+        )
+        if lost is not None:
+            raise ModelError(
+                at("model_type", self.model.config.model_type),
+                f"{lost} is in none of the layers that dsx makes: word embedding, blocks, what is around "
+                "them, and a head of one matrix",
+                "dsx cannot cut this family into stages: use another",
+            )
 
     @property
     def heads(self) -> tuple[int, int] | None:

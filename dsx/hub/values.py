@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsx.errors import ModelError
 from dsx.hub.anatomy import anatomy_of, made_with
+from dsx.models.config_values import at
 from dsx.models.param import Init, ParamSpec
+from dsx.models.quiet_transformers import first_line
 from dsx.models.spec import HubModel
 from dsx.nn.dropout import seeded
 from dsx.nn.parameters import Weights, regions
@@ -65,11 +67,21 @@ def laws_of(model: Any) -> dict[str, Init | None]:
     """How the family's own code fills every parameter of a model on the meta device, by name.
 
     None stands for values that only that code can make.
+
+    Raises:
+        ModelError: That code fails.
     """
     copied = copy.deepcopy(model)
-    with torch.no_grad(), _Laws() as laws:
-        for module in _children_first(copied):
-            copied._init_weights(module)  # noqa: SLF001 (transformers has no public name for it)
+    try:
+        with torch.no_grad(), _Laws() as laws:
+            for module in _children_first(copied):
+                copied._init_weights(module)  # noqa: SLF001 (transformers has no public name for it)
+    except Exception as error:  # noqa: BLE001 - whatever the family's code does
+        raise ModelError(
+            at("model_type", model.config.model_type),
+            f"its own code does not give its modules values ({first_line(error)})",
+            "use another family",
+        ) from None
     return {
         name: laws.found.get(parameter.untyped_storage()._cdata)  # noqa: SLF001 (as above)
         for name, parameter in copied.named_parameters(remove_duplicate=False)
