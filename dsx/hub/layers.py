@@ -163,15 +163,16 @@ class HubBlock(nn.Module):
 
     def _run(self, call: Call, x: Tensor, sums: Tensor | None = None) -> Stream:
         if self._routers is None or self._balance is None or sums is None:
-            return _hidden(call.make(self.block, x))
+            return hidden_of(call.make(self.block, x))
         with self._routers.collected() as logits:
-            y = _hidden(call.make(self.block, x))
+            y = hidden_of(call.make(self.block, x))
         for each in logits:
             sums = sums + sums_of(each, self._balance)
         return y, sums
 
 
-def _hidden(gave: Any) -> Tensor:
+def hidden_of(gave: Any) -> Tensor:
+    """The hidden states among a block's outputs."""
     y: Tensor = gave[0] if isinstance(gave, tuple) else gave
     return y
 
@@ -233,7 +234,11 @@ class Ending:
         anatomy = anatomy_of(model.config)
         whole = anatomy.model
         base, head = _Base(), _HeadOf()
-        memo = {id(whole.get_submodule(anatomy.base)): base, id(whole.get_submodule(anatomy.head)): head}
+        memo: dict[int, Any] = {}
+        for path, place in ((anatomy.base, base), (anatomy.head, head)):
+            module = whole.get_submodule(path)
+            vars(place).update({k: v for k, v in vars(module).items() if k not in vars(place)})
+            memo[id(module)] = place  # with the module's own settings, which the family's forward may read
         self._model: Any = copy.deepcopy(whole, memo)
         self._base, self._head = base, head
 

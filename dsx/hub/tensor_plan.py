@@ -144,9 +144,7 @@ def apply_plan(
     """
     summed: set[str] = set()
     inside: set[str] = set()
-    for path, child in list(_children(block)):
-        if not _mixes(child, path, plan):
-            continue
+    for path, child in list(mixing_children(block, plan)):
         inside |= {f"{path}.{name}" for name, _ in child.named_parameters()}
         tight = tp.size > 1 and _is_region(child, path, plan, tp)
         within = tp if tight else replace(tp, sequence_parallel=False)
@@ -157,6 +155,11 @@ def apply_plan(
     if tp.sequence:
         summed |= {path for path, _ in block.named_parameters() if path not in inside}
     return summed
+
+
+def mixing_children(block: nn.Module, plan: BlockPlan) -> Iterator[tuple[str, nn.Module]]:
+    """The block's children that need the whole sequence, or all features."""
+    yield from ((path, child) for path, child in _children(block) if _mixes(child, path, plan))
 
 
 def _children(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -171,8 +174,7 @@ def _children(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _mixes(child: nn.Module, path: str, plan: BlockPlan) -> bool:
     """Whether a child is more than a norm and its like, which works token by token."""
     planned = any(name == path or name.startswith(f"{path}.") for name in plan.styles)
-    kinds = nn.Linear | nn.modules.conv._ConvNd  # noqa: SLF001 (the base of all convolutions)
-    return planned or any(isinstance(inner, kinds) for inner in child.modules())
+    return planned or any(parameter.ndim > 1 for parameter in child.parameters())
 
 
 def _is_region(child: nn.Module, path: str, plan: BlockPlan, tp: TensorParallel) -> bool:

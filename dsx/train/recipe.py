@@ -33,7 +33,7 @@ from dsx.launch.entry import ALONE, local_rank
 from dsx.launch.processes import agree
 from dsx.memory.watch import check_memory
 from dsx.models import families
-from dsx.models.spec import Recompute
+from dsx.models.spec import HubModel, Recompute
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Groups
 from dsx.terminal import printable
@@ -77,8 +77,14 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
 
     Raises:
         CheckpointError: The folder's weights do not fit the model.
+        DsxError: It is made of transformers' modules, and a small model of it does not compute what
+            transformers does.
     """
     settings = config.dsx
+    if isinstance(config.model, HubModel):
+        from dsx.hub.probe import require_probed  # here: dsx's own families need nothing of it
+
+        require_probed(config.model, sequence=groups.tensor_parallel.sequence)
     split = WeightGradients() if config.program.divides else None
     layers = families.layers(
         config.model,

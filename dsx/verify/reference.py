@@ -24,6 +24,7 @@ from dsx.config.run import RunConfig
 from dsx.models import families
 from dsx.models.custom_code import without_code
 from dsx.models.param import ParamSpec
+from dsx.models.spec import HubModel, ModelSpec
 from dsx.nn import parameters
 from dsx.nn.parallel import TensorParallel
 
@@ -124,8 +125,10 @@ class Transformers:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         # A padding token would get no gradient; the others are for generation, and may be cut off.
-        tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-        settings = {**without_code(config.hf_config), **tokens}
+        # Modules of transformers themselves leave the padding's row out as here.
+        own = isinstance(config.model, ModelSpec)
+        tokens = ("pad_token_id", "bos_token_id", "eos_token_id") if own else ()
+        settings = {**without_code(config.hf_config), **dict.fromkeys(tokens)}
         settings.pop("torch_dtype", None)
         kind = str(settings.pop("model_type"))
         hf_config = AutoConfig.for_model(kind, **settings)
@@ -155,9 +158,14 @@ class Transformers:
         self._model.zero_grad(set_to_none=True)
         total = 0.0
         for inputs, labels in batches:
-            loss = F.cross_entropy(self._logits(inputs), labels.flatten(), ignore_index=_IGNORED) / len(
-                batches
+            outputs = self._model(input_ids=inputs, use_cache=False)
+            loss = F.cross_entropy(
+                outputs.logits.float().flatten(0, 1), labels.flatten(), ignore_index=_IGNORED
             )
+            extra = getattr(outputs, "aux_loss", None)
+            if extra is not None:  # of routers, where the config asks for it
+                loss = loss + self._model.router_aux_loss_coef * extra
+            loss = loss / len(batches)
             loss.backward()
             total += loss.item()
         gradients = {spec.name: join(spec, lambda name: self._parameters[name].grad) for spec in self._specs}
@@ -286,13 +294,18 @@ def family_layers(config: RunConfig) -> ReferenceLayers:
     return ReferenceLayers(layers, families.loss(config.model, alone), "dsx's layers, one process, fp32")
 
 
-def fresh_weights(config: RunConfig) -> dict[str, Tensor]:
-    """The weights that a fresh model of a config starts from, by the formula alone: (seed, name, index)."""
+def fresh_weights(config: RunConfig, layers: ReferenceLayers) -> dict[str, Tensor]:
+    """The weights that a fresh model of a config starts from, by the formula alone: (seed, name, index).
+
+    Those that only the family's own code can make are taken from ``layers``, dsx's in one process.
+    """
     weights = {}
+    own = dict(config.model.own_values) if isinstance(config.model, HubModel) else {}
+    made = layers.weights() if own else {}
     for spec in config.param_specs:
         whole = torch.empty(spec.local_shape(1))
         parameters.fill(whole, spec, tp=1, tp_rank=0, seed=config.dsx.train.seed)
-        weights[spec.name] = slices.merge(spec, [whole])
+        weights[spec.name] = made[spec.name] if spec.name in own else slices.merge(spec, [whole])
     return weights
 
 

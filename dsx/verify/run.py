@@ -296,6 +296,7 @@ def _family_plan(job: VerifyJob, config: RunConfig, changes: tuple[str, ...]) ->
             found[diagnosis.SAME_DATA] = reference.supposed_loss(weights, given[:: mesh.num_shares])
         return found
 
+    is_known = config.weights is None and config.precision == "fp32"
     bench = Bench(
         reference=reference,
         batches=batches,
@@ -303,7 +304,7 @@ def _family_plan(job: VerifyJob, config: RunConfig, changes: tuple[str, ...]) ->
         tolerances=EXACT,
         suppose=suppose,
         layers=layers,
-        built=fresh_weights(config) if config.weights is None and config.precision == "fp32" else None,
+        built=fresh_weights(config, layers) if is_known else None,
     )
     return VerifyPlan(job=job, bench=bench, changes=changes, layout=_layout(config))
 

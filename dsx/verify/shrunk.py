@@ -59,7 +59,6 @@ def trial(
         on_cpu: Whether there is no GPU, so that nothing is compiled for one.
     """
     changes: list[str] = []
-    full = full or isinstance(config.model, HubModel)
     content = _deepspeed(config, changes, keep_precision=keep_precision, on_cpu=on_cpu, full=full)
     block = config.resolved()["dsx"]
     block["profile"] = None
@@ -70,25 +69,27 @@ def trial(
         changes.append("dsx.recompute: auto -> none (there is no profile)")
     hf_config = dict(config.hf_config)
     if not full:
-        sizes = _sizes(config)
+        sizes, layers = (_hub_sizes if isinstance(config.model, HubModel) else _own_sizes)(config)
         changes += [
             f"{key}: {hf_config.get(key)} -> {value}"
             for key, value in sizes.items()
             if hf_config.get(key) != value
         ]
-        hf_config = {**without_names_of(config.model.family, sizes, hf_config), **sizes}
+        if isinstance(config.model, ModelSpec):
+            hf_config = without_names_of(config.model.family, sizes, hf_config)
+        hf_config = {**hf_config, **sizes}
         block["data"] |= {"sequence_length": _sequence_length(config), "tokenizer": "bytes"}
         changes.append(f"sequence_length: {config.sequence_length} -> {block['data']['sequence_length']}")
-        block["partition"] = {"method": _layers_of_stages(config)}
+        block["partition"] = {"method": layers}
     elif block["partition"]["method"] == "time":
         stages = config.stage_map
         block["partition"] = {"method": [len(stages.layers(s)) for s in range(stages.num_stages)]}
     without, dropout, model = _no_dropout(config), None, config.model
     if isinstance(model, HubModel):
-        drops = any(hf_config.get(key) for key in without)
-    else:
-        drops = max(model.embedding_dropout, model.attention_dropout, model.residual_dropout) > 0.0
-    if drops:
+        drops = [key for key in without if hf_config.get(key, True)]
+        without = dict.fromkeys(drops, 0.0)
+        changes += [f"{', '.join(drops)}: off"] * bool(drops)
+    elif max(model.embedding_dropout, model.attention_dropout, model.residual_dropout) > 0.0:
         dropping = {**block, "model": _model(config, hf_config, {}, full=full)}
         dropout = copy.deepcopy({**content, "dsx": dropping})
         changes.append("dropout: off for the comparison; its masks are compared apart")
@@ -99,10 +100,10 @@ def trial(
 def _no_dropout(config: RunConfig) -> dict[str, float]:
     """Every key of the config that is a dropout's probability, with none."""
     if isinstance(config.model, HubModel):
-        keys = [key for key in config.hf_config if "drop" in key and isinstance(config.hf_config[key], float)]
-    else:
-        keys = list(FAMILIES[config.model.family].dropouts)
-    return dict.fromkeys(keys, 0.0)
+        from dsx.hub.shrunk import random_keys  # here: as below
+
+        return dict.fromkeys(random_keys(config.hf_config), 0.0)
+    return dict.fromkeys(FAMILIES[config.model.family].dropouts, 0.0)
 
 
 def _model(
@@ -117,8 +118,10 @@ def _model(
             "weights": "load",
             "vocab_multiple": user.vocab_multiple,
             "overrides": overrides,
+            "implementation": user.implementation,
         }
-    return {"config": {**hf_config, **changed}, "vocab_multiple": user.vocab_multiple}
+    made_of = {"config": {**hf_config, **changed}, "vocab_multiple": user.vocab_multiple}
+    return made_of | {"implementation": user.implementation}
 
 
 def _deepspeed(
@@ -185,8 +188,27 @@ def _sequence_length(config: RunConfig) -> int:
     return min(config.sequence_length, _TOKENS_PER_RANK * config.mesh.tp)
 
 
-def _sizes(config: RunConfig) -> dict[str, Any]:
-    """Hugging Face keys with their small values."""
+def _hub_sizes(config: RunConfig) -> tuple[dict[str, Any], list[int]]:
+    """Hugging Face keys of a family of transformers with small values, and the layers of every stage."""
+    from dsx.hub.read import hub_model  # here: dsx's own families need nothing of them
+    from dsx.hub.shrunk import shrunk
+
+    stages, kinds = _layers_of_stages(config), layer_kinds(config.model)
+    around = len(kinds) - config.model.num_layers
+    small = shrunk(
+        config.hf_config,
+        layers=sum(stages) - around,
+        tensor=config.mesh.tp,
+        vocab_size=_vocabulary(config),
+        window=max(2, _sequence_length(config) // 2),
+    )
+    made = hub_model(small, config.dsx.parallel.tensor_plan)
+    stages[stages.index(max(stages))] += len(made.kinds) - sum(stages)
+    return {key: value for key, value in small.items() if config.hf_config.get(key) != value}, stages
+
+
+def _own_sizes(config: RunConfig) -> tuple[dict[str, Any], list[int]]:
+    """The same of a family of dsx's own."""
     model, tp = _numbers(config), config.mesh.tp
     per_kv_head = model.num_heads // model.num_kv_heads
     kv_heads = min(model.num_kv_heads, tp * (2 if per_kv_head <= _FEW_HEADS else 1))
@@ -210,7 +232,7 @@ def _sizes(config: RunConfig) -> dict[str, Any]:
     if model.rope is None:  # a table of them; the rope's scaling depends on their number
         sizes["max_position_embeddings"] = min(model.max_positions, 2 * length)
     sizes |= _windows(config, sizes["num_hidden_layers"], length)
-    return own_keys(model.family, sizes)
+    return own_keys(model.family, sizes), _layers_of_stages(config)
 
 
 def _numbers(config: RunConfig) -> ModelSpec:

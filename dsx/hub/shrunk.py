@@ -1,0 +1,237 @@
+"""A config of any family made small, its structure unchanged: what is tried in seconds on a CPU.
+
+Sizes follow from what families call them in their configs. What decides how a model is cut stays: kinds of
+layers, whether heads share keys and values, more experts than a token is sent to, widths that tensor-parallel
+ranks can share. Whether a family can be made at such sizes, transformers itself decides.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from dsx.errors import ModelError
+from dsx.hub.anatomy import Anatomy, anatomy_of, hf_config_of
+from dsx.models.config_values import at
+from dsx.models.quiet_transformers import first_line, quiet_transformers
+
+_HEADS, _HEAD = 4, 16
+
+_OF_RANKS = {
+    "hidden_size n_embd d_model embedding_size emb_dim": _HEADS * _HEAD,
+    "intermediate_size ffn_dim ffn_hidden_size decoder_ffn_dim n_inner d_inner": 96,
+    "intermediate_size_mlp dense_intermediate_size": 96,
+    "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size": 32,
+    "shared_intermediate_size moe_shared_expert_intermediate_size shared_experts_intermediate_size": 32,
+    "mamba_d_ssm": 2 * _HEADS * _HEAD,
+    "num_attention_heads n_head n_heads num_heads decoder_attention_heads": _HEADS,
+    "swa_num_attention_heads mamba_n_heads mamba_num_heads linear_num_heads": _HEADS,
+    "linear_num_value_heads": _HEADS,
+    "linear_num_key_heads index_n_heads indexer_n_heads": _HEADS // 2,
+}
+"""Sizes for two tensor-parallel ranks, by the keys that have them; more ranks get more."""
+
+_FIXED = {
+    "head_dim swa_head_dim kv_channels v_head_dim swa_v_head_dim global_head_dim linear_head_dim": _HEAD,
+    "linear_key_head_dim linear_value_head_dim index_head_dim indexer_head_dim mamba_head_dim": _HEAD,
+    "query_pre_attn_scalar q_lora_rank kv_lora_rank o_lora_rank swa_q_lora_rank": _HEAD,
+    "swa_kv_lora_rank index_topk indexer_budget": _HEAD,
+    "mamba_d_head": 2 * _HEAD,
+    "qk_rope_head_dim qk_nope_head_dim swa_qk_nope_head_dim rotary_dim": _HEAD // 2,
+    "hidden_size_per_layer_input state_size ssm_state_size mamba_d_state": _HEAD // 2,
+    "num_experts num_local_experts n_routed_experts moe_num_experts": 4,
+    "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts zero_expert_num": 2,
+    "n_group mamba_n_groups n_groups": 2,
+    "n_shared_experts num_shared_experts moe_num_shared_experts topk_group first_k_dense_replace": 1,
+}
+"""Sizes for any number of ranks."""
+
+_PAIRS = {
+    "num_key_value_heads": "num_attention_heads",
+    "num_kv_heads": "num_attention_heads",
+    "swa_num_key_value_heads": "swa_num_attention_heads",
+    "kv_n_heads": "n_heads",
+}
+"""Key/value heads, and the heads that share them."""
+
+_WINDOWS = (
+    "sliding_window", "sliding_window_size", "attention_window_size", "window_size", "attention_chunk_size",
+)  # fmt: skip
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
+_FAMILIES = {"mamba2": {"head_dim": 2 * _HEAD}, "longcat_flash": {"head_dim": _HEAD // 2}}
+"""What keys alone do not tell."""
+
+_AS_THEY_ARE = (
+    (), ("head_dim",), ("v_head_dim",), ("hidden_size_per_layer_input",), ("n_group", "topk_group"),
+    ("mamba_n_groups", "n_groups"),
+)  # fmt: skip
+"""Keys that are left alone, one attempt after another."""
+
+_SMALL_ENOUGH, _LARGEST = 1 << 20, 1 << 24
+_MOST_MORE_LAYERS = 12
+_INIT = 0.1
+
+
+def shrunk(
+    config: Mapping[str, Any], *, layers: int = 1, tensor: int = 2, vocab_size: int = 256, window: int = 8
+) -> dict[str, Any]:
+    """A small config of the same structure; the config itself if its model is small.
+
+    Args:
+        config: Content of the config.json of a causal language model that dsx can cut.
+        layers: Fewest blocks. It gets more if it takes more to have every kind of block.
+        tensor: Tensor-parallel ranks that shall be able to share it, if they can share ``config``.
+        vocab_size: At most.
+        window: Positions of a sliding window, at most.
+
+    Raises:
+        ModelError: dsx cannot cut the model, or transformers makes none of this family that is small.
+    """
+    text = json.dumps(dict(config), sort_keys=True)
+    found: dict[str, Any] = json.loads(_shrunk(text, layers, tensor, vocab_size, window))
+    return found
+
+
+@lru_cache(maxsize=8)
+def _shrunk(text: str, layers: int, tensor: int, vocab_size: int, window: int) -> str:
+    anatomy = anatomy_of(text)
+    if sum(parameter.numel() for parameter in anatomy.model.parameters()) <= _SMALL_ENOUGH:
+        return text
+    own = json.loads(text)
+    given = hf_config_of(own).to_dict()
+    kinds = _kinds(anatomy)
+    most = {**dict.fromkeys(_VOCABULARIES, vocab_size), **dict.fromkeys(_WINDOWS, window)}
+    told = "its layers are of too many kinds"
+    for sizes in _attempts(given, tensor, most):
+        for depth in range(_least(kinds, layers), min(len(kinds), layers + _MOST_MORE_LAYERS) + 1):
+            changed = {**sizes, **_layers(given, kinds, depth)}
+            changed = {key: value for key, value in changed.items() if given.get(key) != value}
+            small = json.dumps({**own, **changed}, sort_keys=True)
+            try:
+                found = _tried(small)
+            except Exception as error:  # noqa: BLE001 - each family refuses sizes in its own way
+                told = first_line(error)
+                break
+            if set(found) >= set(kinds):
+                return small
+    raise ModelError(
+        at("model_type", given["model_type"]),
+        f"no small model of it can be made ({told})",
+        "use its own size",
+    )
+
+
+def random_keys(config: Mapping[str, Any]) -> list[str]:
+    """Keys of a config that say how much is dropped or shaken at random."""
+    given = hf_config_of(config).to_dict()
+    return [k for k, v in given.items() if isinstance(v, float) and ("drop" in k or "jitter" in k)]
+
+
+def random_model(config: Mapping[str, Any]) -> Any:
+    """Transformers' model of a config in training, in fp32, in which nothing is left at zero or one."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]), quiet_transformers(), torch.no_grad():
+        torch.manual_seed(1)
+        made = AutoModelForCausalLM.from_config(
+            hf_config_of(config), dtype=torch.float32, trust_remote_code=False
+        )
+        for parameter in made.parameters():
+            parameter.nan_to_num_().add_(_INIT / 2 * torch.randn(parameter.shape))
+    return made.train()
+
+
+def _tried(small: str) -> list[Hashable]:
+    """The kinds of a small model's blocks, after its forward has run once."""
+    anatomy = anatomy_of(small)
+    size = sum(parameter.numel() for parameter in anatomy.model.parameters())
+    if size > _LARGEST:
+        raise ValueError(f"{size:,} parameters are left")
+    with torch.no_grad():
+        random_model(json.loads(small))(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
+    return _kinds(anatomy)
+
+
+def _kinds(anatomy: Anatomy) -> list[Hashable]:
+    """What each block is made of, whatever its sizes."""
+    blocks = anatomy.list_of_blocks
+    types = getattr(anatomy.model.config, "layer_types", None) or [None] * len(blocks)
+    return [
+        (kind, frozenset((re.sub(r"\d+", "*", path), type(part)) for path, part in block.named_modules()))
+        for kind, block in zip(types, blocks, strict=False)
+    ]
+
+
+def _least(kinds: Sequence[Hashable], layers: int) -> int:
+    """The fewest neighbouring blocks, ``layers`` at least, among which every kind is."""
+    for depth in range(min(layers, len(kinds)), len(kinds)):
+        if len(set(_window(kinds, kinds, depth))) == len(set(kinds)):
+            return depth
+    return len(kinds)
+
+
+def _window(values: Sequence[Any], kinds: Sequence[Hashable], depth: int) -> list[Any]:
+    """``depth`` neighbouring values, one per block, where most kinds of blocks are."""
+    starts = range(len(kinds) - depth + 1)
+    first = max(starts, key=lambda start: len(set(kinds[start : start + depth])))
+    return list(values[first : first + depth])
+
+
+def _layers(given: Mapping[str, Any], kinds: Sequence[Hashable], depth: int) -> dict[str, Any]:
+    """Keys about single layers, for fewer of them."""
+    found: dict[str, Any] = {key: depth for key in _DEPTHS if isinstance(given.get(key), int)}
+    for key, value in given.items():
+        if isinstance(value, list) and len(value) == len(kinds):
+            found[key] = _window(value, kinds, depth)
+        elif isinstance(value, dict) and value and all(str(name).isdecimal() for name in value):
+            found[key] = {name: each for name, each in value.items() if int(name) < depth}
+    if isinstance(given.get("max_window_layers"), int):
+        found["max_window_layers"] = min(given["max_window_layers"], depth - 1)
+    return found
+
+
+def _attempts(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Overrides of a config, the smallest first."""
+    sizes = _sizes(given, tensor, most)
+    for kept in _AS_THEY_ARE:
+        if not kept or not sizes.keys().isdisjoint(kept):
+            yield {key: value for key, value in sizes.items() if key not in kept}
+    if tensor > 2:
+        yield _sizes(given, 2, most)
+
+
+def _sizes(given: Mapping[str, Any], tensor: int, most: Mapping[str, int]) -> dict[str, Any]:
+    times = max(tensor, 2)
+    small = {key: size * times // 2 for keys, size in _OF_RANKS.items() for key in keys.split()}
+    small |= {key: size for keys, size in _FIXED.items() for key in keys.split()}
+    small |= dict(most) | _FAMILIES.get(str(given.get("model_type")), {})
+    found: dict[str, Any] = {
+        key: min(small[key], value) for key, value in given.items() if key in small and type(value) is int
+    }
+    if "mamba_d_head" in found:  # often so small that many heads have it
+        found["mamba_d_head"] = 2 * _HEAD
+    if given.get("head_dim") == given.get("qk_rope_head_dim"):
+        found |= {"head_dim": found["qk_rope_head_dim"]} if "head_dim" in found else {}
+    for key, heads in _PAIRS.items():
+        pairs, queries = given.get(key), given.get(heads)
+        if type(pairs) is int and type(queries) is int:
+            shared = pairs if pairs < tensor else min(pairs, times)
+            found[key] = found[heads] if pairs == queries else shared
+    if "kv_lora_rank" in found:  # latent attention makes keys and values for every head
+        found |= {key: found[heads] for key, heads in _PAIRS.items() if key in found}
+    if isinstance(given.get("initializer_range"), float):
+        found["initializer_range"] = max(given["initializer_range"], _INIT)
+    for key, value in given.items():
+        if key.endswith("_token_id"):
+            found[key] = (
+                None if value is None or isinstance(value, list) else min(value, most["vocab_size"] - 1)
+            )
+        elif key.endswith("_config") and isinstance(value, dict):
+            found[key] = {**value, **_sizes({"n_heads": given.get("n_heads"), **value}, tensor, most)}
+    return found

@@ -1,0 +1,142 @@
+"""Small models of any family, and what trying one shows: whether layers compose, and sequences can be cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from dsx.config.resolve import resolve
+from dsx.errors import ConfigError, ModelError
+from dsx.hub import probe as probing
+from dsx.hub.anatomy import Call
+from dsx.hub.probe import Probe, probe, require_probed
+from dsx.hub.read import hub_model
+from dsx.hub.shrunk import shrunk
+from dsx.verify.shrunk import trial
+from often import often
+
+TINY = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def published(family: str) -> dict[str, Any]:
+    """The config that the family's class has by itself, which is that of a model of billions."""
+    content: dict[str, Any] = json.loads(AutoConfig.for_model(family).to_json_string(use_diff=False))
+    return content
+
+
+FAMILIES = (
+    "qwen3_next",
+    "gemma3_text",
+    "granite",
+    "falcon_h1",
+    "mixtral",
+    "olmo2",
+    "gpt_oss",
+    "jamba",
+    "opt",
+)
+
+
+@pytest.mark.parametrize("family", often(FAMILIES, 3))
+def test_layers_give_what_transformers_gives_and_take_slices(family: str) -> None:
+    found = probe(published(family))
+    assert (found.differs, found.no_sequence) == (None, None)
+    assert found.parameters < 2_000_000
+
+
+def test_a_small_config_keeps_kinds_of_layers_and_what_ranks_share() -> None:
+    given = published("qwen3_next")
+    small = hub_model(shrunk(given, tensor=4))
+    assert len(set(small.alike)) == len(set(hub_model(given).alike)) == 2
+    assert small.num_layers == 2
+    assert small.uncut(4) is None
+    experts = next(spec for spec in small.params if "experts.gate_up_proj" in spec.name)
+    assert experts.shape[0] > json.loads(small.config)["num_experts_per_tok"]
+
+
+def test_a_config_that_is_small_stays_as_it_is() -> None:
+    config = {"model_type": "olmo2", **TINY}
+    assert shrunk(config) == config
+
+
+def test_a_trial_of_any_family_has_the_stages_of_the_run(tmp_path: Path) -> None:
+    content = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "dsx": {
+            "model": {"config": {"model_type": "jamba"}},
+            "parallel": {"tensor": 2, "pipeline": 2, "chunks": 2},
+            "data": {"source": "own", "sequence_length": 512},
+            "train": {"steps": 1, "output": str(tmp_path)},
+        },
+    }
+    config = resolve(content, world_size=4)
+    made = trial(config)
+    small = resolve(made.content, world_size=4)
+    assert (small.mesh, small.chunks, small.schedule_name) == (config.mesh, 2, config.schedule_name)
+    assert small.num_parameters < 2_000_000 < config.num_parameters
+    assert len(set(small.model.alike)) == len(set(config.model.alike))
+    assert all(len(small.stage_map.layers(stage)) for stage in range(4))
+
+
+def test_what_does_not_compose_is_refused_by_name_and_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BERT has a linear between its blocks and its head, which no layer of the list has."""
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    model = hub_model({"model_type": "bert", "is_decoder": True, **TINY})
+    with pytest.raises(ModelError, match=r"bert.*are not what transformers computes"):
+        require_probed(model, sequence=False)
+    (kept,) = tmp_path.rglob("*.json")
+    kept.write_text(kept.read_text().replace("they do not run", "so it was kept"))
+    with pytest.raises(ModelError, match="so it was kept"):
+        require_probed(model, sequence=False)
+
+
+def test_a_sequence_that_cannot_be_cut_is_refused_where_it_would_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    model = hub_model({"model_type": "olmo2", **TINY})
+    found = Probe(differs=None, no_sequence="block 0 mixes tokens", blocks=1, parameters=1)
+    monkeypatch.setattr(probing, "probe", lambda *_: found)
+    require_probed(model, sequence=False)
+    with pytest.raises(ConfigError, match=r"sequence_parallel.*block 0 mixes tokens"):
+        require_probed(model, sequence=True)
+
+
+class RunningSum(nn.Linear):
+    """Mixes tokens, as attention does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).cumsum(dim=1)
+
+
+class Mixer(nn.Module):
+    """A block with one module that mixes tokens, and, if asked, a mean over tokens beside it."""
+
+    def __init__(self, *, beside: bool) -> None:
+        super().__init__()
+        self.mixer, self.beside = RunningSum(8, 8), beside
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.beside:
+            hidden_states = hidden_states - hidden_states.mean(dim=1, keepdim=True)
+        return hidden_states + self.mixer(hidden_states)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_slices_show_what_mixes_tokens_outside_of_modules(beside: bool) -> None:
+    torch.manual_seed(1)
+    block = Mixer(beside=beside)
+    with torch.no_grad():
+        told = probing._sliced(block, {"mixer": block.mixer}, Call.of((torch.randn(2, 8, 8),), {}))
+    assert (told is not None) == beside, told
