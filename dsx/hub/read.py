@@ -217,16 +217,14 @@ class _Reader:
 
     def require_all(self, held: set[str]) -> None:
         """Refuse a model that stores a tensor which is in no layer, given the names of those that are."""
-        lost = next(
-            (name for name, form in self.forms.items() if held.isdisjoint((name, *form.copies))), None
-        )
-        if lost is not None:
-            raise ModelError(
-                at("model_type", self.model.config.model_type),
-                f"{lost} is in none of the layers that dsx makes: word embedding, blocks, what is around "
-                "them, and a head of one matrix",
-                "dsx cannot cut this family into stages: use another",
-            )
+        for name, form in self.forms.items():
+            if held.isdisjoint((name, *form.copies)):
+                raise ModelError(
+                    at("model_type", self.model.config.model_type),
+                    f"{name} is in none of the layers that dsx makes: word embedding, blocks, what is around "
+                    "them, and a head of one matrix",
+                    "dsx cannot cut this family into stages: use another",
+                )
 
     @property
     def heads(self) -> tuple[int, int] | None:

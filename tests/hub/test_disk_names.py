@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dsx.checkpoint.formats.huggingface import weights as hf
-from dsx.errors import CheckpointError
+from dsx.errors import CheckpointError, ModelError
 from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms
+from dsx.hub.read import hub_model
 from dsx.models.param import Init, ParamSpec
 from dsx.models.quiet_transformers import quiet_transformers
 
@@ -189,6 +190,15 @@ def test_folders_of_others_have_other_names(tmp_path: Path) -> None:
     assert names.of(bare, tmp_path) == bare
     whole = {name: name for name in forms}
     assert names.of(whole, tmp_path) == whole
+
+
+def test_a_tensor_that_is_in_no_layer_is_refused_by_name() -> None:
+    """Heads of BERT's kind have a transform and a bias of their own."""
+    config = AutoConfig.for_model(
+        "roberta", is_decoder=True, vocab_size=67, hidden_size=32, num_attention_heads=4
+    )
+    with pytest.raises(ModelError, match=r"model_type = .roberta.: lm_head\..* is in none of the layers"):
+        hub_model(config.to_dict())
 
 
 def test_files_in_a_form_that_is_not_read(tmp_path: Path) -> None:

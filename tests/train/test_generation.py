@@ -126,7 +126,7 @@ def test_stock_deepspeed(tmp_path):
         ({"n_embd": 32}, r"tensor transformer\.wte\.weight.*\(261, 24\).*\(261, 32\)"),
         ({"n_layer": 5}, r"tensor transformer\.h\.4\..*missing"),
         ({"n_layer": 3}, r"tensor transformer\.h\.3\..*no place"),
-        ({"model_type": "bert"}, r"tensor bert\.embeddings\..*missing"),
+        ({"model_type": "bert"}, r"no place|does not have"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(other | change))
         with pytest.raises(CheckpointError, match=what):
