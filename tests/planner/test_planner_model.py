@@ -96,6 +96,18 @@ def test_tensor_parallelism_divides_the_products():
     assert alike > 2 * traffic(alone[0], "Block")
 
 
+def test_ranks_that_share_a_head_hold_all_and_compute_one():
+    """Sixteen ranks on eight key/value heads: half of what eight have, but for keys and values."""
+    layers = task().layers
+    hidden, head, all_heads = LLAMA.hidden_size, 2 * LLAMA.head_dim, 2 * LLAMA.kv_size
+    eight, sixteen = (layers.elements(tensor)[1] - 2 * hidden for tensor in (8, 16))  # without the norms
+    assert sixteen == (eight - head * hidden) / 2 + all_heads * hidden
+    fewer, more = (layers.shape(Candidate(mesh=Mesh.over(16, tp=tensor))) for tensor in (8, 16))
+    eight, sixteen = (sum(each.flops for each in products(each, "Block")) for each in (fewer, more))
+    one_head = 2 * layers.sequence_length * head * hidden
+    assert sixteen == pytest.approx((eight + one_head) / 2)
+
+
 def test_ring_all_reduce_in_a_node():
     """NCCL 2.10, src/graph/tuning.cc: bytes x 2 (n - 1) / n at the bus rate, and 2 (n - 1) steps."""
     network = Network(preset("A100-80"), Efficiency(link=235 / 300))
