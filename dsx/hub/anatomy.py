@@ -261,6 +261,11 @@ class Anatomy:
         return found
 
     @property
+    def width(self) -> int:
+        """Size of a token's vector from the word embedding."""
+        return int(self.model.get_submodule(self.embedding).weight.shape[1])
+
+    @property
     def blocks_below_base(self) -> str:
         """Path of the list of blocks inside the base."""
         return self.blocks.removeprefix(f"{self.base}.")
@@ -318,6 +323,7 @@ class Trunk:
 
     def __init__(self, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> None:
         self._calls: list[Call] = []
+        self._width = anatomy.width
         self._base = anatomy.stripped((), self._note, device, dtype)
         for module in self._base.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -352,7 +358,7 @@ class Trunk:
             self._calls = []
             with torch.no_grad():
                 self._base.train(training)
-                like = hidden.new_zeros(1).expand(hidden.shape[0], length, hidden.shape[-1])
+                like = hidden.new_zeros(1).expand(hidden.shape[0], length, self._width)
                 self._base(inputs_embeds=like, use_cache=False)
             self.kept[key] = [(call.arguments, call.named, call.by_name) for call in self._calls]
             self._calls = []
@@ -441,8 +447,7 @@ def _looked_at(found: Anatomy) -> Anatomy:
     uses: list[tuple[str, Any, Any]] = []
     for path in others:
         copied.get_submodule(path).register_forward_hook(partial(_noted, path, order, uses))
-    width = model.get_submodule(found.embedding).weight.shape[1]
-    x = torch.ones(*_PROBED, width)
+    x = torch.ones(*_PROBED, found.width)
     try:
         with torch.no_grad():
             end = copied(inputs_embeds=x, use_cache=False)
@@ -515,7 +520,6 @@ def _without_storage(tensor: Tensor) -> Tensor:
 def _require_stateless(found: Anatomy) -> None:
     """Refuse a family whose blocks get more from blocks before them than the hidden states."""
     seen: list[list[Call]] = []
-    width = found.model.get_submodule(found.embedding).weight.shape[1]
     for value in (0.5, -1.5):
         calls: list[Call] = []
 
@@ -524,7 +528,7 @@ def _require_stateless(found: Anatomy) -> None:
             return call.hidden * value + number
 
         base = found.stripped((), called)
-        x = torch.linspace(-value, value, width).expand(*_PROBED, width)
+        x = torch.linspace(-value, value, found.width).expand(*_PROBED, found.width)
         try:
             with torch.no_grad():
                 base(inputs_embeds=x, use_cache=False)

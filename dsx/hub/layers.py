@@ -190,7 +190,7 @@ class HubEnd(nn.Module):
     def __init__(self, model: HubModel, weights: Weights) -> None:
         super().__init__()
         anatomy = anatomy_of(model.config)
-        self._last, self._given = model.num_layers - 1, list[Tensor]()
+        self._last, self._given, self._width = model.num_layers - 1, list[Tensor](), model.hidden_size
         self._times = weights.tp.size if weights.tp.sequence else 1
         self._plain = anatomy.after[0] if anatomy.plain_end else None
         self.base = anatomy.stripped(anatomy.after, self._called, weights.device, weights.dtype)
@@ -212,7 +212,7 @@ class HubEnd(nn.Module):
             y: Tensor = self.base.get_submodule(self._plain)(x)
             return y
         self._given.append(x)
-        like = x.new_zeros(1).expand(x.shape[0], x.shape[1] * self._times, x.shape[-1])
+        like = x.new_zeros(1).expand(x.shape[0], x.shape[1] * self._times, self._width)
         end = self.base(inputs_embeds=like, use_cache=False)
         last: Tensor = end.last_hidden_state if hasattr(end, "last_hidden_state") else end[0]
         return last

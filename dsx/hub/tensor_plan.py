@@ -80,24 +80,25 @@ class BlockPlan:
         styles: Style by path in the block, of modules and of parameters.
         pairs: Key/value heads, if key and value projections may be kept whole for want of heads; else 0.
         rotary: Outputs of an ``mla_kv_a_proj`` that are rotated.
+        counts: Attributes that count heads, of modules with cut projections.
     """
 
     styles: Mapping[str, str]
     pairs: int = 0
     rotary: int = 0
+    counts: tuple[str, ...] = ()
 
     @classmethod
-    def of(
-        cls, block: nn.Module, prefix: str, plan: Mapping[str, str | None], *, pairs: int, rotary: int
-    ) -> BlockPlan:
+    def of(cls, block: nn.Module, prefix: str, plan: Mapping[str, str | None], **facts: Any) -> BlockPlan:
         """The entries of a model's plan that are about the block called ``prefix``.
 
-        Numbers in names are ``*`` in a plan. An entry of a parameter counts before its module's.
+        Numbers in names are ``*`` in a plan. An entry of a parameter counts before its module's. ``facts``
+        are the other attributes.
         """
         names = [path for path, _ in block.named_modules() if path]
         names += [path for path, _ in block.named_parameters(remove_duplicate=False)]
         found = {path: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", f"{prefix}.{path}")) for path in names}
-        return cls({path: style for path, style in found.items() if style}, pairs, rotary)
+        return cls({path: style for path, style in found.items() if style}, **facts)
 
     def cut(self, block: nn.Module, path: str, parameter: Tensor) -> Cut:
         """How the parameter at ``path`` is cut."""
@@ -144,6 +145,11 @@ def apply_plan(
     """
     summed: set[str] = set()
     inside: set[str] = set()
+    for path, child in list(_children(block)):
+        if type(child) is nn.Linear:
+            style = plan.styles.get(path)
+            _put(block, path, _linear(child, style, tp, split, tight=False))
+            inside |= {f"{path}.{name}" for name, _ in child.named_parameters()} if style else set()
     for path, child in list(mixing_children(block, plan)):
         inside |= {f"{path}.{name}" for name, _ in child.named_parameters()}
         tight = tp.size > 1 and _is_region(child, path, plan, tp)
@@ -158,8 +164,16 @@ def apply_plan(
 
 
 def mixing_children(block: nn.Module, plan: BlockPlan) -> Iterator[tuple[str, nn.Module]]:
-    """The block's children that need the whole sequence, or all features."""
-    yield from ((path, child) for path, child in _children(block) if _mixes(child, path, plan))
+    """The block's children that need the whole sequence, or all features; linears of its own aside."""
+    for path, child in _children(block):
+        if not isinstance(child, nn.Linear | LocalLinear | ColumnParallelLinear | RowParallelLinear):
+            if _mixes(child, path, plan):
+                yield path, child
+
+
+def _put(root: nn.Module, path: str, module: nn.Module) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(root.get_submodule(owner), name, module)
 
 
 def _children(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -211,6 +225,8 @@ def _set_linears(
             head = inner.out_features // plan.pairs
             made = KeyValueLinear(inner.in_features, plan.pairs, head, tp, **_form(inner))
             _divide_groups(owner, name, plan, tp)
+        if tp.size > 1 and plan.styles.get(name) == "colwise":
+            _divide_counts(owner, plan, tp)
         made.in_features, made.out_features = inner.in_features, inner.out_features  # type: ignore[assignment]
         setattr(owner, last, made)
 
@@ -250,6 +266,15 @@ def _divide_groups(owner: nn.Module, name: str, plan: BlockPlan, tp: TensorParal
         )
     if name.endswith("k_proj"):
         owner.num_key_value_groups = groups * plan.pairs // tp.size  # type: ignore[assignment]
+
+
+def _divide_counts(owner: Any, plan: BlockPlan, tp: TensorParallel) -> None:
+    """Heads that a module counts by an attribute become those of one rank, once."""
+    for name in plan.counts:
+        count = vars(owner).get(name)
+        if isinstance(count, int) and f"{name} of all ranks" not in vars(owner):
+            vars(owner)[f"{name} of all ranks"] = count
+            setattr(owner, name, count // tp.size)
 
 
 def _wrap(child: nn.Module, path: str, plan: BlockPlan, tp: TensorParallel) -> set[str]:
