@@ -81,6 +81,7 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         params=params,
         buffers=buffers,
         heads=reader.heads,
+        pair_projections=frozenset(reader.pairs(params)),
         own_values=tuple(item for item in reader.memory.items() if reader.laws[item[1]] is None),
         query_size=_query_size(settings),
         routed=_routed(settings),
@@ -238,6 +239,15 @@ class _Reader:
                     "them, and a head of one matrix",
                     "dsx cannot cut this family into stages: use another",
                 )
+
+    def pairs(self, params: tuple[ParamSpec, ...]) -> Iterator[str]:
+        """Names of the parameters of blocks' key and value projections that are cut head by head."""
+        first = min(spec.layer for spec in params if ".block." in spec.name)
+        for spec in params:
+            owner = spec.name.partition(".block.")[2].rpartition(".")[0]
+            is_pair = owner.endswith((".k_proj", ".v_proj")) and spec.split == 0
+            if is_pair and self.plans[spec.layer - first].styles.get(owner) == "colwise":
+                yield spec.name
 
     @property
     def heads(self) -> tuple[int, int] | None:

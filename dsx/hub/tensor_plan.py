@@ -166,9 +166,9 @@ def apply_plan(
 def mixing_children(block: nn.Module, plan: BlockPlan) -> Iterator[tuple[str, nn.Module]]:
     """The block's children that need the whole sequence, or all features; linears of its own aside."""
     for path, child in _children(block):
-        if not isinstance(child, nn.Linear | LocalLinear | ColumnParallelLinear | RowParallelLinear):
-            if _mixes(child, path, plan):
-                yield path, child
+        linear = isinstance(child, nn.Linear | LocalLinear | ColumnParallelLinear | RowParallelLinear)
+        if not linear and _mixes(child, path, plan):
+            yield path, child
 
 
 def _put(root: nn.Module, path: str, module: nn.Module) -> None:

@@ -172,6 +172,7 @@ class HubModel:
         params: Every parameter, vocabulary padding aside.
         buffers: Every tensor that is stored with them and not trained.
         heads: Attention heads, key/value heads, if the plan cuts attention head by head; else None.
+        pair_projections: Names of parameters that give keys or values, each rank its own heads.
         own_values: (name, name in transformers' model) of every parameter whose fresh values only the
             family's own code can give.
         query_size: Width of all query heads; 0 if the config does not say it.
@@ -196,6 +197,7 @@ class HubModel:
     params: tuple[ParamSpec, ...] = field(repr=False, compare=False)
     buffers: tuple[ParamSpec, ...] = field(default=(), repr=False, compare=False)
     heads: tuple[int, int] | None = None
+    pair_projections: frozenset[str] = field(default=frozenset(), repr=False)
     own_values: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     query_size: int = 0
     routed: float = 1.0
@@ -209,9 +211,13 @@ class HubModel:
         return self.alike[layer - self.kinds.index("Block")]
 
     def for_tensor(self, tensor: int) -> Self:
-        """Itself: its parameters are the same for all degrees."""
-        del tensor
-        return self
+        """The same model with the cut of its parameters that ``tensor`` tensor-parallel ranks train."""
+        if not self.shares_heads(tensor):
+            return self
+        params = tuple(
+            replace(spec, split=None) if spec.name in self.pair_projections else spec for spec in self.params
+        )
+        return replace(self, params=params)
 
     def shares_heads(self, tensor: int) -> bool:
         """Whether so many ranks have to share key/value heads."""
@@ -228,9 +234,10 @@ class HubModel:
             )
         if self.heads is not None:
             queries, pairs = self.heads
-            if queries % tensor or (pairs % tensor and tensor % pairs):
+            shared = self.pair_projections and tensor % pairs == 0
+            if queries % tensor or (pairs % tensor and not shared):
                 return f"attention heads = {queries}, key/value heads = {pairs}: they cannot be shared by it"
-        for spec in self.params:
+        for spec in self.for_tensor(tensor).params:
             sizes = spec.parts or (() if spec.split is None else (spec.shape[spec.split],))
             if spec.pad_multiple is None and any(size % tensor for size in sizes):
                 return f"{spec.hf[0]}: {max(sizes)} of dim {spec.split} are not divisible by it"
