@@ -13,6 +13,7 @@ from dsx.cli.diff import diff
 from dsx.cli.estimate import estimate
 from dsx.cli.init import init
 from dsx.cli.inspect import inspect
+from dsx.cli.models import models
 from dsx.cli.options import Command
 from dsx.cli.output import BAD_INPUT, say, tell
 from dsx.cli.plan import plan
@@ -63,6 +64,7 @@ def build() -> typer.Typer:
         inspect,
         diff,
         verify,
+        models,
         presets,
         schema,
         guide,

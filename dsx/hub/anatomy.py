@@ -125,6 +125,23 @@ def without_weights(config: Mapping[str, Any]) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     described = hf_config_of(config)
+    check_one_stack(described)
+    try:
+        with quiet_transformers(), parameters_on_meta():
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                described, dtype=torch.float32, trust_remote_code=False
+            )
+    except Exception as error:  # noqa: BLE001 - as above
+        raise ModelError(
+            at("model_type", described.model_type),
+            f"transformers cannot make its causal language model ({_told(error)})",
+            "give the config of one that AutoModelForCausalLM makes",
+        ) from None
+    return model.train()
+
+
+def check_one_stack(described: Any) -> None:
+    """Raise ModelError if a config object is of several models, or of an encoder and a decoder."""
     parts = {name: getattr(described, name, None) for name in getattr(described, "sub_configs", None) or ()}
     text = next((part for name, part in parts.items() if "text" in name and part is not None), None)
     if text is not None:
@@ -139,18 +156,6 @@ def without_weights(config: Mapping[str, Any]) -> nn.Module:
             "it has an encoder and a decoder, and dsx trains language models that are one stack of blocks",
             "use a decoder-only model",
         )
-    try:
-        with quiet_transformers(), parameters_on_meta():
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                described, dtype=torch.float32, trust_remote_code=False
-            )
-    except Exception as error:  # noqa: BLE001 - as above
-        raise ModelError(
-            at("model_type", described.model_type),
-            f"transformers cannot make its causal language model ({_told(error)})",
-            "give the config of one that AutoModelForCausalLM makes",
-        ) from None
-    return model.train()
 
 
 class Placeholder(nn.Module):

@@ -152,9 +152,10 @@ def _difference(model: HubModel, whole: Any) -> str | None:
     except Exception as error:  # noqa: BLE001 - whatever the family's code does where it is cut
         return f"they do not run ({first_line(error)})"
     found = dict(whole.named_parameters(remove_duplicate=False))
-    pairs: list[tuple[str, Any, Any]] = [("the logits", hidden_of(value), logits), ("the loss", own, loss)]
-    pairs += [(f"the gradient of {name}", parameter.grad, found[name].grad) for name, parameter in parameters]
-    return next((f"{what} differs {told}" for what, a, b in pairs if (told := _far(a, b))), None)
+    pairs: list[tuple[str, Any, Any]] = [("the logits differ", hidden_of(value), logits)]
+    pairs.append(("the loss differs", own, loss))
+    pairs += [(f"the gradient of {name} differs", one.grad, found[name].grad) for name, one in parameters]
+    return next((f"{what} {told}" for what, a, b in pairs if (told := _far(a, b))), None)
 
 
 def _loss_of(whole: Any, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

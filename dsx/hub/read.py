@@ -25,7 +25,7 @@ from dsx.models.spec import HubModel
 _MOST_POSITIONS = 2**31 - 1
 
 
-def _known(family: str) -> dict[str, Any]:
+def known_of(family: str) -> dict[str, Any]:
     """What is known of a family."""
     known: dict[str, Any] = _overrides()["family"].get(family, {})
     return known
@@ -55,7 +55,7 @@ def hub_model(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] |
 def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubModel:
     check_plan(dict(changes), "dsx.parallel.tensor_plan")
     kind = json.loads(text).get("model_type")
-    known = _known(kind)
+    known = known_of(kind)
     if "refused" in known:
         raise ModelError(at("model_type", kind), known["refused"], "use another family")
     anatomy = anatomy_of(text)
@@ -103,7 +103,7 @@ def plan_of(anatomy: Anatomy, changes: tuple[tuple[str, str | None], ...]) -> di
     plan: dict[str, str | None] = dict(getattr(model, "tp_plan", None) or {})
     # Some classes name their modules without the prefix of the causal model.
     plan |= {f"{anatomy.base}.{key}": style for key, style in plan.items() if key.startswith("layers.")}
-    known = _known(model.config.model_type)
+    known = known_of(model.config.model_type)
     own: dict[str, str] = known.get("plan", {})
     for name in known.get("cuts", ()):
         own = _overrides()["plan"][name] | own
@@ -121,7 +121,7 @@ def _plan_of_block(anatomy: Anatomy, plan: Mapping[str, str | None], number: int
     settings, prefix = anatomy.model.config, f"{anatomy.blocks}.{number}"
     pairs = _number(settings, "num_key_value_heads") or _number(settings, "num_attention_heads") or 0
     rotary = _number(settings, "qk_rope_head_dim") or 0
-    counts = tuple(_known(settings.model_type).get("heads", ()))
+    counts = tuple(known_of(settings.model_type).get("heads", ()))
     return BlockPlan.of(
         anatomy.list_of_blocks[number], prefix, plan, pairs=pairs, rotary=rotary, counts=counts
     )

@@ -17,7 +17,7 @@ from dsx.hub import probe as probing
 from dsx.hub.anatomy import Call
 from dsx.hub.probe import Probe, probe, require_probed
 from dsx.hub.read import hub_model
-from dsx.hub.shrunk import shrunk
+from dsx.hub.shrunk import random_model, shrunk
 from dsx.verify.shrunk import trial
 from often import often
 
@@ -87,18 +87,35 @@ def test_a_trial_of_any_family_has_the_stages_of_the_run(tmp_path: Path) -> None
     assert all(len(small.stage_map.layers(stage)) for stage in range(4))
 
 
+def test_a_model_that_does_more_than_its_layers_differs() -> None:
+    model = hub_model({"model_type": "olmo2", **TINY})
+    whole = random_model(json.loads(model.config))
+    assert probing._difference(model, whole) is None
+    whole.zero_grad()
+    whole.lm_head.register_forward_hook(lambda _module, _given, gave: 2 * gave)
+    assert str(probing._difference(model, whole)).startswith("the logits differ")
+    whole.lm_head._forward_hooks.clear()
+    whole.zero_grad()
+    whole.lm_head.weight.register_hook(lambda gradient: 2 * gradient)
+    assert probing._difference(model, whole).startswith("the gradient of lm_head.weight differs by")
+
+
 def test_what_does_not_compose_is_refused_by_name_and_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """BERT has a linear between its blocks and its head, which no layer of the list has."""
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    model = hub_model({"model_type": "bert", "is_decoder": True, **TINY})
-    with pytest.raises(ModelError, match=r"bert.*are not what transformers computes"):
+    model = hub_model({"model_type": "olmo2", **TINY})
+    found = Probe(differs="the logits differ", no_sequence=None, blocks=1, parameters=1)
+    monkeypatch.setattr(probing, "probe", lambda *_: found)
+    with pytest.raises(ModelError, match=r"olmo2.*what transformers computes: the logits differ"):
+        require_probed(model, sequence=False)
+    monkeypatch.setattr(probing, "probe", probe)
+    with pytest.raises(ModelError, match="the logits differ"):
         require_probed(model, sequence=False)
     (kept,) = tmp_path.rglob("*.json")
-    kept.write_text(kept.read_text().replace("they do not run", "so it was kept"))
-    with pytest.raises(ModelError, match="so it was kept"):
-        require_probed(model, sequence=False)
+    kept.write_text("{")  # as a full disk leaves it
+    require_probed(model, sequence=True)
+    assert json.loads(kept.read_text())["differs"] is None
 
 
 def test_a_sequence_that_cannot_be_cut_is_refused_where_it_would_be(

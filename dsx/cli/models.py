@@ -1,0 +1,112 @@
+"""``dsx models``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from dsx.cli.options import FORMAT
+from dsx.cli.output import BAD, judging, one_a_line, say, say_json
+from dsx.errors import ModelError
+
+_TOLD_SHARE = 0.01
+
+
+def models(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="PATH",
+            help="A Hugging Face model folder or config.json; without it all families are listed.",
+            show_default=False,
+            exists=True,
+        ),
+    ] = None,
+    *,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Of the list: try a small model of every family. Takes minutes.")
+    ] = False,
+    style: Annotated[Literal["table", "json"], FORMAT] = "table",
+) -> None:
+    """List the families of transformers that train, or try one model without its weights.
+
+    A small model of the same structure is made, and what dsx cuts is compared with transformers. Exit code 1
+    if the model of PATH is refused.
+    """
+    if path is None:
+        _list(probed=probe, style=style)
+        return
+    from dsx.checkpoint.formats.huggingface.names import read_config
+    from dsx.hub.report import report
+    from dsx.models.config_values import with_floats
+    from dsx.waiting import Waiting
+
+    config = read_config(path)
+    with judging(ModelError), Waiting(f"trying a small model of {path}"):
+        found = report(with_floats(config))
+    if style == "json":
+        say_json(found)
+    else:
+        say(one_a_line(f"{label:<12}{text}" for label, text in _lines(found)))
+    if found["probe"].get("differs"):
+        raise typer.Exit(BAD)
+
+
+def _list(*, probed: bool, style: str) -> None:
+    from dsx.hub.report import family_rows
+    from dsx.waiting import Waiting
+
+    with Waiting("looking at the families of transformers"):
+        rows = list(family_rows(probed=probed))
+    if style == "json":
+        say_json([asdict(row) for row in rows])
+        return
+    width = max((len(row.family) for row in rows), default=0)
+    lines = []
+    for row in rows:
+        plan = "yes" if row.tensor_plan else "no"
+        notes = row.refused or (f"no sequence parallelism: {row.no_sequence}" if row.no_sequence else "")
+        line = f"{row.family:<{width}}  {row.implementation or 'refused':<12}  {plan:<11}  {notes}"
+        lines.append(line.rstrip())
+    counts = Counter(row.implementation or "refused" for row in rows)
+    told = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+    seen = "as small models of them show" if probed else "by their configs alone; --probe tries each"
+    title = f"{'family':<{width}}  modules of    tensor plan  why not"
+    say(one_a_line([title, *lines, "", f"{told}: {seen}"]))
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Label and text of each line of a report."""
+    own = "dsx's own, and transformers' if dsx.model.implementation says so; the rest is about the latter"
+    yield "family", found["family"]
+    yield "modules", own if found["implementation"] == "dsx" else "transformers'"
+    yield "parameters", f"{found['parameters']:,}"
+    tied = ", head tied to the word embedding" if found["tied_embeddings"] else ""
+    yield "layers", f"{', '.join(found['layers'])}{tied}"
+    yield "blocks", f"{found['blocks']}, of {found['kinds_of_blocks']} kinds"
+    if found["heads"]:
+        yield "heads", f"{found['heads']}, key/value heads {found['key_value_heads']}"
+    yield "tensor", ", ".join(map(str, found["tensor"]))
+    if found["not_cut"]:
+        yield "", f"not 2: {found['not_cut']}"
+    for each in found["whole"]:
+        if max(each["parameters"], each["work"]) >= _TOLD_SHARE:
+            share = (
+                f"{each['parameters']:.1%} of the blocks' parameters, {each['work']:.1%} of their products"
+            )
+            yield "whole", f"{each['module']}: {share}"
+    tried = found["probe"]
+    if "not_tried" in tried:
+        yield "probe", f"not tried: {tried['not_tried']}"
+        return
+    small = f"a model of {tried['blocks']} blocks, {tried['parameters']:,} parameters"
+    if tried["differs"]:
+        yield "probe", f"refused: of {small}, {tried['differs']}"
+    else:
+        yield "probe", f"{small}: logits, loss and every gradient are those of transformers"
+    yield "sequence", tried["no_sequence"] or "sequence parallelism is right"

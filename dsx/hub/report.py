@@ -1,0 +1,126 @@
+"""What dsx makes of transformers' families: all of them by their configs alone, and one model in detail."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dsx.errors import ModelError
+from dsx.hub.anatomy import check_one_stack
+from dsx.hub.probe import probe
+from dsx.hub.read import hub_model, known_of
+from dsx.models.hf_config import FAMILIES
+from dsx.models.quiet_transformers import first_line, quiet_transformers
+from dsx.models.spec import HubModel
+
+_MOST_RANKS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyRow:
+    """A causal language model family of the installed transformers.
+
+    Attributes:
+        implementation: Whose modules ``"implementation": "auto"`` takes; None if dsx refuses the family.
+        tensor_plan: Whether transformers has a tensor plan for it.
+        refused: Why dsx refuses it; None if it does not, as far as has been looked.
+        no_sequence: Why sequence parallelism is refused; None if it is not.
+    """
+
+    family: str
+    implementation: str | None
+    tensor_plan: bool
+    refused: str | None = None
+    no_sequence: str | None = None
+
+
+def family_rows(*, probed: bool = False) -> Iterator[FamilyRow]:
+    """Every family, by what its config says and, if ``probed``, by a small model of it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    with quiet_transformers():
+        for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+            yield _row(family, probed=probed)
+
+
+def _row(family: str, *, probed: bool) -> FamilyRow:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[family]
+    known = known_of(family)
+    plan = bool(getattr(kind, "base_model_tp_plan", None) or known.get("plan") or known.get("cuts"))
+    refused, no_sequence = known.get("refused"), known.get("no_sequence")
+    try:
+        described = kind()
+        check_one_stack(described)
+        if probed and refused is None:
+            found = probe({**described.to_dict(), "model_type": family})
+            refused, no_sequence = found.differs, found.no_sequence
+    except ModelError as error:
+        refused = refused or f"{error.what}; {error.fix}"
+    except Exception as error:  # noqa: BLE001 - each family refuses its own config in its own way
+        refused = refused or f"transformers cannot make its config ({first_line(error)})"
+    own = family in FAMILIES
+    implementation = "dsx" if own else None if refused else "transformers"
+    return FamilyRow(
+        family=family,
+        implementation=implementation,
+        tensor_plan=plan or own,
+        refused=None if own else refused,
+        no_sequence=None if own or refused else no_sequence,
+    )
+
+
+def report(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | None = None) -> dict[str, Any]:
+    """What dsx makes of one model, as JSON values.
+
+    Args:
+        config: Content of its config.json.
+        tensor_plan: As of :func:`dsx.hub.read.hub_model`.
+
+    Raises:
+        ModelError: dsx refuses the model; names the reason.
+    """
+    model = hub_model(config, tensor_plan)
+    try:
+        tried: dict[str, Any] = asdict(probe(config, tensor_plan))
+    except ModelError as error:
+        tried = {"not_tried": error.what}
+    legal = [ranks for ranks in range(1, _MOST_RANKS + 1) if model.uncut(ranks) is None]
+    heads, pairs = model.heads or (None, None)
+    flops = _work_left_whole(model)
+    return {
+        "family": model.family,
+        "implementation": "dsx" if model.family in FAMILIES else "transformers",
+        "parameters": sum(spec.numel for spec in model.params),
+        "blocks": model.num_layers,
+        "kinds_of_blocks": len(set(model.alike)),
+        "layers": list(dict.fromkeys(model.kinds)),
+        "tied_embeddings": model.tied_embeddings,
+        "heads": heads,
+        "key_value_heads": pairs,
+        "tensor": legal,
+        "not_cut": model.uncut(2),
+        "whole": [
+            {"module": path, "parameters": share, "work": flops.get(path, 0.0)} for path, share in model.whole
+        ],
+        "probe": tried,
+    }
+
+
+_EXPERT_DIMS = 3  # experts, outputs, inputs
+
+
+def _work_left_whole(model: HubModel) -> dict[str, float]:
+    """Share of the blocks' products with weights that every tensor-parallel rank does, by module."""
+    found: dict[str, float] = defaultdict(float)
+    total = 0.0
+    for spec in model.params:
+        if model.kinds[spec.layer] == "Block" and len(spec.shape) > 1:
+            work = spec.numel * (model.routed if len(spec.shape) == _EXPERT_DIMS else 1.0)
+            total += work
+            if spec.split is None:
+                found[spec.name.partition(".block.")[2].removesuffix(".weight")] += work
+    return {path: work / total for path, work in found.items()}
