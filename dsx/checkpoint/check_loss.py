@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from dsx.checkpoint.catalog import PRECISIONS, Catalog
-from dsx.checkpoint.claims import model_of
+from dsx.checkpoint.claims import forms_of, model_of
 from dsx.checkpoint.file_io import convert, numpy_dtype
 from dsx.checkpoint.formats.deepspeed.module import as_model
 from dsx.checkpoint.formats.huggingface.catalog import as_hf
@@ -25,7 +25,7 @@ from dsx.checkpoint.pieces import whole_part
 from dsx.checkpoint.read import Reader
 from dsx.errors import CheckpointError, ModelError
 from dsx.models.custom_code import without_code
-from dsx.models.params import forms, stored_specs
+from dsx.models.params import stored_specs
 
 _SEQUENCES, _LENGTH, _SEED = 4, 64, 0
 
@@ -104,7 +104,7 @@ class LossCheck:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         specs = stored_specs(self._model)
-        named = as_hf(as_model(catalog, specs, forms=forms(self._model)), specs, in_files=False)
+        named = as_hf(as_model(catalog, specs, forms=forms_of(self._config)), specs, in_files=False)
         told = _precision(catalog)
         config = AutoConfig.for_model(**{k: v for k, v in self._config.items() if k != "architectures"})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()

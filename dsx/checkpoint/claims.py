@@ -8,7 +8,7 @@ files.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from re import error as RegexError
 from reprlib import repr as short_repr
@@ -21,7 +21,7 @@ from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError
 from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import NO_SETTINGS, SAVE_AGAIN, Catalog, Entry, locate
 from dsx.checkpoint.json_text import check_plain, is_unicode
-from dsx.errors import CheckpointError
+from dsx.errors import CheckpointError, ModelError
 from dsx.models.hf_config import FAMILIES, model_spec
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
@@ -192,6 +192,22 @@ def model_of(config: Mapping[str, Any]) -> Model:
     from dsx.hub.read import hub_model  # here: dsx's own families need neither torch nor transformers
 
     return hub_model(config)
+
+
+def forms_of(config: Mapping[str, Any]) -> Iterator[tuple[ParamSpec, ...]]:
+    """Every tensor of the model of a ``config.json``, in each form in which dsx trains it.
+
+    Made as they are asked for: of dsx's own modules, for one rank and for ranks that share key/value heads;
+    then of transformers'.
+    """
+    with suppress(ModelError):
+        if config.get("model_type") in FAMILIES:
+            own = model_spec(config)
+            yield from (stored_specs(own.for_tensor(tensor)) for tensor in (1, own.num_heads))
+    from dsx.hub.read import hub_model  # here: dsx's own families need neither torch nor transformers
+
+    with suppress(ModelError):
+        yield stored_specs(hub_model(config))
 
 
 def specs_of_model(catalog: Catalog, model: Model) -> tuple[ParamSpec, ...]:

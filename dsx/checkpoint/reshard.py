@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dsx.checkpoint.catalog import Catalog, Target, check_files, model_fact
-from dsx.checkpoint.claims import MISFITS, model_of, specs_of_model
+from dsx.checkpoint.claims import MISFITS, forms_of, model_of, specs_of_model
 from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import ConversionOptions, ConversionReport, execute, worker_bytes
 from dsx.checkpoint.formats import dcp, megatron, native
@@ -32,7 +32,7 @@ from dsx.checkpoint.staging import check_absent
 from dsx.errors import CheckpointError, LayoutError, ModelError
 from dsx.models.hf_config import model_spec
 from dsx.models.param import ParamSpec
-from dsx.models.params import forms, param_specs, stored_specs
+from dsx.models.params import param_specs, stored_specs
 from dsx.models.spec import HubModel, Model, ModelSpec
 from dsx.parallel.layout import Layout
 
@@ -171,18 +171,11 @@ def _named(source: Catalog, wanted: WantedTarget) -> Catalog:
                 "name a CONFIG of the model",
             )
         return source
-    named = as_model(source, specs, forms=_forms(wanted))
+    forms = () if wanted.run is None else forms_of(wanted.run.hf_config)
+    named = as_model(source, specs, forms=forms)
     if names != "hf":
         return named
     return catalog.as_hf(named, specs, in_files=wanted.format == catalog.FORMAT)
-
-
-def _forms(wanted: WantedTarget) -> tuple[tuple[ParamSpec, ...], ...]:
-    """What tensors of dsx's own modules may be called in a checkpoint that does not describe them."""
-    try:
-        return () if wanted.run is None else forms(model_spec(wanted.run.hf_config))
-    except ModelError:  # of a family that only transformers has
-        return ()
 
 
 def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:
@@ -194,14 +187,13 @@ def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:
         CheckpointError: It lacks a tensor of the model, has another, or one of another shape.
     """
     _, specs, _ = _model(source, WantedTarget())
-    known: tuple[tuple[ParamSpec, ...], ...] = ()
     if not specs:
         try:
             model = model_of(hf_config)
         except ModelError:
             return source
-        specs, known = specs_of_model(source, model), forms(model)
-    return catalog.as_hf(as_model(source, specs, forms=known), specs, in_files=False)
+        specs = specs_of_model(source, model)
+    return catalog.as_hf(as_model(source, specs, forms=forms_of(hf_config)), specs, in_files=False)
 
 
 def _of_megatron(source: Catalog, specs: Sequence[ParamSpec]) -> Catalog:

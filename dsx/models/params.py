@@ -54,12 +54,6 @@ def stored_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ..
     return (*param_specs(model, pad_multiple=pad_multiple), *buffers)
 
 
-def forms(model: Model) -> tuple[tuple[ParamSpec, ...], ...]:
-    """:func:`stored_specs` in every form that some tensor-parallel degree trains (``for_tensor``)."""
-    degrees = (1,) if isinstance(model, HubModel) else (1, model.num_heads)
-    return tuple(stored_specs(model.for_tensor(tensor)) for tensor in degrees)
-
-
 def _layer(model: ModelSpec, layer: int, kind: str, block: int, pad_multiple: int) -> Iterator[ParamSpec]:
     family = FAMILIES[model.family]
     params = LayerParams(model, family, layer, block if kind == "Block" else 0)

@@ -8,6 +8,7 @@ from test_resharded_runs import begin, go_on
 import made
 import ranks
 from dsx.checkpoint.catalog import model_fact
+from dsx.checkpoint.claims import forms_of
 from dsx.checkpoint.compare import compare, fact_differences, only_in
 from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.formats.deepspeed.module import as_model
@@ -18,7 +19,7 @@ from dsx.checkpoint.read import verify
 from dsx.checkpoint.reshard import WantedTarget, prepare, under_hf_names
 from dsx.config.resolve import resolve
 from dsx.models.hf_config import model_spec
-from dsx.models.params import forms, param_specs
+from dsx.models.params import param_specs
 from often import often
 from parity import dsx_run
 from parity.dsx_run import Case
@@ -102,7 +103,7 @@ def test_a_stock_engine_of_ranks_that_share_heads(apart, tmp_path):
     there = convert(apart, tmp_path / "there", format="deepspeed", degrees=TargetDegrees(tensor=4, zero=1))
     assert names(there) == names(apart)
     assert same(as_model(there, APART), apart)
-    assert same(as_model(there, FUSED, forms=forms(MODEL)), apart)
+    assert same(as_model(there, FUSED, forms=forms_of(CONFIG)), apart)
     assert names(under_hf_names(there, CONFIG)) == {name for spec in FUSED for name in spec.hf}
 
 
@@ -116,6 +117,11 @@ def test_transformers_modules_and_back(apart, tmp_path):
     back = convert(there, tmp_path / "back", run=resolved(Case(tp=4)))
     assert names(back) == names(apart)
     assert all(found.equal for found in compare(back, apart))
+    # In a stock format nothing says whose modules it is of.
+    stock = convert(there, tmp_path / "stock", format="universal", precision="fp32")
+    assert names(stock) == names(there)
+    again = convert(stock, tmp_path / "again", run=resolved(Case(tp=4)), precision="fp32")
+    assert all(found.equal for found in compare(again, apart))
 
 
 def test_hugging_face_weights(apart, tmp_path):

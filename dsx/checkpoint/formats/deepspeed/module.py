@@ -9,7 +9,7 @@ those with a ``forward_fn`` have none (pipe/module.py, ``save_state_dict``).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -302,15 +302,15 @@ def under_names(source: Catalog, names: Mapping[str, str]) -> Catalog:
 
 
 def as_model(
-    source: Catalog, specs: Sequence[ParamSpec], *, forms: Sequence[Sequence[ParamSpec]] = ()
+    source: Catalog, specs: Sequence[ParamSpec], *, forms: Iterable[tuple[ParamSpec, ...]] = ()
 ) -> Catalog:
     """The same checkpoint under dsx's names, whatever engine of the model wrote it.
 
     Args:
         source: Of dsx, of a Hugging Face model, or of dsx's layers in a stock engine.
         specs: The model's tensors.
-        forms: The same in every form that they can have (:func:`dsx.models.params.forms`): a stock engine's
-            checkpoint does not say which it has.
+        forms: The same in every form that they can have (:func:`dsx.checkpoint.claims.forms_of`): a stock
+            engine's checkpoint does not say which it has.
 
     Raises:
         CheckpointError: It is of another model.
@@ -320,8 +320,10 @@ def as_model(
     known = {spec.name: spec for spec in specs}
     entries = tuple(_unpadded(entry, known.get(entry.name)) for entry in source.entries)
     held = {entry.name for entry in entries}
-    told = (form for form in (source.specs, *forms) if form and held.issuperset(spec.name for spec in form))
-    return as_dsx(replace(source, entries=entries, specs=tuple(next(told, ()))), specs)
+    if not source.specs and not held.issuperset(known) and any(name[:1].isdecimal() for name in held):
+        told = (form for form in forms if held.issuperset(spec.name for spec in form))
+        source = replace(source, specs=next(told, ()))
+    return as_dsx(replace(source, entries=entries), specs)
 
 
 def _unpadded(entry: Entry, spec: ParamSpec | None) -> Entry:
