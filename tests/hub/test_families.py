@@ -1,0 +1,61 @@
+"""Families of transformers train in 3D like one process of transformers, and the guide says which.
+
+The cases are those of tools/families.py. Some layouts of a few families are tried in every run; all layouts
+of every family take an hour (``pytest -m slow``).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from all_families import parity, table, tiny
+
+PAGE = Path(__file__).parents[2] / "docs/guides/models.md"
+
+SAMPLE = {
+    "deepseek_v3": ("dp", "zb"),  # latent attention, sigmoid routing with a bias that is no parameter
+    "gemma3_text": ("pp", "zb"),  # scaled and tied embeddings, windows in some layers
+    "granite": ("tp-pp",),  # multipliers of embeddings, residuals, scores and logits
+    "mixtral": ("tp", "dp"),  # experts fused in memory, apart in files
+    "olmo2": ("tp-pp",),  # norms over all heads together
+    "phi": ("pp", "zb"),  # biases everywhere, a part of each head rotated
+    "qwen3_next": ("dp", "zb"),  # linear attention
+    "vaultgemma": ("tp",),  # soft caps
+}
+
+
+def outcomes(family: str, layouts: Any, folder: Path) -> dict[str, Any]:
+    """Of each layout; losses and norms within 1e-5 relative, the exported folder within 1e-5."""
+    found = dict(parity.prove(family, list(layouts), folder=folder))
+    assert "failed" not in found.pop("")
+    return found
+
+
+@pytest.mark.parametrize(("family", "layouts"), SAMPLE.items())
+def test_a_family_trains_like_transformers(family: str, layouts: Any, tmp_path: Path) -> None:
+    for outcome in outcomes(family, layouts, tmp_path).values():
+        assert outcome["result"] == "ok", json.dumps(outcome, indent=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", tiny.all_families())
+def test_a_family_trains_right_or_is_refused_as_the_guide_says(family: str, tmp_path: Path) -> None:
+    """No layout comes out wrong, breaks, or is refused only once its ranks run."""
+    try:
+        if tiny.text_family(family) != family:
+            pytest.skip("its text model is a family of its own")
+    except LookupError as error:
+        pytest.skip(str(error))
+    row = table.read(PAGE.read_text(encoding="utf-8")).get(family, {})
+    for name, outcome in outcomes(family, parity.LAYOUTS, tmp_path).items():
+        assert outcome["result"] in ("ok", "refused"), json.dumps(outcome, indent=1)
+        assert outcome["result"] == row.get(name, outcome["result"]).split()[0]
+
+
+def test_the_guide_names_every_family() -> None:
+    """Trained, or with the reason why not."""
+    section = table.section(PAGE.read_text(encoding="utf-8"))
+    assert [family for family in tiny.all_families() if f"`{family}`" not in section] == []

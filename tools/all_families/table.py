@@ -1,0 +1,121 @@
+"""The results of tools/families.py as a page's table."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from all_families.parity import LAYOUTS
+from all_families.tiny import all_families
+
+from dsx.checkpoint.store import write_atomically
+
+BEGIN, END = "<!-- families: begin (python tools/families.py --table) -->", "<!-- families: end -->"
+HEAD, SEQUENCE = "`model_type`", "sequence parallelism"
+
+Json = dict[str, Any]
+
+
+def summary(results: Json) -> str:
+    """How many families came through each layout."""
+    lines = []
+    families = results["families"]
+    for name, layout in LAYOUTS.items():
+        counts = Counter(
+            entry["layouts"][name]["result"] for entry in families.values() if name in entry["layouts"]
+        )
+        told = ", ".join(f"{counts[result]} {result}" for result in ("ok", "refused", "failed"))
+        lines.append(f"{layout!s:32} {told}")
+    everywhere = [name for name, entry in families.items() if _results(entry) == {"ok"}]
+    lines.append(f"{'in all':32} {len(everywhere)} of {len(families)}")
+    return "\n".join(lines)
+
+
+def write(page: Path, results: Json) -> int:
+    """Put the table between its two markers; 1 if the page lacks them."""
+    text = page.read_text()
+    if not (BEGIN in text and END in text):
+        print(f"{page} has no place for the table: {BEGIN} and {END}")
+        return 1
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    write_atomically(page, f"{before}{BEGIN}\n{markdown(results)}\n{END}{after}".encode())
+    return 0
+
+
+def section(page: str) -> str:
+    """What stands between the markers of a page."""
+    return page.partition(BEGIN)[2].partition(END)[0]
+
+
+def read(page: str) -> dict[str, dict[str, str]]:
+    """Each family of a page's table, and what it says of every layout."""
+    lines = [line for line in section(page).splitlines() if line.startswith("| `")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    names = [*LAYOUTS, SEQUENCE]
+    return {row[0].strip("`"): dict(zip(names, row[2:], strict=False)) for row in rows if row[0] != HEAD}
+
+
+def markdown(results: Json) -> str:
+    """The families that train, a row each; the others by why not."""
+    families = {name: results["families"].get(name, {"layouts": {}}) for name in all_families()}
+    trained = {name: entry for name, entry in families.items() if _is_trained(entry)}
+    notes: dict[str, int] = {}
+    head = (HEAD, "kind", *map(str, LAYOUTS.values()), SEQUENCE, "left whole by tp")
+    rows = [head, ("---",) * len(head)]
+    rows += [_row(name, entry, notes) for name, entry in trained.items()]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    if notes:
+        lines += ["", *(f"{number}. {reason}" for reason, number in notes.items())]
+    others = defaultdict(list)
+    for name, entry in families.items():
+        if name not in trained:
+            others[_why_none(name, entry)].append(f"`{name}`")
+    if others:
+        lines += ["", "Not trained:", ""]
+        lines += [f"- {', '.join(names)}: {reason}" for reason, names in sorted(others.items())]
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    return "\n".join([f"{len(trained)} of {len(families)} families ({versions}).", "", *lines])
+
+
+def _is_trained(entry: Json) -> bool:
+    """Whether every layout was run, and one came out right."""
+    return "ok" in _results(entry) and "missing" not in _results(entry)
+
+
+def _results(entry: Json) -> set[str]:
+    found = {case["result"] for case in entry["layouts"].values()}
+    return found if len(entry["layouts"]) == len(LAYOUTS) else found | {"missing"}
+
+
+def _row(name: str, entry: Json, notes: dict[str, int]) -> tuple[str, ...]:
+    def noted(case: Json) -> str:
+        if case["result"] == "ok":
+            return "ok"
+        return f"{case['result']} ({notes.setdefault(_plain(name, case['reason']), len(notes) + 1)})"
+
+    cells = {layout: entry["layouts"][layout] for layout in LAYOUTS}
+    sequence = noted(cells["zb"])
+    cells["zb"] = cells["zb"].get("without_sequence_parallelism", cells["zb"])
+    whole = ""
+    if entry["whole"]:
+        names = ", ".join(f"`{name}`" for name in entry["whole"])
+        whole = f"{entry['whole_share']:.0%}: {names}"
+    return (f"`{name}`", entry["kind"], *map(noted, cells.values()), sequence, whole)
+
+
+def _why_none(name: str, entry: Json) -> str:
+    if "alone" in entry:
+        return str(entry["alone"])
+    if "failed" in entry:
+        return _plain(name, f"transformers itself fails: {entry['failed']}")
+    if "missing" in _results(entry):
+        return "not run in every layout yet"
+    return _plain(name, entry["layouts"]["dp"]["reason"])  # that cuts no layer and sends nothing
+
+
+def _plain(name: str, reason: str) -> str:
+    """On one line, without the family's name, and safe in a table."""
+    reason = re.sub(r"^model/config\.json: model_type = '[^']*': ", "", reason)
+    return re.sub(rf"\b{re.escape(name)}\b", "it", " ".join(reason.split())).replace("|", "\\|")

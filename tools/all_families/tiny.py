@@ -1,0 +1,164 @@
+"""A tiny random model of every causal language model family of the installed transformers.
+
+Sizes follow from what a config class calls its fields; the few families that need more have a line in
+``_FAMILIES``. Experts, heads, key/value heads and widths divide by 2; the vocabulary does not. What a family
+can do beside plain attention is at work at these sizes too: windows are shorter than the sequence, every type
+of layer occurs, multipliers are not 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from typing import Any
+
+WIDTH, HEADS, HEAD, LAYERS, VOCABULARY, POSITIONS = 64, 4, 16, 4, 211, 64
+SEQUENCE = 24
+
+_SIZES = {
+    "hidden_size n_embd d_model embedding_size emb_dim": WIDTH,
+    "input_embedding_size output_embedding_size pronunciation_embed_dim shape_embed_dim": WIDTH // 2,
+    "intermediate_size ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim feed_forward_size": 96,
+    "n_inner dff dim_ff d_inner intermediate_size_mlp dense_intermediate_size": 96,
+    "mamba_d_ssm": 2 * WIDTH,
+    "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size": 32,
+    "shared_intermediate_size moe_shared_expert_intermediate_size shared_experts_intermediate_size": 32,
+    "mamba_d_head": 32,
+    "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads": HEADS,
+    "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads": HEADS,
+    "swa_num_attention_heads mamba_n_heads mamba_num_heads linear_num_heads": HEADS,
+    "linear_num_value_heads": HEADS,
+    "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads": HEADS // 2,
+    "index_n_heads indexer_n_heads n_groups mamba_n_groups mamba_ngroups": HEADS // 2,
+    "head_dim swa_head_dim kv_channels v_head_dim global_head_dim linear_head_dim dim_head": HEAD,
+    "linear_key_head_dim linear_value_head_dim index_head_dim indexer_head_dim mamba_head_dim": HEAD,
+    "query_pre_attn_scalar sliding_window sliding_window_size attention_window_size window_size": HEAD,
+    "index_topk attention_chunk_size q_lora_rank kv_lora_rank o_lora_rank": HEAD,
+    "qk_rope_head_dim qk_nope_head_dim rotary_dim hidden_size_per_layer_input d_rel": HEAD // 2,
+    "state_size ssm_state_size mamba_d_state": HEAD // 2,
+    "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers": LAYERS,
+    "num_decoder_layers num_encoder_layers": LAYERS,
+    "vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size": VOCABULARY,
+    "max_position_embeddings n_positions max_target_positions max_seq_len context_length": POSITIONS,
+    "num_experts num_local_experts n_routed_experts moe_num_experts": 4,
+    "num_experts_per_tok moe_topk moe_k top_k_experts zero_expert_num first_k_dense_replace": 2,
+    "n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group": 1,
+    "attn_layer_period layer_group_size": 2,
+    "attn_layer_offset": 1,
+    "logits_scaling": 1.5,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "is_decoder": True,
+}
+_TYPES = ("layer_types", "mlp_layer_types", "layers_block_type")
+
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {
+        "layer_types": ["full_attention"] * LAYERS,
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": WIDTH, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots3_note_text": {
+        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), HEADS),
+        **dict.fromkeys(("swa_q_lora_rank", "swa_kv_lora_rank", "swa_head_dim", "swa_v_head_dim"), HEAD),
+        "swa_qk_nope_head_dim": HEAD // 2,
+    },
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"head_dim": 8},
+    "mamba2": {"head_dim": 32},
+    "mpt": {"attn_config": {"alibi": True}},
+    "qwen4_exp_text": {
+        "indexer_kv_heads": 1,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 16,
+    },
+    "reformer": {"axial_pos_embds_dim": (32, 32), "axial_pos_shape": (4, 6)},
+    "xlm": {"n_words": VOCABULARY},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+def all_families() -> list[str]:
+    """Every ``model_type`` for which transformers has a causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def text_family(family: str) -> str:
+    """The ``model_type`` of the text model in a composite family; ``family`` itself if it is none.
+
+    Raises:
+        LookupError: The family is made of several models, and no language model of its own is among them.
+    """
+    parts = sorted(_config_class(family.partition("+")[0]).sub_configs)
+    if not any(re.search("vision|audio|vq|encoder|patcher|text", name) for name in parts):
+        return family
+    made_of = f"{family} is made of {', '.join(parts)}"
+    if "text_config" not in parts:
+        raise LookupError(made_of)
+    if "assistant" in family:
+        raise LookupError(f"{family} drafts for another model, whose keys and values it reads")
+    found = str(_config_class(family)().text_config.model_type)
+    if found not in all_families():
+        raise LookupError(f"{made_of}; {found} alone is no causal language model of transformers")
+    return found
+
+
+def tiny_config(family: str, **sizes: Any) -> Any:
+    """The config of a tiny model without dropout.
+
+    Args:
+        family: A ``model_type``, and fields to set behind a plus sign each: ``mixtral+output_router_logits``.
+        sizes: What to put in place of the family's own, for those of its fields that they name.
+    """
+    family, *flags = family.split("+")
+    sizes = sizes | dict.fromkeys(flags, True)
+    config_class = _config_class(family)
+    fields = {field.name: field.default for field in dataclasses.fields(config_class)}
+    values = {name: size for names, size in _SIZES.items() for name in names.split() if name in fields}
+    values |= {name: 0.0 for name in fields if re.search(r"drop(out)?($|_p)|_pdrop|jitter", name)}
+    values |= {
+        name: 0.75
+        for name, default in fields.items()
+        if re.search("multiplier$", name) and default == 1.0 and "dim" not in name
+    }
+    if "kv_lora_rank" in fields:  # latent attention makes keys and values for every head
+        values["num_key_value_heads"] = HEADS
+    values |= _FAMILIES.get(family, {}) | {name: size for name, size in sizes.items() if name in fields}
+    config = config_class(**values)
+    lacking = {
+        name: list(itertools.islice(itertools.cycle(kinds), LAYERS))
+        for name in _TYPES
+        if name in fields and name not in values and (kinds := _kinds(config_class(), name))
+        if not set(kinds) <= set(getattr(config, name))
+    }
+    return config_class(**values | lacking) if lacking else config
+
+
+def _config_class(family: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[family]
+
+
+def _kinds(config: Any, name: str) -> list[str]:
+    return list(dict.fromkeys(getattr(config, name) or ()))
