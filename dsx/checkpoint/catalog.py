@@ -82,16 +82,22 @@ def with_numbers(group: Mapping[str, Any], values: Mapping[str, Mapping[str, flo
 
 
 def merged_groups(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The optimizer groups of all ranks as one list: those of one place with the same hyperparameters."""
+    """The optimizer groups of all ranks as one list: those of one place with the same hyperparameters.
+
+    A rank that has nothing but a tied tensor has it in its first group, where others have their own; it stays
+    in the group of the first rank that has it.
+    """
     merged: list[dict[str, Any]] = []
+    homes: dict[str, int] = {}
     for groups in ranks:
         for place, group in enumerate(groups):
             if place == len(merged):
                 merged.append({**group, "names": [], "numbers": {}})
-            known = dict.fromkeys((*merged[place]["names"], *group["names"]))
-            merged[place]["names"] = list(known)
+            names = [name for name in group["names"] if homes.setdefault(name, place) == place]
+            merged[place]["names"] = list(dict.fromkeys((*merged[place]["names"], *names)))
             for state, values in group["numbers"].items():
-                merged[place]["numbers"].setdefault(state, {}).update(values)
+                here = {name: value for name, value in values.items() if homes.get(name) == place}
+                merged[place]["numbers"].setdefault(state, {}).update(here)
     return [with_numbers(group, group.pop("numbers")) for group in merged]
 
 

@@ -32,7 +32,7 @@ from dsx.checkpoint.staging import check_absent
 from dsx.errors import CheckpointError, LayoutError, ModelError
 from dsx.models.hf_config import model_spec
 from dsx.models.param import ParamSpec
-from dsx.models.params import param_specs, stored_specs
+from dsx.models.params import stored_specs
 from dsx.models.spec import HubModel, Model, ModelSpec
 from dsx.parallel.layout import Layout
 
@@ -247,8 +247,8 @@ def _in_form(source: Catalog, tensor: int) -> tuple[ParamSpec, ...]:
     if not isinstance(told, dict):
         return source.specs
     try:
-        specs = param_specs(ModelSpec(**told).for_tensor(tensor))
-    except (*MISFITS, LayoutError):  # of another dsx
+        specs = stored_specs(_made_again(told).for_tensor(tensor))
+    except (*MISFITS, LayoutError, ModelError):  # of another dsx, or another transformers
         return source.specs
     if {name for spec in specs for name in spec.hf} != {name for spec in source.specs for name in spec.hf}:
         return source.specs
@@ -256,14 +256,21 @@ def _in_form(source: Catalog, tensor: int) -> tuple[ParamSpec, ...]:
     return tuple(known.get(spec.name, spec) for spec in specs)
 
 
+def _made_again(fact: Mapping[str, Any]) -> Model:
+    """The model of a fact of :func:`~dsx.checkpoint.catalog.model_fact`. Raises what a wrong one causes."""
+    if "config" not in fact:
+        return ModelSpec(**fact)
+    from dsx.hub.read import hub_model  # here: dsx's own families need neither torch nor transformers
+
+    return hub_model(fact["config"])
+
+
 def _dsx(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:
     run = wanted.run
     if run is None:
         layout = layout_like(source, wanted.degrees)
     else:
-        layout = Layout(
-            mesh=run.mesh, stages=run.stage_map, params=run.param_specs, zero_stage=run.zero_stage
-        )
+        layout = Layout(mesh=run.mesh, stages=run.stage_map, params=source.specs, zero_stage=run.zero_stage)
     target = native.target_of(source, root, layout, precision=wanted.precision)
     facts = native.layout_facts(layout.mesh, layout.stages, layout.zero_stage)
     return source, target, {**facts.pop("mesh"), **facts}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -274,6 +275,11 @@ class Anatomy:
     def blocks_below_base(self) -> str:
         """Path of the list of blocks inside the base."""
         return self.blocks.removeprefix(f"{self.base}.")
+
+    def keeps_wide(self, path: str) -> bool:
+        """Whether transformers keeps a tensor in float32 in a model of bf16."""
+        names = self.model._keep_in_fp32_modules_strict or ()  # noqa: SLF001 (as from_pretrained reads it)
+        return any(re.search(rf"(^|\.){name}($|\.)", path) for name in names)
 
     def stripped(
         self,

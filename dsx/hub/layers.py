@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -146,10 +146,20 @@ class HubBlock(nn.Module):
         self.block = copy.deepcopy(anatomy.list_of_blocks[number])
         self._number, self._trunk, self._recompute = number, trunk, recompute
         self._times = weights.tp.size if weights.tp.sequence else 1
+        self._wide = tuple(path for path, _ in self.named_buffers() if anatomy.keeps_wide(path))
         summed = apply_plan(self.block, block_plan(model, anatomy, number), weights.tp, weights.split)
         settled(self, model, weights, {f"block.{path}" for path in summed})
         self._balance, path = model.balance, f"{anatomy.blocks}.{number}"
         self._routers = None if self._balance is None else Routers(anatomy.model, self.block, path)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Buffers that transformers keeps in float32 keep their bits when an engine casts the layer."""
+        wide = {path: self.get_buffer(path) for path in self._wide}
+        super()._apply(fn, recurse)
+        for path, buffer in wide.items():
+            owner, _, name = path.rpartition(".")
+            setattr(self.get_submodule(owner), name, buffer.to(self.get_buffer(path).device))
+        return self
 
     def forward(self, given: Stream) -> Stream:
         """[B, s, ...] to the same, and the sums of an auxiliary loss beside it."""

@@ -80,6 +80,7 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         alike=tuple(_alike(reader)),
         params=params,
         buffers=buffers,
+        order=reader.in_order((*params, *buffers)),
         heads=reader.heads,
         pair_projections=frozenset(reader.pairs(params)),
         own_values=tuple(item for item in reader.memory.items() if reader.laws[item[1]] is None),
@@ -248,6 +249,11 @@ class _Reader:
             is_pair = owner.endswith((".k_proj", ".v_proj")) and spec.split == 0
             if is_pair and self.plans[spec.layer - first].styles.get(owner) == "colwise":
                 yield spec.name
+
+    def in_order(self, specs: tuple[ParamSpec, ...]) -> tuple[str, ...]:
+        """Names of tensors in the order of transformers' module."""
+        places = {name: place for place, name in enumerate(self.model.state_dict())}
+        return tuple(spec.name for spec in sorted(specs, key=lambda spec: places[spec.hf_whole]))
 
     @property
     def heads(self) -> tuple[int, int] | None:

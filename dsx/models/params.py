@@ -11,7 +11,7 @@ With tied embeddings the head is the word embedding once more, and adds no param
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from dsx.models.family import LayerParams
@@ -37,10 +37,7 @@ def param_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...
     """
     kinds = layer_kinds(model)
     if isinstance(model, HubModel):
-        return tuple(
-            spec if spec.pad_multiple is None else replace(spec, pad_multiple=pad_multiple)
-            for spec in model.params
-        )
+        return _padded(model.params, pad_multiple)
     return tuple(
         spec
         for layer, kind in enumerate(kinds)
@@ -49,9 +46,20 @@ def param_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...
 
 
 def stored_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...]:
-    """Every tensor that checkpoints hold: the parameters, and the buffers that are stored with them."""
-    buffers = model.buffers if isinstance(model, HubModel) else ()
-    return (*param_specs(model, pad_multiple=pad_multiple), *buffers)
+    """Every tensor that checkpoints hold: the parameters, and the buffers that are stored with them.
+
+    Those of transformers' modules are in transformers' order, in which a stock engine numbers them.
+    """
+    if isinstance(model, HubModel):
+        specs = {spec.name: spec for spec in (*model.params, *model.buffers)}
+        return _padded((specs[name] for name in model.order), pad_multiple)
+    return param_specs(model, pad_multiple=pad_multiple)
+
+
+def _padded(specs: Iterable[ParamSpec], multiple: int) -> tuple[ParamSpec, ...]:
+    return tuple(
+        spec if spec.pad_multiple is None else replace(spec, pad_multiple=multiple) for spec in specs
+    )
 
 
 def _layer(model: ModelSpec, layer: int, kind: str, block: int, pad_multiple: int) -> Iterator[ParamSpec]:

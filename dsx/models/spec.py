@@ -171,6 +171,7 @@ class HubModel:
         alike: For every block, the first one that does the same with tensors of the same shapes.
         params: Every parameter, vocabulary padding aside.
         buffers: Every tensor that is stored with them and not trained.
+        order: Names of both in the order of transformers' module.
         heads: Attention heads, key/value heads, if the plan cuts attention head by head; else None.
         pair_projections: Names of parameters that give keys or values, each rank its own heads.
         own_values: (name, name in transformers' model) of every parameter whose fresh values only the
@@ -196,6 +197,7 @@ class HubModel:
     alike: tuple[int, ...] = field(repr=False)
     params: tuple[ParamSpec, ...] = field(repr=False, compare=False)
     buffers: tuple[ParamSpec, ...] = field(default=(), repr=False, compare=False)
+    order: tuple[str, ...] = field(repr=False, compare=False)
     heads: tuple[int, int] | None = None
     pair_projections: frozenset[str] = field(default=frozenset(), repr=False)
     own_values: tuple[tuple[str, str], ...] = field(default=(), repr=False)

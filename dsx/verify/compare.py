@@ -320,7 +320,7 @@ class TrainingComparison:
                 "pipeline or tensor-parallel ranks": max(
                     (relative(t, whole.values) for t in same), default=0.0
                 ),
-                "data-parallel ranks": step.weight_spread[name] / scale_of(whole.values),
+                "data-parallel ranks": step.weight_spread[name] / max(scale_of(whole.values), 1e-30),
             }
             for axis, off in axes.items():
                 if off > self._bench.tolerances.weight:

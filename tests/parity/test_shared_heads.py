@@ -23,6 +23,6 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", often(CASES, 3), ids=str)
+@pytest.mark.parametrize("case", often(CASES, 5), ids=str)
 def test_training_equals_one_process(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path / "model", steps=3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from dsx.models.params import stored_specs
 from dsx.models.spec import HubModel, Model
 from dsx.parallel.groups import Groups
 
+_GENERATION = "generation_config.json"
 _TOKENIZER_FILES = {
     "tokenizer.json",
     "tokenizer.model",
@@ -38,7 +39,7 @@ _TOKENIZER_FILES = {
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
+    _GENERATION,
 }
 
 
@@ -183,8 +184,9 @@ def export_hf(
 ) -> Path:
     """Write an engine's weights as a Hugging Face model folder, which ``from_pretrained`` reads.
 
-    Beside ``config.json`` and the safetensors stand the files of the tokenizer that
-    ``dsx.data.tokenizer`` names. A collective call over all ranks; the folder appears whole or not at all.
+    Beside ``config.json`` and the safetensors stand the files of the tokenizer that ``dsx.data.tokenizer``
+    names, and the generation settings of the folder that ``dsx.model.path`` names. A collective call over all
+    ranks; the folder appears whole or not at all.
 
     Args:
         engine: An engine of a model that dsx made of a config, trained or not, in any layout.
@@ -211,8 +213,10 @@ def export_hf(
     model = None if run is None else run.model
     folder = export_weights(engine.pipeline, folder, dict(config), model)
     if run is not None:
-        data = run.dsx.data
+        data, source = run.dsx.data, run.dsx.model.path
         agree(lambda: copy_tokenizer(data.tokenizer, folder, trust_remote_code=data.trust_remote_code))
+        if source is not None:
+            agree(lambda: _copy(Path(source), folder, {_GENERATION}))
     return folder
 
 
@@ -227,11 +231,15 @@ def copy_tokenizer(name: str, folder: Path, *, trust_remote_code: bool = False) 
     """
     source = Path(name).expanduser()
     if source.is_dir():
-        for file in sorted(path for path in source.iterdir() if path.is_file()):
-            if file.name in _TOKENIZER_FILES or (trust_remote_code and file.suffix == ".py"):
-                store.write_atomically(folder / file.name, file.read_bytes())
+        code = {path.name for path in source.iterdir() if trust_remote_code and path.suffix == ".py"}
+        _copy(source, folder, _TOKENIZER_FILES | code)
     elif name not in (BYTES, NO_TOKENIZER):
         TransformersTokenizer(name, trust_remote_code=trust_remote_code).save(folder)
+
+
+def _copy(source: Path, folder: Path, names: Collection[str]) -> None:
+    for file in sorted(path for path in source.iterdir() if path.is_file() and path.name in names):
+        store.write_atomically(folder / file.name, file.read_bytes())
 
 
 def _names_of(model: Model) -> hf.NamesOf | None:
