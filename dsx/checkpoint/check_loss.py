@@ -23,6 +23,7 @@ from dsx.checkpoint.formats.deepspeed.module import as_model
 from dsx.checkpoint.formats.huggingface.catalog import as_hf
 from dsx.checkpoint.pieces import whole_part
 from dsx.checkpoint.read import Reader
+from dsx.checkpoint.reshard import under_known_names
 from dsx.errors import CheckpointError, ModelError
 from dsx.models.custom_code import without_code
 from dsx.models.params import stored_specs
@@ -104,14 +105,16 @@ class LossCheck:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         specs = stored_specs(self._model)
-        named = as_hf(as_model(catalog, specs, forms=forms_of(self._config)), specs, in_files=False)
+        known = as_model(under_known_names(catalog, self._model), specs, forms=forms_of(self._config))
+        named = as_hf(known, specs, in_files=False)
         told = _precision(catalog)
         config = AutoConfig.for_model(**{k: v for k, v in self._config.items() if k != "architectures"})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
         with Reader(named) as reader:
-            for name, parameter in model.named_parameters():
+            buffers = {spec.hf_whole: model.get_buffer(spec.hf_whole) for spec in specs if spec.buffer}
+            for name, tensor in (*model.named_parameters(), *buffers.items()):
                 entry = reader.find(name, "weight")
-                if entry is None or entry.shape != tuple(parameter.shape):
+                if entry is None or entry.shape != tuple(tensor.shape):
                     raise CheckpointError(
                         f"{catalog.root}: tensor {name}",
                         "it is missing or has another shape",
@@ -121,7 +124,7 @@ class LossCheck:
                 dtype = told if entry.state == "master" else entry.dtype
                 flat = np.empty(entry.numel, numpy_dtype(dtype))
                 reader.fill(entry, [whole_part(entry.shape)], flat, dtype)
-                parameter.copy_(torch.from_numpy(convert(flat, dtype, "float32")).view(parameter.shape))
+                tensor.copy_(torch.from_numpy(convert(flat, dtype, "float32")).view(tensor.shape))
         return model
 
 

@@ -156,10 +156,7 @@ def _named(source: Catalog, wanted: WantedTarget) -> Catalog:
     """The source under the names that the target shall have, with all that is known of its model."""
     model, specs, facts = _model(source, wanted)
     source = replace(source, facts={**source.facts, **facts})
-    if source.format == catalog.FORMAT and isinstance(model, HubModel):
-        from dsx.hub.read import folder_names  # here: dsx's own families need neither torch nor transformers
-
-        source = catalog.under_model_names(source, folder_names(model).of(source.by_name, source.root))
+    source = under_known_names(source, model)
     if source.format == megatron.FORMAT:
         source = _of_megatron(source, specs)
     names = wanted.names or {"dsx": "dsx", "hf": "hf"}.get(wanted.format, "source")
@@ -176,6 +173,19 @@ def _named(source: Catalog, wanted: WantedTarget) -> Catalog:
     if names != "hf":
         return named
     return catalog.as_hf(named, specs, in_files=wanted.format == catalog.FORMAT)
+
+
+def under_known_names(source: Catalog, model: Model | None) -> Catalog:
+    """A checkpoint with the names that its model knows, whatever wrote the folder that it is.
+
+    Raises:
+        CheckpointError: The folder has a tensor in a form that dsx does not read.
+    """
+    if source.format != catalog.FORMAT or not isinstance(model, HubModel):
+        return source
+    from dsx.hub.read import folder_names  # here: dsx's own families need neither torch nor transformers
+
+    return catalog.under_model_names(source, folder_names(model).of(source.by_name, source.root))
 
 
 def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:

@@ -21,6 +21,7 @@ from dsx.checkpoint.run.export import export_weights
 from dsx.errors import CheckpointError
 from dsx.train.generation import load_transformers
 from hub.test_hub_conversions import BIAS, CONFIG
+from often import often
 from parity import dsx_run, oracle
 from parity.dsx_run import Case
 
@@ -121,9 +122,9 @@ def test_a_checkpoint_becomes_a_folder_and_a_folder_a_checkpoint(runs: Path, tmp
     assert all(torch.equal(tensor, known[name]) for name, tensor in model.state_dict().items())
 
 
-def both_implementations(rank: int, world_size: int, folder: Path) -> None:
+def both_implementations(rank: int, world_size: int, family: str, folder: Path) -> None:
     """Each trains a step, saves, and goes on from the other's checkpoint."""
-    case = Case(family="llama", accumulation=2, zero=1, dp=2)
+    case = Case(family=family, accumulation=2, zero=1, dp=2)
     for one, other in (("dsx", "transformers"), ("transformers", "dsx")):
         engine = engine_of(config_of(folder / "model", case, implementation=one), world_size)
         engine.train_batch(dsx_run.batches(case, 0, engine.groups.dp_rank))
@@ -140,9 +141,10 @@ def both_implementations(rank: int, world_size: int, folder: Path) -> None:
             dsx.export_hf(each, folder / f"{one} {name}")
 
 
-def test_both_implementations_of_a_family_read_each_others_checkpoints(tmp_path: Path) -> None:
-    oracle.hf_model("llama").save_pretrained(tmp_path / "model")
-    ranks.run(both_implementations, 2, tmp_path)
+@pytest.mark.parametrize("family", often(["llama", "gpt2", "gpt_neox", "gemma2", "qwen3"], 5))
+def test_both_implementations_of_a_family_read_each_others_checkpoints(family: str, tmp_path: Path) -> None:
+    oracle.hf_model(family).save_pretrained(tmp_path / "model")
+    ranks.run(both_implementations, 2, family, tmp_path)
     for one, other in (("dsx", "transformers"), ("transformers", "dsx")):
         exported = tensors_in(tmp_path / f"{one} exported")
         assert same(tensors_in(tmp_path / f"{one} read by {other}"), exported)
