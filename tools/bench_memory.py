@@ -6,6 +6,7 @@
     python tools/bench_memory.py --real
     python tools/bench_memory.py --states
     python tools/bench_memory.py --lists --cases 40 --seed 21
+    python tools/bench_memory.py --hub --only name=mixtral-8x7b
 
 Each case is one rank of one layout: estimated without torch (dsx.memory) and traced through the real
 engine on fake tensors (dsx.memory.paper), in a process of its own. Prints the error of the peak of each case
@@ -23,6 +24,7 @@ import random
 import statistics
 import sys
 import time
+import tomllib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -112,8 +114,48 @@ def _zero3_keys(draw: random.Random) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if value is not None}
 
 
+def hub_grid() -> list[Case]:
+    """Models of transformers' modules at their published sizes on 64 GPUs: tools/published_models.toml."""
+    layouts = (
+        {"tp": 8, "pp": 4, "zero": 1, "sequence": True, "recompute": "none"},
+        {"tp": 1, "pp": 8, "zero": 3, "sequence": False, "recompute": "full"},
+        {"tp": 1, "pp": 4, "zero": 2, "sequence": False, "recompute": "full"},
+    )
+    return [
+        {"name": name, **layout, "dp": 64 // (layout["tp"] * layout["pp"]), "offload": None, "rank": 0}
+        for layout in layouts
+        for name in tomllib.loads(_PUBLISHED.read_text(encoding="utf-8"))
+    ]
+
+
+_PUBLISHED = Path(__file__).with_name("published_models.toml")
+
+
+def _hub_config(case: Case) -> tuple[dict[str, Any], int]:
+    model = tomllib.loads(_PUBLISHED.read_text(encoding="utf-8"))[case["name"]]
+    parallel = {"tensor": case["tp"], "pipeline": case["pp"], "sequence_parallel": case["sequence"]}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": case["pp"],
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": case["zero"]},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "dsx": {
+            "model": {"config": model, "implementation": "transformers"},
+            "parallel": parallel,
+            "recompute": case["recompute"],
+            "data": {"sequence_length": 4096},
+            "train": {"steps": 2, "output": "runs/memory"},
+        },
+    }
+    return config, case["tp"] * case["pp"] * case["dp"]
+
+
 def config_of(case: Case) -> tuple[dict[str, Any], int]:
     """A config file's content and its world size."""
+    if "name" in case:
+        return _hub_config(case)
     hidden, heads = case["hidden"], case["hidden"] // 64
     if case["family"] == "llama":
         overrides = {
@@ -324,6 +366,7 @@ def _arguments() -> argparse.Namespace:
         "--real", action="store_true", help="traced against real gloo ranks, and nothing else"
     )
     parser.add_argument("--lists", action="store_true", help="layer lists that dsx did not write")
+    parser.add_argument("--hub", action="store_true", help="transformers' families at published sizes")
     parser.add_argument(
         "--states", action="store_true", help="bytes a parameter by stage and precision beside theory"
     )
@@ -360,7 +403,7 @@ def _compare_grid(args: argparse.Namespace) -> None:
     """Estimate and trace of each case."""
     wanted = _wanted(args)
     begin, errors = time.perf_counter(), []
-    cases = (list_grid if args.lists else grid)(args.cases, args.seed)
+    cases = hub_grid() if args.hub else (list_grid if args.lists else grid)(args.cases, args.seed)
     for case in cases:
         if time.perf_counter() - begin > args.seconds:
             break
@@ -380,7 +423,8 @@ def _compare_grid(args: argparse.Namespace) -> None:
         if result["host"][1]:
             told["host"] = result["host"][0] / result["host"][1] - 1
         words = " ".join(f"{name} {100 * value:+.2f}%" for name, value in told.items())
-        print(f"{100 * error:+.3f}% [{words}] {max(traced.values()) / 2**20:.0f} MiB {short}", flush=True)
+        sizes = f"{max(analytic.values()) / 2**20:.1f} / {max(traced.values()) / 2**20:.1f} MiB"
+        print(f"{100 * error:+.3f}% [{words}] {sizes} {short}", flush=True)
         if args.out is not None:
             with args.out.open("a") as file:
                 file.write(json.dumps({"case": case, "error": error, **result}) + "\n")

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from dsx.errors import ModelError
@@ -31,6 +32,18 @@ HIDDEN = "hidden_states"
 
 _PROBED = (2, 8)
 """Samples and tokens with which a forward is looked at."""
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Puts large tensors that are made without values on the meta device, before they take memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if made.numel() > _MOST_KEPT:
+                return made
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -48,7 +61,8 @@ def parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]  # in the block alone
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
@@ -159,6 +173,26 @@ def check_one_stack(described: Any) -> None:
         )
 
 
+def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
+    """A copy of a module of the model, its parameters on the meta device those of the model.
+
+    Buffers are copied by an operator, which tensors without storage have too.
+
+    Args:
+        module: Of the model.
+        memo: What stands for objects inside, by their ids, as ``copy.deepcopy`` takes it.
+    """
+    memo = {} if memo is None else memo
+    waiting = [module]
+    while waiting:
+        inner = waiting.pop()
+        for value in (*vars(inner).values(), *inner._parameters.values(), *inner._buffers.values()):  # noqa: SLF001
+            if isinstance(value, Tensor):
+                memo.setdefault(id(value), value if value.is_meta else value.clone())
+        waiting += [child for child in inner.children() if id(child) not in memo]
+    return copy.deepcopy(module, memo)
+
+
 class Placeholder(nn.Module):
     """In the place of a block: notes what it is called with, and hands hidden states on.
 
@@ -258,7 +292,6 @@ class Anatomy:
     stream: tuple[int, ...] = ()
     plain_end: bool = False
     extras: dict[int, int | None] = field(default_factory=dict)
-    _trunks: dict[Any, Trunk] = field(default_factory=dict, repr=False)
 
     @property
     def list_of_blocks(self) -> nn.ModuleList:
@@ -300,31 +333,27 @@ class Anatomy:
         """
         base: nn.Module = self.model.get_submodule(self.base)
         blocks = self.list_of_blocks
-        copied = copy.deepcopy(base, {id(blocks): nn.ModuleList()})  # without the blocks
+        bare: nn.Module = copied(base, {id(blocks): nn.ModuleList()})  # without the blocks
         places = nn.ModuleList(
             Placeholder(block, partial(called, number), partial(self.extras.get, number))
             for number, block in enumerate(blocks)
         )
         owner, _, name = self.blocks_below_base.rpartition(".")
-        setattr(copied.get_submodule(owner), name, places)
-        for path, module in copied.named_modules():
+        setattr(bare.get_submodule(owner), name, places)
+        zero = torch.zeros(1, dtype=dtype, device=device)
+        for path, module in bare.named_modules():
             for own, parameter in list(module.named_parameters(recurse=False)):
                 if path not in keep:
                     delattr(module, own)
-                    zero = torch.zeros(1, dtype=dtype, device=device).expand(parameter.shape)
-                    vars(module)[own] = zero  # no parameter, so that nobody looks for its values
-        return copied
-
-    def trunk(self, device: torch.device, dtype: torch.dtype) -> Trunk:
-        """What gives blocks their arguments on a device; one for all layers of a process."""
-        key = device, dtype
-        if key not in self._trunks:
-            self._trunks[key] = Trunk(self, device, dtype)
-        return self._trunks[key]
+                    # No parameter, so that nobody looks for its values.
+                    vars(module)[own] = zero.expand(parameter.shape)
+        return bare
 
 
 class Trunk:
     """The family's forward without weights: what it gives to every block, kept for the last shapes.
+
+    All blocks of a model share one. It takes no memory before the first of them runs.
 
     Args:
         anatomy: The model.
@@ -333,12 +362,10 @@ class Trunk:
     """
 
     def __init__(self, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> None:
+        self._anatomy, self._device, self._dtype = anatomy, device, dtype
         self._calls: list[Call] = []
         self._width = anatomy.width
-        self._base = anatomy.stripped((), self._note, device, dtype)
-        for module in self._base.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device))
+        self._base: nn.Module | None = None
         self.kept: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
 
     def __repr__(self) -> str:
@@ -347,6 +374,13 @@ class Trunk:
     def __deepcopy__(self, memo: dict[int, Any]) -> Trunk:
         """Itself, which all layers share."""
         return self
+
+    def _made(self) -> nn.Module:
+        base = self._anatomy.stripped((), self._note, self._device, self._dtype)
+        for module in base.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self._device))
+        return base
 
     def _note(self, number: int, call: Call) -> Tensor:
         del number
@@ -368,6 +402,8 @@ class Trunk:
                 self.kept.pop(next(iter(self.kept)))
             self._calls = []
             with torch.no_grad():
+                if self._base is None:
+                    self._base = self._made()
                 self._base.train(training)
                 like = hidden.new_zeros(1).expand(hidden.shape[0], length, self._width)
                 self._base(inputs_embeds=like, use_cache=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Self, TypeAlias
@@ -10,11 +9,11 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from dsx.hub.anatomy import Call, Trunk, anatomy_of
+from dsx.hub import values
+from dsx.hub.anatomy import Call, Trunk, anatomy_of, copied
 from dsx.hub.balance import Routers, fresh_sums, sums_of
 from dsx.hub.read import block_plan
 from dsx.hub.tensor_plan import apply_plan, sum_gradients
-from dsx.hub.values import own_values
 from dsx.models.spec import HubModel, Recompute
 from dsx.nn import collectives
 from dsx.nn.block import recomputed
@@ -48,7 +47,7 @@ def settled(module: nn.Module, model: HubModel, weights: Weights, summed: set[st
     memory = dict(model.own_values)
     for path, spec in weights.specs.items():
         if spec.name in memory and not module.get_parameter(path).is_meta:
-            own_values(module.get_parameter(path), memory[spec.name], spec, model, weights)
+            values.own_values(module.get_parameter(path), memory[spec.name], spec, model, weights)
     sum_gradients(dict(module.named_parameters()), summed, weights.tp)
 
 
@@ -58,7 +57,7 @@ class HubEmbedding(nn.Module):
     def __init__(self, model: HubModel, weights: Weights) -> None:
         super().__init__()
         anatomy = anatomy_of(model.config)
-        self.word: Any = copy.deepcopy(anatomy.model.get_submodule(anatomy.embedding))
+        self.word: Any = copied(anatomy.model.get_submodule(anatomy.embedding))
         others = {f"word.{name}" for name, _ in self.word.named_parameters() if name != "weight"}
         settled(self, model, weights, others if weights.tp.size > 1 else set())
         self.num_valid, self._balance = _vocabulary(self.word, weights), model.balance
@@ -143,7 +142,7 @@ class HubBlock(nn.Module):
     ) -> None:
         super().__init__()
         anatomy = anatomy_of(model.config)
-        self.block = copy.deepcopy(anatomy.list_of_blocks[number])
+        self.block = copied(anatomy.list_of_blocks[number])
         self._number, self._trunk, self._recompute = number, trunk, recompute
         self._times = weights.tp.size if weights.tp.sequence else 1
         self._wide = tuple(path for path, _ in self.named_buffers() if anatomy.keeps_wide(path))
@@ -249,7 +248,7 @@ class Ending:
             module = whole.get_submodule(path)
             vars(place).update({k: v for k, v in vars(module).items() if k not in vars(place)})
             memo[id(module)] = place  # with the module's own settings, which the family's forward may read
-        self._model: Any = copy.deepcopy(whole, memo)
+        self._model: Any = copied(whole, memo)
         self._base, self._head = base, head
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ending:
@@ -311,7 +310,7 @@ class HubHead(nn.Module):
     def __init__(self, model: HubModel, weights: Weights, ending: Ending) -> None:
         super().__init__()
         anatomy = anatomy_of(model.config)
-        self.word: Any = copy.deepcopy(anatomy.model.get_submodule(anatomy.head))
+        self.word: Any = copied(anatomy.model.get_submodule(anatomy.head))
         settled(self, model, weights, set())
         size, rows = weights.specs["word.weight"].shape[0], self.word.weight.shape[0]
         valid = _own_rows(size, rows, weights.tp)[1]
@@ -342,7 +341,7 @@ def entries(
         device: Of the parameters.
         recompute: What each block computes again in backward.
     """
-    trunk = anatomy_of(model.config).trunk(torch.device(device or "cpu"), weights(0).dtype)
+    trunk = Trunk(anatomy_of(model.config), torch.device(device or "cpu"), weights(0).dtype)
     ending, tied, first = Ending(model), model.tied_embeddings, model.kinds.index("Block")
     for layer, kind in enumerate(model.kinds):
         own = weights(0 if tied and kind == "Head" else layer)

@@ -115,7 +115,8 @@ class ModuleGathers:
                 if number is not None:
                     kept.append([self._names[id(parameter)], number])
         self._recorder.emit("release", [self._names[id(p)] for p in held], forward, kept)
-        if not forward:
+        # A module whose output nobody uses has an end without a beginning.
+        if not forward and module in self._backward:
             self._backward.remove(module)
 
     def rest(self) -> None:

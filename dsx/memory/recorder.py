@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from dsx.errors import ModelError
+from dsx.hub.anatomy import anatomy_of
 from dsx.memory.ledger import Label
 from dsx.memory.module_gathers import GATHERED, ModuleGathers
 from dsx.memory.paper import device as paper
@@ -32,9 +34,11 @@ from dsx.memory.record import (
     TensorForm,
 )
 from dsx.models import families
+from dsx.models.config_values import at
 from dsx.models.params import layer_kinds, param_specs
+from dsx.models.quiet_transformers import first_line
 from dsx.models.spec import HubModel
-from dsx.nn import collectives, parameters
+from dsx.nn import collectives
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
 
@@ -54,6 +58,9 @@ _ATTENTION = {
     _aten._scaled_dot_product_efficient_attention_backward: "sdpa_backward",  # noqa: SLF001
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: "sdpa_backward",  # noqa: SLF001
 }
+_CONVOLUTIONS = frozenset((_aten.convolution, _aten.convolution_backward))
+"""Those of one filter for each channel, of which reading and writing is what takes time."""
+
 _OVERWRITES = frozenset((_aten.copy_, _aten.bernoulli_, _aten.zero_, _aten.fill_))
 """These do not read what they write to."""
 
@@ -157,8 +164,9 @@ class LayerRecorder(paper.UncompiledMode):
         replaced = None
         if func is ADD and would_be_in_place(args):
             replaced = self.id_of(args[0])
-        if func.overloadpacket is _aten.convolution:
-            raise NotImplementedError("dsx does not know what the kernels of convolutions take")
+        if func.overloadpacket is _aten.convolution and args[1].shape[1] != 1:
+            # That of one filter for each channel takes nothing besides its result (DepthwiseConv2d.cu).
+            raise NotImplementedError("dsx does not know what the kernels of convolutions over channels take")
         result = func(*args, **kwargs)
         if self._paused or func.is_view:
             return result
@@ -189,7 +197,7 @@ class LayerRecorder(paper.UncompiledMode):
                 moved = 2 * sum(map(_bytes, made))
             elif packet is _aten.scatter_add_:
                 moved = 3 * _bytes(read[-1])
-            if packet in flop_registry:
+            if packet in flop_registry and packet not in _CONVOLUTIONS:
                 self.emit("flops", name, moved, flop_registry[packet](*args, **kwargs, out_val=made[0]))
             else:
                 self.emit("op", name, moved)
@@ -405,6 +413,16 @@ class _Exit(torch.autograd.Function):
 Layer = Callable[..., Any]
 
 
+def _leaves_of(attributes: Mapping[str, Any]) -> Iterator[Any]:
+    """What an object holds, in containers and in modules of its own."""
+    for leaf in tree_leaves(list(attributes.values())):
+        if isinstance(leaf, nn.Module):
+            for inner in leaf.modules():
+                yield from (*inner.buffers(recurse=False), *vars(inner).values())
+        else:
+            yield leaf
+
+
 class _Session:
     """One layer under one recorder.
 
@@ -509,7 +527,7 @@ class _Session:
             for value in vars(inner).values():
                 if isinstance(value, nn.Module | Tensor) or not hasattr(value, "__dict__"):
                     continue
-                for leaf in tree_leaves(list(vars(value).values())):
+                for leaf in _leaves_of(vars(value)):
                     if isinstance(leaf, Tensor):
                         found[self.recorder.id_of(leaf)] = value
         return found
@@ -629,12 +647,8 @@ def booth(device: str) -> Iterator[None]:
     """Inside the block, layers can be built without storage, and recorded."""
     if device == "paper":
         paper.install()
-    with paper.without_storage(device), paper.swapped(parameters, "fill", _no_values):
+    with paper.without_storage(device), paper.without_values():
         yield
-
-
-def _no_values(*_arguments: Any, **_options: Any) -> None:
-    """Replaces the filling of a parameter."""
 
 
 def record_layer(
@@ -661,6 +675,10 @@ def record_layer(
     return _Session(layer, inputs, device, category, more).record(hooked=hooked, divided=divided)
 
 
+_SUMS = 3
+"""Rows of what an auxiliary loss is computed of (:mod:`dsx.hub.balance`)."""
+
+
 def record_request(request: LayerRequest) -> LayerRecord:
     """Build and record a layer of a model."""
     shape, device = request.shape, DEVICES[request.shape.device]
@@ -669,20 +687,23 @@ def record_request(request: LayerRequest) -> LayerRecord:
     dtype = torch.bfloat16 if shape.width == 2 else torch.float32
     tokens = TensorForm((shape.micro_batch, shape.sequence_length), "int64", 8, False)
     name = str(dtype).removeprefix("torch.")
+    beside: list[TensorForm] = []
+    if isinstance(model, HubModel):
+        anatomy_of(model.config)  # of real tensors, if it is not there yet
+        if model.balance is not None:
+            beside = [TensorForm((_SUMS, model.balance.experts), "float32", 4, True)]
     if request.kind == LOSS:
         columns = param_specs(model, pad_multiple=shape.vocab_multiple)[0].local_extent(shape.tensor)
         logits = TensorForm((*tokens.shape, columns), name, shape.width, True)
         loss = families.loss(model, tp, overwrite_logits=True)
         with booth(device):
-            return record_layer(loss, [logits], device=device, category="logits", more=[tokens])
+            return record_layer(loss, [logits, *beside], device=device, category="logits", more=[tokens])
     split = WeightGradients() if request.divided else None
     length = shape.sequence_length // (shape.tensor if shape.cuts_sequence else 1)
     kinds = layer_kinds(model)
     index = kinds.index(request.kind)
     sizes = model.stream if request.kind in ("Block", "FinalNorm") else (model.hidden_size,)
-    stream = [TensorForm((shape.micro_batch, length, *sizes), name, shape.width, True)]
-    if isinstance(model, HubModel) and model.balance is not None:
-        stream.append(TensorForm((3, model.balance.experts), "float32", 4, True))
+    stream = [TensorForm((shape.micro_batch, length, *sizes), name, shape.width, True), *beside]
     if isinstance(model, HubModel):
         index += model.block or 0
     with booth(device):
@@ -701,4 +722,15 @@ def record_request(request: LayerRequest) -> LayerRecord:
         if entry.forward_fn is not None:
             layer = TiedCall(layer, entry.forward_fn)
         inputs = [tokens] if kinds[0] == request.kind else stream
-        return record_layer(layer, inputs, device=device, divided=split, hooked=request.hooked)
+        try:
+            return record_layer(layer, inputs, device=device, divided=split, hooked=request.hooked)
+        except Exception as error:
+            if not isinstance(model, HubModel):
+                raise
+            what = f"layer {index} ({request.kind}) cannot run without values"
+            what += " and with its parameters gathered module by module (ZeRO-3)" if request.hooked else ""
+            raise ModelError(
+                at("model_type", model.family),
+                f"{what}: {type(error).__name__}: {first_line(error)}",
+                "dsx cannot estimate this family" + (" at ZeRO-3: use ZeRO 0 to 2" if request.hooked else ""),
+            ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -18,7 +19,8 @@ from torch.utils.backend_registration import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dsx.nn import dropout
+from dsx.hub import values
+from dsx.nn import dropout, parameters
 
 Device = Literal["paper", "cpu"]
 
@@ -56,6 +58,10 @@ class _Answers(UncompiledMode):
             return 1.0 if args[0].dtype.is_floating_point else 0
         if func is torch.ops.aten.equal.default:
             return True
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # noqa: SLF001
+            # Its form is derived for bf16 alone, and the kernel of other dtypes gives the same.
+            given = [side.to(torch.bfloat16) for side in args[:2]]
+            return func(*given, *args[2:], **(kwargs or {})).to(args[0].dtype)
         result = func(*args, **(kwargs or {}))
         if func in (torch.ops.aten.all.default, torch.ops.aten.le.Tensor):
             self._true[result] = True
@@ -186,6 +192,9 @@ def without_storage(device: str = "paper") -> Iterator[None]:
         )
         stack.enter_context(swapped(F, "rms_norm", _rms_norm(F.rms_norm)))
         stack.enter_context(swapped(torch, "tensor", _tensor(torch.tensor)))
+        if families := sys.modules.get("transformers.utils.import_utils"):
+            # Else transformers' masks and experts go the way of a graph that is traced.
+            stack.enter_context(swapped(families, "is_fake_tensor", lambda _: False))
         if device != "meta":
             # Loads a second's worth of torch.
             from torch._subclasses.fake_tensor import FakeTensorMode
@@ -194,6 +203,17 @@ def without_storage(device: str = "paper") -> Iterator[None]:
         else:
             stack.enter_context(_known_forms())
         stack.enter_context(_Answers())
+        yield
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Inside, nobody fills a parameter."""
+
+    def fill(*_arguments: Any, **_options: Any) -> None:
+        """Leave it as it is."""
+
+    with swapped(parameters, "fill", fill), swapped(values, "own_values", fill):
         yield
 
 
@@ -262,16 +282,27 @@ def _attention(usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
             return usual(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        if query.dtype != torch.float32 and attn_mask is None:
+        if query.dtype != torch.float32 and attn_mask is None and _fits_flash(query, value):
             flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001 (what torch dispatches to)
             return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
         if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                masked = query.new_full((), -torch.inf)
+                attn_mask = torch.where(attn_mask, 0.0, masked)  # attention.cpp, convert_boolean_attn_mask_
             attn_mask = attn_mask.expand(*query.shape[:2], -1, -1)
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention  # noqa: SLF001
         grads = torch.is_grad_enabled()
         return efficient(query, key, value, attn_mask, grads, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
     return attend
+
+
+def _fits_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the flash kernel takes heads of these sizes (sdp_utils.cpp, check_head_dim_size_flash)."""
+    return query.shape[-1] == value.shape[-1] <= _LARGEST_FLASH_HEAD
+
+
+_LARGEST_FLASH_HEAD = 256

@@ -17,15 +17,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dsx.config.run import RunConfig
 from dsx.engine import initialize as initializing
+from dsx.engine import layer_parameters
 from dsx.engine.engine import PipelineEngine
 from dsx.engine.initialize import initialize
 from dsx.engine.p2p import Signature, TensorMeta
 from dsx.engine.pipeline_module import PipelineModule
+from dsx.hub import probe
 from dsx.memory.paper import accelerator as paper
-from dsx.memory.paper.device import Device, swapped
+from dsx.memory.paper.device import Device, swapped, without_values
 from dsx.memory.paper.meter import CUDA_ROUNDING_BYTES, StorageMeter
 from dsx.models.params import layer_kinds
-from dsx.nn import parameters
+from dsx.models.spec import HubModel
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.mesh import Mesh
 from dsx.train import recipe
@@ -79,8 +81,14 @@ def trace(
         capacity_bytes: What ``paper`` has, if DeepSpeed asks; None for enough.
     """
     config = replace(config, weights=None)  # a folder's take the same memory as fresh ones, and time to read
+
+    def build(groups: Groups) -> PipelineModule:
+        # A trial without values would fail, and its result be kept.
+        with swapped(probe, "require_probed", lambda *_, **__: None):
+            return recipe.build_model(config, groups)
+
     return trace_pipeline(
-        lambda groups: recipe.build_model(config, groups),
+        build,
         config,
         rank,
         mesh=config.mesh,
@@ -124,11 +132,12 @@ def trace_pipeline(
     if accelerator is not None and capacity_bytes is not None:
         accelerator.free_bytes = lambda: capacity_bytes - meter.current_bytes
     with paper.engine_without_storage(), meter, other if host else nullcontext():
-        # Values would take a minute of arithmetic and hold no memory afterwards.
-        with meter.phase("build"), other.phase("build"), swapped(parameters, "fill", _no_values):
-            model = build(groups)
         # Ranks that are not there agree on everything.
-        agreed = swapped(initializing, "_require_same_everywhere", _no_values)
+        alike = swapped(layer_parameters, "_make_alike", lambda *_: None)
+        agreed = swapped(initializing, "_require_same_everywhere", lambda *_: None)
+        # Values would take a minute of arithmetic and hold no memory afterwards.
+        with meter.phase("build"), other.phase("build"), without_values(), alike:
+            model = build(groups)
         with meter.phase("engine"), other.phase("engine"), agreed:
             engine = initialize(model=model, config=config)[0]
         partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
@@ -189,11 +198,16 @@ def signatures(config: RunConfig) -> dict[int, Signature]:
     kinds, stages = layer_kinds(config.model), config.stage_map
     first = kinds.index("Block")
 
+    balance = config.model.balance if isinstance(config.model, HubModel) else None
+
     def sent(stage: int) -> Signature:
-        between = first < next(iter(stages.layers(stage)), 0) < len(kinds) - 1
-        sizes = config.model.stream if between else (config.model.hidden_size,)
-        shape = (config.micro_batch_size, length, *sizes)
-        return Signature((TensorMeta(shape, dtype, requires_grad=True),), is_tuple=False)
+        layer = next(iter(stages.layers(stage)), 0)
+        sizes = config.model.stream if first < layer < len(kinds) - 1 else (config.model.hidden_size,)
+        hidden = TensorMeta((config.micro_batch_size, length, *sizes), dtype, requires_grad=True)
+        if balance is None:
+            return Signature((hidden,), is_tuple=False)
+        sums = TensorMeta((3, balance.experts), torch.float32, requires_grad=layer > first)
+        return Signature((hidden, sums), is_tuple=True)
 
     return {stage: sent(stage) for stage in range(1, stages.num_stages)}
 
@@ -202,7 +216,3 @@ def batch(config: RunConfig) -> tuple[Any, Any]:
     """A micro-batch of zeros on the host."""
     tokens = torch.zeros(config.micro_batch_size, config.sequence_length, dtype=torch.int64)
     return tokens, tokens
-
-
-def _no_values(*_arguments: Any, **_options: Any) -> None:
-    """In place of what asks for values."""

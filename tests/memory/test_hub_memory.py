@@ -1,0 +1,39 @@
+"""The estimate of models made of transformers' modules against the whole engine on paper."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_SCALARS_BYTES = 16 * 512
+"""What the estimate leaves out: numbers such as norms and counts, which an allocator rounds up one by one."""
+
+
+def _cases(first, count):
+    script = Path(__file__).with_name("hub_cases.py")
+    done = subprocess.run(
+        [sys.executable, script, str(first), str(count)], capture_output=True, text=True, check=True
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == count, done.stderr[-3000:]
+    return found
+
+
+def _compare(found):
+    for each in found:
+        for phase, traced in each["trace"].items():
+            error = each["estimate"][phase] - traced
+            assert abs(error) <= 0.002 * traced + _SCALARS_BYTES, (phase, error, traced, each)
+
+
+def test_estimate_is_that_of_the_engine():
+    _compare(_cases(0, 3))
+
+
+@pytest.mark.slow
+def test_estimate_is_that_of_the_engine_over_many_layouts():
+    _compare(_cases(3, 40))
