@@ -105,7 +105,11 @@ def the(said: dict[str, str], start: str) -> str:
 
 def is_the_tour(said: dict[str, str], here: Path) -> None:
     assert "pipeline 2 x data 2" in the(said, "dsx check")
-    assert re.search(r"^step +30/30 ", the(said, "deepspeed --num_accelerators 4"), re.MULTILINE)
+    assert re.search(
+        r"^step +30/30 ",
+        the(said, "deepspeed --num_accelerators 4 recipes/gpt_3d.py configs/zero3.json"),
+        re.MULTILINE,
+    )
     goes_on = the(said, "deepspeed --num_accelerators 2")
     assert re.search(r"resumed\s+after step 30", goes_on)
     assert re.findall(r"^step +(\d+)/35", goes_on, re.MULTILINE)[0] == "31"
@@ -113,6 +117,8 @@ def is_the_tour(said: dict[str, str], here: Path) -> None:
     assert (here / "runs/tour/trace/step5.html").is_file()
     assert "equal, bit for bit" in the(said, "dsx diff")
     assert "equal" in the(said, "dsx verify")
+    assert "every gradient are those of transformers" in the(said, "dsx models runs/olmo2")
+    assert "Olmo2ForCausalLM(" in the(said, 'python -c "from transformers import AutoModelForCausalLM')
 
 
 def is_one_model_in_every_layout(said: dict[str, str], here: Path) -> None:
