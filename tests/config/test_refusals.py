@@ -111,9 +111,9 @@ WRONG = {
         ["dsx.model.overrides.num_hidden_layer = 8", '"num_hidden_layers"'],
     ),
     "unsupported model": (
-        {"dsx.model": {"config": {"model_type": "mamba"}}},
+        {"dsx.model": {"config": {"model_type": "t5"}}},
         1,
-        ["dsx.model.config", "mamba", "gpt2"],
+        ["dsx.model.config", "t5", "an encoder and a decoder"],
     ),
     "vocabulary below bytes": (
         {"dsx.model.overrides": {"vocab_size": 200}},
