@@ -298,10 +298,19 @@ class _Outputs:
 class _HeadOf(nn.Module):
     """In the place of the output linear."""
 
-    given: tuple[Callable[[Tensor], Tensor], ...] = ()
+    given: tuple[Any, ...] = ()
+
+    @property
+    def weight(self) -> Tensor:
+        """The linear's, of which some families ask the dtype."""
+        linear = self.given[0]
+        table: Any = linear.func if isinstance(linear, partial) else linear
+        weight: Tensor = table.weight
+        return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.given[0](x)
+        y: Tensor = self.given[0](x)
+        return y
 
 
 class HubHead(nn.Module):

@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import dsx
 from dsx.errors import ConfigError, ModelError
 from dsx.hub.anatomy import Call, anatomy_of
 from dsx.hub.layers import hidden_of
 from dsx.hub.read import block_plan, hub_model
 from dsx.hub.shrunk import random_keys, random_model, shrunk
 from dsx.hub.tensor_plan import mixing_children
+from dsx.memory.records import code_version
 from dsx.models import families
 from dsx.models.config_values import at
 from dsx.models.quiet_transformers import first_line
@@ -116,11 +116,8 @@ def require_probed(model: HubModel, *, sequence: bool) -> None:
 
 
 def _place(model: HubModel) -> Path:
-    import transformers
-
-    said = repr((model.config, model.tensor_plan, transformers.__version__, torch.__version__))
-    name = hashlib.sha256(said.encode()).hexdigest()[:32]
-    return Path.home() / ".cache" / "dsx" / "probes" / dsx.__version__ / f"{name}.json"
+    name = hashlib.sha256(repr((model.config, model.tensor_plan)).encode()).hexdigest()[:32]
+    return Path.home() / ".cache" / "dsx" / "probes" / code_version() / f"{name}.json"
 
 
 def _keep(place: Path, text: str) -> None:

@@ -175,7 +175,7 @@ def _between(request: LayerRequest) -> LayerRecord | None:
 
 
 def _place(request: LayerRequest) -> Path:
-    return Path.home() / ".cache" / "dsx" / "records" / _version() / _name(request)
+    return Path.home() / ".cache" / "dsx" / "records" / code_version() / _name(request)
 
 
 @lru_cache(maxsize=16384)
@@ -213,7 +213,7 @@ _SOURCES = (
 
 
 @cache
-def _version() -> str:
+def code_version() -> str:
     """What a record depends on besides the layer: torch, Python, and the code that runs and records it."""
     package = Path(__file__).parents[1]
     content = hashlib.sha256(sys.version.encode())

@@ -56,6 +56,7 @@ __all__ = [
     "measure",
     "open_data",
     "prepare_data",
+    "require_right_layers",
     "resume",
     "save",
     "training_batches",
@@ -81,10 +82,7 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
             transformers does.
     """
     settings = config.dsx
-    if isinstance(config.model, HubModel):
-        from dsx.hub.probe import require_probed  # here: dsx's own families need nothing of it
-
-        require_probed(config.model, sequence=groups.tensor_parallel.sequence)
+    require_right_layers(config)
     split = WeightGradients() if config.program.divides else None
     layers = families.layers(
         config.model,
@@ -117,6 +115,22 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
             config=config,
             load_layer=load_layer,
         )
+
+
+def require_right_layers(config: RunConfig) -> None:
+    """Refuse a model of transformers' modules whose layers do not compute what transformers does.
+
+    A small model of it is tried, once for every config on this machine.
+
+    Raises:
+        ConfigError: Sequence parallelism would be wrong.
+        ModelError: The layers are.
+    """
+    if isinstance(config.model, HubModel):
+        from dsx.hub.probe import require_probed  # here: dsx's own families need nothing of it
+
+        cuts = config.dsx.parallel.sequence_parallel and config.mesh.tp > 1
+        require_probed(config.model, sequence=cuts)
 
 
 def measure(config: RunConfig, groups: Groups) -> RunConfig:
@@ -165,7 +179,7 @@ def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
 
     The first rank of each machine does the work and gives a folder for each source; the others give None at
     once and wait for it in :func:`dsx.distributed`. Of a streamed text only the held-out part is tokenised.
-    Whatever is wrong with the data or the output folder is found here.
+    Whatever is wrong with the data or the output folder is found here, and layers that are not right.
 
     Raises:
         CheckpointError: The output folder cannot be written.
@@ -174,6 +188,7 @@ def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
     if local_rank() != 0:
         return None
     try:
+        require_right_layers(config)
         if config.dsx.data.source == OWN:
             raise DataError(
                 at("dsx.data.source", OWN),

@@ -259,6 +259,7 @@ def resolved(_rank: int, _world_size: int, folder: Path, implementation: str) ->
     for layout in {each for one in LAYOUTS.values() for each in (one, one.with_whole_sequences)}:
         try:
             config = dsx.load_config(dsx_config(layout, folder, implementation), world_size=layout.world_size)
+            dsx.recipe.require_right_layers(config)
         except DsxError as error:
             refused[layout] = reason_of(error)
             continue

@@ -66,11 +66,14 @@ def markdown(results: Json) -> str:
     rows = [head, ("---",) * len(head)]
     rows += [_row(name, entry, notes) for name, entry in trained.items()]
     lines = [f"| {' | '.join(row)} |" for row in rows]
+    waiting = [f"`{name}`" for name, entry in families.items() if "missing" in _results(entry)]
+    if waiting:
+        lines += ["", f"Not run in every layout yet: {', '.join(waiting)}."]
     if notes:
         lines += ["", *(f"{number}. {reason}" for reason, number in notes.items())]
     others = defaultdict(list)
     for name, entry in families.items():
-        if name not in trained:
+        if name not in trained and f"`{name}`" not in waiting:
             others[_why_none(name, entry)].append(f"`{name}`")
     if others:
         lines += ["", "Not trained:", ""]
@@ -110,8 +113,6 @@ def _why_none(name: str, entry: Json) -> str:
         return str(entry["alone"])
     if "failed" in entry:
         return _plain(name, f"transformers itself fails: {entry['failed']}")
-    if "missing" in _results(entry):
-        return "not run in every layout yet"
     return _plain(name, entry["layouts"]["dp"]["reason"])  # that cuts no layer and sends nothing
 
 
