@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import nn
 
+from dsx.config.wording import suggest
 from dsx.errors import ModelError
 from dsx.hub.anatomy import Anatomy, anatomy_of
 from dsx.hub.balance import balance_of
 from dsx.hub.disk_names import DiskForm, FolderNames, disk_forms
-from dsx.hub.tensor_plan import BlockPlan, check_plan
+from dsx.hub.tensor_plan import COLUMN, ROW, BlockPlan, check_plan, generic
 from dsx.hub.values import laws_of
 from dsx.models.config_values import at
 from dsx.models.family import TIE
@@ -56,9 +57,8 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
     check_plan(dict(changes), "dsx.parallel.tensor_plan")
     kind = json.loads(text).get("model_type")
     known = known_of(kind)
-    if "refused" in known:
-        raise ModelError(at("model_type", kind), known["refused"], "use another family")
     anatomy = anatomy_of(text)
+    _check_places(anatomy, changes)
     reader = _Reader(anatomy, plan_of(anatomy, changes))
     settings = anatomy.model.config
     kinds = ("WordEmbedding", *(("Positions",) if anatomy.shifts else ()))
@@ -90,6 +90,21 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         whole=tuple(reader.whole()),
         no_sequence=known.get("no_sequence"),
     )
+
+
+def _check_places(anatomy: Anatomy, changes: tuple[tuple[str, str | None], ...]) -> None:
+    """Refuse an entry of the user's plan that would cut nothing."""
+    named: dict[str, object] = dict(anatomy.model.named_modules())
+    named |= dict(anatomy.model.named_parameters(remove_duplicate=False))
+    inside = {generic(name): each for name, each in named.items() if name.startswith(f"{anatomy.blocks}.")}
+    for pattern, style in changes:
+        where = at(f"dsx.parallel.tensor_plan.{pattern}", style)
+        if pattern not in inside:
+            near = suggest(pattern, inside, otherwise="use the model's names, with * for numbers")
+            raise ModelError(where, f"no block of {anatomy.blocks} has such a module or parameter", near)
+        if style in COLUMN | ROW and not isinstance(inside[pattern], nn.Linear | nn.Parameter):
+            what = f"it is no linear but a {type(inside[pattern]).__name__}, which dsx does not cut"
+            raise ModelError(where, what, "name its linears, or its parameters")
 
 
 def folder_names(model: HubModel) -> FolderNames:

@@ -72,6 +72,15 @@ def check_plan(plan: Mapping[str, str | None], where: str) -> None:
             )
 
 
+def generic(name: str) -> str:
+    """A name as plans have it, with ``*`` for numbers.
+
+    >>> generic("model.layers.10.mlp")
+    'model.layers.*.mlp'
+    """
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
 @dataclass(frozen=True)
 class BlockPlan:
     """The plan of one block.
@@ -97,7 +106,7 @@ class BlockPlan:
         """
         names = [path for path, _ in block.named_modules() if path]
         names += [path for path, _ in block.named_parameters(remove_duplicate=False)]
-        found = {path: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", f"{prefix}.{path}")) for path in names}
+        found = {path: plan.get(generic(f"{prefix}.{path}")) for path in names}
         return cls({path: style for path, style in found.items() if style}, **facts)
 
     def cut(self, block: nn.Module, path: str, parameter: Tensor) -> Cut:
