@@ -186,6 +186,8 @@ class LayerRecorder(paper.UncompiledMode):
             return
         if packet in _PRODUCTS:
             self._product(args[-2:], made[0])
+        elif packet is _aten._grouped_mm:  # noqa: SLF001 (an operator)
+            self._grouped(args[:2], made[0])
         elif packet in _ATTENTION:
             self._attention(_ATTENTION[packet], args, kwargs)
         else:
@@ -212,6 +214,17 @@ class LayerRecorder(paper.UncompiledMode):
             prod(left.shape[:-2]),
             made.element_size(),
         )
+
+    def _grouped(self, sides: Sequence[Tensor], made: Tensor) -> None:
+        """Products of experts, each taken to get its share of the rows."""
+        left, right = sides
+        rows, columns, inner = left.shape[-2], right.shape[-1], left.shape[-1]
+        count = right.shape[0] if right.dim() > left.dim() else made.shape[0]
+        if made.dim() > left.dim():  # weights' gradients: the rows are what is summed over
+            inner = max(1, inner // count)
+        else:
+            rows = max(1, rows // count)
+        self.emit("mm", rows, columns, inner, count, made.element_size())
 
     def _attention(self, kind: str, args: Any, kwargs: Any) -> None:
         tensors = args[1:] if kind == "sdpa_backward" else args
