@@ -76,6 +76,11 @@ def made_with(parameter: nn.Parameter) -> Tensor | None:
     return value
 
 
+def forget(parameter: nn.Parameter) -> None:
+    """Let go of what a parameter's module made it with: its fresh values come from elsewhere."""
+    vars(parameter).pop("made_with", None)
+
+
 def hf_config_of(config: Mapping[str, Any]) -> Any:
     """The config object of the content of a config.json.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsx.errors import ModelError
-from dsx.hub.anatomy import anatomy_of, made_with
+from dsx.hub.anatomy import anatomy_of, forget, made_with
 from dsx.models.config_values import at
 from dsx.models.param import Init, ParamSpec
 from dsx.models.quiet_transformers import first_line
@@ -82,10 +82,14 @@ def laws_of(model: Any) -> dict[str, Init | None]:
             f"its own code does not give its modules values ({first_line(error)})",
             "use another family",
         ) from None
-    return {
+    found = {
         name: laws.found.get(parameter.untyped_storage()._cdata)  # noqa: SLF001 (as above)
         for name, parameter in copied.named_parameters(remove_duplicate=False)
     }
+    for name, parameter in model.named_parameters():
+        if found[name] is not None:
+            forget(parameter)
+    return found
 
 
 def _children_first(module: nn.Module) -> list[nn.Module]:
