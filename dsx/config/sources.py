@@ -206,10 +206,14 @@ def _is_own(dsx: DsxConfig, family: object, place: str) -> bool:
 
 def _of_hub(config: Mapping[str, Any], plan: Mapping[str, str | None]) -> tuple[dict[str, Any], Model]:
     """The config as its family wants it, and the model that transformers makes of it."""
-    from dsx.hub.anatomy import with_family_floats  # here: dsx's own families need no transformers
+    from dsx.hub.anatomy import (
+        check_keys,
+        with_family_floats,
+    )  # here: dsx's own families need no transformers
     from dsx.hub.read import hub_model
 
     config = with_family_floats(config)
+    check_keys(config)
     return config, hub_model(config, plan)
 
 
@@ -248,13 +252,18 @@ def _weights(model: ModelConfig) -> Path | None:
     folder = None if model.path is None else Path(model.path)
     if folder is not None and model.weights != "random" and any(folder.glob("*.safetensors")):
         return folder
-    if model.weights == "load":
-        what = f"{folder} holds no *.safetensors"
+    pickled = (
+        next(folder.glob("pytorch_model*.bin"), None)
+        if folder is not None and model.weights != "random"
+        else None
+    )
+    if model.weights == "load" or pickled is not None:
+        what = f"{folder} holds no *.safetensors" + (f", but {pickled.name}" if pickled is not None else "")
         fix = 'save the weights as safetensors, or set weights to "random"'
         if folder is None:
             what = "a preset or an inline config has no weights"
             fix = "give dsx.model.path, a Hugging Face folder, instead"
-        raise ConfigError(at("dsx.model.weights", "load"), what, fix)
+        raise ConfigError(at("dsx.model.weights", model.weights), what, fix)
     return None
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_map
 
 from dsx.errors import ModelError
 from dsx.models.config_values import at
-from dsx.models.quiet_transformers import first_line, quiet_transformers
+from dsx.models.quiet_transformers import quiet_transformers
 from dsx.terminal import shortened
 
 HIDDEN = "hidden_states"
@@ -102,13 +103,46 @@ def hf_config_of(config: Mapping[str, Any]) -> Any:
         with quiet_transformers():
             family = CONFIG_MAPPING[kind]
             decoded = family._decode_special_floats(settings)  # noqa: SLF001 - files have no infinity
-            return family.from_dict(decoded)
+            made = family.from_dict(decoded)
+            # A folder may ask for outputs that training does not look at, and for tuples.
+            made.return_dict, made.output_hidden_states = True, False
+            return made
     except Exception as error:  # noqa: BLE001 - each family checks in its own way
         raise ModelError(
             at("model_type", kind),
             f"transformers cannot make its config ({_told(error)})",
-            "give a config.json of a causal language model of transformers",
+            "give a config.json that transformers takes: its sizes as numbers, its lists an entry per layer",
         ) from None
+
+
+_NEAR = 0.88
+
+
+def check_keys(config: Mapping[str, Any]) -> None:
+    """Refuse what would be left out in silence: quantisation, and keys that are near misses of the family's.
+
+    Raises:
+        ModelError: Naming the key.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if config.get("quantization_config"):
+        raise ModelError(
+            at("quantization_config", config["quantization_config"]),
+            "dsx trains plain weights",
+            "give the model before it was quantised; if its weights are plain, remove the key",
+        )
+    family = CONFIG_MAPPING[str(config["model_type"])]
+    known = {"torch_dtype", "rope_theta", "rope_scaling", *hf_config_of(config).attribute_map}
+    known |= hf_config_of({"model_type": config["model_type"]}).to_dict().keys()
+    for parent in family.__mro__:
+        known |= {*getattr(parent, "__annotations__", {}), *vars(parent)}
+    for key, value in config.items():
+        near = [] if key in known else get_close_matches(key, sorted(known), n=1, cutoff=_NEAR)
+        if near:
+            raise ModelError(
+                at(key, value), f"a {config['model_type']} config has no such key", f"write {near[0]}"
+            )
 
 
 def with_family_floats(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,10 +164,10 @@ def with_family_floats(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _told(error: Exception) -> str:
-    return shortened(first_line(error), _MOST_TOLD)
+    return shortened(f"{type(error).__name__}: {' '.join(str(error).split())}", _MOST_TOLD)
 
 
-_MOST_TOLD = 200
+_MOST_TOLD = 300
 
 
 def without_weights(config: Mapping[str, Any]) -> nn.Module:
