@@ -122,20 +122,18 @@ def check_keys(config: Mapping[str, Any]) -> None:
     """Refuse what would be left out in silence: quantisation, and keys that are near misses of the family's.
 
     Raises:
-        ModelError: Naming the key.
+        ModelError: Naming the key; or transformers cannot make the config.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
+    made = hf_config_of(config)
     if config.get("quantization_config"):
         raise ModelError(
             at("quantization_config", config["quantization_config"]),
             "dsx trains plain weights",
             "give the model before it was quantised; if its weights are plain, remove the key",
         )
-    family = CONFIG_MAPPING[str(config["model_type"])]
-    known = {"torch_dtype", "rope_theta", "rope_scaling", *hf_config_of(config).attribute_map}
+    known = {"torch_dtype", "rope_theta", "rope_scaling", *made.attribute_map}
     known |= hf_config_of({"model_type": config["model_type"]}).to_dict().keys()
-    for parent in family.__mro__:
+    for parent in type(made).__mro__:
         known |= {*getattr(parent, "__annotations__", {}), *vars(parent)}
     for key, value in config.items():
         near = [] if key in known else get_close_matches(key, sorted(known), n=1, cutoff=_NEAR)
