@@ -33,7 +33,7 @@ def models(
     ] = False,
     style: Annotated[Literal["table", "json"], FORMAT] = "table",
 ) -> None:
-    """List the families of transformers that train, or try one model without its weights.
+    """List transformers' families, or try one model without weights.
 
     A small model of the same structure is made, and what dsx cuts is compared with transformers. Exit code 1
     if the model of PATH is refused.

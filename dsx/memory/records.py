@@ -205,7 +205,8 @@ def _keep(place: Path, text: str) -> None:
 _SOURCES = (
     "nn/*.py",
     "models/*.py",
-    "hub/*",
+    "hub/*.py",
+    "hub/*.toml",
     "memory/record*.py",
     "memory/module_gathers.py",
     "memory/paper/*.py",
