@@ -210,6 +210,13 @@ def check_own_modules(facts: Facts) -> Iterator[ConfigError]:
         )
 
 
+def check_gathering(facts: Facts) -> Iterator[ConfigError]:
+    """Check that ZeRO-3's ranks would gather the same parameters."""
+    why = facts.model.no_gathering if isinstance(facts.model, HubModel) else None
+    if why is not None and zero_stage(facts.deepspeed) == 3:
+        yield ConfigError(at("zero_optimization.stage", 3), why, "use ZeRO 0 to 2")
+
+
 def check_combinations(facts: Facts) -> Iterator[ConfigError]:
     """Check DeepSpeed's keys against the mesh, and ``dsx.zero`` against the ZeRO stage."""
     yield from mesh_problems(facts.deepspeed, facts.mesh)
@@ -224,6 +231,7 @@ CHECKS = (
     check_resume,
     check_combinations,
     check_own_modules,
+    check_gathering,
     check_profile,
 )
 

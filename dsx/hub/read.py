@@ -89,6 +89,7 @@ def _hub_model(text: str, changes: tuple[tuple[str, str | None], ...]) -> HubMod
         balance=balance_of(anatomy.model),
         whole=tuple(reader.whole()),
         no_sequence=known.get("no_sequence"),
+        no_gathering=known.get("no_gathering"),
     )
 
 

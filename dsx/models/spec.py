@@ -181,6 +181,7 @@ class HubModel:
         balance: The auxiliary loss of its routers; None without one.
         whole: What tensor parallelism leaves whole: (module, its share of the blocks' parameters).
         no_sequence: Why sequence parallelism is refused; None if it is not.
+        no_gathering: Why ZeRO-3, whose ranks gather parameters together, is.
         block: Number of the one block that is looked at, of a model made for a record; None for all.
     """
 
@@ -206,6 +207,7 @@ class HubModel:
     balance: Balance | None = None
     whole: tuple[tuple[str, float], ...] = field(default=(), repr=False)
     no_sequence: str | None = None
+    no_gathering: str | None = None
     block: int | None = None
 
     def block_of(self, layer: int) -> int:
