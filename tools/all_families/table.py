@@ -66,7 +66,11 @@ def markdown(results: Json) -> str:
     rows = [head, ("---",) * len(head)]
     rows += [_row(name, entry, notes) for name, entry in trained.items()]
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    waiting = [f"`{name}`" for name, entry in families.items() if "missing" in _results(entry)]
+    waiting = [
+        f"`{name}`"
+        for name, entry in families.items()
+        if "missing" in _results(entry) and not entry.keys() & {"alone", "failed"}
+    ]
     if waiting:
         lines += ["", f"Not run in every layout yet: {', '.join(waiting)}."]
     if notes:
@@ -118,5 +122,5 @@ def _why_none(name: str, entry: Json) -> str:
 
 def _plain(name: str, reason: str) -> str:
     """On one line, without the family's name, and safe in a table."""
-    reason = re.sub(r"^model/config\.json: model_type = '[^']*': ", "", reason)
+    reason = re.sub(r"^(model/config\.json: )?model_type = '[^']*': ", "", reason)
     return re.sub(rf"\b{re.escape(name)}\b", "it", " ".join(reason.split())).replace("|", "\\|")
