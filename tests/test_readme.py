@@ -450,7 +450,7 @@ def of_a_batch(_: Path) -> None:
 
 
 def of_a_degree(_: Path) -> None:
-    dsx.load_config(ZERO3, world_size=8, overrides=["dsx.parallel.tensor=8"])
+    dsx.load_config(ZERO3, world_size=16, overrides=["dsx.parallel.tensor=16"])
 
 
 def of_a_model(folder: Path) -> None:
