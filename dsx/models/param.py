@@ -63,6 +63,7 @@ class ParamSpec:
             under another name; empty if they have it as the module does.
         hf_copies: Names of the same tensor in transformers' module, which files leave out.
         buffer: It is a buffer of the module: stored as parameters are, and never trained.
+        trained: Whether it gets gradients; a frozen parameter keeps its first value.
         tie: Key of the tie group when several layers use this tensor, else None.
     """
 
@@ -81,6 +82,7 @@ class ParamSpec:
     hf_whole: str = ""
     hf_copies: tuple[str, ...] = ()
     buffer: bool = False
+    trained: bool = True
     tie: str | None = None
 
     def __post_init__(self) -> None:
