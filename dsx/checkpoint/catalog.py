@@ -63,9 +63,13 @@ from dsx.models.spec import HubModel, Model
 def model_fact(model: Model) -> dict[str, Any]:
     """The fact ``model``, as it comes back from JSON; the form of its parameters is a layout's."""
     if isinstance(model, HubModel):
-        return {"family": model.family, "num_layers": model.num_layers, "config": json.loads(model.config)}
-    fact: dict[str, Any] = json.loads(json.dumps(asdict(model)))
-    fact.pop("shared_kv")
+        config = json.loads(model.config)
+        told: dict[str, Any] = {"family": model.family, "num_layers": model.num_layers, "config": config}
+    else:
+        told = {key: value for key, value in asdict(model).items() if key not in ("shared_kv", "adapter")}
+    if model.adapter is not None:
+        told["adapter"] = asdict(model.adapter)
+    fact: dict[str, Any] = json.loads(json.dumps(told))
     return fact
 
 

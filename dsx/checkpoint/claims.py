@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from math import prod
 from re import error as RegexError
 from reprlib import repr as short_repr
@@ -25,7 +26,7 @@ from dsx.errors import CheckpointError, ModelError
 from dsx.models.hf_config import FAMILIES, model_spec
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
-from dsx.models.spec import Model
+from dsx.models.spec import Adapter, Model, ModelSpec
 
 _SPARE_RANKS, _MOST_RANKS = 1 << 12, 1 << 17
 _SPARE_LAYERS = 1 << 10
@@ -192,6 +193,22 @@ def model_of(config: Mapping[str, Any]) -> Model:
     from dsx.hub.read import hub_model  # here: dsx's own families need neither torch nor transformers
 
     return hub_model(config)
+
+
+def model_of_fact(fact: Mapping[str, Any]) -> Model:
+    """The model of a fact of :func:`~dsx.checkpoint.catalog.model_fact`. Raises what a wrong one causes."""
+    told = dict(fact)
+    adapter = told.pop("adapter", None)
+    if "config" in told:
+        from dsx.hub.read import hub_model  # here: dsx's own families need neither torch nor transformers
+
+        model: Model = hub_model(told["config"])
+    else:
+        model = ModelSpec(**told)
+    if adapter is None:
+        return model
+    made: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in adapter.items()}
+    return replace(model, adapter=Adapter(**made))
 
 
 def forms_of(config: Mapping[str, Any]) -> Iterator[tuple[ParamSpec, ...]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dsx.checkpoint.catalog import Catalog, Target, check_files, model_fact
-from dsx.checkpoint.claims import MISFITS, forms_of, model_of, specs_of_model
+from dsx.checkpoint.claims import MISFITS, forms_of, model_of, model_of_fact, specs_of_model
 from dsx.checkpoint.copy_plan import CopyPlan, plan
 from dsx.checkpoint.execute import ConversionOptions, ConversionReport, execute, worker_bytes
 from dsx.checkpoint.formats import dcp, megatron, native
@@ -33,7 +33,7 @@ from dsx.errors import CheckpointError, LayoutError, ModelError
 from dsx.models.hf_config import model_spec
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
-from dsx.models.spec import HubModel, Model, ModelSpec
+from dsx.models.spec import HubModel, Model
 from dsx.parallel.layout import Layout
 
 if TYPE_CHECKING:
@@ -257,22 +257,13 @@ def _in_form(source: Catalog, tensor: int) -> tuple[ParamSpec, ...]:
     if not isinstance(told, dict):
         return source.specs
     try:
-        specs = stored_specs(_made_again(told).for_tensor(tensor))
+        specs = stored_specs(model_of_fact(told).for_tensor(tensor))
     except (*MISFITS, LayoutError, ModelError):  # of another dsx, or another transformers
         return source.specs
     if {name for spec in specs for name in spec.hf} != {name for spec in source.specs for name in spec.hf}:
         return source.specs
     known = {spec.name: spec for spec in source.specs}
     return tuple(known.get(spec.name, spec) for spec in specs)
-
-
-def _made_again(fact: Mapping[str, Any]) -> Model:
-    """The model of a fact of :func:`~dsx.checkpoint.catalog.model_fact`. Raises what a wrong one causes."""
-    if "config" not in fact:
-        return ModelSpec(**fact)
-    from dsx.hub.read import hub_model  # here: dsx's own families need neither torch nor transformers
-
-    return hub_model(fact["config"])
 
 
 def _dsx(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:

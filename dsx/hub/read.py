@@ -193,8 +193,10 @@ class _Reader:
         for number, block in enumerate(anatomy.list_of_blocks):
             for path, parameter in block.named_parameters():
                 cut = self.plans[number].cut(block, path, parameter)
-                name = f"{anatomy.blocks}.{number}.{path}"
-                yield self._spec(f"{first + number}.block.{path}", name, split=cut.split, parts=cut.parts)
+                name, owner = f"{anatomy.blocks}.{number}.{path}", path.removesuffix(".weight")
+                linear = owner != path and isinstance(block.get_submodule(owner), nn.Linear)
+                cuts = {"split": cut.split, "parts": cut.parts, "linear": linear}
+                yield self._spec(f"{first + number}.block.{path}", name, **cuts)
         last = first + len(anatomy.list_of_blocks)
         yield from self._around(last, anatomy.after)
         if not self.tied:

@@ -120,14 +120,17 @@ class LayerParams:
             matrix = leaf == "weight"
             init = self._normal() if matrix else Init(kind="zeros")
             turned = matrix and self.family.hf_transposed
-            yield self._spec(module, leaf, shapes[leaf], init, split=0, parts=fused, hf_transposed=turned)
+            yield self._spec(
+                module, leaf, shapes[leaf], init, split=0, parts=fused, hf_transposed=turned, linear=matrix
+            )
 
     def row(self, module: str, inputs: int, *, bias: bool) -> Iterator[ParamSpec]:
         """A linear cut along its inputs; its bias is replicated and added once, after the reduction."""
         model = self.model
         std = model.init_std / sqrt(2 * model.num_layers) if model.scaled_output_init else model.init_std
         init, turned = Init(kind="normal", std=std), self.family.hf_transposed
-        yield self._spec(module, "weight", (model.hidden_size, inputs), init, split=1, hf_transposed=turned)
+        shape = model.hidden_size, inputs
+        yield self._spec(module, "weight", shape, init, split=1, hf_transposed=turned, linear=True)
         if bias:
             yield self._spec(module, "bias", (model.hidden_size,), Init(kind="zeros"))
 

@@ -26,13 +26,16 @@ def layer_of(name: str) -> int:
 class Init:
     """How a fresh parameter is filled: normal(0, std), zeros or ones.
 
+    ``uniform`` has a mean of 0 and the deviation ``std``. ``row_norms`` is for the magnitudes of
+    weight-decomposed adapters, which are the norms of another parameter's rows.
+
     Attributes:
         part_of: Name of the fused tensor of which it takes its random values, so that a model starts alike
             in whatever form; empty for values of its own.
         first_row: Row of that tensor with which it begins.
     """
 
-    kind: Literal["normal", "zeros", "ones"]
+    kind: Literal["normal", "uniform", "zeros", "ones", "row_norms"]
     std: float = 0.0
     part_of: str = ""
     first_row: int = 0
@@ -64,6 +67,8 @@ class ParamSpec:
         hf_copies: Names of the same tensor in transformers' module, which files leave out.
         buffer: It is a buffer of the module: stored as parameters are, and never trained.
         trained: Whether it gets gradients; a frozen parameter keeps its first value.
+        linear: It is the matrix of a linear, outputs by inputs.
+        adapts: Name of the parameter that it adapts; empty for a parameter of the model itself.
         tie: Key of the tie group when several layers use this tensor, else None.
     """
 
@@ -83,6 +88,8 @@ class ParamSpec:
     hf_copies: tuple[str, ...] = ()
     buffer: bool = False
     trained: bool = True
+    linear: bool = False
+    adapts: str = ""
     tie: str | None = None
 
     def __post_init__(self) -> None:

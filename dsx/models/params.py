@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from dsx.models.adapters import adapted
 from dsx.models.family import LayerParams
 from dsx.models.hf_config import FAMILIES
 from dsx.models.param import ParamSpec
@@ -31,18 +32,21 @@ def layer_kinds(model: Model) -> tuple[str, ...]:
 def param_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...]:
     """Every parameter of ``model``, in layer order and, within a layer, in its module's order.
 
+    Those of an adapter follow the parameters of the module that it adapts.
+
     Args:
         model: The architecture.
         pad_multiple: Each tensor-parallel rank's vocabulary rows are rounded up to a multiple of this.
     """
     kinds = layer_kinds(model)
     if isinstance(model, HubModel):
-        return _padded(model.params, pad_multiple)
-    return tuple(
+        return adapted(_padded(model.params, pad_multiple), model.adapter)
+    specs = (
         spec
         for layer, kind in enumerate(kinds)
         for spec in _layer(model, layer, kind, layer - kinds.index("Block"), pad_multiple)
     )
+    return adapted(specs, model.adapter)
 
 
 def stored_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...]:
@@ -52,7 +56,7 @@ def stored_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ..
     """
     if isinstance(model, HubModel):
         specs = {spec.name: spec for spec in (*model.params, *model.buffers)}
-        return _padded((specs[name] for name in model.order), pad_multiple)
+        return adapted(_padded((specs[name] for name in model.order), pad_multiple), model.adapter)
     return param_specs(model, pad_multiple=pad_multiple)
 
 

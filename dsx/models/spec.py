@@ -43,6 +43,38 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """What is trained of a model that is frozen otherwise, in the words of PEFT's LoraConfig.
+
+    Attributes:
+        type: LoRA (arXiv:2106.09685), or with the direction and the magnitude of each output's weights apart
+            (DoRA, arXiv:2402.09353).
+        rank: Of the products that are added to matrices.
+        alpha: The products are multiplied by it over rank, or over rank's root if ``rslora``
+            (arXiv:2312.03732).
+        dropout: Probability of leaving out an input of theirs.
+        targets: Which linears get one: "all-linear", a regular expression of a module's whole name, or names
+            and endings of names.
+        parameters: Which stacks of experts' matrices do: names and endings of parameters' names.
+        train_also: Endings of the names of modules that are trained themselves.
+    """
+
+    type: Literal["lora", "dora"] = "lora"
+    rank: int = 8
+    alpha: float = 8.0
+    dropout: float = 0.0
+    rslora: bool = False
+    targets: str | tuple[str, ...] = "all-linear"
+    parameters: tuple[str, ...] = ()
+    train_also: tuple[str, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        """What the products are multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """An architecture's sizes in elements and probabilities in 0..1; :mod:`dsx.models.hf_config` reads it.
 
@@ -67,6 +99,7 @@ class ModelSpec:
         parallel_residual: Attention and MLP read the same input, ``x + Attention(..) + MLP(..)`` (GPT-NeoX).
         shared_kv: Keys and values are a parameter beside the queries', whole on every tensor-parallel rank,
             because ranks share key/value heads: see :meth:`for_tensor`.
+        adapter: What is trained in place of the whole; None for all of it.
     """
 
     family: Family
@@ -100,6 +133,7 @@ class ModelSpec:
     attention_cap: float | None = None
     logit_cap: float | None = None
     shared_kv: bool = False
+    adapter: Adapter | None = None
 
     def for_tensor(self, tensor: int) -> Self:
         """The same model in the form of its parameters that ``tensor`` tensor-parallel ranks train."""
@@ -183,6 +217,7 @@ class HubModel:
         no_sequence: Why sequence parallelism is refused; None if it is not.
         no_gathering: Why ZeRO-3, whose ranks gather parameters together, is.
         block: Number of the one block that is looked at, of a model made for a record; None for all.
+        adapter: What is trained in place of the whole; None for all of it.
     """
 
     family: str
@@ -209,6 +244,7 @@ class HubModel:
     no_sequence: str | None = None
     no_gathering: str | None = None
     block: int | None = None
+    adapter: Adapter | None = None
 
     def block_of(self, layer: int) -> int:
         """Number of the first block that is like layer ``layer`` of the layer list, which is a block."""

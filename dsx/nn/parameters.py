@@ -78,8 +78,8 @@ def fill(out: Tensor, spec: ParamSpec, *, tp: int, tp_rank: int, seed: int) -> N
     for region, box in regions(out, spec, tp=tp, tp_rank=tp_rank):
         if spec.init.kind == "ones":
             region.fill_(1.0)
-        elif spec.init.kind == "normal":
-            _fill_normal(region, box, spec, _key(seed, spec.init.part_of or spec.name))
+        elif spec.init.kind in _DRAWN:
+            _fill_random(region, box, spec, _key(seed, spec.init.part_of or spec.name))
 
 
 def regions(out: Tensor, spec: ParamSpec, *, tp: int, tp_rank: int) -> Iterator[tuple[Tensor, Box]]:
@@ -99,8 +99,8 @@ def _key(seed: int, name: str) -> tuple[int, int]:
     return digest & _MASK, digest >> 32
 
 
-def _fill_normal(region: Tensor, box: Box, spec: ParamSpec, key: tuple[int, int]) -> None:
-    """Normal values for the global ``box`` into ``region``, in bounded memory.
+def _fill_random(region: Tensor, box: Box, spec: ParamSpec, key: tuple[int, int]) -> None:
+    """Random values for the global ``box`` into ``region``, in bounded memory.
 
     The last dim has the columns, the others count the rows. A cut of a dim in between leaves one stretch of
     rows for each index of the dims before it.
@@ -114,11 +114,11 @@ def _fill_normal(region: Tensor, box: Box, spec: ParamSpec, key: tuple[int, int]
         return
     for number, stretch_RC in enumerate(region.view(-1, high - low, columns[1] - columns[0])):
         rows = (number * step + low, number * step + high)
-        _fill_rows(stretch_RC, rows, columns, spec.init.std, key)
+        _fill_rows(stretch_RC, rows, columns, spec.init, key)
 
 
 def _fill_rows(
-    region_RC: Tensor, rows: tuple[int, int], columns: tuple[int, int], std: float, key: tuple[int, int]
+    region_RC: Tensor, rows: tuple[int, int], columns: tuple[int, int], init: Init, key: tuple[int, int]
 ) -> None:
     quads = (columns[0] // 4, -(-columns[1] // 4))
     blocks = _BLOCKS_AT_ONCE["cuda" if region_RC.is_cuda else "cpu"]
@@ -128,29 +128,34 @@ def _fill_rows(
         row_end = min(row + tall, rows[1])
         for quad in range(quads[0], quads[1], wide):
             lo, hi = max(4 * quad, columns[0]), min(4 * (quad + wide), columns[1])
-            normal_RC = _normal((row, row_end), (quad, min(quad + wide, quads[1])), key, region_RC.device)
+            row_R1 = torch.arange(row, row_end, device=region_RC.device)[:, None]
+            quad_1Q = torch.arange(quad, min(quad + wide, quads[1]), device=region_RC.device)[None, :]
+            words = philox_4x32((quad_1Q & _MASK, quad_1Q >> 32, row_R1 & _MASK, row_R1 >> 32), key)
             target = region_RC[row - rows[0] : row_end - rows[0], lo - columns[0] : hi - columns[0]]
-            target.copy_(normal_RC[:, lo - 4 * quad : hi - 4 * quad] * std)
+            target.copy_(_DRAWN[init.kind](words)[:, lo - 4 * quad : hi - 4 * quad] * init.std)
 
 
-def _normal(
-    rows: tuple[int, int], quads: tuple[int, int], key: tuple[int, int], device: torch.device
-) -> Tensor:
+def _normal(words: Words) -> Tensor:
     """Standard normal values [R, 4 Q] by Box-Muller.
 
     In float64: vectorised and scalar code paths differ in the last bits of log and cos, and those must not
     reach the (at most float32) result, or the value of an element would depend on its place in the chunk.
     """
-    row_R1 = torch.arange(*rows, device=device)[:, None]
-    quad_1Q = torch.arange(*quads, device=device)[None, :]
-    words = philox_4x32((quad_1Q & _MASK, quad_1Q >> 32, row_R1 & _MASK, row_R1 >> 32), key)
-    out = torch.empty(rows[1] - rows[0], quads[1] - quads[0], 4, dtype=torch.float64, device=device)
+    out = torch.empty(*words[0].shape, 4, dtype=torch.float64, device=words[0].device)
     for pair in (0, 2):
         radius = ((words[pair].double() + 1) * 2.0**-32).log_().mul_(-2).sqrt_()
         angle = words[pair + 1].double() * (2 * math.pi * 2.0**-32)
         out[..., pair] = radius * angle.cos()
         out[..., pair + 1] = radius * angle.sin()
     return out.flatten(1)
+
+
+def _uniform(words: Words) -> Tensor:
+    """Uniform values [R, 4 Q] of mean 0 and deviation 1, in float64."""
+    return (torch.stack(words, dim=-1).double() + 0.5).mul_(2.0**-31).sub_(1).mul_(math.sqrt(3)).flatten(1)
+
+
+_DRAWN: dict[str, Callable[[Words], Tensor]] = {"normal": _normal, "uniform": _uniform}
 
 
 Initialiser: TypeAlias = Init | Callable[[Tensor], object]
@@ -205,7 +210,7 @@ def fresh_parameter(
     parameter.tensor_model_parallel = split is not None and tp.size > 1
     parameter.dsx_spec = None if init is None else spec
     if init is not None and parameter.device.type != "meta":
-        if not isinstance(init, Init) or init.kind == "normal":
+        if not isinstance(init, Init) or init.kind in _DRAWN:
             parameter.dsx_seed = draw_seed(tp, sharded=False)
         _fill(parameter, spec, init, tp)
     filled: nn.Parameter = parameter

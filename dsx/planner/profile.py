@@ -206,8 +206,11 @@ def stage_costs(
 
 def digest(model: Model, *, vocab_multiple: int) -> str:
     """Name of an architecture: equal for equal numbers, 16 hexadecimal digits."""
-    numbers = [model.config, model.tensor_plan] if isinstance(model, HubModel) else asdict(model)
-    text = json.dumps([numbers, vocab_multiple], sort_keys=True)
+    numbers: Any = [model.config, model.tensor_plan] if isinstance(model, HubModel) else asdict(model)
+    if isinstance(numbers, dict):
+        numbers.pop("adapter")
+    adapter = () if model.adapter is None else (asdict(model.adapter),)
+    text = json.dumps([numbers, vocab_multiple, *adapter], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -333,12 +333,14 @@ _FREE = (
 
 def _numbers(model: Mapping[str, Any], hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a model computes with, alike for both implementations of a family that dsx has."""
+    adapter = model.get("adapter") or {}
+    scale = {"adapter": {key: adapter[key] for key in ("type", "rank", "alpha", "rslora")}} if adapter else {}
     if "config" not in model:
-        return model
+        return {**model, **scale}
     try:
-        return model_fact(model_spec(hf_config))
+        return model_fact(model_spec(hf_config)) | scale
     except ModelError:
-        return dict(model["config"])
+        return dict(model["config"]) | scale
 
 
 def _require_same_numbers(catalog: Catalog, here: Mapping[str, Any]) -> None:

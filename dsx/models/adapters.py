@@ -1,0 +1,179 @@
+"""The parameters of low-rank adapters, made of those of the matrices that they adapt. Pure data.
+
+An adapter adds ``scale * B A`` to a matrix [out, in], with A [rank, in] and B [out, rank]. Where
+transformers has several linears and dsx has one for them (queries, keys and values; gate and up), each of
+transformers' has a rank of its own, as in PEFT, and dsx's linear has their As one above the other, and so
+their Bs. Names of tensors are those in PEFT's files (peft/utils/save_and_load.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import accumulate, groupby
+from typing import Any
+
+from dsx.models.param import Init, ParamSpec
+from dsx.models.spec import Adapter
+
+ALL_LINEAR = "all-linear"
+"""The word of PEFT for every linear but the head."""
+
+A, B, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
+"""Ends of the names of an adapter's parameters."""
+
+_PREFIX = "base_model.model."
+_HEAD = "lm_head"
+_IN_FILES = {A: "lora_A.weight", B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
+
+
+def adapted(specs: Iterable[ParamSpec], adapter: Adapter | None) -> tuple[ParamSpec, ...]:
+    """A model's parameters and behind those of each module the parameters of its adapter.
+
+    The model's own are frozen unless the adapter says that they are trained too.
+    """
+    if adapter is None:
+        return tuple(specs)
+    found: list[ParamSpec] = []
+    for _, group in groupby(specs, key=lambda spec: spec.name.rpartition(".")[0]):
+        own = list(group)
+        found += [replace(spec, trained=trains(adapter, spec)) for spec in own]
+        before = 0
+        for spec in own:
+            held = tuple(targeted(adapter, spec))
+            found += _of_linear(adapter, spec, held, before)
+            before += len(held)
+    return tuple(found)
+
+
+def modules_of(spec: ParamSpec) -> tuple[tuple[str, tuple[int, int]], ...]:
+    """Transformers' modules whose parameters a parameter is made of, each with its rows.
+
+    >>> modules_of(ParamSpec(name="1.qkv.weight", layer=1, shape=(6, 4), init=Init(kind="zeros"), split=0,
+    ...                      parts=(4, 1, 1), hf=("h.0.q.weight", "h.0.k.weight", "h.0.v.weight")))
+    (('h.0.q', (0, 4)), ('h.0.k', (4, 5)), ('h.0.v', (5, 6)))
+    """
+    whole = (0, spec.shape[0]) if spec.shape else (0, 1)
+    if spec.hf_whole:
+        return ((_owner(spec.hf_whole), whole),)
+    if len(spec.hf) == 1:
+        # Its name in files of GPT-NeoX is an older one.
+        return ((_HEAD if spec.hf[0] == "embed_out.weight" else _owner(spec.hf[0]), whole),)
+    return tuple((_owner(name), box[0]) for name, box in spec.hf_boxes)
+
+
+def _owner(tensor: str) -> str:
+    return tensor.rpartition(".")[0]
+
+
+def names_of(spec: ParamSpec) -> tuple[str, ...]:
+    """The same modules by all their names: the head too, if it is tied to the word embedding."""
+    copies = tuple(map(_owner, spec.hf_copies)) or (() if spec.tie is None else (_HEAD,))
+    return tuple(name for name, _ in modules_of(spec)) + copies
+
+
+def trains(adapter: Adapter, spec: ParamSpec) -> bool:
+    """Whether a parameter of the model itself is trained beside the adapter."""
+    return not spec.buffer and any(is_also(adapter, name) for name in names_of(spec))
+
+
+def is_also(adapter: Adapter, module: str) -> bool:
+    """Whether a module, or one that it is a part of, is named as trained.
+
+    See _set_trainable in peft/utils/other.py.
+    """
+    paths = accumulate(module.split("."), lambda path, name: f"{path}.{name}")
+    return any(path.endswith(key) for path in paths for key in adapter.train_also)
+
+
+def targeted(adapter: Adapter, spec: ParamSpec) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Those of :func:`modules_of` that get an adapter: linears of blocks, as PEFT chooses them.
+
+    See check_target_module_exists in peft/tuners/tuners_utils.py.
+    """
+    if not spec.linear:
+        return
+    for module, rows in modules_of(spec):
+        kept = any(re.match(rf"(^|.*\.){key}($|\..*)", module) for key in adapter.train_also)
+        if not kept and names(adapter.targets, module):
+            yield module, rows
+
+
+def names(targets: str | tuple[str, ...], module: str) -> bool:
+    """Whether targets name a module.
+
+    >>> names(("q_proj",), "layers.0.q_proj"), names(("proj",), "layers.0.q_proj"), names(".*proj", "q_proj")
+    (True, False, True)
+    """
+    if isinstance(targets, str):
+        return targets == ALL_LINEAR or re.fullmatch(targets, module) is not None
+    return any(module == target or module.endswith(f".{target}") for target in targets)
+
+
+def _of_linear(
+    adapter: Adapter, base: ParamSpec, held: tuple[tuple[str, tuple[int, int]], ...], before: int
+) -> Iterator[ParamSpec]:
+    """A, B and magnitude for a matrix; ``before`` counts targets of the same module in its other matrices."""
+    if not held:
+        return
+    inputs, rank, owner = base.shape[1], adapter.rank, _owner(base.name)
+    start = base.name.removesuffix("weight")
+    rows = tuple(stop - first for _, (first, stop) in held)
+    outputs = sum(rows)
+    a_cut: dict[str, Any] = {"split": 1, "parts": base.parts} if base.split == 1 else {}
+    b_cut: dict[str, Any] = (
+        {"split": 0, "parts": _parts(base, [span for _, span in held])} if base.split == 0 else {}
+    )
+    # Values of torch.nn.Linear: uniform below 1 / sqrt(inputs). They are the same in whatever form.
+    values = Init(
+        kind="uniform",
+        std=(3 * inputs) ** -0.5,
+        part_of="" if start == f"{owner}." else f"{owner}.{A}",
+        first_row=before * rank,
+    )
+    made: list[tuple[str, tuple[int, ...], Init, dict[str, Any], tuple[int, ...]]] = [
+        (A, (rank * len(held), inputs), values, a_cut, (rank,) * len(held)),
+        (B, (outputs, rank), Init(kind="zeros"), b_cut, rows),
+    ]
+    if adapter.type == "dora":
+        made.append((MAGNITUDE, (outputs,), Init(kind="row_norms"), b_cut, rows))
+    for leaf, shape, init, cut, parts in made:
+        several: dict[str, Any] = {"hf_split": 0, "hf_parts": parts} if len(held) > 1 else {}
+        hf = tuple(f"{_PREFIX}{module}.{_IN_FILES[leaf]}" for module, _ in held)
+        yield ParamSpec(
+            name=start + leaf,
+            layer=base.layer,
+            shape=shape,
+            init=init,
+            hf=hf,
+            adapts=base.name,
+            **cut,
+            **several,
+        )
+
+
+def _parts(base: ParamSpec, held: list[tuple[int, int]]) -> tuple[int, ...]:
+    """Those of a matrix's parts along its outputs that lie in the rows ``held``."""
+    ends = accumulate(base.parts)
+    return tuple(
+        size
+        for size, end in zip(base.parts, ends, strict=True)
+        if any(first <= end - size and end <= stop for first, stop in held)
+    )
+
+
+def peft_specs(specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
+    """What is trained, under the names of PEFT's files."""
+    return tuple(
+        spec if spec.adapts else _in_peft(spec) for spec in specs if spec.trained and not spec.buffer
+    )
+
+
+def _in_peft(spec: ParamSpec) -> ParamSpec:
+    """A parameter that is trained itself; PEFT's files have it in the form of transformers' module."""
+    if spec.hf_whole:
+        hf = (f"{_PREFIX}{spec.hf_whole}",)
+        return replace(spec, hf=hf, hf_stacked=False, hf_split=None, hf_parts=(), hf_transposed=False)
+    leaf = spec.hf[0].rpartition(".")[2]
+    return replace(spec, hf=tuple(f"{_PREFIX}{module}.{leaf}" for module, _ in modules_of(spec)))
