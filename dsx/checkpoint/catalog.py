@@ -61,12 +61,16 @@ from dsx.models.spec import HubModel, Model
 
 
 def model_fact(model: Model) -> dict[str, Any]:
-    """The fact ``model``, as it comes back from JSON; the form of its parameters is a layout's."""
+    """The fact ``model``, as it comes back from JSON; the form of its parameters is a layout's.
+
+    What is frozen is a run's.
+    """
     if isinstance(model, HubModel):
         config = json.loads(model.config)
         told: dict[str, Any] = {"family": model.family, "num_layers": model.num_layers, "config": config}
     else:
-        told = {key: value for key, value in asdict(model).items() if key not in ("shared_kv", "adapter")}
+        left_out = ("shared_kv", "adapter", "freeze")
+        told = {key: value for key, value in asdict(model).items() if key not in left_out}
     if model.adapter is not None:
         told["adapter"] = asdict(model.adapter)
     fact: dict[str, Any] = json.loads(json.dumps(told))

@@ -17,9 +17,9 @@ from dsx.config.load import load, raise_all
 from dsx.config.run import PENDING, RunConfig, cut_layers
 from dsx.config.schema import DsxConfig, ZeroConfig
 from dsx.config.sources import read_model
-from dsx.config.wording import at
+from dsx.config.wording import at, suggest
 from dsx.errors import ConfigError, ScheduleError
-from dsx.models.params import layer_kinds, param_specs
+from dsx.models.params import frozen_names, layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model
 from dsx.parallel.limits import Asked, objections, possible
 from dsx.parallel.mesh import AXES, Mesh
@@ -217,6 +217,42 @@ def check_gathering(facts: Facts) -> Iterator[ConfigError]:
         yield ConfigError(at("zero_optimization.stage", 3), why, "use ZeRO 0 to 2")
 
 
+def check_freeze(facts: Facts) -> Iterator[ConfigError]:
+    """Check that dsx.train.freeze names parameters, all of those that are one tensor, and leaves some."""
+    freeze = facts.dsx.train.freeze
+    specs = param_specs(replace(facts.model.for_tensor(1), adapter=None)) if freeze else ()
+    for place, pattern in enumerate(freeze):
+        key = at(f"dsx.train.freeze[{place}]", pattern)
+        found = [frozen_names(spec, [pattern]) for spec in specs]
+        if not any(is_found for names in found for is_found in names.values()):
+            known = {word for names in found for name in names for word in _words_of(name)}
+            fix = suggest(pattern, known, otherwise=f"names are like {specs[-1].hf[0]}")
+            yield ConfigError(key, "no parameter of the model has it in its Hugging Face name", fix)
+    for spec in specs:
+        names = frozen_names(spec, freeze)
+        left = [name for name, is_frozen in names.items() if not is_frozen]
+        if left and len(left) < len(names):
+            caught = next(name for name, is_frozen in names.items() if is_frozen)
+            yield ConfigError(
+                at("dsx.train.freeze", list(freeze)),
+                f"it freezes {caught} and not {left[0]}, which are one tensor here, {spec.name}",
+                'freeze both or none, or set dsx.model.implementation to "transformers"',
+            )
+            return
+    if specs and not any(spec.trained for spec in specs):
+        yield ConfigError(
+            at("dsx.train.freeze", list(freeze)), "it leaves nothing to train", "freeze less of the model"
+        )
+
+
+def _words_of(name: str) -> Iterator[str]:
+    """What of a name somebody may have meant: each part between dots, and what it ends and begins with."""
+    parts = name.split(".")
+    yield from parts
+    for at_part in range(1, len(parts)):
+        yield from (".".join(parts[:at_part]), ".".join(parts[at_part:]))
+
+
 def check_combinations(facts: Facts) -> Iterator[ConfigError]:
     """Check DeepSpeed's keys against the mesh, and ``dsx.zero`` against the ZeRO stage."""
     yield from mesh_problems(facts.deepspeed, facts.mesh)
@@ -232,6 +268,7 @@ CHECKS = (
     check_combinations,
     check_own_modules,
     check_gathering,
+    check_freeze,
     check_profile,
 )
 
@@ -486,7 +523,7 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
     layers = layer_kinds(model.spec)
     degrees = resolve_degrees(dsx, model.spec, num_layers=len(layers), world_size=world_size)
     dsx, cut_notes = _as_cut(dsx, model.spec, degrees.mesh.tp)
-    spec = model.spec.for_tensor(degrees.mesh.tp)
+    spec = replace(model.spec.for_tensor(degrees.mesh.tp), freeze=dsx.train.freeze)
     batch = resolve_batch(deepspeed, degrees.mesh.num_shares)
     facts = Facts(
         deepspeed=deepspeed, dsx=dsx, model=spec, mesh=degrees.mesh, chunks=degrees.chunks, batch=batch

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dsx.models.spec import Family, Recompute
 from dsx.schedules.builders import ScheduleName
@@ -409,6 +409,12 @@ class TrainConfig(SchemaBlock):
     )
     save_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: at the end only.")
     seed: Seed = Field(default=0, description="Seed of fresh weights and of dropout.")
+    freeze: tuple[str, ...] = Field(
+        default=(),
+        strict=False,  # JSON has lists
+        description="Parameters that are not trained: regular expressions, each searched for anywhere in the "
+        'Hugging Face names, e.g. ["embed_tokens", "layers\\\\.[0-9]\\\\."].',
+    )
     resume: str = Field(
         default="auto",
         min_length=1,
@@ -429,6 +435,17 @@ class TrainConfig(SchemaBlock):
         description="Steps, from 1, whose pipeline actions are recorded, compared with their simulation and "
         "drawn in output/trace.",
     )
+
+    @field_validator("freeze")
+    @classmethod
+    def _are_expressions(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                what = f"{pattern!r} is no regular expression: {error}"
+                raise MistakeError(what, "write \\\\ before what is meant as it stands") from None
+        return patterns
 
     @model_validator(mode="after")
     def _steps_to_trace_exist(self) -> Self:

@@ -198,6 +198,8 @@ class StepRun:
             if self._taken and self._is_quiet():
                 while self._taken:
                     self._post_ahead(self._taken.pop())
+        if self._frozen and all(self._frozen.values()):
+            self._end_backwards()
         self._whereabouts.reach(len(self._row))
         self._outbox.flush()
 
@@ -330,17 +332,22 @@ class StepRun:
 
     def _backward_weight(self, action: Action) -> None:
         key, boundary = (action.stage, action.micro_batch), self._is_boundary
+        if self._frozen[action.stage]:
+            return
         if not self._calls.hooked:
             self._split.accumulate(key)
         with self._split.delivering(key) as loss:
-            if loss is None and not boundary:
-                return
-            root = loss
-            if root is None:
-                # Nothing to compute, but the boundary's reductions must run.
-                root = torch.zeros((), device=self._batches.device, requires_grad=True).clone()
-            self._calls.announce(root)
-            self._calls.backward((root,), (), boundary=boundary, is_loss=False)
+            if loss is not None:
+                self._calls.announce(loss)
+                self._calls.backward((loss,), (), boundary=boundary, is_loss=False)
+            elif boundary:
+                self._end_backwards()
+
+    def _end_backwards(self) -> None:
+        """The last backward of a step that has nothing to compute: the boundary's reductions must run."""
+        root = torch.zeros((), device=self._batches.device, requires_grad=True).clone()
+        self._calls.announce(root)
+        self._calls.backward((root,), (), boundary=True, is_loss=False)
 
     def _backward(self, action: Action) -> None:
         key = (action.stage, action.micro_batch)

@@ -37,7 +37,7 @@ from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.settings import Config, Settings, settings_of
 from dsx.engine.zero import given_optimizer_kept, require_supported
 from dsx.engine.zero.stage3 import scope_consistency_checks
-from dsx.errors import ConfigError, LayoutError, ModelError
+from dsx.errors import ConfigError, ModelError
 from dsx.launch.entry import AGREED
 from dsx.parallel.groups import Grid, Groups
 from dsx.terminal import shortened
@@ -140,6 +140,9 @@ def _shards(model: PipelineModule, block: Mapping[str, Any]) -> None:
 
 Group = dict[str, Any]
 
+SPARE = "spare"
+"""What trains on a rank with nothing to train; no layer uses it."""
+
 
 def prepare(
     model: PipelineModule,
@@ -152,15 +155,16 @@ def prepare(
     """Parameter groups for ``deepspeed.initialize``; a client optimizer's own are split in place.
 
     A collective call over all ranks. ZeRO-1 and 2 cut each group as one flat tensor, and so need
-    :func:`split_tied`.
+    :func:`split_tied`. A rank with nothing to train gets :data:`SPARE`.
 
     Raises:
         ConfigError: A scheduler was built for groups that have to be split; a list mixes parameters and
             groups.
-        LayoutError: A rank has nothing to train.
+        ModelError: No rank has anything to train.
     """
     flat = zero_stage in (1, 2)
     if isinstance(optimizer, Optimizer):
+        _fill(model, optimizer.param_groups)
         before = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
         groups = split_tied(optimizer.param_groups, model.ties) if flat else optimizer.param_groups
         groups = [group for group in groups if group["params"]]  # as DeepSpeed does
@@ -171,9 +175,9 @@ def prepare(
     else:
         given = model.chunks.parameters() if model_parameters is None else model_parameters
         groups = as_groups(given)
+        _fill(model, groups)
         if flat:
             groups = split_tied(groups, model.ties)
-    _require_trainable(model, groups, need_gradients=zero_stage > 0)
     return groups
 
 
@@ -238,21 +242,32 @@ def _pipeline_ranks_where(model: PipelineModule, flag: bool) -> list[int]:
     return [rank for rank, found in enumerate(flags.tolist()) if found]
 
 
-def _require_trainable(model: PipelineModule, groups: Sequence[Group], *, need_gradients: bool) -> None:
-    """Raise the same LayoutError on every rank if the optimizer of one would be empty."""
-    members = [p for group in groups for p in group["params"]]
-    fine = any(p.requires_grad for p in members) if need_gradients else bool(members)
-    ranks = _pipeline_ranks_where(model, not fine)
-    if not ranks:
-        return
-    layers = {rank: list(model.stage_map.layers_of(rank)) for rank in ranks}
-    error = LayoutError(
-        f"pipeline ranks {ranks} (layers {layers})",
-        "their optimizer has nothing to train, which DeepSpeed does not allow",
-        "cut the stages so that every rank has a trainable parameter (partition_method), or use fewer ranks",
-    )
-    error.add_note(AGREED)
-    raise error
+def _fill(model: PipelineModule, groups: Sequence[Group]) -> None:
+    """Give the optimizer of a rank with nothing to train a number that no layer uses. Collective.
+
+    DeepSpeed allows no empty optimizer, and all ranks take part in the collectives of its step.
+    """
+    trains = any(p.requires_grad for group in groups for p in group["params"])
+    if not _pipeline_ranks_where(model, trains):
+        error = ModelError(
+            "dsx.initialize",
+            "every parameter is frozen, so that there is nothing to train",
+            "leave some with requires_grad, or use eval_batch alone: it needs no optimizer",
+        )
+        error.add_note(AGREED)
+        raise error
+    if not trains:
+        dtype = next((p.dtype for p in model.chunks.parameters()), torch.float32)
+        spare = nn.Parameter(torch.zeros(1, dtype=dtype, device=model.device))
+        groups[0]["params"] = [*groups[0]["params"], spare]
+        model.chunks.register_parameter(SPARE, spare)
+        spare.dsx_spare = True  # type: ignore[attr-defined]  # a tag, for whoever looks at the optimizer
+
+
+def _hide_spare(model: PipelineModule) -> None:
+    """Once the optimizer has the spare parameter, it is no part of the model."""
+    if SPARE in dict(model.chunks.named_parameters(recurse=False)):
+        delattr(model.chunks, SPARE)
 
 
 _DEEPSPEED = tuple(lr_schedules.VALID_LR_SCHEDULES)
@@ -396,8 +411,8 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     Raises:
         VersionError: A DeepSpeed that dsx has not been checked against.
         ConfigError: A setting that cannot work with a pipeline, or that ranks have differently.
-        LayoutError: A rank has nothing to train.
-        ModelError: ``model`` is no dsx.PipelineModule, or has groups of its own and is given others.
+        ModelError: ``model`` is no dsx.PipelineModule, has nothing to train, or has groups of its own and is
+            given others.
     """
     del distributed_port, dist_init_required
     require_supported()
@@ -427,6 +442,8 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     apply_block(settings.deepspeed.get("pipeline", {}), model, settings.zero_stage)
     _check_build(model, settings)
     lr_scheduler = schedule_of(settings.deepspeed.get("scheduler"), lr_scheduler)
+    if model.partitioner is not None:
+        model.partitioner.hand_over(model.chunks)
     parameters = prepare(
         model,
         zero_stage=settings.zero_stage,
@@ -436,8 +453,6 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     )
     if settings.zero_stage == 3:
         scope_consistency_checks(model.groups)
-    if model.partitioner is not None:
-        model.partitioner.hand_over(model.chunks)
     with given_optimizer_kept():
         engine, wrapped, _, scheduler = deepspeed.initialize(
             model=model.chunks,
@@ -449,6 +464,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
             mpu=Grid(model.groups),
             dist_init_required=False,
         )
+    _hide_spare(model)
     require_drives(scheduler, engine.basic_optimizer)
     run = config if isinstance(config, RunConfig) else None
     pipeline = PipelineEngine(

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from dsx.memory.record import LOSS, LayerRecord, LayerRequest, Shape
 from dsx.models.params import layer_kinds
-from dsx.models.spec import HubModel, ModelSpec
+from dsx.models.spec import HubModel, Model, ModelSpec
 
 
 class LayerRecords(Protocol):
@@ -102,7 +102,8 @@ def alone(shape: Shape, index: int) -> Shape:
 
     What a ModelSpec says block by block, it says as a tuple of that length.
     """
-    model, kinds = shape.model, layer_kinds(shape.model)
+    kinds = layer_kinds(shape.model)
+    model: Model = replace(shape.model, freeze=())
     if isinstance(model, HubModel):
         return replace(
             shape, model=replace(model, block=model.block_of(index) if kinds[index] == "Block" else None)
@@ -117,7 +118,7 @@ def alone(shape: Shape, index: int) -> Shape:
 
 def _said_by_block(model: ModelSpec) -> list[str]:
     """Fields of a model that are tuples of a value for each block."""
-    values = {each.name: getattr(model, each.name) for each in fields(model)}
+    values = {each.name: getattr(model, each.name) for each in fields(model) if each.name != "freeze"}
     return [
         name for name, value in values.items() if isinstance(value, tuple) and len(value) == model.num_layers
     ]

@@ -31,14 +31,14 @@ _IN_FILES = {A: "lora_A.weight", B: "lora_B.weight", MAGNITUDE: "lora_magnitude_
 def adapted(specs: Iterable[ParamSpec], adapter: Adapter | None) -> tuple[ParamSpec, ...]:
     """A model's parameters and behind those of each module the parameters of its adapter.
 
-    The model's own are frozen unless the adapter says that they are trained too.
+    The model's own are frozen unless the adapter says that they are trained too, and nobody froze them.
     """
     if adapter is None:
         return tuple(specs)
     found: list[ParamSpec] = []
     for _, group in groupby(specs, key=lambda spec: spec.name.rpartition(".")[0]):
         own = list(group)
-        found += [replace(spec, trained=trains(adapter, spec)) for spec in own]
+        found += [replace(spec, trained=spec.trained and trains(adapter, spec)) for spec in own]
         before = 0
         for spec in own:
             held = tuple(targeted(adapter, spec))

@@ -11,6 +11,7 @@ With tied embeddings the head is the word embedding once more, and adds no param
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -32,7 +33,8 @@ def layer_kinds(model: Model) -> tuple[str, ...]:
 def param_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...]:
     """Every parameter of ``model``, in layer order and, within a layer, in its module's order.
 
-    Those of an adapter follow the parameters of the module that it adapts.
+    Those of an adapter follow the parameters of the module that it adapts. One of the model's own is not
+    trained if one of its ``freeze`` is found in all of the parameter's Hugging Face names.
 
     Args:
         model: The architecture.
@@ -40,13 +42,13 @@ def param_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...
     """
     kinds = layer_kinds(model)
     if isinstance(model, HubModel):
-        return adapted(_padded(model.params, pad_multiple), model.adapter)
+        return _settled(_padded(model.params, pad_multiple), model)
     specs = (
         spec
         for layer, kind in enumerate(kinds)
         for spec in _layer(model, layer, kind, layer - kinds.index("Block"), pad_multiple)
     )
-    return adapted(specs, model.adapter)
+    return _settled(specs, model)
 
 
 def stored_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ...]:
@@ -56,7 +58,7 @@ def stored_specs(model: Model, *, pad_multiple: int = 64) -> tuple[ParamSpec, ..
     """
     if isinstance(model, HubModel):
         specs = {spec.name: spec for spec in (*model.params, *model.buffers)}
-        return adapted(_padded((specs[name] for name in model.order), pad_multiple), model.adapter)
+        return _settled(_padded((specs[name] for name in model.order), pad_multiple), model)
     return param_specs(model, pad_multiple=pad_multiple)
 
 
@@ -64,6 +66,27 @@ def _padded(specs: Iterable[ParamSpec], multiple: int) -> tuple[ParamSpec, ...]:
     return tuple(
         spec if spec.pad_multiple is None else replace(spec, pad_multiple=multiple) for spec in specs
     )
+
+
+def _settled(specs: Iterable[ParamSpec], model: Model) -> tuple[ParamSpec, ...]:
+    """A model's parameters and its adapter's; of what is frozen it is said that it is not trained."""
+    if model.freeze:
+        specs = (
+            replace(spec, trained=spec.buffer or not all(frozen_names(spec, model.freeze).values()))
+            for spec in specs
+        )
+    return adapted(specs, model.adapter)
+
+
+def frozen_names(spec: ParamSpec, freeze: Iterable[str]) -> dict[str, bool]:
+    """The Hugging Face names of a parameter, each with whether a regular expression is found in it.
+
+    If one is found in the name that transformers' module has for a tensor whose parts have names of their
+    own in files, it is found in all.
+    """
+    patterns = [re.compile(pattern) for pattern in freeze]
+    whole = any(pattern.search(spec.hf_whole) for pattern in patterns if spec.hf_whole)
+    return {name: whole or any(pattern.search(name) for pattern in patterns) for name in spec.hf}
 
 
 def _layer(model: ModelSpec, layer: int, kind: str, block: int, pad_multiple: int) -> Iterator[ParamSpec]:

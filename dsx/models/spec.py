@@ -100,6 +100,8 @@ class ModelSpec:
         shared_kv: Keys and values are a parameter beside the queries', whole on every tensor-parallel rank,
             because ranks share key/value heads: see :meth:`for_tensor`.
         adapter: What is trained in place of the whole; None for all of it.
+        freeze: Regular expressions of the parameters that are not trained: see
+            :func:`dsx.models.params.param_specs`.
     """
 
     family: Family
@@ -134,6 +136,7 @@ class ModelSpec:
     logit_cap: float | None = None
     shared_kv: bool = False
     adapter: Adapter | None = None
+    freeze: tuple[str, ...] = ()
 
     def for_tensor(self, tensor: int) -> Self:
         """The same model in the form of its parameters that ``tensor`` tensor-parallel ranks train."""
@@ -218,6 +221,7 @@ class HubModel:
         no_gathering: Why ZeRO-3, whose ranks gather parameters together, is.
         block: Number of the one block that is looked at, of a model made for a record; None for all.
         adapter: What is trained in place of the whole; None for all of it.
+        freeze: As :attr:`ModelSpec.freeze`.
     """
 
     family: str
@@ -245,6 +249,7 @@ class HubModel:
     no_gathering: str | None = None
     block: int | None = None
     adapter: Adapter | None = None
+    freeze: tuple[str, ...] = ()
 
     def block_of(self, layer: int) -> int:
         """Number of the first block that is like layer ``layer`` of the layer list, which is a block."""

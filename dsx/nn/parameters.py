@@ -292,3 +292,5 @@ def initialise(module: nn.Module, specs: dict[str, ParamSpec], tp: TensorParalle
             fill(parameter, spec, tp=tp.size, tp_rank=tp.rank, seed=seed)
         parameter.dsx_spec = spec  # type: ignore[attr-defined]  # a tag, read by engine and checkpoints
         parameter.tensor_model_parallel = spec.split is not None and tp.size > 1  # type: ignore[attr-defined]  # as above
+        if not spec.trained:
+            parameter.requires_grad_(False)

@@ -62,7 +62,8 @@ def trial(
     content = _deepspeed(config, changes, keep_precision=keep_precision, on_cpu=on_cpu, full=full)
     block = config.resolved()["dsx"]
     block["profile"] = None
-    block["train"] |= {"resume": "never", "trace_steps": [], "eval_every": 0}
+    block["train"] |= {"resume": "never", "trace_steps": [], "eval_every": 0, "freeze": []}
+    changes += ["dsx.train.freeze: off, so that every gradient is compared"] * bool(config.dsx.train.freeze)
     block["tracking"] = {}
     if block["recompute"] == "auto":
         block["recompute"] = "none"

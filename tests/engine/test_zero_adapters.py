@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ranks
-from dsx.errors import ConfigError, LayoutError
+from dsx.errors import ConfigError, ModelError
 from engine import toy_pipeline as toy
 from engine.toy_pipeline import Case
 
@@ -58,6 +58,8 @@ def test_client_optimizers_parameter_groups_and_frozen_layers() -> None:
     cases = [Case(layers="tied", prepare=way, pp=2, zero=zero) for way in ways for zero in range(4)]
     cases += [Case(layers="tied", prepare="decay groups", pp=2, chunks=3, zero=2)]
     cases += [Case(prepare="frozen start", pp=2, chunks=2, zero=zero) for zero in range(4)]
+    # One rank has nothing to train: what comes before the first trained layer, or after the last.
+    cases += [Case(prepare=which, pp=2, zero=z) for which in ("frozen start", "frozen end") for z in range(4)]
     for case, losses in zip(cases, ranks.run(toy.train_all, 2, cases)[0], strict=True):
         want = expected(case.layers, 2, case.prepare)
         assert toy.flat(losses) == pytest.approx(want, rel=1e-5), case
@@ -157,7 +159,7 @@ def _refusals(rank: int, world_size: int) -> list[str]:
         (ConfigError, lambda: toy.engine(_with(tied, keys=muon))),
         (ConfigError, lambda: _own_groups(tied)),
         (ConfigError, lambda: _scheduler_of_old_groups(tied)),
-        (LayoutError, lambda: toy.engine(_with(Case(pp=2, zero=2), prepare="frozen start"))),
+        (ModelError, lambda: toy.engine(_with(Case(pp=2, zero=2), prepare="all frozen"))),
     ]
     texts = []
     for kind, attempt in attempts:
@@ -200,7 +202,7 @@ def _module(case: Case) -> Any:
 
 
 def test_what_ties_and_frozen_ranks_cannot_do_is_refused_on_every_rank() -> None:
-    words = ["Muon", "shares a parameter group", "pass a callable", "pipeline ranks [0]"]
+    words = ["Muon", "shares a parameter group", "pass a callable", "every parameter is frozen"]
     for texts in ranks.run(_refusals, 2):
         for text, word in zip(texts, words, strict=True):
             assert word in text

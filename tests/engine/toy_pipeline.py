@@ -185,6 +185,18 @@ def _frozen_start(module: nn.Module) -> dict[str, Any]:
     return {}
 
 
+def _frozen_end(module: nn.Module) -> dict[str, Any]:
+    for name, parameter in module.named_parameters():
+        index = name.removeprefix("chunks.").split(".")[0]
+        parameter.requires_grad_(index == "0")
+    return {}
+
+
+def _all_frozen(module: nn.Module) -> dict[str, Any]:
+    module.requires_grad_(False)
+    return {}
+
+
 PREPARE = {
     "nothing": _nothing,
     "optimizer instance": _optimizer_instance,
@@ -192,6 +204,8 @@ PREPARE = {
     "decay groups": _decay_groups,
     "frozen tie": _frozen_tie,
     "frozen start": _frozen_start,
+    "frozen end": _frozen_end,
+    "all frozen": _all_frozen,
 }
 
 

@@ -31,6 +31,7 @@ class Case:
     partition: Any = "flops"
     bf16: bool = False
     implementation: str = "auto"
+    freeze: tuple[str, ...] = ()
     zero_keys: tuple[tuple[str, Any], ...] = ()
     extra: tuple[tuple[str, Any], ...] = ()
 
@@ -58,6 +59,7 @@ class Case:
         parts += [f"parts{self.partition}"] if self.partition != "flops" else []
         parts += ["bf16"] if self.bf16 else []
         parts += [self.implementation] if self.implementation != "auto" else []
+        parts += [f"frozen {len(self.freeze)}"] if self.freeze else []
         parts += [f"{k}={v}" for k, v in (*self.zero_keys, *self.extra)]
         return "-".join(parts)
 
@@ -88,7 +90,7 @@ def config(case: Case, folder: Path | None) -> dict[str, Any]:
             "partition": {"method": case.partition},
             "recompute": case.recompute,
             "data": {"tokenizer": "bytes", "sequence_length": 12},
-            "train": {"steps": 10, "output": "unused"},
+            "train": {"steps": 10, "output": "unused", "freeze": list(case.freeze)},
         },
     }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,10 +139,19 @@ def tokens(step: int, rows: int, vocab: int = 261) -> torch.Tensor:
     return torch.randint(0, vocab, (rows, SEQUENCE + 1), generator=generator)
 
 
-def train(family: str, *, rows: int, steps: int, dtype: torch.dtype = torch.float32) -> Run:
+def train(
+    family: str,
+    *,
+    rows: int,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    freeze: Sequence[str] = (),
+) -> Run:
     """Loss, pre-clip gradient norm per step, and the weights after the first step."""
     model = hf_model(family).to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(re.search(pattern, name) for pattern in freeze))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAMW)
     losses, norms, first = [], [], {}
     for step in range(steps):
         batch = tokens(step, rows)

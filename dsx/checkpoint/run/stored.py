@@ -124,6 +124,8 @@ def load_stored(run: CheckpointedRun, catalog: Catalog) -> int:
     moments = sorted({entry.state for entry in catalog.entries} - {MASTER, WEIGHT})
     names = Names(run)
     for kept in held(run.deepspeed_engine):
+        if not kept.spans:
+            continue
         found: dict[str, set[float]] = defaultdict(set)
         for span in kept.spans:
             for state, number in numbers.get(names.of(span.parameter).name, {}).items():

@@ -156,7 +156,11 @@ def _spans(
         **options,
     )
     return [
-        tuple(Span(names[piece.name], piece.start, piece.stop, piece.offset) for piece in buffer.pieces)
+        tuple(
+            Span(names[piece.name], piece.start, piece.stop, piece.offset)
+            for piece in buffer.pieces
+            if not hasattr(names[piece.name], "dsx_spare")
+        )
         for buffer in plan.buffers(0 if process_group is None else dist.get_rank(process_group))
     ]
 
