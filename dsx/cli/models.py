@@ -110,3 +110,4 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         yield "probe", f"{small}: logits, loss and every gradient are those of transformers"
     yield "sequence", tried["no_sequence"] or "sequence parallelism is right"
+    yield "documents", tried["no_documents"] or "documents of a pack are kept apart"

@@ -81,7 +81,7 @@ class Recompute:
         return any(isinstance(layer, nn.Module) and any(True for _ in layer.parameters()) for layer in layers)
 
 
-Loss = Callable[[Any, Any], torch.Tensor]
+Loss = Callable[..., torch.Tensor]
 
 
 class TiedUse(nn.Module):
@@ -223,7 +223,8 @@ class Chunks(nn.Module):
         Args:
             inputs: Tensor or tuple of tensors.
             stage: One of this rank's virtual stages.
-            labels: ``(labels,)``, the second argument of ``loss_fn``; ``()`` leaves the loss out.
+            labels: The arguments of ``loss_fn`` behind the outputs: ``(labels,)``, or what a
+                :class:`~dsx.nn.loss.TokenMean` takes; ``()`` leaves the loss out.
             with_outputs: Return ``(loss, outputs)`` where the loss is computed.
         """
         self._forwards[stage] += 1

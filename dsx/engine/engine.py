@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from deepspeed.utils import RepeatingLoader
 from dsx.config.run import RunConfig
 from dsx.config.schema import ZeroConfig
 from dsx.engine.executor import Mode, StepRun
-from dsx.engine.micro_batches import DataWait, LabelCheck, MicroBatches
+from dsx.engine.micro_batches import DataWait, LabelCheck, MicroBatches, TrainedTokens
 from dsx.engine.p2p import Signatures, header_group, open_channels
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.recorder import Tracer
@@ -24,6 +24,7 @@ from dsx.engine.zero import adapt, count_samples
 from dsx.engine.zero.calls import Backwards, calls
 from dsx.engine.zero.norm import Refuses
 from dsx.errors import ConfigError, DataError, ModelError
+from dsx.nn.loss import TokenMean
 from dsx.parallel.groups import Grid
 from dsx.parallel.stages import StageMap
 from dsx.schedules.builders import forward_only
@@ -76,7 +77,8 @@ class Steering:
     """What an engine asks in every training step, on all ranks.
 
     Attributes:
-        sums: [mean loss, number of ranks that wanted to stop] of the last step, over all ranks.
+        sums: [mean loss, number of ranks that wanted to stop, trained tokens] of the last step, over all
+            ranks. Tokens are counted for a loss that is the mean over them.
         stop_wanted: Whether this rank wants no further step; None never does.
         refuses: ``refuses(loss, grad_norm)``, asked alike on every rank before the weights are updated, says
             whether this step must not be applied. It then counts as one that DeepSpeed skipped.
@@ -184,7 +186,7 @@ class PipelineEngine:
         self.data_wait = DataWait()
         self._saver: Saver | None = None
         self.whereabouts = Whereabouts(model.device)
-        self.steering = Steering(torch.zeros(2, device=model.device))
+        self.steering = Steering(torch.zeros(3, device=model.device))
         self.names = EngineNames(self, self.steering.sums)
         open_channels(model.groups, model.stage_map, model.device)
 
@@ -228,7 +230,8 @@ class PipelineEngine:
                 shifts labels: a language model's inputs are ``tokens[:, :-1]``, its labels ``tokens[:, 1:]``.
 
         Returns:
-            Mean loss over all micro-batches and replicas, float32 scalar, the same on every rank.
+            Mean loss over all micro-batches and replicas, float32 scalar, the same on every rank; of a
+            :class:`~dsx.nn.loss.TokenMean`, the mean over their trained tokens.
 
         Raises:
             DataError: It is no iterator, ends within the step, or yields something else.
@@ -250,7 +253,7 @@ class PipelineEngine:
             run.run()
             here.enter("optimizer step")
             # Under way during the optimizer's step, whose collectives the ranks wait for anyway.
-            sums, reduced = self._sum_losses(run.losses, count)
+            sums, reduced = self._sum_losses(run, count)
             self._adapter.before_step(self.steering.refuser(sums, reduced))
             count_samples(engine, count)
             self._backwards.at_boundary = True
@@ -306,8 +309,10 @@ class PipelineEngine:
             return (None, outputs) if return_logits else outputs
         loss: Any = run.losses if self.is_last_stage() else None
         if reduce_output == "avg":
-            sums, reduced = self._sum_losses(run.losses, count)
+            sums, reduced = self._sum_losses(run, count)
             reduced.wait()
+            if isinstance(module.chunks.loss_fn, TokenMean):
+                sums[0] /= sums[2].clamp(min=1)
             self._write("eval_loss", sums[0])
             loss = sums[0] if bcast_loss or self.is_last_stage() else None
         return (loss, outputs) if return_logits else loss
@@ -315,6 +320,13 @@ class PipelineEngine:
     def trace(self, steps: int | Iterable[int] = 1) -> list[Trace]:
         """Record the actions of training steps to come: see :meth:`dsx.engine.recorder.Tracer.expect`."""
         return self._tracer.expect(steps, done=int(self.global_steps))
+
+    @property
+    def trained_tokens(self) -> int | None:
+        """Tokens of the last step that had a label; None if the loss is no mean over tokens."""
+        if not isinstance(self.pipeline.chunks.loss_fn, TokenMean):
+            return None
+        return round(float(self.steering.sums[2]))
 
     @property
     def step_applied(self) -> bool:
@@ -412,6 +424,9 @@ class PipelineEngine:
     def _step_run(self, source: Iterator[Any] | None, count: int, mode: Mode, around: Any = None) -> StepRun:
         schedule, receives = self.programs.step(count, training=mode.training)
         uses = int(self.is_first_stage()) + int(self.is_last_stage())
+        loss, device, tokens = self.pipeline.chunks.loss_fn, self.pipeline.device, None
+        if isinstance(loss, TokenMean) and mode.compute_loss and self.is_last_stage():
+            tokens = TrainedTokens(loss, self.groups, device, before_backward=mode.training)
         return StepRun(
             schedule=schedule,
             receives=receives,
@@ -419,7 +434,7 @@ class PipelineEngine:
             stages=self.pipeline.chunks,
             calls=self._calls,
             hooks=self._adapter.hooks,
-            batches=MicroBatches(source=source, count=count, device=self.pipeline.device, uses=uses),
+            batches=MicroBatches(source=source, count=count, device=device, uses=uses, tokens=tokens),
             signatures=self._signatures,
             mode=mode,
             split=self.pipeline.split,
@@ -427,12 +442,20 @@ class PipelineEngine:
             whereabouts=self.whereabouts,
         )
 
-    def _sum_losses(self, losses: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, dist.Work]:
-        """:attr:`Steering.sums`, once the all-reduce, which is under way, has been waited for."""
-        total = torch.zeros(2, dtype=torch.float32, device=self.pipeline.device)
-        if losses and self.groups.speaks:
-            shares = count * self.groups.mesh.num_shares
-            total[0] = torch.stack([loss.float() for loss in losses]).sum() / shares
+    def _sum_losses(self, run: StepRun, count: int) -> tuple[torch.Tensor, dist.Work]:
+        """:attr:`Steering.sums`, once the all-reduce, which is under way, has been waited for.
+
+        In an evaluation by a mean over tokens the loss still has to be divided by their number.
+        """
+        total = torch.zeros(3, dtype=torch.float32, device=self.pipeline.device)
+        if run.losses and self.groups.speaks:
+            losses = torch.stack([loss.float() for loss in run.losses])
+            total[0] = losses.sum() / (count * self.groups.mesh.num_shares)
+            if run.tokens is not None:
+                counts = run.tokens.counts()
+                total[2] = counts.sum()
+                if not run.tokens.before_backward:
+                    total[0] = (losses * counts).sum()
         total[1] = self.steering.wish()
         work = dist.all_reduce(total, async_op=True)
         assert work is not None

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from dsx.engine.chunks import Chunks
-from dsx.engine.micro_batches import MicroBatches
+from dsx.engine.micro_batches import MicroBatches, TrainedTokens
 from dsx.engine.p2p import HEADER_NUMEL, Headers, Inbox, Outbox, Signature, Signatures, Tensors, channel
 from dsx.engine.whereabouts import Whereabouts
 from dsx.errors import ModelError
@@ -264,7 +264,7 @@ class StepRun:
         is_last = action.stage == self._last
         local = not is_last and self._schedule.rank_of(action.stage + 1) == self._groups.pp_rank
         # Read in any case, so that all ranks that share an iterator move it on alike.
-        labels = (self._batches.labels(action.micro_batch),) if is_last else ()
+        labels = self._batches.labels(action.micro_batch) if is_last else ()
         inputs = self._inputs[key] if mode.training else self._inputs.pop(key)
         output = self._calls.forward(
             _writable(inputs),
@@ -368,6 +368,11 @@ class StepRun:
         gradients = self._gradients.pop((action.stage - 1, action.micro_batch))
         self._signatures.check("B", action.stage - 1, self._mode.training, gradients)
         self._outbox.send(gradients, "B", self._schedule.rank_of(action.stage - 1))
+
+    @property
+    def tokens(self) -> TrainedTokens | None:
+        """The trained tokens, for a loss that is the mean over them; None on ranks that do not compute it."""
+        return self._batches.tokens
 
     @property
     def _is_boundary(self) -> bool:

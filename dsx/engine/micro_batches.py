@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dsx.errors import DataError
-from dsx.nn.loss import cross_entropy
+from dsx.nn.loss import TokenMean, cross_entropy
+from dsx.parallel.groups import Groups
 
 
 @dataclass(slots=True)
@@ -23,12 +25,14 @@ class MicroBatches:
         count: Micro-batches in the step.
         device: Where tensors are moved.
         uses: How often each micro-batch is read on this rank (inputs, labels or both).
+        tokens: Counts the trained tokens of a loss that is the mean over them, on ranks of the last stage.
     """
 
     source: Iterator[Any] | None
     count: int
     device: torch.device
     uses: int
+    tokens: TrainedTokens | None = None
     _loaded: dict[int, list[Any]] = field(default_factory=dict)
     _pulled: int = 0
 
@@ -36,14 +40,27 @@ class MicroBatches:
         """Inputs of a micro-batch: copies, as layers may write over what they are given."""
         return _to(self._use(micro_batch)[0], self.device, own=True)
 
-    def labels(self, micro_batch: int) -> Any:
-        """Labels of a micro-batch."""
-        return _to(self._use(micro_batch)[1], self.device, own=False)
+    def labels(self, micro_batch: int) -> tuple[Any, ...]:
+        """Labels of a micro-batch, and the divisor of its loss if the step gives one."""
+        tokens = self.tokens
+        if tokens is not None and tokens.before_backward:
+            self._read(self.count - 1)
+        labels = _to(self._use(micro_batch)[1], self.device, own=False)
+        if tokens is None or not tokens.before_backward:
+            return (labels,)
+        return labels, tokens.share(self.count)
+
+    def _read(self, micro_batch: int) -> None:
+        """Pull micro-batches up to this one."""
+        while self._pulled <= micro_batch:
+            batch = self._pull()
+            if self.tokens is not None:
+                self.tokens.note(batch[1])
+            self._loaded[self._pulled] = [batch, self.uses]
+            self._pulled += 1
 
     def _use(self, micro_batch: int) -> Any:
-        while self._pulled <= micro_batch:
-            self._loaded[self._pulled] = [self._pull(), self.uses]
-            self._pulled += 1
+        self._read(micro_batch)
         entry = self._loaded[micro_batch]
         entry[1] -= 1
         if entry[1] == 0:
@@ -68,6 +85,50 @@ class MicroBatches:
         return batch
 
 
+class TrainedTokens:
+    """The trained tokens of one step or evaluation, as a rank of the last stage counts them.
+
+    Args:
+        loss: Says how many a micro-batch's labels have.
+        groups: This rank's groups.
+        device: Where counts are summed over ranks.
+        before_backward: Whether the losses are divided by the step's number of them, for which all
+            micro-batches are read before the first loss.
+
+    Attributes:
+        before_backward: See there.
+    """
+
+    def __init__(
+        self, loss: TokenMean, groups: Groups, device: torch.device, *, before_backward: bool
+    ) -> None:
+        self._loss, self._groups, self._device = loss, groups, device
+        self.before_backward = before_backward
+        self._counts: list[torch.Tensor] = []
+        self._share: torch.Tensor | None = None
+
+    def note(self, labels: Any) -> None:
+        """Count a micro-batch's tokens."""
+        self._counts.append(self._loss.count(labels))
+
+    def counts(self) -> torch.Tensor:
+        """Of every micro-batch that was read: int64 [micro-batches]."""
+        return torch.stack(self._counts).to(self._device)
+
+    def share(self, count: int) -> torch.Tensor:
+        """The tokens of an average micro-batch of all data-parallel ranks: a float32 scalar.
+
+        The mean over micro-batches and ranks of their sums divided by it is the sum over the global batch
+        divided by its tokens. At least one token counts, so that a batch without any has the loss 0.
+        """
+        if self._share is None:
+            total = self.counts().sum()
+            dist.all_reduce(total, group=self._groups.data)
+            mean = total.clamp(min=1).double() / (count * self._groups.mesh.num_shares)
+            self._share = mean.float()
+        return self._share
+
+
 @dataclass(slots=True)
 class LabelCheck:
     """Warns, once, where labels are the inputs themselves and the loss is dsx's, which shifts nothing.
@@ -80,7 +141,9 @@ class LabelCheck:
 
     def looked_at(self, batch: Any) -> Any:
         """The micro-batch as it is."""
-        if self.due and _is_unshifted(batch) and getattr(self.loss_fn, "func", self.loss_fn) is cross_entropy:
+        loss: Any = self.loss_fn
+        loss = loss.loss if isinstance(loss, TokenMean) else loss
+        if self.due and _is_unshifted(batch) and getattr(loss, "func", loss) is cross_entropy:
             warnings.warn(
                 "labels are the inputs themselves: the loss compares the logits at each place with the label "
                 "there and shifts nothing, so that the model learns to copy. Give tokens[:, :-1] as inputs "

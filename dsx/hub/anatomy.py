@@ -8,8 +8,10 @@ block besides the hidden states: masks and positions are then the family's own, 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ from torch.utils._pytree import tree_map
 from dsx.errors import ModelError
 from dsx.models.config_values import at
 from dsx.models.quiet_transformers import quiet_transformers
+from dsx.nn.documents import Last
 from dsx.terminal import shortened
 
 HIDDEN = "hidden_states"
@@ -346,6 +349,12 @@ class Anatomy:
         """Path of the list of blocks inside the base."""
         return self.blocks.removeprefix(f"{self.base}.")
 
+    @property
+    def takes_positions(self) -> bool:
+        """Whether the family's forward is told positions."""
+        base = self.model.get_submodule(self.base)
+        return "position_ids" in inspect.signature(type(base).forward).parameters
+
     def keeps_wide(self, path: str) -> bool:
         """Whether transformers keeps a tensor in float32 in a model of bf16."""
         names = self.model._keep_in_fp32_modules_strict or ()  # noqa: SLF001 (as from_pretrained reads it)
@@ -387,6 +396,35 @@ class Anatomy:
         return bare
 
 
+@contextmanager
+def _masks_of(positions: Tensor, base: nn.Module) -> Iterator[None]:
+    """Inside, a family's forward makes masks by these positions, which it may hand to rotary tables alone.
+
+    So does modeling_gpt_oss.py. The masks are made by functions of transformers' masking_utils that the
+    family's file has imported by name. Where they are made in another way, the family's probe shows it.
+    """
+    own = vars(sys.modules[type(base).__module__])
+    makers = {
+        name: function
+        for name, function in own.items()
+        if getattr(function, "__module__", "") == "transformers.masking_utils"
+        and "position_ids" in inspect.signature(function).parameters
+    }
+    own |= {name: partial(_with_positions, function, positions) for name, function in makers.items()}
+    try:
+        yield
+    finally:
+        own |= makers
+
+
+def _with_positions(make: Callable[..., Any], positions: Tensor, *arguments: Any, **named: Any) -> Any:
+    """A mask of transformers, made with positions if the caller gives none."""
+    given = inspect.signature(make).bind(*arguments, **named)
+    if given.arguments.get("position_ids") is None:
+        given.arguments["position_ids"] = positions
+    return make(*given.args, **given.kwargs)
+
+
 class Trunk:
     """The family's forward without weights: what it gives to every block, kept for the last shapes.
 
@@ -403,6 +441,7 @@ class Trunk:
         self._calls: list[Call] = []
         self._width = anatomy.width
         self._base: nn.Module | None = None
+        self._last = Last()
         self.kept: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
 
     def __repr__(self) -> str:
@@ -424,29 +463,46 @@ class Trunk:
         self._calls.append(call)
         return call.hidden
 
-    def call(self, number: int, hidden: Tensor, length: int, *, training: bool) -> Call:
+    def call(
+        self, number: int, hidden: Tensor, length: int, positions: Tensor | None, *, training: bool
+    ) -> Call:
         """The call of block ``number`` in a forward, with these hidden states.
 
         Args:
             number: Of the block.
             hidden: [B, s, ...], of which the form alone matters for what else the block gets.
             length: Tokens of a whole sequence.
+            positions: int64 [B, S] if documents are kept apart: the family's own forward then makes masks
+                and rotary tables of them, once per micro-batch.
             training: Whether the model is.
         """
         key = (hidden.shape[0], length, hidden.dtype, training)
+        run = partial(self._run, hidden, length, positions, training=training)
+        if positions is not None:
+            return Call(hidden, *self._last.of(positions, key, run)[number])
         if key not in self.kept:
             if len(self.kept) >= _MOST_SHAPES:
                 self.kept.pop(next(iter(self.kept)))
-            self._calls = []
             with torch.no_grad():
-                if self._base is None:
-                    self._base = self._made()
-                self._base.train(training)
-                like = hidden.new_zeros(1).expand(hidden.shape[0], length, self._width)
-                self._base(inputs_embeds=like, use_cache=False)
-            self.kept[key] = [(call.arguments, call.named, call.by_name) for call in self._calls]
-            self._calls = []
+                self.kept[key] = run()
         return Call(hidden, *self.kept[key][number])
+
+    def _run(
+        self, hidden: Tensor, length: int, positions: Tensor | None, *, training: bool
+    ) -> list[tuple[Any, ...]]:
+        """What every block is called with, hidden states aside."""
+        self._calls = []
+        if self._base is None:
+            self._base = self._made()
+        self._base.train(training)
+        like = hidden.new_zeros(1).expand(hidden.shape[0], length, self._width)
+        if positions is None:
+            self._base(inputs_embeds=like, use_cache=False)
+        else:
+            with _masks_of(positions, self._base):
+                self._base(inputs_embeds=like, use_cache=False, position_ids=positions)
+        calls, self._calls = self._calls, []
+        return [(call.arguments, call.named, call.by_name) for call in calls]
 
 
 _MOST_SHAPES = 4

@@ -85,14 +85,12 @@ def loss_of(sums: Tensor, balance: Balance) -> Tensor:
     return balance.coefficient * balance.experts * total
 
 
-def with_balance(
-    loss: Callable[[Tensor, Tensor], Tensor], balance: Balance
-) -> Callable[[tuple[Tensor, Tensor], Tensor], Tensor]:
+def with_balance(loss: Callable[..., Tensor], balance: Balance) -> Callable[..., Tensor]:
     """A loss of (logits, sums) and labels: ``loss`` of the logits plus the auxiliary loss."""
 
-    def both(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    def both(outputs: tuple[Tensor, Tensor], labels: Tensor, **named: Any) -> Tensor:
         logits, sums = outputs
-        return loss(logits, labels) + loss_of(sums, balance)
+        return loss(logits, labels, **named) + loss_of(sums, balance)
 
     return both
 

@@ -17,13 +17,11 @@ from dsx.hub.tensor_plan import apply_plan, sum_gradients
 from dsx.models.spec import HubModel, Recompute
 from dsx.nn import collectives
 from dsx.nn.block import recomputed
+from dsx.nn.documents import Stream, carried, ending, joined, parted
 from dsx.nn.embedding import check_ids
 from dsx.nn.linear import column_linear
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights
-
-Stream: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
-"""Hidden states, and beside them the sums of an auxiliary loss if there is one."""
 
 
 def settled(module: nn.Module, model: HubModel, weights: Weights, summed: set[str]) -> None:
@@ -62,10 +60,11 @@ class HubEmbedding(nn.Module):
         settled(self, model, weights, others if weights.tp.size > 1 else set())
         self.num_valid, self._balance = _vocabulary(self.word, weights), model.balance
 
-    def forward(self, ids_BS: Tensor) -> Stream:
-        """int64 [B, S] to [B, s, H]."""
+    def forward(self, given: Stream) -> Stream:
+        """int64 [B, S] to [B, s, H], and the sums of an auxiliary loss if there is one."""
+        ids_BS, _, positions = parted(given)
         y: Tensor = self.word(ids_BS)
-        return y if self._balance is None else (y, fresh_sums(self._balance, y))
+        return joined(y, () if self._balance is None else (fresh_sums(self._balance, y),), positions)
 
 
 def _vocabulary(table: Any, weights: Weights) -> int | None:
@@ -122,13 +121,15 @@ class HubStart(nn.Module):
 
     def forward(self, given: Stream) -> Stream:
         """[B, s, H] to what blocks take."""
-        return _beside(given, self._started)
+        x_BsH, beside, positions = parted(given)
+        return joined(self._started(x_BsH, positions), beside, positions)
 
-    def _started(self, x_BsH: Tensor) -> Tensor:
+    def _started(self, x_BsH: Tensor, positions: Tensor | None) -> Tensor:
         tp, cut = self._tp, self._tp.sequence
         if cut:
             x_BsH = collectives.gather_from(x_BsH, tp, collectives.SEQUENCE)
-        self.base(inputs_embeds=x_BsH, use_cache=False)
+        told = {} if positions is None else {"position_ids": positions}
+        self.base(inputs_embeds=x_BsH, use_cache=False, **told)
         y, self._handed = self._handed, None
         assert y is not None
         return collectives.scatter_to(y, tp, collectives.SEQUENCE) if cut else y
@@ -162,35 +163,26 @@ class HubBlock(nn.Module):
 
     def forward(self, given: Stream) -> Stream:
         """[B, s, ...] to the same, and the sums of an auxiliary loss beside it."""
-        inputs = given if isinstance(given, tuple) else (given,)
-        x = inputs[0]
-        call = self._trunk.call(self._number, x, x.shape[1] * self._times, training=self.training)
+        x, sums, positions = parted(given)
+        length, training = x.shape[1] * self._times, self.training
+        call = self._trunk.call(self._number, x, length, positions, training=training)
         run = partial(self._run, call)
         if self._recompute == "full":
-            return recomputed(run, *inputs, random=self.training)
-        return run(*inputs)
+            run = partial(recomputed, run, random=training)
+        return joined(*run(x, *sums), positions)
 
-    def _run(self, call: Call, x: Tensor, sums: Tensor | None = None) -> Stream:
-        if self._routers is None or self._balance is None or sums is None:
-            return hidden_of(call.make(self.block, x))
+    def _run(self, call: Call, x: Tensor, *sums: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if self._routers is None or self._balance is None or not sums:
+            return hidden_of(call.make(self.block, x)), sums
         with self._routers.collected() as logits:
             y = hidden_of(call.make(self.block, x))
-        for each in logits:
-            sums = sums + sums_of(each, self._balance)
-        return y, sums
+        return y, (sum((sums_of(each, self._balance) for each in logits), sums[0]),)
 
 
 def hidden_of(gave: Any) -> Tensor:
     """The hidden states among a block's outputs."""
     y: Tensor = gave[0] if isinstance(gave, tuple) else gave
     return y
-
-
-def _beside(given: Stream, function: Callable[[Tensor], Tensor]) -> Stream:
-    """What a function makes of the hidden states, with the sums of an auxiliary loss if they come along."""
-    if isinstance(given, tuple):
-        return function(given[0]), given[1]
-    return function(given)
 
 
 class HubEnd(nn.Module):
@@ -212,11 +204,9 @@ class HubEnd(nn.Module):
     def _called(self, number: int, call: Call) -> Tensor:
         return self._given.pop() if number == self._last else call.hidden
 
-    def forward(self, given: Stream) -> Stream:
+    @carried
+    def forward(self, x: Tensor) -> Tensor:
         """What the last block gives to [B, s, H]."""
-        return _beside(given, self._ended)
-
-    def _ended(self, x: Tensor) -> Tensor:
         if self._plain is not None:
             y: Tensor = self.base.get_submodule(self._plain)(x)
             return y
@@ -270,7 +260,7 @@ class Ending:
     def of_table(self, module: HubEmbedding, given: Stream) -> Stream:
         """The tied head: the word embedding's table once more."""
         table = partial(module.word, as_head=True)
-        return _beside(given, lambda x: self.logits(x, table, module.num_valid))
+        return ending(lambda _, x: self.logits(x, table, module.num_valid))(module, given)
 
 
 class _Base(nn.Module):
@@ -327,9 +317,10 @@ class HubHead(nn.Module):
         table.forward = lambda x: column_linear(x, table.weight, table.bias, tp, num_valid=valid, split=split)
         self._ending, self._valid = ending, valid
 
-    def forward(self, given: Stream) -> Stream:
+    @ending
+    def forward(self, x: Tensor) -> Tensor:
         """[B, s, H] to [B, S, V]."""
-        return _beside(given, lambda x: self._ending.logits(x, self.word, self._valid))
+        return self._ending.logits(x, self.word, self._valid)
 
 
 Entry: TypeAlias = tuple[Any, tuple[Any, ...], bool, Callable[[Any, Any], Any] | None]

@@ -46,12 +46,14 @@ class Probe:
     Attributes:
         differs: What the layer list computes otherwise than transformers; None if nothing.
         no_sequence: Why sequence parallelism would be wrong; None if it is right.
+        no_documents: Why documents of a pack cannot be kept apart; None if they can.
         blocks: Blocks of the small model.
         parameters: Its parameters.
     """
 
     differs: str | None
     no_sequence: str | None
+    no_documents: str | None
     blocks: int
     parameters: int
 
@@ -72,24 +74,26 @@ def probe(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | Non
     return Probe(
         differs=_difference(model, whole),
         no_sequence=model.no_sequence or _sequence_problem(model, whole),
+        no_documents=_documents_problem(model, whole),
         blocks=model.num_layers,
         parameters=sum(spec.numel for spec in model.params),
     )
 
 
-def require_probed(model: HubModel, *, sequence: bool) -> None:
+def require_probed(model: HubModel, *, sequence: bool, documents: bool) -> None:
     """Refuse a model whose layer list is not what transformers computes.
 
     Args:
         model: The model.
         sequence: Whether tensor-parallel ranks cut the sequence, which must then be right too.
+        documents: Whether packs hold documents that are kept apart, likewise.
 
     What a probe showed is kept in the user's cache, by the config and the versions.
 
     One of which no small model can be made is let through: its structure alone has been looked at.
 
     Raises:
-        ConfigError: The sequence cannot be cut.
+        ConfigError: The sequence cannot be cut, or documents not be kept apart.
         ModelError: It differs; names what and by how much.
     """
     place = _place(model)
@@ -112,6 +116,10 @@ def require_probed(model: HubModel, *, sequence: bool) -> None:
             at("dsx.parallel.sequence_parallel", True),
             f"{model.family}: {found.no_sequence}",
             "set it to false",
+        )
+    if documents and found.no_documents is not None:
+        raise ConfigError(
+            at("dsx.data.documents", "apart"), f"{model.family}: {found.no_documents}", 'use "joined"'
         )
 
 
@@ -213,6 +221,25 @@ def _layers(
                 for path, buffer in module.named_buffers():
                     buffer.copy_(buffers[f"{prefix}.{path.partition('.')[2]}"])
     return calls, parameters
+
+
+def _documents_problem(model: HubModel, whole: Any) -> str | None:
+    """Why documents of a pack would not be kept apart: a pack of two beside each by itself."""
+    if not anatomy_of(model.config).takes_positions:
+        return "the family's forward is not told positions, so that it cannot know where documents begin"
+    ids, half = _ids(model)[:, :-1], _TOKENS // 2 - 1
+    parts = (ids[:, :half], ids[:, half:])
+    positions = torch.cat([torch.arange(part.shape[1]).expand(part.shape) for part in parts], dim=1)
+    value: Any = (ids, positions)
+    try:
+        with torch.no_grad():
+            for call in _layers(model, whole)[0]:
+                value = call(value)
+            alone = torch.cat([whole(input_ids=part, use_cache=False).logits for part in parts], dim=1)
+    except Exception as error:  # noqa: BLE001 - whatever the family's code does with positions that restart
+        return f"it does not run on packs of documents ({first_line(error)})"
+    told = _far(hidden_of(value), alone.float())
+    return None if told is None else f"a document sees others of its pack: its logits differ {told}"
 
 
 def _sequence_problem(model: HubModel, whole: Any) -> str | None:

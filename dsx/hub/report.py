@@ -51,17 +51,17 @@ def _row(family: str, *, probed: bool) -> FamilyRow:
     kind = CONFIG_MAPPING[family]
     known = known_of(family)
     plan = bool(getattr(kind, "base_model_tp_plan", None) or known.get("plan") or known.get("cuts"))
-    refused, no_sequence = known.get("refused"), known.get("no_sequence")
+    refused, no_sequence = None, known.get("no_sequence")
     try:
         described = kind()
         check_one_stack(described)
-        if probed and refused is None:
+        if probed:
             found = probe({**described.to_dict(), "model_type": family})
             refused, no_sequence = found.differs, found.no_sequence
     except ModelError as error:
-        refused = refused or f"{error.what}; {error.fix}"
+        refused = f"{error.what}; {error.fix}"
     except Exception as error:  # noqa: BLE001 - each family refuses its own config in its own way
-        refused = refused or f"transformers cannot make its config ({first_line(error)})"
+        refused = f"transformers cannot make its config ({first_line(error)})"
     own = family in FAMILIES
     implementation = "dsx" if own else None if refused else "transformers"
     return FamilyRow(

@@ -9,17 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dsx.models.family import TIE
 from dsx.models.hf_config import FAMILIES
 from dsx.models.param import ParamSpec
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model, ModelSpec, Recompute
-from dsx.nn.attention import Rotary, Window
+from dsx.nn.attention import CausalMask, Rotary
 from dsx.nn.block import Block
 from dsx.nn.embedding import Head, Positions, WordEmbedding
-from dsx.nn.loss import cross_entropy
+from dsx.nn.loss import TokenMean, cross_entropy
 from dsx.nn.norm import FinalNorm
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights
@@ -93,9 +93,9 @@ class LayerListBuilder:
         return None if self._own.rope is None else Rotary(self._own.rope, self._own.rotary_size)
 
     @cached_property
-    def windows(self) -> dict[int, Window]:
+    def masks(self) -> dict[int, CausalMask]:
         """One object for all blocks with the same window, so that its mask exists once."""
-        return {size: Window(size) for size in set(self._own.windows) if size}
+        return {size: CausalMask(size) for size in {0, *self._own.windows}}
 
     def build(self) -> list[Layer]:
         """The whole list for DeepSpeed."""
@@ -126,7 +126,7 @@ class LayerListBuilder:
         ]
 
     def _block(self, layer: int, window: int) -> LayerEntry:
-        shared = (self.rotary, self.recompute, self.windows.get(window))
+        shared = (self.rotary, self.recompute, self.masks[window])
         return LayerEntry(self.classes["Block"], (self.model, self._weights(layer), *shared))
 
     def _layer(self, kind: str, layer: int) -> LayerEntry:
@@ -193,16 +193,14 @@ def layers(
     return builder.build()
 
 
-def loss(
-    model: Model, tp: TensorParallel, *, overwrite_logits: bool = False
-) -> Callable[[Any, Tensor], Tensor]:
+def loss(model: Model, tp: TensorParallel, *, overwrite_logits: bool = False) -> TokenMean:
     """The training loss of logits [B, S, V/tp padded] and labels [B, S]: the mean over all labels but -100.
 
     ``overwrite_logits`` is for a caller that drops the logits: see :func:`dsx.nn.loss.cross_entropy`.
     """
     plain = partial(cross_entropy, tp=tp, vocab_size=model.vocab_size, overwrite_logits=overwrite_logits)
     if not isinstance(model, HubModel) or model.balance is None:
-        return plain
+        return TokenMean(plain)
     from dsx.hub.balance import with_balance
 
-    return with_balance(plain, model.balance)
+    return TokenMean(with_balance(plain, model.balance))

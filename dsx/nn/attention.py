@@ -1,4 +1,4 @@
-"""Causal self-attention, its heads cut over the tensor-parallel ranks, with rotary embedding and windows.
+"""Causal self-attention, its heads cut over the tensor-parallel ranks: rotary embedding, windows, documents.
 
 Rotary position embedding (Su et al. 2021, arXiv:2104.09864) follows transformers' half-split convention. The
 masks of sliding windows are those of Beltagy et al. 2020 (arXiv:2004.05150) and Mistral 7B
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from dsx.errors import ModelError
 from dsx.models.spec import ModelSpec, Rope
 from dsx.nn.collectives import copy_parameters
+from dsx.nn.documents import Last, numbered
 from dsx.nn.dropout import draw_seed, seeded
 from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear, column_linear
 from dsx.nn.norm import RMSNorm
@@ -81,21 +82,30 @@ class Rotary:
         self.rope, self.size = rope, size
         self._frequency = inverse_frequencies(rope, size)
         self._tables: tuple[Tensor, Tensor] | None = None
+        self._last = Last()
 
     def __repr__(self) -> str:
         return f"Rotary({self.rope})"
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Turn each head by its position, counted from 0; [B, S, ..., D] keeps its shape."""
+    def __call__(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Turn each head by its position; [B, S, ..., D] keeps its shape.
+
+        Args:
+            x: Queries, keys or both.
+            positions: int64 [B, S], below S; None counts from 0 in every row.
+        """
         if self.size == x.shape[-1]:
-            return self._turn(x)
+            return self._turn(x, positions)
         # One split joins the two gradients in its backward; two slices would each fill a whole tensor.
         turning, rest = x.split((self.size, x.shape[-1] - self.size), dim=-1)
-        return torch.cat((self._turn(turning), rest), dim=-1)
+        return torch.cat((self._turn(turning, positions), rest), dim=-1)
 
-    def _turn(self, x: Tensor) -> Tensor:
-        heads = (1,) * (x.dim() - 3)
-        cos, sin = (t.unflatten(0, (-1, *heads)) for t in self.tables(x.shape[1], x.dtype, x.device))
+    def _turn(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        heads, tables = (1,) * (x.dim() - 3), self.tables(x.shape[1], x.dtype, x.device)
+        if positions is not None:
+            found = tables
+            tables = self._last.of(positions, x.dtype, lambda: tuple(table[positions] for table in found))
+        cos, sin = (t.unflatten(-2, (-1, *heads)) for t in tables)
         left, right = x.chunk(2, dim=-1)
         half_turned = torch.cat((-right, left), dim=-1)
         y: Tensor = x * cos + half_turned * sin
@@ -125,39 +135,65 @@ _ALIGNMENT = 8
 the mask in every call (aten/native/transformers/attention.cpp, preprocess_mask)."""
 
 
-class Window:
-    """Each token attends to the last ``size`` tokens, itself among them; one object serves all blocks."""
+class CausalMask:
+    """Which keys a token attends to: those before it and itself, in its window and its document.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    One object serves all blocks with the same window.
+
+    Args:
+        window: Each token attends to the last so many tokens, itself among them; 0 for all.
+    """
+
+    def __init__(self, window: int = 0) -> None:
+        self.window = window
         self._mask: Tensor | None = None
+        self._last = Last()
 
     def __repr__(self) -> str:
-        return f"Window({self.size})"
+        return f"CausalMask({self.window})"
 
-    def mask(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """[S, S] to be added to the scores: 0, or -inf for keys ahead of the query or out of its window.
+    def __call__(
+        self, length: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None = None
+    ) -> Tensor | None:
+        """[S, S], or [B, 1, S, S] with positions, to be added to the scores: 0, or -inf for other keys.
 
-        None if the window holds the whole sequence: then a causal mask is enough, for which kernels need no
-        tensor. The mask of the last call is kept.
+        None if the window holds the whole sequence and there are no positions: then a causal mask is enough,
+        for which kernels need no tensor. The mask of the last call is kept.
         """
-        if length <= self.size:
+        if positions is not None:
+            mask: Tensor = self._last.of(positions, dtype, lambda: self._of_documents(positions, dtype))
+            return mask
+        if not self.window or length <= self.window:
             return None
         kept = self._mask
         if kept is None or kept.shape[0] != length or (kept.dtype, kept.device) != (dtype, device):
             # Not as inference tensors, which a later training step could not save for backward.
             with torch.inference_mode(mode=False), torch.no_grad():
                 self._mask = None
-                stored = -(-length // _ALIGNMENT) * _ALIGNMENT
-                ones = torch.ones(length, stored, dtype=dtype, device=device)
-                # The logarithm of what is left is 0 inside and -inf outside: no second S x S tensor.
-                kept = self._mask = ones.tril_().triu_(1 - self.size).log_()[:, :length]
+                kept = self._mask = self._before(length, dtype, device).log_()[:, :length]
         return kept
+
+    def _before(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Ones for the keys before a token and in its window, [S, at least S]; their logarithm is the mask.
+
+        The logarithm is 0 inside and -inf outside, which takes no second S x S tensor.
+        """
+        stored = -(-length // _ALIGNMENT) * _ALIGNMENT
+        ones = torch.ones(length, stored, dtype=dtype, device=device).tril_()
+        return ones.triu_(1 - self.window) if self.window else ones
+
+    def _of_documents(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        length, document_BS = positions.shape[1], numbered(positions)
+        before_SS = self._before(length, dtype, positions.device)
+        document_BK = F.pad(document_BS, (0, before_SS.shape[1] - length))
+        same_BSK = document_BS.unsqueeze(2) == document_BK.unsqueeze(1)
+        return same_BSK.to(dtype).mul_(before_SS).log_().unsqueeze(1)[..., :length]
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
-"""Queries [B, N, S, D], keys and values [B, K, S, D], a probability of dropout and a mask [S, S] to be added
-to the scores (None: causal) to context [B, N, S, D]. Dropout draws from torch's generator."""
+"""Queries [B, N, S, D], keys and values [B, K, S, D], a probability of dropout and a mask [S, S] or
+[B, 1, S, S] to be added to the scores (None: causal) to context [B, N, S, D]. Dropout draws from torch's
+generator."""
 
 
 def kv_heads(model: ModelSpec, tp: TensorParallel) -> range:
@@ -219,7 +255,7 @@ class Attention(nn.Module):
     Args:
         model: Sizes, biases and dropout.
         rotary: Rotates queries and keys; None if positions are elsewhere.
-        window: Limits the keys of a query; None if a query attends to all keys before it.
+        mask: Limits the keys of a query; None for all keys before it.
         recompute_core: Keep only the fused projection for backward and compute what is between it and the
             output projection again ("selective", arXiv:2205.05198, section 5).
 
@@ -232,7 +268,7 @@ class Attention(nn.Module):
         model: ModelSpec,
         weights: Weights,
         rotary: Rotary | None,
-        window: Window | None = None,
+        mask: CausalMask | None = None,
         *,
         recompute_core: bool = False,
         attend: Attend | None = None,
@@ -241,7 +277,8 @@ class Attention(nn.Module):
         tp = weights.tp
         self.num_heads, self.num_kv_heads = model.num_heads // tp.size, len(kv_heads(model, tp))
         self.head_dim, self.dropout = model.head_dim, model.attention_dropout
-        self.tp, self.rotary, self.window, self.recompute_core = tp, rotary, window, recompute_core
+        self.tp, self.rotary, self.recompute_core = tp, rotary, recompute_core
+        self.mask = mask or CausalMask()
         self.interleaved, self.attend = model.interleaved_qkv, attend or scaled_dot_product
         sizes = (model.query_size, model.kv_size, model.kv_size)
         parts = () if model.interleaved_qkv else sizes
@@ -265,23 +302,24 @@ class Attention(nn.Module):
         self.q_norm = head_norm() if model.qk_norm else None
         self.k_norm = head_norm() if model.qk_norm else None
 
-    def forward(self, x_BsH: Tensor) -> Tensor:
-        """[B, s, H] to the same."""
+    def forward(self, x_BsH: Tensor, positions: Tensor | None = None) -> Tensor:
+        """[B, s, H] to the same; with positions [B, S], documents are kept apart."""
         qkv_BSP = self.qkv(x_BsH)
         # Drawn outside the recomputed part, which then needs no generator; one per rank, as heads are cut.
         dropping = self.training and self.dropout > 0.0
         seed = draw_seed(self.tp, sharded=True) if dropping else None
         if self.recompute_core and torch.is_grad_enabled():
-            context = checkpoint(self._core, qkv_BSP, seed, use_reentrant=False, preserve_rng_state=False)
+            kept = (qkv_BSP, seed, positions)
+            context = checkpoint(self._core, *kept, use_reentrant=False, preserve_rng_state=False)
         else:
-            context = self._core(qkv_BSP, seed)
+            context = self._core(qkv_BSP, seed, positions)
         y: Tensor = self.out(context)
         return y
 
-    def _core(self, qkv_BSP: Tensor, seed: int | None) -> Tensor:
+    def _core(self, qkv_BSP: Tensor, seed: int | None, positions: Tensor | None) -> Tensor:
         """Attention of this rank's heads: fused projection [B, S, P] to context [B, S, N D]."""
-        q, k, v = self._heads(qkv_BSP)
-        mask = None if self.window is None else self.window.mask(q.shape[1], q.dtype, q.device)
+        q, k, v = self._heads(qkv_BSP, positions)
+        mask = self.mask(q.shape[1], q.dtype, q.device, positions)
         q_BNSD, k_BKSD, v_BKSD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if seed is None:
             context_BNSD = self.attend(q_BNSD, k_BKSD, v_BKSD, 0.0, mask)
@@ -290,12 +328,12 @@ class Attention(nn.Module):
                 context_BNSD = self.attend(q_BNSD, k_BKSD, v_BKSD, self.dropout, mask)
         return context_BNSD.transpose(1, 2).flatten(2)
 
-    def _heads(self, qkv_BSP: Tensor) -> tuple[Tensor, ...]:
+    def _heads(self, qkv_BSP: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
         """Queries [B, S, N, D], keys and values [B, S, K, D], as attention takes them."""
         if self.interleaved:
             query_key, v = qkv_BSP.unflatten(-1, (-1, 3, self.head_dim)).split((2, 1), dim=3)
             assert self.rotary is not None
-            q, k = self.rotary(query_key).unbind(dim=3)
+            q, k = self.rotary(query_key, positions).unbind(dim=3)
             return q, k, v.squeeze(3).contiguous()
         heads = qkv_BSP.unflatten(-1, (-1, self.head_dim))
         counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
@@ -306,19 +344,19 @@ class Attention(nn.Module):
             assert self.k_norm is not None
             q, k, v = heads.split(counts, dim=2)
             # The norms keep the projection for backward, so that a copy of V would free nothing.
-            return self.rotary(self.q_norm(q)), self.rotary(self.k_norm(k)), v
+            return self.rotary(self.q_norm(q), positions), self.rotary(self.k_norm(k), positions), v
         qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=2)
-        q, k = self.rotary(qk).split((self.num_heads, self.num_kv_heads), dim=2)
+        q, k = self.rotary(qk, positions).split((self.num_heads, self.num_kv_heads), dim=2)
         # A copy of the small V frees the unrotated projection, which a view would keep for backward.
         return q, k, v.contiguous()
 
 
 def scaled_dot_product(
-    q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, dropout: float, mask_SS: Tensor | None
+    q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, dropout: float, mask: Tensor | None
 ) -> Tensor:
     """Scaled dot-product attention, causal unless a mask says more; torch picks the fused kernel."""
     groups = q_BNSD.shape[1] // k_BKSD.shape[1]
-    if groups > 1 and q_BNSD.is_cuda and (q_BNSD.dtype == torch.float32 or mask_SS is not None):
+    if groups > 1 and q_BNSD.is_cuda and (q_BNSD.dtype == torch.float32 or mask is not None):
         # The only fused kernel on CUDA for float32 or with a mask, the memory-efficient one, takes no
         # enable_gqa: without this, torch would fall back to a kernel that stores S x S scores.
         k_BKSD, v_BKSD = (t.repeat_interleave(groups, dim=1) for t in (k_BKSD, v_BKSD))
@@ -327,8 +365,8 @@ def scaled_dot_product(
         q_BNSD,
         k_BKSD,
         v_BKSD,
-        attn_mask=mask_SS,
+        attn_mask=mask,
         dropout_p=dropout,
-        is_causal=mask_SS is None,
+        is_causal=mask is None,
         enable_gqa=groups > 1,
     )

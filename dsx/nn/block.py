@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from dsx.models.spec import ModelSpec, Recompute
-from dsx.nn.attention import Attention, Rotary, Window
+from dsx.nn.attention import Attention, CausalMask, Rotary
+from dsx.nn.documents import Stream, joined, parted
 from dsx.nn.dropout import Dropout
 from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear
 from dsx.nn.norm import model_norm
@@ -86,7 +87,7 @@ class Mlp(nn.Module):
         return y
 
 
-def recomputed(function: Callable[..., T], *inputs: Tensor, random: bool) -> T:
+def recomputed(function: Callable[..., T], *inputs: Tensor | None, random: bool) -> T:
     """What ``function`` gives, of which backward keeps the inputs alone; ``random``: it draws numbers."""
     if not torch.is_grad_enabled():
         return function(*inputs)
@@ -101,7 +102,7 @@ class Block(nn.Module):
         rotary: Rotates queries and keys; None if positions are learned.
         recompute: What to compute again in backward: nothing, the attention core ("selective"), or the whole
             block, of which only the input is then kept ("full").
-        window: Limits what a token attends to; None if it attends to all tokens before it.
+        mask: Limits what a token attends to; None for all tokens before it.
     """
 
     def __init__(
@@ -110,27 +111,28 @@ class Block(nn.Module):
         weights: Weights,
         rotary: Rotary | None,
         recompute: Recompute = "none",
-        window: Window | None = None,
+        mask: CausalMask | None = None,
     ) -> None:
         super().__init__()
         tp = weights.tp
         self.recompute, self.parallel = recompute, model.parallel_residual
         self.norm_1 = model_norm(model, weights)
-        self.attention = Attention(model, weights, rotary, window, recompute_core=recompute == "selective")
+        self.attention = Attention(model, weights, rotary, mask, recompute_core=recompute == "selective")
         self.norm_2 = model_norm(model, weights)
         self.mlp = Mlp(model, weights)
         self.dropout = Dropout(model.residual_dropout, tp, sharded=tp.sequence)
         self.random = max(model.residual_dropout, model.attention_dropout) > 0.0
         weights.initialise(self)
 
-    def forward(self, x_BsH: Tensor) -> Tensor:
-        """[B, s, H] to the same."""
-        if self.recompute == "full":
-            return recomputed(self._residuals, x_BsH, random=self.random and self.training)
-        return self._residuals(x_BsH)
+    def forward(self, given: Stream) -> Stream:
+        """[B, s, H] to the same, with positions beside it if they come along."""
+        x_BsH, beside, positions = parted(given)
+        run = partial(recomputed, self._residuals, random=self.random and self.training)
+        y_BsH = (run if self.recompute == "full" else self._residuals)(x_BsH, positions)
+        return joined(y_BsH, beside, positions)
 
-    def _residuals(self, x_BsH: Tensor) -> Tensor:
-        middle_BsH = x_BsH + self.dropout(self.attention(self.norm_1(x_BsH)))
+    def _residuals(self, x_BsH: Tensor, positions: Tensor | None) -> Tensor:
+        middle_BsH = x_BsH + self.dropout(self.attention(self.norm_1(x_BsH), positions))
         if not self.parallel:
             x_BsH = middle_BsH
         y: Tensor = middle_BsH + self.dropout(self.mlp(self.norm_2(x_BsH)))

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from dsx.errors import ModelError
 from dsx.models.spec import ModelSpec
 from dsx.nn import collectives
+from dsx.nn.documents import Stream, carried, ending, joined, parted
 from dsx.nn.dropout import Dropout
 from dsx.nn.linear import column_linear
 from dsx.nn.parallel import TensorParallel
@@ -167,6 +168,7 @@ class WordEmbedding(nn.Module):
         self.word = vocabulary_table(model, weights)
         weights.initialise(self)
 
+    @carried
     def forward(self, ids_BS: Tensor) -> Tensor:
         """int64 [B, S] to [B, s, H]."""
         y: Tensor = self.word(ids_BS)
@@ -181,11 +183,12 @@ class Head(nn.Module):
         self.word = vocabulary_table(model, weights)
         weights.initialise(self)
 
-    def forward(self, x_BsH: Tensor) -> Tensor:
+    def forward(self, given: Stream) -> Stream:
         """[B, s, H] to [B, S, V]."""
-        return self.as_head(self, x_BsH)
+        return self.as_head(self, given)
 
     @staticmethod
+    @ending
     def as_head(module: WordEmbedding | Head, x_BsH: Tensor) -> Tensor:
         """Use the table of ``module`` (the word embedding, when tied) as head: the tie's ``forward_fn``."""
         return as_head(module.word, x_BsH)
@@ -214,8 +217,12 @@ class LearnedPositions(nn.Module):
         self.tp, self.split = tp, split
         self.weight = fresh_parameter((max_positions, hidden_size), tp, init, dtype=dtype, device=device)
 
-    def forward(self, x_BsH: Tensor) -> Tensor:
+    def forward(self, x_BsH: Tensor, positions: Tensor | None = None) -> Tensor:
         """Add the positions' vectors: [B, s, H] to the same.
+
+        Args:
+            x_BsH: Vectors of tokens.
+            positions: int64 [B, S], below S; None counts from 0 in every row.
 
         Raises:
             ModelError: A sequence longer than the table.
@@ -228,9 +235,13 @@ class LearnedPositions(nn.Module):
                 "use shorter sequences or a model with more positions",
             )
         position_SH = late(self.weight, self.split)[:length]
+        # The sequence's dim, in which the gradient is gathered over the ranks: S x H elements of one row, or
+        # B x S x H, instead of a sum over the whole table.
+        dim = 0
+        if positions is not None:
+            position_SH, dim = F.embedding(positions, position_SH), 1
         if self.tp.sequence:
-            # The gradient is gathered over the ranks, S x H elements, instead of summed over the whole table.
-            position_SH = collectives.scatter_to(position_SH, self.tp, dim=0)
+            position_SH = collectives.scatter_to(position_SH, self.tp, dim=dim)
         return x_BsH + position_SH
 
 
@@ -250,7 +261,7 @@ class Positions(nn.Module):
         self.dropout = Dropout(model.embedding_dropout, tp, sharded=tp.sequence)
         weights.initialise(self)
 
-    def forward(self, x_BsH: Tensor) -> Tensor:
+    def forward(self, given: Stream) -> Stream:
         """[B, s, H] to the same."""
-        y: Tensor = self.dropout(self.position(x_BsH))
-        return y
+        x_BsH, beside, positions = parted(given)
+        return joined(self.dropout(self.position(x_BsH, positions)), beside, positions)

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsx.models.spec import ModelSpec, Recompute
-from dsx.nn.attention import Attention, Rotary, Window
+from dsx.nn.attention import Attention, CausalMask, Rotary
 from dsx.nn.block import Mlp, recomputed
 from dsx.nn.collectives import copy_parameters
+from dsx.nn.documents import Stream, carried, ending, joined, parted
 from dsx.nn.embedding import as_head, vocabulary_table
 from dsx.nn.parameters import ZEROS, Weights, fresh_parameter
 from dsx.nn.split import late
@@ -47,7 +48,7 @@ def attend(
     k_BKSD: Tensor,
     v_BKSD: Tensor,
     dropout: float,
-    mask_SS: Tensor | None,
+    mask: Tensor | None,
     *,
     scale: float,
     cap: float | None,
@@ -60,12 +61,12 @@ def attend(
     groups = q_BNSD.shape[1] // k_BKSD.shape[1]
     q_BKGSD = q_BNSD.unflatten(1, (-1, groups)) * scale
     scores_BKGSS = soft_cap(q_BKGSD @ k_BKSD.unsqueeze(2).transpose(-1, -2), cap)
-    if mask_SS is None:
+    if mask is None:
         length = q_BNSD.shape[2]
         ahead = torch.ones(length, length, dtype=torch.bool, device=q_BNSD.device).triu_(1)
         scores_BKGSS = scores_BKGSS.masked_fill(ahead, -torch.inf)
     else:
-        scores_BKGSS = scores_BKGSS + mask_SS
+        scores_BKGSS = scores_BKGSS + (mask if mask.dim() == 2 else mask.unsqueeze(2))
     shares_BKGSS = scores_BKGSS.softmax(-1, dtype=torch.float32).to(q_BNSD.dtype)
     if dropout:
         shares_BKGSS = F.dropout(shares_BKGSS, dropout)
@@ -82,6 +83,7 @@ class Gemma2WordEmbedding(nn.Module):
         self.scale = float(torch.tensor(model.hidden_size**0.5, dtype=weights.dtype, device="cpu"))
         weights.initialise(self)
 
+    @carried
     def forward(self, ids_BS: Tensor) -> Tensor:
         """int64 [B, S] to [B, s, H]."""
         y: Tensor = self.word(ids_BS) * self.scale
@@ -101,7 +103,7 @@ class Gemma2Block(nn.Module):
         weights: Weights,
         rotary: Rotary | None,
         recompute: Recompute = "none",
-        window: Window | None = None,
+        mask: CausalMask | None = None,
     ) -> None:
         super().__init__()
         scale = model.head_dim**-0.5 if model.attention_scale is None else model.attention_scale
@@ -111,7 +113,7 @@ class Gemma2Block(nn.Module):
             model,
             weights,
             rotary,
-            window,
+            mask,
             recompute_core=recompute == "selective",
             attend=partial(attend, scale=scale, cap=model.attention_cap),
         )
@@ -121,14 +123,15 @@ class Gemma2Block(nn.Module):
         self.after_2 = OffsetNorm(model, weights)
         weights.initialise(self)
 
-    def forward(self, x_BsH: Tensor) -> Tensor:
-        """[B, s, H] to the same."""
-        if self.recompute == "full":
-            return recomputed(self._residuals, x_BsH, random=self.random and self.training)
-        return self._residuals(x_BsH)
+    def forward(self, given: Stream) -> Stream:
+        """[B, s, H] to the same, with positions beside it if they come along."""
+        x_BsH, beside, positions = parted(given)
+        run = partial(recomputed, self._residuals, random=self.random and self.training)
+        y_BsH = (run if self.recompute == "full" else self._residuals)(x_BsH, positions)
+        return joined(y_BsH, beside, positions)
 
-    def _residuals(self, x_BsH: Tensor) -> Tensor:
-        x_BsH = x_BsH + self.after_1(self.attention(self.norm_1(x_BsH)))
+    def _residuals(self, x_BsH: Tensor, positions: Tensor | None) -> Tensor:
+        x_BsH = x_BsH + self.after_1(self.attention(self.norm_1(x_BsH), positions))
         y: Tensor = x_BsH + self.after_2(self.mlp(self.norm_2(x_BsH)))
         return y
 
@@ -141,6 +144,7 @@ class Gemma2FinalNorm(nn.Module):
         self.norm = OffsetNorm(model, weights)
         weights.initialise(self)
 
+    @carried
     def forward(self, x_BsH: Tensor) -> Tensor:
         """[B, s, H] to the same."""
         y: Tensor = self.norm(x_BsH)
@@ -155,11 +159,12 @@ class Gemma2Head(nn.Module):
         self.word, self.logit_cap = vocabulary_table(model, weights), model.logit_cap
         weights.initialise(self)
 
-    def forward(self, x_BsH: Tensor) -> Tensor:
+    def forward(self, given: Stream) -> Stream:
         """[B, s, H] to [B, S, V]."""
-        return self.as_head(self, x_BsH)
+        return self.as_head(self, given)
 
     @staticmethod
+    @ending
     def as_head(module: Gemma2WordEmbedding | Gemma2Head, x_BsH: Tensor) -> Tensor:
         """Use the table of ``module`` (the word embedding, when tied) as head: the tie's ``forward_fn``."""
         logits_BSV = soft_cap(as_head(module.word, x_BsH), module.logit_cap)

@@ -5,7 +5,8 @@ Shapes: B micro-batch, S sequence, N = B S tokens, V this rank's columns of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +29,12 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_BSV: Tensor, labels_BS: Tensor, tp: TensorParallel, overwrite: bool
+        ctx: Any,
+        logits_BSV: Tensor,
+        labels_BS: Tensor,
+        tp: TensorParallel,
+        overwrite: bool,
+        num_tokens: Tensor | None,
     ) -> Tensor:
         logits_NV, labels_N = logits_BSV.flatten(0, -2), labels_BS.flatten()
         num_columns = logits_NV.shape[1]
@@ -40,14 +46,14 @@ class _CrossEntropy(torch.autograd.Function):
         target_N.masked_fill_(~mine_N, 0.0)
         log_sum_N, target_N = _combine(log_sum_N, target_N, tp)
         valid_N = labels_N != IGNORED
-        count = valid_N.sum().clamp_(min=1)
+        count = valid_N.sum().clamp_(min=1) if num_tokens is None else num_tokens
         ctx.save_for_backward(logits_BSV, log_sum_N, column_N, mine_N, valid_N / count)
         ctx.overwrite = overwrite
         return (log_sum_N - target_N).masked_fill_(~valid_N, 0.0).sum() / count
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         logits_BSV, log_sum_N, column_N, mine_N, share_N = ctx.saved_tensors
         d_logits_BSV = logits_BSV.detach() if ctx.overwrite else torch.empty_like(logits_BSV)
         logits_NV, d_logits_NV = logits_BSV.flatten(0, -2), d_logits_BSV.flatten(0, -2)
@@ -57,7 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
             p_nV = (z_nV - log_sum_N[at, None]).exp_()
             p_nV.scatter_add_(1, column_N[at, None], -mine_N[at, None].to(p_nV.dtype))
             d_logits_NV[at] = p_nV.mul_(scale_N[at, None])
-        return d_logits_BSV, None, None, None
+        return d_logits_BSV, None, None, None, None
 
 
 def _chunks(logits_NV: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -91,6 +97,7 @@ def cross_entropy(
     tp: TensorParallel,
     vocab_size: int,
     overwrite_logits: bool = False,
+    num_tokens: Tensor | None = None,
 ) -> Tensor:
     """Mean cross entropy over the labels that are not -100; 0 if there are none.
 
@@ -104,6 +111,7 @@ def cross_entropy(
         vocab_size: Logical vocabulary.
         overwrite_logits: Write the gradient over the logits in backward, which saves a tensor of their size.
             Only for a caller that lets go of them; a second backward through them raises.
+        num_tokens: A scalar by which the sum over the labels is divided instead of by their number.
 
     Returns:
         A scalar, float32 (float64 for float64 logits), equal on all ranks.
@@ -112,5 +120,33 @@ def cross_entropy(
         ModelError: On CPU, a label outside the vocabulary (a device assertion elsewhere).
     """
     check_ids(labels_BS, vocab_size, "label", ignored=IGNORED)
-    loss: Tensor = _CrossEntropy.apply(logits_BSV, labels_BS, tp, overwrite_logits)
+    loss: Tensor = _CrossEntropy.apply(logits_BSV, labels_BS, tp, overwrite_logits, num_tokens)
     return loss
+
+
+def trained_tokens(labels: Tensor) -> Tensor:
+    """How many labels are not -100: an int64 scalar."""
+    return (labels != IGNORED).sum()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMean:
+    """A loss that the engine makes the mean over all trained tokens of the global batch.
+
+    Micro-batches hold different numbers of trained tokens, so that the mean of their means would weigh a
+    token by its neighbours. Before the first backward of a step the engine counts the trained tokens of all
+    micro-batches and data-parallel ranks, and every micro-batch's sum is divided by the same number: the
+    tokens of an average micro-batch. Called without that number, it is the mean of one micro-batch.
+
+    Attributes:
+        loss: ``loss(outputs, labels, num_tokens=)``, a scalar: the sum over the micro-batch's trained tokens
+            divided by ``num_tokens``, a scalar tensor, or by their own number for None.
+        count: ``count(labels)``: the micro-batch's number of trained tokens, an int64 scalar.
+    """
+
+    loss: Callable[..., Tensor]
+    count: Callable[[Any], Tensor] = trained_tokens
+
+    def __call__(self, outputs: Any, labels: Any, num_tokens: Tensor | None = None) -> Tensor:
+        """The loss of a micro-batch."""
+        return self.loss(outputs, labels, num_tokens=num_tokens)

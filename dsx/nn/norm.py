@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dsx.models.spec import ModelSpec
 from dsx.nn.collectives import copy_parameters
+from dsx.nn.documents import carried
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import ONES, ZEROS, Weights, fresh_parameter
 from dsx.nn.split import WeightGradients, late
@@ -97,6 +98,7 @@ class FinalNorm(nn.Module):
         self.norm = model_norm(model, weights)
         weights.initialise(self)
 
+    @carried
     def forward(self, x_BSH: Tensor) -> Tensor:
         """[B, S, H] to the same."""
         y: Tensor = self.norm(x_BSH)

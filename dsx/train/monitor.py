@@ -78,6 +78,7 @@ class Monitor:
         self._traces: list[Trace] = engine.trace(left) if left else []
         self._begun = self._last_time = self._step_ended = time.perf_counter()
         self._used_lr = self._waited_seconds = 0.0
+        self._mute_steps = torch.zeros((), device=engine.pipeline.device)
         self._pace: tuple[int, float] | None = None
 
     @property
@@ -89,6 +90,7 @@ class Monitor:
     def step(self, loss: torch.Tensor) -> None:
         """Report the step that has just ended, if its turn has come."""
         self._memory.after_step()
+        self._mute_steps += self._engine.steering.sums[2] == 0  # asked for its value at the next report
         step, train = int(self._engine.global_steps), self._config.dsx.train
         every = 1 if train.log_every == "auto" else train.log_every
         if is_due(step, every=every, last=train.steps) or step in train.trace_steps:
@@ -100,6 +102,7 @@ class Monitor:
         train = self._config.dsx.train
         comparison = self._traced()
         self._peaks = self._memory.peaks()
+        trained = self._engine.trained_tokens
         report = StepReport(
             rates=self._rates,
             step=step,
@@ -107,6 +110,7 @@ class Monitor:
             grad_norm=self._engine.get_global_grad_norm(),
             lr=self._used_lr,
             tokens=self._tokens(step),
+            trained_share=None if trained is None else trained / self._config.tokens_per_step,
             step_seconds=(now - self._last_time) / (step - self._last_step),
             data_share=self._data_share(now - self._last_time),
             bubble=None if comparison is None else comparison.measured.bubble,
@@ -116,6 +120,13 @@ class Monitor:
             left_seconds=self._left_seconds(step, now),
             **self._peaks,
         )
+        if trained is not None and self._mute_steps > 0:
+            mute, since = int(self._mute_steps), step - self._last_step
+            self._progress.warning(
+                f"{mute} of the last {since} steps had no token to train (every label is -100): the gradient "
+                "was zero"
+            )
+        self._mute_steps.zero_()
         self._last_step, self._last_time = step, now
         auto, done = train.log_every == "auto", step - self._resumed_after
         if not auto or done <= _FIRST_LINES or is_due(step, every=lines_apart(train.steps), last=train.steps):

@@ -65,7 +65,8 @@ class StepReport:
         loss: Mean cross-entropy per token of the step's global batch, in nats.
         grad_norm: Global gradient norm before clipping; None if unknown.
         lr: Learning rate that the step used.
-        tokens: Tokens trained on since the run began, resumed parts included.
+        tokens: Tokens read since the run began, resumed parts included.
+        trained_share: Share of the step's tokens that have a label; None if nobody counts them.
         step_seconds: Wall time of a step; the mean since the last report if steps lie between.
         data_share: Share of that time that the rank which reports waited for data; None if unknown.
         bubble: Idle over ideal time of the pipeline ranks, measured; None for a step that is not traced.
@@ -84,6 +85,7 @@ class StepReport:
     lr: float
     tokens: int
     step_seconds: float
+    trained_share: float | None = None
     data_share: float | None = None
     bubble: float | None = None
     simulated_bubble: float | None = None
@@ -116,6 +118,7 @@ class StepReport:
             "train/grad_norm_preclip": self.grad_norm,
             "train/lr": self.lr,
             "train/tokens": self.tokens,
+            "train/trained_tokens_percent": _scaled(self.trained_share, 100),
             "perf/tokens_per_second_global": self.tokens_per_second,
             "perf/tokens_per_second_per_gpu": self.tokens_per_second / self.rates.world_size,
             "perf/tflops_per_gpu": self.flops_per_gpu / 1e12,

@@ -130,7 +130,7 @@ def require_right_layers(config: RunConfig) -> None:
         from dsx.hub.probe import require_probed  # here: dsx's own families need nothing of it
 
         cuts = config.dsx.parallel.sequence_parallel and config.mesh.tp > 1
-        require_probed(config.model, sequence=cuts)
+        require_probed(config.model, sequence=cuts, documents=False)
 
 
 def measure(config: RunConfig, groups: Groups) -> RunConfig:

@@ -31,23 +31,25 @@ def published(family: str) -> dict[str, Any]:
     return content
 
 
-FAMILIES = (
-    "qwen3_next",
-    "gemma3_text",
-    "granite",
-    "falcon_h1",
-    "mixtral",
-    "olmo2",
-    "gpt_oss",
-    "jamba",
-    "opt",
-)
+FAMILIES = {  # family -> why documents of a pack are not kept apart
+    "qwen3_next": "sees others",
+    "gemma3_text": None,
+    "granite": None,
+    "falcon_h1": "sees others",
+    "mixtral": None,
+    "olmo2": None,
+    "gpt_oss": None,
+    "jamba": "sees others",
+    "opt": None,
+    "falcon_mamba": "not told positions",
+}
 
 
-@pytest.mark.parametrize("family", often(FAMILIES, 3))
-def test_layers_give_what_transformers_gives_and_take_slices(family: str) -> None:
+@pytest.mark.parametrize(("family", "mixed"), often(FAMILIES.items(), 3))
+def test_layers_give_what_transformers_gives_and_take_slices(family: str, mixed: str | None) -> None:
     found = probe(published(family))
-    assert (found.differs, found.no_sequence) == (None, None)
+    assert found.differs is None
+    assert found.no_documents is None if mixed is None else mixed in str(found.no_documents)
     assert found.parameters < 2_000_000
 
 
@@ -105,16 +107,16 @@ def test_what_does_not_compose_is_refused_by_name_and_remembered(
 ) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     model = hub_model({"model_type": "olmo2", **TINY})
-    found = Probe(differs="the logits differ", no_sequence=None, blocks=1, parameters=1)
+    found = Probe(differs="the logits differ", no_sequence=None, no_documents=None, blocks=1, parameters=1)
     monkeypatch.setattr(probing, "probe", lambda *_: found)
     with pytest.raises(ModelError, match=r"olmo2.*what transformers computes: the logits differ"):
-        require_probed(model, sequence=False)
+        require_probed(model, sequence=False, documents=False)
     monkeypatch.setattr(probing, "probe", probe)
     with pytest.raises(ModelError, match="the logits differ"):
-        require_probed(model, sequence=False)
+        require_probed(model, sequence=False, documents=False)
     (kept,) = tmp_path.rglob("*.json")
     kept.write_text("{")  # as a full disk leaves it
-    require_probed(model, sequence=True)
+    require_probed(model, sequence=True, documents=False)
     assert json.loads(kept.read_text())["differs"] is None
 
 
@@ -123,11 +125,19 @@ def test_a_sequence_that_cannot_be_cut_is_refused_where_it_would_be(
 ) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     model = hub_model({"model_type": "olmo2", **TINY})
-    found = Probe(differs=None, no_sequence="block 0 mixes tokens", blocks=1, parameters=1)
+    found = Probe(
+        differs=None,
+        no_sequence="block 0 mixes tokens",
+        no_documents="a document sees others",
+        blocks=1,
+        parameters=1,
+    )
     monkeypatch.setattr(probing, "probe", lambda *_: found)
-    require_probed(model, sequence=False)
+    require_probed(model, sequence=False, documents=False)
     with pytest.raises(ConfigError, match=r"sequence_parallel.*block 0 mixes tokens"):
-        require_probed(model, sequence=True)
+        require_probed(model, sequence=True, documents=False)
+    with pytest.raises(ConfigError, match=r"dsx.data.documents = 'apart'.*sees others.*joined"):
+        require_probed(model, sequence=False, documents=True)
 
 
 class RunningSum(nn.Linear):

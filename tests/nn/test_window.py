@@ -5,13 +5,13 @@ import tiny_models
 import torch
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from dsx.nn.attention import Window
+from dsx.nn.attention import CausalMask
 
 
 @pytest.mark.parametrize(("length", "size"), [(13, 5), (16, 1), (9, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_mask_is_that_of_transformers(length, size, dtype):
-    mask = Window(size).mask(length, dtype, torch.device("cpu"))
+    mask = CausalMask(size)(length, dtype, torch.device("cpu"))
     sees = sliding_window_causal_mask_function(size)
     place = torch.arange(length)
     allowed = sees(0, 0, place[:, None], place[None])
@@ -23,17 +23,17 @@ def test_the_mask_is_that_of_transformers(length, size, dtype):
 
 
 def test_a_window_that_holds_the_sequence_needs_no_mask():
-    assert Window(8).mask(8, torch.float32, torch.device("cpu")) is None
+    assert CausalMask(8)(8, torch.float32, torch.device("cpu")) is None
 
 
 def test_the_mask_is_made_once_and_again_for_another_length():
-    window, cpu = Window(4), torch.device("cpu")
+    window, cpu = CausalMask(4), torch.device("cpu")
     with torch.inference_mode():
-        first = window.mask(12, torch.float32, cpu)
+        first = window(12, torch.float32, cpu)
     assert not first.is_inference()
-    assert window.mask(12, torch.float32, cpu) is first
-    assert window.mask(11, torch.float32, cpu).shape == (11, 11)
-    assert window.mask(11, torch.bfloat16, cpu).dtype == torch.bfloat16
+    assert window(12, torch.float32, cpu) is first
+    assert window(11, torch.float32, cpu).shape == (11, 11)
+    assert window(11, torch.bfloat16, cpu).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("length", [9, 10, 11, 21])
