@@ -114,6 +114,14 @@ NO_TOKENIZER = "none"
 """``dsx.data.tokenizer`` of samples that are token ids already."""
 
 
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "text": (),
+    "completion": ("prompt", "completion", "tools"),
+    "chat": ("messages", "system", "tools"),
+}
+"""What ``dsx.data.columns`` can name for each format."""
+
+
 class TextSource(SchemaBlock):
     """Where text comes from."""
 
@@ -126,7 +134,17 @@ class TextSource(SchemaBlock):
     )
     name: str | None = Field(default=None, description="Configuration of the hub data set.")
     split: str = Field(default="train", min_length=1, description="Split of the hub data set.")
+    format: Literal["text", "completion", "chat"] = Field(
+        default="text",
+        description="What a record is: text; completion, a prompt and a completion, each a string or a list "
+        "of messages; chat, a list of messages (role and content, as OpenAI's, or from and value, as "
+        "ShareGPT's) with tools, if it has them. What is trained of the last two, train_on says.",
+    )
     text_column: str = Field(default="text", min_length=1, description="Column that holds the text.")
+    columns: dict[Literal["messages", "system", "tools", "prompt", "completion"], str] = Field(
+        default={},
+        description='Chat and completion: columns of other names than the usual: {"messages": "dialogue"}.',
+    )
     max_bytes: Positive | None = Field(
         default=None, description="Read about this many bytes of text at most."
     )
@@ -176,6 +194,32 @@ class DataConfig(TextSource):
         "Without it such a tokenizer is refused; nobody is asked. A model's own code is never run.",
     )
     sequence_length: Positive = Field(description="Tokens per sequence.")
+    chat_template: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Chat: a Jinja file, or the template itself, in place of the tokenizer's own.",
+    )
+    train_on: Literal["assistant", "last", "all"] = Field(
+        default="assistant",
+        description="Chat: what is trained on: all turns of the assistant, its last turn, or every token. "
+        "Completion: the completion, or with all the prompt, too.",
+    )
+    documents: Literal["auto", "apart", "joined"] = Field(
+        default="auto",
+        description="apart: attention stays within a document, and positions begin at 0 in each; chats and "
+        "completions are packed whole. joined: one stream, cut anywhere. auto is joined if all is text, else "
+        "apart.",
+    )
+    too_long: Literal["truncate", "drop", "refuse"] = Field(
+        default="truncate",
+        description="Chats and completions (apart) longer than a sequence: keep the first tokens (what "
+        "then has nothing left to train on is dropped), drop them, or refuse the data.",
+    )
+    bad_records: Literal["refuse", "skip"] = Field(
+        default="refuse",
+        description="Chats and completions that cannot be used: an error that names file and line, or skip "
+        "and count them.",
+    )
     held_out: float = Field(
         default=0.05, ge=0, lt=1, description="Fraction of the documents kept for evaluation."
     )
@@ -211,6 +255,7 @@ class DataConfig(TextSource):
             raise MistakeError(f'source "own" is not text, so that {other} has no meaning', "leave it out")
         if any(part.source == OWN for part in self.sources):
             raise MistakeError('"own" cannot be mixed with text', "mix in the program that has the samples")
+        self._check_examples()
         if self.sources and given:
             raise ValueError(f"sources and {given[0]} are both given; each of sources has its own {given[0]}")
         if self.streaming and (self.max_bytes or any(part.max_bytes for part in self.sources)):
@@ -221,6 +266,39 @@ class DataConfig(TextSource):
         if twice:
             raise MistakeError(f'two of sources are called "{twice[0]}"', "give each a label of its own")
         return self
+
+    def _check_examples(self) -> None:
+        """Raise MistakeError for what has no meaning, or cannot be done, for the formats of the sources."""
+        for part in self.parts():
+            columns = COLUMNS[part.format]
+            other = next((key for key in part.columns if key not in columns), None)
+            if other is not None:
+                raise MistakeError(
+                    f'columns has "{other}", which format "{part.format}" does not read',
+                    f"name {' or '.join(columns)}" if columns else "name the text's column with text_column",
+                )
+            if part.format != "text" and part.text_column != "text":
+                raise MistakeError(f'format "{part.format}" reads no text_column', "use columns")
+        if all(part.format == "text" for part in self.parts()):
+            keys = ("chat_template", "train_on", "too_long", "bad_records")
+            fields = type(self).model_fields
+            unread = next((key for key in keys if getattr(self, key) != fields[key].default), None)
+            if unread is not None:
+                raise MistakeError(
+                    f'{unread} has no meaning for format "text"', 'set format to "chat" or "completion"'
+                )
+        elif self.streaming:
+            raise MistakeError(
+                "chats and completions cannot be streamed: they are packed whole, which needs all of them",
+                'leave streaming out, or write them as text (format "text")',
+            )
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether documents are kept apart: micro-batches then have positions beside the ids."""
+        if self.documents == "auto":
+            return any(part.format != "text" for part in self.parts())
+        return self.documents == "apart"
 
     def parts(self) -> tuple[MixedSource, ...]:
         """What is mixed: one part for a single text."""

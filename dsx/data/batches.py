@@ -10,29 +10,12 @@ from typing import Protocol, Self
 
 import torch
 
-from dsx.data.corpus import Sequences
 from dsx.data.order import Shares, keyed_hash, permute
+from dsx.data.packs import Sample, Windows
 from dsx.errors import DataError
 
-MicroBatch = tuple[torch.Tensor, torch.Tensor]
-"""Inputs and labels, both int64 [B, S]."""
-
-Sample = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""int64 [S + 1], inputs ``[:-1]`` and labels ``[1:]``; or inputs and labels apart, int64 [S] each."""
-
-
-class Windows(Protocol):
-    """Samples by their number in a corpus."""
-
-    @property
-    def sequence_length(self) -> int:
-        """S."""
-
-    def __len__(self) -> int:
-        """Number of samples."""
-
-    def window(self, index: int) -> Sample:
-        """Sample ``index``."""
+MicroBatch = tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Inputs and labels. Inputs are ids, int64 [B, S], or ids and positions where documents are kept apart."""
 
 
 class Samples(Protocol):
@@ -81,10 +64,10 @@ class Mixed:
         seed: Seed of the orders; each corpus has its own, by its name.
     """
 
-    def __init__(self, parts: Mapping[str, Sequences], shares: Shares, *, seed: int) -> None:
+    def __init__(self, parts: Mapping[str, Windows], shares: Shares, *, seed: int) -> None:
         self._parts, self._shares, self._seed = list(parts.items()), shares, seed
 
-    def take(self, sample: int) -> torch.Tensor:
+    def take(self, sample: int) -> Sample:
         """The sample of that number; any order of numbers will do."""
         source, local = self._shares.locate(sample)
         name, sequences = self._parts[source]
@@ -218,8 +201,9 @@ class EvaluationBatches:
 
 
 def _micro_batch(rows: list[Sample]) -> MicroBatch:
-    pairs = [(row[:-1], row[1:]) if isinstance(row, torch.Tensor) else row for row in rows]
-    return torch.stack([inputs for inputs, _ in pairs]), torch.stack([labels for _, labels in pairs])
+    parts = [(row[:-1], row[1:]) if isinstance(row, torch.Tensor) else row for row in rows]
+    inputs, labels, *positions = (torch.stack(column) for column in zip(*parts, strict=True))
+    return (inputs, positions[0]) if positions else inputs, labels
 
 
 class Prefetched:
@@ -291,4 +275,7 @@ def _end(room: threading.Semaphore, closed: threading.Event) -> None:
 
 def _pinned(batch: MicroBatch) -> MicroBatch:
     inputs, labels = batch
+    if isinstance(inputs, tuple):
+        ids, positions = inputs
+        return (ids.pin_memory(), positions.pin_memory()), labels.pin_memory()
     return inputs.pin_memory(), labels.pin_memory()

@@ -1,8 +1,10 @@
 """Tokenised text: prepared once per machine and cached, then read as packed sequences.
 
 On disk a corpus is token files and a JSON, complete or absent. ``train.bin`` and ``held_out.bin`` are
-little-endian ids, every document followed by its end token; ``corpus.json`` (:class:`CorpusInfo`) says what
-they hold. All three are written into a folder beside the final one, synced, and renamed into place at once.
+little-endian ids, every document of text followed by its end token; ``corpus.json`` (:class:`CorpusInfo`)
+says what they hold. Chats and completions have two files more for each split: ``.trained.bin``, a byte for
+each token that is 1 if it is trained on, and ``.sizes.bin``, the tokens and the labels of each document
+(uint32). All are written into a folder beside the final one, synced, and renamed into place at once.
 """
 
 from __future__ import annotations
@@ -18,25 +20,28 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import psutil
-import torch
 
 from dsx.config.schema import DataConfig
 from dsx.data.order import is_held_out
+from dsx.data.packs import Fill, Packs, Sequences, fill_of, require_some
 from dsx.errors import DataError
 from dsx.waiting import Waiting
 
 if TYPE_CHECKING:  # loaded where text is prepared
+    from dsx.data.masks import Encoded, Masks
     from dsx.data.tokenizers import Tokenizer
 
 VERSION = 1
 INFO = "corpus.json"
 SPLITS = ("train", "held_out")
+_TRAINED, _SIZES, _SIZE_BYTES = ".trained", ".sizes", 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +52,7 @@ class SplitInfo:
         documents: Number of documents.
         tokens: Number of tokens, end tokens included.
         text_bytes: UTF-8 bytes of the documents.
-        digest: BLAKE2b of the token file.
+        digest: BLAKE2b of the token file, or of all files.
     """
 
     documents: int
@@ -69,7 +74,11 @@ class CorpusInfo:
         dtype: NumPy name of the id type on disk.
         train: The training split.
         held_out: The held-out split.
-        held_out_byte_counts: How often each of the 256 bytes occurs in the held-out text.
+        held_out_byte_counts: How often each of the 256 bytes occurs in the held-out text; empty for chats and
+            completions.
+        masked: Whether there are files that say what is trained on.
+        bad_records: Records that were skipped.
+        first_bad_record: What is wrong with the first of them.
         version: Version of this format.
     """
 
@@ -82,6 +91,9 @@ class CorpusInfo:
     train: SplitInfo
     held_out: SplitInfo
     held_out_byte_counts: list[int]
+    masked: bool = False
+    bad_records: int = 0
+    first_bad_record: str = ""
     version: int = VERSION
 
     @classmethod
@@ -101,16 +113,20 @@ class CorpusInfo:
             raise DataError(str(folder), "no corpus has been prepared here", "call prepare first") from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DataError(str(folder / INFO), f"cannot be read ({error})", fix) from error
-        for name in SPLITS:
-            want = getattr(info, name).tokens * np.dtype(info.dtype).itemsize
-            have = (folder / f"{name}.bin").stat().st_size if (folder / f"{name}.bin").exists() else 0
-            if have != want:
-                raise DataError(str(folder / f"{name}.bin"), f"{have} bytes, but {INFO} says {want}", fix)
+        for name, split in splits.items():
+            sizes = {"": split.tokens * np.dtype(info.dtype).itemsize}
+            if info.masked:
+                sizes |= {_TRAINED: split.tokens, _SIZES: split.documents * _SIZE_BYTES}
+            for kind, want in sizes.items():
+                file = folder / f"{name}{kind}.bin"
+                have = file.stat().st_size if file.exists() else 0
+                if have != want:
+                    raise DataError(str(file), f"{have} bytes, but {INFO} says {want}", fix)
         return info
 
     def _check(self) -> None:
         """Raise ValueError for what no writer writes, because the files are read by these values."""
-        whole = {"vocab_size": self.vocab_size, "end_id": self.end_id}
+        whole = {"vocab_size": self.vocab_size, "end_id": self.end_id, "bad_records": self.bad_records}
         for name in SPLITS:
             split: SplitInfo = getattr(self, name)
             whole |= {f"{name}.{key}": getattr(split, key) for key in ("documents", "tokens", "text_bytes")}
@@ -118,8 +134,11 @@ class CorpusInfo:
         wrong = next((key for key, n in whole.items() if type(n) is not int or not 0 <= n < 1 << 62), None)
         if wrong is not None:
             raise ValueError(f"{wrong} = {whole[wrong]!r}")
-        if self.dtype not in ("<u2", "<u4") or not isinstance(self.settings, dict):
-            raise ValueError(f"dtype = {self.dtype!r}, settings = {self.settings!r}")
+        kinds = isinstance(self.settings, dict), isinstance(self.masked, bool)
+        if self.dtype not in ("<u2", "<u4") or not all(kinds):
+            raise ValueError(
+                f"dtype = {self.dtype!r}, masked = {self.masked!r}, settings = {self.settings!r}"
+            )
 
     def save(self, folder: Path) -> None:
         """Write ``corpus.json``, synced."""
@@ -130,29 +149,39 @@ class CorpusInfo:
 
 
 class SplitWriter:
-    """Appends documents to a token file; a context manager that syncs it."""
+    """Appends documents to the files of a split; a context manager that syncs them."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], end_id: int) -> None:
-        self._file = path.open("wb")
+    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], *, masked: bool = False) -> None:
+        kinds = ("", _TRAINED, _SIZES) if masked else ("",)
+        self._files = [(folder / f"{split}{kind}.bin").open("wb") for kind in kinds]
         self._hash = hashlib.blake2b(digest_size=16)
-        self._dtype, self._end = dtype, np.array([end_id], dtype).tobytes()
+        self._dtype = dtype
         self.documents = self.tokens = self.text_bytes = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        for file in self._files:
+            with file:
+                file.flush()
+                os.fsync(file.fileno())
 
-    def append(self, ids: npt.NDArray[np.integer[Any]], text_bytes: int) -> None:
-        """Write one document's ids and the end token."""
-        chunk = ids.astype(self._dtype).tobytes() + self._end
-        self._file.write(chunk)
-        self._hash.update(chunk)
+    def append(
+        self,
+        ids: npt.NDArray[np.integer[Any]],
+        text_bytes: int,
+        trained: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Write one document's ids, end token included, and in a masked split what is trained on."""
+        chunks = [ids.astype(self._dtype).tobytes()]
+        if trained is not None:
+            chunks += [trained.tobytes(), np.array([len(ids), trained[1:].sum()], "<u4").tobytes()]
+        for file, chunk in zip(self._files, chunks, strict=True):
+            file.write(chunk)
+            self._hash.update(chunk)
         self.documents += 1
-        self.tokens += len(ids) + 1
+        self.tokens += len(ids)
         self.text_bytes += text_bytes
 
     def info(self) -> SplitInfo:
@@ -265,39 +294,7 @@ def _stamp(stat: os.stat_result) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-Tokens = TokenFile | npt.NDArray[np.unsignedinteger[Any]]
-"""Token ids that can be sliced."""
-
 _BATCH_CHARACTERS = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """Tokens cut into sequences of S inputs and, shifted by one, S labels; no token is a label twice.
-
-    Documents are packed one after the other; a sequence may begin and end inside one.
-
-    Args:
-        tokens: All token ids, end-of-document tokens included.
-        sequence_length: S.
-    """
-
-    tokens: Tokens
-    sequence_length: int
-
-    def __len__(self) -> int:
-        return max(0, len(self.tokens) - 1) // self.sequence_length
-
-    def window(self, index: int) -> torch.Tensor:
-        """Sequence ``index``: int64 [S + 1], inputs ``[:-1]`` and labels ``[1:]``.
-
-        Raises:
-            IndexError: ``index`` is outside ``range(len(self))``.
-        """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
-        start = index * self.sequence_length
-        return torch.from_numpy(self.tokens[start : start + self.sequence_length + 1].astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,12 +303,27 @@ class Corpus:
 
     path: Path
     info: CorpusInfo
-    train: Sequences
-    held_out: Sequences
+    train: Sequences | Packs
+    held_out: Sequences | Packs
 
     @classmethod
-    def open(cls, path: str | Path, *, sequence_length: int, vocab_size: int | None = None) -> Self:
-        """Open what :func:`prepare` returned; reads no token.
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        sequence_length: int,
+        vocab_size: int | None = None,
+        apart: bool = False,
+        drop: bool = False,
+    ) -> Self:
+        """Open what :func:`prepare` returned; of text it reads no token.
+
+        Args:
+            path: The folder.
+            sequence_length: S.
+            vocab_size: The model's vocabulary.
+            apart: Keep documents apart; chats and completions are then packed whole.
+            drop: Leave those of them out that are longer than a sequence, instead of their ends.
 
         Raises:
             DataError: The folder is missing, damaged or of another version; either split is too small for
@@ -326,20 +338,14 @@ class Corpus:
                 f"use the model's own tokenizer, or a model with vocab_size >= {info.vocab_size}",
             )
         train, held_out = (
-            Sequences(TokenFile(folder / f"{split}.bin", np.dtype(info.dtype)), sequence_length)
-            for split in SPLITS
+            _windows(folder, split, info, sequence_length, apart=apart, drop=drop) for split in SPLITS
         )
-        for name, split, sequences in (
+        for name, counts, windows in (
             ("training", info.train, train),
             ("held-out", info.held_out, held_out),
         ):
-            if split.documents and not len(sequences):
-                raise DataError(
-                    f"dsx.data.sequence_length = {sequence_length}",
-                    f"the {name} split has {split.tokens} tokens, a sequence needs {sequence_length + 1}",
-                    "use more text or shorter sequences"
-                    + (", or change dsx.data.held_out" if name == "held-out" else ""),
-                )
+            if counts.documents:
+                require_some(windows, counts.tokens, name)
         return cls(folder, info, train, held_out)
 
     @property
@@ -378,6 +384,10 @@ class Corpus:
         """
         return loss / math.log(2) / self.bytes_per_token
 
+    def fill(self) -> Fill | None:
+        """How full the packs of the training split are; None for text, which fills every sequence."""
+        return fill_of(self.train, self.info.train.documents) if self.info.masked else None
+
     def _need_held_out(self) -> None:
         if not (self.info.held_out.text_bytes and self.info.held_out.tokens):
             raise DataError(
@@ -387,6 +397,19 @@ class Corpus:
             )
 
 
+def _windows(
+    folder: Path, split: str, info: CorpusInfo, sequence_length: int, *, apart: bool, drop: bool
+) -> Sequences | Packs:
+    tokens = TokenFile(folder / f"{split}.bin", np.dtype(info.dtype))
+    if not info.masked:
+        return Sequences(tokens, sequence_length, end_id=info.end_id if apart else None)
+    trained = TokenFile(folder / f"{split}{_TRAINED}.bin", np.dtype("u1"))
+    if not apart:
+        return Sequences(tokens, sequence_length, trained)
+    sizes = np.asarray(TokenFile(folder / f"{split}{_SIZES}.bin", np.dtype("<u4"))).reshape(-1, 2)
+    return Packs(tokens, trained, sizes, sequence_length, pad_id=info.end_id, drop=drop)
+
+
 def prepare(data: DataConfig, cache_dir: str | Path) -> Path:
     """Tokenise ``data.source`` into ``cache_dir`` unless that has been done, and return the corpus's folder.
 
@@ -394,7 +417,8 @@ def prepare(data: DataConfig, cache_dir: str | Path) -> Path:
     are safe: the first to finish wins.
 
     Args:
-        data: The ``dsx.data`` block; its ``sequence_length`` does not matter here.
+        data: The ``dsx.data`` block; its ``sequence_length`` does not matter here, unless records that are
+            longer are refused.
         cache_dir: Folder for prepared corpora, made if missing.
 
     Raises:
@@ -413,12 +437,24 @@ def prepare(data: DataConfig, cache_dir: str | Path) -> Path:
         "held_out": data.held_out,
         "seed": data.seed,
     }
+    if data.format == "text":
+        return write_once(
+            cache_dir,
+            settings,
+            lambda folder: _checked(
+                write_corpus(folder, _split(documents(data), data), data.source, tokenizer, settings), data
+            ),
+        )
+    from dsx.data.masks import Masks
+
+    masks = Masks(data, tokenizer)
+    longest = data.sequence_length if data.too_long == "refuse" and data.keeps_apart else None
+    settings |= {"format": data.format, "columns": data.columns, "masks": masks.identity()}
+    settings |= {"bad_records": data.bad_records, "longest": longest}
     return write_once(
         cache_dir,
         settings,
-        lambda folder: _checked(
-            write_corpus(folder, _split(documents(data), data), data.source, tokenizer, settings), data
-        ),
+        lambda folder: _checked(_write_examples(folder, data, masks, tokenizer, settings), data),
     )
 
 
@@ -456,20 +492,20 @@ def write_corpus(
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     byte_counts = np.zeros(256, np.int64)
     with (
-        SplitWriter(folder / "train.bin", dtype, tokenizer.end_id) as train,
-        SplitWriter(folder / "held_out.bin", dtype, tokenizer.end_id) as held_out,
+        SplitWriter(folder, "train", dtype) as train,
+        SplitWriter(folder, "held_out", dtype) as held_out,
         Waiting(f"tokenising {source}", unit="bytes") as waiting,
     ):
         for batch in _batches(texts):
             encoded = tokenizer.encode([document for document, _ in batch])
             for (document, is_kept), ids in zip(batch, encoded, strict=True):
-                text = document.encode()
+                text, ended = document.encode(), np.append(ids.astype(dtype), dtype.type(tokenizer.end_id))
                 waiting.advance(len(text))
                 if is_kept:
                     byte_counts += np.bincount(np.frombuffer(text, np.uint8), minlength=256)
-                    held_out.append(ids, len(text))
+                    held_out.append(ended, len(text))
                 else:
-                    train.append(ids, len(text))
+                    train.append(ended, len(text))
     return CorpusInfo(
         source=source,
         settings=settings,
@@ -481,6 +517,60 @@ def write_corpus(
         held_out=held_out.info(),
         held_out_byte_counts=byte_counts.tolist(),
     )
+
+
+def _write_examples(
+    folder: Path, data: DataConfig, masks: Masks, tokenizer: Tokenizer, settings: dict[str, Any]
+) -> CorpusInfo:
+    """Write the files of chats or completions. A record that cannot be used is an error, or counted."""
+    from dsx.data.records import examples
+
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    left, number, bad = data.max_bytes, 0, list[DataError]()
+    with (
+        SplitWriter(folder, "train", dtype, masked=True) as train,
+        SplitWriter(folder, "held_out", dtype, masked=True) as held_out,
+        Waiting(f"tokenising {data.source}", unit="bytes") as waiting,
+    ):
+        for one in chain.from_iterable(masks.encode(examples(data))):
+            problem = one if isinstance(one, DataError) else _too_long(one, settings["longest"])
+            if problem is not None:
+                if data.bad_records == "refuse":
+                    raise problem
+                bad.append(problem)
+                continue
+            assert not isinstance(one, DataError)
+            waiting.advance(one.text_bytes)
+            split = held_out if is_held_out(number, data.held_out, data.seed) else train
+            split.append(one.ids, one.text_bytes, one.trained)
+            number += 1
+            left = None if left is None else left - one.text_bytes
+            if left is not None and left <= 0:
+                break
+    if bad and not number:
+        raise bad[0]
+    return CorpusInfo(
+        source=data.source,
+        settings=settings,
+        tokenizer=tokenizer.name,
+        vocab_size=tokenizer.vocab_size,
+        end_id=tokenizer.end_id,
+        dtype=dtype.str,
+        train=train.info(),
+        held_out=held_out.info(),
+        held_out_byte_counts=[],
+        masked=True,
+        bad_records=len(bad),
+        first_bad_record=str(bad[0]) if bad else "",
+    )
+
+
+def _too_long(one: Encoded, longest: int | None) -> DataError | None:
+    if longest is None or len(one.ids) <= longest:
+        return None
+    what = f"it has {len(one.ids):,} tokens, and dsx.data.too_long refuses more than {longest:,}"
+    fix = 'raise dsx.data.sequence_length, shorten it, or set too_long to "truncate" or "drop"'
+    return DataError(one.where, what, fix)
 
 
 def _checked(info: CorpusInfo, data: DataConfig) -> CorpusInfo:

@@ -17,7 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +236,20 @@ class Tables:
         except _read_errors() as error:
             raise _unreadable(self._where, error) from error
 
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Rows as objects, each with its place. Raises DataError, as :meth:`documents` does."""
+        parts = [self]
+        if isinstance(self.source, LocalFiles) and self.source.builder is not None:
+            each = (replace(self.source, paths=(path,)) for path in self.source.paths)
+            parts = [replace(self, source=source) for source in each]
+        for part in parts:
+            table = part._table(stream=part.stream)  # noqa: SLF001 - its own kind
+            try:
+                for number, row in enumerate(() if table is None else table, 1):
+                    yield f"{part._where}, row {number}", row  # noqa: SLF001
+            except _read_errors() as error:
+                raise _unreadable(part._where, error) from error  # noqa: SLF001
+
     def units(self, lanes: int) -> tuple[Unit, ...]:
         """Byte ranges of JSON lines; else what ``datasets`` can read on its own: row groups, or files."""
         stamps: tuple[Stamp, ...] = ()
@@ -366,7 +380,7 @@ def _to_name(schema: Any) -> str:
     texts = [field.name for field in schema if str(field.type) in _TEXT - {"null"}]
     chats = [field.name for field in schema if "struct<" in str(field.type)]
     if chats:  # messages, conversations: lists of turns
-        turns = f"write the turns of {', '.join(chats)} into a column of text (`dsx guide data`, Chats)"
+        turns = f'set dsx.data.format to "chat" for the turns of {", ".join(chats)}'
         return f"{turns}, or name one that holds text: {', '.join(texts)}" if texts else turns
     return f"name the column that holds the text: {', '.join(texts)}" if texts else "add a column of strings"
 

@@ -28,12 +28,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from dsx.config.schema import DataConfig
 from dsx.data.corpus import VERSION, CorpusInfo, write_corpus, write_once
 from dsx.data.files import LocalFiles, Tables, open_source
 from dsx.data.order import Shares, keyed_hash, permute
+from dsx.data.packs import Sample, Sequences
 from dsx.data.tokenizers import TokenIds, Tokenizer, load_tokenizer
 from dsx.data.units import Unit
 from dsx.errors import DataError
@@ -278,6 +278,7 @@ class Stream:
         data: The ``dsx.data`` block: lanes, shuffle buffer, sequence length and seed.
         in_flight: Global samples that may be taken and not yet trained on when the state is asked for.
         state: Where to continue: what :meth:`state` gave, of any layout's ranks together.
+        end_id: The token that ends a document, if documents are kept apart.
     """
 
     def __init__(
@@ -289,6 +290,7 @@ class Stream:
         *,
         in_flight: int,
         state: StreamState,
+        end_id: int | None = None,
     ) -> None:
         self._names, self._open_source = list(names), open_source
         self._shares, self._data = shares, data
@@ -296,7 +298,7 @@ class Stream:
         self._block = max(1, data.shuffle_buffer // (2 * data.lanes))
         rows = in_flight // data.lanes + 2
         self._kept_blocks = rows // self._block + 2
-        self._state = state
+        self._state, self._end_id = state, end_id
         self._lanes: dict[tuple[int, int], _Shuffle] = {}
         self._sources: dict[int, StreamedSource] = {}
         self._turns = dict.fromkeys(range(len(self._names)), 0)
@@ -304,13 +306,13 @@ class Stream:
         self._opened, self._opening_seconds, self._told_from = 0, 0.0, 0.0
         self._lock = Lock()
 
-    def take(self, sample: int) -> torch.Tensor:
-        """Global sample number ``sample``: int64 [S + 1]. Raises DataError, as reading does."""
+    def take(self, sample: int) -> Sample:
+        """Global sample number ``sample``, as ``Sequences`` gives it. Raises DataError, as reading does."""
         row, lane = divmod(sample, self._data.lanes)
         with self._lock:
             source, number = self._shares.locate(row, lane)
             ids = self._take(source, lane, number)
-        return torch.from_numpy(ids.astype(np.int64))
+        return Sequences(ids, self._data.sequence_length, end_id=self._end_id).window(0)
 
     def check(self, global_batch: int, made_of: str) -> None:
         """Pass: any step can be made, because a source that ends begins again."""

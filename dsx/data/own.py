@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsx.config.schema import OWN, DataConfig
-from dsx.data.batches import Sample, Samples, Shuffled
+from dsx.data.batches import Samples, Shuffled
+from dsx.data.packs import IGNORED, Sample
 from dsx.data.text import Text
 from dsx.errors import DataError
 from dsx.launch.entry import AGREED
 
-_IGNORED = -100
 _SHAPES = (
     "give S + 1 token ids, a tuple (inputs, labels) of S each, or a dict with input_ids and labels of S + 1, "
     "S being dsx.data.sequence_length"
@@ -95,7 +95,7 @@ class OwnSequences:
         """Refuse a mask that hides more than the end: a causal model would see such padding."""
         seen = self._ids(values, index, "attention_mask", len(labels)) != 0
         ends = int(seen.sum())
-        if not bool(seen[:ends].all()) or not bool((labels[ends:] == _IGNORED).all()):
+        if not bool(seen[:ends].all()) or not bool((labels[ends:] == IGNORED).all()):
             raise DataError(
                 f"sample {index} of {self.name}",
                 "its attention_mask leaves out positions that are trained on, or that others look at",

@@ -14,8 +14,9 @@ import numpy as np
 
 from dsx.config.schema import DataConfig
 from dsx.data.batches import Mixed, Samples, Shuffled
-from dsx.data.corpus import Corpus, Sequences, prepare
+from dsx.data.corpus import Corpus, prepare
 from dsx.data.order import Shares
+from dsx.data.packs import Windows
 from dsx.errors import DataError
 
 if TYPE_CHECKING:  # loaded where text is streamed
@@ -56,7 +57,7 @@ class TextPart:
     corpus: Corpus
 
     @property
-    def sequences(self) -> Sequences:
+    def sequences(self) -> Windows:
         """Its held-out sequences."""
         return self.corpus.held_out
 
@@ -78,10 +79,17 @@ class Text:
     @classmethod
     def open(cls, folders: Sequence[Path], data: DataConfig, *, vocab_size: int | None = None) -> Self:
         """Open what :func:`prepare_text` returned. Raises DataError: see :meth:`Corpus.open`."""
-        length = data.sequence_length
-        return cls(
-            data, [Corpus.open(path, sequence_length=length, vocab_size=vocab_size) for path in folders]
-        )
+        corpora = [
+            Corpus.open(
+                path,
+                sequence_length=data.sequence_length,
+                vocab_size=vocab_size,
+                apart=data.keeps_apart,
+                drop=data.too_long == "drop",
+            )
+            for path in folders
+        ]
+        return cls(data, corpora)
 
     @property
     def name(self) -> str:
@@ -91,9 +99,14 @@ class Text:
     @property
     def digest(self) -> str:
         """Hash of the text and its order: a run resumed on another digest would not continue on the same."""
-        if not self._data.sources and not self._data.streaming:
+        packed: list[object] = []
+        if self._data.keeps_apart:
+            packed = [["apart", self._data.too_long]]
+        elif not self._data.sources and not self._data.streaming:
             return self.parts[0].corpus.digest
-        rows = [[part.name, repr(part.share), _digest(part.corpus)] for part in self.parts]
+        rows: list[object] = packed + [
+            [part.name, repr(part.share), _digest(part.corpus)] for part in self.parts
+        ]
         return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
 
     @property
@@ -127,11 +140,12 @@ class Text:
                 self._data,
                 in_flight=in_flight,
                 state=self._stream_state,
+                end_id=self.parts[0].corpus.info.end_id if self._data.keeps_apart else None,
             )
             return self._stream
         if not self._data.sources:
             return Shuffled(self.parts[0].corpus.train, seed=self._data.seed)
-        parts = {part.name: part.corpus.train for part in self.parts}
+        parts: dict[str, Windows] = {part.name: part.corpus.train for part in self.parts}
         return Mixed(parts, self._shares, seed=self._data.seed)
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -159,23 +173,32 @@ class Text:
         shares = {part.name: part.share for part in self.held_out}
         return sum(shares[name] * loss for name, loss in losses.items()) / sum(shares.values())
 
-    def bits_per_byte(self, loss: float) -> float:
-        """Bits per held-out byte of a mean cross-entropy per token of ``loss`` nats.
+    @property
+    def is_masked(self) -> bool:
+        """Whether some of it is not trained on: what is trained stands for an unknown number of bytes."""
+        return any(part.corpus.info.masked for part in self.parts)
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        """Bits per held-out byte of a mean cross-entropy per token of ``loss`` nats; None if it is masked.
 
         Raises:
             DataError: Nothing is held out.
         """
+        if self.is_masked:
+            return None
         if not self.held_out:
             return self.parts[0].corpus.bits_per_byte(loss)  # says what is wrong
         return loss / math.log(2) / self._bytes_per_token()
 
     @property
-    def unigram_bits_per_byte(self) -> float:
-        """Entropy of the held-out bytes' own frequencies, the parts' bytes by their share.
+    def unigram_bits_per_byte(self) -> float | None:
+        """Entropy of the held-out bytes' own frequencies, the parts' bytes by their share; None if masked.
 
         Raises:
             DataError: Nothing is held out.
         """
+        if self.is_masked:
+            return None
         if len(self.held_out) < 2:
             return (self.held_out or self.parts)[0].corpus.unigram_bits_per_byte
         total = np.zeros(256)
@@ -204,6 +227,9 @@ class Text:
                 turns = samples * part.share / len(part.corpus.train)
                 text += f", {part.corpus.info.train.tokens:,} training tokens, read {turns:.3g} times in all"
             rows.append((f"data {part.name}", text))
+        for part in self.parts:
+            name = f" {part.name}" if self._data.sources else ""
+            rows += [(f"{label}{name}", text) for label, text in report(part.corpus)]
         if self._data.streaming:
             rows.append(("streaming", self._lanes_of_a_rank(shared)))
         return rows
@@ -235,6 +261,15 @@ class Text:
                 "start again when the files stay as they are, the same on all machines",
             )
         return source
+
+
+def report(corpus: Corpus) -> list[tuple[str, str]]:
+    """How full the packs of chats and completions are, and which records were skipped; nothing for text."""
+    fill, info = corpus.fill(), corpus.info
+    rows = [] if fill is None else [("packs", fill.text)]
+    if info.bad_records:
+        rows.append(("skipped", f"{info.bad_records:,} bad records, first {info.first_bad_record}"))
+    return rows
 
 
 def _digest(corpus: Corpus) -> str:

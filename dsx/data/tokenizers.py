@@ -32,6 +32,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     end_id = 256
+    bos_id = None
 
     def identity(self) -> str:
         """Always the same string."""
@@ -40,6 +41,23 @@ class ByteTokenizer:
     def encode(self, documents: Sequence[str]) -> list[TokenIds]:
         """UTF-8 bytes of every document (uint8)."""
         return [np.frombuffer(document.encode(), np.uint8) for document in documents]
+
+    def encode_with_ends(self, texts: Sequence[str], *, special: bool) -> list[tuple[TokenIds, TokenIds]]:
+        """Ids of every text, and behind which of its characters each ends; ``special`` adds none here."""
+        del special
+        return [
+            (ids, np.repeat(np.arange(1, len(text) + 1), [len(one.encode()) for one in text]))
+            for ids, text in zip(self.encode(texts), texts, strict=True)
+        ]
+
+    def chat_template(self, tools: list[Any] | None) -> None:
+        """None: bytes are no model's own."""
+        del tools
+
+    @property
+    def special_tokens(self) -> dict[str, Any]:
+        """None that could be written as text."""
+        return {}
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Bytes as UTF-8, ``�`` for what is none, as a model in training may write it.
@@ -102,6 +120,53 @@ class TransformersTokenizer:
                 list(documents), add_special_tokens=False, return_attention_mask=False, verbose=False
             )
             return [np.asarray(ids, np.int64) for ids in encoded["input_ids"]]
+
+    def encode_with_ends(self, texts: Sequence[str], *, special: bool) -> list[tuple[TokenIds, TokenIds]]:
+        """Ids of every text, and behind which of its characters each ends.
+
+        Args:
+            texts: Texts, special tokens included.
+            special: Whether the tokenizer adds its own special tokens, as before the text of a prompt.
+
+        Raises:
+            DataError: It does not know where its tokens end.
+        """
+        if not getattr(self._tokenizer, "is_fast", False):
+            raise DataError(
+                _place(self.name),
+                "it does not say which characters its tokens stand for, which the masks of chats need",
+                "use a model whose tokenizer has a tokenizer.json",
+            )
+        with _blamed(self.name, "has no ids for a text"):
+            encoded = self._tokenizer(
+                list(texts),
+                add_special_tokens=special,
+                return_attention_mask=False,
+                return_offsets_mapping=True,
+                verbose=False,
+            )
+            pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+            return [
+                (np.asarray(ids, np.int64), np.array([end for _, end in places])) for ids, places in pairs
+            ]
+
+    def chat_template(self, tools: list[Any] | None) -> str | None:
+        """Its own chat template, for a conversation with these tools; None if it has none."""
+        if not self._tokenizer.chat_template:
+            return None
+        with _blamed(self.name, "cannot be used"):
+            return str(self._tokenizer.get_chat_template(tools=tools))
+
+    @property
+    def special_tokens(self) -> dict[str, Any]:
+        """Its special tokens by the names that chat templates know them by."""
+        return dict(self._tokenizer.special_tokens_map)
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of the token that begins a text, if it has one."""
+        found: int | None = self._tokenizer.bos_token_id
+        return found
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text as the tokenizer joins it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import re
 import socket
 import threading
 import time
@@ -16,11 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from dsx.config.schema import DataConfig
 from dsx.data.files import documents, open_source, reachable
+from dsx.data.records import Example, examples
 from dsx.errors import DataError
 
 ROWS = ["first", "zweites, mit Komma", "三番目\nline two", "last"]
@@ -296,20 +294,15 @@ CHATS = {
 
 @pytest.mark.parametrize("column", CHATS)
 @pytest.mark.parametrize("named", [False, True])
-def test_chats_get_a_fix_that_is_one(tmp_path: Path, monkeypatch, column: str, named: bool) -> None:
-    """What the message points to, done as it stands in the guide, gives text that is read."""
-    monkeypatch.chdir(tmp_path)
-    Path("chats.jsonl").write_text(2 * (json.dumps({column: CHATS[column], "id": "a"}) + "\n"))
-    said = refused("chats.jsonl", **({"text_column": column} if named else {}))
-    assert f"Fix: write the turns of {column} into a column of text (`dsx guide data`, Chats)" in said
-    words = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
-    tokenizer.save_pretrained("MODEL_FOLDER")
-    guide = (Path(__file__).parents[2] / "docs/guides/data.md").read_text()
-    program, *_ = re.findall(r"```python\n(.*?)```", guide.split("**Chats.**")[1], flags=re.DOTALL)
-    exec(program, {})
-    assert read("text.jsonl") == 2 * ["<user>Two and two?</s><assistant>Four.</s>"]
+def test_chats_get_a_fix_that_is_one(tmp_path: Path, column: str, named: bool) -> None:
+    """What the message says, done, gives chats that are read."""
+    path = tmp_path / "chats.jsonl"
+    path.write_text(2 * (json.dumps({column: CHATS[column], "id": "a"}) + "\n"))
+    said = refused(path, **({"text_column": column} if named else {}))
+    assert f'Fix: set dsx.data.format to "chat" for the turns of {column}' in said
+    first, _ = examples(DataConfig(source=str(path), format="chat", sequence_length=8))
+    assert isinstance(first, Example)
+    assert list(first.messages) == CHATS["messages"]
 
 
 def test_a_column_that_is_no_text_names_those_that_are(tmp_path: Path) -> None:

@@ -1,0 +1,293 @@
+"""Examples -> tokens, and which of them are trained on: chat templates, prompts and completions.
+
+A chat is written as text by its template, and what the assistant wrote in it is marked: by the template
+itself, where it has ``{% generation %}`` marks; otherwise by prefixes. A turn of the assistant begins where
+the chat before it ends, generation prompt included, and ends where the chat up to it does. So the generation
+prompt is not trained, and the token that ends the turn is. A template that writes earlier turns otherwise
+once others follow is refused, but for thinking that it leaves out of them, as Qwen3's does: such a turn is
+trained as it stands in the whole chat, which is what the model will see.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from jinja2 import TemplateSyntaxError
+
+from dsx.config.schema import DataConfig
+from dsx.data.records import BadRecordError, Example
+from dsx.data.tokenizers import TokenIds, Tokenizer
+from dsx.errors import DataError
+from dsx.models.quiet_transformers import first_line, quiet_transformers
+
+_MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_THOUGHT = "</think>"
+_BATCH_CHARACTERS = 1 << 20
+_FIX = "use a template with {% generation %} marks (dsx.data.chat_template)"
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """A document and which of its tokens are trained on.
+
+    Args:
+        where: Place of its record.
+        ids: Its token ids.
+        trained: Whether each is trained on.
+        text_bytes: UTF-8 bytes of its text.
+    """
+
+    where: str
+    ids: TokenIds
+    trained: npt.NDArray[np.bool_]
+    text_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """A document as text, and the characters that are trained on."""
+
+    where: str
+    text: str
+    spans: Sequence[Span]
+    is_chat: bool
+
+
+def _template_of(data: DataConfig) -> str | None:
+    """The template that ``dsx.data.chat_template`` names; None leaves it to the tokenizer.
+
+    Raises:
+        DataError: There is no such file, or it is no template.
+    """
+    named = data.chat_template
+    if named is None:
+        return None
+    where = f'dsx.data.chat_template = "{named.splitlines()[0]}"'
+    if "{" in named:
+        return named
+    try:
+        return Path(named).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"cannot be read ({error.strerror if isinstance(error, OSError) else 'it is no text'})"
+        raise DataError(
+            where, what, "name a file with a Jinja template, or write the template itself"
+        ) from None
+
+
+class Masks:
+    """Makes tokens and masks of examples, as ``dsx.data`` says.
+
+    Args:
+        data: The ``dsx.data`` block of one source.
+        tokenizer: Text -> ids.
+
+    Raises:
+        DataError: The template is missing or none.
+    """
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer) -> None:
+        self._data, self._tokenizer = data, tokenizer
+        self._own_template = _template_of(data)
+        self._special = tokenizer.special_tokens
+        self.eos = str(self._special.get("eos_token", ""))
+
+    def identity(self) -> list[str | None]:
+        """What decides the text and the masks, besides the records and the tokenizer's words."""
+        plain, with_tools = self._tokenizer.chat_template(None), self._tokenizer.chat_template([{}])
+        return [self._own_template, plain, with_tools, self._data.train_on]
+
+    def encode(
+        self, examples: Iterable[Example | BadRecordError]
+    ) -> Iterator[tuple[Encoded | BadRecordError, ...]]:
+        """Documents in the order of their examples, some at a time; errors stay where they are."""
+        batch: list[_Marked | BadRecordError] = []
+        length = 0
+        for example in examples:
+            batch.append(example if isinstance(example, BadRecordError) else self._marked(example))
+            length += len(batch[-1].text) if isinstance(batch[-1], _Marked) else 0
+            if length >= _BATCH_CHARACTERS:
+                yield self._encoded(batch)
+                batch, length = [], 0
+        yield self._encoded(batch)
+
+    def _marked(self, example: Example) -> _Marked | BadRecordError:
+        try:
+            if example.texts is not None:
+                prompt, completion = example.texts
+                text = prompt + completion
+                text += "" if text.endswith(self.eos) else self.eos
+                start = 0 if self._data.train_on == "all" else len(prompt)
+                return _Marked(example.where, text, [(start, len(text))], is_chat=False)
+            return _Marked(example.where, *self._chat(example), is_chat=True)
+        except BadRecordError as error:
+            return error
+
+    def _chat(self, example: Example) -> tuple[str, list[Span]]:
+        whole = _Rendering(self, example)
+        text, marked = whole.text, whole.marks
+        if self._data.train_on == "all":
+            return text, [(0, len(text))]
+        if example.prompt is not None:
+            return text, [(whole.begin(example.prompt), len(text))]
+        turns = [number for number, trained in enumerate(example.trained) if trained]
+        if not turns:
+            raise whole.bad("it has no turn of the assistant that could be trained on")
+        if self._data.train_on == "last":
+            turns = turns[-1:]
+        if marked is None:
+            return text, [(whole.begin(turn), whole.end(turn)) for turn in turns]
+        spans = whole.marked_in(marked, turns)
+        if not spans:
+            raise whole.bad("the chat template marks nothing of it with {% generation %}")
+        return text, spans
+
+    def render(self, example: Example, count: int, *, prompt: bool = False) -> tuple[str, list[Span] | None]:
+        """The first ``count`` messages as text, with what the template itself marks, if it has marks.
+
+        Raises:
+            BadRecordError: The template refuses the chat.
+            DataError: There is no template, or it is none.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self._own_template or self._tokenizer.chat_template(example.tools)
+        if template is None:
+            raise DataError(
+                f'dsx.data.tokenizer = "{self._tokenizer.name}"',
+                "it has no chat template",
+                "name one in dsx.data.chat_template, or use an instruct model's tokenizer",
+            )
+        has_marks = _MARKS.search(template) is not None
+        try:
+            with quiet_transformers():
+                texts, marks = render_jinja_template(
+                    [list(example.messages[:count])],
+                    tools=example.tools,
+                    chat_template=template,
+                    return_assistant_tokens_mask=has_marks,
+                    add_generation_prompt=prompt,
+                    **self._special,
+                )
+        except TemplateSyntaxError as error:
+            where = f"dsx.data.chat_template, or the template of {self._tokenizer.name}"
+            what = f"is no template (line {error.lineno}: {first_line(error)})"
+            raise DataError(where, what, "mend it") from error
+        except Exception as error:
+            raise BadRecordError(
+                example.where,
+                f"the chat template refuses it ({first_line(error)})",
+                "mend the record, skip such records (dsx.data.bad_records), or use another template "
+                "(dsx.data.chat_template)",
+            ) from error
+        return str(texts[0]), [(int(start), int(end)) for start, end in marks[0]] if has_marks else None
+
+    def _encoded(self, batch: list[_Marked | BadRecordError]) -> tuple[Encoded | BadRecordError, ...]:
+        done: dict[int, Encoded | BadRecordError] = {
+            number: one for number, one in enumerate(batch) if isinstance(one, BadRecordError)
+        }
+        for is_chat in (True, False):
+            found = [
+                (n, one) for n, one in enumerate(batch) if isinstance(one, _Marked) and one.is_chat == is_chat
+            ]
+            texts = [one.text for _, one in found]
+            encoded = self._tokenizer.encode_with_ends(texts, special=not is_chat) if texts else []
+            for (number, one), (ids, ends) in zip(found, encoded, strict=True):
+                done[number] = self._document(one, ids, ends)
+        return tuple(done[number] for number in range(len(batch)))
+
+    def _document(self, one: _Marked, ids: TokenIds, ends: TokenIds) -> Encoded | BadRecordError:
+        trained = np.zeros(len(ids), np.bool_)
+        begins = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
+        for start, end in one.spans:
+            trained |= (ends > start) & ((ends <= end) | (begins < end))
+        if not one.is_chat:
+            ids, trained = self._completed(ids, trained)
+        if not trained[1:].any():
+            what = "none of its tokens is trained on: there is nothing to learn from it"
+            return BadRecordError(one.where, what, "mend or remove it, or set dsx.data.bad_records")
+        return Encoded(where=one.where, ids=ids, trained=trained, text_bytes=len(one.text.encode()))
+
+    def _completed(
+        self, ids: TokenIds, trained: npt.NDArray[np.bool_]
+    ) -> tuple[TokenIds, npt.NDArray[np.bool_]]:
+        """With one end token, trained, and no token twice that both the text and the tokenizer give."""
+        end = self._tokenizer.end_id
+        begin = self._tokenizer.bos_id
+        if len(ids) > 1 and begin is not None and ids[0] == ids[1] == begin:
+            ids, trained = ids[1:], trained[1:]
+        while len(ids) > 1 and ids[-1] == ids[-2] == end:
+            ids, trained = ids[:-1], trained[:-1]
+        if not len(ids) or ids[-1] != end:
+            ids, trained = np.append(ids, end), np.append(trained, True)
+        return ids, np.append(trained[:-1], True)
+
+
+class _Rendering:
+    """A whole chat as text, and where its turns begin and end."""
+
+    def __init__(self, masks: Masks, example: Example) -> None:
+        self._masks, self._example = masks, example
+        self._count = len(example.messages)
+        self.text, self.marks = masks.render(example, self._count)
+
+    def bad(self, what: str) -> BadRecordError:
+        fix = "mend or remove it, or skip such records (dsx.data.bad_records)"
+        return BadRecordError(self._example.where, what, fix)
+
+    def begin(self, turn: int) -> int:
+        """Where what the assistant writes in a turn begins: behind the generation prompt."""
+        if not turn:
+            what = "the assistant's turn is the first, and its chat template does not mark where it begins"
+            raise BadRecordError(self._example.where, what, f"begin with another turn, or {_FIX}")
+        before, _ = self._masks.render(self._example, turn, prompt=True)
+        if not self.text.startswith(before):
+            raise self._otherwise(before, turn, "the turns before it, with the generation prompt,")
+        return len(before)
+
+    def end(self, turn: int) -> int:
+        """Where the turn ends, its end-of-turn token included."""
+        if turn == self._count - 1:
+            return len(self.text)
+        upto, _ = self._masks.render(self._example, turn + 1)
+        if self.text.startswith(upto):
+            return len(upto)
+        ended = upto.rstrip()
+        closed = ended.removesuffix(self._masks.eos)  # what is written once, behind the last turn (Phi-3)
+        if closed != ended and self.text.startswith(closed):
+            return len(closed)
+        begin = self.begin(turn)
+        thought, _, said = upto[begin:].rpartition(_THOUGHT)
+        said = said.lstrip("\n")
+        if thought and said and self.text.startswith(said, begin):
+            return begin + len(said)
+        raise self._otherwise(upto, turn, "the turns up to it")
+
+    def marked_in(self, marked: list[Span], turns: list[int]) -> list[Span]:
+        """What the template marks in these turns of the assistant."""
+        own = [n for n, message in enumerate(self._example.messages) if message["role"] == "assistant"]
+        if own == turns:
+            return marked
+        if len(own) == len(marked):
+            return [span for turn, span in zip(own, marked, strict=True) if turn in turns]
+        begins = [self._common(self._masks.render(self._example, n)[0]) for n in range(1, self._count)]
+        return [(start, end) for start, end in marked if sum(one <= start for one in begins) in turns]
+
+    def _common(self, other: str) -> int:
+        pairs = zip(self.text, other, strict=False)
+        return next((n for n, (one, two) in enumerate(pairs) if one != two), min(len(self.text), len(other)))
+
+    def _otherwise(self, other: str, turn: int, what: str) -> BadRecordError:
+        at = self._common(other)
+        return BadRecordError(
+            self._example.where,
+            f"turn {turn + 1} cannot be told apart: the chat template writes {what} otherwise than in the "
+            f"whole chat, {other[at : at + 40]!r} for {self.text[at : at + 40]!r}",
+            f'{_FIX}, or dsx.data.train_on "last" or "all"',
+        )

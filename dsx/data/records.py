@@ -1,0 +1,354 @@
+"""Records of chats and completions, from files or tables to checked examples.
+
+A record that cannot be used is an error that names its file and line, or its row of a table. What is wrong
+with a whole file is an error, too, but of another kind: no policy skips it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsx.config.schema import DataConfig
+from dsx.data.files import LocalFiles, Tables, open_source
+from dsx.errors import DataError
+from dsx.terminal import shortened
+
+Message = dict[str, Any]
+
+_FIX = "mend or remove it, or skip such records (dsx.data.bad_records)"
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAREGPT = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "observation": "tool",
+    "function_call": "assistant",
+}
+_USUAL = {
+    "messages": ("messages", "conversations", "conversation"),
+    "system": ("system",),
+    "tools": ("tools",),
+    "prompt": ("prompt", "question"),
+    "completion": ("completion", "response", "answer"),
+}
+
+
+class BadRecordError(DataError):
+    """A record that cannot be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """What is made into tokens: messages, or a prompt and its completion as text.
+
+    Args:
+        where: File and line, or table and row.
+        messages: Turns, each with role and content as chat templates take them.
+        prompt: The first so many messages are a prompt; None in a chat.
+        trained: For each message of a chat, whether it may be trained on.
+        tools: Functions that the assistant can call, as JSON schemas.
+        texts: Prompt and completion, if they are no messages.
+    """
+
+    where: str
+    messages: tuple[Message, ...] = ()
+    prompt: int | None = None
+    trained: tuple[bool, ...] = ()
+    tools: list[Any] | None = None
+    texts: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A record as it was read: an object, or what is wrong with it."""
+
+    where: str
+    cells: Mapping[str, Any] | None
+    problem: str = ""
+
+
+def examples(data: DataConfig) -> Iterator[Example | BadRecordError]:
+    """The records of the one source of ``data``, checked; those that cannot be used as errors.
+
+    Raises:
+        DataError: A file that cannot be read at all, or text where records were expected.
+    """
+    read = _completion if data.format == "completion" else _chat
+    for row in _rows(data):
+        if row.cells is None:
+            yield BadRecordError(row.where, row.problem, _FIX)
+            continue
+        try:
+            example = read(_Record(row.where, row.cells, data.columns))
+        except BadRecordError as error:
+            yield error
+        else:
+            yield example
+
+
+def _rows(data: DataConfig) -> Iterator[_Row]:
+    source = open_source(data)
+    if not isinstance(source, Tables):
+        raise DataError(
+            f'dsx.data.format = "{data.format}"',
+            f'source "{data.source}" is running text, which has no records',
+            "name files of jsonl, json, parquet or csv, or a hub data set",
+        )
+    if isinstance(source.source, LocalFiles) and source.source.builder in ("json", "csv"):
+        if data.split != "train":
+            what = f'source "{data.source}" is files, which have the split "train" alone'
+            raise DataError(f'dsx.data.split = "{data.split}"', what, "leave this key out")
+        for path in source.source.paths:
+            yield from _file_rows(source.source.root / path)
+        return
+    for where, cells in source.rows():
+        yield _Row(where, _without_nulls(cells))
+
+
+def _file_rows(path: Path) -> Iterator[_Row]:
+    read = {".csv": _csv_rows, ".json": _json_rows}.get(path.suffix, _line_rows)
+    try:
+        yield from read(path)
+    except OSError as error:
+        raise DataError(str(path), f"cannot be read ({error.strerror})", "check the file") from error
+
+
+def _line_rows(path: Path) -> Iterator[_Row]:
+    """A line each. Read as bytes, so that a line that is not UTF-8 spoils no other."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}, line {number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if text.strip():
+                    yield _object(where, json.loads(text), "line")
+            except UnicodeDecodeError as error:
+                what = f"is not UTF-8 text ({error.reason}: byte 0x{line[error.start]:02x} at {error.start})"
+                yield _Row(where, None, what)
+            except (ValueError, RecursionError) as error:
+                yield _Row(where, None, f"is no line of JSON ({error})")
+
+
+def _json_rows(path: Path) -> Iterator[_Row]:
+    """A list of objects; or lines, as some write into ``.json``, too."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
+            yield from _line_rows(path)
+            return
+        fix = "mend the file, or write a line of JSON for each record (.jsonl)"
+        raise DataError(str(path), f"is no JSON ({error})", fix) from error
+    if not isinstance(content, list):
+        what = f"holds {_kind(content)} at the top, not a list of records"
+        raise DataError(str(path), what, "write a list of objects, or a line of JSON for each (.jsonl)")
+    for number, value in enumerate(content, 1):
+        yield _object(f"{path}, record {number}", value, "record")
+
+
+def _csv_rows(path: Path) -> Iterator[_Row]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            for cells in reader:
+                where, names = f"{path}, line {reader.line_num}", reader.fieldnames or ()
+                given = sum(cell is not None for name, cell in cells.items() if name is not None)
+                count = given + len(cells.get(None, ()))
+                if count != len(names):
+                    yield _Row(where, None, f"has {count} cells, the first line names {len(names)} columns")
+                else:
+                    yield _Row(where, cells)
+    except UnicodeDecodeError as error:
+        what = f"is not UTF-8 text ({error.reason}: byte 0x{error.object[error.start]:02x})"
+        raise DataError(str(path), what, "convert it (iconv -f latin1 -t utf-8) or leave it out") from error
+    except csv.Error as error:
+        raise DataError(str(path), f"is no CSV ({error})", "mend the file") from error
+
+
+def _object(where: str, value: Any, kind: str) -> _Row:
+    if isinstance(value, dict):
+        return _Row(where, value)
+    return _Row(where, None, f"the {kind} holds {_kind(value)}, not an object")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without keys whose value is null: tables give every object of a column the keys of all of them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+class _Record:
+    """A record under its column names; whatever is wrong is raised with its place."""
+
+    def __init__(self, where: str, cells: Mapping[str, Any], columns: Mapping[Any, str]) -> None:
+        self.where, self._cells, self._columns = where, cells, columns
+
+    def bad(self, what: str, fix: str = _FIX) -> BadRecordError:
+        return BadRecordError(self.where, what, fix)
+
+    def column(self, role: str) -> str | None:
+        """The name of the column, None if the record has none of the usual ones. Raises BadRecordError."""
+        named = self._columns.get(role)
+        if named is not None and named not in self._cells:
+            raise self.bad(f'has no "{named}" (dsx.data.columns.{role}); it has {self._names()}')
+        usual = (named,) if named is not None else _USUAL[role]
+        return next((name for name in usual if self._cells.get(name) is not None), None)
+
+    def cell(self, role: str) -> tuple[str, Any]:
+        """The column's name and the value; lists and objects that are written as JSON text are parsed."""
+        name = self.column(role)
+        if name is None:
+            raise self.bad(
+                f"has no {' or '.join(_USUAL[role])}; it has {self._names()}",
+                f"name the column in dsx.data.columns.{role}, or {_FIX}",
+            )
+        return name, self._cells[name]
+
+    def _names(self) -> str:
+        return shortened(", ".join(map(str, self._cells)) or "nothing", 300)
+
+    def text(self, value: Any, what: str) -> str:
+        """A string that can be encoded."""
+        if not isinstance(value, str):
+            raise self.bad(f"{what} is {_kind(value)}, not text")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise self.bad(f"{what} holds half of a surrogate pair at character {error.start}") from error
+        return value
+
+    def parsed(self, value: Any, what: str) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise self.bad(f"{what} is text that is no JSON ({error})") from error
+
+    def tools(self) -> list[Any] | None:
+        name = self.column("tools")
+        if name is None:
+            return None
+        tools = self.parsed(self._cells[name], name)
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise self.bad(f"{name} is {_kind(tools)}, not a list of objects (JSON schemas of functions)")
+        return tools or None
+
+    def messages(self, name: str, value: Any) -> tuple[list[Message], list[bool]]:
+        """Turns as chat templates take them, and whether each may be trained on."""
+        turns = self.parsed(value, name)
+        if not isinstance(turns, list):
+            raise self.bad(f"{name} is {_kind(turns)}, not a list of turns")
+        if not turns:
+            raise self.bad(f"{name} is empty")
+        done = [self._turn(number, turn) for number, turn in enumerate(turns, 1)]
+        return [message for message, _ in done], [trained for _, trained in done]
+
+    def _turn(self, number: int, turn: Any) -> tuple[Message, bool]:
+        what = f"turn {number}"
+        if not isinstance(turn, dict):
+            raise self.bad(f"{what} is {_kind(turn)}, not an object")
+        turn = {key: value for key, value in turn.items() if value is not None}
+        weight = turn.pop("weight", 1)  # of OpenAI's format for fine-tuning
+        if weight not in (0, 1):
+            raise self.bad(f"{what} has weight {weight!r}, which is 0 or 1")
+        if "role" not in turn and "from" in turn:
+            turn = self._from_sharegpt(what, turn)
+        if "role" not in turn:
+            raise self.bad(f"{what} has no role; it has {', '.join(turn) or 'nothing'}")
+        if turn["role"] not in _ROLES:
+            role = shortened(json.dumps(turn["role"], default=str), 60)
+            raise self.bad(f"{what} has the role {role}, which is none of {', '.join(_ROLES)}")
+        is_assistant = turn["role"] == "assistant"
+        if "tool_calls" in turn:
+            turn["tool_calls"] = self._tool_calls(what, turn["tool_calls"])
+        if "content" in turn:
+            turn["content"] = self._content(what, turn["content"])
+        elif not (is_assistant and turn.get("tool_calls")):
+            raise self.bad(f"{what} ({turn['role']}) has no content; it has {', '.join(turn)}")
+        if is_assistant and not turn.get("content") and not turn.get("tool_calls"):
+            raise self.bad(f"{what} (assistant) is empty: there is nothing to learn from it")
+        return turn, is_assistant and bool(weight)
+
+    def _from_sharegpt(self, what: str, turn: Message) -> Message:
+        if "value" not in turn:
+            raise self.bad(f'{what} has "from", but no "value"')
+        role = turn["from"]
+        rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        if role == "function_call":
+            return {"role": "assistant", **rest, "tool_calls": [self.parsed(turn["value"], what)]}
+        known = role in _SHAREGPT if isinstance(role, str) else False
+        return {"role": _SHAREGPT[role] if known else role, **rest, "content": turn["value"]}
+
+    def _content(self, what: str, content: Any) -> str:
+        if not isinstance(content, list):
+            return self.text(content, f"content of {what}")
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else _kind(part)
+            if kind != "text":
+                raise self.bad(f"content of {what} has a part of type {kind}; dsx trains on text alone")
+        return "".join(self.text(part.get("text"), f"content of {what}") for part in content)
+
+    def _tool_calls(self, what: str, calls: Any) -> list[Any]:
+        if not isinstance(calls, list):
+            raise self.bad(f"tool_calls of {what} is {_kind(calls)}, not a list")
+        return [self._tool_call(f"tool call {n} of {what}", call) for n, call in enumerate(calls, 1)]
+
+    def _tool_call(self, what: str, call: Any) -> Message:
+        """A call with its arguments as an object, which is what chat templates write as JSON."""
+        function = call.get("function", call) if isinstance(call, dict) else call
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise self.bad(f"{what} names no function")
+        arguments = self.parsed(function.get("arguments", {}), f"arguments of {what}")
+        if not isinstance(arguments, dict):
+            raise self.bad(f"arguments of {what} are {_kind(arguments)}, not an object")
+        rest = (
+            {key: value for key, value in call.items() if key != "function"} if function is not call else {}
+        )
+        return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
+
+
+def _chat(record: _Record) -> Example:
+    messages, trained = record.messages(*record.cell("messages"))
+    system = record.column("system")
+    if system is not None and messages[0]["role"] != "system":
+        text = record.text(record.cell("system")[1], system)
+        if text:
+            messages, trained = [{"role": "system", "content": text}, *messages], [False, *trained]
+    return Example(where=record.where, messages=tuple(messages), trained=tuple(trained), tools=record.tools())
+
+
+def _completion(record: _Record) -> Example:
+    (name, prompt), (other, completion) = record.cell("prompt"), record.cell("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        texts = record.text(prompt, name), record.text(completion, other)
+        if not completion:
+            raise record.bad(f"{other} is empty: there is nothing to learn from it")
+        return Example(where=record.where, texts=texts)
+    for one, value, its in ((name, prompt, other), (other, completion, name)):
+        if not isinstance(value, list):
+            raise record.bad(f"{one} is {_kind(value)}, {its} is not: both are text, or both messages")
+    messages = record.messages(name, prompt)[0]
+    both = (*messages, *record.messages(other, completion)[0])
+    return Example(where=record.where, messages=both, prompt=len(messages), tools=record.tools())
+
+
+_KINDS: dict[type, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), type(value).__name__)
