@@ -99,14 +99,14 @@ class Text:
     @property
     def digest(self) -> str:
         """Hash of the text and its order: a run resumed on another digest would not continue on the same."""
-        packed: list[object] = []
-        if self._data.keeps_apart:
-            packed = [["apart", self._data.too_long]]
-        elif not self._data.sources and not self._data.streaming:
+        packed: list[object] = [["apart", self._data.too_long]] if self._data.keeps_apart else []
+        if self._data.sources or self._data.streaming:
+            parts = [[part.name, repr(part.share), _digest(part.corpus)] for part in self.parts]
+            rows = [*packed, *parts]
+        elif packed:
+            rows = [*packed, self.parts[0].corpus.digest]
+        else:
             return self.parts[0].corpus.digest
-        rows: list[object] = packed + [
-            [part.name, repr(part.share), _digest(part.corpus)] for part in self.parts
-        ]
         return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
 
     @property
