@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from dsx.terminal import printable
     from dsx.train import recipe
     from dsx.train.generation import generate, load_transformers
+    from dsx.trainer.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -75,6 +76,7 @@ __all__ = [
     "Space",
     "StageMap",
     "TensorParallel",
+    "Trainer",
     "VersionError",
     "__version__",
     "choose",
@@ -119,6 +121,7 @@ _HOMES = {
     "Space": ("dsx.planner.layout", "Space"),
     "StageMap": ("dsx.parallel.stages", "StageMap"),
     "TensorParallel": ("dsx.nn.parallel", "TensorParallel"),
+    "Trainer": ("dsx.trainer.trainer", "Trainer"),
     "VersionError": ("dsx.errors", "VersionError"),
     "Groups": ("dsx.parallel.groups", "Groups"),
     "choose": ("dsx.planner.choose", "choose"),

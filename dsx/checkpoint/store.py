@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -181,18 +181,20 @@ def tags(root: Path) -> tuple[str, ...]:
     return tuple(sorted(found, key=_natural))
 
 
-def prune(root: Path, *, keep: int) -> tuple[str, ...]:
-    """Delete all but the newest ``keep`` checkpoints, never the one that ``latest`` names; gives their tags.
+def prune(root: Path, *, keep: int, spared: Collection[str] = ()) -> tuple[str, ...]:
+    """Delete all but the newest ``keep`` checkpoints; gives their tags.
 
-    Each vanishes at once, by a rename, before its files are deleted. Raises CheckpointError.
+    The one that ``latest`` names and those in ``spared`` stay, and count. Each vanishes at once, by a rename,
+    before its files are deleted. Raises CheckpointError.
     """
     if not _exists(root / LATEST):
         return ()
-    kept = _latest(root)
     with _explained(root):
-        others = [tag for tag in tags(root) if tag != kept]
+        found = tags(root)
+        kept = {_latest(root), *(tag for tag in found if tag in spared)}
+        others = [tag for tag in found if tag not in kept]
         by_age = sorted(others, key=lambda tag: (root / tag).stat().st_mtime_ns)
-        old = by_age[: max(0, len(by_age) - (keep - 1))]
+        old = by_age[: max(0, len(by_age) - max(0, keep - len(kept)))]
         for tag in old:
             _discard(root, tag, root / tag)
     return tuple(old)

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from dsx.fault_tolerance.watch import INTERRUPTED, Board, Watch
 from dsx.launch.entry import AGREED, lost_a_peer
 from dsx.launch.processes import agree
 from dsx.parallel.groups import Groups
-from dsx.train.monitor import Monitor
 from dsx.train.run_folder import RunLock, standing
 
 _WITHIN_STEP = ("skip", "roll_back")
@@ -38,6 +37,16 @@ _STATE = "guard"
 
 _NEWS_SECONDS = 2.0
 """The longest that news of a lost rank takes, once its machine is known to be silent."""
+
+
+class Reports(Protocol):
+    """Who tells people what a guard has done; :class:`dsx.train.monitor.Monitor` does."""
+
+    def warn(self, text: str) -> None:
+        """Say something that the user should know."""
+
+    def went_back(self) -> None:
+        """The engine has loaded an older checkpoint."""
 
 
 class Guard:
@@ -169,7 +178,7 @@ class Guard:
         """What the process should end with: 0, or 128 + the signal that stopped the run (143 for SIGTERM)."""
         return 128 + (self._watch.signal or 15) if self._agreed else 0
 
-    def rolled_back(self, monitor: Monitor) -> bool:
+    def rolled_back(self, monitor: Reports) -> bool:
         """Look at the step that has just ended and do what ``dsx.faults`` says. A collective call.
 
         Returns:
@@ -216,7 +225,7 @@ class Guard:
         self._judged = (finding,)
         return finding is not None and self._policies[finding.kind] in _WITHIN_STEP
 
-    def _act(self, policy: Policy, where: str, text: str, monitor: Monitor) -> bool:
+    def _act(self, policy: Policy, where: str, text: str, monitor: Reports) -> bool:
         if policy == "skip":
             self._skip(where, text, monitor)
             return False
@@ -227,7 +236,7 @@ class Guard:
             where, text, "look at the data and the learning rate; dsx.faults can also skip or roll back"
         )
 
-    def _skip(self, where: str, text: str, monitor: Monitor) -> None:
+    def _skip(self, where: str, text: str, monitor: Reports) -> None:
         assert self._engine is not None, "called with an engine"
         self._skips += 1
         if self._engine.step_applied:
@@ -237,7 +246,7 @@ class Guard:
             raise _ended(where, what, "lower the learning rate, or raise dsx.faults.most_skips")
         monitor.warn(f"{where} is skipped: {text}")
 
-    def _roll_back(self, where: str, text: str, monitor: Monitor) -> None:
+    def _roll_back(self, where: str, text: str, monitor: Reports) -> None:
         """Load the newest checkpoint of this run; its data goes on as it would have without the fault."""
         assert self._engine is not None, "called with an engine"
         engine, root, cursor = self._engine, self._config.output / store.CHECKPOINTS, self.data_cursor

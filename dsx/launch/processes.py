@@ -163,6 +163,8 @@ def distributed(
     """Process groups of ``mesh`` for the duration of a ``with`` block.
 
     Works under ``deepspeed``, ``torchrun`` and, for one rank, plain ``python``; NCCL on GPUs, gloo on CPUs.
+    Where the process is in a process group already, which transformers' TrainingArguments make, that one is
+    used, and left as it is at the end.
     Random generators are seeded from ``seed`` and the pipeline and data-parallel coordinates, equal over
     tensor parallelism, as dsx's dropout wants them.
 
@@ -199,6 +201,10 @@ def distributed(
             sys.stderr.write(f"warning: {lock.text()}\n")
     accelerator.set_device(local_rank())
     backend, timeout = ("gloo" if cpu else "nccl"), timedelta(seconds=timeout_seconds)
+    if dist.is_initialized():
+        deepspeed.init_distributed(dist_backend=backend, verbose=False)
+        yield _groups(mesh, sequence_parallel, seed)
+        return
     if "WORLD_SIZE" in os.environ:
         store, place, size = meet(timedelta(seconds=start_timeout_seconds))
         if spare_ranks and place >= size - spare_ranks:
@@ -210,8 +216,7 @@ def distributed(
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
-    groups = make_groups(mesh, sequence_parallel=sequence_parallel)
-    seed_generators(groups, seed)
+    groups = _groups(mesh, sequence_parallel, seed)
     yield groups
     # Without this, ranks that end early tear down connections that others still use. An exception skips it:
     # the others would not come.
@@ -219,6 +224,12 @@ def distributed(
     if spare_ranks and groups.rank == 0:
         dismiss(store, spare_ranks)
     dist.destroy_process_group()
+
+
+def _groups(mesh: Mesh, sequence_parallel: bool, seed: int) -> Groups:
+    groups = make_groups(mesh, sequence_parallel=sequence_parallel)
+    seed_generators(groups, seed)
+    return groups
 
 
 def without_builds() -> None:

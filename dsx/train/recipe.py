@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch import nn
 
 import dsx
 from dsx.checkpoint import store
@@ -70,11 +71,24 @@ RunData = Text | OwnText | OwnCorpus
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
+def build_model(
+    config: RunConfig,
+    groups: Groups,
+    *,
+    load_layer: Callable[[int, nn.Module], None] | None = None,
+    dynamic_shape: bool = False,
+) -> PipelineModule:
     """This rank's layers of the config's model, freshly initialised or read from its Hugging Face folder.
 
     Fresh weights depend on the seed alone, not on the layout. At ZeRO-3 each layer is partitioned as soon as
     it has its weights.
+
+    Args:
+        config: The resolved config.
+        groups: This rank's process groups.
+        load_layer: Gives layers their weights, as for :class:`~dsx.PipelineModule`; by default those of the
+            config's folder are read, if it has any.
+        dynamic_shape: Whether lengths may differ from micro-batch to micro-batch.
 
     Raises:
         CheckpointError: The folder's weights do not fit the model.
@@ -95,8 +109,7 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
         split=split,
     )
     with ExitStack() as files:
-        load_layer = None
-        if config.weights is not None:
+        if load_layer is None and config.weights is not None:
             from dsx.checkpoint.run.export import layer_weights
 
             reading = f"reading the weights in {config.weights}"
@@ -114,6 +127,7 @@ def build_model(config: RunConfig, groups: Groups) -> PipelineModule:
             split=split,
             config=config,
             load_layer=load_layer,
+            dynamic_shape=dynamic_shape,
         )
 
 

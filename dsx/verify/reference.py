@@ -149,7 +149,7 @@ class Transformers:
 
     def weights(self) -> dict[str, Tensor]:
         """The weights as transformers initialises them."""
-        found = {spec.name: join(spec, lambda name: self._parameters[name]) for spec in self._specs}
+        found = {spec.name: hf.join(spec, lambda name: self._parameters[name]) for spec in self._specs}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def evaluate(self, weights: Mapping[str, Tensor], batches: Sequence[Batch]) -> Evaluation:
@@ -168,7 +168,9 @@ class Transformers:
             loss = loss / len(batches)
             loss.backward()
             total += loss.item()
-        gradients = {spec.name: join(spec, lambda name: self._parameters[name].grad) for spec in self._specs}
+        gradients = {
+            spec.name: hf.join(spec, lambda name: self._parameters[name].grad) for spec in self._specs
+        }
         return Evaluation(loss=total, gradients={k: g for k, g in gradients.items() if g is not None})
 
     @torch.no_grad()
@@ -315,18 +317,6 @@ def put(parameter: Tensor, values: Tensor, *, tp: int, tp_rank: int) -> None:
     if isinstance(spec, ParamSpec):
         values = slices.cut(spec, lambda box: values[tuple(slice(*span) for span in box)], tp, tp_rank)
     parameter.copy_(values)
-
-
-def join(spec: ParamSpec, get: Callable[[str], Tensor | None]) -> Tensor | None:
-    """The logical tensor of a parameter's Hugging Face tensors; None if one of them is None."""
-    whole = torch.empty(spec.shape)
-    for name, box in spec.hf_boxes:
-        tensor = get(name)
-        if tensor is None:
-            return None
-        part = tensor.detach().transpose(-1, -2) if spec.hf_transposed else tensor.detach()
-        whole[tuple(slice(*span) for span in box)] = part
-    return whole
 
 
 def is_row_bias(spec: ParamSpec, specs: Sequence[ParamSpec]) -> bool:

@@ -172,9 +172,26 @@ def restore_facts(run: CheckpointedRun, facts: Mapping[str, Any], where: str) ->
         _restore_groups(run, facts.get("param_groups", ()))
         scheduler = facts.get("lr_scheduler")
         if scheduler is not None and inner.lr_scheduler is not None:
-            inner.lr_scheduler.load_state_dict(plain.decode(scheduler, f"{where}: lr_scheduler"))
+            saved = plain.decode(scheduler, f"{where}: lr_scheduler")
+            inner.lr_scheduler.load_state_dict(_of_groups(saved, len(_optimizer(run).param_groups)))
         state = plain.decode(facts.get("client_state", {}), f"{where}: client_state")
         return dict(state) if isinstance(state, dict) else {}
+
+
+_BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # in the state of torch's schedules
+
+
+def _of_groups(schedule: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """A schedule's state for ``count`` optimizer groups, if it is alike for all that it was saved with.
+
+    Ranks and layouts divide parameters into other numbers of groups.
+    """
+    found = dict(schedule)
+    for key in _BY_GROUP:
+        each = found.get(key)
+        if isinstance(each, list) and each and len(each) != count and all(item == each[0] for item in each):
+            found[key] = each[:1] * count
+    return found
 
 
 def optimizer_settings(run: CheckpointedRun) -> dict[str, Any]:

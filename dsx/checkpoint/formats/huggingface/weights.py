@@ -141,6 +141,18 @@ def split(spec: ParamSpec, tensor: Tensor) -> dict[str, Tensor]:
     return found
 
 
+def join(spec: ParamSpec, get: Callable[[str], Tensor | None]) -> Tensor | None:
+    """The logical tensor of a parameter's Hugging Face tensors; None if one of them is None."""
+    whole = torch.empty(spec.shape)
+    for name, box in spec.hf_boxes:
+        tensor = get(name)
+        if tensor is None:
+            return None
+        part = tensor.detach().transpose(-1, -2) if spec.hf_transposed else tensor.detach()
+        whole[tuple(slice(*span) for span in box)] = part
+    return whole
+
+
 def write_shard(folder: str | Path, index: int, count: int, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Write one of ``count`` safetensors files of an export, aside, in ``<folder>.partial``, and sync it.
 

@@ -1,0 +1,231 @@
+"""Which arguments of a Trainer script dsx.Trainer honours, which mean nothing to it, and which it refuses.
+
+One table, as data. Every field of ``TrainingArguments`` stands in exactly one of its three parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from enum import Enum
+from typing import Any
+
+from dsx.config.load import raise_all
+from dsx.config.wording import at
+from dsx.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why values of an argument are refused.
+
+    Attributes:
+        why: A clause that follows "argument = value: ".
+        fix: What to do: an imperative clause.
+        fine: The values that are not refused.
+    """
+
+    why: str
+    fix: str
+    fine: tuple[Any, ...] = (None, False)
+
+
+HONOURED = frozenset({
+    "activation_checkpointing", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "data_seed",
+    "dataloader_drop_last", "dataloader_in_order", "dataloader_multiprocessing_context",
+    "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory",
+    "dataloader_prefetch_factor", "deepspeed", "disable_tqdm", "eval_delay", "eval_do_concat_batches",
+    "eval_on_start", "eval_steps", "eval_strategy", "full_determinism", "gradient_accumulation_steps",
+    "gradient_checkpointing", "greater_is_better", "ignore_data_skip", "include_for_metrics",
+    "include_num_input_tokens_seen", "label_names", "learning_rate", "length_column_name",
+    "load_best_model_at_end", "log_level", "log_level_replica", "logging_first_step",
+    "logging_nan_inf_filter", "logging_steps", "logging_strategy", "lr_scheduler_kwargs",
+    "max_grad_norm", "max_steps", "metric_for_best_model", "num_train_epochs",
+    "output_dir", "per_device_eval_batch_size", "per_device_train_batch_size", "prediction_loss_only",
+    "project", "remove_unused_columns", "report_to", "restore_callback_states_from_checkpoint", "run_name",
+    "save_only_model", "save_steps", "save_strategy", "save_total_limit", "seed", "torch_empty_cache_steps",
+    "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id",
+    "warmup_steps", "weight_decay",
+})  # fmt: skip
+"""Arguments that do here what they do under transformers' Trainer."""
+
+NO_MATTER: Mapping[str, str] = {
+    "average_tokens_across_devices": "the loss is the mean over the global batch's trained tokens anyhow",
+    "bf16_full_eval": "evaluation computes in the precision of training",
+    "ddp_backend": "TrainingArguments themselves choose the backend with it",
+    "ddp_broadcast_buffers": "gradients are reduced by ZeRO, not by DistributedDataParallel",
+    "ddp_bucket_cap_mb": "gradients are reduced by ZeRO, not by DistributedDataParallel",
+    "ddp_find_unused_parameters": "gradients are reduced by ZeRO, not by DistributedDataParallel",
+    "ddp_static_graph": "gradients are reduced by ZeRO, not by DistributedDataParallel",
+    "ddp_timeout": "TrainingArguments themselves make the process group with it",
+    "do_eval": "scripts ask for it themselves",
+    "do_predict": "scripts ask for it themselves",
+    "do_train": "scripts ask for it themselves",
+    "eval_accumulation_steps": "predictions go to the host's memory after every few micro-batches anyhow",
+    "eval_use_gather_object": "predictions are gathered as objects anyhow",
+    "fsdp_config": "it tunes fsdp, which is refused",
+    "hub_always_push": "it is about push_to_hub, which is refused",
+    "hub_model_id": "it is about push_to_hub, which is refused",
+    "hub_private_repo": "it is about push_to_hub, which is refused",
+    "hub_revision": "it is about push_to_hub, which is refused",
+    "hub_strategy": "it is about push_to_hub, which is refused",
+    "hub_token": "it is about push_to_hub, which is refused",
+    "liger_kernel_config": "it tunes use_liger_kernel, which is refused",
+    "local_rank": "the launcher's environment says it",
+    "log_on_each_node": "the first rank of all logs",
+    "resume_from_checkpoint": "scripts pass it to train()",
+    "tf32": "TrainingArguments themselves set it",
+    "torch_compile_backend": "it turns torch_compile on, which is refused",
+    "torch_compile_mode": "it turns torch_compile on, which is refused",
+    "use_cache": "layers have no cache of keys and values while they train",
+    "use_cpu": "TrainingArguments themselves choose the device",
+}
+"""Arguments without a meaning here, with the reason."""
+
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+_SAMPLING = ("random", "sequential", "group_by_length")
+
+REFUSED: Mapping[str, Refusal] = {
+    "accelerator_config": Refusal(
+        "batches are dealt to data-parallel ranks by dsx, in one order for every layout", "leave it out"
+    ),
+    "activation_checkpointing_kwargs": Refusal(
+        "blocks are computed again by dsx, all of them and without reentrance",
+        "leave it out; dsx.recompute has the kinds there are",
+        (None, {}, {"use_reentrant": False}),
+    ),
+    "auto_find_batch_size": Refusal(
+        "a layout's memory is estimated before the run",
+        "ask `dsx estimate`, and set per_device_train_batch_size",
+    ),
+    "batch_eval_metrics": Refusal(
+        "metrics are computed once, of all predictions", "reduce them with preprocess_logits_for_metrics"
+    ),
+    "debug": Refusal("nothing is hooked into the layers", "leave it out; dsx.faults watches figures", ([],)),
+    "enable_jit_checkpoint": Refusal(
+        "a signal to any rank already saves and ends the run (dsx.faults.stop_signals)", "leave it out"
+    ),
+    "fp16": Refusal("dsx trains in bf16 or fp32", "use bf16=True"),
+    "fp16_full_eval": Refusal("dsx computes in bf16 or fp32", "leave it out"),
+    "fsdp": Refusal(
+        "ZeRO is what partitions here", "use ZeRO-3 in the DeepSpeed JSON", (None, "", [], False)
+    ),
+    "gradient_checkpointing_kwargs": Refusal(
+        "blocks are computed again by dsx, all of them and without reentrance",
+        "leave it out; dsx.recompute has the kinds there are",
+        (None, {}, {"use_reentrant": False}),
+    ),
+    "label_smoothing_factor": Refusal("the loss is the plain cross entropy", "set it to 0", (0,)),
+    "lr_scheduler_type": Refusal(
+        "it waits for a metric, and the engine moves the learning rate at every step",
+        "use a schedule of steps, such as cosine",
+    ),
+    "neftune_noise_alpha": Refusal("nothing is hooked into the embedding", "leave it out"),
+    "optim": Refusal(
+        "ZeRO partitions states of single elements, and dsx knows those of AdamW and SGD",
+        f"use {', '.join(_OPTIMIZERS)}, or name an optimizer of DeepSpeed in the JSON",
+        _OPTIMIZERS,
+    ),
+    "optim_args": Refusal(
+        "AdamW and SGD have their own arguments", "leave it out, or name the optimizer in the JSON"
+    ),
+    "optim_target_modules": Refusal("it is of optimizers that are refused", "leave it out"),
+    "parallelism_config": Refusal("the JSON says what is parallel", 'write "dsx": {"parallel": {...}} there'),
+    "push_to_hub": Refusal("nothing is sent anywhere", "upload what save_model has written"),
+    "save_on_each_node": Refusal("a checkpoint is one folder that all ranks share", "use a shared folder"),
+    "skip_memory_metrics": Refusal(
+        "allocations are not traced", "leave it at True; `dsx estimate` tells a run's memory", (True,)
+    ),
+    "torch_compile": Refusal("layers run as they are", "leave it out"),
+    "train_sampling_strategy": Refusal(
+        "its micro-batches have changing numbers of rows", f"use {', '.join(_SAMPLING)}", _SAMPLING
+    ),
+    "use_liger_kernel": Refusal("it replaces modules, which dsx cuts", "leave it out"),
+}
+"""Arguments that are refused unless their value is one of ``fine``."""
+
+_NOT_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+
+OF_TRAINER: Mapping[str, Refusal] = {
+    "model_init": Refusal("hyperparameter search is not there", "pass model="),
+    "compute_loss_func": Refusal("the loss is the plain cross entropy", "leave it out", (None,)),
+    "optimizers": Refusal(
+        "layers are built and cut later, and an optimizer made before has other parameters",
+        "use optim and lr_scheduler_type of TrainingArguments, or the JSON's optimizer and scheduler",
+        (None, (None, None)),
+    ),
+    "optimizer_cls_and_kwargs": Refusal(
+        "ZeRO partitions states of single elements, and dsx knows those of AdamW and SGD",
+        "use optim of TrainingArguments, or the JSON's optimizer",
+        (None,),
+    ),
+}
+"""Arguments of Trainer itself that are refused."""
+
+NOT_THERE: Mapping[str, str] = {
+    "accelerator": "dsx's engine takes Accelerate's place: trainer.engine",
+    "autocast_smart_context_manager": "the JSON's bf16 decides the precision",
+    "compute_loss": "the loss is the plain cross entropy over the trained tokens of the global batch",
+    "compute_loss_context_manager": "the JSON's bf16 decides the precision",
+    "create_accelerator_and_postprocess": "dsx's engine takes Accelerate's place",
+    "create_optimizer": "the optimizer is made over layers that are cut: name it in the JSON",
+    "create_optimizer_and_scheduler": "the optimizer is made over layers that are cut: name it in the JSON",
+    "create_scheduler": "name the schedule by lr_scheduler_type, or in the JSON",
+    "evaluation_loop": "evaluate() and predict() run the pipeline",
+    "floating_point_ops": "they are counted from the model's parameters",
+    "get_batch_samples": "a step reads its micro-batches at once",
+    "get_decay_parameter_names": "biases and norms do not decay, as in transformers",
+    "hyperparameter_search": "start the script once for each trial",
+    "init_hf_repo": "upload what save_model has written",
+    "prediction_step": "evaluate() and predict() run the pipeline",
+    "push_to_hub": "upload what save_model has written",
+    "training_step": "a step is one call of the engine: all its micro-batches, in the schedule's order",
+}
+"""Names of transformers' Trainer that dsx.Trainer lacks, and what is there instead.
+
+It neither has nor calls them, so that a subclass that defines one is refused.
+"""
+
+
+def refusals(args: Any, given: Mapping[str, Any]) -> Sequence[ConfigError]:
+    """Every argument that cannot be honoured, one error each.
+
+    Args:
+        args: The TrainingArguments, or a subclass's.
+        given: Further arguments that Trainer was called with, by name.
+    """
+    found = []
+    for each in fields(args):
+        value, rule = getattr(args, each.name), REFUSED.get(each.name)
+        known = rule is not None or each.name in HONOURED or each.name in NO_MATTER
+        plain = value.value if isinstance(value, Enum) else value
+        if not known and not _is_default(each, value):
+            why = f"an argument of {type(args).__name__} that dsx.Trainer does not know"
+            found.append(ConfigError(at(each.name, plain), why, "leave it out"))
+        elif rule is not None and not _is_fine(each.name, plain, rule):
+            found.append(ConfigError(at(each.name, plain), rule.why, rule.fix))
+    for name, value in given.items():
+        rule = OF_TRAINER.get(name)
+        if rule is None:
+            found.append(ConfigError(f"dsx.Trainer({name}=)", "no such argument", "leave it out"))
+        elif value not in rule.fine:
+            found.append(ConfigError(f"dsx.Trainer({name}=)", rule.why, rule.fix))
+    return found
+
+
+def refuse(args: Any, given: Mapping[str, Any]) -> None:
+    """Raise a ConfigError about all of :func:`refusals`."""
+    raise_all("TrainingArguments", list(refusals(args, given)))
+
+
+def _is_default(field: Any, value: Any) -> bool:
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return bool(value == default)
+
+
+def _is_fine(name: str, value: Any, rule: Refusal) -> bool:
+    if name == "lr_scheduler_type":
+        return value not in _NOT_SCHEDULES
+    if name == "accelerator_config":  # TrainingArguments put an object of defaults there
+        return value is None or value == type(value)()
+    return value in rule.fine

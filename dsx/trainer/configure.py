@@ -1,0 +1,342 @@
+"""From TrainingArguments, their DeepSpeed JSON and a model to the resolved config of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, set_hf_deepspeed_config
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from dsx.checkpoint.formats import slices
+from dsx.checkpoint.formats.huggingface import names
+from dsx.checkpoint.formats.huggingface import weights as hf
+from dsx.checkpoint.run.names import spec_of
+from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
+from dsx.config.load import content_of, raise_all
+from dsx.config.resolve import resolve
+from dsx.config.run import RunConfig
+from dsx.config.schema import NO_TOKENIZER, OWN
+from dsx.config.sources import is_hub_name
+from dsx.config.wording import at
+from dsx.errors import ConfigError, ModelError
+from dsx.models.param import Box, ParamSpec
+from dsx.models.params import stored_specs
+from dsx.models.spec import Model
+from dsx.parallel.groups import Groups
+
+# Keys of the JSON's dsx block in whose place arguments stand, by what decides them.
+_DECIDED: Mapping[str, Mapping[str, str]] = {
+    "model": dict.fromkeys(("preset", "config", "path", "weights", "family", "overrides"), "Trainer(model=)"),
+    "data": {"": "train_dataset, data_collator and TrainingArguments decide"},
+    "train": {
+        "": "TrainingArguments decide",
+        "steps": "max_steps and num_train_epochs decide",
+        "output": "output_dir decides",
+        "log_every": "logging_steps decides",
+        "eval_every": "eval_steps decides",
+        "save_every": "save_steps decides",
+        "keep_checkpoints": "save_total_limit decides",
+        "resume": "train(resume_from_checkpoint=) decides",
+        "export_hf": "save_model() writes a Hugging Face folder",
+    },
+    "tracking": {"": "report_to decides"},
+    "elastic": {"": "a Trainer's steps are counted for one number of ranks"},
+}
+_LEFT = {"data": ("sequence_length",)}
+_MOST_TOKENS, _BLOCK = 2048, 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenModel:
+    """What Trainer was given as a model.
+
+    Attributes:
+        hf_config: Its config.
+        skeleton: The same model without storage: its names, and what its forward takes.
+        block: ``dsx.model`` for it.
+        whole: The model itself, if it was given with its weights.
+    """
+
+    hf_config: PreTrainedConfig
+    skeleton: nn.Module
+    block: dict[str, Any]
+    whole: PreTrainedModel | None
+
+    @classmethod
+    def of(cls, model: Any) -> GivenModel:
+        """Read what was given.
+
+        Raises:
+            ConfigError: A folder or a name that is not there.
+            ModelError: No causal language model of transformers, or one whose weights cannot be taken.
+        """
+        if isinstance(model, str | Path):
+            folder = _folder(str(model))
+            config = AutoConfig.from_pretrained(folder)
+            return cls(hf_config=config, skeleton=_skeleton(config), block={"path": folder}, whole=None)
+        whole = None if isinstance(model, PreTrainedConfig) else _usable(model)
+        config = model if whole is None else whole.config
+        content = json.loads(config.to_json_string(use_diff=False))
+        kind = None if whole is None else type(whole)
+        return cls(hf_config=config, skeleton=_skeleton(config, kind), block={"config": content}, whole=whole)
+
+
+def _folder(name: str) -> str:
+    """A local model folder, or that of the hub's cache."""
+    if Path(name).is_dir():
+        return name
+    if not is_hub_name(name, frozenset()):
+        raise ConfigError(at("model", name), "there is no such folder", "give a model folder or a hub name")
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return snapshot_download(name, allow_patterns=patterns)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        what = f"there is no such folder, and the hub does not give it ({str(error).splitlines()[0]})"
+        raise ConfigError(at("model", name), what, "download it first, and give the folder") from None
+
+
+def _usable(model: Any) -> PreTrainedModel:
+    """The model, if its class and weights are ones that dsx can take."""
+    where = f"Trainer(model={type(model).__name__})"
+    if not isinstance(model, PreTrainedModel):
+        fix = "give a model folder, a hub name, a config or a causal language model of transformers"
+        raise ModelError(where, "it is no model of transformers", fix)
+    if type(model).__name__ not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise ModelError(where, "dsx trains causal language models", "give a ...ForCausalLM")
+    source = model.config.name_or_path or "the model's folder"
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise ModelError(
+            where,
+            "transformers has cut it over all ranks (deepspeed.zero.Init), because the TrainingArguments "
+            "were made before, and their JSON asks for ZeRO-3; here ranks hold different layers",
+            f'give its folder or name, Trainer(model="{source}"), of which each rank reads its own part; or '
+            "make the model before the TrainingArguments",
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ModelError(
+            where, "it has no weights, being on the meta device", "give its config or its folder"
+        )
+    if getattr(model, "is_quantized", False):
+        raise ModelError(where, "its weights are quantised", "give the folder of the weights themselves")
+    return model
+
+
+def _skeleton(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None) -> nn.Module:
+    if kind is None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            at("model_type", config.model_type), "dsx trains causal language models", "give another model"
+        )
+    kind = kind or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with torch.device("meta"):
+        made: nn.Module = kind(deepcopy(config))
+    return made
+
+
+def configure(
+    args: Any, given: GivenModel, *, world_size: int, steps: int, longest: int | None, shares: int | None
+) -> RunConfig:
+    """The resolved config.
+
+    What is "auto" in the DeepSpeed JSON becomes what transformers' HfTrainerDeepSpeedConfig makes of it, with
+    the data-parallel degree in the place of the number of processes.
+
+    Args:
+        args: TrainingArguments whose ``deepspeed`` is a JSON with a ``dsx`` block, or its content.
+        given: The model.
+        world_size: Number of ranks.
+        steps: Optimizer steps in all.
+        longest: Tokens of a sequence, by which layers are balanced and memory is estimated; None if unknown.
+        shares: Data-parallel degree; None before it is known.
+
+    Raises:
+        ConfigError: Keys that are wrong, or that arguments decide.
+    """
+    content = _with_block(args)
+    block = content.pop("dsx")
+    _fill(content, args, given, steps, shares)
+    if args.activation_checkpointing:
+        block.setdefault("recompute", "full")
+    own = {"source": OWN, "tokenizer": NO_TOKENIZER, "held_out": 0.0}
+    block["model"] = {**block.get("model", {}), **given.block}
+    most = getattr(given.hf_config, "max_position_embeddings", None) or _MOST_TOKENS
+    # Of whole blocks, which tensor-parallel ranks can share, as batches are made to be.
+    length = min(-(-(longest or _MOST_TOKENS) // _BLOCK) * _BLOCK, most - most % _BLOCK or most)
+    block["data"] = {"sequence_length": length, **block.get("data", {}), **own}
+    block["train"] = {"steps": max(steps, 1), "output": args.output_dir, "seed": args.seed, "resume": "never"}
+    return resolve({**content, "dsx": block}, world_size=world_size)
+
+
+def read_json(args: Any) -> dict[str, Any]:
+    """The content of the arguments' DeepSpeed JSON. Raises ConfigError if there is none."""
+    if not args.deepspeed:
+        raise ConfigError(
+            "TrainingArguments(deepspeed=None)",
+            "dsx.Trainer reads its layout from a DeepSpeed JSON",
+            'give deepspeed="config.json", with "dsx": {"parallel": {...}} in it',
+        )
+    return content_of(args.deepspeed if isinstance(args.deepspeed, Mapping) else Path(args.deepspeed))
+
+
+def _with_block(args: Any) -> dict[str, Any]:
+    """The JSON, with a dsx block that says nothing of what the arguments decide."""
+    content = read_json(args)
+    name = args.deepspeed if isinstance(args.deepspeed, str) else "config"
+    block = content.get("dsx")
+    if not isinstance(block, dict):
+        raise ConfigError(
+            f"{name}: dsx",
+            "the config has no dsx block",
+            'add "dsx": {"parallel": {"tensor": 1, "pipeline": 2}}, or use transformers.Trainer',
+        )
+    problems = []
+    for part, deciders in _DECIDED.items():
+        written = block.get(part)
+        if part not in block or (written is None):
+            continue
+        keys = {} if not isinstance(written, dict) or part in ("elastic", "tracking") else written
+        if not keys:
+            problems.append(ConfigError(at(f"dsx.{part}", written), deciders.get("", ""), "remove it"))
+        for key, value in keys.items():
+            why = deciders.get(key, deciders.get(""))
+            if why is not None and key not in _LEFT.get(part, ()):
+                problems.append(ConfigError(at(f"dsx.{part}.{key}", value), why, "remove it"))
+    if str(block.get("faults", {})).find("roll_back") >= 0:
+        problems.append(ConfigError("dsx.faults", "dsx.Trainer does not roll back", 'use "stop" or "skip"'))
+    raise_all(name, problems)
+    return content
+
+
+class _Arguments(SimpleNamespace):
+    """TrainingArguments as HfTrainerDeepSpeedConfig reads them, with another number of processes."""
+
+
+def _fill(content: dict[str, Any], args: Any, given: GivenModel, steps: int, shares: int | None) -> None:
+    """Replace every "auto", and add what the Trainer says outside of the JSON."""
+    for key in (MICRO, ACCUMULATION, "gradient_clipping"):
+        content.setdefault(key, "auto")
+    if not {"bf16", "bfloat16", "fp16"} & content.keys():
+        content["bf16"] = {"enabled": "auto"}
+    if "optimizer" not in content:
+        content |= _optimizer(args)
+    if shares is None:  # the product of the others, once their number is known
+        content.pop(TRAIN, None)
+    values = {each.name: getattr(args, each.name) for each in fields(args)}
+    view = _Arguments(**values, get_warmup_steps=args.get_warmup_steps)
+    view.world_size = shares or 1
+    try:
+        filled = HfTrainerDeepSpeedConfig(content)
+        filled.trainer_config_process(view)
+        filled.trainer_config_finalize(view, SimpleNamespace(config=given.hf_config), max(steps, 1))
+    except ValueError as error:
+        differing = "; ".join(line.strip("- ") for line in str(error).splitlines()[1:-1])
+        raise ConfigError(
+            "TrainingArguments(deepspeed=)",
+            f"the JSON says something else than the arguments: {differing} (data parallel {shares or 1})",
+            'write "auto" for these keys',
+        ) from None
+    finally:
+        set_hf_deepspeed_config(args.hf_deepspeed_config)
+    content.clear()
+    content.update(filled.config)
+
+
+def _optimizer(args: Any) -> dict[str, Any]:
+    """DeepSpeed's keys for the optimizer of the arguments."""
+    plain = {"lr": "auto", "weight_decay": "auto"}
+    if args.optim == "sgd":
+        return {"optimizer": {"type": "SGD", "params": plain}, "zero_allow_untested_optimizer": True}
+    adam = {**plain, "betas": "auto", "eps": "auto", "torch_adam": True}
+    return {"optimizer": {"type": "AdamW", "params": adam}}
+
+
+def parameter_groups(pipeline: nn.Module, given: GivenModel, weight_decay: float) -> list[dict[str, Any]]:
+    """The trained parameters as transformers' Trainer groups them: no decay on biases and norms."""
+    decayed = set(Trainer.get_decay_parameter_names(None, given.skeleton))
+    there = dict(given.skeleton.named_parameters(remove_duplicate=False))
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in pipeline.parameters():
+        if parameter.requires_grad:
+            groups[_name_in(there, spec_of(parameter)) in decayed].append(parameter)
+    return [
+        {"params": groups[True], "weight_decay": weight_decay},
+        {"params": groups[False], "weight_decay": 0.0},
+    ]
+
+
+def _name_in(held: Mapping[str, Any], spec: ParamSpec) -> str:
+    """The name under which transformers' module has a tensor, or the first of its parts."""
+    own = names.in_memory(spec).hf[0]
+    return next((name for name in names.stored_names(spec, own) if name in held), own)
+
+
+def weights_of(whole: PreTrainedModel, model: Model, groups: Groups) -> Callable[[int, nn.Module], None]:
+    """The function that gives layers their parts of a transformers model's weights, for ``load_layer``.
+
+    Raises:
+        ModelError: The model has a tensor that its config does not tell of, or lacks one.
+    """
+    held = dict(whole.state_dict(keep_vars=True))
+    specs = {spec.name: names.in_memory(spec) for spec in stored_specs(model)}
+    _require_all(held, specs.values())
+
+    def joined(spec: ParamSpec) -> Tensor:
+        found = hf.join(spec, lambda name: held[_found(held, spec, name)])
+        assert found is not None
+        return found
+
+    @torch.no_grad()
+    def load(index: int, layer: nn.Module) -> None:
+        for parameter in layer.parameters():
+            spec = spec_of(parameter)
+            fetch = partial(_part, joined(specs[spec.name]))
+            parameter.copy_(slices.cut(spec, fetch, groups.mesh.tp, groups.tp_rank))
+        for name, spec in specs.items():
+            if spec.buffer and spec.layer == index:
+                layer.get_buffer(name.partition(".")[2]).copy_(joined(spec))
+
+    return load
+
+
+def _part(tensor: Tensor, box: Box) -> Tensor:
+    return tensor[tuple(slice(*span) for span in box)]
+
+
+def _found(held: Mapping[str, Any], spec: ParamSpec, name: str) -> str:
+    return next((other for other in names.stored_names(spec, name) if other in held), name)
+
+
+def _require_all(held: Mapping[str, Any], specs: Any) -> None:
+    used: set[str] = set()
+    for spec in specs:
+        used |= set(_all_names(held, spec))
+    lost = sorted(name for name in held.keys() - used if not names.is_buffer(name))
+    if lost:
+        raise ModelError(
+            "Trainer(model=)",
+            f"it has tensors that its config does not tell of: {', '.join(lost[:4])}",
+            "give a model as its class makes it",
+        )
+
+
+def _all_names(held: Mapping[str, Any], spec: ParamSpec) -> Iterator[str]:
+    for name in spec.hf:
+        if _found(held, spec, name) not in held:
+            raise ModelError(
+                "Trainer(model=)", f"it has no tensor {name}", "give a model as its class makes it"
+            )
+        yield from names.stored_names(spec, name)

@@ -1,0 +1,112 @@
+"""Checkpoints of a Trainer, checkpoint-N in its output folder, and the model folders that it writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+
+from dsx.checkpoint import store
+from dsx.checkpoint.formats.huggingface.names import CONFIG, INDEX
+from dsx.checkpoint.run.export import export_hf
+from dsx.engine.engine import PipelineEngine
+from dsx.errors import CheckpointError
+from dsx.launch.processes import agree
+
+_STATE = "trainer_state"
+_BATCH = "global_batch_size"
+
+
+def save(engine: PipelineEngine, folder: Path, state: TrainerState, *, global_batch: int) -> None:
+    """Write ``folder``, a checkpoint with the Trainer's state in it. Collective.
+
+    The state is committed together with the weights, and once more as a file for people and other programs.
+    """
+    content = dataclasses.asdict(state)
+    client = {_STATE: content, _BATCH: global_batch, "tokens": int(state.num_input_tokens_seen)}
+    engine.save_checkpoint(folder.parent, tag=folder.name, client_state=client)
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    agree(lambda: store.write_atomically(folder / TRAINER_STATE_NAME, text.encode()))
+
+
+def load(engine: PipelineEngine, folder: Path, *, global_batch: int | None) -> TrainerState:
+    """Continue from a checkpoint of :func:`save`, whatever layout it was saved in. Collective.
+
+    Args:
+        engine: The engine.
+        folder: The checkpoint.
+        global_batch: Samples of a step, by which the data position is counted; None to take any.
+
+    Raises:
+        CheckpointError: It is none, or was trained on batches of another size.
+    """
+    _, client = engine.load_checkpoint(folder)
+    content = client.get(_STATE)
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            str(folder),
+            "no Trainer has saved it, so that its place in the data is not known",
+            "resume a checkpoint-N of dsx.Trainer; other checkpoints become models by `dsx reshard --to hf`",
+        )
+    was = client.get(_BATCH)
+    if global_batch is not None and was != global_batch:
+        raise CheckpointError(
+            str(folder),
+            f"a step had {was} samples, and has {global_batch} here: the place in the data would be another",
+            "change gradient_accumulation_steps so that per_device_train_batch_size x "
+            f"gradient_accumulation_steps x data-parallel degree is {was}, or set ignore_data_skip=True",
+        )
+    return TrainerState(**content)
+
+
+def keep_newest(folder: Path, limit: int | None, best: str | None) -> None:
+    """Delete the oldest checkpoints of ``folder`` but for ``limit``, the newest and the best one."""
+    if limit is None or limit <= 0:
+        return
+    spared = () if best is None else (Path(best).name,)
+    agree(lambda: store.prune(folder, keep=limit, spared=spared))
+
+
+def write_model(engine: PipelineEngine, folder: Path, others: Any = None) -> Path:
+    """Write the weights as a Hugging Face model folder. Collective.
+
+    Args:
+        engine: The engine.
+        folder: Where. A folder that is there keeps its other files; a model in it is replaced when the new
+            one is complete.
+        others: Called with the folder on the first rank, to write what belongs to the model.
+    """
+    new = not agree(lambda: folder.is_dir() and any(folder.iterdir()))
+    aside = folder if new else folder / ".model.dsx"
+    if not new:
+        agree(lambda: shutil.rmtree(aside, ignore_errors=True))
+    else:
+        agree(lambda: folder.parent.mkdir(parents=True, exist_ok=True))
+    export_hf(engine, aside)
+    if not new:
+        agree(lambda: _replace(aside, folder))
+    agree(lambda: None if others is None else others(folder))
+    return folder
+
+
+def _replace(aside: Path, folder: Path) -> None:
+    """Move a complete model's files into ``folder``, those that name the others last."""
+    files = sorted(path for path in aside.iterdir() if path.is_file())
+    weights = {path.name for path in files if path.suffix == ".safetensors"}
+    for last in (False, True):
+        for path in files:
+            if (path.name in (INDEX, CONFIG)) == last:
+                path.replace(folder / path.name)
+    for old in folder.glob("*.safetensors"):
+        if old.name not in weights:
+            old.unlink()
+    if not any(path.name == INDEX for path in files):
+        (folder / INDEX).unlink(missing_ok=True)
+    store.remove(aside)
+    store.sync_folder(folder)

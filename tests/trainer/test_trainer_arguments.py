@@ -1,0 +1,259 @@
+"""Which arguments are honoured, mean nothing or are refused, and what is said."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, TrainerCallback, TrainingArguments
+
+import dsx
+from dsx.errors import ConfigError, DsxError, ModelError
+from dsx.trainer.arguments import HONOURED, NO_MATTER, NOT_THERE, REFUSED, refusals
+from dsx.trainer.configure import GivenModel, configure
+
+LLAMA = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+JSON = {"zero_optimization": {"stage": 1}, "dsx": {"parallel": {"tensor": 1, "pipeline": 2, "chunks": 1}}}
+
+ALONE = {"dsx": {"parallel": {"tensor": 1, "pipeline": 1}}}
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory):
+    return TrainingArguments(
+        output_dir=str(tmp_path_factory.mktemp("out")), deepspeed=JSON, use_cpu=True, report_to="none"
+    )
+
+
+def changed(args, **values):
+    """The same arguments with others, without another process state."""
+    other = object.__new__(TrainingArguments)
+    other.__dict__.update({**args.__dict__, **values})
+    return other
+
+
+def model():
+    return AutoConfig.for_model("llama", **LLAMA)
+
+
+def test_every_argument_is_classified_once():
+    names = {each.name for each in dataclasses.fields(TrainingArguments)}
+    parts = [set(HONOURED), set(NO_MATTER), set(REFUSED)]
+    assert set.union(*parts) == names
+    assert sum(map(len, parts)) == len(names)
+
+
+def test_defaults_are_fine(args):
+    assert refusals(args, {}) == []
+
+
+REFUSED_VALUES = {
+    "activation_checkpointing_kwargs": {"every_n_layers": 2},
+    "auto_find_batch_size": True,
+    "batch_eval_metrics": True,
+    "debug": ["underflow_overflow"],
+    "enable_jit_checkpoint": True,
+    "fp16": True,
+    "fp16_full_eval": True,
+    "fsdp": "full_shard",
+    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    "label_smoothing_factor": 0.1,
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "neftune_noise_alpha": 5.0,
+    "optim": "adafactor",
+    "optim_args": "rank=4",
+    "optim_target_modules": "all-linear",
+    "parallelism_config": object(),
+    "push_to_hub": True,
+    "save_on_each_node": True,
+    "skip_memory_metrics": False,
+    "torch_compile": True,
+    "train_sampling_strategy": "batch_rebalance",
+    "use_liger_kernel": True,
+}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_each_refusal_names_its_argument(args, name):
+    value = REFUSED_VALUES.get(name)
+    if name == "accelerator_config":
+        value = dataclasses.replace(args.accelerator_config, split_batches=True)
+    (error,) = refusals(changed(args, **{name: value}), {})
+    assert error.where.startswith(name)
+    assert REFUSED[name].why in str(error)
+    assert error.fix == REFUSED[name].fix
+
+
+@pytest.mark.parametrize(("name", "value"), [("optim", "sgd"), ("train_sampling_strategy", "sequential")])
+def test_values_that_are_fine(args, name, value):
+    assert refusals(changed(args, **{name: value}), {}) == []
+
+
+def test_all_refusals_come_together_before_anything_is_built(args):
+    given = {"compute_loss_func": print, "optimizers": (object(), None), "tokenizer": 1}
+    with pytest.raises(ConfigError) as caught:
+        dsx.Trainer(model(), changed(args, fp16=True, neftune_noise_alpha=5.0), **given)
+    for name in ("fp16", "neftune_noise_alpha", "compute_loss_func", "optimizers", "tokenizer"):
+        assert name in str(caught.value)
+
+
+def test_an_argument_of_a_subclass(args):
+    @dataclasses.dataclass
+    class More(TrainingArguments):
+        beams: int = 1
+
+    other = object.__new__(More)
+    other.__dict__.update({**args.__dict__, "beams": 1})
+    assert refusals(other, {}) == []
+    other.beams = 4
+    (error,) = refusals(other, {})
+    assert "beams = 4" in str(error)
+    assert "More" in str(error)
+
+
+def test_a_subclass_that_overrides_what_is_never_called(args):
+    class Weighted(dsx.Trainer):
+        def compute_loss(self, model, inputs):
+            return 0
+
+    with pytest.raises(ModelError, match=r"Weighted\.compute_loss.*never calls it"):
+        Weighted(model(), args)
+
+
+def test_names_that_are_not_there(args):
+    trainer = dsx.Trainer(model(), changed(args, deepspeed=ALONE))
+    for name in NOT_THERE:
+        assert not hasattr(trainer, name)
+        with pytest.raises(DsxError, match=f"dsx.Trainer.{name}: it is not there"):
+            getattr(trainer, name)
+    with pytest.raises(AttributeError, match="no attribute 'tran'"):
+        trainer.tran  # noqa: B018
+
+
+def resolved(args, world_size=4, shares=2, **values):
+    given = GivenModel.of(model())
+    return configure(
+        changed(args, **values), given, world_size=world_size, steps=10, longest=32, shares=shares
+    )
+
+
+def test_auto_becomes_what_the_arguments_say(args):
+    """As HfTrainerDeepSpeedConfig fills it in, but for the number of data-parallel ranks."""
+    json = JSON | {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": "auto",
+                "betas": "auto",
+                "eps": "auto",
+                "weight_decay": "auto",
+                "torch_adam": True,
+            },
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "total_num_steps": "auto",
+            },
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+        },
+    }
+    values = {
+        "learning_rate": 1e-3,
+        "weight_decay": 0.2,
+        "warmup_steps": 0.3,
+        "max_grad_norm": 0.5,
+        "bf16": True,
+    }
+    config = resolved(
+        args, deepspeed=json, per_device_train_batch_size=3, gradient_accumulation_steps=4, **values
+    )
+    filled = config.deepspeed
+    assert (config.micro_batch_size, config.accumulation, config.global_batch_size) == (3, 4, 24)
+    assert (config.precision, config.gradient_clipping, config.zero_stage) == ("bf16", 0.5, 3)
+    params = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.2, "torch_adam": True}
+    assert filled["optimizer"]["params"] == params
+    assert filled["scheduler"]["params"] == {
+        "warmup_min_lr": 0,
+        "warmup_max_lr": 1e-3,
+        "warmup_num_steps": 3,
+        "total_num_steps": 10,
+    }
+    assert filled["zero_optimization"]["reduce_bucket_size"] == 32 * 32
+    assert filled["zero_optimization"]["stage3_param_persistence_threshold"] == 10 * 32
+
+
+def test_what_the_json_leaves_out_comes_from_the_arguments(args):
+    config = resolved(args, optim="adamw_torch", learning_rate=1e-3, activation_checkpointing=True, seed=5)
+    assert config.deepspeed["optimizer"]["params"]["lr"] == 1e-3
+    assert (config.dsx.recompute, config.dsx.train.seed, config.dsx.train.steps) == ("full", 5, 10)
+    assert (config.mesh.pp, config.mesh.dp) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("json", "said"),
+    [
+        ({"zero_optimization": {"stage": 1}}, "the config has no dsx block"),
+        (JSON | {"train_micro_batch_size_per_gpu": 5}, "train_micro_batch_size_per_gpu=5"),
+        (JSON | {"train_batch_size": 17}, "train_batch_size=17"),
+        (JSON | {"fp16": {"enabled": True}}, "fp16"),
+        (JSON | {"dsx": {"train": {"steps": 5, "output": "runs"}}}, "max_steps and num_train_epochs decide"),
+        (JSON | {"dsx": {"data": {"source": "my.jsonl"}}}, "train_dataset, data_collator"),
+        (JSON | {"dsx": {"model": {"preset": "tiny"}}}, "Trainer(model=)"),
+        (JSON | {"dsx": {"tracking": {"wandb": {"mode": "online"}}}}, "report_to decides"),
+        (JSON | {"dsx": {"elastic": {}}}, "dsx.elastic"),
+        (JSON | {"dsx": {"parallel": {"tensor": 3}}}, "dsx.parallel.tensor = 3"),
+        (JSON | {"dsx": {"faults": {"nonfinite": "roll_back"}}}, "does not roll back"),
+    ],
+)
+def test_a_json_that_cannot_be(args, json, said):
+    with pytest.raises(DsxError) as caught:
+        resolved(args, deepspeed=json)
+    assert said in str(caught.value)
+
+
+def test_models_that_cannot_be(tmp_path):
+    base = AutoModel.from_config(model())
+    meta = AutoModelForCausalLM.from_config(model()).to("meta")
+    for given, said in (
+        (base, "dsx trains causal language models"),
+        (meta, "meta device"),
+        (SimpleNamespace(), "no model of transformers"),
+        (str(tmp_path / "nothing.here/at/all"), "there is no such folder"),
+        (AutoConfig.for_model("t5"), "causal language models"),
+    ):
+        with pytest.raises(DsxError) as caught:
+            GivenModel.of(given)
+        assert said in str(caught.value)
+
+
+def test_callbacks_are_added_and_removed(args):
+    class Mine(TrainerCallback):
+        pass
+
+    trainer = dsx.Trainer(model(), changed(args, deepspeed=ALONE), callbacks=[Mine])
+    assert isinstance(trainer.pop_callback(Mine), Mine)
+    trainer.add_callback(Mine())
+    trainer.remove_callback(Mine)
+    assert trainer.pop_callback(Mine) is None
