@@ -30,6 +30,8 @@ zero_stage, precision, schedule, global_batch_size (sequences per step)
 tokens             trained on
 data_cursor        global index of the next training sequence
 seed               of initialisation and data order
+base               where the frozen parameters are, which are left out: {"path": the model folder, "digest":
+                   of its weights} or {"seed": of fresh ones}, and "vocab_multiple"
 tied               {key of a pipeline's tied module: layers that use it}, as the user said it
 unnamed_ties       layers that are tied modules of a pipeline, whose keys are not known
 model              fields of :class:`dsx.models.spec.ModelSpec`, or the family and config of a
@@ -284,6 +286,8 @@ class Catalog:
             tiles of the logical tensors (:func:`dsx.checkpoint.copy_plan.tiles`).
         tile_digests: For entry key -> xxh3_128 of every tile's bytes, row-major. Independent of the layout.
         links_allowed: Whether a file may be a link out of the folder, as in Hugging Face's cache.
+        others: Catalogs of other folders whose files some pieces lie in, by the first part of the files'
+            names here.
     """
 
     root: Path
@@ -295,6 +299,7 @@ class Catalog:
     tile_elements: int = 0
     tile_digests: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
     links_allowed: bool = False
+    others: Mapping[str, Catalog] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         seen: set[tuple[str, str]] = set()
@@ -378,6 +383,9 @@ def locate(catalog: Catalog, file: str, tensor: str) -> Path:
     Raises:
         CheckpointError: It leads out of the folder, is missing or is no file.
     """
+    first, _, rest = file.partition("/")
+    if first in catalog.others:
+        return locate(catalog.others[first], rest, tensor)
     path, outside = catalog.root / file, leads_out(file)
     try:
         if not outside and not catalog.links_allowed:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from dsx.checkpoint.base import completed, under_known_names
 from dsx.checkpoint.catalog import PRECISIONS, Catalog
 from dsx.checkpoint.claims import forms_of, model_of
 from dsx.checkpoint.file_io import convert, numpy_dtype
@@ -23,7 +24,6 @@ from dsx.checkpoint.formats.deepspeed.module import as_model
 from dsx.checkpoint.formats.huggingface.catalog import as_hf
 from dsx.checkpoint.pieces import whole_part
 from dsx.checkpoint.read import Reader
-from dsx.checkpoint.reshard import under_known_names
 from dsx.errors import CheckpointError, ModelError
 from dsx.models.custom_code import without_code
 from dsx.models.params import stored_specs
@@ -77,7 +77,8 @@ class LossCheck:
             self._rows = _read_rows(tokens, self._model.vocab_size, self._model.max_positions)
 
     def compare(self, source: Catalog, target: Catalog) -> Losses:
-        """Losses of both. Raises CheckpointError if one is not of the model."""
+        """Losses of both, each with what it leaves out. Raises CheckpointError if one is not of the model."""
+        source, target = completed(source), completed(target)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:

@@ -68,6 +68,7 @@ class _Facts(BaseModel):
     tokens: _Count = 0
     data_cursor: _Count = 0
     seed: int | None = None
+    base: dict[str, str | int] | None = None
     tied: dict[str, Annotated[list[_Count], Field(min_length=1)]] = {}
     unnamed_ties: list[_Count] = []
     model: dict[str, Any] | None = None
@@ -172,7 +173,8 @@ def check_num_layers(catalog: Catalog, config: Mapping[str, Any], where: str, fi
     Raises:
         CheckpointError: With the key.
     """
-    held = len(catalog.by_name)
+    # What is left out has layers too.
+    held = len(catalog.by_name) + (_SPARE_LAYERS if catalog.facts.get("base") else 0)
     parts = [config]
     while parts:
         for key, value in parts.pop().items():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dsx.checkpoint.base import completed, under_known_names
 from dsx.checkpoint.catalog import Catalog, Target, check_files, model_fact
 from dsx.checkpoint.claims import MISFITS, forms_of, model_of, model_of_fact, specs_of_model
 from dsx.checkpoint.copy_plan import CopyPlan, plan
@@ -33,7 +34,7 @@ from dsx.errors import CheckpointError, LayoutError, ModelError
 from dsx.models.hf_config import model_spec
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
-from dsx.models.spec import HubModel, Model
+from dsx.models.spec import Model
 from dsx.parallel.layout import Layout
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class WantedTarget:
             the model is known, and the source's for DeepSpeed and DCP.
         hf_config: Content of the ``config.json`` of a ``hf`` target; of the source or the run by default.
         pipeline: How a stock PipelineModule cuts its layers.
+        base: The model folder of what the source leaves out; where it says by default.
     """
 
     format: str = "dsx"
@@ -66,6 +68,7 @@ class WantedTarget:
     names: Names | None = None
     hf_config: Mapping[str, Any] | None = None
     pipeline: Pipeline = field(default_factory=Pipeline)
+    base: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +136,8 @@ def prepare(source: Catalog, root: Path, wanted: WantedTarget) -> Conversion:
             "they are of DeepSpeed's PipelineModule",
             "leave them out",
         )
+    if wanted.format != "dsx" or wanted.base is not None:
+        source = completed(source, wanted.base)
     check_files(source)
     source = _named(source, wanted)
     source, target, layout = WRITERS[wanted.format](source, root, wanted)
@@ -173,19 +178,6 @@ def _named(source: Catalog, wanted: WantedTarget) -> Catalog:
     if names != "hf":
         return named
     return catalog.as_hf(named, specs, in_files=wanted.format == catalog.FORMAT)
-
-
-def under_known_names(source: Catalog, model: Model | None) -> Catalog:
-    """A checkpoint with the names that its model knows, whatever wrote the folder that it is.
-
-    Raises:
-        CheckpointError: The folder has a tensor in a form that dsx does not read.
-    """
-    if source.format != catalog.FORMAT or not isinstance(model, HubModel):
-        return source
-    from dsx.hub.read import folder_names  # here: dsx's own families need neither torch nor transformers
-
-    return catalog.under_model_names(source, folder_names(model).of(source.by_name, source.root))
 
 
 def under_hf_names(source: Catalog, hf_config: Mapping[str, Any]) -> Catalog:

@@ -108,6 +108,8 @@ def _tensor(name: str, entries: list[Entry]) -> dict[str, Any]:
 
 
 def _text(facts: dict[str, Any]) -> str:
+    from dsx.checkpoint.base import told as base_told
+
     told = facts["facts"]
     size = f"{amount(facts['bytes'])} in {facts['files']} files, {facts['checksums']:,} checksums"
     lines = [f"checkpoint {facts['path']}: {facts['format']}, {size}"]
@@ -120,7 +122,9 @@ def _text(facts: dict[str, Any]) -> str:
         lines.append(f"step       {told['step']}")
     if told.get("versions"):
         lines.append(f"written by {', '.join(f'{k} {v}' for k, v in told['versions'].items())}")
-    others = sorted(told.keys() - {"mesh", "chunks", "zero_stage", "precision", "step", "versions"})
+    if told.get("base"):
+        lines.append(f"frozen     left out: {base_told(told['base'])}")
+    others = sorted(told.keys() - {"mesh", "chunks", "zero_stage", "precision", "step", "versions", "base"})
     if others:
         lines.append(f"also has   {', '.join(others)}")
     for state, held in facts["states"].items():

@@ -93,6 +93,15 @@ def reshard(
             "none: there is none.",
         ),
     ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Model folder of the frozen parameters that SOURCE leaves out; default: where it says.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Most memory to take.")] = "512MiB",
     workers: Annotated[
         int | None, typer.Option(min=1, help="Threads.", show_default="one per core, 2 to 8")
@@ -145,6 +154,7 @@ def reshard(
         names=names,
         hf_config=None if hf_config is None else read_config(hf_config),
         pipeline=Pipeline(partition=partition, tied=None if tied is None else parse_ties(tied)),
+        base=base,
     )
     with Waiting(f"reading what {source} holds and planning"):
         checkpoint = open_checkpoint(source, rules=rules, ties=wanted.pipeline.tied)
@@ -206,8 +216,10 @@ def _asked(to: list[str]) -> tuple[str, str]:
 
 def _loss_check(tokens: str, conversion: Conversion, wanted: WantedTarget) -> LossCheck:
     """The model and tokens of ``--check-loss``, read before anything is written."""
+    from dsx.checkpoint.base import completed
     from dsx.checkpoint.check_loss import LossCheck
 
+    completed(conversion.source, wanted.base)  # or it is said now
     config = wanted.hf_config or conversion.source.facts.get("hf_config")
     return LossCheck(config, None if tokens == "random" else Path(tokens))
 

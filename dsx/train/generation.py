@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from dsx.checkpoint.base import completed
 from dsx.checkpoint.catalog import Catalog, Entry
 from dsx.checkpoint.claims import check_num_layers
 from dsx.checkpoint.formats.huggingface import catalog
@@ -79,7 +80,7 @@ def load_transformers(
     if precision is not None and precision not in _DTYPES:
         raise ConfigError(f"precision = {precision}", "there is no such precision", "use fp32, bf16 or fp16")
     folder = find_checkpoint(Path(checkpoint).expanduser(), step)
-    source = open_checkpoint(folder)
+    source = completed(open_checkpoint(folder))
     # Before the weights: the cheap things that can be wrong come first.
     hf_config = _config(source, config)
     file = str(config or source.root / hf_names.CONFIG)

@@ -17,6 +17,7 @@ from safetensors.torch import save
 
 import dsx
 from dsx.checkpoint import plain, store
+from dsx.checkpoint.base import base_fact, is_left_out, require_same_base
 from dsx.checkpoint.catalog import NO_SETTINGS, Catalog, Checksum, model_fact, unusable
 from dsx.checkpoint.claims import reading
 from dsx.checkpoint.file_io import digest
@@ -32,6 +33,7 @@ from dsx.errors import CheckpointError, DsxError, ModelError
 from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree
 from dsx.models.hf_config import model_spec
+from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
 
 _DIGEST = "xxh3_128"
@@ -105,7 +107,7 @@ def run_facts(run: CheckpointedRun, client_state: Mapping[str, Any]) -> dict[str
         CheckpointError: The scheduler's or the client's state is no plain data.
     """
     engine, config, mesh = run.deepspeed_engine, run.run_config, run.groups.mesh
-    scheduler = engine.lr_scheduler
+    scheduler, base = engine.lr_scheduler, base_fact(config)
     return {
         "versions": {"dsx": dsx.__version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__},
         "step": int(engine.global_steps),
@@ -121,6 +123,7 @@ def run_facts(run: CheckpointedRun, client_state: Mapping[str, Any]) -> dict[str
         "tokens": int(client_state.get("tokens", 0)),
         "data_cursor": int(client_state.get("data_cursor", 0)),
         "seed": None if config is None else config.dsx.train.seed,
+        **({} if base is None else {"base": base}),
         "model": None if config is None else model_fact(config.model),
         "hf_config": None if config is None else config.hf_config,
         # DeepSpeed's ZeRO-1 and 2 take it from a checkpoint, over their own config's.
@@ -281,7 +284,8 @@ def load(run: CheckpointedRun, folder: Path, *, tag: str | None) -> tuple[Path, 
     def check() -> Path:
         found = store.find(root, tag)
         catalog = _or_earlier(root, tag, lambda: _opened(run, found))
-        require_same_model(catalog, names)
+        require_same_model(catalog, names, _stored(run, left_out=True))
+        require_same_base(catalog, run.run_config)
         if run.run_config is not None:
             config = run.run_config
             _require_same_numbers(catalog, _numbers(model_fact(config.model), config.hf_config))
@@ -304,22 +308,49 @@ def load(run: CheckpointedRun, folder: Path, *, tag: str | None) -> tuple[Path, 
 def _opened(run: CheckpointedRun, path: Path) -> Catalog:
     """A checkpoint under this run's names, if it is of the same model in another form or implementation."""
     catalog = open_checkpoint(path)
-    specs = () if run.run_config is None else stored_specs(run.run_config.model)
+    specs = _stored(run)
     here, there = ({name for spec in held for name in spec.hf} for held in (specs, catalog.specs))
     is_renamed = {spec.name for spec in specs} != {spec.name for spec in catalog.specs}
     return as_dsx(catalog, specs) if here and here == there and is_renamed else catalog
 
 
+def _stored(run: CheckpointedRun, *, left_out: bool = False) -> tuple[ParamSpec, ...]:
+    """The tensors of the run's model that its checkpoints hold, or those that they leave out."""
+    config = run.run_config
+    specs = () if config is None else stored_specs(config.model)
+    return tuple(spec for spec in specs if is_left_out(spec, config) is left_out)
+
+
 def _names(run: CheckpointedRun) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter of the whole model. A collective call over all ranks."""
+    """Shape of every parameter that checkpoints hold. A collective call over all ranks."""
     gathered: list[dict[str, tuple[int, ...]]] = [{} for _ in range(run.groups.mesh.size)]
-    dist.all_gather_object(gathered, {spec.name: spec.shape for spec in specs_here(run)})
+    held = (spec for spec in specs_here(run) if not is_left_out(spec, run.run_config))
+    dist.all_gather_object(gathered, {spec.name: spec.shape for spec in held})
     return {name: shape for part in gathered for name, shape in part.items()}
 
 
-def require_same_model(catalog: Catalog, here: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless a run's parameters, by name and shape, are those of the checkpoint."""
+def require_same_model(
+    catalog: Catalog, here: Mapping[str, tuple[int, ...]], left_out: Sequence[ParamSpec] = ()
+) -> None:
+    """Raise CheckpointError unless a run's parameters, by name and shape, are those of the checkpoint.
+
+    Args:
+        catalog: The checkpoint.
+        here: Parameters that the run's own checkpoints hold.
+        left_out: Parameters that they leave out, which the run has frozen.
+    """
     saved = {entry.name: entry.shape for entry in catalog.entries if entry.role != "buffer"}
+    thawed = next((spec.name for spec in left_out if spec.name in saved), None)
+    missing = next((name for name in sorted(here) if name not in saved), None)
+    if thawed is not None or (missing is not None and catalog.facts.get("base") is not None):
+        raise CheckpointError(
+            f"{catalog.root}: tensor {thawed or missing}",
+            "it was trained when the checkpoint was written, and is frozen here"
+            if thawed
+            else "it was frozen when the checkpoint was written, and is trained here",
+            "train the same parameters (dsx.train.freeze, dsx.adapter), or start from the weights alone: "
+            "export them to Hugging Face, and give the folder as dsx.model.path",
+        )
     differences = [
         *(f"{name} {saved[name]} is in the checkpoint alone" for name in sorted(saved.keys() - here.keys())),
         *(f"{name} {here[name]} is in this run's model alone" for name in sorted(here.keys() - saved.keys())),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsx.checkpoint.base import is_left_out
 from dsx.checkpoint.catalog import Catalog, Entry, Role, numbers_in
 from dsx.checkpoint.formats.native import StoredBlock, share_of
 from dsx.checkpoint.plain import as_numpy
@@ -91,7 +92,7 @@ def _untrained(run: CheckpointedRun, share: _Share) -> Iterator[StoredBlock]:
     trained = {id(parameter) for parameter in trained_parameters(run.deepspeed_engine)}
     frozen: Any
     for number, frozen in enumerate(chunks.parameters()):
-        if id(frozen) in trained:
+        if id(frozen) in trained or is_left_out(share.names.of(frozen), run.run_config):
             continue
         low, high, values = 0, frozen.numel(), frozen.detach().view(-1)
         divided = hasattr(frozen, "ds_id")

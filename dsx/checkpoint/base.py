@@ -1,0 +1,175 @@
+"""Where the frozen parameters of a run are from, which its checkpoints leave out: a folder, or a seed.
+
+They are what building the model gives, so that a checkpoint of a run says where that is, and what is trained
+is all that it holds. Whoever needs the whole model puts both together (:func:`completed`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dsx.checkpoint.catalog import Catalog
+from dsx.checkpoint.claims import MISFITS, forms_of, model_of_fact
+from dsx.checkpoint.file_io import blamed
+from dsx.checkpoint.formats.deepspeed.module import as_model
+from dsx.checkpoint.formats.huggingface import catalog as hugging_face
+from dsx.config.run import RunConfig
+from dsx.errors import CheckpointError
+from dsx.models.param import ParamSpec
+from dsx.models.params import stored_specs
+from dsx.models.spec import HubModel, Model
+
+_SAMPLE_BYTES = 1 << 20
+
+
+def is_left_out(spec: ParamSpec, config: RunConfig | None) -> bool:
+    """Whether checkpoints of a run leave out a parameter: where nobody says what it was built from, none."""
+    return config is not None and not spec.trained and not spec.buffer
+
+
+def base_fact(config: RunConfig | None) -> dict[str, Any] | None:
+    """The fact ``base`` of a run's checkpoints; None if they hold the whole model."""
+    if config is None or not any(is_left_out(spec, config) for spec in config.param_specs):
+        return None
+    multiple = config.dsx.model.vocab_multiple
+    if config.weights is None:
+        return {"seed": config.dsx.train.seed, "vocab_multiple": multiple}
+    fact = {"path": str(config.weights.absolute()), "vocab_multiple": multiple}
+    with suppress(CheckpointError):  # that the folder is gone keeps no run from saving
+        fact["digest"] = digest_of(config.weights)
+    return fact
+
+
+def digest_of(folder: Path) -> str:
+    """Of a model folder's weights: the names and sizes of their files, and the ends of each.
+
+    Weights that were trained from the same start differ there, and reading all would take as long as loading.
+
+    Raises:
+        CheckpointError: The folder has no weights, or cannot be read.
+    """
+    content = hashlib.sha256()
+    for name in sorted(hugging_face.catalog_of(folder).files):
+        path = folder / name
+        with blamed(path, "its ends", "reading", "restore the folder"), path.open("rb") as file:
+            size = path.stat().st_size
+            content.update(f"{name} {size} ".encode() + file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            content.update(file.read(_SAMPLE_BYTES))
+    return content.hexdigest()
+
+
+def require_same_base(catalog: Catalog, config: RunConfig | None) -> None:
+    """Raise CheckpointError if what a checkpoint leaves out is not what this run has been built from.
+
+    A folder may have moved.
+    """
+    there, here = catalog.facts.get("base"), base_fact(config)
+    if there is None or here is None or all(there.get(key) == here.get(key) for key in ("seed", "digest")):
+        return
+    fix = f"dsx.train.seed = {there['seed']}" if "seed" in there else f"dsx.model.path = {there['path']}"
+    raise CheckpointError(
+        str(catalog.root),
+        f"its frozen parameters are left out, and are {told(there)}; this run's are {told(here)}",
+        f"set {fix}, with the weights that were there when the run began",
+    )
+
+
+def told(fact: Mapping[str, Any]) -> str:
+    """A fact ``base`` for people."""
+    if "seed" in fact:
+        return f"fresh ones of seed {fact['seed']}"
+    return f"those in {fact['path']} (digest {str(fact.get('digest'))[:12]})"
+
+
+def completed(source: Catalog, folder: Path | None = None) -> Catalog:
+    """A checkpoint with what it leaves out, which stays where it is.
+
+    Args:
+        source: A checkpoint.
+        folder: The model folder that it was built from; where it says by default.
+
+    Raises:
+        CheckpointError: It was built from a seed, or the folder is gone or another.
+    """
+    fact = source.facts.get("base")
+    if fact is None:
+        if folder is not None:
+            raise CheckpointError(
+                f"--base {folder}", f"{source.root} holds the whole model", "leave --base out"
+            )
+        return source
+    if "seed" in fact:
+        raise CheckpointError(
+            str(source.root),
+            f"its frozen parameters are left out, and are {told(fact)}",
+            "load it in a run of the same model and seed, and export that (dsx.train.export_hf)",
+        )
+    root = Path(fact["path"]) if folder is None else folder
+    if not root.is_dir() or fact.get("digest", digest_of(root)) != digest_of(root):
+        what = "the weights there are others" if root.is_dir() else "there is no such folder"
+        raise CheckpointError(
+            f"{root}: the frozen parameters of {source.root}",
+            what if folder is None else f"{what} than {told(fact)}",
+            "name the folder that the run began from with --base",
+        )
+    return _with(source, hugging_face.catalog_of(root), fact)
+
+
+def _with(source: Catalog, base: Catalog, fact: Mapping[str, Any]) -> Catalog:
+    """Both as one catalog under dsx's names."""
+    facts = source.facts
+    try:
+        model = model_of_fact(facts["model"]).for_tensor(facts["mesh"]["tp"])
+        specs = stored_specs(model, pad_multiple=int(fact["vocab_multiple"]))
+    except MISFITS as error:
+        raise CheckpointError(
+            f"{source.root}: model", f"it cannot be made again ({error})", "use the dsx that wrote it"
+        ) from error
+    own = stored_specs(replace(model, adapter=None), pad_multiple=int(fact["vocab_multiple"]))
+    base = as_model(under_known_names(base, model), own, forms=forms_of(facts.get("hf_config") or {}))
+    held = {entry.name for entry in source.entries}
+    added = tuple(
+        replace(
+            entry,
+            role="frozen",
+            pieces=tuple(replace(piece, file=f"{_BASE}/{piece.file}") for piece in entry.pieces),
+        )
+        for entry in base.entries
+        if entry.name not in held and any(entry.name == spec.name for spec in own)
+    )
+    order = {spec.name: at for at, spec in enumerate(specs)}
+    entries = sorted((*source.entries, *added), key=lambda entry: order.get(entry.name, len(order)))
+    return replace(
+        source,
+        entries=tuple(entries),
+        facts={key: value for key, value in facts.items() if key != "base"},
+        specs=specs,
+        checksums=(
+            *source.checksums,
+            *(replace(one, file=f"{_BASE}/{one.file}") for one in base.checksums),
+        ),
+        others={_BASE: base},
+    )
+
+
+_BASE = "base"
+"""What files of the base begin with."""
+
+
+def under_known_names(source: Catalog, model: Model | None) -> Catalog:
+    """A checkpoint with the names that its model knows, whatever wrote the folder that it is.
+
+    Raises:
+        CheckpointError: The folder has a tensor in a form that dsx does not read.
+    """
+    if source.format != hugging_face.FORMAT or not isinstance(model, HubModel):
+        return source
+    from dsx.hub.read import folder_names  # here: dsx's own families need neither torch nor transformers
+
+    return hugging_face.under_model_names(source, folder_names(model).of(source.by_name, source.root))

@@ -1,0 +1,166 @@
+"""Checkpoints of a run with frozen parameters hold what is trained, and say where the rest is."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ranks
+from often import often
+from parity import dsx_run, oracle
+from parity.dsx_run import Case
+
+FREEZE = ("embed_tokens", r"layers\.[01]\.", r"layers\.3\.mlp")
+WRITER = Case(freeze=FREEZE, tp=2, pp=2, zero=2, accumulation=2)
+READERS = [
+    WRITER,
+    Case(freeze=FREEZE, pp=2, chunks=2, dp=2, zero=3, accumulation=1),
+    Case(freeze=FREEZE, zero=0, accumulation=2),
+    Case(freeze=FREEZE, dp=2, zero=1, accumulation=1, extra=(("gradient_clipping", 0.5),)),
+]
+
+
+def _steps(engine: Any, case: Case, first: int, count: int) -> list[float]:
+    rank = engine.groups.dp_rank
+    return [float(engine.train_batch(dsx_run.batches(case, s, rank))) for s in range(first, first + count)]
+
+
+def _write(rank: int, world_size: int, case: Case, base: Path | None, to: Path, export: Path | None) -> Any:
+    engine, resolved = dsx_run.build(case, base)
+    _steps(engine, case, 0, 2)
+    engine.save_checkpoint(to)
+    if export is not None:
+        from dsx.checkpoint.run.export import export_weights
+
+        export_weights(engine.pipeline, export, resolved.hf_config, resolved.model)
+    return _steps(engine, case, 2, 2)
+
+
+def _read(rank: int, world_size: int, case: Case, base: Path | None, at: Path) -> Any:
+    from dsx.errors import DsxError
+
+    engine, _ = dsx_run.build(case, base)
+    try:
+        engine.load_checkpoint(at)
+    except DsxError as error:
+        return str(error)
+    return _steps(engine, case, 2, 2)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, list[float]]:
+    """(model folder, checkpoints, exported model, losses of the steps after)."""
+    folder = tmp_path_factory.mktemp("left-out")
+    base = oracle.save_model("llama", folder / "base")
+    rest = ranks.run(_write, WRITER.world_size, WRITER, base, folder / "c", folder / "hf")[0]
+    return base, folder / "c", folder / "hf", rest
+
+
+def test_only_what_is_trained_is_stored(written: Any, dsx: Any) -> None:
+    from dsx.checkpoint.open import open_checkpoint
+
+    base, checkpoints, _, _ = written
+    catalog = open_checkpoint(checkpoints)
+    model = oracle.hf_model("llama")
+    trained = [p for n, p in model.named_parameters() if not any(re.search(each, n) for each in FREEZE)]
+    # fp32: a weight, which is its own master, and Adam's two moments.
+    assert catalog.num_bytes == 12 * sum(p.numel() for p in trained)
+    assert catalog.facts["base"]["path"] == str(base)
+    assert f"left out: those in {base}" in dsx("inspect", checkpoints)[1]
+
+
+@pytest.mark.parametrize("reader", often(READERS, 2), ids=str)
+def test_a_run_goes_on_in_any_layout(written: Any, reader: Case) -> None:
+    base, checkpoints, _, rest = written
+    found = ranks.run(_read, reader.world_size, reader, base, checkpoints)[0]
+    if reader == WRITER:
+        assert found == rest
+    assert found == pytest.approx(rest, rel=1e-5)
+
+
+def test_after_a_conversion_to_another_layout(written: Any, tmp_path: Path, dsx: Any) -> None:
+    base, checkpoints, _, rest = written
+    to = ("--to", "tp=1,pp=1,dp=1,zero=1", "--check-loss", "random")
+    code, out, _ = dsx("reshard", checkpoints, tmp_path / "c" / "there", *to)
+    assert code == 0
+    assert "the same bits" in out
+    reader = Case(freeze=FREEZE, zero=1, accumulation=2)
+    assert ranks.run(_read, 1, reader, base, tmp_path / "c")[0] == pytest.approx(rest, rel=1e-5)
+
+
+@pytest.mark.parametrize("to", ["hf", "universal", "deepspeed", "dcp"])
+def test_other_formats_get_what_is_left_out(written: Any, tmp_path: Path, to: str, dsx: Any) -> None:
+    _, checkpoints, exported, _ = written
+    target = tmp_path / "hf"
+    first = target if to == "hf" else tmp_path / "there"
+    assert dsx("reshard", checkpoints, first, "--to", to, "--data", 1, "--names", "hf")[0] == 0
+    if to != "hf":
+        config = exported / "config.json"
+        assert dsx("reshard", first, target, "--to", "hf", "--hf-config", config)[0] == 0
+    got, want = _tensors(target), _tensors(exported)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def test_text_is_generated_with_the_base(written: Any) -> None:
+    import dsx
+
+    _, checkpoints, exported, _ = written
+    found, _ = dsx.load_transformers(checkpoints, tokenizer="bytes")
+    want, _ = dsx.load_transformers(exported, tokenizer="bytes")
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(found(input_ids=ids).logits, want(input_ids=ids).logits)
+
+
+def test_another_base_is_refused_by_name(written: Any, tmp_path: Path) -> None:
+    base, checkpoints, exported, _ = written
+    one = Case(freeze=FREEZE)
+    said = ranks.run(_read, 1, one, exported, checkpoints)[0]  # the same config, trained further
+    assert f"those in {base}" in said
+    assert str(exported) in said
+    moved = shutil.copytree(base, tmp_path / "moved")
+    assert isinstance(ranks.run(_read, 1, one, moved, checkpoints)[0], list)
+    other = replace(one, freeze=FREEZE[:2])
+    said = ranks.run(_read, 1, other, base, checkpoints)[0]
+    assert "was frozen when the checkpoint was written, and is trained here" in said
+    said = ranks.run(_read, 1, replace(one, freeze=(*FREEZE, "lm_head")), base, checkpoints)[0]
+    assert "was trained when the checkpoint was written, and is frozen here" in said
+
+
+def test_reshard_says_what_is_wrong_with_the_base(written: Any, tmp_path: Path) -> None:
+    from dsx.checkpoint.base import completed
+    from dsx.checkpoint.open import open_checkpoint
+    from dsx.errors import CheckpointError
+
+    _, checkpoints, exported, _ = written
+    source = open_checkpoint(checkpoints)
+    with pytest.raises(CheckpointError, match="the weights there are others"):
+        completed(source, exported)
+    gone = replace(source, facts={**source.facts, "base": {**source.facts["base"], "path": "/no/such"}})
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        completed(gone)
+
+
+def test_frozen_fresh_weights_come_from_the_seed(tmp_path: Path) -> None:
+    from dsx.checkpoint.base import completed
+    from dsx.checkpoint.open import open_checkpoint
+    from dsx.errors import CheckpointError
+
+    rest = ranks.run(_write, 2, Case(freeze=FREEZE, pp=2, zero=1), None, tmp_path, None)[0]
+    assert ranks.run(_read, 1, Case(freeze=FREEZE), None, tmp_path)[0] == pytest.approx(rest, rel=1e-5)
+    source = open_checkpoint(tmp_path)
+    assert source.facts["base"]["seed"] == 0
+    with pytest.raises(CheckpointError, match="fresh ones of seed 0"):
+        completed(source)
