@@ -208,7 +208,8 @@ def run(
         "events": events.seen,
         "step": result.global_step,
         "metrics": result.metrics,
-        "predictions": predicted.predictions,
+        # Padding sees other tokens: nothing masks it where it is at the end.
+        "predictions": predicted.predictions[predicted.label_ids != -100],
         "test": predicted.metrics,
         "flos": trainer.state.total_flos,
     }
