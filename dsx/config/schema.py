@@ -534,6 +534,46 @@ class TrainConfig(SchemaBlock):
         return self
 
 
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]  # JSON has lists
+
+
+class AdapterConfig(SchemaBlock):
+    """What is trained in place of the whole model, in the words of PEFT's LoraConfig."""
+
+    type: Literal["lora", "dora"] = Field(
+        default="lora", description="Low-rank products, or these with a trained magnitude for each output."
+    )
+    rank: Positive = Field(default=8, description="Rank of the products (PEFT: r).")
+    alpha: Annotated[float, Field(gt=0)] = Field(
+        default=8.0, description="They are multiplied by alpha / rank (PEFT: lora_alpha)."
+    )
+    rslora: bool = Field(default=False, description="By alpha / the root of rank instead (PEFT: use_rslora).")
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Dropout of the products' inputs (PEFT: lora_dropout)."
+    )
+    targets: Annotated[str, Field(min_length=1)] | Names = Field(
+        default="all-linear",
+        description='Linears of blocks that get one: "all-linear", a list of names or ends of names, '
+        'e.g. ["q_proj", "v_proj"], or a regular expression of whole names (PEFT: target_modules).',
+    )
+    target_parameters: Names = Field(
+        default=(),
+        description="Stacks of experts' matrices that get one: names or ends of names, "
+        'e.g. ["mlp.experts.gate_up_proj"] (PEFT: the same).',
+    )
+    train_also: Names = Field(
+        default=(),
+        description="Ends of the names of modules that are trained themselves, "
+        'e.g. ["embed_tokens", "lm_head"] (PEFT: modules_to_save).',
+    )
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of an adapter that PEFT or dsx has written, to go on with. It supplies the other "
+        "keys.",
+    )
+
+
 class WandbConfig(SchemaBlock):
     """Weights & Biases."""
 
@@ -589,6 +629,9 @@ class DsxConfig(SchemaBlock):
     model: ModelConfig = Field(description="Which model to train.")
     data: DataConfig = Field(description="Training text.")
     train: TrainConfig = Field(description="Length of the run and what it leaves behind.")
+    adapter: AdapterConfig | None = Field(
+        default=None, description="What is trained in place of the whole model; null: all of it."
+    )
     parallel: ParallelConfig = Field(default=ParallelConfig(), description="Degrees of parallelism.")
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Pipeline schedule.")
     partition: PartitionConfig = Field(default=PartitionConfig(), description="Layers of each stage.")

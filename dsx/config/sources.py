@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -181,7 +181,18 @@ def read_model(dsx: DsxConfig) -> ModelSource:
             f'dsx.data.tokenizer "bytes" makes ids up to {BYTES_VOCABULARY - 1}',
             f"use at least {BYTES_VOCABULARY}, or the model's own tokenizer",
         )
-    return ModelSource(spec=spec, hf_config=config, weights=weights, tokenizer=tokenizer, notes=tuple(notes))
+    return ModelSource(
+        spec=_adapted(spec, dsx), hf_config=config, weights=weights, tokenizer=tokenizer, notes=tuple(notes)
+    )
+
+
+def _adapted(spec: Model, dsx: DsxConfig) -> Model:
+    """The model with the adapter that the config asks for."""
+    if dsx.adapter is None:
+        return spec
+    from dsx.config.adapter import adapter_of  # here: other runs need nothing of it
+
+    return replace(spec, adapter=adapter_of(dsx.adapter, spec))
 
 
 def _is_own(dsx: DsxConfig, family: object, place: str) -> bool:

@@ -46,6 +46,8 @@ def settled(module: nn.Module, model: HubModel, weights: Weights, summed: set[st
     for path, spec in weights.specs.items():
         if spec.name in memory and not module.get_parameter(path).is_meta:
             values.own_values(module.get_parameter(path), memory[spec.name], spec, model, weights)
+    bases = {weights.specs[path].name for path in summed}
+    summed = summed | {path for path, spec in weights.specs.items() if spec.adapts in bases}
     sum_gradients(dict(module.named_parameters()), summed, weights.tp)
 
 

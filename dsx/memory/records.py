@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dsx.memory.record import LOSS, LayerRecord, LayerRequest, Shape
-from dsx.models.params import layer_kinds
+from dsx.models.params import layer_adapters, layer_kinds
 from dsx.models.spec import HubModel, Model, ModelSpec
 
 
@@ -65,10 +65,11 @@ class ModelRecords:
 
     def _own(self, index: int) -> tuple[Any, ...]:
         """What a block has of its own."""
+        adapter = layer_adapters(self.shape.model)[index]
         if isinstance(self.shape.model, HubModel):
-            return (self.shape.model.block_of(index),)
+            return (self.shape.model.block_of(index), adapter)
         block = index - self._kinds.index("Block")
-        return tuple(values[block] for values in self._by_block)
+        return (*(values[block] for values in self._by_block), adapter)
 
     @cached_property
     def _kinds(self) -> tuple[str, ...]:
@@ -103,7 +104,7 @@ def alone(shape: Shape, index: int) -> Shape:
     What a ModelSpec says block by block, it says as a tuple of that length.
     """
     kinds = layer_kinds(shape.model)
-    model: Model = replace(shape.model, freeze=())
+    model: Model = replace(shape.model, freeze=(), adapter=layer_adapters(shape.model)[index])
     if isinstance(model, HubModel):
         return replace(
             shape, model=replace(model, block=model.block_of(index) if kinds[index] == "Block" else None)

@@ -28,13 +28,11 @@ _HEAD = "lm_head"
 _IN_FILES = {A: "lora_A.weight", B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 
 
-def adapted(specs: Iterable[ParamSpec], adapter: Adapter | None) -> tuple[ParamSpec, ...]:
+def adapted(specs: Iterable[ParamSpec], adapter: Adapter) -> tuple[ParamSpec, ...]:
     """A model's parameters and behind those of each module the parameters of its adapter.
 
     The model's own are frozen unless the adapter says that they are trained too, and nobody froze them.
     """
-    if adapter is None:
-        return tuple(specs)
     found: list[ParamSpec] = []
     for _, group in groupby(specs, key=lambda spec: spec.name.rpartition(".")[0]):
         own = list(group)
@@ -74,8 +72,8 @@ def names_of(spec: ParamSpec) -> tuple[str, ...]:
 
 
 def trains(adapter: Adapter, spec: ParamSpec) -> bool:
-    """Whether a parameter of the model itself is trained beside the adapter."""
-    return not spec.buffer and any(is_also(adapter, name) for name in names_of(spec))
+    """Whether a parameter of the model itself is trained beside the adapter; of a buffer it says nothing."""
+    return spec.buffer or any(is_also(adapter, name) for name in names_of(spec))
 
 
 def is_also(adapter: Adapter, module: str) -> bool:
@@ -109,6 +107,18 @@ def names(targets: str | tuple[str, ...], module: str) -> bool:
     if isinstance(targets, str):
         return targets == ALL_LINEAR or re.fullmatch(targets, module) is not None
     return any(module == target or module.endswith(f".{target}") for target in targets)
+
+
+def of_layer(adapter: Adapter, specs: Iterable[ParamSpec]) -> Adapter:
+    """An adapter as it says what it says of one layer, in the same words for layers that it treats alike."""
+    held = [spec for spec in specs if not spec.adapts]
+    targets = {name for spec in held for name, _ in targeted(adapter, spec)}
+    also = {
+        name for spec in held if trains(adapter, spec) and not spec.buffer for name, _ in modules_of(spec)
+    }
+    inside, at = ({re.sub(r"^.*?\.\d+(?=\.)", "", name) for name in each} for each in (targets, also))
+    ends = tuple(sorted(name.removeprefix(".") for name in inside))
+    return replace(adapter, targets=ends, train_also=tuple(sorted(at)))
 
 
 def _of_linear(
@@ -165,15 +175,17 @@ def _parts(base: ParamSpec, held: list[tuple[int, int]]) -> tuple[int, ...]:
 
 def peft_specs(specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
     """What is trained, under the names of PEFT's files."""
-    return tuple(
-        spec if spec.adapts else _in_peft(spec) for spec in specs if spec.trained and not spec.buffer
-    )
+    return tuple(in_peft(spec) for spec in specs if spec.trained and not spec.buffer)
 
 
-def _in_peft(spec: ParamSpec) -> ParamSpec:
-    """A parameter that is trained itself; PEFT's files have it in the form of transformers' module."""
-    if spec.hf_whole:
-        hf = (f"{_PREFIX}{spec.hf_whole}",)
-        return replace(spec, hf=hf, hf_stacked=False, hf_split=None, hf_parts=(), hf_transposed=False)
-    leaf = spec.hf[0].rpartition(".")[2]
-    return replace(spec, hf=tuple(f"{_PREFIX}{module}.{leaf}" for module, _ in modules_of(spec)))
+def in_peft(spec: ParamSpec) -> ParamSpec:
+    """A parameter under the names of PEFT's files, which have a model's own in the form of its modules."""
+    if spec.adapts:
+        return spec
+    leaf, modules = (spec.hf_whole or spec.hf[0]).rpartition(".")[2], modules_of(spec)
+    names = tuple(f"{_PREFIX}{module}.{leaf}" for module in names_of(spec))
+    hf, copies = names[: len(modules)], names[len(modules) :]
+    if not spec.hf_whole:
+        return replace(spec, hf=hf, hf_copies=copies)
+    form: dict[str, Any] = {"hf_stacked": False, "hf_split": None, "hf_parts": (), "hf_transposed": False}
+    return replace(spec, hf=hf, hf_copies=copies, hf_whole="", **form)

@@ -145,6 +145,7 @@ class LayerListBuilder:
             device=self.device,
             seed=self.seed,
             split=self.split,
+            adapter=self.model.adapter,
         )
 
     @cached_property

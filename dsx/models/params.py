@@ -14,12 +14,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 
-from dsx.models.adapters import adapted
 from dsx.models.family import LayerParams
 from dsx.models.hf_config import FAMILIES
 from dsx.models.param import ParamSpec
-from dsx.models.spec import HubModel, Model, ModelSpec
+from dsx.models.spec import Adapter, HubModel, Model, ModelSpec
 
 
 def layer_kinds(model: Model) -> tuple[str, ...]:
@@ -75,7 +75,27 @@ def _settled(specs: Iterable[ParamSpec], model: Model) -> tuple[ParamSpec, ...]:
             replace(spec, trained=spec.buffer or not all(frozen_names(spec, model.freeze).values()))
             for spec in specs
         )
+    if model.adapter is None:
+        return tuple(specs)
+    from dsx.models.adapters import adapted  # here: other models need nothing of it
+
     return adapted(specs, model.adapter)
+
+
+@lru_cache(maxsize=8)
+def layer_adapters(model: Model) -> tuple[Adapter | None, ...]:
+    """For every layer what the model's adapter says of it, alike where it treats layers alike."""
+    adapter, kinds = model.adapter, layer_kinds(model)
+    if adapter is None:
+        return (None,) * len(kinds)
+    from dsx.models.adapters import of_layer  # as above
+
+    held: list[list[ParamSpec]] = [[] for _ in kinds]
+    for spec in param_specs(model):
+        held[spec.layer].append(spec)
+    if model.tied_embeddings:
+        held[-1] = held[0]
+    return tuple(of_layer(adapter, specs) for specs in held)
 
 
 def frozen_names(spec: ParamSpec, freeze: Iterable[str]) -> dict[str, bool]:

@@ -55,7 +55,7 @@ class Adapter:
         dropout: Probability of leaving out an input of theirs.
         targets: Which linears get one: "all-linear", a regular expression of a module's whole name, or names
             and endings of names.
-        parameters: Which stacks of experts' matrices do: names and endings of parameters' names.
+        target_parameters: Which stacks of experts' matrices do: names and endings of parameters' names.
         train_also: Endings of the names of modules that are trained themselves.
     """
 
@@ -65,7 +65,7 @@ class Adapter:
     dropout: float = 0.0
     rslora: bool = False
     targets: str | tuple[str, ...] = "all-linear"
-    parameters: tuple[str, ...] = ()
+    target_parameters: tuple[str, ...] = ()
     train_also: tuple[str, ...] = ()
 
     @property
@@ -151,6 +151,12 @@ class ModelSpec:
     def stream(self) -> tuple[int, ...]:
         """Sizes of what goes from block to block, samples and tokens aside."""
         return (self.hidden_size,)
+
+    @property
+    def dropout_in_blocks(self) -> float:
+        """The largest probability of any dropout inside a block."""
+        others = 0.0 if self.adapter is None else self.adapter.dropout
+        return max(self.residual_dropout, self.attention_dropout, others)
 
     @property
     def query_size(self) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +26,14 @@ from dsx.models.spec import ModelSpec, Rope
 from dsx.nn.collectives import copy_parameters
 from dsx.nn.documents import Last, numbered
 from dsx.nn.dropout import draw_seed, seeded
-from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear, column_linear
+from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear, column_linear, with_adapter
 from dsx.nn.norm import RMSNorm
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights, fresh_parameter
 from dsx.nn.split import late
+
+if TYPE_CHECKING:
+    from dsx.nn.adapter import LowRank
 
 
 def inverse_frequencies(rope: Rope, size: int) -> Tensor:
@@ -231,6 +235,7 @@ class SharedKeyValueLinear(nn.Module):
     def __init__(self, model: ModelSpec, weights: Weights) -> None:
         super().__init__()
         self.tp, self.split = weights.tp, weights.split
+        self.adapter: LowRank | None = None
         heads = kv_heads(model, self.tp)
         self.rows = slice(heads.start * model.head_dim, heads.stop * model.head_dim)
         queries, both = (model.query_size,), (2 * model.kv_size,)
@@ -246,7 +251,11 @@ class SharedKeyValueLinear(nn.Module):
         whole = copy_parameters(self.tp, *both, cut=True)
         shared, *rest = (p.unflatten(0, (2, -1))[:, self.rows].flatten(0, 1) for p in whole)
         bias = None if self.q_bias is None else torch.cat((late(self.q_bias, self.split), *rest))
-        return column_linear(x_BsH, self.q_weight, bias, self.tp, split=self.split, shared=shared)
+
+        def base(x: Tensor, bias: Tensor | None) -> Tensor:
+            return column_linear(x, self.q_weight, bias, self.tp, split=self.split, shared=shared)
+
+        return with_adapter(self, x_BsH, base, bias, self.rows)
 
 
 class Attention(nn.Module):

@@ -121,7 +121,7 @@ class Block(nn.Module):
         self.norm_2 = model_norm(model, weights)
         self.mlp = Mlp(model, weights)
         self.dropout = Dropout(model.residual_dropout, tp, sharded=tp.sequence)
-        self.random = max(model.residual_dropout, model.attention_dropout) > 0.0
+        self.random = model.dropout_in_blocks > 0.0
         weights.initialise(self)
 
     def forward(self, given: Stream) -> Stream:

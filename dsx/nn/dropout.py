@@ -65,6 +65,12 @@ def _scale(like: Tensor, probability: float, seed: int) -> Tensor:
     return keep.bernoulli_(1 - probability, generator=generator).div_(1 - probability)
 
 
+def dropped(x: Tensor, probability: float, tp: TensorParallel, *, sharded: bool) -> Tensor:
+    """``x`` of any shape with elements left out; see :class:`Dropout` for the arguments."""
+    y: Tensor = _Dropout.apply(x, probability, draw_seed(tp, sharded=sharded))
+    return y
+
+
 class Dropout(nn.Module):
     """Inverted dropout.
 
@@ -82,8 +88,7 @@ class Dropout(nn.Module):
         """Any shape; identity in evaluation or with probability 0."""
         if not self.training or self.probability == 0.0:
             return x
-        y: Tensor = _Dropout.apply(x, self.probability, draw_seed(self.tp, sharded=self.sharded))
-        return y
+        return dropped(x, self.probability, self.tp, sharded=self.sharded)
 
     def extra_repr(self) -> str:
         """What ``repr`` shows."""

@@ -107,7 +107,7 @@ class Gemma2Block(nn.Module):
     ) -> None:
         super().__init__()
         scale = model.head_dim**-0.5 if model.attention_scale is None else model.attention_scale
-        self.recompute, self.random = recompute, model.attention_dropout > 0.0
+        self.recompute, self.random = recompute, model.dropout_in_blocks > 0.0
         self.norm_1 = OffsetNorm(model, weights)
         self.attention = Attention(
             model,

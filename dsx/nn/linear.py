@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from dsx.nn import collectives
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import NORMAL, ZEROS, Initialiser, fresh_parameter
 from dsx.nn.split import WeightGradients, late
+
+if TYPE_CHECKING:
+    from dsx.nn.adapter import Base, LowRank
 
 
 class _Linear(torch.autograd.Function):
@@ -180,6 +183,14 @@ def column_linear(
     return y
 
 
+def with_adapter(
+    linear: Any, x: Tensor, base: Base, bias: Tensor | None, rows: slice | None = None
+) -> Tensor:
+    """``base(x, bias)``, with what the linear's adapter adds if it has one: see :class:`LowRank`."""
+    adapter: LowRank | None = linear.adapter
+    return base(x, bias) if adapter is None else adapter(linear, x, base, bias, rows)
+
+
 class ColumnParallelLinear(nn.Module):
     """A linear whose outputs are cut over the ranks.
 
@@ -215,6 +226,7 @@ class ColumnParallelLinear(nn.Module):
             raise ModelError(
                 f"parts {parts}", f"they sum to {sum(parts)}, not {out_features}", "fix the sizes"
             )
+        self.adapter: LowRank | None = None
         self.parts = tuple(_per_rank(part, tp, "outputs") for part in parts)
         self.tp, self.gather_output, self.split = tp, gather_output, split
         fresh = partial(fresh_parameter, tp=tp, split=0, parts=parts, dtype=dtype, device=device)
@@ -223,7 +235,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out/tp], or [..., out] with ``gather_output``; see :func:`column_linear`."""
-        y = column_linear(x, self.weight, self.bias, self.tp, split=self.split)
+        y = with_adapter(self, x, self._base, self.bias)
         if not self.gather_output or self.tp.size == 1:
             return y
         y = collectives.gather_from(y, self.tp)
@@ -231,6 +243,9 @@ class ColumnParallelLinear(nn.Module):
             return y
         blocks = y.unflatten(-1, (self.tp.size, -1)).split(self.parts, dim=-1)
         return torch.cat([block.flatten(-2) for block in blocks], dim=-1)
+
+    def _base(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return column_linear(x, self.weight, bias, self.tp, split=self.split)
 
 
 class RowParallelLinear(nn.Module):
@@ -263,13 +278,17 @@ class RowParallelLinear(nn.Module):
         for part in parts or (in_features,):
             _per_rank(part, tp, "inputs")
         self.tp, self.split = tp, split
+        self.adapter: LowRank | None = None
         fresh = partial(fresh_parameter, tp=tp, dtype=dtype, device=device)
         self.weight = fresh((out_features, in_features), init=init, split=1, parts=parts)
         self.bias = fresh((out_features,), init=init and ZEROS) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in/tp] to [..., out]; under sequence parallelism [B, S, in/tp] to [B, S/tp, out]."""
-        bias = None if self.bias is None else late(self.bias, self.split)
+        return with_adapter(self, x, self._base, self.bias)
+
+    def _base(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        bias = None if bias is None else late(bias, self.split)
         if self.tp.size == 1:
             y: Tensor = _Linear.apply(x, self.weight, bias, None, None, self.split, None, None)
             return y
@@ -299,13 +318,17 @@ class LocalLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.split = split
+        self.adapter: LowRank | None = None
         fresh = partial(fresh_parameter, tp=TensorParallel(), dtype=dtype, device=device)
         self.weight = fresh((out_features, in_features), init=init)
         self.bias = fresh((out_features,), init=init and ZEROS) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        bias = None if self.bias is None else late(self.bias, self.split)
+        return with_adapter(self, x, self._base, self.bias)
+
+    def _base(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        bias = None if bias is None else late(bias, self.split)
         y: Tensor = _Linear.apply(x, self.weight, bias, None, None, self.split, None, None)
         return y
 
@@ -337,6 +360,7 @@ class KeyValueLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.heads, self.head_size = tp, heads, head_size
+        self.adapter: LowRank | None = None
         fresh = partial(fresh_parameter, tp=TensorParallel(), dtype=dtype, device=device)
         self.weight = fresh((heads * head_size, in_features), init=init)
         self.bias = fresh((heads * head_size,), init=init and ZEROS) if bias else None
@@ -345,13 +369,14 @@ class KeyValueLinear(nn.Module):
         """[..., in], equal on all ranks, to [..., head_size]."""
         held = [self.weight] if self.bias is None else [self.weight, self.bias]
         start = self.tp.rank * self.heads // self.tp.size * self.head_size
-        rows = [
-            whole.narrow(0, start, self.head_size)
-            for whole in collectives.copy_parameters(self.tp, *held, cut=True)
-        ]
-        weight, bias = rows[0], rows[1] if len(rows) > 1 else None
-        y: Tensor = _Linear.apply(x, weight, bias, self.tp, None, None, None, None)
-        return y
+        rows = slice(start, start + self.head_size)
+        weight, *bias = (whole[rows] for whole in collectives.copy_parameters(self.tp, *held, cut=True))
+
+        def base(x: Tensor, bias: Tensor | None) -> Tensor:
+            y: Tensor = _Linear.apply(x, weight, bias, self.tp, None, None, None, None)
+            return y
+
+        return with_adapter(self, x, base, bias[0] if bias else None, rows)
 
 
 def _per_rank(features: int, tp: TensorParallel, what: str) -> int:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from dsx.errors import ModelError
 from dsx.models.param import Box, Init, ParamSpec
+from dsx.models.spec import Adapter
 from dsx.nn.dropout import draw_seed, seeded
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
@@ -241,6 +242,7 @@ class Weights:
         specs: The layer's parameters by path inside the layer's module (``attention.qkv.weight``).
         device: Of the parameters; ``meta`` leaves them without values.
         split: Takes weight gradients while it defers; None never splits the backward.
+        adapter: The model's adapter, if it has one.
     """
 
     specs: dict[str, ParamSpec]
@@ -249,6 +251,7 @@ class Weights:
     device: torch.device | str | None = None
     seed: int = 0
     split: WeightGradients | None = None
+    adapter: Adapter | None = None
 
     @property
     def form(self) -> dict[str, Any]:
@@ -256,8 +259,15 @@ class Weights:
         return {"dtype": self.dtype, "device": self.device, "split": self.split}
 
     def initialise(self, module: nn.Module) -> None:
-        """Fill and tag every parameter of ``module``; see :func:`initialise`."""
+        """Fill and tag every parameter of ``module``, its adapters' too; see :func:`initialise`."""
+        if self.adapter is None:
+            initialise(module, self.specs, self.tp, seed=self.seed)
+            return
+        from dsx.nn.adapter import attach, begin  # here: other models need nothing of it
+
+        attach(module, self.specs, self.adapter, self.tp, self.split)
         initialise(module, self.specs, self.tp, seed=self.seed)
+        begin(module)
 
 
 def initialise(module: nn.Module, specs: dict[str, ParamSpec], tp: TensorParallel, *, seed: int = 0) -> None:

@@ -109,12 +109,15 @@ def build_model(
         split=split,
     )
     with ExitStack() as files:
-        if load_layer is None and config.weights is not None:
+        adapter = None if settings.adapter is None else settings.adapter.path
+        if config.model.adapter is not None or (load_layer is None and config.weights is not None):
             from dsx.checkpoint.run.export import layer_weights
 
-            reading = f"reading the weights in {config.weights}"
-            files.enter_context(Waiting(reading, quiet=groups.rank != 0))
-            load_layer = files.enter_context(layer_weights(config.weights, config.model, groups))
+            if config.weights is not None or adapter is not None:
+                reading = f"reading the weights in {config.weights or adapter}"
+                files.enter_context(Waiting(reading, quiet=groups.rank != 0))
+            made = layer_weights(config.weights, config.model, groups, adapter, given=load_layer)
+            load_layer = files.enter_context(made)
         return PipelineModule(
             layers,
             # The engine drops the logits, so that their memory can take the gradient.

@@ -32,6 +32,7 @@ class Case:
     bf16: bool = False
     implementation: str = "auto"
     freeze: tuple[str, ...] = ()
+    adapter: tuple[tuple[str, Any], ...] = ()
     zero_keys: tuple[tuple[str, Any], ...] = ()
     extra: tuple[tuple[str, Any], ...] = ()
 
@@ -60,7 +61,7 @@ class Case:
         parts += ["bf16"] if self.bf16 else []
         parts += [self.implementation] if self.implementation != "auto" else []
         parts += [f"frozen {len(self.freeze)}"] if self.freeze else []
-        parts += [f"{k}={v}" for k, v in (*self.zero_keys, *self.extra)]
+        parts += [f"{k}={v}" for k, v in (*self.zero_keys, *self.extra, *self.adapter)]
         return "-".join(parts)
 
 
@@ -89,6 +90,7 @@ def config(case: Case, folder: Path | None) -> dict[str, Any]:
             "schedule": {"name": case.schedule},
             "partition": {"method": case.partition},
             "recompute": case.recompute,
+            "adapter": dict(case.adapter) or None,
             "data": {"tokenizer": "bytes", "sequence_length": 12},
             "train": {"steps": 10, "output": "unused", "freeze": list(case.freeze)},
         },

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ from dsx.checkpoint.formats import slices
 from dsx.checkpoint.formats.huggingface import weights as hf
 from dsx.checkpoint.formats.huggingface.catalog import SHARD_BYTES
 from dsx.checkpoint.run.names import CheckpointedRun, spec_of
+from dsx.config.adapter import WEIGHTS, peft_settings
 from dsx.config.schema import NO_TOKENIZER
 from dsx.config.sources import BYTES
 from dsx.data.tokenizers import TransformersTokenizer
 from dsx.errors import CheckpointError, ModelError
 from dsx.launch.processes import agree
+from dsx.models.adapters import in_peft, peft_specs
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
 from dsx.models.spec import HubModel, Model
+from dsx.nn.adapter import begin
 from dsx.parallel.groups import Groups
 
 _GENERATION = "generation_config.json"
@@ -45,47 +49,100 @@ _TOKENIZER_FILES = {
 
 @contextmanager
 def layer_weights(
-    folder: str | Path, model: Model, groups: Groups
+    folder: str | Path | None,
+    model: Model,
+    groups: Groups,
+    adapter: str | Path | None = None,
+    *,
+    given: Callable[[int, nn.Module], None] | None = None,
 ) -> Iterator[Callable[[int, nn.Module], None]]:
-    """The function that gives a model's layers the weights of a Hugging Face folder, one by one.
+    """The function that gives a model's layers the weights of Hugging Face's folders, one by one.
 
     It is for ``load_layer`` of :class:`~dsx.PipelineModule`. Each rank reads only its own slices. A
     collective call over all ranks.
 
     Args:
-        folder: The Hugging Face model folder.
+        folder: The Hugging Face model folder; None leaves the model's own weights as they are.
         model: The model, every tensor of which the folder must hold, and nothing else.
         groups: This rank's process groups.
+        adapter: PEFT's folder of the model's adapter, of which the same holds; None leaves it fresh.
+        given: Gives layers the model's own weights in place of the folder.
 
     Raises:
-        CheckpointError: The folder lacks a tensor, has another, or one has another shape.
+        CheckpointError: A folder lacks a tensor, has another, or one has another shape.
     """
-    names_of = _names_of(model)
-    buffers = [spec for spec in stored_specs(model) if spec.buffer]
-    agree(lambda: _check(folder, model, names_of))
-    with hf.HfWeights(folder, names_of) as weights:
+    names_of, specs = _names_of(model), stored_specs(model)
+    buffers = [spec for spec in specs if spec.buffer]
+    at = groups.mesh.tp, groups.tp_rank
+    with ExitStack() as files:
+        fills: list[Callable[[int, nn.Module], None]] = []
+        if given is not None:
+            fills.append(given)
+        elif folder is not None:
+            own = [spec for spec in specs if not spec.adapts]
+            base = files.enter_context(_checked(lambda: hf.HfWeights(folder, names_of), own))
+            fills.append(partial(_fill_base, base, buffers, at))
+        if model.adapter is not None:
+            fills.append(lambda _, layer: begin(layer))
+        if adapter is not None:
+            trained = peft_specs(specs)
+            tuned = files.enter_context(_checked(lambda: hf.HfWeights(adapter, file=WEIGHTS), trained))
+            fills.append(partial(_fill_trained, tuned, at))
 
         @torch.no_grad()
         def load(index: int, layer: nn.Module) -> None:
-            for parameter in layer.parameters():
-                parameter.copy_(weights.read(spec_of(parameter), groups.mesh.tp, groups.tp_rank))
-            for spec in buffers:
-                if spec.layer == index:
-                    layer.get_buffer(spec.name.partition(".")[2]).copy_(weights.read(spec))
+            for fill in fills:
+                fill(index, layer)
 
         yield load
 
 
+def _fill_base(
+    weights: hf.HfWeights, buffers: Sequence[ParamSpec], at: tuple[int, int], index: int, layer: nn.Module
+) -> None:
+    """Give a layer the model's own weights."""
+    for parameter in layer.parameters():
+        spec = spec_of(parameter)
+        if not spec.adapts:
+            parameter.copy_(weights.read(spec, *at))
+    for spec in buffers:
+        if spec.layer == index:
+            layer.get_buffer(spec.name.partition(".")[2]).copy_(weights.read(spec))
+
+
+def _fill_trained(weights: hf.HfWeights, at: tuple[int, int], index: int, layer: nn.Module) -> None:
+    """Give a layer what was trained of it."""
+    del index
+    for parameter in layer.parameters():
+        spec = spec_of(parameter)
+        if spec.trained:
+            parameter.copy_(weights.read(in_peft(spec), *at))
+
+
+def _checked(open_weights: Callable[[], hf.HfWeights], specs: Sequence[ParamSpec]) -> hf.HfWeights:
+    """A folder's weights, proved to be those of ``specs`` by a rank alone. A collective call."""
+
+    def check() -> None:
+        with open_weights() as weights:
+            weights.check(specs)
+
+    agree(check)
+    return open_weights()
+
+
 def logical_tensors(
-    pipeline: Any, specs: Sequence[ParamSpec] = ()
+    pipeline: Any, specs: Sequence[ParamSpec] = (), keep: Callable[[ParamSpec], bool] = lambda _: True
 ) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
     """This stage's logical tensors one by one, whole, on the CPU. A collective call over the stage's ranks.
 
     A tied tensor is given once, by the first stage that holds it. Only the first rank of each
-    stage gets the contents; the others get an empty tensor. The buffers among ``specs`` come last.
+    stage gets the contents; the others get an empty tensor. The buffers among ``specs`` come last. Those
+    alone are given that ``keep`` wants.
     """
     for parameter in pipeline.chunks.parameters():
         spec = spec_of(parameter)
+        if not keep(spec):
+            continue
         gathered: Any = nullcontext()
         if hasattr(parameter, "ds_id"):
             gathered = deepspeed.zero.GatheredParameters([parameter])
@@ -122,19 +179,65 @@ def export_weights(
     Raises:
         CheckpointError: The folder cannot be written.
     """
-    groups, folder = pipeline.groups, Path(folder)
+    folder, specs = Path(folder), stored_specs(model or model_of(config))
+    own = [spec for spec in specs if not spec.adapts]
+    files = _write(pipeline, folder, own, lambda spec: None if spec.adapts else spec, shard_bytes)
+    agree(lambda: hf.finish(folder, config, files, own))
+    return folder
+
+
+def export_adapter(pipeline: Any, folder: str | Path, model: Model, base: str | None = None) -> Path:
+    """Write a PEFT folder of what is trained of a model with an adapter, as :func:`export_weights` does.
+
+    Args:
+        pipeline: A module of the model's layers.
+        folder: Where to write; must not exist with other content.
+        model: The model.
+        base: Folder of the model that the adapter belongs to, which PEFT's config names.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+    """
+    folder, specs = Path(folder), stored_specs(model)
+    stored = lambda spec: in_peft(spec) if spec.trained else None  # noqa: E731
+    files = _write(pipeline, folder, (), stored, None, copies=True)
+    agree(lambda: hf.finish_adapter(folder, peft_settings(specs, model, base), files, peft_specs(specs)))
+    return folder
+
+
+def _write(
+    pipeline: Any,
+    folder: Path,
+    specs: Sequence[ParamSpec],
+    stored: Callable[[ParamSpec], ParamSpec | None],
+    shard_bytes: int | None,
+    *,
+    copies: bool = False,
+) -> dict[str, str]:
+    """Write the shards of an export; gives the file of every tensor. A collective call over all ranks.
+
+    Args:
+        pipeline: A module of dsx's layers.
+        folder: The folder to make.
+        specs: Every tensor of the model, of which the buffers count.
+        stored: Gives a tensor under the names that it has in the files; None leaves it out.
+        shard_bytes: Largest file, unless one parameter is larger; None for one file of each stage.
+        copies: Whether tied tensors are written under all their names, as PEFT does.
+    """
+    groups = pipeline.groups
     writer = groups.replica == 0 and groups.tp_rank == 0
-    specs = stored_specs(model or model_of(config))
-    shards = _shards(pipeline, specs, shard_bytes)
+    shards = _shards(pipeline, specs, lambda spec: stored(spec) is not None, shard_bytes)
     counts = [0] * groups.mesh.size
     dist.all_gather_object(counts, len(shards) if writer else 0)
     first, count = sum(counts[: groups.rank]), sum(counts)
     names: dict[str, str] = {}
     failure: CheckpointError | None = None
     number, shard = 0, dict[str, torch.Tensor]()
-    for spec, tensor in logical_tensors(pipeline, specs):
+    for spec, tensor in logical_tensors(pipeline, specs, lambda spec: stored(spec) is not None):
         if writer:
-            shard |= hf.split(spec, tensor)
+            kept = stored(spec) or spec
+            shard |= hf.split(kept, tensor)
+            shard |= {name: shard[kept.hf[0]].clone() for name in kept.hf_copies if copies}
         shards[number] -= 1
         if shards[number]:
             continue
@@ -150,22 +253,22 @@ def export_weights(
     failed = next((error for _, error in gathered if error is not None), None)
     if failed is not None:
         raise failed
-    files = {name: file for part, _ in gathered for name, file in part.items()}
-    agree(lambda: hf.finish(folder, config, files, specs))
-    return folder
+    return {name: file for part, _ in gathered for name, file in part.items()}
 
 
-def _shards(pipeline: Any, specs: Sequence[ParamSpec], shard_bytes: int) -> list[int]:
+def _shards(
+    pipeline: Any, specs: Sequence[ParamSpec], keep: Callable[[ParamSpec], bool], shard_bytes: int | None
+) -> list[int]:
     """How many of this stage's tensors go into each of its files, in their order."""
     sizes = [
         spec_of(parameter).numel * parameter.element_size()
         for parameter in pipeline.chunks.parameters()
-        if not getattr(parameter, "ds_pipe_replicated", False)
+        if keep(spec_of(parameter)) and not getattr(parameter, "ds_pipe_replicated", False)
     ]
     sizes += [spec.numel * buffer.element_size() for spec, buffer in _buffers(pipeline, specs)]
     shards, filled = list[int](), 0
     for size in sizes:
-        if not shards or filled + size > shard_bytes:
+        if not shards or (shard_bytes is not None and filled + size > shard_bytes):
             shards.append(0)
             filled = 0
         shards[-1] += 1
@@ -185,8 +288,9 @@ def export_hf(
     """Write an engine's weights as a Hugging Face model folder, which ``from_pretrained`` reads.
 
     Beside ``config.json`` and the safetensors stand the files of the tokenizer that ``dsx.data.tokenizer``
-    names, and the generation settings of the folder that ``dsx.model.path`` names. A collective call over all
-    ranks; the folder appears whole or not at all.
+    names, and the generation settings of the folder that ``dsx.model.path`` names. Of a model with an
+    adapter what is trained is written, in the folder that ``PeftModel.from_pretrained`` reads, with the
+    tokenizer. A collective call over all ranks; the folder appears whole or not at all.
 
     Args:
         engine: An engine of a model that dsx made of a config, trained or not, in any layout.
@@ -211,11 +315,14 @@ def export_hf(
             "give the model's Hugging Face config: dsx.export_hf(engine, folder, config={...})",
         )
     model = None if run is None else run.model
-    folder = export_weights(engine.pipeline, folder, dict(config), model)
+    if run is not None and run.model.adapter is not None:
+        folder = export_adapter(engine.pipeline, folder, run.model, run.dsx.model.path)
+    else:
+        folder = export_weights(engine.pipeline, folder, dict(config), model)
     if run is not None:
         data, source = run.dsx.data, run.dsx.model.path
         agree(lambda: copy_tokenizer(data.tokenizer, folder, trust_remote_code=data.trust_remote_code))
-        if source is not None:
+        if source is not None and run.model.adapter is None:
             agree(lambda: _copy(Path(source), folder, {_GENERATION}))
     return folder
 
@@ -248,11 +355,6 @@ def _names_of(model: Model) -> hf.NamesOf | None:
     from dsx.hub.read import folder_names
 
     return folder_names(model).of
-
-
-def _check(folder: str | Path, model: Model, names_of: hf.NamesOf | None) -> None:
-    with hf.HfWeights(folder, names_of) as weights:
-        weights.check(stored_specs(model))
 
 
 def _whole(local: torch.Tensor, spec: ParamSpec, groups: Groups) -> torch.Tensor:

@@ -72,20 +72,24 @@ def _files_of(root: Path) -> tuple[str, Path] | None:
     return None
 
 
-def catalog_of(root: Path) -> Catalog:
+def catalog_of(root: Path, only: str | None = None) -> Catalog:
     """What a model folder's safetensors hold, or its ``pytorch_model.bin``, under their own names.
+
+    Args:
+        root: The folder.
+        only: The one file of safetensors that counts; None for those of the model.
 
     Raises:
         CheckpointError: No weights, an index that does not fit them, or a file that is cut short, missing or
             of another kind.
     """
-    files = _files_of(root)
+    files = _files_of(root) if only is None else (only, root / f"{only}.index.json")
     if files is None:
         raise CheckpointError(
             str(root), f"it has neither {SINGLE} nor {INDEX}", "name a Hugging Face model folder"
         )
     single, index = files
-    safe = single == SINGLE
+    safe = single != BIN_SINGLE
     told = weight_map(index, _AGAIN) if index.is_file() else {}
     found: dict[str, Entry] = {}
     checksums: list[Checksum] = []

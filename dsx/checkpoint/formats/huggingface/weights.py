@@ -13,7 +13,7 @@ from typing import Any, Self, TypeAlias
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dsx.checkpoint import store
@@ -33,6 +33,8 @@ from dsx.checkpoint.pieces import local_parts
 from dsx.checkpoint.plain import as_numpy
 from dsx.checkpoint.read import Reader
 from dsx.checkpoint.staging import check_absent
+from dsx.config.adapter import SETTINGS as ADAPTER_SETTINGS
+from dsx.config.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from dsx.errors import CheckpointError
 from dsx.models.hf_config import FAMILIES
 from dsx.models.param import ParamSpec
@@ -51,6 +53,7 @@ class HfWeights:
         folder: The folder.
         names_of: The model's names of the files' tensors, by the names that they have there, where these may
             differ: :meth:`dsx.hub.disk_names.FolderNames.of`.
+        file: The one file that counts, an adapter's for example; None for those of the model.
 
     Raises:
         CheckpointError: It has no weights, or a file that is cut short, missing or of another kind.
@@ -60,8 +63,9 @@ class HfWeights:
         self,
         folder: str | Path,
         names_of: NamesOf | None = None,
+        file: str | None = None,
     ) -> None:
-        self._source = catalog_of(Path(folder))
+        self._source = catalog_of(Path(folder), file)
         if names_of is not None:
             self._source = under_model_names(self._source, names_of(self._source.by_name, folder))
         self._by_name = self._source.by_name
@@ -192,6 +196,49 @@ def _checksums(state: Mapping[str, Tensor]) -> dict[str, str]:
     return {CRC32 + name: f"{zlib.crc32(data.numpy().data):08x}" for name, data in flat.items()}
 
 
+def finish_adapter(
+    folder: str | Path, settings: Mapping[str, Any], files: Mapping[str, str], specs: Sequence[ParamSpec]
+) -> None:
+    """Complete an export of an adapter, as :func:`finish` does one of a model.
+
+    The result loads with ``PeftModel.from_pretrained(model, folder)``.
+
+    Args:
+        folder: As given to :func:`write_shard`.
+        settings: Content of its ``adapter_config.json``.
+        files: As for :func:`finish`.
+        specs: What is trained, under the names of PEFT's files.
+    """
+    folder = Path(folder)
+    check_absent(folder)
+    partial = _partial(folder)
+    _require_all(partial, files, {name for spec in specs for name in (*spec.hf, *spec.hf_copies)})
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(set(files.values())):
+        tensors |= load_file(partial / name)
+    save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt", **_checksums(tensors)})
+    store.sync_file(partial / ADAPTER_WEIGHTS)
+    for shard in (path for path in partial.iterdir() if path.name != ADAPTER_WEIGHTS):
+        shard.unlink()
+    store.write_atomically(partial / ADAPTER_SETTINGS, as_json(dict(settings)))
+    _put_in_place(partial, folder)
+
+
+def _require_all(partial: Path, files: Mapping[str, str], expected: set[str]) -> None:
+    if files.keys() != expected:
+        raise CheckpointError(
+            str(partial),
+            f"missing tensors {sorted(expected - files.keys())}, unknown {sorted(files.keys() - expected)}",
+            "write every tensor of the model to one shard",
+        )
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    store.sync_folder(partial)
+    partial.rename(folder)
+    store.sync_folder(folder.absolute().parent)
+
+
 def finish(
     folder: str | Path, config: Mapping[str, Any], files: Mapping[str, str], specs: Sequence[ParamSpec]
 ) -> None:
@@ -211,13 +258,7 @@ def finish(
     folder = Path(folder)
     check_absent(folder)
     partial = _partial(folder)
-    expected = {name for spec in specs for name in spec.hf}
-    if files.keys() != expected:
-        raise CheckpointError(
-            str(partial),
-            f"missing tensors {sorted(expected - files.keys())}, unknown {sorted(files.keys() - expected)}",
-            "write every tensor of the model to one shard",
-        )
+    _require_all(partial, files, {name for spec in specs for name in spec.hf})
     names = sorted(set(files.values()))
     held = [entry for name in names for entry in contents(partial, name)[0]]
     # Left by an export that never finished, or the empty shard of a stage that has a tied head alone.
@@ -233,9 +274,7 @@ def finish(
     weights = [entry for entry in held if entry.name not in buffers]
     complete = {**config, "architectures": [_class_of(str(config["model_type"]))]}
     store.write_atomically(partial / CONFIG, as_json(with_dtype(complete, weights)))
-    store.sync_folder(partial)
-    partial.rename(folder)
-    store.sync_folder(folder.absolute().parent)
+    _put_in_place(partial, folder)
 
 
 def _class_of(model_type: str) -> str:

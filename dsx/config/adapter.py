@@ -1,0 +1,226 @@
+"""From ``dsx.adapter``, and perhaps a folder of PEFT's, to a model's :class:`~dsx.models.spec.Adapter`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dsx.config.load import read
+from dsx.config.schema import AdapterConfig
+from dsx.config.wording import at, suggest
+from dsx.errors import ConfigError
+from dsx.models.adapters import ALL_LINEAR, is_also, modules_of, names, names_of, targeted
+from dsx.models.param import ParamSpec
+from dsx.models.params import param_specs
+from dsx.models.spec import Adapter, Model
+
+SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of an adapter's folder."""
+
+_KEYS = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "rslora": "use_rslora",
+    "dropout": "lora_dropout",
+    "targets": "target_modules",
+    "target_parameters": "target_parameters",
+    "train_also": "modules_to_save",
+}
+# Keys of PEFT's that say nothing of what is computed with the weights that the folder has, or what
+# dsx does in any case.
+_SAY_NOTHING = frozenset({
+    "peft_type", "task_type", "use_dora", "auto_mapping", "base_model_name_or_path", "revision",
+    "peft_version", "inference_mode", "init_lora_weights", "fan_in_fan_out", "ensure_weight_tying",
+    "qalora_group_size", "megatron_core", "runtime_config", "lora_ga_config", "eva_config", "corda_config",
+    "loftq_config",
+})  # fmt: skip
+
+
+def adapter_of(block: AdapterConfig, model: Model) -> Adapter:
+    """The adapter that a config asks for.
+
+    Args:
+        block: ``dsx.adapter``.
+        model: The model, without one.
+
+    Raises:
+        ConfigError: A folder that cannot be read, keys that contradict it, or targets that the model has not.
+    """
+    given = {
+        key: getattr(block, key) for key in Adapter.__dataclass_fields__ if key in block.model_fields_set
+    }
+    saved = {} if block.path is None else _read(block.path)
+    adapter = Adapter(**saved | given)
+    specs = param_specs(replace(model, adapter=None))
+    for problem in _problems(adapter, specs):
+        raise problem
+    if saved:
+        _require_same(block.path, given, adapter, Adapter(**saved), model)
+    return adapter
+
+
+def _read(folder: str) -> dict[str, Any]:
+    """The settings in a folder of PEFT's."""
+    file, where = Path(folder) / SETTINGS, at("dsx.adapter.path", folder)
+    fix = "give a folder that PEFT's save_pretrained or dsx.train.export_hf has written"
+    for needed in (file, Path(folder) / WEIGHTS):
+        if not needed.is_file():
+            raise ConfigError(where, f"there is no file {needed}", fix)
+    try:
+        told = read(file)
+    except ConfigError as error:
+        raise ConfigError(where, f"{file} cannot be read ({error.what})", fix) from None
+    if told.get("peft_type") != "LORA" or told.get("task_type") not in (None, "CAUSAL_LM"):
+        kinds = f"peft_type {told.get('peft_type')!r}, task_type {told.get('task_type')!r}"
+        raise ConfigError(where, f"{file} says {kinds}", "dsx trains LORA adapters of CAUSAL_LM models")
+    others = told.keys() - _SAY_NOTHING - set(_KEYS.values())
+    strange = next((key for key in sorted(others) if told[key] and told[key] != "none"), None)
+    if strange is not None:
+        what = f"{at(strange, told[strange])}, which dsx does not compute"
+        raise ConfigError(where, f"{file} has {what}", "use an adapter without it")
+    values = {key: told[name] for key, name in _KEYS.items() if told.get(name) is not None}
+    values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+    values.setdefault("targets", ())
+    try:
+        made = AdapterConfig.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        key = _KEYS[str(problem["loc"][0])]
+        what = f"{file} has {at(key, problem['input'])} ({problem['msg']})"
+        raise ConfigError(where, what, fix) from None
+    kind = {"type": "dora" if told.get("use_dora") else "lora"}
+    return {key: getattr(made, key) for key in values} | kind
+
+
+def peft_settings(specs: Sequence[ParamSpec], model: Model, base: str | None) -> dict[str, Any]:
+    """Content of the ``adapter_config.json`` of a model's adapter.
+
+    Args:
+        specs: The model's parameters.
+        model: The model.
+        base: Folder of the model without the adapter, if it has one.
+    """
+    adapter = model.adapter
+    assert adapter is not None
+    told = {name: getattr(adapter, key) for key, name in _KEYS.items()}
+    told |= {key: list(value) or None for key, value in told.items() if isinstance(value, tuple)}
+    if adapter.targets == ALL_LINEAR:
+        told["target_modules"] = sorted(_ends(name for spec in specs for name, _ in targeted(adapter, spec)))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "bias": "none",
+        "use_dora": adapter.type == "dora",
+        "fan_in_fan_out": any(spec.linear and spec.hf_transposed for spec in specs),
+        # A head that is the word embedding stays it.
+        "ensure_weight_tying": any(spec.trained and spec.tie is not None for spec in specs),
+        **told,
+    }
+
+
+def _require_same(
+    path: str | None, given: Mapping[str, Any], adapter: Adapter, saved: Adapter, model: Model
+) -> None:
+    """Refuse keys that say something else than the folder that the adapter goes on with."""
+    mine, theirs = (
+        {(spec.name, spec.shape) for spec in param_specs(replace(model, adapter=each)) if spec.trained}
+        for each in (adapter, saved)
+    )
+    ours, held = asdict(adapter), asdict(saved)
+    wrong = [key for key in given if key in ("type", "rank", "alpha", "rslora") and ours[key] != held[key]]
+    wrong += [key for key in given if mine != theirs and ours[key] != held[key] and key not in wrong]
+    if wrong:
+        raise ConfigError(
+            at(f"dsx.adapter.{wrong[0]}", given[wrong[0]]),
+            f"the adapter in {path} has {held[wrong[0]]!r}",
+            f"leave {wrong[0]} out, or train a new adapter",
+        )
+
+
+def _problems(adapter: Adapter, specs: tuple[ParamSpec, ...]) -> Iterator[ConfigError]:
+    """What is wrong with an adapter of a model with these parameters."""
+    linears = {module for spec in specs if spec.linear for module, _ in modules_of(spec)}
+    tables = {name for spec in specs if spec.pad_multiple is not None for name in names_of(spec)}
+    others = {name for spec in specs for name in names_of(spec)} - linears
+    if isinstance(adapter.targets, str):
+        yield from _problems_of_expression(adapter.targets, linears, tables)
+    else:
+        for place, target in enumerate(adapter.targets):
+            key = at(f"dsx.adapter.targets[{place}]", target)
+            yield from _problems_of_target(key, target, linears, tables, others)
+    for place, target in enumerate(adapter.train_also):
+        if not any(is_also(replace(adapter, train_also=(target,)), name) for name in linears | others):
+            near = suggest(target, _ends(linears | others), otherwise="name modules as transformers does")
+            key = at(f"dsx.adapter.train_also[{place}]", target)
+            yield ConfigError(key, "no module's name ends so", near)
+    for spec in specs:
+        chosen = [is_also(adapter, name) for name, _ in modules_of(spec)]
+        if any(chosen) and not all(chosen):
+            parts = ", ".join(name for name, _ in modules_of(spec))
+            yield ConfigError(
+                at("dsx.adapter.train_also", list(adapter.train_also)),
+                f"{parts} are one matrix in dsx's modules, and not all of them are named",
+                'name all of them, or set dsx.model.implementation to "transformers"',
+            )
+    if adapter.target_parameters:
+        yield ConfigError(
+            at("dsx.adapter.target_parameters", list(adapter.target_parameters)),
+            "dsx puts adapters on linears, not on stacks of experts' matrices",
+            "leave it out",
+        )
+    if not any(True for spec in specs for _ in targeted(adapter, spec)):
+        what = "the model's blocks have no such linear" + (
+            " but those that train_also names" if adapter.train_also else ""
+        )
+        yield ConfigError(at("dsx.adapter.targets", adapter.targets), what, "name others")
+
+
+def _problems_of_expression(
+    expression: str, linears: Iterable[str], tables: Iterable[str]
+) -> Iterator[ConfigError]:
+    key = at("dsx.adapter.targets", expression)
+    if expression == ALL_LINEAR:
+        return
+    try:
+        re.compile(expression)
+    except re.error as error:
+        yield ConfigError(key, f"it is no regular expression: {error}", "give a list of names, or mend it")
+        return
+    table = next((name for name in sorted(tables) if names(expression, name)), None)
+    if table is not None:
+        yield _of_table(key, table)
+    elif not any(names(expression, name) for name in linears):
+        is_name = any(names((expression,), name) for name in linears)
+        near = suggest(expression, [ALL_LINEAR, *_ends(linears)], otherwise='use "all-linear", or a list')
+        near = f'write ["{expression}"]: names and ends of names stand in a list' if is_name else near
+        yield ConfigError(key, "it is the whole name of no linear of the model's blocks", near)
+
+
+def _problems_of_target(
+    key: str, target: str, linears: set[str], tables: set[str], others: set[str]
+) -> Iterator[ConfigError]:
+    table = next((name for name in sorted(tables) if names((target,), name)), None)
+    if table is not None:
+        yield _of_table(key, table)
+    elif any(names((target,), name) for name in others):
+        yield ConfigError(key, "it is no linear", "put it into dsx.adapter.train_also, to train it itself")
+    elif not any(names((target,), name) for name in linears):
+        near = suggest(target, _ends(linears), otherwise="name linears as transformers does")
+        yield ConfigError(key, "no linear of the model's blocks is called so", near)
+
+
+def _of_table(key: str, table: str) -> ConfigError:
+    what = f"{table} is a table of the vocabulary, which gets no adapter in dsx"
+    return ConfigError(key, what, f'put "{table.rpartition(".")[2]}" into dsx.adapter.train_also')
+
+
+def _ends(modules: Iterable[str]) -> set[str]:
+    """The last words of modules' names."""
+    return {name.rpartition(".")[2] for name in modules}

@@ -1,0 +1,120 @@
+"""``dsx.adapter``: what is refused, with the fix, and what a folder of PEFT's supplies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import dsx
+from dsx.errors import ConfigError
+from dsx.models.spec import Adapter
+from parity import dsx_run, oracle
+
+
+def resolved(adapter: dict[str, Any], family: str = "llama", world_size: int = 1, **model: Any) -> Any:
+    config = dsx_run.config(dsx_run.Case(family=family, adapter=tuple(adapter.items())), None)
+    config["dsx"]["model"] |= model
+    return dsx.load_config(config, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "where", "said"),
+    [
+        ({"targets": ["q_prj"]}, "dsx.adapter.targets[0]", 'write "q_proj"'),
+        ({"targets": "v_proj"}, "dsx.adapter.targets", 'write ["v_proj"]'),
+        ({"targets": ".*qproj"}, "dsx.adapter.targets", "whole name of no linear"),
+        ({"targets": "(q_proj"}, "dsx.adapter.targets", "no regular expression"),
+        ({"targets": ".*(q_proj|head)"}, "dsx.adapter.targets", 'put "lm_head" into dsx.adapter.train_also'),
+        ({"targets": ["v_proj", "embed_tokens"]}, "dsx.adapter.targets[1]", "dsx.adapter.train_also"),
+        ({"targets": ["lm_head"]}, "dsx.adapter.targets[0]", "a table of the vocabulary"),
+        ({"targets": ["input_layernorm"]}, "dsx.adapter.targets[0]", "it is no linear"),
+        ({"targets": []}, "dsx.adapter.targets", "no such linear"),
+        ({"train_also": ["lm_heads"]}, "dsx.adapter.train_also[0]", 'write "lm_head"'),
+        ({"train_also": ["k_proj"]}, "dsx.adapter.train_also", "one matrix in dsx's modules"),
+        ({"train_also": ["self_attn", "mlp"]}, "dsx.adapter.targets", "those that train_also names"),
+        ({"target_parameters": ["experts.up"]}, "dsx.adapter.target_parameters", "leave it out"),
+        ({"rank": 0}, "dsx.adapter.rank", "at least 1"),
+        ({"dropout": 1.0}, "dsx.adapter.dropout", ""),
+        ({"type": "qlora"}, "dsx.adapter.type", '"lora"'),
+        ({"r": 8}, "dsx.adapter.r", "unknown key"),
+        ({"path": "nowhere"}, "dsx.adapter.path", "adapter_config.json"),
+    ],
+)
+def test_a_mistake_is_named_with_its_fix(adapter: dict[str, Any], where: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(adapter)
+    assert caught.value.where.startswith(where)
+    assert said in str(caught.value)
+
+
+def test_modules_of_transformers_are_named_apart() -> None:
+    run = resolved({"train_also": ["k_proj"]}, implementation="transformers")
+    assert {spec.hf[0] for spec in run.param_specs if spec.trained and not spec.adapts} == {
+        f"model.layers.{block}.self_attn.k_proj.weight" for block in range(4)
+    }
+
+
+def test_gpt2_of_transformers_has_nothing_that_could_be_adapted() -> None:
+    with pytest.raises(ConfigError, match="no such linear"):
+        resolved({"rank": 4}, family="gpt2", implementation="transformers")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of PEFT's."""
+    folder = tmp_path_factory.mktemp("peft")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**oracle.LLAMA))
+    settings = LoraConfig(
+        r=3, lora_alpha=5, use_rslora=True, use_dora=True, target_modules=["q_proj", "up_proj"]
+    )
+    get_peft_model(model, settings).save_pretrained(folder)
+    return folder
+
+
+def test_a_folder_supplies_what_it_was_made_with(saved: Path) -> None:
+    adapter = resolved({"path": str(saved), "dropout": 0.25}).model.adapter
+    assert isinstance(adapter.targets, tuple)
+    assert set(adapter.targets) == {"q_proj", "up_proj"}
+    expected = Adapter(type="dora", rank=3, alpha=5, rslora=True, dropout=0.25, targets=adapter.targets)
+    assert adapter == expected
+
+
+def test_keys_that_mean_the_same_agree_with_a_folder(saved: Path) -> None:
+    assert resolved({"path": str(saved), "rank": 3, "targets": r".*\.(q|up)_proj"}).model.adapter.rank == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rank", 4), ("type", "lora"), ("alpha", 8.0), ("rslora", False), ("targets", ["q_proj"])],
+)
+def test_keys_that_contradict_a_folder_are_refused(saved: Path, key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"the adapter in .* leave {key} out") as caught:
+        resolved({"path": str(saved), key: value})
+    assert caught.value.path == ("dsx", "adapter", key)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"task_type": "SEQ_CLS"}, "SEQ_CLS"),
+        ({"bias": "all"}, "bias"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"layers_to_transform": [0]}, "layers_to_transform"),
+        ({"r": -1}, "r = -1"),
+        ({"target_modules": ["c_attn"]}, "no linear of the model's blocks"),
+    ],
+)
+def test_a_folder_that_asks_for_what_dsx_does_not_compute(
+    saved: Path, tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    told = json.loads((saved / "adapter_config.json").read_text()) | change
+    (tmp_path / "adapter_config.json").write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match=said):
+        resolved({"path": str(tmp_path)})
