@@ -312,6 +312,7 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: in
         vocab_multiple=config.dsx.model.vocab_multiple,
         recompute=recompute,
         device=device,
+        documents=config.dsx.data.keeps_apart,
     )
     return Job(
         records=ModelRecords(shape),

@@ -71,6 +71,7 @@ class Shape:
         vocab_multiple: Multiple to which each rank's vocabulary rows are padded.
         recompute: What blocks compute again.
         device: The device whose kernels run.
+        documents: Whether documents of a pack are kept apart, for which positions travel along.
     """
 
     model: Model
@@ -82,6 +83,7 @@ class Shape:
     vocab_multiple: int = 64
     recompute: Recompute = "none"
     device: DeviceKind = "cuda"
+    documents: bool = False
 
     @property
     def cuts_sequence(self) -> bool:

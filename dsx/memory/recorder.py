@@ -701,6 +701,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
     tokens = TensorForm((shape.micro_batch, shape.sequence_length), "int64", 8, False)
     name = str(dtype).removeprefix("torch.")
     beside: list[TensorForm] = []
+    positions = [tokens] if shape.documents else []
     if isinstance(model, HubModel):
         anatomy_of(model.config)  # of real tensors, if it is not there yet
         if model.balance is not None:
@@ -716,7 +717,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
     kinds = layer_kinds(model)
     index = kinds.index(request.kind)
     sizes = model.stream if request.kind in ("Block", "FinalNorm") else (model.hidden_size,)
-    stream = [TensorForm((shape.micro_batch, length, *sizes), name, shape.width, True), *beside]
+    stream = [TensorForm((shape.micro_batch, length, *sizes), name, shape.width, True), *beside, *positions]
     if isinstance(model, HubModel):
         index += model.block or 0
     with booth(device):
@@ -734,7 +735,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
         layer = entry.build()
         if entry.forward_fn is not None:
             layer = TiedCall(layer, entry.forward_fn)
-        inputs = [tokens] if kinds[0] == request.kind else stream
+        inputs = [tokens, *positions] if kinds[0] == request.kind else stream
         try:
             return record_layer(layer, inputs, device=device, divided=split, hooked=request.hooked)
         except Exception as error:

@@ -20,6 +20,7 @@ columns of the vocabulary.
 | :class:`RowParallelLinear` | [B, S, in/tp] | [B, s, out] |
 | :class:`Dropout` | any | the same |
 | :func:`cross_entropy` | logits [B, S, V], labels [B, S] | the mean loss, a scalar |
+| :class:`TokenMean` of it | the same | the mean over the trained tokens of the global batch |
 
 :func:`copy_to`, :func:`reduce_from`, :func:`gather_from`, :func:`scatter_to` and :func:`gather_sequence` are
 the communications between regions, as functions with a gradient; :func:`copy_parameters` sums the gradients
@@ -39,7 +40,7 @@ from dsx.nn.collectives import (
 from dsx.nn.dropout import Dropout
 from dsx.nn.embedding import LearnedPositions, VocabParallelEmbedding, as_head
 from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear
-from dsx.nn.loss import cross_entropy
+from dsx.nn.loss import TokenMean, cross_entropy
 from dsx.nn.norm import LayerNorm, RMSNorm
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Initialiser, Weights, initialise
@@ -55,6 +56,7 @@ __all__ = [
     "RMSNorm",
     "RowParallelLinear",
     "TensorParallel",
+    "TokenMean",
     "VocabParallelEmbedding",
     "WeightGradients",
     "Weights",

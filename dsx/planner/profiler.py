@@ -464,6 +464,8 @@ def measure_model(config: RunConfig, groups: Groups) -> Profile:
     with _apart(device):
         shape = (config.micro_batch_size, config.sequence_length)
         ids = torch.randint(config.model.vocab_size, shape, device=device)
+        one_document = torch.arange(config.sequence_length, device=device).expand(shape)
+        inputs = (ids, one_document) if settings.data.keeps_apart else ids
         bench = LayerBench(
             device=device,
             split=split,
@@ -483,7 +485,7 @@ def measure_model(config: RunConfig, groups: Groups) -> Profile:
                 split=split,
             )
             named = _named(config, kinds, mode)
-            keys[mode] = walk(bench, specs, named, ids)
+            keys[mode] = walk(bench, specs, named, inputs)
         costs = _agreed(bench.costs)
         link = _link(costs, groups, device, rounds=settings.profile_micro_batches)
     conditions = conditions_of(config, device=device_name(), version=dsx.__version__)

@@ -140,14 +140,14 @@ def require_right_layers(config: RunConfig) -> None:
     A small model of it is tried, once for every config on this machine.
 
     Raises:
-        ConfigError: Sequence parallelism would be wrong.
+        ConfigError: Sequence parallelism would be wrong, or documents kept apart would not be.
         ModelError: The layers are.
     """
     if isinstance(config.model, HubModel):
         from dsx.hub.probe import require_probed  # here: dsx's own families need nothing of it
 
         cuts = config.dsx.parallel.sequence_parallel and config.mesh.tp > 1
-        require_probed(config.model, sequence=cuts, documents=False)
+        require_probed(config.model, sequence=cuts, documents=config.dsx.data.keeps_apart)
 
 
 def measure(config: RunConfig, groups: Groups) -> RunConfig:

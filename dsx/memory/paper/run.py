@@ -200,19 +200,22 @@ def signatures(config: RunConfig) -> dict[int, Signature]:
 
     balance = config.model.balance if isinstance(config.model, HubModel) else None
 
-    def sent(stage: int) -> Signature:
+    def received(stage: int) -> Signature:
         layer = next(iter(stages.layers(stage)), 0)
         sizes = config.model.stream if first < layer < len(kinds) - 1 else (config.model.hidden_size,)
-        hidden = TensorMeta((config.micro_batch_size, length, *sizes), dtype, requires_grad=True)
-        if balance is None:
-            return Signature((hidden,), is_tuple=False)
-        sums = TensorMeta((3, balance.experts), torch.float32, requires_grad=layer > first)
-        return Signature((hidden, sums), is_tuple=True)
+        sent = [TensorMeta((config.micro_batch_size, length, *sizes), dtype, requires_grad=True)]
+        if balance is not None:
+            sent.append(TensorMeta((3, balance.experts), torch.float32, requires_grad=layer > first))
+        if config.dsx.data.keeps_apart:
+            tokens = (config.micro_batch_size, config.sequence_length)
+            sent.append(TensorMeta(tokens, torch.int64, requires_grad=False))
+        return Signature(tuple(sent), is_tuple=len(sent) > 1)
 
-    return {stage: sent(stage) for stage in range(1, stages.num_stages)}
+    return {stage: received(stage) for stage in range(1, stages.num_stages)}
 
 
 def batch(config: RunConfig) -> tuple[Any, Any]:
-    """A micro-batch of zeros on the host."""
+    """A micro-batch of zeros on the host; of documents apart, each token is one."""
     tokens = torch.zeros(config.micro_batch_size, config.sequence_length, dtype=torch.int64)
-    return tokens, tokens
+    inputs = (tokens, tokens) if config.dsx.data.keeps_apart else tokens
+    return inputs, tokens
