@@ -81,6 +81,7 @@ def case(number: int) -> dict[str, Any]:
         "recompute": draw.choice(("none", "full")),
         "offload": zero > 0 and draw.random() < 0.3,
         "rank": draw.randrange(pipeline),
+        "documents": "joined" if hybrid else draw.choice(("apart", "joined")),
     }
 
 
@@ -114,7 +115,7 @@ def both(number: int) -> dict[str, Any]:
             },
             "schedule": {"name": drawn["schedule"]},
             "recompute": drawn["recompute"],
-            "data": {"sequence_length": 128},
+            "data": {"sequence_length": 128, "documents": drawn["documents"]},
             "train": {"steps": 2, "output": "runs/paper"},
         },
     }
