@@ -174,14 +174,16 @@ def _kept(layers: RankLayers, pp_rank: int) -> Message:
     for index in layers.stages.layers_of(pp_rank):
         counts: dict[Kept, int] = {}
         for kept in layers.record(index).kept:
+            if kept.remade and not layers.records.remakes:
+                continue  # backward has it saved, each micro-batch its own
             if kept.owner:
                 counts[kept] = counts.get(kept, 0) + 1
             else:
                 found.append(Storage(layers.states.ledger, kept.label, kept.size_bytes).hold())
         for key, count in counts.items():
             shared[key] = max(shared.get(key, 0), count)
-    for (_, label, size), count in shared.items():
-        found += [Storage(layers.states.ledger, label, size).hold() for _ in range(count)]
+    for each, count in shared.items():
+        found += [Storage(layers.states.ledger, each.label, each.size_bytes).hold() for _ in range(count)]
     return found
 
 

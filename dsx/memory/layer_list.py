@@ -55,11 +55,13 @@ class ListRecords:
         layers: The record of every layer.
         of_loss: The record of the loss; None if the last layer gives it.
         ties: Index of a later use of a tied layer -> that of the first.
+        remakes: False: a list's layers share nothing that is made of positions.
     """
 
     layers: Sequence[LayerRecord]
     of_loss: LayerRecord | None
     ties: Mapping[int, int] = field(default_factory=dict)
+    remakes: bool = False
 
     def layer(self, index: int, *, divided: bool, hooked: bool) -> LayerRecord:
         """The record of a layer; it was made for the run's schedule and ZeRO stage."""

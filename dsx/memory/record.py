@@ -158,11 +158,13 @@ class Kept(NamedTuple):
         owner: What holds it. Layers with equal owners share it; an empty owner is the layer itself.
         label: The label of its line.
         size_bytes: Its bytes.
+        remade: Whether it is made anew for each micro-batch, of the positions in its documents.
     """
 
     owner: str
     label: Label
     size_bytes: int
+    remade: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +281,7 @@ class LayerRecord:
             output_ids=tuple(content["output_ids"]),
             parameters=tuple(RecordedParameter(n, tuple(s), w, t) for n, s, w, t in content["parameters"]),
             buffer_bytes=content["buffer_bytes"],
-            kept=tuple(Kept(owner, Label(*label), size) for owner, label, size in content["kept"]),
+            kept=tuple(Kept(owner, Label(*label), *rest) for owner, label, *rest in content["kept"]),
             labels=tuple(Label(*label) for label in content["labels"]),
             forward=_events(content["forward"]),
             backward=_events(content["backward"]),

@@ -39,6 +39,7 @@ from dsx.models.params import layer_kinds, param_specs
 from dsx.models.quiet_transformers import first_line
 from dsx.models.spec import HubModel
 from dsx.nn import collectives
+from dsx.nn.documents import Last
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
 
@@ -129,8 +130,9 @@ class LayerRecorder(paper.UncompiledMode):
         """Follow a storage of the caller's under a name of its own."""
         storage = tensor.untyped_storage()
         key = storage._cdata  # noqa: SLF001 (as in StorageMeter.add)
-        self._ids[key] = name
-        weakref.finalize(storage, self._gone, key)
+        if self._ids.get(key) != name:
+            self._ids[key] = name
+            weakref.finalize(storage, self._gone, key)
 
     def id_of(self, tensor: Tensor) -> int | str | None:
         """The storage's id; None for one that is not followed."""
@@ -426,9 +428,9 @@ class _Exit(torch.autograd.Function):
 Layer = Callable[..., Any]
 
 
-def _leaves_of(attributes: Mapping[str, Any]) -> Iterator[Any]:
-    """What an object holds, in containers and in modules of its own."""
-    for leaf in tree_leaves(list(attributes.values())):
+def _leaves_of(held: Any) -> Iterator[Any]:
+    """What an attribute holds, in containers and in modules of its own."""
+    for leaf in tree_leaves(held):
         if isinstance(leaf, nn.Module):
             for inner in leaf.modules():
                 yield from (*inner.buffers(recurse=False), *vars(inner).values())
@@ -462,11 +464,17 @@ class _Session:
         self.outputs: tuple[TensorForm, ...] = ()
         self.output_ids: tuple[int | str, ...] = ()
         self._gathers: ModuleGathers | None = None
+        self._positions: dict[int, Tensor] = {}
 
     def input(self, place: int) -> Tensor:
         form = self.forms[place]
         with self.recorder.paused():
-            made = torch.empty(form.shape, dtype=getattr(torch, form.dtype), device=self.device)
+            made = self._positions.get(place)
+            if made is None:
+                made = torch.empty(form.shape, dtype=getattr(torch, form.dtype), device=self.device)
+            if 0 < place < self._first and not form.differentiable:
+                # What a layer makes of positions it keeps for the next that is given the same.
+                self._positions[place] = made
         self.recorder.external(made, f"x{place}")
         return made
 
@@ -525,24 +533,29 @@ class _Session:
         for number in recorder.live:
             if number in sizes:
                 size, label = sizes[number]
-                owner = owners.get(number)
+                owner, remade = owners.get(number, (None, False))
                 name = f"kept by {type(self.layer if owner is None else owner).__name__}"
                 what = labels[label]._replace(name=name)
-                kept.append(Kept("" if owner is None else repr(owner), what, size))
+                kept.append(Kept("" if owner is None else repr(owner), what, size, remade))
         recorder.events = None
         recorder.labels.clear()
         return tuple(kept)
 
-    def _owners(self) -> dict[int | str | None, Any]:
-        """Objects that hold storages and are no modules of the layer, so that others may share them."""
-        found: dict[int | str | None, Any] = {}
+    def _owners(self) -> dict[int | str | None, tuple[Any, bool]]:
+        """Objects that hold storages and are no modules of the layer, so that others may share them.
+
+        And whether a storage is made of positions.
+        """
+        found: dict[int | str | None, tuple[Any, bool]] = {}
         for inner in () if self.owner is None else self.owner.modules():
             for value in vars(inner).values():
                 if isinstance(value, nn.Module | Tensor) or not hasattr(value, "__dict__"):
                     continue
-                for leaf in _leaves_of(vars(value)):
-                    if isinstance(leaf, Tensor):
-                        found[self.recorder.id_of(leaf)] = value
+                for held in vars(value).values():
+                    remade = isinstance(held, Last)
+                    for leaf in _leaves_of(list(held.values()) if remade else held):
+                        if isinstance(leaf, Tensor):
+                            found[self.recorder.id_of(leaf)] = value, remade
         return found
 
     def _watch(self, names: Mapping[int, str]) -> Iterator[Any]:

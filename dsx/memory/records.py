@@ -28,6 +28,10 @@ from dsx.models.spec import HubModel, Model, ModelSpec
 class LayerRecords(Protocol):
     """What the ledger asks of a model's layers, wherever they come from."""
 
+    @property
+    def remakes(self) -> bool:
+        """Whether backwards make once more what layers make of a micro-batch's positions."""
+
     def layer(self, index: int, *, divided: bool, hooked: bool) -> LayerRecord:
         """The record of a layer of the layer list."""
 
@@ -50,6 +54,11 @@ class ModelRecords:
     shape: Shape
     many: bool = False
     _found: dict[tuple[object, ...], LayerRecord] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def remakes(self) -> bool:
+        """With any recomputation."""
+        return self.shape.recompute != "none"
 
     def layer(self, index: int, *, divided: bool, hooked: bool) -> LayerRecord:
         """The record of a layer of the layer list."""

@@ -94,6 +94,10 @@ class RecordedLayer:
                 self._give(event[1], self._held[event[2]], shared)
             else:
                 self._do(event)
+        for place, form in enumerate(self.record.inputs[1:], start=1):
+            # Positions, which the recorder gives to every pass and does not let go of.
+            if not form.differentiable and f"x{place}" in self._held:
+                self._held.pop(f"x{place}").drop()
         return found
 
     def begin_use(self, place: int) -> None:
@@ -173,15 +177,22 @@ class RecordedChunk:
 
     Args:
         layers: The layers in order, followed by the loss after the model's last layer.
+        saves: Whether backward has saved what the layers share that is made of a micro-batch's positions.
     """
 
-    def __init__(self, ledger: Ledger, layers: Sequence[RecordedLayer], hooks: Hooks | None) -> None:
-        self._ledger, self._layers, self._hooks = ledger, layers, hooks
+    def __init__(
+        self, ledger: Ledger, layers: Sequence[RecordedLayer], hooks: Hooks | None, *, saves: bool
+    ) -> None:
+        self._ledger, self._layers, self._hooks, self._saves = ledger, layers, hooks, saves
+        self._made: Message = []
 
     def forward(self, inputs: Message, labels: Message) -> Message:
         """The outputs. The inputs stay the caller's; the labels go to the loss, and stay the caller's too."""
         if self._hooks is not None:
             self._hooks.fetch((), forward=True)
+        if self._saves:
+            made = dict.fromkeys(kept for layer in self._layers for kept in layer.record.kept if kept.remade)
+            self._made = [Storage(self._ledger, kept.label, kept.size_bytes).hold() for kept in made]
         value = [storage.hold() for storage in inputs]
         for layer in self._layers:
             given = value + labels if len(layer.record.inputs) > len(value) else value
@@ -215,6 +226,7 @@ class RecordedChunk:
             due = iter(found)
             given = [next(due, None) if form.differentiable else None for form in layer.record.outputs]
             found = layer.backward(given, phase, shared, copies=not place)
+        dropped(self._made)
         if self._hooks is not None and not first:
             self._hooks.release((), forward=False)
         return found

@@ -56,7 +56,7 @@ class RankLayers:
         loss = self.records.loss() if last in indices else None
         if loss is not None:
             layers.append(RecordedLayer(ledger, loss, {}, self.hooks))
-        return RecordedChunk(ledger, layers, self.hooks)
+        return RecordedChunk(ledger, layers, self.hooks, saves=not self.records.remakes)
 
     def record(self, index: int) -> LayerRecord:
         """The record of a layer of the layer list, this rank's or not."""

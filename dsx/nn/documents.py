@@ -61,25 +61,33 @@ def ending(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Stream], 
     return along
 
 
-class Last:
-    """What was last made of a micro-batch's positions; one object serves all blocks of a rank.
+class Last(dict[Any, Any]):
+    """What was last made of a micro-batch's positions, by key; one object serves all blocks of a rank.
 
-    Every block of a stage is given the same tensor, and backward with recomputation gives it once more.
+    Every block of a stage is given the same tensor, or a view of it where hooks hand it on (ZeRO-3), and
+    backward with recomputation gives it once more.
     """
 
     def __init__(self) -> None:
-        self._of: Tensor | None = None
-        self._made: dict[Any, Any] = {}
+        super().__init__()
+        self._of: tuple[Tensor, ...] = ()
 
     def of(self, positions: Tensor, key: Any, make: Callable[[], Any]) -> Any:
         """What ``make`` makes of these positions, once for every key."""
-        if self._of is not positions:
-            self._of, self._made = positions, {}
-        if key not in self._made:
+        if not self._of or not _same(self._of[0], positions):
+            self.clear()
+            self._of = (positions,)
+        if key not in self:
             # Not as inference tensors, which a later training step could not save for backward.
             with torch.inference_mode(mode=False), torch.no_grad():
-                self._made[key] = make()
-        return self._made[key]
+                self[key] = make()
+        return self[key]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors that live are the same memory."""
+    places = [each.untyped_storage()._cdata for each in (one, other)]  # noqa: SLF001 (fake ones have no address)
+    return places[0] == places[1] and one.shape == other.shape
 
 
 def numbered(positions: Tensor) -> Tensor:

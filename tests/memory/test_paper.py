@@ -112,6 +112,19 @@ def test_steps_are_those_of_a_real_rank(name):
     assert paper["steady"] == pytest.approx(real[1]["steady"], abs=16)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_documents_apart_take_what_a_real_rank_takes(recompute):
+    sets = ["gradient_accumulation_steps=4", "dsx.data.documents=apart", f"dsx.recompute={recompute}"]
+    sets += ["dsx.parallel.pipeline=2", "zero_optimization.stage=1"]
+    real = ranks.run(measured, 2, sets)
+    paper = traced(1, 2, sets)
+    job = job_of(resolve(CONFIG, world_size=2, overrides=sets), device="cpu")
+    estimated = {phase.name: phase.peak_bytes for phase in estimate(job, 1).phases}
+    for step in ("step 1", "step 2"):
+        assert paper["phases"][step] == real[1]["phases"][step]
+        assert estimated[step] == pytest.approx(real[1]["phases"][step], rel=0.02)
+
+
 def test_a_workspace_that_is_looked_at_does_not_count():
     """gloo's reduce-scatter splits its own copy: in the caller's thread, or in its own, as it happens."""
     workspace = torch.zeros(8)
