@@ -9,6 +9,7 @@ import typer
 
 from dsx import __version__
 from dsx.cli.check import check
+from dsx.cli.data import data
 from dsx.cli.diff import diff
 from dsx.cli.estimate import estimate
 from dsx.cli.init import init
@@ -55,6 +56,7 @@ def build() -> typer.Typer:
     for command in (
         init,
         check,
+        data,
         estimate,
         plan,
         schedule,

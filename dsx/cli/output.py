@@ -54,6 +54,19 @@ def say_json(content: Any) -> None:
     say(json.dumps(content, indent=2))
 
 
+def say_styled(parts: Iterable[tuple[str, str]], *, plain: str) -> None:
+    """Print stretches of text, each in a style of rich's; or ``plain``, where there are no colours."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if console.color_system is None or console.no_color:
+        say(plain)
+        return
+    line = Text.assemble(*((printable(text), style) for text, style in parts))
+    console.print(line, soft_wrap=True)
+
+
 def one_a_line(lines: Iterable[str]) -> str:
     """Lines of a table, with line breaks in a file's names escaped, so that each stays one line."""
     return "\n".join(line.replace("\r", "\\r").replace("\n", "\\n") for line in lines)

@@ -42,12 +42,18 @@ def is_hub_name(word: str, suffixes: frozenset[str] = TEXTS | TABLES.keys()) -> 
 
 
 def missing(data: DataConfig) -> Iterator[ConfigError]:
-    """Sources and a tokenizer that are neither on this machine nor possible names of the hub."""
+    """Sources, a tokenizer and a template that are neither on this machine nor possible names of the hub."""
     for index, part in enumerate(data.parts()):
         key = f"dsx.data.sources[{index}].source" if data.sources else "dsx.data.source"
         if part.source != STANDARD_LIBRARY and not _is_there(part.source) and not is_hub_name(part.source):
             what = f"there is no such file or folder (looked for {Path(part.source).expanduser().absolute()})"
             yield ConfigError(at(key, part.source), what, f'check the path, or use "{STANDARD_LIBRARY}"')
+    template = data.chat_template or "{"
+    if "{" not in template and not _is_there(template):
+        what = f"there is no such file (looked for {Path(template).expanduser().absolute()})"
+        yield ConfigError(
+            at("dsx.data.chat_template", template), what, "name a Jinja file, or write the template"
+        )
     name = data.tokenizer
     if name not in ("auto", "bytes") and not _is_there(name) and not is_hub_name(name, frozenset()):
         what = f"there is no such folder (looked for {Path(name).expanduser().absolute()})"

@@ -11,7 +11,7 @@ from typing import Protocol, Self
 import torch
 
 from dsx.data.order import Shares, keyed_hash, permute
-from dsx.data.packs import Sample, Windows
+from dsx.data.packs import Sample, Windows, inputs_and_labels
 from dsx.errors import DataError
 
 MicroBatch = tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -201,8 +201,8 @@ class EvaluationBatches:
 
 
 def _micro_batch(rows: list[Sample]) -> MicroBatch:
-    parts = [(row[:-1], row[1:]) if isinstance(row, torch.Tensor) else row for row in rows]
-    inputs, labels, *positions = (torch.stack(column) for column in zip(*parts, strict=True))
+    columns = zip(*map(inputs_and_labels, rows), strict=True)
+    inputs, labels, *positions = (torch.stack(column) for column in columns)
     return (inputs, positions[0]) if positions else inputs, labels
 
 

@@ -561,7 +561,7 @@ def _write_examples(
         held_out_byte_counts=[],
         masked=True,
         bad_records=len(bad),
-        first_bad_record=str(bad[0]) if bad else "",
+        first_bad_record=f"{bad[0].where}: {bad[0].what}" if bad else "",
     )
 
 

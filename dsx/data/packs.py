@@ -8,7 +8,6 @@ of its inputs but the last token of each document; what is not trained has the l
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +23,11 @@ IGNORED = -100
 Sample = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """int64 [S + 1], inputs ``[:-1]`` and labels ``[1:]``; or inputs and labels, int64 [S] each, followed by
 the positions where documents are kept apart: each begins at 0."""
+
+
+def inputs_and_labels(sample: Sample) -> tuple[torch.Tensor, ...]:
+    """Inputs and labels of a sample, int64 [S] each, and its positions, if it has them."""
+    return (sample[:-1], sample[1:]) if isinstance(sample, torch.Tensor) else sample
 
 
 class Windows(Protocol):
@@ -189,9 +193,13 @@ class Packs:
             dropped=self._dropped,
         )
 
-    def documents(self, index: int) -> Listed[int]:
-        """The numbers of the documents in a pack, in their order there."""
-        return self._packs[index]
+    def kept(self, most: int) -> list[int]:
+        """The numbers of the first so many documents that are packed."""
+        return [int(number) for number in np.flatnonzero(self._lengths)[:most]]
+
+    def document(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """The ids of a document, as packed, and whether each is trained on."""
+        return self._of(self._tokens, number), self._trained_of(number)
 
     def window(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Inputs, labels and positions of a pack, int64 [S] each.
@@ -206,7 +214,7 @@ class Packs:
         positions = np.zeros(self.sequence_length, np.int64)
         at = 0
         for document in self._packs[index]:
-            own, trained = self._of(self._tokens, document), self._trained_of(document)
+            own, trained = self.document(document)
             end = at + len(own)
             ids[at:end] = own
             labels[at : end - 1] = np.where(trained[1:], own[1:], IGNORED)

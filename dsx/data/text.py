@@ -268,7 +268,8 @@ def report(corpus: Corpus) -> list[tuple[str, str]]:
     fill, info = corpus.fill(), corpus.info
     rows = [] if fill is None else [("packs", fill.text)]
     if info.bad_records:
-        rows.append(("skipped", f"{info.bad_records:,} bad records, first {info.first_bad_record}"))
+        records = "bad record" if info.bad_records == 1 else "bad records, the first"
+        rows.append(("skipped", f"{info.bad_records:,} {records}: {info.first_bad_record}"))
     return rows
 
 

@@ -66,6 +66,11 @@ class ByteTokenizer:
         """
         return bytes(one for one in token_ids if one < self.end_id).decode(errors="replace")
 
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each id on its own."""
+        ends = {self.end_id: "<end>"}
+        return [ends.get(one) or (chr(one) if one < 128 else f"<0x{one:02X}>") for one in token_ids]
+
 
 class TransformersTokenizer:
     """A tokenizer of ``transformers``; its end-of-sequence token ends documents, no other is added.
@@ -172,6 +177,18 @@ class TransformersTokenizer:
         """Text as the tokenizer joins it."""
         with _blamed(self.name, "has no text for ids"):
             return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """What each id adds to the text of the one before it; its name if that is no whole character."""
+        found, before = [], list[int]()
+        with _blamed(self.name, "has no text for ids"):
+            for one in token_ids:
+                shorter, text = (str(self._tokenizer.decode(ids)) for ids in (before, [*before, one]))
+                is_whole = text.startswith(shorter) and "\ufffd" not in text[len(shorter) :]
+                name = str(self._tokenizer.convert_ids_to_tokens(one))
+                found.append(text[len(shorter) :] if is_whole and "\ufffd" not in shorter else name)
+                before = [one]
+        return found
 
 
 def _loaded(name: str, *, trust_remote_code: bool) -> Any:

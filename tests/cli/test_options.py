@@ -88,6 +88,9 @@ def test_an_unknown_command_is_2(dsx, words):
     assert words[0] in err
 
 
+ACTIONS = {"data": ["show"]}  # commands whose first word says what to do
+
+
 def has_argument(name: str) -> bool:
     return any(each.param_type_name == "argument" for each in COMMANDS[name].params)
 
@@ -100,7 +103,7 @@ def test_a_missing_file_is_2(dsx, tmp_path, name):
         "reshard": [tmp_path / "out"],
         "plan": ["--gpus", 2, "--cluster", "CPU"],
     }
-    code, out, err = dsx(name, tmp_path / "absent.csv", *more.get(name, ()))
+    code, out, err = dsx(name, *ACTIONS.get(name, ()), tmp_path / "absent.csv", *more.get(name, ()))
     assert (code, out) == (2, "")
     assert "absent.csv" in err
     assert "Traceback" not in err
@@ -115,6 +118,7 @@ def test_any_refusal_is_one_line_and_2(dsx, monkeypatch, name):
 
     monkeypatch.setattr(options.Command, "invoke", refuse)
     needed = [CONFIGS / "zero1.json" for each in COMMANDS[name].params if each.param_type_name == "argument"]
+    needed[: len(ACTIONS.get(name, ()))] = ACTIONS.get(name, ())
     given = {"--gpus": 2, "--cluster": "CPU"}
     rest = [item for flag, value in given.items() if flag in flags(COMMANDS[name]) for item in (flag, value)]
     code, out, err = dsx(name, *needed, *rest)

@@ -12,6 +12,7 @@ import pytest
 from chat_tokenizers import published, save_tokenizer
 
 from dsx.config.schema import DataConfig
+from dsx.config.sources import missing
 from dsx.data.text import Text, prepare_text, report
 from dsx.errors import DataError
 
@@ -125,7 +126,7 @@ def test_a_bad_line(tmp_path: Path, tokenizer: str, form: str, line: str | bytes
     assert len(str(refused.value)) < 1000
     corpus = prepared(path, tokenizer, form, bad_records="skip").parts[0].corpus
     assert (corpus.info.train.documents, corpus.info.bad_records) == (2, 1)
-    assert dict(report(corpus))["skipped"].startswith(f"1 bad records, first {path}, line 2: ")
+    assert dict(report(corpus))["skipped"].startswith(f"1 bad record: {path}, line 2: ")
 
 
 def test_nothing_but_bad_records_is_an_error(tmp_path: Path, tokenizer: str) -> None:
@@ -230,3 +231,9 @@ def test_templates_that_are_none(tmp_path: Path, template: str | None, said: str
     with pytest.raises(DataError) as refused:
         prepared(path, str(tmp_path / "tokenizer"), chat_template=template, bad_records="skip")
     assert said in refused.value.what
+
+
+def test_a_template_that_is_not_there_is_found_by_check(tmp_path: Path) -> None:
+    for template, found in ((str(tmp_path / "absent.jinja"), 1), ("{{ messages }}", 0), (None, 0)):
+        data = DataConfig(source=str(tmp_path), format="chat", sequence_length=8, chat_template=template)
+        assert len(list(missing(data))) == found

@@ -23,6 +23,7 @@ from dsx.config.schema import DataConfig, MixedSource
 from dsx.data.batches import Batches, Prefetched, Shuffled
 from dsx.data.corpus import Corpus, Sequences, TokenFile, prepare
 from dsx.data.order import Shares
+from dsx.data.packs import kept_apart
 from dsx.data.text import Text, prepare_text
 from dsx.errors import ConfigError, DataError
 
@@ -278,3 +279,31 @@ def test_prefetching_ends_with_its_owner() -> None:
     assert gone() is None
     thread.join(timeout=60)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_documents_apart(tmp_path: Path, streaming: bool) -> None:
+    """The same windows as joined ones, positions and labels of each document its own."""
+    path = write(tmp_path / "a.jsonl", [f"document {n} " * (n % 5 + 1) for n in range(60)])
+    joined = DataConfig(
+        source=str(path),
+        tokenizer="bytes",
+        sequence_length=64,
+        held_out=0.1,
+        streaming=streaming,
+        lanes=2,
+        shuffle_buffer=8,
+    )
+    apart = joined.model_copy(update={"documents": "apart"})
+    one, two = (
+        Text.open(prepare_text(data, tmp_path / "cache", held_out_tokens=200), data)
+        for data in (joined, apart)
+    )
+    assert one.digest != two.digest
+    first, second = one.samples(), two.samples()
+    for number in range(2 * joined.lanes):
+        wanted = kept_apart(first.take(number), 256)
+        assert all(map(torch.equal, second.take(number), wanted))
+        assert (wanted[2] == 0).any()
+    held_out = two.held_out[0].sequences.window(0)
+    assert all(map(torch.equal, held_out, kept_apart(one.held_out[0].sequences.window(0), 256)))
