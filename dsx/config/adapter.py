@@ -14,7 +14,16 @@ from dsx.config.load import read
 from dsx.config.schema import AdapterConfig
 from dsx.config.wording import at, suggest
 from dsx.errors import ConfigError
-from dsx.models.adapters import ALL_LINEAR, is_also, modules_of, names, names_of, targeted
+from dsx.models.adapters import (
+    ALL_LINEAR,
+    is_also,
+    is_stack,
+    is_targeted_stack,
+    modules_of,
+    names,
+    names_of,
+    targeted,
+)
 from dsx.models.param import ParamSpec
 from dsx.models.params import param_specs
 from dsx.models.spec import Adapter, Model
@@ -146,7 +155,9 @@ def _require_same(
 
 def _problems(adapter: Adapter, specs: tuple[ParamSpec, ...]) -> Iterator[ConfigError]:
     """What is wrong with an adapter of a model with these parameters."""
-    linears = {module for spec in specs if spec.linear for module, _ in modules_of(spec)}
+    linears = {
+        module for spec in specs if spec.linear and not is_stack(spec) for module, _ in modules_of(spec)
+    }
     tables = {name for spec in specs if spec.pad_multiple is not None for name in names_of(spec)}
     others = {name for spec in specs for name in names_of(spec)} - linears
     if isinstance(adapter.targets, str):
@@ -169,17 +180,27 @@ def _problems(adapter: Adapter, specs: tuple[ParamSpec, ...]) -> Iterator[Config
                 f"{parts} are one matrix in dsx's modules, and not all of them are named",
                 'name all of them, or set dsx.model.implementation to "transformers"',
             )
-    if adapter.target_parameters:
-        yield ConfigError(
-            at("dsx.adapter.target_parameters", list(adapter.target_parameters)),
-            "dsx puts adapters on linears, not on stacks of experts' matrices",
-            "leave it out",
-        )
-    if not any(True for spec in specs for _ in targeted(adapter, spec)):
+    yield from _problems_of_stacks(adapter, specs)
+    if not any(is_targeted_stack(adapter, spec) or any(targeted(adapter, spec)) for spec in specs):
         what = "the model's blocks have no such linear" + (
             " but those that train_also names" if adapter.train_also else ""
         )
         yield ConfigError(at("dsx.adapter.targets", adapter.targets), what, "name others")
+
+
+def _problems_of_stacks(adapter: Adapter, specs: tuple[ParamSpec, ...]) -> Iterator[ConfigError]:
+    stacks = {spec.hf_whole for spec in specs if is_stack(spec)}
+    for place, target in enumerate(adapter.target_parameters):
+        if not any(names((target,), name) for name in stacks):
+            near = suggest(
+                target, {".".join(name.split(".")[-2:]) for name in stacks}, otherwise="leave it out"
+            )
+            key = at(f"dsx.adapter.target_parameters[{place}]", target)
+            yield ConfigError(key, "the model has no stack of experts' matrices of this name", near)
+    if adapter.target_parameters and (adapter.dropout or adapter.type != "lora"):
+        name, value = ("dropout", adapter.dropout) if adapter.dropout else ("type", adapter.type)
+        what = "target_parameters names matrices that are changed before they are used"
+        yield ConfigError(at(f"dsx.adapter.{name}", value), what, "leave one of the two out")
 
 
 def _problems_of_expression(

@@ -193,8 +193,8 @@ class _Reader:
         for number, block in enumerate(anatomy.list_of_blocks):
             for path, parameter in block.named_parameters():
                 cut = self.plans[number].cut(block, path, parameter)
-                name, owner = f"{anatomy.blocks}.{number}.{path}", path.removesuffix(".weight")
-                linear = owner != path and isinstance(block.get_submodule(owner), nn.Linear)
+                name, owner = f"{anatomy.blocks}.{number}.{path}", path.rpartition(".")[0]
+                linear = _is_linear(block.get_submodule(owner), path, parameter)
                 cuts = {"split": cut.split, "parts": cut.parts, "linear": linear}
                 yield self._spec(f"{first + number}.block.{path}", name, **cuts)
         last = first + len(anatomy.list_of_blocks)
@@ -296,6 +296,16 @@ class _Reader:
                 if parameter.ndim > 1 and self.plans[number].cut(block, path, parameter).split is None:
                     counts[path] = counts.get(path, 0) + parameter.numel()
         yield from ((path.removesuffix(".weight"), count / total) for path, count in counts.items())
+
+
+_STACKED = 3  # experts, outputs, inputs
+
+
+def _is_linear(owner: nn.Module, path: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter is the matrix of a linear, or those of experts with outputs before inputs."""
+    if isinstance(owner, nn.Linear):
+        return path.endswith(".weight")
+    return parameter.ndim == _STACKED and getattr(owner, "is_transposed", None) is False
 
 
 def _alike(reader: _Reader) -> Iterator[int]:

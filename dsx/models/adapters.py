@@ -25,6 +25,7 @@ A, B, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
 
 _PREFIX = "base_model.model."
 _HEAD = "lm_head"
+_MATRIX = 2  # dims
 _IN_FILES = {A: "lora_A.weight", B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 
 
@@ -42,6 +43,9 @@ def adapted(specs: Iterable[ParamSpec], adapter: Adapter) -> tuple[ParamSpec, ..
             held = tuple(targeted(adapter, spec))
             found += _of_linear(adapter, spec, held, before)
             before += len(held)
+        stacks = [spec for spec in own if is_targeted_stack(adapter, spec)]
+        for place, spec in enumerate(stacks):
+            found += _of_stack(adapter, spec, len(stacks) - 1 - place)
     return tuple(found)
 
 
@@ -90,12 +94,25 @@ def targeted(adapter: Adapter, spec: ParamSpec) -> Iterator[tuple[str, tuple[int
 
     See check_target_module_exists in peft/tuners/tuners_utils.py.
     """
-    if not spec.linear:
+    if not spec.linear or is_stack(spec):
         return
     for module, rows in modules_of(spec):
         kept = any(re.match(rf"(^|.*\.){key}($|\..*)", module) for key in adapter.train_also)
         if not kept and names(adapter.targets, module):
             yield module, rows
+
+
+def is_stack(spec: ParamSpec) -> bool:
+    """Whether a parameter is experts' matrices, one behind the other."""
+    return spec.linear and len(spec.shape) > _MATRIX
+
+
+def is_targeted_stack(adapter: Adapter, spec: ParamSpec) -> bool:
+    """Whether experts' matrices get an adapter each.
+
+    PEFT goes by the parameter's name: _inject_parameters in peft/tuners/tuners_utils.py.
+    """
+    return is_stack(spec) and not trains(adapter, spec) and names(adapter.target_parameters, spec.hf_whole)
 
 
 def names(targets: str | tuple[str, ...], module: str) -> bool:
@@ -118,7 +135,9 @@ def of_layer(adapter: Adapter, specs: Iterable[ParamSpec]) -> Adapter:
     }
     inside, at = ({re.sub(r"^.*?\.\d+(?=\.)", "", name) for name in each} for each in (targets, also))
     ends = tuple(sorted(name.removeprefix(".") for name in inside))
-    return replace(adapter, targets=ends, train_also=tuple(sorted(at)))
+    stacks = (spec.name.partition(".block.")[2] for spec in held if is_targeted_stack(adapter, spec))
+    parameters = tuple(sorted(stacks))
+    return replace(adapter, targets=ends, target_parameters=parameters, train_also=tuple(sorted(at)))
 
 
 def _of_linear(
@@ -161,6 +180,25 @@ def _of_linear(
             **cut,
             **several,
         )
+
+
+def _of_stack(adapter: Adapter, base: ParamSpec, inside: int) -> Iterator[ParamSpec]:
+    """A and B of experts' matrices: A has each expert's ranks together, B each rank's experts.
+
+    PEFT wraps a module once for each of its parameters: ``inside`` counts the wrappers around this one's
+    (ParamWrapper in peft/tuners/lora/layer.py).
+    """
+    experts, outputs, inputs = base.shape
+    start = f"{_PREFIX}{_owner(base.hf_whole)}.{'base_layer.' * inside}"
+    values, ranks = Init(kind="uniform", std=(3 * inputs) ** -0.5), experts * adapter.rank
+    made: list[tuple[str, tuple[int, int], Init, int]] = [
+        (A, (ranks, inputs), values, 2),
+        (B, (outputs, ranks), Init(kind="zeros"), 1),
+    ]
+    for leaf, shape, init, dim in made:
+        cut: dict[str, Any] = {"split": dim - 1, "parts": base.parts} if base.split == dim else {}
+        name, hf = f"{base.name}_{leaf}", (f"{start}{_IN_FILES[leaf]}",)
+        yield ParamSpec(name=name, layer=base.layer, shape=shape, init=init, hf=hf, adapts=base.name, **cut)
 
 
 def _parts(base: ParamSpec, held: list[tuple[int, int]]) -> tuple[int, ...]:

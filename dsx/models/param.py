@@ -67,7 +67,7 @@ class ParamSpec:
         hf_copies: Names of the same tensor in transformers' module, which files leave out.
         buffer: It is a buffer of the module: stored as parameters are, and never trained.
         trained: Whether it gets gradients; a frozen parameter keeps its first value.
-        linear: It is the matrix of a linear, outputs by inputs.
+        linear: It is the matrix of a linear, outputs by inputs, or those of experts, one behind the other.
         adapts: Name of the parameter that it adapts; empty for a parameter of the model itself.
         tie: Key of the tie group when several layers use this tensor, else None.
     """

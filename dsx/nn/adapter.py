@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsx.errors import ModelError
-from dsx.models.adapters import MAGNITUDE, A, B, modules_of, targeted
+from dsx.models.adapters import MAGNITUDE, A, B, is_targeted_stack, modules_of, targeted
 from dsx.models.param import ParamSpec
 from dsx.models.spec import Adapter
 from dsx.nn import collectives
@@ -232,7 +233,11 @@ def attach(
         if not any(spec.adapts for _, spec in held):
             continue
         linear: Any = layer.get_submodule(path)
-        if not hasattr(linear, "adapter"):
+        bases = [(name, spec) for name, spec in held if spec.linear]
+        stacks = [
+            _Stack(name, spec, adapter, tp, split) for name, spec in bases if is_targeted_stack(adapter, spec)
+        ]
+        if not stacks and not hasattr(linear, "adapter"):
             raise ModelError(
                 held[0][1].name,
                 f"dsx cannot put an adapter on a {type(linear).__name__}",
@@ -243,9 +248,54 @@ def attach(
             if spec.adapts:
                 empty = torch.empty(spec.local_shape(tp.size), dtype=like.dtype, device=like.device)
                 linear.register_parameter(name, nn.Parameter(empty))
-        bases = [(name, spec) for name, spec in held if spec.linear]
+        if stacks:
+            linear.forward = partial(_with_stacks, linear, linear.forward, stacks)
+            continue
         matrices = tuple(_matrix(name, spec, adapter, tp.size) for name, spec in bases)
         linear.adapter = LowRank(adapter, matrices, *_cut(linear, bases[0][1], tp), split)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """The adapter of experts' matrices [experts, out, in], which are used with what it adds to them.
+
+    Whoever multiplies by them computes a part of the result where they are cut, so that each rank has a part
+    of the gradient of what is not.
+    """
+
+    name: str
+    base: ParamSpec
+    settings: Adapter
+    tp: TensorParallel
+    split: WeightGradients | None
+
+    def sums(self, module: nn.Module) -> Tensor:
+        """``W + scale * B A`` of every expert."""
+        a, b = (late(getattr(module, f"{self.name}_{leaf}"), self.split) for leaf in (A, B))
+        if self.base.split == 1:
+            (a,) = collectives.copy_parameters(self.tp, a, cut=True)
+        elif self.base.split is not None:
+            (b,) = collectives.copy_parameters(self.tp, b, cut=True)
+        by_expert: Tensor = b.unflatten(1, (self.settings.rank, -1)).permute(2, 0, 1)
+        return torch.baddbmm(
+            getattr(module, self.name),
+            by_expert,
+            a.unflatten(0, (-1, self.settings.rank)),
+            alpha=self.settings.scale,
+        )
+
+
+def _with_stacks(
+    module: nn.Module, forward: Callable[..., Any], stacks: list[_Stack], *args: Any, **named: Any
+) -> Any:
+    """The forward of a module of experts, which finds the sums under the names of its matrices."""
+    seen = vars(module)  # comes before parameters
+    try:
+        seen |= {stack.name: stack.sums(module) for stack in stacks}
+        return forward(*args, **named)
+    finally:
+        for stack in stacks:
+            seen.pop(stack.name, None)
 
 
 @torch.no_grad()

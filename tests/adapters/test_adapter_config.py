@@ -37,7 +37,7 @@ def resolved(adapter: dict[str, Any], family: str = "llama", world_size: int = 1
         ({"train_also": ["lm_heads"]}, "dsx.adapter.train_also[0]", 'write "lm_head"'),
         ({"train_also": ["k_proj"]}, "dsx.adapter.train_also", "one matrix in dsx's modules"),
         ({"train_also": ["self_attn", "mlp"]}, "dsx.adapter.targets", "those that train_also names"),
-        ({"target_parameters": ["experts.up"]}, "dsx.adapter.target_parameters", "leave it out"),
+        ({"target_parameters": ["experts.up"]}, "dsx.adapter.target_parameters[0]", "leave it out"),
         ({"rank": 0}, "dsx.adapter.rank", "at least 1"),
         ({"dropout": 1.0}, "dsx.adapter.dropout", ""),
         ({"type": "qlora"}, "dsx.adapter.type", '"lora"'),
@@ -48,6 +48,26 @@ def resolved(adapter: dict[str, Any], family: str = "llama", world_size: int = 1
 def test_a_mistake_is_named_with_its_fix(adapter: dict[str, Any], where: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(adapter)
+    assert caught.value.where.startswith(where)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "where", "said"),
+    [
+        ({"target_parameters": ["experts.gate_up"]}, "dsx.adapter.target_parameters[0]", "gate_up_proj"),
+        (
+            {"target_parameters": ["experts.down_proj"], "dropout": 0.1},
+            "dsx.adapter.dropout",
+            "one of the two",
+        ),
+        ({"target_parameters": ["experts.down_proj"], "type": "dora"}, "dsx.adapter.type", "one of the two"),
+        ({"targets": ["experts"]}, "dsx.adapter.targets[0]", "it is no linear"),
+    ],
+)
+def test_a_mistake_about_experts_is_named(adapter: dict[str, Any], where: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(adapter, family="qwen2_moe")
     assert caught.value.where.startswith(where)
     assert said in str(caught.value)
 

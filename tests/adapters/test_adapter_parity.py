@@ -31,6 +31,7 @@ class Kind:
     rslora: bool = False
     targets: str | tuple[str, ...] = "all-linear"
     also: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
 
     def peft(self, rank: int = 4) -> LoraConfig:
         return LoraConfig(
@@ -41,12 +42,14 @@ class Kind:
             use_rslora=self.rslora,
             target_modules=self.targets if isinstance(self.targets, str) else list(self.targets),
             modules_to_save=list(self.also) or None,
+            target_parameters=list(self.parameters) or None,
             ensure_weight_tying=bool(self.also),
         )
 
 
 PLAIN, DORA = Kind(), Kind(dora=True)
 SOME = Kind(rslora=True, targets=("q_proj", "v_proj", "down_proj"))
+EXPERTS = Kind(targets=("q_proj",), parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 CASES = [
     (Case(tp=2), PLAIN),
     (Case(tp=2), DORA),
@@ -76,6 +79,12 @@ CASES = [
     (Case(tp=2, implementation="transformers", family="llama-one-head"), DORA),
     (Case(tp=2, pp=2, implementation="transformers", schedule="zb_h1", zero=2), SOME),
     (Case(dp=2, pp=2, chunks=2, implementation="transformers", family="gpt_neox", zero=1), PLAIN),
+    (Case(tp=2, family="qwen2_moe"), PLAIN),
+    (Case(dp=2, family="qwen2_moe", zero=3), EXPERTS),
+    (Case(tp=2, family="qwen2_moe"), EXPERTS),
+    (Case(tp=2, pp=2, family="qwen2_moe", zero=2, schedule="zb_h1"), EXPERTS),
+    (Case(tp=2, family="qwen2_moe", sequence_parallel=False, recompute="full"), EXPERTS),
+    (Case(tp=2, family="qwen2_moe"), replace(EXPERTS, parameters=("down_proj",), also=("lm_head",))),
 ]
 
 

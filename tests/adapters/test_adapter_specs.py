@@ -73,3 +73,12 @@ def test_targets_name_the_modules_that_they_name_in_peft(
 def test_routers_and_experts_are_no_linears_and_those_beside_them_are() -> None:
     theirs = peft_shapes(MOE, r=2, target_modules="all-linear")
     assert our_shapes(hub_model(MOE), Adapter(rank=2)) == theirs
+
+
+@pytest.mark.parametrize("parameters", [("experts.gate_up_proj", "down_proj"), ("mlp.experts.gate_up_proj",)])
+def test_experts_get_the_tensors_that_peft_saves(parameters: tuple[str, ...]) -> None:
+    theirs = peft_shapes(MOE, r=2, target_modules=["q_proj"], target_parameters=list(parameters))
+    assert (
+        our_shapes(hub_model(MOE), Adapter(rank=2, targets=("q_proj",), target_parameters=parameters))
+        == theirs
+    )

@@ -102,6 +102,17 @@ CONFIGS["gemma2"] = CONFIGS["mistral"] | {
     "final_logit_softcapping": 3.0,
     "pad_token_id": None,
 }
+CONFIGS["qwen2_moe"] = CONFIGS["qwen2"] | {
+    "model_type": "qwen2_moe",
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 IN_FILES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
 """Families whose parameters have other names in files than in transformers' modules."""
 

@@ -1,0 +1,81 @@
+"""Runs with a fresh adapter: alike in every layout, dropout included, resumed in another, base untouched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ranks
+from parity import dsx_run, oracle
+from parity.dsx_run import Case
+
+DORA = (("type", "dora"), ("rank", 4))
+# Dropout of inputs that every tensor-parallel rank has whole.
+COLUMNS = (("dropout", 0.4), ("targets", ("q_proj", "v_proj", "up_proj")))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return oracle.save_model("llama", tmp_path_factory.mktemp("base") / "llama")
+
+
+def train(
+    rank: int, world_size: int, case: Case, base: Path | None, steps: range, folder: Path | None
+) -> Any:
+    """Losses of some steps, after those of a checkpoint in ``folder``, which gets another."""
+    engine, resolved = dsx_run.build(case, base)
+    if steps.start and folder is not None:
+        engine.load_checkpoint(folder)
+    losses = [float(engine.train_batch(dsx_run.batches(case, at, engine.groups.dp_rank))) for at in steps]
+    if folder is not None:
+        engine.save_checkpoint(folder)
+    return losses, dsx_run.gather(engine, resolved, rank)
+
+
+def losses_of(case: Case, base: Path | None, steps: range, folder: Path | None = None) -> list[float]:
+    found: list[float] = ranks.run(train, case.world_size, case, base, steps, folder)[0][0]
+    return found
+
+
+def test_a_fresh_adapter_changes_nothing_and_starts_alike_in_every_layout(base: Path) -> None:
+    """From weights that are read, magnitudes are their norms; from fresh ones, those of the fresh ones."""
+    for folder in (base, None):
+        case = Case(adapter=DORA)
+        alone = losses_of(case, folder, range(3))
+        assert alone == pytest.approx(losses_of(replace(case, tp=2), folder, range(3)), rel=1e-5)
+        assert alone[0] == pytest.approx(losses_of(Case(), folder, range(1))[0], rel=1e-6)
+        assert alone[1] != pytest.approx(losses_of(Case(), folder, range(2))[1], rel=1e-3)
+
+
+def test_dropout_is_the_same_on_all_ranks_that_have_the_same_inputs(base: Path) -> None:
+    case = Case(adapter=COLUMNS)
+    alone = losses_of(case, base, range(3))
+    assert alone == pytest.approx(
+        losses_of(replace(case, tp=2, sequence_parallel=False), base, range(3)), rel=1e-5
+    )
+    without = replace(case, adapter=COLUMNS[1:])
+    assert alone[1:] != pytest.approx(losses_of(without, base, range(3))[1:], rel=1e-5)
+
+
+def test_recompute_draws_the_same_dropout(base: Path) -> None:
+    case = Case(tp=2, adapter=(("dropout", 0.4), *DORA))
+    again = losses_of(replace(case, recompute="full"), base, range(3))
+    assert losses_of(case, base, range(3)) == pytest.approx(again, rel=1e-6)
+
+
+def test_a_checkpoint_goes_on_in_another_layout_and_the_base_keeps_its_bits(
+    base: Path, tmp_path: Path
+) -> None:
+    case = Case(adapter=(*DORA, ("train_also", ("norm",))), tp=2, zero=2)
+    whole = losses_of(case, base, range(20))
+    assert whole[:10] == losses_of(case, base, range(10), tmp_path)
+    other = replace(case, tp=1, pp=2, zero=3)
+    losses, own = ranks.run(train, 2, other, base, range(10, 20), tmp_path)[0]
+    assert losses == pytest.approx(whole[10:], rel=1e-5)
+    for name, tensor in load_file(base / "model.safetensors").items():
+        assert torch.equal(own[name], tensor) != ("norm" in name), name
