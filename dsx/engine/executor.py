@@ -66,6 +66,10 @@ class StepHooks(Protocol):
         """Called when virtual stage ``stage`` has nothing more to do on this rank in this training step."""
 
 
+_NOTHING = Signature((), is_tuple=True)
+"""What comes back to a stage below everything that is trained."""
+
+
 class _Alias(torch.autograd.Function):
     """The same memory as a tensor that is no leaf, so that a first layer may write to it in place."""
 
@@ -218,7 +222,9 @@ class StepRun:
             return
         stage, micro_batch = inbox.due
         if kind == "B":
-            inbox.post(Signature.of(self._outputs[stage, micro_batch], f"virtual stage {stage}").gradient)
+            output = self._outputs.get((stage, micro_batch), ())
+            whole = Signature.of(output, f"virtual stage {stage}") if output != () else _NOTHING
+            inbox.post(whole.gradient)
             return
         if inbox.headers is not None:
             inbox.expect()
@@ -286,6 +292,10 @@ class StepRun:
                     "it has no gradient, though the stage has parameters to train, which would get none",
                     "return it as it was computed, not detached or as integers; or freeze the parameters",
                 )
+        if mode.training and not any(map(_wants_gradient, (*_tensors(inputs), *_tensors(output)))):
+            del self._inputs[key]  # no backward will ask for them
+            if is_last or local:
+                return
         if mode.training or not (is_last or local):
             self._outputs[key] = output
 
@@ -308,7 +318,7 @@ class StepRun:
 
     def _send_output(self, action: Action) -> None:
         key, training = (action.stage, action.micro_batch), self._mode.training
-        output = self._outputs[key] if training else self._outputs.pop(key)
+        output = self._outputs[key] if training and key in self._inputs else self._outputs.pop(key)
         signature = Signature.of(output, f"virtual stage {action.stage}")
         header = None
         if self._signatures.announce(action.stage + 1, training, signature):
@@ -351,7 +361,7 @@ class StepRun:
 
     def _backward(self, action: Action) -> None:
         key = (action.stage, action.micro_batch)
-        inputs, output = self._inputs.pop(key), self._outputs.pop(key)
+        inputs, output = self._inputs.pop(key, ()), self._outputs.pop(key, ())
         gradients = self._gradients.pop(key, ())
         if not self._frozen[action.stage]:
             is_loss = action.stage == self._last
@@ -384,6 +394,10 @@ class StepRun:
 
 def _tensors(value: Any) -> Tensors:
     return value if isinstance(value, tuple) else (value,)
+
+
+def _wants_gradient(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and item.requires_grad
 
 
 def _writable(inputs: Any) -> Any:

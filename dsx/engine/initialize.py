@@ -248,7 +248,7 @@ def _fill(model: PipelineModule, groups: Sequence[Group]) -> None:
     DeepSpeed allows no empty optimizer, and all ranks take part in the collectives of its step.
     """
     trains = any(p.requires_grad for group in groups for p in group["params"])
-    if not _pipeline_ranks_where(model, trains):
+    if len(_pipeline_ranks_where(model, not trains)) == model.groups.mesh.pp:
         error = ModelError(
             "dsx.initialize",
             "every parameter is frozen, so that there is nothing to train",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsx.memory.ledger import Label, Leaf, Ledger, Message, Storage, dropped
 from dsx.memory.partitioned import Bf16, Bucketed, Partitioned, PartitionedOffload
@@ -153,7 +153,7 @@ def _phase(name: str, ledger: Ledger, where: str) -> Phase:
 
 def _built_whole(states: States, width: int, buffer_bytes: int) -> Phase:
     """All parameters and buffers, before DeepSpeed converts and cuts the parameters."""
-    size = sum(states.ledger.rounded(leaf.numel * width) for leaf in states.order)
+    size = sum(states.ledger.rounded(leaf.numel * width) for leaf in states.leaves.values())
     lines = [(Label("parameters", "parameter", f"{width} P", "the layers"), size)]
     lines += [(_BUFFERS, buffer_bytes)] if buffer_bytes else []
     return Phase(name="build", peak_bytes=size + buffer_bytes, lines=tuple(lines), where="")
@@ -200,7 +200,11 @@ def _rank(
     leaves = {
         spec.name: Leaf(spec.name, spec.local_shape(tp), width) for spec in job.layout.params_of(pp_rank)
     }
-    states = _wrapper(job)(ledger, job.layout.zero_plan(pp_rank), dp_rank, leaves, job.states)
+    plan = job.layout.zero_plan(pp_rank)
+    if not plan.groups:  # the one number that a rank trains with nothing to train (engine/initialize.py)
+        leaves["spare"] = Leaf("spare", (1,), width)
+        plan = replace(plan, groups=((("spare", 1),),))
+    states = _wrapper(job)(ledger, plan, dp_rank, leaves, job.states)
     # On a CPU device and host are one.
     states.capacity_bytes = job.capacity_bytes if job.device == "cuda" else None
     used = uses(job.layout, pp_rank, leaves)

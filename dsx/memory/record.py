@@ -105,12 +105,16 @@ class LayerRequest:
         kind: One of :func:`dsx.models.params.layer_kinds`, or :data:`LOSS`.
         divided: Whether its backward is recorded in two parts too.
         hooked: Whether ZeRO-3 gathers its parameters.
+        frozen: Those of its parameters, by their paths in it, that are not trained.
+        entered: Whether its input wants a gradient, where it is no token.
     """
 
     shape: Shape
     kind: str
     divided: bool = False
     hooked: bool = False
+    frozen: tuple[str, ...] = ()
+    entered: bool = True
 
 
 class TensorForm(NamedTuple):
@@ -230,6 +234,11 @@ class LayerRecord:
         if phase not in self._operators:
             self._operators[phase] = counted(getattr(self, phase))
         return self._operators[phase]
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether there is a backward: an output wants a gradient."""
+        return any(form.differentiable for form in self.outputs)
 
     @cached_property
     def uses(self) -> tuple[RecordedUse, ...]:

@@ -718,7 +718,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
     if isinstance(model, HubModel):
         anatomy_of(model.config)  # of real tensors, if it is not there yet
         if model.balance is not None:
-            beside = [TensorForm((_SUMS, model.balance.experts), "float32", 4, True)]
+            beside = [TensorForm((_SUMS, model.balance.experts), "float32", 4, request.entered)]
     if request.kind == LOSS:
         columns = param_specs(model, pad_multiple=shape.vocab_multiple)[0].local_extent(shape.tensor)
         logits = TensorForm((*tokens.shape, columns), name, shape.width, True)
@@ -730,7 +730,8 @@ def record_request(request: LayerRequest) -> LayerRecord:
     kinds = layer_kinds(model)
     index = kinds.index(request.kind)
     sizes = model.stream if request.kind in ("Block", "FinalNorm") else (model.hidden_size,)
-    stream = [TensorForm((shape.micro_batch, length, *sizes), name, shape.width, True), *beside, *positions]
+    hidden = TensorForm((shape.micro_batch, length, *sizes), name, shape.width, request.entered)
+    stream = [hidden, *beside, *positions]
     if isinstance(model, HubModel):
         index += model.block or 0
     with booth(device):
@@ -746,6 +747,8 @@ def record_request(request: LayerRequest) -> LayerRecord:
         )
         entry = builder.entries()[index]
         layer = entry.build()
+        for path in request.frozen:
+            layer.get_parameter(path).requires_grad_(False)
         if entry.forward_fn is not None:
             layer = TiedCall(layer, entry.forward_fn)
         inputs = [tokens, *positions] if kinds[0] == request.kind else stream

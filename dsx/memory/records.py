@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dsx.memory.record import LOSS, LayerRecord, LayerRequest, Shape
-from dsx.models.params import layer_adapters, layer_kinds
+from dsx.models.param import ParamSpec
+from dsx.models.params import layer_adapters, layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model, ModelSpec
 
 
@@ -65,10 +66,13 @@ class ModelRecords:
         kind = self._kinds[index]
         is_block = kind == "Block"
         own = self._own(index) if is_block else ()
-        key = kind, own, divided, hooked
+        frozen, entered = self._frozen(index)
+        key = kind, own, divided, hooked, frozen, entered
         if key not in self._found:
             shape = alone(self.shape if is_block else replace(self.shape, recompute="none"), index)
-            request = LayerRequest(shape=shape, kind=kind, divided=divided, hooked=hooked)
+            request = LayerRequest(
+                shape=shape, kind=kind, divided=divided, hooked=hooked, frozen=frozen, entered=entered
+            )
             self._found[key] = recorded_for_many(request) if self.many else recorded(request)
         return self._found[key]
 
@@ -79,6 +83,22 @@ class ModelRecords:
             return (self.shape.model.block_of(index), adapter)
         block = index - self._kinds.index("Block")
         return (*(values[block] for values in self._by_block), adapter)
+
+    def _frozen(self, index: int) -> tuple[tuple[str, ...], bool]:
+        """The parameters that a layer does not train, by their paths, and if its input wants a gradient."""
+        held = 0 if self._shares_table(index) else index
+        frozen = (
+            spec.name.partition(".")[2] for spec in self._specs if spec.layer == held and not spec.trained
+        )
+        return tuple(frozen), any(spec.trained and spec.layer < index for spec in self._specs)
+
+    @cached_property
+    def _specs(self) -> tuple[ParamSpec, ...]:
+        return param_specs(self.shape.model)
+
+    def _shares_table(self, index: int) -> bool:
+        """Whether a layer is the head, and its table the word embedding's."""
+        return self.shape.model.tied_embeddings and index == self.num_layers - 1
 
     @cached_property
     def _kinds(self) -> tuple[str, ...]:
@@ -102,9 +122,7 @@ class ModelRecords:
 
     def parameter(self, index: int, name: str) -> str:
         """Name of the parameter that a layer's record calls ``name``: a tied head's is the embedding's."""
-        model = self.shape.model
-        tied = model.tied_embeddings and index == len(layer_kinds(model)) - 1
-        return f"{0 if tied else index}.{name}"
+        return f"{0 if self._shares_table(index) else index}.{name}"
 
 
 def alone(shape: Shape, index: int) -> Shape:

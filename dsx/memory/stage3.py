@@ -36,7 +36,11 @@ class Stage3(States):
         self.sub_groups = [[self.leaves[name] for name, _ in held] for _, held in self.plan.sub_groups()]
         self.sizes = [sum(map(self.part, group)) for group in self.sub_groups]
         self.coordinator = Coordinator(
-            self.ledger, self.plan.dp, self.settings.width, gathering, gathering.persistent(self.order)
+            self.ledger,
+            self.plan.dp,
+            self.settings.width,
+            gathering,
+            gathering.persistent([*self.leaves.values()]),
         )
         self.coordinator.offloaded = self.offload.parameters and not self.offload.unified
         groups = len(self.sub_groups)
@@ -83,11 +87,12 @@ class Stage3(States):
         part, width = self.part(leaf), self.settings.width
         source = "zero/partition_parameters.py _partition_param"
         kind = "parameters", "partitions", "w P/N, padded", source
+        held = self.frozen_parameters if leaf.name not in self.trained else self.parameters
         if self.offload.parameters:
             pin = self.offload.pinned_parameters
-            self.parameters.append(self.host.pinned(*kind, part * width, pin=pin))
+            held.append(self.host.pinned(*kind, part * width, pin=pin))
         else:
-            self.parameters.append(self.new(*kind, part, width))
+            held.append(self.new(*kind, part, width))
 
     def start(self) -> None:
         """One buffer for all partitions; masters; bucket and gradients; hooks."""
@@ -313,7 +318,7 @@ class Stage3(States):
             gradient = None if self.offload.optimizer else self.single(index, size)
             self.update_group(index, size)
             free(gradient)
-        self.coordinator.gather_persistent(self.order)
+        self.coordinator.gather_persistent([*self.leaves.values()])
 
     def single(self, index: int, size: int) -> Tensor | None:
         """_prepare_fp32_grad_for_sub_group: a flat fp32 copy; None for a single one that is fp32 already."""

@@ -236,6 +236,8 @@ class States:
 
     Attributes:
         replicated: Parameters that are copies of another pipeline rank's, tied ones.
+        order: Parameters that are trained, in the optimizer's order.
+        trained: Their names.
         reduction: dsx's own, if DeepSpeed does not reduce.
         in_place: Whether buckets come on top of gradients, which stay where they are.
         reduces_itself: Whether DeepSpeed reduces gradients.
@@ -258,9 +260,11 @@ class States:
         self.offload = settings.offload or Offload()
         self.replicated: frozenset[str] = frozenset()
         self.order = [leaves[name] for group in plan.groups for name, _ in group]
+        self.trained = {leaf.name for leaf in self.order}
         self.reduction: ChunkReduction[Leaf, tuple[Sequence[GradientPiece[Leaf]], Tensor]] | None = None
         self.capacity_bytes: int | None = None
         self.parameters: list[Tensor] = []
+        self.frozen_parameters: list[Tensor] = []
         self.masters: list[Tensor] = []
         self.moments: list[Tensor] = []
         self.on_host: list[Tensor] = []
@@ -271,10 +275,11 @@ class States:
 
     def build(self) -> None:
         """The model's parameters, one by one."""
-        self.parameters = [
-            self.new("parameters", "parameter", "P w", "dsx nn", leaf.numel, leaf.width)
-            for leaf in self.order
-        ]
+        kind = "parameters", "parameter", "P w", "dsx nn"
+        self.parameters = [self.new(*kind, leaf.numel, leaf.width) for leaf in self.order]
+        kind = "parameters", "frozen parameter", "P w", "dsx nn"
+        frozen = (leaf for leaf in self.leaves.values() if leaf.name not in self.trained)
+        self.frozen_parameters = [self.new(*kind, leaf.numel, leaf.width) for leaf in frozen]
 
     def start(self) -> None:
         """What ``deepspeed.initialize`` adds."""
@@ -292,7 +297,7 @@ class States:
         if not self.reduces_itself:
             self.reduction = ChunkReduction(
                 CountedBuckets(self),
-                sizes={leaf: leaf.numel for leaf in self.leaves.values()},
+                sizes={leaf: leaf.numel for leaf in self.leaves.values() if leaf.name in self.trained},
                 uses=uses,
                 kinds=dict.fromkeys(self.leaves.values()),
                 bucket_elements=self.settings.bucket,

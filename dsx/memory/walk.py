@@ -78,6 +78,11 @@ class RankLayers:
         """What a virtual stage takes."""
         return self.record(self.stages.layers(stage)[0]).inputs
 
+    def goes_back(self, stage: int) -> bool:
+        """Whether a virtual stage runs backwards: not below everything that is trained."""
+        last = self.stages.layers(stage)[-1]
+        return last == self.stages.num_layers - 1 or self.record(last).goes_back
+
     def labels(self) -> Sequence[TensorForm]:
         """What the loss takes besides the last layer's outputs."""
         loss = self.records.loss()
@@ -120,8 +125,9 @@ class Walk:
         self.ledger: Ledger = self.states.ledger
         self.replay = Replay(self.ledger, self.row) if replays else None
         self.last = schedule.num_stages - 1
+        self.backs = {action.stage: layers.goes_back(action.stage) for action in self.row}
         places = [place for place, action in enumerate(self.row) if action.op in BACKWARDS]
-        self.final = places[-1] if places else -1
+        self.final = next((place for place in reversed(places) if self.backs[self.row[place].stage]), -1)
         self.checked: set[tuple[str, int]] = set()
         self.ends = {action.stage: place for place, action in enumerate(self.row)}
         self._reset()
@@ -181,7 +187,9 @@ class Walk:
             self.replay.end()
 
     def _land(self) -> None:
-        """Let pending messages arrive."""
+        """Let pending messages arrive, and end a step without backwards."""
+        if not any(self.backs.values()):
+            self.states.reduce(boundary=True, came=False)
         for messages in self.flying.values():
             for message in messages:
                 dropped(message)
@@ -207,7 +215,9 @@ class Walk:
                 self._take("B", stage + 1, key)
             case Op.SEND_F:
                 sent = replay.like_sent("F", stage)
-                if self.releases:
+                if not self.backs[stage]:
+                    pass
+                elif self.releases:
                     for form in self.layers.inputs(stage + 1):
                         self.ledger.take(_GONE, self.ledger.rounded(form.width))
                 else:
@@ -286,18 +296,27 @@ class Walk:
                 self.replay.keeps_loss(output[0])
         elif self.schedule.rank_of(action.stage + 1) == self.rank:
             self.inputs[action.stage + 1, action.micro_batch] = [storage.hold() for storage in output]
-        self.outputs[key] = output
+        if self.backs[action.stage]:
+            self.outputs[key] = output
+            return
+        del self.chunks[key]  # nothing of it goes back
+        dropped(self.inputs.pop(key))
+        if is_last or self.schedule.rank_of(action.stage + 1) == self.rank:
+            dropped(output)
+        else:
+            self.outputs[key] = output
 
     def _send_output(self, action: Action, _: int) -> None:
         """Free the output's memory but for one element, because only its graph is needed from here on."""
-        output = self.outputs[action.stage, action.micro_batch]
+        output = self.outputs.pop((action.stage, action.micro_batch))
         forms = self.layers.inputs(action.stage + 1)
         self._check("F", action.stage, forms)
         if self.replay is not None:
             self.replay.sends("F", action.stage, output)
-        kept = [storage.hold() for storage in ([] if self.releases else output)]
+        back = self.backs[action.stage]
+        kept = [storage.hold() for storage in (output if back and not self.releases else [])]
         self._send("F", self.schedule.rank_of(action.stage + 1), output)
-        kept += [self._new(_GONE, form.width) for form in forms if self.releases]
+        kept += [self._new(_GONE, form.width) for form in forms if back and self.releases]
         self.outputs[action.stage, action.micro_batch] = kept
 
     def _check(self, kind: str, stage: int, forms: Sequence[TensorForm]) -> None:
@@ -317,19 +336,22 @@ class Walk:
 
     def _backward(self, action: Action, place: int) -> None:
         self._whole_backward(action, place, divided=False)
-        del self.chunks[action.stage, action.micro_batch]
+        self.chunks.pop((action.stage, action.micro_batch), None)
 
     def _backward_input(self, action: Action, place: int) -> None:
         self._whole_backward(action, place, divided=True)
 
     def _whole_backward(self, action: Action, place: int, *, divided: bool) -> None:
         key = (action.stage, action.micro_batch)
-        inputs, output = self.inputs.pop(key), self.outputs.pop(key)
-        gradients = self.gradients.pop(key, None)
+        inputs, output = self.inputs.pop(key, []), self.outputs.pop(key, [])
+        back, gradients = self.backs[action.stage], self.gradients.pop(key, None)
         if gradients is None:
-            gradients = [self._new(_SEED, 4)]
-        found = self.chunks[key].backward(gradients, first=action.stage == 0, divided=divided)
-        self.states.reduce(boundary=place == self.final, came=not divided)
+            gradients = [self._new(_SEED, 4)] if back else []
+        found: Message = []
+        if back:
+            first = not any(form.differentiable for form in self.layers.inputs(action.stage))
+            found = self.chunks[key].backward(gradients, first=first, divided=divided)
+            self.states.reduce(boundary=place == self.final, came=not divided)
         last = action.stage == self.last
         if self.releases or last or self.schedule.rank_of(action.stage + 1) == self.rank:
             dropped(output)
@@ -340,6 +362,8 @@ class Walk:
         dropped(inputs)
 
     def _backward_weight(self, action: Action, place: int) -> None:
+        if not self.backs[action.stage]:
+            return
         self.chunks.pop((action.stage, action.micro_batch)).weights()
         self.states.reduce(boundary=place == self.final, came=True)
 

@@ -76,7 +76,7 @@ class Layout:
         )
 
     def zero_plan(self, pp_rank: int) -> ZeroPlan:
-        """ZeRO's cut of a pipeline rank's parameters, for dsx's own optimizer groups.
+        """ZeRO's cut of a pipeline rank's trained parameters, for dsx's own optimizer groups.
 
         There is one group, in layer order. ZeRO-1 and 2 cut a group as one flat tensor, so there a weight
         that is tied across pipeline ranks has a group of its own after it, which both its holders cut alike.
@@ -84,6 +84,8 @@ class Layout:
         plain: list[tuple[str, int]] = []
         tied: list[tuple[str, int]] = []
         for spec in self.params_of(pp_rank):
+            if not spec.trained:
+                continue
             held = (spec.name, prod(spec.local_shape(self.mesh.tp)))
             alone = self.zero_stage in (1, 2) and len(self.owners(spec)) > 1
             (tied if alone else plain).append(held)
@@ -98,13 +100,20 @@ class Layout:
         plan, tp = self.zero_plan(at["pp"]), self.mesh.tp
         replica = self.mesh.replica(rank)
         weights, state = plan.weights(replica), plan.state(replica)
+
+        def frozen(spec: ParamSpec) -> tuple[int, int]:
+            numel = prod(spec.local_shape(tp))
+            part = plan.part(numel) if self.zero_stage == 3 else numel
+            low = min(replica * part, numel) if self.zero_stage == 3 else 0
+            return low, min(low + part, numel)
+
         return tuple(
             Holding(
                 spec=spec,
                 shape=spec.local_shape(tp),
                 boxes=spec.boxes(tp, at["tp"]),
-                weights=weights[spec.name],
-                state=state[spec.name],
+                weights=weights[spec.name] if spec.trained else frozen(spec),
+                state=state[spec.name] if spec.trained else (0, 0),
             )
             for spec in self.params_of(at["pp"])
         )

@@ -200,13 +200,16 @@ def signatures(config: RunConfig) -> dict[int, Signature]:
     first = kinds.index("Block")
 
     balance = config.model.balance if isinstance(config.model, HubModel) else None
+    lowest = min(spec.layer for spec in config.param_specs if spec.trained)
 
     def received(stage: int) -> Signature:
         layer = next(iter(stages.layers(stage)), 0)
         sizes = config.model.stream if first < layer < len(kinds) - 1 else (config.model.hidden_size,)
-        sent = [TensorMeta((config.micro_batch_size, length, *sizes), dtype, requires_grad=True)]
+        hidden, trains = (config.micro_batch_size, length, *sizes), layer > lowest
+        sent = [TensorMeta(hidden, dtype, requires_grad=trains)]
         if balance is not None:
-            sent.append(TensorMeta((3, balance.experts), torch.float32, requires_grad=layer > first))
+            routed = trains and layer > first
+            sent.append(TensorMeta((3, balance.experts), torch.float32, requires_grad=routed))
         if config.dsx.data.keeps_apart:
             tokens = (config.micro_batch_size, config.sequence_length)
             sent.append(TensorMeta(tokens, torch.int64, requires_grad=False))
