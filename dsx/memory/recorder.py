@@ -705,6 +705,14 @@ _SUMS = 3
 """Rows of what an auxiliary loss is computed of (:mod:`dsx.hub.balance`)."""
 
 
+def _built(entry: families.LayerEntry, frozen: Sequence[str]) -> nn.Module:
+    """A layer of which these parameters are not trained."""
+    layer = entry.build()
+    for path in frozen:
+        layer.get_parameter(path).requires_grad_(False)
+    return layer if entry.forward_fn is None else TiedCall(layer, entry.forward_fn)
+
+
 def record_request(request: LayerRequest) -> LayerRecord:
     """Build and record a layer of a model."""
     shape, device = request.shape, DEVICES[request.shape.device]
@@ -745,12 +753,7 @@ def record_request(request: LayerRequest) -> LayerRecord:
             pad_multiple=shape.vocab_multiple,
             split=split,
         )
-        entry = builder.entries()[index]
-        layer = entry.build()
-        for path in request.frozen:
-            layer.get_parameter(path).requires_grad_(False)
-        if entry.forward_fn is not None:
-            layer = TiedCall(layer, entry.forward_fn)
+        layer = _built(builder.entries()[index], request.frozen)
         inputs = [tokens, *positions] if kinds[0] == request.kind else stream
         try:
             return record_layer(layer, inputs, device=device, divided=split, hooked=request.hooked)

@@ -38,6 +38,20 @@ CASES = {
         [LOW, "zero_optimization.stage=2", 'dsx.zero.reduce="micro_batch"', 'dsx.recompute="full"'],
     ),
     "zero1_tensor": (0, 1, [HIGH, "zero_optimization.stage=1", "dsx.parallel.tensor=2"]),
+    "zero1_bf16_lora": (
+        0,
+        2,
+        ['dsx.adapter={"type": "lora", "rank": 4}', "zero_optimization.stage=1", "bf16.enabled=true"],
+    ),
+    "zero3_dora_beside_its_head": (
+        1,
+        1,
+        [
+            'dsx.adapter={"type": "dora", "rank": 4, "targets": ["q_proj"], "train_also": ["lm_head"]}',
+            "dsx.adapter.dropout=0.1",
+            "zero_optimization.stage=3",
+        ],
+    ),
     "zero2_offload_above": (
         0,
         2,
@@ -61,7 +75,11 @@ def test_estimates_are_what_the_engine_takes_on_paper(name: str) -> None:
     found = estimate(job_of(config, device="cpu"), rank)
     peaks = {phase.name: phase.peak_bytes for phase in found.phases}
     for phase in ("step 1", "step 2"):
-        assert peaks[phase] == pytest.approx(paper["phases"][phase], abs=SCALARS), phase
+        assert peaks[phase] == pytest.approx(paper["phases"][phase], rel=5e-4, abs=SCALARS), phase
     assert found.steady_bytes == pytest.approx(paper["steady"], abs=SCALARS)
-    whole = resolve(CONFIG, world_size=2, overrides=[each for each in sets if "freeze" not in each])
+    whole = resolve(
+        CONFIG,
+        world_size=2,
+        overrides=[each for each in sets if "freeze" not in each and "adapter" not in each],
+    )
     assert found.steady_bytes < estimate(job_of(whole, device="cpu"), rank).steady_bytes
