@@ -1,13 +1,15 @@
 """Fine-tune a Hugging Face model in 3D, from a folder with config.json, safetensors and a tokenizer.
 
-    deepspeed --num_accelerators 8 recipes/finetune.py configs/finetune.json \
-        --set dsx.model.path=Meta-Llama-3-8B --set dsx.data.source=my.jsonl
+    deepspeed --num_accelerators 8 recipes/finetune.py configs/chat_lora.json \
+        --set dsx.model.path=Qwen2.5-7B-Instruct --set dsx.data.source=chats.jsonl
 
-The text is the column "text" of my.jsonl, or any other dsx.data.source, in the tokens of the folder's own
-tokenizer. The held-out loss is measured before and after. What comes out is again a Hugging Face folder,
-tokenizer included, whatever the layout was:
+configs/chat_lora.json trains an adapter on the assistant's turns of chats, in the model's own chat template;
+configs/finetune.json the whole model on the column "text" of dsx.data.source. `dsx data show CONFIG` prints
+what is trained. The held-out loss is measured before and after. What comes out is again a Hugging Face
+folder, tokenizer included, whatever the layout was: the model, or the adapter as PEFT has it.
 
     AutoModelForCausalLM.from_pretrained("runs/finetune-pp2-dp2-tp2/hf/step100")
+    PeftModel.from_pretrained(model, "runs/chat-lora-pp2-dp2-tp2/hf/step200")
 
 A run that was stopped continues from its last checkpoint when it is started again.
 """
@@ -50,6 +52,7 @@ def main() -> int:
         config = dsx.recipe.measure(config, groups)
 
         # Each rank reads its own slices of the safetensors: its stages' layers, its tensor-parallel share.
+        # With dsx.adapter the model is frozen, and what is trained is added to it.
         model = dsx.recipe.build_model(config, groups)
         engine, *_ = dsx.initialize(model=model, config=config)
 
@@ -85,7 +88,7 @@ def main() -> int:
             if guard.must_stop or dsx.recipe.is_due(step, every=train.save_every, last=train.steps):
                 dsx.recipe.save(config, engine, corpus, monitor, guard)
 
-        # The ranks' slices are put together again, under Hugging Face's names.
+        # The ranks' slices are put together again, under Hugging Face's names; of an adapter, PEFT's.
         if train.export_hf and not guard.must_stop:
             dsx.recipe.export(config, engine, monitor)
         monitor.finish()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import replace
 from functools import cache
 from pathlib import Path as File
 from typing import Any, Literal
@@ -29,36 +28,28 @@ def flops_per_token(model: Model, sequence_length: int) -> float:
 def layer_flops(model: Model, sequence_length: int) -> tuple[float, ...]:
     """:func:`flops_per_token`, layer by layer of the layer list.
 
-    Of experts, those count that a token is sent to.
+    Of experts, those count that a token is sent to. A matrix that is frozen has no gradient of its own: it
+    counts 4 (2 forward, 2 backward).
     """
-    if isinstance(model, HubModel):
-        return _hub_flops(model, sequence_length)
-    kinds, one = layer_kinds(model), replace(model, num_layers=1)
-    first = kinds.index("Block")
-    matrices = [spec for spec in param_specs(one) if spec.layer == first and len(spec.shape) > 1]
-    products = 6.0 * sum(spec.numel for spec in matrices)
+    kinds, specs = layer_kinds(model), param_specs(model)
+    first, head = kinds.index("Block"), len(kinds) - 1
+    tables = (0, head) if isinstance(model, HubModel) else (*range(first), head)
     flops = [0.0] * len(kinds)
+    for spec in specs:
+        if len(spec.shape) > 1 and spec.layer not in tables:
+            routed = model.routed if isinstance(model, HubModel) and len(spec.shape) == _EXPERT_DIMS else 1.0
+            flops[spec.layer] += (6.0 if spec.trained else 4.0) * spec.numel * routed
     for block in range(model.num_layers):
-        keys = model.window(block, sequence_length) or sequence_length
+        window = 0 if isinstance(model, HubModel) else model.window(block, sequence_length)
         # Scores and their product with V: 2 * 2 * keys * query_size forward, thrice that in all.
-        flops[first + block] = products + 12.0 * model.query_size * keys
-    flops[-1] = 6.0 * model.vocab_size * model.hidden_size
+        flops[first + block] += 12.0 * model.query_size * (window or sequence_length)
+    table = 0 if model.tied_embeddings else head
+    trained = any(spec.trained for spec in specs if spec.layer == table and len(spec.shape) > 1)
+    flops[head] = (6.0 if trained else 4.0) * model.vocab_size * model.hidden_size
     return tuple(flops)
 
 
 _EXPERT_DIMS = 3  # experts, outputs, inputs
-
-
-def _hub_flops(model: HubModel, sequence_length: int) -> tuple[float, ...]:
-    flops = [0.0] * len(model.kinds)
-    for spec in model.params:
-        if len(spec.shape) > 1 and spec.layer not in (0, len(flops) - 1):
-            flops[spec.layer] += 6.0 * spec.numel * (model.routed if len(spec.shape) == _EXPERT_DIMS else 1.0)
-    first = model.kinds.index("Block")
-    for block in range(model.num_layers):
-        flops[first + block] += 12.0 * model.query_size * sequence_length
-    flops[-1] = 6.0 * model.vocab_size * model.hidden_size
-    return tuple(flops)
 
 
 Dtype = Literal["bf16", "fp16", "fp32"]

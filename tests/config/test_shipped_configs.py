@@ -25,6 +25,7 @@ def test_what_is_shipped():
         "zero3_offload.json",
         "3d_interleaved.json",
         "finetune.json",
+        "chat_lora.json",
         "methods.json",
         "gpt2_124m.json",
         "llama3_8b_8gpu.json",
@@ -70,23 +71,37 @@ def model_folder(tmp_path):
 
 
 def overrides(name, model_folder):
-    """What a shipped config lacks: finetune.json has no model folder of its own."""
-    return [f"dsx.model.path={model_folder}"] if name == "finetune.json" else []
+    """What a shipped config lacks: those that fine-tune have no model folder, nor chats, of their own."""
+    if name not in FINE_TUNING:
+        return []
+    (model_folder / "chats.jsonl").touch()
+    return [f"dsx.model.path={model_folder}", *FINE_TUNING[name](model_folder)]
+
+
+FINE_TUNING = {
+    "finetune.json": lambda folder: [],
+    "chat_lora.json": lambda folder: [
+        f"dsx.data.source={folder / 'chats.jsonl'}",
+        "dsx.data.sequence_length=512",
+    ],
+}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_finetune(model_folder, world_size):
-    config = FOLDER / "finetune.json"
-    run = resolve(config, world_size=world_size, overrides=overrides(config.name, model_folder))
+@pytest.mark.parametrize(("name", "batch"), [("finetune.json", 16), ("chat_lora.json", 32)])
+def test_finetune(model_folder, world_size, name, batch):
+    run = resolve(FOLDER / name, world_size=world_size, overrides=overrides(name, model_folder))
     assert run.weights == model_folder
     assert run.dsx.data.tokenizer == str(model_folder)
     assert run.dsx.train.export_hf
-    assert run.global_batch_size == 16
+    assert run.global_batch_size == batch
+    assert (run.model.adapter is not None) == run.dsx.data.keeps_apart == (name == "chat_lora.json")
 
 
-def test_finetune_needs_a_folder():
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_finetune_needs_a_folder(name):
     with pytest.raises(ConfigError, match=r'dsx.model.path = "MODEL_FOLDER": there is no file'):
-        resolve(FOLDER / "finetune.json", world_size=1)
+        resolve(FOLDER / name, world_size=1)
 
 
 @pytest.mark.parametrize("world_size", [4, 8, 16])
