@@ -63,8 +63,9 @@ def trial(
     block = config.resolved()["dsx"]
     block["profile"] = None
     block["train"] |= {"resume": "never", "trace_steps": [], "eval_every": 0, "freeze": []}
-    changes += ["dsx.train.freeze: off, so that every gradient is compared"] * bool(config.dsx.train.freeze)
-    block["tracking"] = {}
+    block |= {"tracking": {}, "adapter": None}
+    for key, is_set in (("train.freeze", config.dsx.train.freeze), ("adapter", config.dsx.adapter)):
+        changes += [f"dsx.{key}: off, so that every gradient is compared"] * bool(is_set)
     if block["recompute"] == "auto":
         block["recompute"] = "none"
         changes.append("dsx.recompute: auto -> none (there is no profile)")
