@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -519,6 +519,9 @@ def resolve(
 def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: int) -> RunConfig:
     model = read_model(dsx)
     dsx = dsx.model_copy(update={"data": dsx.data.model_copy(update={"tokenizer": model.tokenizer})})
+    if dsx.adapter is not None and model.spec.adapter is not None:
+        found = dsx.adapter.model_copy(update=asdict(model.spec.adapter))
+        dsx = dsx.model_copy(update={"adapter": found})
     dsx, written = read_file(dsx)
     layers = layer_kinds(model.spec)
     degrees = resolve_degrees(dsx, model.spec, num_layers=len(layers), world_size=world_size)

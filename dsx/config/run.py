@@ -100,6 +100,11 @@ class RunConfig:
         """Elements of the model's parameters, tied ones once, padding not counted."""
         return sum(spec.numel for spec in self.param_specs)
 
+    @property
+    def num_trained(self) -> int:
+        """Elements of those that are not frozen."""
+        return sum(spec.numel for spec in self.param_specs if spec.trained)
+
     def local_parameters(self, pipeline_rank: int) -> int:
         """Elements on one rank of ``pipeline_rank`` before ZeRO, after the tensor-parallel cut and padding.
 
@@ -142,6 +147,7 @@ class RunConfig:
                 "family": self.model.family,
                 "implementation": "transformers" if isinstance(self.model, HubModel) else "dsx",
                 "parameters": self.num_parameters,
+                "trained": self.num_trained,
             },
             "batch": {
                 "micro_batch_size": self.micro_batch_size,

@@ -267,7 +267,11 @@ def start_rows(
         f"a step (micro-batch {run.micro_batch_size} x {run.accumulation} x data {mesh.dp})"
     )
     weights = ", fresh weights" if run.weights is None else f", weights from {run.weights}"
-    described = f"{model.family}, {compact(run.num_parameters)} parameters{'' if resumed else weights}"
+    described = f"{model.family}, {compact(run.num_parameters)} parameters"
+    if run.num_trained < run.num_parameters:
+        kind = "" if model.adapter is None else f" ({model.adapter.type}, rank {model.adapter.rank})"
+        described += f", {compact(run.num_trained)} of them trained{kind}"
+    described += "" if resumed else weights
     rows = [
         ("model", described),
         *_trained(run),

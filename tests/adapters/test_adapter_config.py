@@ -104,6 +104,14 @@ def test_a_folder_supplies_what_it_was_made_with(saved: Path) -> None:
     assert adapter == expected
 
 
+def test_a_resolved_config_says_what_the_folder_supplied(saved: Path) -> None:
+    run = resolved({"path": str(saved)})
+    again = dsx.load_config(run.resolved(), world_size=1)
+    assert again.dsx.adapter == run.dsx.adapter
+    assert again.model.adapter == run.model.adapter
+    assert again.num_trained < again.num_parameters == run.num_parameters
+
+
 def test_keys_that_mean_the_same_agree_with_a_folder(saved: Path) -> None:
     assert resolved({"path": str(saved), "rank": 3, "targets": r".*\.(q|up)_proj"}).model.adapter.rank == 3
 
