@@ -489,8 +489,7 @@ def write_corpus(
     settings: dict[str, Any],
 ) -> CorpusInfo:
     """Write the token files of ``texts``, each with whether it is held out."""
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    byte_counts = np.zeros(256, np.int64)
+    dtype, byte_counts = _dtype_of(tokenizer), np.zeros(256, np.int64)
     with (
         SplitWriter(folder, "train", dtype) as train,
         SplitWriter(folder, "held_out", dtype) as held_out,
@@ -506,16 +505,31 @@ def write_corpus(
                     held_out.append(ended, len(text))
                 else:
                     train.append(ended, len(text))
+    return _info(source, tokenizer, settings, train, held_out, held_out_byte_counts=byte_counts.tolist())
+
+
+def _dtype_of(tokenizer: Tokenizer) -> np.dtype[Any]:
+    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+
+
+def _info(
+    source: str,
+    tokenizer: Tokenizer,
+    settings: dict[str, Any],
+    train: SplitWriter,
+    held_out: SplitWriter,
+    **more: Any,
+) -> CorpusInfo:
     return CorpusInfo(
         source=source,
         settings=settings,
         tokenizer=tokenizer.name,
         vocab_size=tokenizer.vocab_size,
         end_id=tokenizer.end_id,
-        dtype=dtype.str,
+        dtype=_dtype_of(tokenizer).str,
         train=train.info(),
         held_out=held_out.info(),
-        held_out_byte_counts=byte_counts.tolist(),
+        **more,
     )
 
 
@@ -525,21 +539,20 @@ def _write_examples(
     """Write the files of chats or completions. A record that cannot be used is an error, or counted."""
     from dsx.data.records import examples
 
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    left, number, bad = data.max_bytes, 0, list[DataError]()
+    dtype, left = _dtype_of(tokenizer), data.max_bytes
+    number, bad, first_bad = 0, 0, ""
     with (
         SplitWriter(folder, "train", dtype, masked=True) as train,
         SplitWriter(folder, "held_out", dtype, masked=True) as held_out,
         Waiting(f"tokenising {data.source}", unit="bytes") as waiting,
     ):
         for one in chain.from_iterable(masks.encode(examples(data))):
-            problem = one if isinstance(one, DataError) else _too_long(one, settings["longest"])
-            if problem is not None:
+            if isinstance(one, DataError):
                 if data.bad_records == "refuse":
-                    raise problem
-                bad.append(problem)
+                    raise one
+                bad, first_bad = bad + 1, first_bad or f"{one.where}: {one.what}"
                 continue
-            assert not isinstance(one, DataError)
+            _require_short(one, settings["longest"])
             waiting.advance(one.text_bytes)
             split = held_out if is_held_out(number, data.held_out, data.seed) else train
             split.append(one.ids, one.text_bytes, one.trained)
@@ -548,29 +561,26 @@ def _write_examples(
             if left is not None and left <= 0:
                 break
     if bad and not number:
-        raise bad[0]
-    return CorpusInfo(
-        source=data.source,
-        settings=settings,
-        tokenizer=tokenizer.name,
-        vocab_size=tokenizer.vocab_size,
-        end_id=tokenizer.end_id,
-        dtype=dtype.str,
-        train=train.info(),
-        held_out=held_out.info(),
+        what = f"none of its {bad:,} records can be used; {first_bad}"
+        raise DataError(f'dsx.data.source = "{data.source}"', what, "mend what is wrong with the first")
+    return _info(
+        data.source,
+        tokenizer,
+        settings,
+        train,
+        held_out,
         held_out_byte_counts=[],
         masked=True,
-        bad_records=len(bad),
-        first_bad_record=f"{bad[0].where}: {bad[0].what}" if bad else "",
+        bad_records=bad,
+        first_bad_record=first_bad,
     )
 
 
-def _too_long(one: Encoded, longest: int | None) -> DataError | None:
-    if longest is None or len(one.ids) <= longest:
-        return None
-    what = f"it has {len(one.ids):,} tokens, and dsx.data.too_long refuses more than {longest:,}"
-    fix = 'raise dsx.data.sequence_length, shorten it, or set too_long to "truncate" or "drop"'
-    return DataError(one.where, what, fix)
+def _require_short(one: Encoded, longest: int | None) -> None:
+    if longest is not None and len(one.ids) > longest:
+        what = f"it has {len(one.ids):,} tokens, and dsx.data.too_long refuses more than {longest:,}"
+        fix = 'raise dsx.data.sequence_length, shorten it, or set too_long to "truncate" or "drop"'
+        raise DataError(one.where, what, fix)
 
 
 def _checked(info: CorpusInfo, data: DataConfig) -> CorpusInfo:

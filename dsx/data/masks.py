@@ -98,10 +98,11 @@ class Masks:
         self._special = tokenizer.special_tokens
         self.eos = str(self._special.get("eos_token", ""))
 
-    def identity(self) -> list[str | None]:
-        """What decides the text and the masks, besides the records and the tokenizer's words."""
+    def identity(self) -> list[object]:
+        """What decides the text and the masks, besides the records and the tokenizer's words, as JSON."""
         plain, with_tools = self._tokenizer.chat_template(None), self._tokenizer.chat_template([{}])
-        return [self._own_template, plain, with_tools, self._data.train_on]
+        special = {name: str(token) for name, token in self._special.items()}
+        return [self._own_template, plain, with_tools, special, self._data.train_on]
 
     def encode(
         self, examples: Iterable[Example | BadRecordError]

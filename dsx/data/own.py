@@ -40,6 +40,9 @@ class OwnCorpus(Protocol):
       collators make them: ``labels[i]`` belongs to ``input_ids[i]`` and is shifted here. Other keys are not
       read, but that an ``attention_mask`` may be 0 only at the end of a sample, where labels are -100.
 
+    With ``dsx.data.documents`` "apart", samples have positions that begin at 0 in each document: a tuple has
+    them as its third item, integers [S], a dict as ``position_ids``, integers [S + 1].
+
     Attributes:
         digest: Changes whenever the samples do: a run resumes on the same digest alone.
     """
@@ -60,6 +63,7 @@ class OwnSequences:
     corpus: OwnCorpus
     sequence_length: int
     name: str
+    apart: bool = False
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -67,9 +71,13 @@ class OwnSequences:
     def window(self, index: int) -> Sample:
         """Sample ``index``. Raises DataError unless it is one of the shapes of :class:`OwnCorpus`."""
         sample, length = self.corpus[index], self.sequence_length
-        if isinstance(sample, tuple) and len(sample) == 2:
-            inputs, labels = sample
-            return self._ids(inputs, index, "inputs", length), self._ids(labels, index, "labels", length)
+        if isinstance(sample, tuple) and len(sample) == 2 + self.apart:
+            inputs, labels, *more = sample
+            pair = self._ids(inputs, index, "inputs", length), self._ids(labels, index, "labels", length)
+            return (*pair, self._ids(more[0], index, "positions", length)) if more else pair
+        if self.apart and not (isinstance(sample, Mapping) and "position_ids" in sample):
+            what = 'it has no positions, and dsx.data.documents is "apart"'
+            raise DataError(f"sample {index} of {self.name}", what, f"{_SHAPES}, with positions")
         if not isinstance(sample, Mapping):
             return self._ids(sample, index, "token ids", length + 1)
         if "input_ids" not in sample:
@@ -78,7 +86,11 @@ class OwnSequences:
         labels = self._ids(sample.get("labels", ids), index, "labels", length + 1)
         if "attention_mask" in sample:
             self._check_mask(sample["attention_mask"], labels, index)
-        return ids[:-1].contiguous(), labels[1:].contiguous()
+        shifted = ids[:-1].contiguous(), labels[1:].contiguous()
+        if not self.apart:
+            return shifted
+        positions = self._ids(sample["position_ids"], index, "position_ids", length + 1)
+        return (*shifted, positions[:-1].contiguous())
 
     def _ids(self, values: Any, index: int, what: str, length: int) -> Tensor:
         try:
@@ -138,7 +150,7 @@ class OwnText:
         self.parts = self.held_out
 
     def _sequences(self, corpus: OwnCorpus, name: str) -> OwnSequences:
-        sequences = OwnSequences(corpus, self._data.sequence_length, name)
+        sequences = OwnSequences(corpus, self._data.sequence_length, name, self._data.keeps_apart)
         if not len(sequences):
             raise DataError(f"data set {name}", "it has no samples", "give it some")
         return sequences

@@ -197,15 +197,17 @@ class _Record:
         named = self._columns.get(role)
         if named is not None and named not in self._cells:
             raise self.bad(f'has no "{named}" (dsx.data.columns.{role}); it has {self._names()}')
-        usual = (named,) if named is not None else _USUAL[role]
-        return next((name for name in usual if self._cells.get(name) is not None), None)
+        return next((name for name in self._usual(role) if self._cells.get(name) is not None), None)
+
+    def _usual(self, role: str) -> tuple[str, ...]:
+        return (self._columns[role],) if role in self._columns else _USUAL[role]
 
     def cell(self, role: str) -> tuple[str, Any]:
         """The column's name and the value; lists and objects that are written as JSON text are parsed."""
         name = self.column(role)
         if name is None:
             raise self.bad(
-                f"has no {' or '.join(_USUAL[role])}; it has {self._names()}",
+                f"has no {' or '.join(self._usual(role))}; it has {self._names()}",
                 f"name the column in dsx.data.columns.{role}, or {_FIX}",
             )
         return name, self._cells[name]
@@ -317,10 +319,11 @@ class _Record:
 def _chat(record: _Record) -> Example:
     messages, trained = record.messages(*record.cell("messages"))
     system = record.column("system")
-    if system is not None and messages[0]["role"] != "system":
-        text = record.text(record.cell("system")[1], system)
-        if text:
-            messages, trained = [{"role": "system", "content": text}, *messages], [False, *trained]
+    text = record.text(record.cell("system")[1], system) if system is not None else ""
+    if text and messages[0]["role"] != "system":
+        messages, trained = [{"role": "system", "content": text}, *messages], [False, *trained]
+    elif text and messages[0]["content"] != text:
+        raise record.bad(f"{system} says otherwise than the first turn, which is the system's, too")
     return Example(where=record.where, messages=tuple(messages), trained=tuple(trained), tools=record.tools())
 
 

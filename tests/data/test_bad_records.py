@@ -77,6 +77,10 @@ BAD_CHATS = {
     ),
     "arguments are a list": (chat(USER, call(name="f", arguments=[])), "are a list, not an object"),
     "tools": (chat(USER, ANSWER, tools="f"), "tools is text that is no JSON"),
+    "two systems": (
+        chat({"role": "system", "content": "x"}, USER, ANSWER, system="y"),
+        "system says otherwise than the first turn, which is the system's, too",
+    ),
     "tools are names": (chat(USER, ANSWER, tools=["f"]), "tools is a list, not a list of objects"),
     "what the template refuses": (
         chat({"role": "system", "content": "x"}, USER, ANSWER),
@@ -132,7 +136,7 @@ def test_a_bad_line(tmp_path: Path, tokenizer: str, form: str, line: str | bytes
 def test_nothing_but_bad_records_is_an_error(tmp_path: Path, tokenizer: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("{\n[]\n")
-    with pytest.raises(DataError, match=r"data.jsonl, line 1: is no line of JSON"):
+    with pytest.raises(DataError, match=r"none of its 2 records can be used; .*jsonl, line 1: is no line of"):
         prepared(path, tokenizer, bad_records="skip")
 
 

@@ -284,6 +284,11 @@ def test_hub_data_set_from_the_cache_of_datasets(tmp_path: Path, monkeypatch: py
     assert read("me/mine") == ROWS
     assert read("me/mine", split="train[:2]") == ROWS[:2]
     assert "dsx.data.text_column" in refused("me/mine", text_column="body")
+    columns = {"prompt": "text", "completion": "text"}
+    pairs = DataConfig(source="me/mine", format="completion", columns=columns, sequence_length=8)
+    found = list(examples(pairs))
+    assert [one.texts for one in found] == [(row, row) for row in ROWS]
+    assert found[2].where == 'dsx.data.source = "me/mine", row 3'
 
 
 CHATS = {

@@ -307,3 +307,34 @@ def test_documents_apart(tmp_path: Path, streaming: bool) -> None:
         assert (wanted[2] == 0).any()
     held_out = two.held_out[0].sequences.window(0)
     assert all(map(torch.equal, held_out, kept_apart(one.held_out[0].sequences.window(0), 256)))
+
+
+def test_a_mixture_of_chats_and_text_from_a_folder(tmp_path: Path) -> None:
+    """Files that ``datasets`` reads as one folder, beside text; the order is one at every degree."""
+    (tmp_path / "chats").mkdir()
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    for part in range(2):
+        rows = [json.dumps({"messages": turns * (n % 5 + 1)}) for n in range(40)]
+        (tmp_path / f"chats/{part}.jsonl").write_text("\n".join(rows))
+    text = write(tmp_path / "a.jsonl", [f"document {n} " * 5 for n in range(60)])
+    sources = [
+        MixedSource(source=str(tmp_path / "chats"), format="chat", weight=3),
+        MixedSource(source=str(text), label="text"),
+    ]
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    data = DataConfig(sources=sources, tokenizer="bytes", chat_template=template, sequence_length=128)
+    opened = Text.open(prepare_text(data, tmp_path / "cache", held_out_tokens=1), data)
+    assert opened.parts[0].corpus.info.train.documents == 76
+    assert opened.bits_per_byte(1.0) is opened.unigram_bits_per_byte is None
+    assert opened.mean_loss({"chats": 1.0, "text": 2.0}) == 1.25
+    rows = dict(opened.rows(100, 4))
+    assert rows["packs chats"].startswith("76 documents in ")
+    assert "packs text" not in rows
+    whole = [batch for batch, _ in islice(batches(opened.samples(), micro_batch_size=4), 20)]
+    for dp in (2, 4):
+        ranks = [batches(opened.samples(), micro_batch_size=4 // dp, dp=dp, dp_rank=d) for d in range(dp)]
+        for ids, positions in whole:
+            found = [next(rank)[0] for rank in ranks]
+            assert torch.equal(torch.cat([one for one, _ in found]), ids)
+            assert torch.equal(torch.cat([two for _, two in found]), positions)

@@ -122,6 +122,31 @@ def test_a_sample_of_another_shape_is_refused_with_its_number(sample: Any, says:
     assert error.value.where == "sample 1 of mine"
 
 
+APART = DATA.model_copy(update={"documents": "apart"})
+POSITIONS = torch.tensor([0, 1, 2, 0, 1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        (TOKENS[0, :-1], TOKENS[0, 1:], POSITIONS[:-1]),
+        {"input_ids": TOKENS[0], "position_ids": POSITIONS.tolist()},
+    ],
+)
+def test_documents_apart_by_positions_of_ones_own(sample: Any) -> None:
+    samples = OwnText(Own([sample] * 2), APART).samples()
+    (ids, positions), labels = next(Batches(samples, micro_batch_size=2, accumulation=1, dp=1, dp_rank=0))
+    assert torch.equal(ids, TOKENS[[0, 0], :-1])
+    assert torch.equal(labels, TOKENS[[0, 0], 1:])
+    assert positions.tolist() == [POSITIONS[:-1].tolist()] * 2
+
+
+@pytest.mark.parametrize("sample", [TOKENS[0], (TOKENS[0, 1:], TOKENS[0, 1:]), {"input_ids": TOKENS[0]}])
+def test_documents_apart_need_positions(sample: Any) -> None:
+    with pytest.raises(DataError, match=r'it has no positions, and dsx.data.documents is "apart"'):
+        OwnText(Own([sample]), APART)._train.window(0)
+
+
 def test_padding_at_the_end_that_is_not_trained_on_is_taken() -> None:
     labels = TOKENS[0].masked_fill(torch.arange(S + 1) > 4, -100)
     sample = {"input_ids": TOKENS[0], "labels": labels, "attention_mask": [1] * 5 + [0] * 2}
