@@ -352,6 +352,10 @@ def _one(
 
         run, more = resolve_run(report.source.config, world_size, gpu_memory)
         more += [] if more else _tokenizer(report.source.config["dsx"])
+    elif report.runner == "trainer" and "dsx" in report.source.config:
+        from dsx.doctor.run import trainer_block
+
+        more = trainer_block(report.source.config)
     return Outcome(path, report, (*report.findings, *more), shown, run, mended)
 
 

@@ -185,10 +185,14 @@ def infer(config: Mapping[str, Any]) -> Runner:
     """Who runs a config: dsx if it has its block, the Trainer if its batch keys are left to it.
 
     A single "auto" makes no Trainer's config: there, the batch keys are "auto" together with the optimizer's
-    and others.
+    and others. Beside a block that names no model, which dsx.Trainer is given, it does.
     """
+    block = config.get("dsx")
     if "dsx" in config:
-        return "dsx"
+        theirs = {key: value for key, value in config.items() if key != "dsx"}
+        return (
+            "trainer" if isinstance(block, dict) and "model" not in block and _count_auto(theirs) else "dsx"
+        )
     precision = [config.get(key) for key in ("fp16", "bf16")]
     if all(isinstance(block, Mapping) and block.get("enabled") == "auto" for block in precision):
         return "trainer"

@@ -44,6 +44,13 @@ def resolve_run(
     return run, [*_buckets(run, config), *([] if gpu_memory_gib is None else _memory(run, gpu_memory_gib))]
 
 
+def trainer_block(config: Mapping[str, Any]) -> list[Finding]:
+    """What is wrong with the ``dsx`` block of a config that dsx.Trainer reads."""
+    from dsx.config.trainer_block import problems
+
+    return [as_finding(problem, config) for problem in problems(config)]
+
+
 def _buckets(run: RunConfig, config: Mapping[str, Any]) -> list[Finding]:
     """Find a bucket larger than the whole model, which DeepSpeed allocates all the same."""
     parameters = run.summary()["model"]["parameters"]

@@ -165,7 +165,7 @@ def _auto(context: Context, slot: Slot, key: Key) -> Iterator[Finding]:
     fix = "write the value, or leave the key out for DeepSpeed's default"
     if context.runner == "deepspeed" and key.trainer_auto:
         fix += "; under transformers' Trainer or Accelerate, say --for trainer"
-    who = 'DeepSpeed itself knows no "auto" here (only transformers\' Trainer and Accelerate do)'
+    who = 'DeepSpeed itself knows no "auto" here (only transformers\' Trainer, dsx.Trainer and Accelerate do)'
     if context.runner == "trainer":
         who = 'neither the Trainer nor Accelerate fills in an "auto" here'
     if slot.name in _SWITCHES and key.auto == "default":

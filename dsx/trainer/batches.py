@@ -127,25 +127,37 @@ class Loading:
         if how == "sequential":
             return SequentialSampler(dataset)
         if how == "group_by_length":
-            return self._by_length(dataset, size)
+            return _ByLength(size, self.args.seed, **self._lengths(dataset))
         return SeedableRandomSampler(dataset, data_seed=self._seed)
 
     def _evaluation_order(self, dataset: Any) -> Any:
         if self.args.train_sampling_strategy == "group_by_length":
-            return self._by_length(dataset, self.args.per_device_eval_batch_size)
+            drawn = torch.Generator().manual_seed(self._seed)
+            size = self.args.per_device_eval_batch_size
+            return LengthGroupedSampler(size, **self._lengths(dataset), generator=drawn)
         return SequentialSampler(dataset)
 
-    def _by_length(self, dataset: Any, size: int) -> Any:
+    def _lengths(self, dataset: Any) -> dict[str, Any]:
+        """How long samples are, as LengthGroupedSampler takes it."""
         name = self.args.length_column_name
         lengths = dataset[name] if name in (getattr(dataset, "column_names", None) or ()) else None
         names = getattr(self.processing_class, "model_input_names", None)
-        return LengthGroupedSampler(
-            size,
-            dataset=dataset,
-            lengths=lengths,
-            model_input_name=names[0] if names else None,
-            generator=torch.Generator().manual_seed(self._seed),
-        )
+        return {"dataset": dataset, "lengths": lengths, "model_input_name": names[0] if names else None}
+
+
+class _ByLength(LengthGroupedSampler):  # type: ignore[misc]
+    """Draws every epoch's order from a seed of its own, and the first as transformers' Trainer does."""
+
+    def __init__(self, size: int, seed: int, **lengths: Any) -> None:
+        super().__init__(size, **lengths)
+        self._seed = seed
+
+    def set_epoch(self, number: int) -> None:
+        """Begin epoch ``number``."""
+        self.generator = torch.Generator().manual_seed(self._seed + number)
+        torch.empty((), dtype=torch.int64).random_(
+            generator=self.generator
+        )  # which a DataLoader draws before
 
 
 def default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:

@@ -30,8 +30,8 @@ from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.load import content_of, raise_all
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
-from dsx.config.schema import NO_TOKENIZER, OWN
 from dsx.config.sources import is_hub_name
+from dsx.config.trainer_block import completed, decided
 from dsx.config.wording import at
 from dsx.errors import ConfigError, ModelError
 from dsx.models.param import Box, ParamSpec
@@ -39,25 +39,6 @@ from dsx.models.params import stored_specs
 from dsx.models.spec import Model
 from dsx.parallel.groups import Groups
 
-# Keys of the JSON's dsx block in whose place arguments stand, by what decides them.
-_DECIDED: Mapping[str, Mapping[str, str]] = {
-    "model": dict.fromkeys(("preset", "config", "path", "weights", "family", "overrides"), "Trainer(model=)"),
-    "data": {"": "train_dataset, data_collator and TrainingArguments decide"},
-    "train": {
-        "": "TrainingArguments decide",
-        "steps": "max_steps and num_train_epochs decide",
-        "output": "output_dir decides",
-        "log_every": "logging_steps decides",
-        "eval_every": "eval_steps decides",
-        "save_every": "save_steps decides",
-        "keep_checkpoints": "save_total_limit decides",
-        "resume": "train(resume_from_checkpoint=) decides",
-        "export_hf": "save_model() writes a Hugging Face folder",
-    },
-    "tracking": {"": "report_to decides"},
-    "elastic": {"": "a Trainer's steps are counted for one number of ranks"},
-}
-_LEFT = {"data": ("sequence_length",)}
 _MOST_TOKENS, _BLOCK = 2048, 64
 
 
@@ -171,13 +152,11 @@ def configure(
     _fill(content, args, given, steps, shares)
     if args.activation_checkpointing:
         block.setdefault("recompute", "full")
-    own = {"source": OWN, "tokenizer": NO_TOKENIZER, "held_out": 0.0}
-    block["model"] = {**block.get("model", {}), **given.block}
     most = getattr(given.hf_config, "max_position_embeddings", None) or _MOST_TOKENS
     # Of whole blocks, which tensor-parallel ranks can share, as batches are made to be.
     length = min(-(-(longest or _MOST_TOKENS) // _BLOCK) * _BLOCK, most - most % _BLOCK or most)
-    block["data"] = {"sequence_length": length, **block.get("data", {}), **own}
-    block["train"] = {"steps": max(steps, 1), "output": args.output_dir, "seed": args.seed, "resume": "never"}
+    train = {"steps": max(steps, 1), "output": args.output_dir, "seed": args.seed, "resume": "never"}
+    block = completed(block, model=given.block, length=length, train=train)
     return resolve({**content, "dsx": block}, world_size=world_size)
 
 
@@ -203,21 +182,7 @@ def _with_block(args: Any) -> dict[str, Any]:
             "the config has no dsx block",
             'add "dsx": {"parallel": {"tensor": 1, "pipeline": 2}}, or use transformers.Trainer',
         )
-    problems = []
-    for part, deciders in _DECIDED.items():
-        written = block.get(part)
-        if part not in block or (written is None):
-            continue
-        keys = {} if not isinstance(written, dict) or part in ("elastic", "tracking") else written
-        if not keys:
-            problems.append(ConfigError(at(f"dsx.{part}", written), deciders.get("", ""), "remove it"))
-        for key, value in keys.items():
-            why = deciders.get(key, deciders.get(""))
-            if why is not None and key not in _LEFT.get(part, ()):
-                problems.append(ConfigError(at(f"dsx.{part}.{key}", value), why, "remove it"))
-    if str(block.get("faults", {})).find("roll_back") >= 0:
-        problems.append(ConfigError("dsx.faults", "dsx.Trainer does not roll back", 'use "stop" or "skip"'))
-    raise_all(name, problems)
+    raise_all(name, list(decided(block)))
     return content
 
 

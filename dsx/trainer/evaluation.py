@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import EvalLoopContainer
-from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
+from transformers.trainer_utils import EvalPrediction, denumpify_detensorize, has_length
 
 from dsx.engine.engine import PipelineEngine
 from dsx.trainer.batches import Loading, MicroBatch, epoch, filler, micro_batch
@@ -25,7 +25,7 @@ class Scored:
 
     Attributes:
         place: Which batch of the data set it is.
-        rows: Its samples.
+        samples: How many samples it was made of.
         loss: Mean over its trained tokens; None without labels.
         logits: float [B, S, V], or what was made of them; None if nobody asked.
         labels: As the collator gave them, int64 [B, S].
@@ -33,7 +33,7 @@ class Scored:
     """
 
     place: int
-    rows: int
+    samples: int
     loss: float | None
     logits: Any = None
     labels: Tensor | None = None
@@ -69,6 +69,7 @@ class Pass:
             The number of them that this rank has read, and all of them.
         """
         source, first = epoch(loader, self.loading, 0), 0
+        length = len(loader.dataset) if has_length(loader.dataset) else None  # type: ignore[arg-type]
         at_once = max(self.engine.micro_batches, 2 * self.engine.num_stages)
         while True:
             batches = list(islice(source, at_once))
@@ -78,11 +79,11 @@ class Pass:
                 return
             made = [micro_batch(batch, multiple=self.multiple, needs_labels=False) for batch in batches]
             made += [filler(self.multiple)] * (at_once - len(made))
-            yield len(batches), self._gathered(self._scored(batches, made, first))
+            yield len(batches), self._gathered(self._scored(batches, made, first, length))
             first += at_once
 
     def _scored(
-        self, batches: Sequence[Mapping[str, Any]], made: Sequence[MicroBatch], first: int
+        self, batches: Sequence[Mapping[str, Any]], made: Sequence[MicroBatch], first: int, length: int | None
     ) -> list[Scored]:
         """This rank's batches; empty on ranks that do not speak for them."""
         groups, shares = self.engine.groups, self.loading.shares
@@ -99,10 +100,12 @@ class Pass:
             if logits is not None and self.reduce is not None:
                 logits = self.reduce(logits, labels)
             if groups.speaks:
+                place, size = (first + number) * shares + self.loading.index, self._batch_size
                 found.append(
                     Scored(
-                        place=(first + number) * shares + self.loading.index,
-                        rows=ids.shape[0],
+                        place=place,
+                        # A collator may lay several samples end to end in one row.
+                        samples=ids.shape[0] if length is None else min(size, length - place * size),
                         loss=None if labels is None else float(losses[number]),
                         logits=_on_host(logits),
                         labels=labels if self.with_outputs else None,
@@ -110,6 +113,10 @@ class Pass:
                     )
                 )
         return found
+
+    @property
+    def _batch_size(self) -> int:
+        return int(self.loading.args.per_device_eval_batch_size)
 
     def _whole(self, columns: Tensor, length: int) -> Tensor:
         """All columns of the logits, from the ranks that have some. Collective over them."""
@@ -150,8 +157,8 @@ class Collected:
     def take(self, scored: Sequence[Scored]) -> None:
         """Add batches in order."""
         for each in scored:
-            self.samples += each.rows
-            self._losses += [] if each.loss is None else [each.loss] * each.rows
+            self.samples += each.samples
+            self._losses += [] if each.loss is None else [each.loss] * each.samples
             for name, container in self._kept.items():
                 value = getattr(each, name)
                 if value is not None:

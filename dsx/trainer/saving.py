@@ -73,26 +73,31 @@ def keep_newest(folder: Path, limit: int | None, best: str | None) -> None:
     agree(lambda: store.prune(folder, keep=limit, spared=spared))
 
 
-def write_model(engine: PipelineEngine, folder: Path, others: Any = None) -> Path:
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def write_model(engine: PipelineEngine, folder: Path, tokenizer: Any) -> None:
     """Write the weights as a Hugging Face model folder. Collective.
 
     Args:
         engine: The engine.
         folder: Where. A folder that is there keeps its other files; a model in it is replaced when the new
             one is complete.
-        others: Called with the folder on the first rank, to write what belongs to the model.
+        tokenizer: It is saved beside the model, whose config gets its special tokens; None for none.
     """
+    assert engine.run_config is not None
+    config, told = engine.run_config.hf_config, {name: getattr(tokenizer, name, None) for name in _TOKENS}
+    config = {**config, **{name: token for name, token in told.items() if token is not None}}
     new = not agree(lambda: folder.is_dir() and any(folder.iterdir()))
     aside = folder if new else folder / ".model.dsx"
     if not new:
         agree(lambda: shutil.rmtree(aside, ignore_errors=True))
     else:
         agree(lambda: folder.parent.mkdir(parents=True, exist_ok=True))
-    export_hf(engine, aside)
+    export_hf(engine, aside, config=config)
     if not new:
         agree(lambda: _replace(aside, folder))
-    agree(lambda: None if others is None else others(folder))
-    return folder
+    agree(lambda: None if tokenizer is None else tokenizer.save_pretrained(folder))
 
 
 def _replace(aside: Path, folder: Path) -> None:

@@ -589,7 +589,7 @@ class Trainer:
         del _internal_call
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        write_model(self._build(), folder, None if tokenizer is None else tokenizer.save_pretrained)
+        write_model(self._build(), folder, tokenizer)
 
     def save_state(self) -> None:
         """Write trainer_state.json into ``output_dir``, on the first rank."""

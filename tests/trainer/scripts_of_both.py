@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
     PreTrainedTokenizerFast,
     TrainerCallback,
     TrainingArguments,
@@ -165,6 +166,9 @@ def run(
     resume: Any = None,
     stop_after: int | None = None,
     streamed: bool = False,
+    packed: bool = False,
+    shortest: int = 6,
+    longest: int = 24,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Train, evaluate and predict with transformers' Trainer or dsx's."""
@@ -189,20 +193,20 @@ def run(
         "seed": 7,
     }
     args = TrainingArguments(**{**given, **arguments}, deepspeed=deepspeed)
-    words, events, texts = tokenizer(), Events(), Texts(samples, seed=1)
+    words, events, texts = tokenizer(), Events(), Texts(samples, seed=1, shortest=shortest, longest=longest)
     trainer = kind(
         model=model,
         args=args,
         train_dataset=Streamed(texts) if streamed else texts,
-        eval_dataset=Texts(11, seed=2),
-        data_collator=Collator(words, mlm=False),
+        eval_dataset=Texts(11, seed=2, longest=12),
+        data_collator=DataCollatorWithFlattening() if packed else Collator(words, mlm=False),
         processing_class=words,
         compute_metrics=accuracy,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
         callbacks=[events] + ([StopAfter(stop_after)] if stop_after else []),
     )
     result = trainer.train(resume_from_checkpoint=resume)
-    predicted = trainer.predict(Texts(5, seed=3))
+    predicted = trainer.predict(Texts(5, seed=3, longest=12))
     return {
         "history": trainer.state.log_history,
         "events": events.seen,
@@ -242,7 +246,9 @@ def theirs(rank: int, world_size: int, folder: str, model: str, options: dict[st
     from transformers import Trainer
 
     alone()
-    return run(Trainer, Path(folder), AutoModelForCausalLM.from_pretrained(model), deepspeed=None, **options)
+    # "eager" attention keeps documents apart that are laid end to end, as positions say.
+    whole = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+    return run(Trainer, Path(folder), whole, deepspeed=None, **options)
 
 
 def ours(

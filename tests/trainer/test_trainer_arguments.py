@@ -9,6 +9,8 @@ import pytest
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 import dsx
+from dsx.doctor.examine import examine
+from dsx.doctor.run import trainer_block
 from dsx.errors import ConfigError, DsxError, ModelError
 from dsx.trainer.arguments import HONOURED, NO_MATTER, NOT_THERE, REFUSED, refusals
 from dsx.trainer.configure import GivenModel, configure
@@ -218,10 +220,13 @@ def test_what_the_json_leaves_out_comes_from_the_arguments(args):
         (JSON | {"train_micro_batch_size_per_gpu": 5}, "train_micro_batch_size_per_gpu=5"),
         (JSON | {"train_batch_size": 17}, "train_batch_size=17"),
         (JSON | {"fp16": {"enabled": True}}, "fp16"),
-        (JSON | {"dsx": {"train": {"steps": 5, "output": "runs"}}}, "max_steps and num_train_epochs decide"),
-        (JSON | {"dsx": {"data": {"source": "my.jsonl"}}}, "train_dataset, data_collator"),
+        (
+            JSON | {"dsx": {"train": {"steps": 5, "output": "runs"}}},
+            "takes it from max_steps and num_train_epochs",
+        ),
+        (JSON | {"dsx": {"data": {"source": "my.jsonl"}}}, "train_dataset and data_collator"),
         (JSON | {"dsx": {"model": {"preset": "tiny"}}}, "Trainer(model=)"),
-        (JSON | {"dsx": {"tracking": {"wandb": {"mode": "online"}}}}, "report_to decides"),
+        (JSON | {"dsx": {"tracking": {"wandb": {"mode": "online"}}}}, "takes it from report_to"),
         (JSON | {"dsx": {"elastic": {}}}, "dsx.elastic"),
         (JSON | {"dsx": {"parallel": {"tensor": 3}}}, "dsx.parallel.tensor = 3"),
         (JSON | {"dsx": {"faults": {"nonfinite": "roll_back"}}}, "does not roll back"),
@@ -231,6 +236,20 @@ def test_a_json_that_cannot_be(args, json, said):
     with pytest.raises(DsxError) as caught:
         resolved(args, deepspeed=json)
     assert said in str(caught.value)
+
+
+def test_the_doctor_knows_a_block_for_dsx_trainer():
+    """A Trainer's "auto" beside a block that names no model, and what is wrong in that block."""
+    json = JSON | {"train_micro_batch_size_per_gpu": "auto"}
+    report = examine(json)
+    assert report.runner == "trainer"
+    assert not report.errors
+    assert trainer_block(json) == []
+    assert examine(json | {"dsx": {"model": {"preset": "tiny"}}}).runner == "dsx"
+    (unknown,) = trainer_block(json | {"dsx": {"parallel": {"tensr": 2}}})
+    assert unknown.path == ("dsx", "parallel", "tensr")
+    (steps,) = trainer_block(json | {"dsx": {"train": {"steps": 5}}})
+    assert (steps.path, steps.value) == (("dsx", "train", "steps"), 5)
 
 
 def test_models_that_cannot_be(tmp_path):

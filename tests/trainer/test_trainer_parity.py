@@ -102,6 +102,14 @@ def test_a_training_goes_on_from_its_checkpoint_in_another_layout(models, tmp_pa
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-10"]
 
 
+@pytest.mark.parametrize("layout", ["tp2-pp2", pytest.param("dp2", marks=pytest.mark.slow)])
+def test_documents_laid_end_to_end_are_kept_apart(models, tmp_path, layout):
+    """As DataCollatorWithFlattening lays them, in rows of other lengths each time."""
+    options = {"packed": True, "shortest": 3, "longest": 12, "num_train_epochs": 1}
+    found = mine(layout, tmp_path, models["llama"], **options)
+    assert_same(found, reference(models["llama"], **options))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -111,7 +119,7 @@ def test_a_training_goes_on_from_its_checkpoint_in_another_layout(models, tmp_pa
         {"max_steps": 7, "logging_steps": 3, "logging_first_step": True, "eval_strategy": "no"},
         {"optim": "sgd", "lr_scheduler_type": "linear", "max_grad_norm": 0.0},
         {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 4, "logging_steps": 2},
-        {"streamed": True, "max_steps": 8},
+        {"streamed": True, "samples": 40, "max_steps": 8},
     ],
     ids="-".join,
 )

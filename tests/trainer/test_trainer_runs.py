@@ -1,0 +1,180 @@
+"""Whole scripts under dsx.Trainer: a custom callback, the best model, folders that others read, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import ranks
+from trainer import scripts_of_both as scripts
+
+PIPELINE = {"zero_optimization": {"stage": 1}, "dsx": {"parallel": {"tensor": 1, "pipeline": 2}}}
+
+
+class Samples(torch.utils.data.Dataset):
+    """Rows with one pattern, which is learnt within steps."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = torch.arange(index, index + 16) % 40 + 3
+        return {"input_ids": ids, "labels": ids.clone(), "comment": "a column that no model takes"}
+
+
+class Telling(TrainerCallback):
+    """Notes what was logged, and asks for an evaluation of its own."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        assert kwargs["model"].config.model_type == "llama"
+        assert kwargs["optimizer"] is not None
+        self.logs.append(dict(logs))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_evaluate = control.should_evaluate or state.global_step == 4
+
+
+def arguments(folder: str, **values: Any) -> TrainingArguments:
+    given = {
+        "output_dir": folder,
+        "deepspeed": PIPELINE,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "max_steps": 9,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_steps": 3,
+        "logging_steps": 3,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 3e-2,
+        "lr_scheduler_type": "constant",
+    }
+    return TrainingArguments(**{**given, **values})
+
+
+def custom_callback(rank: int, world_size: int, folder: str, model: str) -> dict[str, Any]:
+    import dsx
+
+    telling, words = Telling(), scripts.tokenizer()
+    # Larger is better, so that the first evaluation stays the best, and patience ends at the second.
+    args = arguments(
+        folder,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,
+        save_total_limit=1,
+    )
+    trainer = dsx.Trainer(
+        model,
+        args,
+        train_dataset=Samples(),
+        eval_dataset=Samples(),
+        processing_class=words,
+        callbacks=[telling, EarlyStoppingCallback(early_stopping_patience=1)],
+        data_collator=lambda rows: {
+            key: torch.stack([row[key] for row in rows]) for key in ("input_ids", "labels")
+        },
+    )
+    step = trainer.train().global_step
+    metrics = trainer.evaluate()
+    trainer.save_metrics("eval", metrics)
+    trainer.save_state()
+    trainer.save_model()
+    trainer.save_model()  # over itself
+    trainer.save_model(f"{folder}/again")
+    trainer.create_model_card()
+    trainer.end()
+    return {
+        "step": step,
+        "logs": telling.logs,
+        "metrics": metrics,
+        "best": trainer.state.best_model_checkpoint,
+        "parameters": trainer.get_num_trainable_parameters(),
+    }
+
+
+def test_a_custom_callback_script(tmp_path):
+    model = scripts.write_model("llama", tmp_path / "model")
+    out = tmp_path / "out"
+    first, other = ranks.run(custom_callback, 2, str(out), str(model))
+    assert first["metrics"]["eval_loss"] == other["metrics"]["eval_loss"]
+    evaluated = [line["eval_loss"] for line in first["logs"] if "eval_loss" in line]
+    assert (
+        len(evaluated) == 3
+    )  # after step 3, after step 4, which the callback asks for, and of the best model
+    assert first["step"] == 4
+    assert Path(first["best"]).name == "checkpoint-3"
+    assert first["metrics"]["eval_loss"] == pytest.approx(evaluated[0], abs=1e-6)
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-3"]
+    state = json.loads((out / "checkpoint-3" / "trainer_state.json").read_text())
+    assert (state["global_step"], state["best_global_step"]) == (3, 3)
+    names = {path.name for path in out.iterdir()}
+    assert names >= {"README.md", "all_results.json", "config.json", "trainer_state.json", "tokenizer.json"}
+    for folder in (out, out / "again"):
+        whole = AutoModelForCausalLM.from_pretrained(folder)
+        assert whole.config.pad_token_id == AutoTokenizer.from_pretrained(folder).pad_token_id == 0
+        assert first["parameters"] == whole.num_parameters()
+        rows = [Samples()[index]["input_ids"] for index in range(32)]
+        with torch.no_grad():
+            loss = float(whole(input_ids=torch.stack(rows), labels=torch.stack(rows)).loss)
+        assert loss == pytest.approx(first["metrics"]["eval_loss"], abs=1e-5)
+
+
+def built_under_zero3(rank: int, world_size: int, folder: str, model: str) -> str:
+    import dsx
+
+    zero3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
+    args = arguments(folder, deepspeed=PIPELINE | zero3, use_cpu=False)
+    cut = AutoModelForCausalLM.from_pretrained(model)
+    try:
+        dsx.Trainer(cut, args, train_dataset=Samples(), eval_dataset=Samples())
+    except dsx.DsxError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_transformers_has_cut_by_zero3(tmp_path):
+    model = scripts.write_model("llama", tmp_path / "model")
+    for said in ranks.run(built_under_zero3, 2, str(tmp_path / "out"), str(model)):
+        assert "deepspeed.zero.Init" in said
+        assert f'Trainer(model="{model}")' in said
+
+
+class Kill(TrainerCallback):
+    """What a scheduler does to one rank of a job whose time is over."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def killed(rank: int, world_size: int, folder: str, model: str) -> int:
+    import dsx
+
+    args = arguments(folder, eval_strategy="no", save_strategy="no")
+    trainer = dsx.Trainer(model, args, train_dataset=Samples(), callbacks=[Kill])
+    return trainer.train().global_step
+
+
+def test_a_signal_saves_and_ends_the_training(tmp_path):
+    model = scripts.write_model("llama", tmp_path / "model")
+    steps = ranks.run(killed, 2, str(tmp_path / "out"), str(model))
+    assert steps[0] == steps[1] < 9
+    assert (tmp_path / "out" / f"checkpoint-{steps[0]}" / "trainer_state.json").is_file()
