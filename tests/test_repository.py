@@ -88,8 +88,8 @@ def test_what_needs_no_tensors_loads_nothing_heavy():
     assert loaded_after("\n".join(f"import {name}" for name in sorted(light))) == set()
 
 
-# Of dsx, by a recipe up to its first step; 136 on the day that this was written, and six more where its layers
-# have not been recorded on this machine before.
+# Of dsx, by a recipe up to its first step; 136 on the day that this was written, and six more where layers
+# have to be recorded first.
 MOST_MODULES = 144
 
 FIRST_STEP = """

@@ -274,7 +274,6 @@ def start_rows(
     described += "" if resumed else weights
     rows = [
         ("model", described),
-        *_trained(run),
         ("layout", layout),
         ("training", training),
         ("batch", batch),
@@ -282,17 +281,6 @@ def start_rows(
     if mesh.pp * run.chunks > 1:
         rows.append(("stages", _stages(run)))
     return [*rows, *more, *(("note", note) for note in run.notes)]
-
-
-def _trained(run: RunConfig) -> list[tuple[str, str]]:
-    """A row about what is trained, of a run that freezes something."""
-    trained = sum(spec.numel for spec in run.param_specs if spec.trained)
-    if trained == run.num_parameters:
-        return []
-    adapter = run.model.adapter
-    kind = "" if adapter is None else f"{adapter.type} of rank {adapter.rank}: "
-    share = f"{100 * trained / run.num_parameters:.3g}%"
-    return [("trained", f"{kind}{compact(trained)} parameters ({share}); the others are frozen")]
 
 
 def end_rows(
