@@ -507,7 +507,9 @@ class TrainConfig(SchemaBlock):
     keep_checkpoints: int = Field(
         default=0, ge=0, description="Keep this many of the newest checkpoints; 0 keeps all."
     )
-    export_hf: bool = Field(default=False, description="Write a Hugging Face model folder at the end.")
+    export_hf: bool = Field(
+        default=False, description="Write a Hugging Face model folder at the end; of an adapter, PEFT's."
+    )
     trace_steps: list[Positive] = Field(
         default_factory=list,
         description="Steps, from 1, whose pipeline actions are recorded, compared with their simulation and "
