@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import dsx
-from dsx.errors import ConfigError
+from dsx.checkpoint.formats.huggingface.weights import HfWeights
+from dsx.config.adapter import WEIGHTS
+from dsx.errors import CheckpointError, ConfigError
+from dsx.models.adapters import peft_specs
 from dsx.models.spec import Adapter
 from parity import dsx_run, oracle
 
@@ -146,3 +151,20 @@ def test_a_folder_that_asks_for_what_dsx_does_not_compute(
     (tmp_path / "adapter_config.json").write_text(json.dumps(told))
     with pytest.raises(ConfigError, match=said):
         resolved({"path": str(tmp_path)})
+
+
+@pytest.mark.parametrize("wrong", ["lost", "shape", "other"])
+def test_weights_that_are_not_the_adapters_are_refused(saved: Path, tmp_path: Path, wrong: str) -> None:
+    tensors = load_file(saved / WEIGHTS)
+    name = min(tensors)
+    if wrong == "lost":
+        del tensors[name]
+    elif wrong == "shape":
+        tensors[name] = torch.zeros(2, 2)
+    else:
+        tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(3, 24)
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    specs = peft_specs(resolved({"path": str(saved)}).param_specs)
+    with HfWeights(tmp_path, file=WEIGHTS) as weights, pytest.raises(CheckpointError) as caught:
+        weights.check(specs)
+    assert ("lm_head" if wrong == "other" else name) in str(caught.value)
