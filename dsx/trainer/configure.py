@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, fields
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
@@ -40,6 +42,7 @@ from dsx.models.spec import Model
 from dsx.parallel.groups import Groups
 
 _MOST_TOKENS, _BLOCK = 2048, 64
+_OF_ADAPTER = re.compile(r"\.lora_|\.modules_to_save\.")  # in the names of PEFT's modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +54,18 @@ class GivenModel:
         skeleton: The same model without storage: its names, and what its forward takes.
         block: ``dsx.model`` for it.
         whole: The model itself, if it was given with its weights.
+        adapter: PEFT's folder of its adapter, if it has one.
     """
 
     hf_config: PreTrainedConfig
     skeleton: nn.Module
     block: dict[str, Any]
     whole: PreTrainedModel | None
+    adapter: str | None = None
 
     @classmethod
-    def of(cls, model: Any) -> GivenModel:
-        """Read what was given.
+    def of(cls, model: Any, output: Path) -> GivenModel:
+        """Read what was given; the adapter of a model of PEFT's is written below ``output``.
 
         Raises:
             ConfigError: A folder or a name that is not there.
@@ -70,11 +75,20 @@ class GivenModel:
             folder = _folder(str(model))
             config = AutoConfig.from_pretrained(folder)
             return cls(hf_config=config, skeleton=_skeleton(config), block={"path": folder}, whole=None)
+        adapter = None
+        if hasattr(model, "peft_config"):
+            adapter, model = _adapter(model, output), model.get_base_model()
         whole = None if isinstance(model, PreTrainedConfig) else _usable(model)
         config = model if whole is None else whole.config
         content = json.loads(config.to_json_string(use_diff=False))
         kind = None if whole is None else type(whole)
-        return cls(hf_config=config, skeleton=_skeleton(config, kind), block={"config": content}, whole=whole)
+        return cls(
+            hf_config=config,
+            skeleton=_skeleton(config, kind),
+            block={"config": content},
+            whole=whole,
+            adapter=adapter,
+        )
 
 
 def _folder(name: str) -> str:
@@ -89,6 +103,22 @@ def _folder(name: str) -> str:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         what = f"there is no such folder, and the hub does not give it ({str(error).splitlines()[0]})"
         raise ConfigError(at("model", name), what, "download it first, and give the folder") from None
+
+
+def _adapter(model: Any, output: Path) -> str:
+    """The folder of a PEFT model's adapter, written by the first rank."""
+    if list(model.active_adapters) != ["default"]:
+        raise ModelError(
+            f"Trainer(model={type(model).__name__})",
+            f"its active adapters are {', '.join(model.active_adapters)}",
+            'give a model with one adapter, called "default" as get_peft_model calls it',
+        )
+    folder = output / "given_adapter"
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    if dist.is_initialized():
+        dist.barrier()
+    return str(folder)
 
 
 def _usable(model: Any) -> PreTrainedModel:
@@ -150,6 +180,14 @@ def configure(
     content = _with_block(args)
     block = content.pop("dsx")
     _fill(content, args, given, steps, shares)
+    if given.adapter is not None:
+        if "adapter" in block:
+            where, what = (
+                at("dsx.adapter", block["adapter"]),
+                "the model that was given has an adapter already",
+            )
+            raise ConfigError(where, what, "remove it, or give the model without an adapter")
+        block["adapter"] = {"path": given.adapter}
     if args.activation_checkpointing:
         block.setdefault("recompute", "full")
     most = getattr(given.hf_config, "max_position_embeddings", None) or _MOST_TOKENS
@@ -236,7 +274,8 @@ def parameter_groups(pipeline: nn.Module, given: GivenModel, weight_decay: float
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in pipeline.parameters():
         if parameter.requires_grad:
-            groups[_name_in(there, spec_of(parameter)) in decayed].append(parameter)
+            name = _name_in(there, spec_of(parameter))
+            groups[name in decayed or name not in there].append(parameter)  # the others are an adapter's
     return [
         {"params": groups[True], "weight_decay": weight_decay},
         {"params": groups[False], "weight_decay": 0.0},
@@ -255,8 +294,12 @@ def weights_of(whole: PreTrainedModel, model: Model, groups: Groups) -> Callable
     Raises:
         ModelError: The model has a tensor that its config does not tell of, or lacks one.
     """
-    held = dict(whole.state_dict(keep_vars=True))
-    specs = {spec.name: names.in_memory(spec) for spec in stored_specs(model)}
+    held = {
+        name.replace(".base_layer.", ".").replace(".original_module.", "."): tensor
+        for name, tensor in whole.state_dict(keep_vars=True).items()
+        if not _OF_ADAPTER.search(name)
+    }
+    specs = {spec.name: names.in_memory(spec) for spec in stored_specs(model) if not spec.adapts}
     _require_all(held, specs.values())
 
     def joined(spec: ParamSpec) -> Tensor:
@@ -268,8 +311,9 @@ def weights_of(whole: PreTrainedModel, model: Model, groups: Groups) -> Callable
     def load(index: int, layer: nn.Module) -> None:
         for parameter in layer.parameters():
             spec = spec_of(parameter)
-            fetch = partial(_part, joined(specs[spec.name]))
-            parameter.copy_(slices.cut(spec, fetch, groups.mesh.tp, groups.tp_rank))
+            if not spec.adapts:
+                fetch = partial(_part, joined(specs[spec.name]))
+                parameter.copy_(slices.cut(spec, fetch, groups.mesh.tp, groups.tp_rank))
         for name, spec in specs.items():
             if spec.buffer and spec.layer == index:
                 layer.get_buffer(name.partition(".")[2]).copy_(joined(spec))

@@ -86,7 +86,7 @@ class Trainer:
 
     Args:
         model: A model folder, of which each rank reads its own part, a hub name, a config of transformers
-            (fresh weights), or a causal language model of transformers, whose weights are taken.
+            (fresh weights), or a causal language model of transformers or PEFT, whose weights are taken.
         args: TrainingArguments.
         data_collator: Makes a batch of samples: ``input_ids``, ``labels`` and perhaps ``attention_mask``
             (padding at the end alone) or ``position_ids`` that restart.
@@ -145,7 +145,7 @@ class Trainer:
         self.data_collator = data_collator or default_collator(processing_class)
         (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
         transformers_logging.set_verbosity(args.get_process_log_level())
-        self._given = GivenModel.of(model)
+        self._given = GivenModel.of(model, Path(args.output_dir))
         kind = type(self._given.skeleton)
         self.label_names = find_labels(kind) if args.label_names is None else args.label_names
         if self.label_names != ["labels"]:

@@ -191,6 +191,7 @@ def run(
         "use_cpu": True,
         "optim": "adamw_torch",
         "seed": 7,
+        "label_names": ["labels"],  # which nobody sees in the signature of a model of PEFT's
     }
     args = TrainingArguments(**{**given, **arguments}, deepspeed=deepspeed)
     words, events, texts = tokenizer(), Events(), Texts(samples, seed=1, shortest=shortest, longest=longest)
@@ -241,6 +242,17 @@ def config(layout: str) -> dict[str, Any]:
     }
 
 
+def with_adapter(whole: Any) -> Any:
+    """The model under PEFT's LoRA, with one module that is trained itself."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    lora = LoraConfig(
+        r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], modules_to_save=["lm_head"]
+    )
+    return get_peft_model(whole, lora)
+
+
 def theirs(rank: int, world_size: int, folder: str, model: str, options: dict[str, Any]) -> dict[str, Any]:
     """transformers' Trainer in one process, without DeepSpeed, in fp32."""
     from transformers import Trainer
@@ -248,6 +260,8 @@ def theirs(rank: int, world_size: int, folder: str, model: str, options: dict[st
     alone()
     # "eager" attention keeps documents apart that are laid end to end, as positions say.
     whole = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+    if options.pop("lora", False):
+        whole = with_adapter(whole)
     return run(Trainer, Path(folder), whole, deepspeed=None, **options)
 
 
@@ -259,4 +273,6 @@ def ours(
     given: Any = model
     if options.pop("instance", False):
         given = AutoModelForCausalLM.from_pretrained(model)
+    if options.pop("lora", False):
+        given = with_adapter(AutoModelForCausalLM.from_pretrained(model))
     return run(dsx.Trainer, Path(folder), given, deepspeed=config(layout), shares=SHARES[layout], **options)

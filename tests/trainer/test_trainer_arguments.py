@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -141,7 +142,7 @@ def test_names_that_are_not_there(args):
 
 
 def resolved(args, world_size=4, shares=2, **values):
-    given = GivenModel.of(model())
+    given = GivenModel.of(model(), Path(args.output_dir))
     return configure(
         changed(args, **values), given, world_size=world_size, steps=10, longest=32, shares=shares
     )
@@ -263,7 +264,7 @@ def test_models_that_cannot_be(tmp_path):
         (AutoConfig.for_model("t5"), "causal language models"),
     ):
         with pytest.raises(DsxError) as caught:
-            GivenModel.of(given)
+            GivenModel.of(given, tmp_path)
         assert said in str(caught.value)
 
 

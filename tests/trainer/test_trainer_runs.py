@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -178,3 +179,24 @@ def test_a_signal_saves_and_ends_the_training(tmp_path):
     steps = ranks.run(killed, 2, str(tmp_path / "out"), str(model))
     assert steps[0] == steps[1] < 9
     assert (tmp_path / "out" / f"checkpoint-{steps[0]}" / "trainer_state.json").is_file()
+
+
+def tuned(rank: int, world_size: int, folder: str, model: str) -> float:
+    import dsx
+
+    whole = scripts.with_adapter(AutoModelForCausalLM.from_pretrained(model))
+    args = arguments(folder, eval_strategy="no", max_steps=4, save_steps=2)
+    trainer = dsx.Trainer(whole, args, train_dataset=Samples(), eval_dataset=Samples())
+    trainer.train()
+    trainer.save_model()
+    return trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.slow
+def test_peft_reads_the_adapter_that_was_trained(tmp_path):
+    model = scripts.write_model("llama", tmp_path / "model")
+    loss, _ = ranks.run(tuned, 2, str(tmp_path / "out"), str(model))
+    whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "out")
+    rows = torch.stack([Samples()[index]["input_ids"] for index in range(32)])
+    with torch.no_grad():
+        assert float(whole(input_ids=rows, labels=rows).loss) == pytest.approx(loss, abs=1e-5)
