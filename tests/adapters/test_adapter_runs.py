@@ -63,6 +63,13 @@ def test_dropout_is_the_same_on_all_ranks_that_have_the_same_inputs(base: Path) 
     assert alone[1:] != pytest.approx(losses_of(without, base, range(3))[1:], rel=1e-5)
 
 
+@pytest.mark.slow
+def test_bf16_follows_fp32(base: Path) -> None:
+    case = Case(adapter=DORA, tp=2, zero=3)
+    wide = losses_of(case, base, range(6))
+    assert wide == pytest.approx(losses_of(replace(case, bf16=True), base, range(6)), rel=1e-2)
+
+
 def test_recompute_draws_the_same_dropout(base: Path) -> None:
     case = Case(tp=2, adapter=(("dropout", 0.4), *DORA))
     again = losses_of(replace(case, recompute="full"), base, range(3))
