@@ -11,7 +11,7 @@ from typing import Protocol, Self
 import torch
 
 from dsx.data.order import Shares, keyed_hash, permute
-from dsx.data.packs import Sample, Windows, inputs_and_labels
+from dsx.data.packs import Packs, Sample, Windows, inputs_and_labels
 from dsx.errors import DataError
 
 MicroBatch = tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -151,7 +151,8 @@ class EvaluationBatches:
     """The same held-out micro-batches at every evaluation, as many on every data-parallel rank.
 
     They are a prefix of one fixed shuffle of the held-out sequences, so that a short evaluation samples the
-    whole split, and layouts that divide alike evaluate the same sequences.
+    whole split, and layouts that divide alike evaluate the same sequences. Of packs, every layout evaluates
+    the same ones: packs without a label fill up the last micro-batches, which a mean over tokens ignores.
 
     Args:
         sequences: Held-out sequences.
@@ -174,7 +175,8 @@ class EvaluationBatches:
         max_tokens: int | None = None,
     ) -> None:
         unit = micro_batch_size * dp
-        if len(sequences) < unit:
+        self._empty = sequences.empty() if isinstance(sequences, Packs) else None
+        if len(sequences) < unit and self._empty is None:
             raise DataError(
                 "dsx.data.held_out",
                 f"the held-out text has {len(sequences)} sequences of {sequences.sequence_length} tokens, "
@@ -182,22 +184,27 @@ class EvaluationBatches:
                 "data-parallel ranks)",
                 "hold out more, use more text, a smaller batch or a smaller dsx.data.sequence_length",
             )
-        wanted = len(sequences)
+        wanted, least = len(sequences), unit if self._empty is None else 1
         if max_tokens is not None:
-            wanted = min(wanted, max(unit, max_tokens // sequences.sequence_length))
+            wanted = min(wanted, max(least, max_tokens // sequences.sequence_length))
         self._sequences = sequences
         self._rows, self._dp, self._dp_rank = micro_batch_size, dp, dp_rank
-        self._count = wanted // unit
+        self._count = wanted // unit if self._empty is None else -(-wanted // unit)
+        self._wanted = wanted
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        size, key = len(self._sequences), keyed_hash("evaluation")
         for number in range(self._count):
             first = (number * self._dp + self._dp_rank) * self._rows
             places = range(first, first + self._rows)
-            yield _micro_batch([self._sequences.window(permute(place, size, key)) for place in places])
+            yield _micro_batch([self._at(place) for place in places])
+
+    def _at(self, place: int) -> Sample:
+        if self._empty is not None and place >= self._wanted:
+            return self._empty
+        return self._sequences.window(permute(place, len(self._sequences), keyed_hash("evaluation")))
 
 
 def _micro_batch(rows: list[Sample]) -> MicroBatch:

@@ -89,7 +89,7 @@ class Masks:
         tokenizer: Text -> ids.
 
     Raises:
-        DataError: The template is missing or none.
+        DataError: ``dsx.data.chat_template`` names a file that cannot be read.
     """
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer) -> None:
@@ -249,7 +249,7 @@ class _Rendering:
             raise BadRecordError(self._example.where, what, f"begin with another turn, or {_FIX}")
         before, _ = self._masks.render(self._example, turn, prompt=True)
         if not self.text.startswith(before):
-            raise self._otherwise(before, turn, "the turns before it, with the generation prompt,")
+            raise self._otherwise(before, turn, "the turns before it, with the generation prompt,", '"all"')
         return len(before)
 
     def end(self, turn: int) -> int:
@@ -268,7 +268,7 @@ class _Rendering:
         said = said.lstrip("\n")
         if thought and said and self.text.startswith(said, begin):
             return begin + len(said)
-        raise self._otherwise(upto, turn, "the turns up to it")
+        raise self._otherwise(upto, turn, "the turns up to it", '"last" or "all"')
 
     def marked_in(self, marked: list[Span], turns: list[int]) -> list[Span]:
         """What the template marks in these turns of the assistant."""
@@ -284,11 +284,11 @@ class _Rendering:
         pairs = zip(self.text, other, strict=False)
         return next((n for n, (one, two) in enumerate(pairs) if one != two), min(len(self.text), len(other)))
 
-    def _otherwise(self, other: str, turn: int, what: str) -> BadRecordError:
+    def _otherwise(self, other: str, turn: int, what: str, trainable: str) -> BadRecordError:
         at = self._common(other)
         return BadRecordError(
             self._example.where,
             f"turn {turn + 1} cannot be told apart: the chat template writes {what} otherwise than in the "
             f"whole chat, {other[at : at + 40]!r} for {self.text[at : at + 40]!r}",
-            f'{_FIX}, or dsx.data.train_on "last" or "all"',
+            f"{_FIX}, or dsx.data.train_on {trainable}",
         )

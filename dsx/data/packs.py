@@ -209,11 +209,18 @@ class Packs:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"pack {index} of {len(self)}")
+        return self._filled(self._packs[index])
+
+    def empty(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A pack of padding alone."""
+        return self._filled([])
+
+    def _filled(self, documents: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ids = np.full(self.sequence_length, self._pad_id, np.int64)
         labels = np.full(self.sequence_length, IGNORED, np.int64)
         positions = np.zeros(self.sequence_length, np.int64)
         at = 0
-        for document in self._packs[index]:
+        for document in documents:
             own, trained = self.document(document)
             end = at + len(own)
             ids[at:end] = own

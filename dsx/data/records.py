@@ -167,7 +167,7 @@ def _csv_rows(path: Path) -> Iterator[_Row]:
         what = f"is not UTF-8 text ({error.reason}: byte 0x{error.object[error.start]:02x})"
         raise DataError(str(path), what, "convert it (iconv -f latin1 -t utf-8) or leave it out") from error
     except csv.Error as error:
-        raise DataError(str(path), f"is no CSV ({error})", "mend the file") from error
+        raise DataError(str(path), f"cannot be read as CSV ({error})", "mend it, or write jsonl") from error
 
 
 def _object(where: str, value: Any, kind: str) -> _Row:
@@ -235,7 +235,7 @@ class _Record:
 
     def tools(self) -> list[Any] | None:
         name = self.column("tools")
-        if name is None:
+        if name is None or self._cells[name] == "":  # a cell of CSV
             return None
         tools = self.parsed(self._cells[name], name)
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

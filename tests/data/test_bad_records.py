@@ -162,7 +162,10 @@ BAD_FILES = {
     "object.json": ('{"messages": []}', "holds an object at the top, not a list of records"),
     "latin1.json": (b'["\xe9"]', "is no JSON"),
     "latin1.csv": (b"prompt,completion\na,\xe9\n", "is not UTF-8 text"),
-    "null.csv": (b"prompt,completion\n" + b'"' + b"x" * 140_000 + b'",b\n', "is no CSV"),
+    "wide.csv": (
+        b"prompt,completion\n" + b'"' + b"x" * 140_000 + b'",b\n',
+        "cannot be read as CSV (field larger",
+    ),
     "text.txt": ("hello", "is running text, which has no records"),
 }
 
@@ -189,12 +192,12 @@ def test_rows_of_other_files(tmp_path: Path, tokenizer: str) -> None:
     pq.write_table(table, tmp_path / "c.parquet")
     with pytest.raises(DataError, match=r"c.parquet, row 3: turn 1 \(user\) has no content"):
         prepared(tmp_path / "c.parquet", tokenizer)
-    cell = '"' + json.dumps([USER, ANSWER]).replace('"', '""') + '"\n'
+    cell = '"' + json.dumps([USER, ANSWER]).replace('"', '""') + '",\n'
     texts = [
         prepared(written(tmp_path / "d.jsonl", f"{GOOD}\n{GOOD}"), tokenizer),
         prepared(written(tmp_path / "e.json", f"{GOOD}\n{GOOD}\n"), tokenizer),
         prepared(written(tmp_path / "f.json", f"[{GOOD}, {GOOD}]"), tokenizer),
-        prepared(written(tmp_path / "g.csv", "messages\n" + 2 * cell), tokenizer),
+        prepared(written(tmp_path / "g.csv", "messages,tools\n" + 2 * cell), tokenizer),
         prepared(tmp_path / "c.parquet", tokenizer, bad_records="skip"),
     ]
     assert [text.parts[0].corpus.info.train.documents for text in texts] == [2] * 5

@@ -124,8 +124,25 @@ def test_the_same_order_in_every_layout_and_after_a_resume() -> None:
     ahead = Prefetched(resumed, depth=2, pin=False)
     assert torch.equal(torch.stack(taken(ahead, 4)), torch.stack(whole[12:20]))
     ahead.close()
-    evaluated = list(EvaluationBatches(packs, micro_batch_size=2, dp=1, dp_rank=0))
-    assert evaluated[0][0][1].shape == evaluated[0][1].shape == (2, 16)
+
+
+@pytest.mark.parametrize("most", [None, 5 * 16, 1])
+def test_evaluations_are_of_the_same_packs_in_every_layout(most: int | None) -> None:
+    """Fewer packs than one micro-batch on every rank are enough: what is added has no label."""
+    packs, found = packed(MASKS[:40], 16), []
+    for dp, rows in ((1, 1), (1, 2), (2, 4), (4, 16)):
+        ranks = [
+            EvaluationBatches(packs, micro_batch_size=rows, dp=dp, dp_rank=rank, max_tokens=most)
+            for rank in range(dp)
+        ]
+        assert len({len(rank) for rank in ranks}) == 1
+        batches = [batch for rank in ranks for batch in rank]
+        assert all(labels.shape == ids.shape == (rows, 16) for (ids, _), labels in batches)
+        labels = torch.cat([labels for _, labels in batches])
+        trained = labels[(labels != -100).any(1)]
+        found.append(sorted(map(tuple, trained.tolist())))
+    assert all(one == found[0] for one in found)
+    assert len(found[0]) == {None: len(packs), 80: 5, 1: 1}[most]
 
 
 def test_packs_and_text_are_mixed_with_positions() -> None:
