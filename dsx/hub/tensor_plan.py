@@ -342,18 +342,17 @@ def _set_ends(child: nn.Module, tp: TensorParallel, *, tight: bool) -> None:
             if tp.sequence
             else partial(collectives.copy_to, tp=tp)
         )
-        child.register_forward_pre_hook(partial(_begun, start=start, tp=tp), with_kwargs=True)
+        child.register_forward_pre_hook(partial(_begun, start=start), with_kwargs=True)
     elif tp.sequence:
         gather = partial(collectives.gather_from, tp=tp, dim=collectives.SEQUENCE)
-        child.register_forward_pre_hook(partial(_begun, start=gather, tp=tp), with_kwargs=True)
+        child.register_forward_pre_hook(partial(_begun, start=gather), with_kwargs=True)
         child.register_forward_hook(partial(_ended, tp=tp))
 
 
 def _begun(
-    _module: nn.Module, given: Any, named: Any, *, start: Callable[[Tensor], Tensor], tp: TensorParallel
+    _module: nn.Module, given: Any, named: Any, *, start: Callable[[Tensor], Tensor]
 ) -> tuple[Any, Any]:
     """Hidden states, the first argument, as they are wanted inside."""
-    del tp
     if given:
         return (start(given[0]), *given[1:]), named
     name = next(name for name, value in named.items() if isinstance(value, Tensor))

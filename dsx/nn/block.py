@@ -95,6 +95,15 @@ def recomputed(function: Callable[..., T], *inputs: Tensor | None, random: bool)
     return y
 
 
+def along(
+    residuals: Callable[[Tensor, Tensor | None], Tensor], given: Stream, *, recompute: bool, random: bool
+) -> Stream:
+    """What a block makes of the hidden states and the positions of a stream, with the rest beside it."""
+    x_BsH, beside, positions = parted(given)
+    run = partial(recomputed, residuals, random=random) if recompute else residuals
+    return joined(run(x_BsH, positions), beside, positions)
+
+
 class Block(nn.Module):
     """A transformer block as one layer of the layer list.
 
@@ -126,10 +135,8 @@ class Block(nn.Module):
 
     def forward(self, given: Stream) -> Stream:
         """[B, s, H] to the same, with positions beside it if they come along."""
-        x_BsH, beside, positions = parted(given)
-        run = partial(recomputed, self._residuals, random=self.random and self.training)
-        y_BsH = (run if self.recompute == "full" else self._residuals)(x_BsH, positions)
-        return joined(y_BsH, beside, positions)
+        whole = self.recompute == "full"
+        return along(self._residuals, given, recompute=whole, random=self.random and self.training)
 
     def _residuals(self, x_BsH: Tensor, positions: Tensor | None) -> Tensor:
         middle_BsH = x_BsH + self.dropout(self.attention(self.norm_1(x_BsH), positions))

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from dsx.models.spec import ModelSpec, Recompute
 from dsx.nn.attention import Attention, CausalMask, Rotary
-from dsx.nn.block import Mlp, recomputed
+from dsx.nn.block import Mlp, along
 from dsx.nn.collectives import copy_parameters
-from dsx.nn.documents import Stream, carried, ending, joined, parted
+from dsx.nn.documents import Stream, carried, ending
 from dsx.nn.embedding import as_head, vocabulary_table
 from dsx.nn.parameters import ZEROS, Weights, fresh_parameter
 from dsx.nn.split import late
@@ -125,10 +125,8 @@ class Gemma2Block(nn.Module):
 
     def forward(self, given: Stream) -> Stream:
         """[B, s, H] to the same, with positions beside it if they come along."""
-        x_BsH, beside, positions = parted(given)
-        run = partial(recomputed, self._residuals, random=self.random and self.training)
-        y_BsH = (run if self.recompute == "full" else self._residuals)(x_BsH, positions)
-        return joined(y_BsH, beside, positions)
+        whole = self.recompute == "full"
+        return along(self._residuals, given, recompute=whole, random=self.random and self.training)
 
     def _residuals(self, x_BsH: Tensor, positions: Tensor | None) -> Tensor:
         x_BsH = x_BsH + self.after_1(self.attention(self.norm_1(x_BsH), positions))
