@@ -408,12 +408,14 @@ class TrainingComparison:
         batches: Sequence[Batch],
         wrong: Sequence[str],
     ) -> diagnosis.ParityFinding:
+        by_gradients = None
         if wrong and not self._seen.clipping:
             # Data that is read twice, or by the wrong replica, shows in which micro-batches a gradient sums.
             errors = dict.fromkeys(wrong, 1.0)
             found = self._gradient_finding(index, step, weights, batches, wrong, errors, loss_equal=False)
-            if found.cause in (diagnosis.SAME_DATA, diagnosis.DATA_ORDER):
+            if found.cause == diagnosis.SAME_DATA:
                 return found
+            by_gradients = found if found.cause == diagnosis.DATA_ORDER else None
         supposed = dict(self._bench.suppose(weights, batches))
         own = expected if self._bench.layers is None else self._bench.layers.evaluate(weights, batches)
         first = self._first_layer(own) if index == 0 else None
@@ -426,7 +428,8 @@ class TrainingComparison:
             other_family=self._bench.layers is not None
             and abs(own.loss - step.losses[0]) <= tolerance * abs(own.loss),
         )
-        return diagnosis.diagnose_loss(facts, self._degrees, tolerance, step=index + 1)
+        by_loss = diagnosis.diagnose_loss(facts, self._degrees, tolerance, step=index + 1)
+        return by_loss if by_gradients is None or by_loss.cause in supposed else by_gradients
 
     def _first_layer(self, own: Evaluation) -> tuple[str, float] | None:
         """The first layer whose output for the first micro-batch differs from one process's."""
@@ -453,7 +456,8 @@ class TrainingComparison:
         *,
         loss_equal: bool,
     ) -> diagnosis.ParityFinding:
-        each = [self._bench.reference.evaluate(weights, [batch]).gradients for batch in batches]
+        reference = self._bench.reference
+        each = [reference.evaluate(weights, [batch], among=batches).gradients for batch in batches]
         facts = [
             gradient_facts(self._places, name, step, each, errors[name], self._previous.get(name))
             for name in wrong
@@ -482,7 +486,24 @@ class TrainingComparison:
             facts, by_stage, self._seen.clipping, self._degrees, step=index + 1
         )
 
+    def _frozen_finding(self, index: int, step: WholeStep) -> diagnosis.ParityFinding | None:
+        """The finding for a frozen weight that has a gradient, or that is not what it was to the last bit."""
+        for name in (each for each in self._bench.reference.order if each in self._bench.reference.frozen):
+            moved = not torch.equal(step.weights[name].values, step.next_weights[name].values)
+            if moved or name in step.gradients:
+                return diagnosis.ParityFinding(
+                    cause=diagnosis.FROZEN,
+                    what=f"{name} is frozen, and {'changes in the step' if moved else 'has a gradient'}",
+                    why="the optimizer is given it, or something writes over it",
+                    step=index + 1,
+                    tensor=name,
+                )
+        return None
+
     def _update_finding(self, index: int, step: WholeStep) -> diagnosis.ParityFinding | None:
+        finding = self._frozen_finding(index, step)
+        if finding is not None:
+            return finding
         if self._updates.is_known:
             finding = self._moved(index, step)
             if finding is not None:

@@ -17,14 +17,19 @@ DATA_ORDER = "data order"
 DATA_SUMMED = "summed over data parallelism"
 DECAY = "weight decay"
 DIVIDED_TWICE = "divided twice"
+DOCUMENTS = "documents see each other"
 DROPOUT_DATA = "dropout masks equal over data parallelism"
 DROPOUT_TENSOR = "dropout masks over tensor parallelism"
 FAMILY = "model differs from its reference"
 FORWARD = "forward"
+FROZEN = "frozen weights trained"
 INITIAL_WEIGHTS = "initial weights"
+JOINED = "documents not apart"
 LAST_MICRO_BATCH = "weight of the last micro-batch"
 LEARNING_RATE = "learning rate"
 LOSS_SCALED = "loss scaled"
+MEAN_OF_MEANS = "mean of micro-batches' means"
+MEAN_PER_REPLICA = "mean of replicas' means"
 MICRO_BATCH_MISSING = "micro-batch missing"
 MICRO_BATCH_OVERWRITTEN = "micro-batches overwritten"
 MICRO_BATCH_TWICE = "micro-batch counted twice"
@@ -456,6 +461,12 @@ def _supposed(facts: LossFacts, degrees: AxisSizes) -> Iterator[tuple[Said, floa
         f"{degrees.mesh.tp} times the bias",
         PADDING: "rows that only pad the vocabulary take part in the softmax",
         SAME_DATA: f"all {degrees.mesh.dp} data-parallel ranks read the same micro-batches",
+        DOCUMENTS: "tokens attend to the documents before theirs: the mask is of the row, not of documents",
+        JOINED: "a pack is computed as one document: neither masks nor positions begin again in each",
+        MEAN_OF_MEANS: "each micro-batch's mean counts alike, however many of its tokens are trained: "
+        "sums are to be divided by the tokens of the global batch",
+        MEAN_PER_REPLICA: f"each of {degrees.mesh.dp} data-parallel ranks divides by its own number of "
+        "trained tokens: they are to be counted over all ranks",
     }
     for cause, value in facts.supposed.items():
         yield (cause, words[cause]), value

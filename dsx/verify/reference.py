@@ -1,31 +1,37 @@
 """What a layout is compared with: one process, torch's autograd and optimizer over the whole model.
 
-For dsx's families it is the transformers model of the same Hugging Face config: none of dsx's layers, engine
-or schedules. For a list of layers it is those layers, called in order.
+For dsx's families it is the transformers model of the same Hugging Face config: none of dsx's layers, engine,
+masks or schedules. Documents that are kept apart are run one by one, and an adapter is added to the weights.
+For a list of layers it is those layers, called in order.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from inspect import signature
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime import lr_schedules
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from dsx.checkpoint.formats import slices
 from dsx.checkpoint.formats.huggingface import names
 from dsx.checkpoint.formats.huggingface import weights as hf
 from dsx.config.run import RunConfig
-from dsx.models import families
+from dsx.models import adapters, families
 from dsx.models.custom_code import without_code
 from dsx.models.param import ParamSpec
 from dsx.models.spec import HubModel, ModelSpec
 from dsx.nn import parameters
+from dsx.nn.loss import TokenMean, trained_tokens
 from dsx.nn.parallel import TensorParallel
 
 _TORCH = {"adam": "AdamW", "adamw": "AdamW", "adagrad": "Adagrad"}
@@ -102,6 +108,8 @@ Batch = tuple[Any, Any]
 """(inputs, labels)."""
 
 _IGNORED = -100
+_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+_LOW_RANK = "base_model.model."  # what PEFT's names of an adapter's tensors begin with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,72 +145,163 @@ class Transformers:
         )
         self._model.train()
         held = dict(self._model.named_parameters())
-        self._specs = tuple(names.in_memory(spec) for spec in config.param_specs)
-        # Specs have the names of files, where GPT-NeoX's head has another one than in the model.
-        self._parameters = {
-            name: next(held[other] for other in names.stored_names(spec, name) if other in held)
-            for spec in self._specs
-            for name in spec.hf
-        }
+        specs = config.param_specs
+        self._specs = tuple(spec if spec.adapts else names.in_memory(spec) for spec in specs)
+        self._adapter = config.model.adapter
+        self._parameters: dict[str, nn.Parameter] = {}
+        for spec in self._specs:
+            if spec.adapts:
+                parts = hf.split(spec, torch.zeros(spec.shape))
+                self._parameters |= {name: nn.Parameter(values.clone()) for name, values in parts.items()}
+                continue
+            for name in spec.hf:
+                # Specs have the names of files, where GPT-NeoX's head has another one than in the model.
+                own = next(held[other] for other in names.stored_names(spec, name) if other in held)
+                self._parameters[name] = own.requires_grad_(spec.trained)
         self.title = f"transformers {type(self._model).__name__}, one process, fp32"
-        self.order = tuple(spec.name for spec in config.param_specs)
+        if self._adapter is not None:
+            self.title += ", weights with " + {"lora": "LoRA", "dora": "DoRA"}[self._adapter.type]
+        self.order = tuple(spec.name for spec in specs)
+        self.frozen = frozenset(spec.name for spec in specs if not spec.trained)
 
     def weights(self) -> dict[str, Tensor]:
         """The weights as transformers initialises them."""
         found = {spec.name: hf.join(spec, lambda name: self._parameters[name]) for spec in self._specs}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    def evaluate(self, weights: Mapping[str, Tensor], batches: Sequence[Batch]) -> Evaluation:
-        """Loss and gradient at these weights."""
+    def evaluate(
+        self, weights: Mapping[str, Tensor], batches: Sequence[Batch], among: Sequence[Batch] | None = None
+    ) -> Evaluation:
+        """Loss and gradient at these weights, over the trained tokens of the micro-batches.
+
+        ``among``: the micro-batches whose average number of trained tokens counts, in place of ``batches``.
+        """
         self._load(weights)
         self._model.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        tokens = _average_tokens(among or batches, trained_tokens)
+        made = dict(self._changed_weights())
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in made.items()}
         total = 0.0
-        for inputs, labels in batches:
-            outputs = self._model(input_ids=inputs, use_cache=False)
-            loss = F.cross_entropy(
-                outputs.logits.float().flatten(0, 1), labels.flatten(), ignore_index=_IGNORED
-            )
-            extra = getattr(outputs, "aux_loss", None)
-            if extra is not None:  # of routers, where the config asks for it
-                loss = loss + self._model.router_aux_loss_coef * extra
-            loss = loss / len(batches)
-            loss.backward()
-            total += loss.item()
+        for batch in batches:
+            for ids, labels in _documents(batch):
+                outputs = self._outputs(ids, leaves)
+                loss = _summed(outputs.logits, labels) / tokens
+                extra = getattr(outputs, "aux_loss", None)
+                if extra is not None:  # of routers, where the config asks for it
+                    loss = loss + self._model.router_aux_loss_coef * extra
+                loss = loss / len(batches)
+                loss.backward()
+                total += loss.item()
+        used = [name for name, leaf in leaves.items() if leaf.grad is not None]
+        if used:
+            torch.autograd.backward([made[name] for name in used], [leaves[name].grad for name in used])
         gradients = {
-            spec.name: hf.join(spec, lambda name: self._parameters[name].grad) for spec in self._specs
+            spec.name: hf.join(spec, lambda name: self._parameters[name].grad)
+            for spec in self._specs
+            if spec.trained
         }
         return Evaluation(loss=total, gradients={k: g for k, g in gradients.items() if g is not None})
 
     @torch.no_grad()
-    def supposed_loss(
+    def supposed_losses(
         self,
         weights: Mapping[str, Tensor],
         batches: Sequence[Batch],
         *,
         bias_factor: float = 1.0,
         padded_columns: int = 0,
-    ) -> float:
-        """Mean loss under a mistake: row-parallel biases times ``bias_factor``, or padding in the softmax."""
+        joined: Literal["", "attention", "wholly"] = "",
+    ) -> Tensor:
+        """Losses under a mistake: of every micro-batch the sum and the number of its tokens, [batches, 2].
+
+        Mistakes: row-parallel biases times ``bias_factor``, padding in the softmax, or documents ``joined``
+        in attention alone or with their positions.
+        """
         changed = dict(weights)
         for spec in self._specs:
             if is_row_bias(spec, self._specs):
                 changed[spec.name] = weights[spec.name] * bias_factor
         self._load(changed)
-        total = 0.0
+        made, found = dict(self._changed_weights()), []
         for inputs, labels in batches:
-            logits = F.pad(self._logits(inputs), (0, padded_columns))
-            total += F.cross_entropy(logits, labels.flatten(), ignore_index=_IGNORED).item() / len(batches)
-        return total
+            ids, more = inputs, {}
+            if joined:
+                ids, positions = inputs
+                # With a mask that masks nothing, transformers does not look for documents in positions.
+                if joined == "attention":
+                    more = {"position_ids": positions, "attention_mask": torch.ones_like(ids)}
+            loss = 0.0
+            for own, wanted in _documents((ids, labels)):
+                logits = self._outputs(own, made, more).logits
+                loss += float(_summed(F.pad(logits, (0, padded_columns)), wanted))
+            found.append((loss, int(trained_tokens(labels))))
+        return torch.tensor(found, dtype=torch.float64)
 
-    def _logits(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self._model(input_ids=inputs, use_cache=False).logits.float().flatten(0, 1)
-        return logits
+    @property
+    def takes_positions(self) -> bool:
+        """Whether the family's model can be told positions."""
+        return "position_ids" in signature(self._model.forward).parameters
+
+    def _outputs(
+        self, ids: Tensor, changed: Mapping[str, Tensor], more: Mapping[str, Tensor] = _NOTHING
+    ) -> Any:
+        given = {"input_ids": ids, "use_cache": False, **more}
+        return functional_call(self._model, dict(changed), (), given)
+
+    def _changed_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of linears with an adapter, by name: W + s B A, and of DoRA with each row's magnitude.
+
+        DoRA takes the rows' norms for constants (arXiv:2402.09353, section 4.3).
+        """
+        settings = self._adapter
+        start, end = _LOW_RANK, ".lora_A.weight"
+        for name, a in self._parameters.items() if settings is not None else ():
+            if not name.endswith(end):
+                continue
+            assert settings is not None
+            module = name.removesuffix(end)
+            place = module.removeprefix(start)
+            weight = self._model.get_submodule(place).weight
+            crossed = type(self._model.get_submodule(place)).__name__ == "Conv1D"
+            whole = (weight.t() if crossed else weight) + settings.scale * (
+                self._parameters[f"{module}.lora_B.weight"] @ a
+            )
+            if settings.type == "dora":
+                magnitude = self._parameters[f"{module}.lora_magnitude_vector"]
+                whole = (magnitude / whole.detach().norm(dim=1))[:, None] * whole
+            yield f"{place}.weight", whole.t() if crossed else whole
 
     @torch.no_grad()
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         for spec in self._specs:
             for name, values in hf.split(spec, weights[spec.name]).items():
                 self._parameters[name].copy_(values)
+
+
+def _documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+    """Ids and labels [1, length] of every document by itself; where none are kept apart, the micro-batch."""
+    inputs, labels = batch
+    if isinstance(inputs, Tensor):
+        yield inputs, labels
+        return
+    ids, positions = inputs
+    for row, own in enumerate(positions):
+        for begin, end in pairwise([*(own == 0).nonzero().flatten().tolist(), len(own)]):
+            yield ids[row : row + 1, begin:end], labels[row : row + 1, begin:end]
+
+
+def _summed(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the losses of trained tokens."""
+    flat = logits.float().flatten(0, 1)
+    return F.cross_entropy(flat, labels.flatten(), ignore_index=_IGNORED, reduction="sum")
+
+
+def _average_tokens(batches: Sequence[Batch], count: Callable[[Any], Tensor]) -> Tensor:
+    """The trained tokens of an average micro-batch; at least one is counted."""
+    counts = torch.stack([count(labels) for _, labels in batches])
+    return counts.sum().clamp(min=1).double().div(len(batches)).float()
 
 
 class ReferenceLayers:
@@ -230,6 +329,7 @@ class ReferenceLayers:
                 before(index)
             self._add(index, layer)
         self.order = tuple(self._parameters)
+        self.frozen = frozenset(name for name, each in self._parameters.items() if not each.requires_grad)
 
     def _add(self, index: int, layer: Any) -> None:
         prefix = str(index)
@@ -252,8 +352,16 @@ class ReferenceLayers:
         """The weights as built."""
         return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
-    def evaluate(self, weights: Mapping[str, Tensor], batches: Sequence[Batch]) -> Evaluation:
-        """Loss and gradient at these weights, and the layers' outputs for the first micro-batch."""
+    def evaluate(
+        self, weights: Mapping[str, Tensor], batches: Sequence[Batch], among: Sequence[Batch] | None = None
+    ) -> Evaluation:
+        """Loss and gradient at these weights, and the layers' outputs for the first micro-batch.
+
+        ``among``: as of :meth:`Transformers.evaluate`, for a loss that is a mean over tokens.
+        """
+        counted: dict[str, Tensor] = {}
+        if isinstance(self._loss_fn, TokenMean):
+            counted["num_tokens"] = _average_tokens(among or batches, self._loss_fn.count)
         self._load(weights)
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -266,7 +374,8 @@ class ReferenceLayers:
                 first = value[0] if isinstance(value, tuple) else value
                 if isinstance(first, Tensor) and first.is_floating_point():
                     outputs.setdefault(str(index), first.detach().float().clone())
-            loss = (value if self._loss_fn is None else self._loss_fn(value, labels)) / len(batches)
+            loss = value if self._loss_fn is None else self._loss_fn(value, labels, **counted)
+            loss = loss / len(batches)
             loss.backward()
             total += loss.item()
         gradients = {}
@@ -308,6 +417,13 @@ def fresh_weights(config: RunConfig, layers: ReferenceLayers) -> dict[str, Tenso
         whole = torch.empty(spec.local_shape(1))
         parameters.fill(whole, spec, tp=1, tp_rank=0, seed=config.dsx.train.seed)
         weights[spec.name] = made[spec.name] if spec.name in own else slices.merge(spec, [whole])
+    by_name = {spec.name: spec for spec in config.param_specs}
+    for spec in config.param_specs:
+        if spec.init.kind == "row_norms":
+            assert config.model.adapter is not None
+            rows = [span for _, span in adapters.targeted(config.model.adapter, by_name[spec.adapts])]
+            norms = weights[spec.adapts].norm(dim=1)
+            weights[spec.name] = torch.cat([norms[first:stop] for first, stop in rows])
     return weights
 
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
 from dsx.config import load
 from dsx.config.batch import resolve_batch
@@ -288,13 +290,20 @@ def _family_plan(job: VerifyJob, config: RunConfig, changes: tuple[str, ...]) ->
 
     def suppose(weights: Weights, given: Sequence[Batch]) -> Mapping[str, float]:
         found = {}
+        losses = partial(reference.supposed_losses, weights)
+        plain = losses(given)
         if mesh.tp > 1:
-            found[diagnosis.BIAS_PER_RANK] = reference.supposed_loss(weights, given, bias_factor=mesh.tp)
+            found[diagnosis.BIAS_PER_RANK] = _token_mean(losses(given, bias_factor=mesh.tp))
         if padded:
-            found[diagnosis.PADDING] = reference.supposed_loss(weights, given, padded_columns=padded)
+            found[diagnosis.PADDING] = _token_mean(losses(given, padded_columns=padded))
         if mesh.num_shares > 1:
-            found[diagnosis.SAME_DATA] = reference.supposed_loss(weights, given[:: mesh.num_shares])
-        return found
+            found[diagnosis.SAME_DATA] = _token_mean(plain[:: mesh.num_shares])
+            found[diagnosis.MEAN_PER_REPLICA] = _mean_of_means(plain.view(m, mesh.num_shares, 2).sum(0))
+        if config.dsx.data.keeps_apart:
+            found[diagnosis.JOINED] = _token_mean(losses(given, joined="wholly"))
+            if reference.takes_positions:
+                found[diagnosis.DOCUMENTS] = _token_mean(losses(given, joined="attention"))
+        return found | {diagnosis.MEAN_OF_MEANS: _mean_of_means(plain)}
 
     is_known = config.weights is None and config.precision == "fp32"
     bench = Bench(
@@ -307,6 +316,16 @@ def _family_plan(job: VerifyJob, config: RunConfig, changes: tuple[str, ...]) ->
         built=fresh_weights(config, layers) if is_known else None,
     )
     return VerifyPlan(job=job, bench=bench, changes=changes, layout=_layout(config))
+
+
+def _token_mean(losses: Tensor) -> float:
+    """Of sums and numbers of tokens, [n, 2]."""
+    total, count = losses.sum(0).tolist()
+    return float(total / max(count, 1))
+
+
+def _mean_of_means(losses: Tensor) -> float:
+    return float((losses[:, 0] / losses[:, 1].clamp(min=1)).mean())
 
 
 def _user_plan(job: VerifyJob, model: UserModel | None, changes: tuple[str, ...]) -> VerifyPlan:

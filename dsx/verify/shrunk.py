@@ -8,15 +8,18 @@ odd, how micro-batches relate to the pipeline. Widths, depth, sequence, vocabula
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dsx.config.deepspeed import is_bf16
+from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
+from dsx.models.adapters import ALL_LINEAR
 from dsx.models.family import BYTES_VOCABULARY
 from dsx.models.hf_config import FAMILIES, own_keys, without_names_of
-from dsx.models.params import layer_kinds
+from dsx.models.params import frozen_names, layer_adapters, layer_kinds
 from dsx.models.spec import HubModel, ModelSpec
 
 _HEAD_DIM = 8
@@ -24,6 +27,9 @@ _TOKENS_PER_RANK = 8
 _FEW_MICRO_BATCHES = 3
 _FEW_HEADS, _MANY_HEADS = 4, 32
 _INIT = 0.1
+_RANK = 4
+_NUMBERED = re.compile(r"(^|\.)\d+(\.|$)")  # a name of one block's module
+_ROUTERS = "output_router_logits"
 _BUCKET_ELEMENTS = 20_000
 _PERSISTENT_ELEMENTS = 100
 _UNTRAINED = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning")
@@ -62,10 +68,10 @@ def trial(
     content = _deepspeed(config, changes, keep_precision=keep_precision, on_cpu=on_cpu, full=full)
     block = config.resolved()["dsx"]
     block["profile"] = None
-    block["train"] |= {"resume": "never", "trace_steps": [], "eval_every": 0, "freeze": []}
-    block |= {"tracking": {}, "adapter": None}
-    for key, is_set in (("train.freeze", config.dsx.train.freeze), ("adapter", config.dsx.adapter)):
-        changes += [f"dsx.{key}: off, so that every gradient is compared"] * bool(is_set)
+    block["train"] |= {"resume": "never", "trace_steps": [], "eval_every": 0}
+    if config.model.adapter is not None:
+        block["adapter"] = _adapter(config, changes, full=full)
+    block["tracking"] = {}
     if block["recompute"] == "auto":
         block["recompute"] = "none"
         changes.append("dsx.recompute: auto -> none (there is no profile)")
@@ -95,8 +101,52 @@ def trial(
         dropping = {**block, "model": _model(config, hf_config, {}, full=full)}
         dropout = copy.deepcopy({**content, "dsx": dropping})
         changes.append("dropout: off for the comparison; its masks are compared apart")
+    if isinstance(model, HubModel) and model.balance is not None and config.dsx.data.keeps_apart:
+        without = {**without, _ROUTERS: False}
+        changes.append(f"{_ROUTERS}: off, because documents by themselves have another loss of routers")
     block["model"] = _model(config, hf_config, without, full=full)
+    if config.dsx.train.freeze and not full:
+        block["train"]["freeze"] = _freeze({**content, "dsx": block}, config, changes)
     return Trial(content={**content, "dsx": block}, changes=tuple(changes), dropout=dropout)
+
+
+def _adapter(config: RunConfig, changes: list[str], *, full: bool) -> dict[str, Any]:
+    """The ``dsx.adapter`` block: without dropout and, for a small model, of its size and on its layers."""
+    adapter, given = config.model.adapter, config.dsx.adapter
+    assert adapter is not None
+    assert given is not None
+    block = given.model_dump(mode="json", exclude_unset=True)
+    if adapter.dropout:
+        block["dropout"] = 0.0
+        changes.append(f"dsx.adapter.dropout: {adapter.dropout:g} -> 0")
+    if full:
+        return block
+    if block.pop("path", None) is not None:
+        changes.append(f"dsx.adapter.path: off, with the settings of {given.path}")
+        block = asdict(adapter) | block
+    block["rank"] = min(adapter.rank, _RANK)
+    changes += [f"dsx.adapter.rank: {adapter.rank} -> {_RANK}"] * (adapter.rank > _RANK)
+    if isinstance(adapter.targets, tuple) and not any(map(_NUMBERED.search, adapter.targets)):
+        return block
+    if adapter.targets != ALL_LINEAR:  # some layers' alone, which a model with fewer may not have
+        ends = {end for own in layer_adapters(config.model) if own is not None for end in own.targets}
+        block["targets"] = sorted(ends)
+        changes.append("dsx.adapter.targets: " + ", ".join(block["targets"]) + " of every block")
+    return block
+
+
+def _freeze(content: dict[str, Any], config: RunConfig, changes: list[str]) -> list[str]:
+    """The patterns of ``dsx.train.freeze`` that the small model has something for, if that leaves a rest."""
+    patterns = config.dsx.train.freeze
+    whole = copy.deepcopy(content)
+    whole["dsx"]["train"]["freeze"] = []
+    specs = resolve(whole, world_size=config.mesh.size).param_specs
+    kept = [each for each in patterns if any(any(frozen_names(spec, (each,)).values()) for spec in specs)]
+    if all(all(frozen_names(spec, kept).values()) for spec in specs if spec.trained):
+        kept = []
+    gone = [each for each in patterns if each not in kept]
+    changes += [f"dsx.train.freeze: without {', '.join(gone)}, which leaves nothing here"] * bool(gone)
+    return kept
 
 
 def _no_dropout(config: RunConfig) -> dict[str, float]:

@@ -170,7 +170,10 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 NOISE = 0.1
-"""Fresh norms and biases are moved by so much, because at exactly 1 and 0 they would hide mistakes."""
+"""Fresh norms, biases and adapters are moved by so much, because at exactly 1 and 0 they hide mistakes."""
+
+_SHARES = 4  # the labels that are trained are one of so many shares of a micro-batch's
+_BEGINS = 0.3  # the share of tokens that begin a document, where documents are kept apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +315,7 @@ def _ours(
 
 
 def _prepare(names: Mapping[str, nn.Parameter], groups: Groups, *, fresh: bool) -> dict[str, Tensor]:
-    """The weights as built; then move fresh vectors away from the 1 and 0 that they start from."""
+    """The weights as built; then move fresh vectors, and zeros of adapters, away from their start."""
     built = {}
     for name, parameter in names.items():
         # At ZeRO-3 layers are partitioned as they are built; what is whole passes through.
@@ -320,7 +323,8 @@ def _prepare(names: Mapping[str, nn.Parameter], groups: Groups, *, fresh: bool) 
             built[name] = parameter.detach().float().cpu().clone()
             spec = getattr(parameter, "dsx_spec", None)
             shape = spec.shape if isinstance(spec, ParamSpec) else tuple(parameter.shape)
-            if fresh and len(shape) == 1:
+            zeros = isinstance(spec, ParamSpec) and bool(spec.adapts) and spec.init.kind == "zeros"
+            if (fresh and len(shape) == 1) or zeros:
                 seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
                 noise = NOISE * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
                 moved = torch.zeros_like(parameter, device="cpu", dtype=torch.float32)
@@ -330,12 +334,32 @@ def _prepare(names: Mapping[str, nn.Parameter], groups: Groups, *, fresh: bool) 
     return built if groups.dp_rank == 0 else {}
 
 
-def random_tokens(config: RunConfig, step: int, index: int) -> tuple[Tensor, Tensor]:
-    """Ids [B, S] and labels [B, S] of micro-batch ``index`` of a step, counted over all replicas."""
+def random_tokens(config: RunConfig, step: int, index: int) -> tuple[Any, Tensor]:
+    """Inputs and labels [B, S] of micro-batch ``index`` of a step, counted over all replicas.
+
+    Inputs are ids [B, S], or ids and positions where documents are kept apart: then a row holds several of
+    them. Of chats and completions some labels are -100, in each micro-batch another part.
+    """
     generator = torch.Generator().manual_seed(1_000_003 * step + index)
     size = (config.micro_batch_size, config.sequence_length + 1)
     ids = torch.randint(0, config.model.vocab_size, size, generator=generator)
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    ids, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    data = config.dsx.data
+    trained = torch.ones_like(labels, dtype=torch.bool)
+    if any(part.format != "text" for part in data.parts()):
+        trained = torch.rand(labels.shape, generator=generator) < (1 + index % _SHARES) / _SHARES
+    begins = torch.rand(labels.shape, generator=generator) < _BEGINS
+    begins[:, 0] = True
+    begins[0, 1:2] = False  # so that a first token is trained in every micro-batch
+    trained[0, 0] = True
+    if data.keeps_apart:
+        trained[:, :-1] &= ~begins[:, 1:]  # the label there is of the next document
+    labels = labels.where(trained, torch.tensor(-100))
+    if not data.keeps_apart:
+        return ids, labels
+    at = torch.arange(config.sequence_length).expand_as(ids)
+    positions = at - at.where(begins, torch.zeros_like(at)).cummax(dim=1).values
+    return (ids, positions), labels
 
 
 def masks_of(config: RunConfig, groups: Groups) -> dict[str, Mask]:

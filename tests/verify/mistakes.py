@@ -260,6 +260,36 @@ def _not_reduced(original: Any) -> Any:
     return send
 
 
+def _one_mask(original: Any) -> Any:
+    def of_documents(self: Any, positions: Any, dtype: Any) -> Any:
+        return original(self, torch.arange(positions.shape[1]).expand_as(positions), dtype)
+
+    return of_documents
+
+
+def _without_positions(original: Any) -> Any:
+    def tokens(config: Any, step: int, index: int) -> Any:
+        inputs, labels = original(config, step, index)
+        return inputs[0], labels
+
+    return tokens
+
+
+def _own_count(original: Any) -> Any:
+    del original
+
+    def share(self: Any, count: int) -> Any:
+        return self.counts().sum().clamp(min=1) / count
+
+    return share
+
+
+def _move_frozen(engine: Any) -> None:
+    for parameter in engine.module.parameters():
+        if not parameter.requires_grad and not hasattr(parameter, "ds_id"):
+            parameter.mul_(1 + 2**-20)
+
+
 FAULTS: dict[str, Fault] = {
     "none": nullcontext,
     # Tensor parallelism and ties.
@@ -311,4 +341,17 @@ FAULTS: dict[str, Fault] = {
     "weights not gathered": replaced("dsx.engine.engine.PipelineEngine.train_batch", _not_gathered),
     "replica moved": after_step(_move_replica),
     "dropout alike": _seeds(lambda groups: 10),
+    # Fine-tuning.
+    "one mask for a pack": replaced("dsx.nn.attention.CausalMask._of_documents", _one_mask),
+    "no positions": replaced("dsx.verify.subject.random_tokens", _without_positions),
+    "each micro-batch's own mean": replaced(
+        "dsx.nn.loss.TokenMean.__call__",
+        lambda original: lambda self, outputs, labels, num_tokens=None: original(self, outputs, labels),
+    ),
+    "tokens counted per replica": replaced("dsx.engine.micro_batches.TrainedTokens.share", _own_count),
+    "adapter gradients not summed": replaced(
+        "dsx.nn.adapter.collectives.copy_parameters",
+        lambda original: lambda tp, *parameters, **cut: parameters,
+    ),
+    "frozen weights moved": after_step(_move_frozen),
 }

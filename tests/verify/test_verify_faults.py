@@ -17,6 +17,7 @@ from dsx.verify.subject import VerifyJob
 from verify.mistakes import FAULTS
 
 GPT2 = {"family": "gpt2", "preset": "tiny", "overrides": {"resid_pdrop": 0.1, "embd_pdrop": 0.1}}
+GPT2_PLAIN = {"family": "gpt2", "preset": "tiny", "implementation": "transformers"}
 LLAMA = {"family": "llama", "preset": "tiny"}
 
 
@@ -36,12 +37,23 @@ def config(model: dict[str, Any], zero: int, **parallel: Any) -> dict[str, Any]:
     }
 
 
+def chats(content: dict[str, Any], **block: Any) -> dict[str, Any]:
+    """The same on packs of chats."""
+    data = {"source": "chats.jsonl", "format": "chat", "tokenizer": "bytes", "sequence_length": 64}
+    return {**content, "dsx": {**content["dsx"], "data": data, **block}}
+
+
+LORA = {"rank": 8, "targets": ["q_proj", "v_proj", "layers.1.mlp.down_proj"], "train_also": ["norm"]}
+FREEZE = {"steps": 1, "output": "unused", "freeze": ["embed", r"layers\.0\.", r"layers\.3\."]}
 LAYOUTS = {
     "tensor x data": config(GPT2, 3, tensor=2, pipeline=1, sequence_parallel=False),
     "tensor x pipeline": config(GPT2, 0, tensor=2, pipeline=2),
     "bf16": {**config(GPT2, 1, tensor=1, pipeline=2), "bf16": {"enabled": True}},
     "data x pipeline": config(GPT2, 1, tensor=1, pipeline=2),
     "data x pipeline, ZeRO-0": config(LLAMA, 0, tensor=1, pipeline=2),
+    "LoRA": chats(config(LLAMA, 0, tensor=2, pipeline=2), adapter=LORA),
+    "DoRA": chats(config(GPT2_PLAIN, 3, tensor=1, pipeline=2), adapter={"type": "dora", "dropout": 0.1}),
+    "frozen": chats(config(LLAMA, 1, tensor=1, pipeline=2), train=FREEZE),
 }
 
 # layout, mistake, cause that is to be named, first tensor, steps to train
@@ -89,6 +101,16 @@ CASES = [
     ("data x pipeline, ZeRO-0", "not reduced over data", diagnosis.DATA_NOT_AVERAGED, "4.word.weight", 1),
     ("data x pipeline, ZeRO-0", "gradients not cleared", diagnosis.STALE, "4.word.weight", 2),
     ("data x pipeline, ZeRO-0", "replica moved", diagnosis.REPLICAS_DRIFT, "0.word.weight", 2),
+    ("LoRA", "none", None, "", 2),
+    ("LoRA", "one mask for a pack", diagnosis.DOCUMENTS, "output of layer 1", 1),
+    ("LoRA", "no positions", diagnosis.JOINED, "output of layer 1", 1),
+    ("LoRA", "each micro-batch's own mean", diagnosis.MEAN_OF_MEANS, "", 1),
+    ("LoRA", "adapter gradients not summed", diagnosis.TENSOR_NOT_SUMMED, "2.mlp.down.lora_b", 1),
+    ("LoRA", "frozen weights moved", diagnosis.FROZEN, "0.word.weight", 1),
+    ("DoRA", "none", None, "", 1),
+    ("frozen", "none", None, "", 1),
+    ("frozen", "tokens counted per replica", diagnosis.MEAN_PER_REPLICA, "", 1),
+    ("frozen", "frozen weights moved", diagnosis.FROZEN, "0.word.weight", 1),
 ]
 WITH_CLIPPING = {"none", "never clipped"}
 WITH_DROPOUT = {"none", "dropout by rank", "dropout alike", "dropout alike on slices"}
@@ -141,7 +163,7 @@ def test_each_mistake_is_named(
     if cause is None:
         assert verdict.equal, verdict.findings
         assert [row.step for row in verdict.rows] == [*range(1, steps + 1)] * 2, "without clipping, and with"
-        assert verdict.masks == 3
+        assert verdict.masks == (0 if layout in ("LoRA", "DoRA", "frozen") else 3)
         return
     first = verdict.findings[0]
     assert first.cause == cause, verdict.findings
