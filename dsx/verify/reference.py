@@ -109,7 +109,8 @@ Batch = tuple[Any, Any]
 
 _IGNORED = -100
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
-_LOW_RANK = "base_model.model."  # what PEFT's names of an adapter's tensors begin with
+_LOW_RANK, _A = "base_model.model.", ".lora_A.weight"  # what PEFT's names begin with, and end in
+_STACK = 3  # dims of experts' matrices in one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,23 +256,30 @@ class Transformers:
 
         DoRA takes the rows' norms for constants (arXiv:2402.09353, section 4.3).
         """
-        settings = self._adapter
-        start, end = _LOW_RANK, ".lora_A.weight"
-        for name, a in self._parameters.items() if settings is not None else ():
-            if not name.endswith(end):
-                continue
-            assert settings is not None
-            module = name.removesuffix(end)
-            place = module.removeprefix(start)
-            weight = self._model.get_submodule(place).weight
-            crossed = type(self._model.get_submodule(place)).__name__ == "Conv1D"
-            whole = (weight.t() if crossed else weight) + settings.scale * (
-                self._parameters[f"{module}.lora_B.weight"] @ a
-            )
-            if settings.type == "dora":
-                magnitude = self._parameters[f"{module}.lora_magnitude_vector"]
-                whole = (magnitude / whole.detach().norm(dim=1))[:, None] * whole
-            yield f"{place}.weight", whole.t() if crossed else whole
+        bases = {spec.name: spec for spec in self._specs}
+        for spec in self._specs:
+            for name in spec.hf if spec.adapts and spec.name.endswith(adapters.A) else ():
+                base, start = bases[spec.adapts], name.removesuffix(_A)
+                is_stack = len(base.shape) == _STACK
+                place = base.hf_whole if is_stack else start.removeprefix(_LOW_RANK) + ".weight"
+                weight = self._model.get_parameter(place)
+                # GPT-2's are transposed.
+                crossed = base.hf_transposed and not is_stack
+                whole = self._changed(weight.t() if crossed else weight, start)
+                yield place, whole.t() if crossed else whole
+
+    def _changed(self, weight: Tensor, start: str) -> Tensor:
+        """One of them; experts' matrices [E, out, in] have A [E rank, in] and B [out, rank E]."""
+        assert self._adapter is not None
+        a, b = (self._parameters[f"{start}.lora_{each}.weight"] for each in "AB")
+        if weight.dim() == _STACK:
+            experts = len(weight)
+            a, b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+        whole = weight + self._adapter.scale * (b @ a)
+        if self._adapter.type == "lora":
+            return whole
+        magnitudes = self._parameters[f"{start}.lora_magnitude_vector"]
+        return (magnitudes / whole.detach().norm(dim=1))[:, None] * whole
 
     @torch.no_grad()
     def _load(self, weights: Mapping[str, Tensor]) -> None:

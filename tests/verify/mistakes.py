@@ -350,7 +350,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "tokens counted per replica": replaced("dsx.engine.micro_batches.TrainedTokens.share", _own_count),
     "adapter gradients not summed": replaced(
-        "dsx.nn.adapter.collectives.copy_parameters",
+        "dsx.nn.collectives.copy_parameters",
         lambda original: lambda tp, *parameters, **cut: parameters,
     ),
     "frozen weights moved": after_step(_move_frozen),

@@ -163,3 +163,31 @@ def test_any_model_made_small_is_one_that_its_family_takes(seed: int) -> None:
     ]
     assert [same(now) for same in compare] == [same(was) for same in compare]
     assert made.mesh == config.mesh
+
+
+def test_what_is_frozen_and_adapted_stays_as_far_as_the_small_model_has_it() -> None:
+    content = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "dsx": {
+            "model": {"family": "llama", "preset": "tiny", "overrides": {"num_hidden_layers": 12}},
+            "data": {"sequence_length": 64, "format": "chat", "source": "chats.jsonl"},
+            "train": {"output": "unused", "freeze": ["embed", r"layers\.(0|11)\.", r"layers\.9\."]},
+        },
+    }
+    made, changes = small(resolve(content, world_size=2))
+    assert made.dsx.train.freeze == ("embed", r"layers\.(0|11)\.")
+    assert any("layers\\.9\\." in change for change in changes)
+    assert made.dsx.data.keeps_apart
+    adapter = {"rank": 16, "dropout": 0.1, "targets": ["q_proj", "layers.11.mlp.up_proj"]}
+    adapted = {**content, "dsx": {**content["dsx"], "adapter": adapter, "train": {"output": "unused"}}}
+    config = resolve(adapted, world_size=2)
+    made, changes = small(config)
+    assert made.dsx.adapter is not None
+    assert (made.dsx.adapter.rank, made.dsx.adapter.dropout) == (4, 0.0)
+    assert list(made.dsx.adapter.targets) == ["mlp.up_proj", "self_attn.q_proj"]
+    assert any("dsx.adapter.targets" in change for change in changes)
+    kept, _ = small(config, full=True)
+    assert kept.dsx.adapter is not None
+    assert kept.param_specs == config.param_specs

@@ -17,7 +17,7 @@ from dsx.verify.subject import VerifyJob
 from verify.mistakes import FAULTS
 
 GPT2 = {"family": "gpt2", "preset": "tiny", "overrides": {"resid_pdrop": 0.1, "embd_pdrop": 0.1}}
-GPT2_PLAIN = {"family": "gpt2", "preset": "tiny", "implementation": "transformers"}
+QWEN2 = {"family": "qwen2", "preset": "tiny", "implementation": "transformers"}
 LLAMA = {"family": "llama", "preset": "tiny"}
 
 
@@ -52,7 +52,7 @@ LAYOUTS = {
     "data x pipeline": config(GPT2, 1, tensor=1, pipeline=2),
     "data x pipeline, ZeRO-0": config(LLAMA, 0, tensor=1, pipeline=2),
     "LoRA": chats(config(LLAMA, 0, tensor=2, pipeline=2), adapter=LORA),
-    "DoRA": chats(config(GPT2_PLAIN, 3, tensor=1, pipeline=2), adapter={"type": "dora", "dropout": 0.1}),
+    "DoRA": chats(config(QWEN2, 3, tensor=1, pipeline=2), adapter={"type": "dora", "dropout": 0.1}),
     "frozen": chats(config(LLAMA, 1, tensor=1, pipeline=2), train=FREEZE),
 }
 
