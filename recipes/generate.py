@@ -1,7 +1,8 @@
-"""Generate text from a checkpoint: dsx's in any layout, DeepSpeed's or a Hugging Face folder.
+"""Generate text from a checkpoint: dsx's in any layout, DeepSpeed's, a Hugging Face folder or PEFT's.
 
     python recipes/generate.py --checkpoint runs/zero3-pp1-dp2-tp1 --prompt "def main("
     python recipes/generate.py --checkpoint runs/zero3-pp1-dp2-tp1 --step 100 --temperature 0 --tokens 50
+    python recipes/generate.py --checkpoint runs/chat_lora --chat --prompt "How deep is the lake?"
     python recipes/generate.py --checkpoint stock/global_step500 --model gpt2/ --tokenizer gpt2/
 
 It runs in one process, and reads the weights from where they lie into a transformers model, without a
@@ -31,7 +32,8 @@ def main() -> None:
     )
 
     # The model is transformers' own: model.generate has beams, penalties and all the rest.
-    write(arguments.prompt)
+    if not arguments.chat:
+        write(arguments.prompt)
     dsx.generate(
         model,
         tokenizer,
@@ -42,6 +44,8 @@ def main() -> None:
         top_p=arguments.top_p,
         seed=arguments.seed,
         show=write,
+        chat=arguments.chat,
+        chat_template=arguments.chat_template,
     )
     print()
 
@@ -59,6 +63,8 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, help="folder of a run, a checkpoint or a model")
     add("--prompt", default="", help="text to continue; without it, a document from its beginning")
+    add("--chat", action="store_true", help="the prompt is a user's message: write the assistant's turn")
+    add("--chat-template", help="Jinja file, or the template itself, in place of the tokenizer's own")
     add("--tokens", type=int, default=200, help="at most so many (200)")
     add("--step", type=int, help="the run's checkpoint after this step; the latest by default")
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token, always (0.8)")

@@ -9,7 +9,7 @@ their Bs. Names of tensors are those in PEFT's files (peft/utils/save_and_load.p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import Any
@@ -23,10 +23,12 @@ ALL_LINEAR = "all-linear"
 A, B, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
 """Ends of the names of an adapter's parameters."""
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+IN_FILES = {A: "lora_A.weight", B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
+"""What the names of tensors in PEFT's files begin with, and those of an adapter's end in."""
+
 _HEAD = "lm_head"
 _MATRIX = 2  # dims
-_IN_FILES = {A: "lora_A.weight", B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 
 
 def adapted(specs: Iterable[ParamSpec], adapter: Adapter) -> tuple[ParamSpec, ...]:
@@ -169,7 +171,7 @@ def _of_linear(
         made.append((MAGNITUDE, (outputs,), Init(kind="row_norms"), b_cut, rows))
     for leaf, shape, init, cut, parts in made:
         several: dict[str, Any] = {"hf_split": 0, "hf_parts": parts} if len(held) > 1 else {}
-        hf = tuple(f"{_PREFIX}{module}.{_IN_FILES[leaf]}" for module, _ in held)
+        hf = tuple(f"{PREFIX}{module}.{IN_FILES[leaf]}" for module, _ in held)
         yield ParamSpec(
             name=start + leaf,
             layer=base.layer,
@@ -189,7 +191,7 @@ def _of_stack(adapter: Adapter, base: ParamSpec, inside: int) -> Iterator[ParamS
     (ParamWrapper in peft/tuners/lora/layer.py).
     """
     experts, outputs, inputs = base.shape
-    start = f"{_PREFIX}{_owner(base.hf_whole)}.{'base_layer.' * inside}"
+    start = f"{PREFIX}{_owner(base.hf_whole)}.{'base_layer.' * inside}"
     values, ranks = Init(kind="uniform", std=(3 * inputs) ** -0.5), experts * adapter.rank
     made: list[tuple[str, tuple[int, int], Init, int]] = [
         (A, (ranks, inputs), values, 2),
@@ -197,8 +199,31 @@ def _of_stack(adapter: Adapter, base: ParamSpec, inside: int) -> Iterator[ParamS
     ]
     for leaf, shape, init, dim in made:
         cut: dict[str, Any] = {"split": dim - 1, "parts": base.parts} if base.split == dim else {}
-        name, hf = f"{base.name}_{leaf}", (f"{start}{_IN_FILES[leaf]}",)
+        name, hf = f"{base.name}_{leaf}", (f"{start}{IN_FILES[leaf]}",)
         yield ParamSpec(name=name, layer=base.layer, shape=shape, init=init, hf=hf, adapts=base.name, **cut)
+
+
+def is_factor(name: str) -> bool:
+    """Whether a tensor in PEFT's files is of an adapter, and not a parameter of the model itself."""
+    return name.startswith(PREFIX) and name.endswith(tuple(IN_FILES.values()))
+
+
+def homes(specs: Sequence[ParamSpec]) -> Iterator[tuple[str, str, bool]]:
+    """Every matrix of transformers' that has an adapter.
+
+    Yields:
+        The name of the matrix, what the names of its factors in PEFT's files begin with, and whether it is
+        transposed in transformers' module, as GPT-2's are.
+    """
+    bases = {spec.name: spec for spec in specs}
+    end = IN_FILES[A]
+    for spec in specs:
+        for name in spec.hf if spec.adapts and spec.name.endswith(A) else ():
+            base, start = bases[spec.adapts], name.removesuffix(end)
+            if len(base.shape) > _MATRIX:
+                yield base.hf_whole, start, False
+            else:
+                yield f"{start.removeprefix(PREFIX)}weight", start, base.hf_transposed
 
 
 def _parts(base: ParamSpec, held: list[tuple[int, int]]) -> tuple[int, ...]:
@@ -221,7 +246,7 @@ def in_peft(spec: ParamSpec) -> ParamSpec:
     if spec.adapts:
         return spec
     leaf, modules = (spec.hf_whole or spec.hf[0]).rpartition(".")[2], modules_of(spec)
-    names = tuple(f"{_PREFIX}{module}.{leaf}" for module in names_of(spec))
+    names = tuple(f"{PREFIX}{module}.{leaf}" for module in names_of(spec))
     hf, copies = names[: len(modules)], names[len(modules) :]
     if not spec.hf_whole:
         return replace(spec, hf=hf, hf_copies=copies)

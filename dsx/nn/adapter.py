@@ -22,13 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsx.errors import ModelError
-from dsx.models.adapters import MAGNITUDE, A, B, is_targeted_stack, modules_of, targeted
+from dsx.models.adapters import IN_FILES, MAGNITUDE, A, B, is_targeted_stack, modules_of, targeted
 from dsx.models.param import ParamSpec
 from dsx.models.spec import Adapter
 from dsx.nn import collectives
 from dsx.nn.dropout import dropped
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients, late
+
+_MATRIX = 2  # dims
 
 Base: TypeAlias = Callable[[Tensor, Tensor | None], Tensor]
 """A linear without its adapter: inputs and a bias to outputs."""
@@ -296,6 +298,29 @@ def _with_stacks(
     finally:
         for stack in stacks:
             seen.pop(stack.name, None)
+
+
+def merged(adapter: Adapter, weight: Tensor, held: Mapping[str, Tensor], start: str) -> Tensor:
+    """A matrix and its adapter in one: W + s B A, and of DoRA its rows with their magnitudes.
+
+    DoRA takes the rows' norms for constants (arXiv:2402.09353, section 4.3). Autograd passes through.
+
+    Args:
+        adapter: The adapter.
+        weight: [outputs, inputs], or of experts [E, outputs, inputs].
+        held: The adapter's tensors by PEFT's names; experts' A is [E rank, inputs], B [outputs, rank E].
+        start: As :func:`dsx.models.adapters.homes` gives it.
+    """
+    a, b = held[start + IN_FILES[A]], held[start + IN_FILES[B]]
+    if weight.dim() > _MATRIX:
+        experts = len(weight)
+        a, b = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
+    whole: Tensor = weight + adapter.scale * (b @ a)
+    if adapter.type == "lora":
+        return whole
+    scales = held[start + IN_FILES[MAGNITUDE]] / whole.detach().norm(dim=1)
+    magnified: Tensor = scales[:, None] * whole
+    return magnified
 
 
 @torch.no_grad()

@@ -1,13 +1,15 @@
 """A model of ``transformers`` from a checkpoint of any layout and format, and text from it.
 
 One process, no DeepSpeed. The checkpoint's tensors are read, by the byte ranges that its catalog lists,
-straight into the model's own: nothing is converted on the disk, and no tensor is held twice.
+straight into the model's own: nothing is converted on the disk, and no tensor is held twice. An adapter is
+merged, in memory, into the weights that it adapts.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,20 +17,29 @@ import torch
 
 from dsx.checkpoint.base import completed
 from dsx.checkpoint.catalog import Catalog, Entry
-from dsx.checkpoint.claims import check_num_layers
+from dsx.checkpoint.claims import check_num_layers, model_of, model_of_fact
 from dsx.checkpoint.formats.huggingface import catalog
 from dsx.checkpoint.formats.huggingface import names as hf_names
+from dsx.checkpoint.formats.huggingface.weights import HfWeights, split
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.pieces import whole_part
 from dsx.checkpoint.plain import as_numpy
 from dsx.checkpoint.read import Reader
 from dsx.checkpoint.reshard import under_hf_names
-from dsx.config.schema import NO_TOKENIZER
+from dsx.config.adapter import SETTINGS, WEIGHTS, adapter_of
+from dsx.config.schema import NO_TOKENIZER, AdapterConfig, DataConfig
 from dsx.config.wording import at
+from dsx.data.masks import Masks
+from dsx.data.records import Example
 from dsx.data.tokenizers import Tokenizer, load_tokenizer
 from dsx.errors import CheckpointError, ConfigError, DataError, DsxError
+from dsx.models.adapters import PREFIX, homes, is_factor, peft_specs
 from dsx.models.custom_code import check_model_code
+from dsx.models.param import ParamSpec
+from dsx.models.params import param_specs
 from dsx.models.quiet_transformers import first_line, quiet_transformers
+from dsx.models.spec import Model
+from dsx.nn.adapter import merged
 from dsx.train.run_folder import find_checkpoint, tokenizer_of_run
 
 if TYPE_CHECKING:
@@ -36,6 +47,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_REPLY = "reply"
 _MOST_TOKENS = 1 << 24
 _MOST_BEAMS = 64
 _PACKED = 16  # the most quantised weights in one stored element
@@ -56,10 +68,11 @@ def load_transformers(
 
     Args:
         checkpoint: A run's output folder, or a checkpoint: dsx's in any layout, stock or universal DeepSpeed,
-            torch DCP, or a Hugging Face model folder.
+            torch DCP, a Hugging Face model folder, or an adapter's of PEFT.
         step: Optimizer step, where the folder has checkpoints of several; the latest by default.
         config: Hugging Face model folder or ``config.json`` of the model, for checkpoints that do not say
-            what they are of, as stock DeepSpeed's.
+            what they are of, as stock DeepSpeed's; of an adapter's folder the model that it was trained on,
+            if that has moved.
         tokenizer: "bytes", or a ``transformers`` tokenizer by folder or name; by default the one that the
             model was trained with, where that is known.
         precision: fp32, bf16 or fp16; by default what the weights were trained in.
@@ -80,6 +93,9 @@ def load_transformers(
     if precision is not None and precision not in _DTYPES:
         raise ConfigError(f"precision = {precision}", "there is no such precision", "use fp32, bf16 or fp16")
     folder = find_checkpoint(Path(checkpoint).expanduser(), step)
+    adapter = folder if (folder / SETTINGS).is_file() else None
+    if adapter is not None:
+        folder, config = _base_of(adapter, config), None
     source = completed(open_checkpoint(folder))
     # Before the weights: the cheap things that can be wrong come first.
     hf_config = _config(source, config)
@@ -87,7 +103,8 @@ def load_transformers(
     check_num_layers(source, hf_config, file, _OTHER_CONFIG)
     if not trust_remote_code:
         check_model_code(hf_config, file)
-    words = load_tokenizer(tokenizer or _tokenizer(source), trust_remote_code=trust_remote_code)
+    name = tokenizer or _tokenizer(source, adapter)
+    words = load_tokenizer(name, trust_remote_code=trust_remote_code)
     size = hf_config.get("vocab_size")
     if isinstance(size, int) and words.vocab_size > size:
         raise DataError(
@@ -101,6 +118,8 @@ def load_transformers(
     else:
         code = None if config is None or not trust_remote_code else Path(config).expanduser()
         model = _filled(source, hf_config, precision, code)
+    if adapter is not None:
+        _adapt(model, adapter, hf_config)
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = words.end_id
     return model.to(where).eval(), words
 
@@ -116,6 +135,8 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     show: Callable[[str], object] | None = None,
+    chat: bool = False,
+    chat_template: str | None = None,
 ) -> str:
     """Text that the model continues a prompt with, up to the end of a document.
 
@@ -130,12 +151,20 @@ def generate(
         seed: Of the draws. Sets torch's generators.
         show: Called with each piece of text as it comes; what prints it on a terminal passes it through
             :func:`dsx.printable`.
+        chat: Take the prompt for a user's message: the tokenizer's chat template writes it, and the text is
+            the assistant's turn.
+        chat_template: A Jinja file, or the template itself, in place of the tokenizer's own.
 
     Raises:
         ConfigError: A number outside its range, or more tokens than the model has positions.
+        DataError: There is no chat template, or it refuses the message.
     """
     _check(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     _check_settings(model)
+    ends = [tokenizer.end_id]
+    if chat:
+        prompt, end = _turn(tokenizer, prompt, chat_template)
+        ends += end
     ids = [int(one) for one in tokenizer.encode([prompt])[0]] or [tokenizer.end_id]
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and len(ids) + tokens > positions:
@@ -156,6 +185,7 @@ def generate(
                 attention_mask=torch.ones_like(inputs),
                 max_new_tokens=tokens,
                 streamer=None if show is None else _streamer(tokenizer, show),
+                eos_token_id=ends,
                 **sampling,
             )
     except (DsxError, OSError):  # of show
@@ -167,6 +197,59 @@ def generate(
             "correct its generation_config.json, or call model.generate as you want it",
         ) from error
     return tokenizer.decode(made[0, len(ids) :].tolist())
+
+
+def _turn(tokenizer: Tokenizer, message: str, template: str | None) -> tuple[str, list[int]]:
+    """A user's message as its template writes it, up to where the assistant begins, and what ends that turn.
+
+    That is the special token behind a reply; a template that has none leaves it to the end of a document.
+    """
+    masks = Masks(DataConfig(sequence_length=1, format="chat", chat_template=template), tokenizer)
+    turns = ({"role": "user", "content": message}, {"role": "assistant", "content": _REPLY})
+    chat = Example(where="the prompt", messages=turns)
+    prompt, _ = masks.render(chat, 1, prompt=True)
+    behind = masks.render(chat, len(turns))[0].rpartition(_REPLY)[2]
+    ids = [int(one) for one in tokenizer.encode([behind])[0][:1]] if behind else []
+    return prompt, [] if tokenizer.decode(ids) else ids
+
+
+def _base_of(adapter: Path, named: str | Path | None) -> Path:
+    """The folder of the model that an adapter's folder is for."""
+    told = named or hf_names.read_config(adapter / SETTINGS).get("base_model_name_or_path")
+    base = Path(str(told)).expanduser()
+    if told is None or not base.is_dir():
+        what = f"the model that it was trained on is not known ({told})"
+        raise CheckpointError(str(adapter), what, "give that model's folder (--model)")
+    return base
+
+
+@torch.no_grad()
+def _adapt(model: PreTrainedModel, folder: Path, hf_config: Mapping[str, Any]) -> None:
+    """Put what an adapter's folder holds into the model that it was trained on."""
+    known = model_of(hf_config)
+    block = AdapterConfig(path=str(folder))
+    made = replace(known, adapter=adapter_of(block, known))
+    specs = param_specs(made, pad_multiple=1)
+    with HfWeights(folder, file=WEIGHTS) as files:
+        held: dict[str, torch.Tensor] = {}
+        for spec in peft_specs(specs):
+            held |= split(spec, files.read(spec))
+    own = {name: tensor for name, tensor in held.items() if not is_factor(name)}
+    for name, tensor in own.items():
+        model.get_parameter(name.removeprefix(PREFIX)).copy_(tensor)
+    _merge(model, made, specs, held)
+
+
+def _merge(
+    model: PreTrainedModel, known: Model, specs: Sequence[ParamSpec], held: Mapping[str, torch.Tensor]
+) -> None:
+    """Put adapters into the matrices that they adapt, in float32."""
+    assert known.adapter is not None
+    wide = {name: tensor.float() for name, tensor in held.items()}
+    for name, start, crossed in homes(specs):
+        weight = model.get_parameter(name)
+        whole = merged(known.adapter, (weight.t() if crossed else weight).float(), wide, start)
+        weight.copy_(whole.t() if crossed else whole)
 
 
 def _streamer(tokenizer: Tokenizer, show: Callable[[str], object]) -> Any:
@@ -253,17 +336,26 @@ def _filled(
     ``code`` is the config's file or folder if the code beside it is trusted.
     """
     named = under_hf_names(source, hf_config)
-    dtype = _DTYPES.get(precision or str(source.facts.get("precision")), _stored_dtype(named))
+    factors = [entry for entry in named.entries if is_factor(entry.name)]
+    own = replace(named, entries=tuple(entry for entry in named.entries if entry not in factors))
+    dtype = _DTYPES.get(precision or str(source.facts.get("precision")), _stored_dtype(own))
     where = str(source.root)
     with Reader(named) as reader:
         if code is None:  # whatever the config claims, before it has memory
             with torch.device("meta"):
-                _matched(reader, named, _empty(hf_config, dtype, where, code), source)
+                _matched(reader, own, _empty(hf_config, dtype, where, code), source)
         model = _empty(hf_config, dtype, where, code)
         with torch.no_grad():
-            for tensor, entry in _matched(reader, named, model, source):
+            for tensor, entry in _matched(reader, own, model, source):
                 kind = str(tensor.dtype).removeprefix("torch.")
                 reader.fill(entry, [whole_part(entry.shape)], as_numpy(tensor), kind)
+            if factors:
+                held = {entry.name: torch.empty(entry.shape) for entry in factors}
+                for entry in factors:
+                    out = as_numpy(held[entry.name])
+                    reader.fill(entry, [whole_part(entry.shape)], out, "float32")
+                known = model_of_fact(source.facts["model"])
+                _merge(model, known, param_specs(known), held)
     return model
 
 
@@ -342,7 +434,9 @@ def _config(source: Catalog, config: str | Path | None) -> Mapping[str, Any]:
     )
 
 
-def _tokenizer(source: Catalog) -> str:
+def _tokenizer(source: Catalog, adapter: Path | None) -> str:
+    if adapter is not None and any((adapter / name).is_file() for name in _VOCABULARIES):
+        return str(adapter)
     client = source.facts.get("client_state")
     told = client.get("tokenizer") if isinstance(client, Mapping) else None
     if told not in (None, NO_TOKENIZER):

@@ -31,6 +31,7 @@ from dsx.models.custom_code import without_code
 from dsx.models.param import ParamSpec
 from dsx.models.spec import HubModel, ModelSpec
 from dsx.nn import parameters
+from dsx.nn.adapter import merged
 from dsx.nn.loss import TokenMean, trained_tokens
 from dsx.nn.parallel import TensorParallel
 
@@ -109,8 +110,6 @@ Batch = tuple[Any, Any]
 
 _IGNORED = -100
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
-_LOW_RANK, _A = "base_model.model.", ".lora_A.weight"  # what PEFT's names begin with, and end in
-_STACK = 3  # dims of experts' matrices in one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,34 +251,12 @@ class Transformers:
         return functional_call(self._model, dict(changed), (), given)
 
     def _changed_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights of linears with an adapter, by name: W + s B A, and of DoRA with each row's magnitude.
-
-        DoRA takes the rows' norms for constants (arXiv:2402.09353, section 4.3).
-        """
-        bases = {spec.name: spec for spec in self._specs}
-        for spec in self._specs:
-            for name in spec.hf if spec.adapts and spec.name.endswith(adapters.A) else ():
-                base, start = bases[spec.adapts], name.removesuffix(_A)
-                is_stack = len(base.shape) == _STACK
-                place = base.hf_whole if is_stack else start.removeprefix(_LOW_RANK) + ".weight"
-                weight = self._model.get_parameter(place)
-                # GPT-2's are transposed.
-                crossed = base.hf_transposed and not is_stack
-                whole = self._changed(weight.t() if crossed else weight, start)
-                yield place, whole.t() if crossed else whole
-
-    def _changed(self, weight: Tensor, start: str) -> Tensor:
-        """One of them; experts' matrices [E, out, in] have A [E rank, in] and B [out, rank E]."""
-        assert self._adapter is not None
-        a, b = (self._parameters[f"{start}.lora_{each}.weight"] for each in "AB")
-        if weight.dim() == _STACK:
-            experts = len(weight)
-            a, b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
-        whole = weight + self._adapter.scale * (b @ a)
-        if self._adapter.type == "lora":
-            return whole
-        magnitudes = self._parameters[f"{start}.lora_magnitude_vector"]
-        return (magnitudes / whole.detach().norm(dim=1))[:, None] * whole
+        """The matrices that have an adapter, with it, by name."""
+        for name, start, crossed in adapters.homes(self._specs) if self._adapter is not None else ():
+            weight = self._model.get_parameter(name)
+            assert self._adapter is not None
+            whole = merged(self._adapter, weight.t() if crossed else weight, self._parameters, start)
+            yield name, whole.t() if crossed else whole
 
     @torch.no_grad()
     def _load(self, weights: Mapping[str, Tensor]) -> None:
