@@ -173,7 +173,11 @@ def test_what_is_frozen_and_adapted_stays_as_far_as_the_small_model_has_it() -> 
         "dsx": {
             "model": {"family": "llama", "preset": "tiny", "overrides": {"num_hidden_layers": 12}},
             "data": {"sequence_length": 64, "format": "chat", "source": "chats.jsonl"},
-            "train": {"output": "unused", "freeze": ["embed", r"layers\.(0|11)\.", r"layers\.9\."]},
+            "train": {
+                "steps": 1,
+                "output": "unused",
+                "freeze": ["embed", r"layers\.(0|11)\.", r"layers\.9\."],
+            },
         },
     }
     made, changes = small(resolve(content, world_size=2))
@@ -181,7 +185,10 @@ def test_what_is_frozen_and_adapted_stays_as_far_as_the_small_model_has_it() -> 
     assert any("layers\\.9\\." in change for change in changes)
     assert made.dsx.data.keeps_apart
     adapter = {"rank": 16, "dropout": 0.1, "targets": ["q_proj", "layers.11.mlp.up_proj"]}
-    adapted = {**content, "dsx": {**content["dsx"], "adapter": adapter, "train": {"output": "unused"}}}
+    adapted = {
+        **content,
+        "dsx": {**content["dsx"], "adapter": adapter, "train": {"steps": 1, "output": "unused"}},
+    }
     config = resolve(adapted, world_size=2)
     made, changes = small(config)
     assert made.dsx.adapter is not None
