@@ -406,7 +406,11 @@ def _windows(
     trained = TokenFile(folder / f"{split}{_TRAINED}.bin", np.dtype("u1"))
     if not apart:
         return Sequences(tokens, sequence_length, trained)
-    sizes = np.asarray(TokenFile(folder / f"{split}{_SIZES}.bin", np.dtype("<u4"))).reshape(-1, 2)
+    file = folder / f"{split}{_SIZES}.bin"
+    sizes = np.asarray(TokenFile(file, np.dtype("<u4"))).reshape(-1, 2).astype(np.int64)
+    if sizes[:, 0].sum() != len(tokens) or (sizes[:, 1] >= sizes[:, 0]).any():
+        what = f"documents of these sizes are not those of {split}.bin"
+        raise DataError(str(file), what, f"remove the folder {folder} and run again")
     return Packs(tokens, trained, sizes, sequence_length, pad_id=info.end_id, drop=drop)
 
 

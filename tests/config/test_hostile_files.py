@@ -112,6 +112,22 @@ def lines(folder: Path) -> None:
     prepare(data_config(folder / "texts.jsonl"), folder / "cache")
 
 
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def chats(folder: Path) -> None:
+    data = data_config(folder / "chats.jsonl", format="chat", chat_template=TEMPLATE, held_out=0)
+    prepare(data, folder / "cache")
+
+
+def pairs(folder: Path) -> None:
+    data = data_config(folder / "pairs.jsonl", format="completion", chat_template=TEMPLATE, held_out=0)
+    prepare(data, folder / "cache")
+
+
 def metrics(folder: Path) -> None:
     """As ``dsx plot`` reads it, and as a run that goes on."""
     MetricsFile(folder / "metrics.jsonl", first_step=3).close()
@@ -127,7 +143,14 @@ READERS = {
     "corpus/corpus.json": corpus,
     "metrics.json": metrics,
     "texts.json": lines,
+    "chats.json": chats,
+    "pairs.json": pairs,
 }
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+CHAT = [
+    {"role": "user", "content": [{"type": "text", "text": "Why?"}]},
+    {"role": "assistant", "content": "So.", "weight": 1, "tool_calls": [CALL]},
+]
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +165,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # One record and one text each, which the mutator spoils as JSON; their readers get lines of them.
     (folder / "metrics.json").write_text(json.dumps({"train/step": 1, "train/loss": 2.5, "lr": 1e-3}))
     (folder / "texts.json").write_text(json.dumps({"text": "some text\n" * 9, "id": 3}))
+    (folder / "chats.json").write_text(json.dumps({"messages": CHAT, "tools": [{"type": "function"}]}))
+    (folder / "pairs.json").write_text(json.dumps({"prompt": CHAT[:1], "completion": CHAT[1:]}))
     (folder / "all.txt").write_text("".join(f"line {n} of a text\n\n" for n in range(2000)))
     made = prepare(data_config(folder / "all.txt", held_out=0.4), folder / "c")
     shutil.move(made, folder / "corpus")
@@ -150,10 +175,11 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read_all(folder: Path, seed: int) -> str:
     """The file that is another than before, by its reader."""
-    for name in ("metrics", "texts"):
+    for name in ("metrics", "texts", "chats", "pairs"):
         path = folder / f"{name}.json"
         line = path.read_bytes().replace(b"\n", b" ") if path.is_file() else b""
-        other = json.dumps({"train/step": 2, "train/loss": 2.0, "text": "more text " * 20}).encode()
+        others = {"text": "more text " * 20, "messages": CHAT, "prompt": "a", "completion": "b"}
+        other = json.dumps({"train/step": 2, "train/loss": 2.0, **others}).encode()
         (folder / f"{name}.jsonl").write_bytes(other + b"\n" + line + b"\n" + other + b"\n")
     name = sorted(READERS)[seed % len(READERS)]
     READERS[name](folder)

@@ -307,3 +307,27 @@ def test_what_is_too_long_is_trl_s(tmp_path: Path) -> None:
     refusing = data.model_copy(update={"too_long": "refuse"})
     with pytest.raises(DataError, match=r"line \d+: it has \d+ tokens, and dsx.data.too_long refuses more"):
         prepare_text(refusing, tmp_path / "cache", held_out_tokens=1)
+
+
+def test_a_prepared_corpus_that_was_spoilt_is_refused(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "tokenizer", template=published("llama3"))
+    source = write(tmp_path / "chats.jsonl", [{"messages": chat} for chat in CHATS])
+    data = DataConfig(
+        source=str(source),
+        format="chat",
+        tokenizer=str(tmp_path / "tokenizer"),
+        sequence_length=64,
+        held_out=0,
+    )
+    (folder,) = prepare_text(data, tmp_path / "cache", held_out_tokens=1)
+    for name, what in (
+        ("sizes", "documents of these sizes are not those of train.bin"),
+        ("trained", "bytes"),
+    ):
+        path = folder / f"train.{name}.bin"
+        whole = path.read_bytes()
+        path.write_bytes(b"\xff" + whole[1:] if name == "sizes" else whole[1:])
+        with pytest.raises(DataError, match=what):
+            Text.open((folder,), data)
+        path.write_bytes(whole)
+    assert Text.open((folder,), data).digest
