@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,12 @@ def adapter_of(block: AdapterConfig, model: Model) -> Adapter:
         key: getattr(block, key) for key in Adapter.__dataclass_fields__ if key in block.model_fields_set
     }
     saved = {} if block.path is None else _read(block.path)
+    if block.quantization != "none" and find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            at("dsx.adapter.quantization", block.quantization),
+            "the package bitsandbytes is missing",
+            "pip install 'bitsandbytes>=0.48' (dsx's extra \"quantized\" brings it)",
+        )
     adapter = Adapter(**saved | given)
     specs = param_specs(replace(model, adapter=None))
     for problem in _problems(adapter, specs):

@@ -568,6 +568,10 @@ class AdapterConfig(SchemaBlock):
         description="Ends of the names of modules that are trained themselves, "
         'e.g. ["embed_tokens", "lm_head"] (PEFT: modules_to_save).',
     )
+    quantization: Literal["none", "int8", "nf4"] = Field(
+        default="none",
+        description="Form of frozen matrices of blocks' linears: their own, or bitsandbytes' 8 or 4 bits.",
+    )
     path: str | None = Field(
         default=None,
         min_length=1,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from dsx.memory.ledger import Label, Leaf, Ledger, Message, Storage, dropped
 from dsx.memory.partitioned import Bf16, Bucketed, Partitioned, PartitionedOffload
@@ -11,6 +13,7 @@ from dsx.memory.records import LayerRecords
 from dsx.memory.stage3 import Stage3, built, uses
 from dsx.memory.states import Flat, States, StateSettings, Unfused
 from dsx.memory.walk import RankLayers, Walk
+from dsx.models.param import ParamSpec
 from dsx.parallel.layout import Layout
 from dsx.schedules.program import Program
 from dsx.schedules.receives import ReceivePlan, receive_plans
@@ -111,9 +114,12 @@ def estimate(
     ledger = Ledger(ROUNDING_BYTES[job.device] if rounding_bytes is None else rounding_bytes)
     states, walk = _rank(job, at["pp"], at["dp"], ledger, receives, replays=replays)
     kept, phases = _buffers(walk.layers, at["pp"]), []
+    quantized = tuple(spec for spec in job.layout.params_of(at["pp"]) if spec.quantized != "none")
     for name, action in (("build", states.build), ("engine", states.start)):
         ledger.start()
         action()
+        if name == "build":
+            kept += _quantized(quantized, job, ledger)
         phases.append(_phase(name, ledger, ""))
     if job.built_width is not None:
         phases[0] = _built_whole(states, job.built_width, sum(storage.size_bytes for storage in kept))
@@ -167,6 +173,30 @@ def _buffers(layers: RankLayers, pp_rank: int) -> Message:
     return [Storage(layers.states.ledger, _BUFFERS, size).hold() for size in sizes if size]
 
 
+def _quantized(specs: Sequence[ParamSpec], job: Job, ledger: Ledger) -> Message:
+    """Quantised matrices, those of the last layer beside what they are made of, one after the other."""
+    tp, held = job.layout.mesh.tp, []
+    last = max((spec.layer for spec in specs), default=0)
+    passing = {
+        spec.name: Storage(ledger, _ORIGINAL, prod(spec.local_shape(tp)) * job.states.width).hold()
+        for spec in specs
+        if spec.layer == last
+    }
+    for spec in specs:
+        through: list[Storage] = []
+        if spec.name in passing:
+            through.append(passing[spec.name])
+            half = 2 * prod(spec.local_shape(tp)) if spec.quantized == "int8" else 0
+            through.append(Storage(ledger, _ORIGINAL, half).hold())
+        held += [Storage(ledger, _QUANTIZED, size).hold() for size in spec.quantized_bytes(tp)]
+        dropped(through)
+    return held
+
+
+_QUANTIZED = Label("parameters", "quantised matrices", "numbers and scales", "dsx nn/quantized.py")
+_ORIGINAL = Label("parameters", "matrices to be quantised", "w P of a layer", "dsx nn/quantized.py")
+
+
 def _kept(layers: RankLayers, pp_rank: int) -> Message:
     """What layers make in their first forward and keep: tables of positions, masks of windows."""
     shared: dict[Kept, int] = {}
@@ -197,24 +227,24 @@ def _rank(
     replays: bool,
 ) -> tuple[States, Walk]:
     tp, width = job.layout.mesh.tp, job.states.width
-    leaves = {
-        spec.name: Leaf(spec.name, spec.local_shape(tp), width) for spec in job.layout.params_of(pp_rank)
-    }
-    plan = job.layout.zero_plan(pp_rank)
+    plain = (spec for spec in job.layout.params if spec.quantized == "none")
+    layout = replace(job.layout, params=tuple(plain))
+    leaves = {spec.name: Leaf(spec.name, spec.local_shape(tp), width) for spec in layout.params_of(pp_rank)}
+    plan = layout.zero_plan(pp_rank)
     if not plan.groups:  # the one number that a rank trains with nothing to train (engine/initialize.py)
         leaves["spare"] = Leaf("spare", (1,), width)
         plan = replace(plan, groups=((("spare", 1),),))
     states = _wrapper(job)(ledger, plan, dp_rank, leaves, job.states)
     # On a CPU device and host are one.
     states.capacity_bytes = job.capacity_bytes if job.device == "cuda" else None
-    used = uses(job.layout, pp_rank, leaves)
+    used = uses(layout, pp_rank, leaves)
     if isinstance(states, Stage3):
-        states.layers, states.ties = built(job.layout, pp_rank, leaves)
+        states.layers, states.ties = built(layout, pp_rank, leaves)
         states.plan_gathers(job.schedule.rows[pp_rank], used)
     else:
         states.plan_reduction(used)
     states.replicated = frozenset(
-        spec.name for spec in job.layout.params_of(pp_rank) if job.layout.owners(spec)[0] != pp_rank
+        spec.name for spec in layout.params_of(pp_rank) if layout.owners(spec)[0] != pp_rank
     )
     layers = RankLayers(
         records=job.records,

@@ -41,6 +41,7 @@ from dsx.models.spec import HubModel
 from dsx.nn import collectives
 from dsx.nn.documents import Last
 from dsx.nn.parallel import TensorParallel
+from dsx.nn.quantized import quantize
 from dsx.nn.split import WeightGradients
 
 DEVICES = {"cuda": "meta", "cpu": "cpu"}
@@ -706,10 +707,11 @@ _SUMS = 3
 
 
 def _built(entry: families.LayerEntry, frozen: Sequence[str]) -> nn.Module:
-    """A layer of which these parameters are not trained."""
+    """A layer of which these parameters are not trained, and matrices quantised where their specs say so."""
     layer = entry.build()
     for path in frozen:
         layer.get_parameter(path).requires_grad_(False)
+    quantize(layer)
     return layer if entry.forward_fn is None else TiedCall(layer, entry.forward_fn)
 
 

@@ -39,7 +39,7 @@ def adapted(specs: Iterable[ParamSpec], adapter: Adapter) -> tuple[ParamSpec, ..
     found: list[ParamSpec] = []
     for _, group in groupby(specs, key=lambda spec: spec.name.rpartition(".")[0]):
         own = list(group)
-        found += [replace(spec, trained=spec.trained and trains(adapter, spec)) for spec in own]
+        found += [_of_model(adapter, spec) for spec in own]
         before = 0
         for spec in own:
             held = tuple(targeted(adapter, spec))
@@ -49,6 +49,13 @@ def adapted(specs: Iterable[ParamSpec], adapter: Adapter) -> tuple[ParamSpec, ..
         for place, spec in enumerate(stacks):
             found += _of_stack(adapter, spec, len(stacks) - 1 - place)
     return tuple(found)
+
+
+def _of_model(adapter: Adapter, spec: ParamSpec) -> ParamSpec:
+    """A parameter of the model itself beside the adapter."""
+    trained = spec.trained and trains(adapter, spec)
+    quantized = adapter.quantization if spec.linear and not (trained or is_stack(spec)) else "none"
+    return replace(spec, trained=trained, quantized=quantized)
 
 
 def modules_of(spec: ParamSpec) -> tuple[tuple[str, tuple[int, int]], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 from dsx.errors import LayoutError
 
@@ -41,6 +41,13 @@ class Init:
     first_row: int = 0
 
 
+Quantization: TypeAlias = Literal["none", "int8", "nf4"]
+"""Forms of frozen matrices (:mod:`dsx.nn.quantized`)."""
+
+NF4_BLOCK = 64
+"""Numbers that share a scale in nf4."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
     """A global tensor, its cut along the tensor-parallel axis, and its Hugging Face names.
@@ -68,6 +75,7 @@ class ParamSpec:
         buffer: It is a buffer of the module: stored as parameters are, and never trained.
         trained: Whether it gets gradients; a frozen parameter keeps its first value.
         linear: It is the matrix of a linear, outputs by inputs, or those of experts, one behind the other.
+        quantized: The form in which ranks hold it; "none" for its own.
         adapts: Name of the parameter that it adapts; empty for a parameter of the model itself.
         tie: Key of the tie group when several layers use this tensor, else None.
     """
@@ -89,6 +97,7 @@ class ParamSpec:
     buffer: bool = False
     trained: bool = True
     linear: bool = False
+    quantized: Quantization = "none"
     adapts: str = ""
     tie: str | None = None
 
@@ -186,6 +195,15 @@ class ParamSpec:
         if self.split is None:
             return self.shape
         return (*self.shape[: self.split], self.local_extent(tp), *self.shape[self.split + 1 :])
+
+    def quantized_bytes(self, tp: int) -> tuple[int, ...]:
+        """Bytes of the tensors that one rank among ``tp`` holds of it: numbers and scales, if quantised."""
+        if self.quantized == "none":
+            return ()
+        rows, columns = self.local_shape(tp)
+        if self.quantized == "int8":
+            return rows * columns, 4 * rows
+        return -(-rows * columns // 2), 4 * -(-rows * columns // NF4_BLOCK)
 
     def boxes(self, tp: int, tp_rank: int) -> tuple[Box, ...]:
         """Global boxes that tp rank ``tp_rank`` of ``tp`` holds, in local order along ``split``.

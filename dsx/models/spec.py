@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self, TypeAlias
 
-from dsx.models.param import ParamSpec
+from dsx.models.param import ParamSpec, Quantization
 
 Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2"]
 Recompute = Literal["none", "selective", "full"]
@@ -57,6 +57,7 @@ class Adapter:
             and endings of names.
         target_parameters: Which stacks of experts' matrices do: names and endings of parameters' names.
         train_also: Endings of the names of modules that are trained themselves.
+        quantization: Form of the frozen matrices of blocks' linears.
     """
 
     type: Literal["lora", "dora"] = "lora"
@@ -67,6 +68,7 @@ class Adapter:
     targets: str | tuple[str, ...] = "all-linear"
     target_parameters: tuple[str, ...] = ()
     train_also: tuple[str, ...] = ()
+    quantization: Quantization = "none"
 
     @property
     def scale(self) -> float:

@@ -28,6 +28,7 @@ from dsx.models.spec import Adapter
 from dsx.nn import collectives
 from dsx.nn.dropout import dropped
 from dsx.nn.parallel import TensorParallel
+from dsx.nn.quantized import picked, whole
 from dsx.nn.split import WeightGradients, late
 
 _MATRIX = 2  # dims
@@ -105,8 +106,9 @@ class LowRank:
     def begin(self, linear: nn.Module) -> None:
         """Give magnitudes their first values, the norms of rows. A collective call over the ranks."""
         for matrix in self.matrices:
-            weight, held = getattr(linear, f"{matrix.start}weight"), [has for _, has in matrix.modules]
-            if any(held) and not weight.is_meta:
+            held = [has for _, has in matrix.modules]
+            if any(held) and not getattr(linear, matrix.start + MAGNITUDE).is_meta:
+                weight = whole(getattr(linear, f"{matrix.start}weight"))
                 parts = weight.split([size for size, _ in matrix.modules])
                 target = torch.cat([part for part, has in zip(parts, held, strict=True) if has])
                 norms = self._summed(_squared_norms(target))
@@ -133,7 +135,7 @@ class LowRank:
         picks = rows is not None
         outer = [own(name, part=picks or self.cut == "row", cut=picks) for name in names]
         if rows is not None:
-            outer = [_picked(each, count, rows) for each in outer]
+            outer = [picked(each, count, rows) for each in outer]
             sizes = [rows.stop - rows.start] * count
         else:
             sizes = [size for size, has in matrix.modules if has]
@@ -160,10 +162,10 @@ class LowRank:
         self, linear: nn.Module, factors: tuple[tuple[int, _Factors | None], ...], rows: slice | None
     ) -> Tensor:
         """Magnitudes over the norms of what they scale [O], which get no gradient (DoRA, section 4.3)."""
-        weights = [getattr(linear, f"{matrix.start}weight").detach() for matrix in self.matrices]
+        weights = [whole(getattr(linear, f"{matrix.start}weight")).detach() for matrix in self.matrices]
         if rows is not None:
             weights = [
-                _picked(weight, len(matrix.modules), rows) if matrix.whole else weight
+                picked(weight, len(matrix.modules), rows) if matrix.whole else weight
                 for weight, matrix in zip(weights, self.matrices, strict=True)
             ]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -186,12 +188,6 @@ class LowRank:
     def _summed(self, squares: Tensor) -> Tensor:
         """Sums over the ranks that each have a part of the inputs."""
         return collectives.all_reduce(squares, self.tp) if self.cut == "row" else squares
-
-
-def _picked(whole: Tensor, modules: int, rows: slice) -> Tensor:
-    """The same rows of each of the modules that are fused along dim 0."""
-    by_module: Tensor = whole.unflatten(0, (modules, -1))
-    return by_module[:, rows].flatten(0, 1)
 
 
 def _squared_norms(weight: Tensor) -> Tensor:

@@ -23,13 +23,13 @@ from torch.utils.checkpoint import checkpoint
 
 from dsx.errors import ModelError
 from dsx.models.spec import ModelSpec, Rope
-from dsx.nn.collectives import copy_parameters
 from dsx.nn.documents import Last, numbered
 from dsx.nn.dropout import draw_seed, seeded
 from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear, column_linear, with_adapter
 from dsx.nn.norm import RMSNorm
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights, fresh_parameter
+from dsx.nn.quantized import used
 from dsx.nn.split import late
 
 if TYPE_CHECKING:
@@ -247,10 +247,8 @@ class SharedKeyValueLinear(nn.Module):
 
     def forward(self, x_BsH: Tensor) -> Tensor:
         """[B, s, H] to [B, S, P]."""
-        both = [late(p, self.split) for p in (self.kv_weight, self.kv_bias) if p is not None]
-        whole = copy_parameters(self.tp, *both, cut=True)
-        shared, *rest = (p.unflatten(0, (2, -1))[:, self.rows].flatten(0, 1) for p in whole)
-        bias = None if self.q_bias is None else torch.cat((late(self.q_bias, self.split), *rest))
+        shared, rest = used(self.tp, self.split, 2, self.rows, self.kv_weight, self.kv_bias)
+        bias = None if self.q_bias is None else torch.cat((late(self.q_bias, self.split), rest))
 
         def base(x: Tensor, bias: Tensor | None) -> Tensor:
             return column_linear(x, self.q_weight, bias, self.tp, split=self.split, shared=shared)

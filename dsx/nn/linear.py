@@ -6,8 +6,9 @@ Weights are [out, in] as torch.nn.Linear's, so "column" is Shoeybi et al.'s word
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from dsx.errors import ModelError
 from dsx.nn import collectives
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import NORMAL, ZEROS, Initialiser, fresh_parameter
+from dsx.nn.quantized import Matrix, Quantized, tiles, used
 from dsx.nn.split import WeightGradients, late
 
 if TYPE_CHECKING:
@@ -36,40 +38,46 @@ class _Linear(torch.autograd.Function):
     of dy where :func:`~dsx.nn.collectives.reduce_from` gathered dy (``reduced``), and gathers both once more.
 
     ``shared`` has the weights of more outputs, which come last; it is no Parameter, and its gradient does not
-    wait.
+    wait. Of a quantised matrix backward makes the whole once more.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
+        weight: Matrix,
         bias: Tensor | None,
         tp: TensorParallel | None,
         num_valid: int | None,
         split: WeightGradients | None,
         reduced: TensorParallel | None,
-        shared: Tensor | None,
+        shared: Matrix | None,
     ) -> Tensor:
         needs_x, needs_weight, *_, needs_shared = ctx.needs_input_grad
         kept = (weight, shared) if needs_x else (None, None)
-        ctx.save_for_backward(x if needs_weight or needs_shared else None, *kept)
+        ctx.quantized = tuple(each if isinstance(each, Quantized) else None for each in kept)
+        tensors = (None if isinstance(each, Quantized) else each for each in kept)
+        ctx.save_for_backward(x if needs_weight or needs_shared else None, *tensors)
         ctx.tp, ctx.reduced, ctx.num_valid = tp, reduced, num_valid
         # Recompute hands backward a copy of the saved Parameter, which has no place for a gradient.
-        ctx.split, ctx.parameter, ctx.shape = split, weight if weight.is_leaf else None, weight.shape
+        is_leaf = isinstance(weight, Tensor) and weight.is_leaf
+        ctx.split, ctx.parameter = split, weight if is_leaf else None
         if tp is not None and tp.sequence:
             x = collectives.all_gather(x, tp, collectives.SEQUENCE)
         # The result is no view, so that the reduction behind a row-parallel linear may overwrite it.
         matrices = (weight,) if shared is None else (weight, shared)
-        sizes = [matrix.shape[0] for matrix in matrices]
+        ctx.shape = weight.shape
+        sizes = [len(matrix) for matrix in matrices]
         y = x.new_empty(*x.shape[:-1], sum(sizes))
-        x_NI, y_NO = x.reshape(-1, x.shape[-1]), y.view(-1, sum(sizes))
-        biases = (None,) * len(sizes) if bias is None else bias.split(sizes)
-        for matrix, part, out in zip(matrices, biases, y_NO.split(sizes, dim=1), strict=True):
-            if part is None:
-                torch.mm(x_NI, matrix.t(), out=out)
+        x_NI, y_NO, first = x.reshape(-1, x.shape[-1]), y.view(-1, sum(sizes)), 0
+        for matrix in chain.from_iterable(map(tiles, matrices)):
+            rows = slice(first, first + len(matrix))
+            if bias is None:
+                torch.mm(x_NI, matrix.t(), out=y_NO[:, rows])
             else:
-                torch.addmm(part, x_NI, matrix.t(), out=out)
+                torch.addmm(bias[rows], x_NI, matrix.t(), out=y_NO[:, rows])
+            first = rows.stop
+            del matrix  # before the next one is made
         if num_valid is not None:
             y_NO[:, num_valid:] = -torch.inf
         return y
@@ -92,7 +100,9 @@ class _Linear(torch.autograd.Function):
         whole_x = _start_gather(x, tp) if needs_weight or needs_shared else None
         dx = None
         if needs_x:
-            dx = _start_reduce(_input_gradient(dy_NO, weight, shared).view(*dy.shape[:-1], -1), tp)
+            held = zip(ctx.quantized, (weight, shared), strict=True)
+            matrices = [each for pair in held for each in pair if each is not None]
+            dx = _start_reduce(_input_gradient(dy_NO, matrices).view(*dy.shape[:-1], -1), tp)
         dweight = dshared = None
         if whole_x is not None:
             x = whole_x.wait()
@@ -102,10 +112,15 @@ class _Linear(torch.autograd.Function):
         return None if dx is None else dx.wait(), dweight, dbias, *(None,) * 4, dshared
 
 
-def _input_gradient(dy_NO: Tensor, weight: Tensor, shared: Tensor | None) -> Tensor:
-    rows = weight.shape[0]
-    dx_NI = dy_NO[:, :rows].mm(weight)
-    return dx_NI if shared is None else dx_NI.addmm_(dy_NO[:, rows:], shared)
+def _input_gradient(dy_NO: Tensor, matrices: Iterable[Matrix]) -> Tensor:
+    dx_NI, first = None, 0
+    for matrix in chain.from_iterable(map(tiles, matrices)):
+        part = dy_NO[:, first : first + len(matrix)]
+        dx_NI = part.mm(matrix) if dx_NI is None else dx_NI.addmm_(part, matrix)
+        first += len(matrix)
+        del matrix  # before the next one is made
+    assert dx_NI is not None
+    return dx_NI
 
 
 def _start_weight_gradient(
@@ -156,13 +171,13 @@ def _start_reduce(dx: Tensor, tp: TensorParallel | None) -> collectives.Pending:
 
 def column_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     bias: Tensor | None,
     tp: TensorParallel,
     *,
     num_valid: int | None = None,
     split: WeightGradients | None = None,
-    shared: Tensor | None = None,
+    shared: Matrix | None = None,
 ) -> Tensor:
     """``x W^T + b`` for this rank's rows of W: [..., in] to [..., out/tp].
 
@@ -367,16 +382,15 @@ class KeyValueLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in], equal on all ranks, to [..., head_size]."""
-        held = [self.weight] if self.bias is None else [self.weight, self.bias]
         start = self.tp.rank * self.heads // self.tp.size * self.head_size
         rows = slice(start, start + self.head_size)
-        weight, *bias = (whole[rows] for whole in collectives.copy_parameters(self.tp, *held, cut=True))
+        weight, bias = used(self.tp, None, 1, rows, self.weight, self.bias)
 
         def base(x: Tensor, bias: Tensor | None) -> Tensor:
             y: Tensor = _Linear.apply(x, weight, bias, self.tp, None, None, None, None)
             return y
 
-        return with_adapter(self, x, base, bias[0] if bias else None, rows)
+        return with_adapter(self, x, base, bias, rows)
 
 
 def _per_rank(features: int, tp: TensorParallel, what: str) -> int:

@@ -131,6 +131,13 @@ def reference(family: str, kind: Kind, rows: int, folder: Path) -> Trained:
     oracle.save_model(family, folder / "base")
     model = fresh(family, kind)
     model.save_pretrained(folder / "start")
+    losses, norms = steps(model, rows)
+    model.save_pretrained(folder / "end")
+    return Trained(losses, norms, folder)
+
+
+def steps(model: Any, rows: int) -> tuple[list[float], list[float]]:
+    """Train with torch's AdamW; gives losses and gradient norms."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, **oracle.ADAMW)
     losses, norms = [], []
@@ -143,8 +150,7 @@ def reference(family: str, kind: Kind, rows: int, folder: Path) -> Trained:
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, oracle.CLIPPING)))
         optimizer.step()
         losses.append(loss.item())
-    model.save_pretrained(folder / "end")
-    return Trained(losses, norms, folder)
+    return losses, norms
 
 
 def train(rank: int, world_size: int, case: Case, base: Path, out: Path) -> Any:

@@ -52,6 +52,29 @@ CASES = {
             "zero_optimization.stage=3",
         ],
     ),
+    "zero0_bf16_nf4": (
+        1,
+        2,
+        ['dsx.adapter={"type": "dora", "rank": 4, "quantization": "nf4"}', "bf16.enabled=true"],
+    ),
+    "zero3_int8_recomputed": (
+        0,
+        1,
+        [
+            'dsx.adapter={"rank": 4, "quantization": "int8", "targets": ["q_proj"]}',
+            "zero_optimization.stage=3",
+            'dsx.recompute="full"',
+        ],
+    ),
+    "zero1_nf4_tensor": (
+        1,
+        1,
+        [
+            'dsx.adapter={"rank": 4, "quantization": "nf4"}',
+            "zero_optimization.stage=1",
+            "dsx.parallel.tensor=2",
+        ],
+    ),
     "zero2_offload_above": (
         0,
         2,

@@ -49,6 +49,12 @@ CASES = {
         "dsx.model.family=qwen3",
         'dsx.model.overrides={"num_key_value_heads": 1, "attention_bias": true}',
     ],
+    "zero1_nf4_tensor": [
+        "zero_optimization.stage=1",
+        "dsx.parallel.pipeline=1",
+        "dsx.parallel.tensor=2",
+        'dsx.adapter={"rank": 4, "quantization": "nf4"}',
+    ],
     "zero1_tensor_shares_a_head": [
         "zero_optimization.stage=1",
         "dsx.parallel.pipeline=1",

@@ -113,6 +113,11 @@ CONFIGS["qwen2_moe"] = CONFIGS["qwen2"] | {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
+CONFIGS |= {  # whose rows, over two ranks too, are whole blocks of nf4
+    f"{family}-wide": CONFIGS[family]
+    | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
+    for family in ("llama", "llama-one-head")
+}
 IN_FILES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
 """Families whose parameters have other names in files than in transformers' modules."""
 

@@ -30,6 +30,7 @@ from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
 from dsx.models.spec import HubModel, Model
 from dsx.nn.adapter import begin
+from dsx.nn.quantized import is_quantized, quantize
 from dsx.parallel.groups import Groups
 
 _GENERATION = "generation_config.json"
@@ -83,6 +84,7 @@ def layer_weights(
             base = files.enter_context(_checked(lambda: hf.HfWeights(folder, names_of), own))
             fills.append(partial(_fill_base, base, buffers, at))
         if model.adapter is not None:
+            fills.append(lambda _, layer: quantize(layer))
             fills.append(lambda _, layer: begin(layer))
         if adapter is not None:
             trained = peft_specs(specs)
@@ -177,8 +179,14 @@ def export_weights(
         shard_bytes: Largest file, unless one parameter is larger.
 
     Raises:
-        CheckpointError: The folder cannot be written.
+        CheckpointError: The folder cannot be written, or matrices are quantised.
     """
+    if is_quantized(pipeline):
+        raise CheckpointError(
+            str(folder),
+            "matrices of the model are quantised, and what they were made of is not there to be written",
+            "write the adapter (dsx.recipe.export), and merge it into the original with dsx reshard",
+        )
     folder, specs = Path(folder), stored_specs(model or model_of(config))
     own = [spec for spec in specs if not spec.adapts]
     files = _write(pipeline, folder, own, lambda spec: None if spec.adapts else spec, shard_bytes)

@@ -1,0 +1,132 @@
+"""Adapters on a base in 8 or 4 bits train like one process of transformers, PEFT and bitsandbytes."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import ranks
+from adapters.test_adapter_parity import DORA, PLAIN, STEPS, Kind, fresh, steps
+from often import often
+from parity import dsx_run, oracle
+from parity.dsx_run import Case
+
+NARROW = Kind(targets=("q_proj", "down_proj"))
+CASES = [
+    (Case(tp=2, pp=2, zero=2), PLAIN, "nf4"),
+    (Case(tp=2), DORA, "int8"),
+    (Case(dp=2, zero=3), DORA, "nf4"),
+    (Case(), NARROW, "nf4"),
+    (Case(), PLAIN, "int8"),
+    (Case(tp=2, sequence_parallel=False), NARROW, "nf4"),
+    (Case(pp=2, chunks=2, recompute="full"), PLAIN, "int8"),
+    (Case(pp=2, schedule="zb_h1", zero=1), PLAIN, "nf4"),
+    (Case(tp=2, pp=2, schedule="zbv", chunks=2, zero=3), DORA, "int8"),
+    (Case(tp=2, recompute="selective"), PLAIN, "nf4"),
+    (Case(tp=2, family="llama-one-head"), DORA, "nf4"),
+    (Case(tp=2, pp=2, family="llama-one-head", schedule="zb_h1"), NARROW, "int8"),
+    (Case(tp=2, implementation="transformers", zero=3), PLAIN, "nf4"),
+    (Case(tp=2, pp=2, implementation="transformers", zero=2), DORA, "int8"),
+    (Case(tp=2, implementation="transformers", family="llama-one-head"), PLAIN, "int8"),
+    (Case(pp=2, implementation="transformers", schedule="zb_h1"), DORA, "nf4"),
+]
+
+# LLM.int8 keeps columns of inputs above a threshold as they are and quantises the others, which dsx does not
+# do. With this threshold it keeps all, so that the weights alone are quantised.
+_ALL = 1e-30
+
+
+def in_bits(form: str, threshold: float) -> BitsAndBytesConfig:
+    if form == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+
+
+@cache
+def start(family: str, kind: Kind, folder: Path) -> Path:
+    """A model's folder, and in it that of an adapter."""
+    folder = folder / f"{family}-{abs(hash(kind))}"
+    oracle.save_model(family, folder / "base")
+    fresh(family, kind).save_pretrained(folder / "start")
+    return folder
+
+
+@cache
+def reference(
+    family: str, kind: Kind, rows: int, form: str, folder: Path, threshold: float = _ALL
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, gradient norms and the adapter of a run of PEFT's on bitsandbytes' linears."""
+    at = start(family, kind, folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        at / "base", quantization_config=in_bits(form, threshold), dtype=torch.float32, device_map="cpu"
+    )
+    model = PeftModel.from_pretrained(model, at / "start", is_trainable=True)
+    losses, norms = steps(model.train(), rows)  # else bitsandbytes computes in bfloat16 on some CPUs
+    end = at / f"end-{form}-{rows}-{threshold}"
+    model.save_pretrained(end)
+    return losses, norms, load_file(end / "adapter_model.safetensors")
+
+
+def bits(engine: Any) -> list[str]:
+    """Of every quantised matrix here what it holds."""
+    from dsx.nn.quantized import Quantized
+
+    held = [each for module in engine.pipeline.modules() for each in vars(module).values()]
+    return [
+        hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+        for each in held
+        if isinstance(each, Quantized)
+        for tensor in (each.numbers, each.scales)
+    ]
+
+
+def train(rank: int, world_size: int, case: Case, base: Path, out: Path) -> Any:
+    """Train and export; gives losses and norms, and the base's bits before and after."""
+    from dsx.checkpoint.run.export import export_hf
+
+    engine, _ = dsx_run.build(case, base)
+    before = bits(engine)
+    losses, norms = [], []
+    for step in range(STEPS):
+        losses.append(float(engine.train_batch(dsx_run.batches(case, step, engine.groups.dp_rank))))
+        norms.append(engine.get_global_grad_norm())
+    export_hf(engine, out)
+    return losses, norms, before, bits(engine)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quantized")
+
+
+@pytest.mark.parametrize(("case", "kind", "form"), often(CASES, 3), ids=str)
+def test_an_adapter_trains_as_on_linears_of_bitsandbytes(
+    case: Case, kind: Kind, form: str, folder: Path, tmp_path: Path
+) -> None:
+    family = f"{case.family}-wide"
+    at = start(family, kind, folder)
+    case = replace(case, family=family, adapter=(("path", str(at / "start")), ("quantization", form)))
+    expected, expected_norms, theirs = reference(family, kind, case.rows, form, folder)
+    results = ranks.run(train, case.world_size, case, at / "base", tmp_path / "out")
+    losses, norms, *_ = results[0]
+    # What both make of the same numbers differs by the order of sums alone.
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    ours = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.allclose(ours[name], tensor, rtol=0, atol=1e-5), name
+    for *_, before, after in results:
+        assert before
+        assert before == after
