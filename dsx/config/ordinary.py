@@ -73,8 +73,9 @@ def complete(
 ) -> Completed:
     """A config of dsx.
 
-    A config with a ``dsx`` block stays as it is, but ``model`` replaces ``dsx.model``. Without one the run is
-    DeepSpeed's own: data parallel, with sequences of the model's greatest length.
+    A config with a ``dsx`` block stays as it is, but ``model`` replaces ``dsx.model``; of a block for
+    dsx.Trainer, which says nothing of the training, the rest is filled in. Without one the run is DeepSpeed's
+    own: data parallel, with sequences of the model's greatest length.
 
     Args:
         content: The file's content; empty for no file, which means bf16, AdamW and ZeRO-1.
@@ -102,7 +103,7 @@ def complete(
     if not isinstance(block, dict):
         return Completed(content=out, assumed=())  # refused when it is read
     block["model"] = source
-    if has_block:
+    if has_block and "train" in block:
         return Completed(content=out, assumed=())
     assumed = [*_fill(out, hf_config, steps), *_batch(out), *(_usual(out) if is_empty else _needed(out))]
     lengths = {}

@@ -39,30 +39,23 @@ class Length:
     def of(cls, loader: DataLoader[Any], args: TrainingArguments, shares: int) -> Length:
         """Count. Raises ConfigError if neither the data set nor max_steps says how long it is."""
         per_step, size = args.gradient_accumulation_steps * shares, args.per_device_train_batch_size
-        sampler = loader.batch_sampler
+        sampler, steps = loader.batch_sampler, args.max_steps
         if not isinstance(sampler, ShareOfBatches):
-            if args.max_steps <= 0:
+            if steps <= 0:
                 raise ConfigError(
-                    at("max_steps", args.max_steps), "the training data set has no length", "set max_steps"
+                    at("max_steps", steps), "the training data set has no length", "set max_steps"
                 )
-            steps = args.max_steps
-            return cls(
-                batches=None,
-                per_step=per_step,
-                steps_per_epoch=steps,
-                epochs=sys.maxsize,
-                steps=steps,
-                samples=steps * per_step * size,
-            )
-        batches = len(sampler.batches)
-        if not batches:
-            raise DataError("train_dataset", "it holds no whole batch", "use more samples or smaller batches")
-        in_epoch = math.ceil(batches / per_step)
-        if args.max_steps > 0:
-            steps, epochs = args.max_steps, math.ceil(args.max_steps / in_epoch)
-            samples: float = steps * per_step * size
+            batches, in_epoch, epochs = None, steps, sys.maxsize
         else:
-            steps, epochs = math.ceil(args.num_train_epochs * in_epoch), math.ceil(args.num_train_epochs)
+            batches = len(sampler.batches)
+            if not batches:
+                what, fix = "it holds no whole batch", "use more samples or smaller batches"
+                raise DataError("train_dataset", what, fix)
+            in_epoch = math.ceil(batches / per_step)
+            epochs = math.ceil(args.num_train_epochs if steps <= 0 else steps / in_epoch)
+        samples: float = steps * per_step * size
+        if steps <= 0:
+            steps = math.ceil(args.num_train_epochs * in_epoch)
             samples = len(loader.dataset) * args.num_train_epochs  # type: ignore[arg-type]
         return cls(
             batches=batches,

@@ -54,7 +54,6 @@ from dsx.engine.initialize import initialize
 from dsx.errors import CheckpointError, ConfigError, DataError, ModelError, RunError
 from dsx.launch.entry import local_rank, rank, world_size
 from dsx.launch.processes import agree, distributed
-from dsx.parallel.groups import Groups
 from dsx.train import recipe
 from dsx.trainer.arguments import NOT_THERE, refuse
 from dsx.trainer.batches import (
@@ -155,7 +154,6 @@ class Trainer:
         self._numel = int(skeleton.num_parameters(exclude_embeddings=True))
         self.config = self._configured(steps=1, shares=None)
         self.engine: PipelineEngine | None = None
-        self._groups: Groups | None = None
         self._stack = ExitStack()
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
@@ -292,7 +290,7 @@ class Trainer:
             lr_scheduler=scheduler,
         )
         pipeline.config = self._given.hf_config  # callbacks look for it
-        self.model, self._groups = pipeline, groups
+        self.model = pipeline
         self._given = dataclasses.replace(self._given, whole=None)
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = pipeline, self.optimizer, self.lr_scheduler
@@ -452,7 +450,7 @@ class Trainer:
                 break
             self._event("on_step_begin")
             self._substeps = math.ceil(there / self._shares)
-            rate = self.lr_scheduler.get_last_lr()[0]
+            rate = self._rate
             norm = self._step(batches, guard)
             self._event("on_optimizer_step")
             self.state.global_step += 1
@@ -468,6 +466,11 @@ class Trainer:
             self.control.should_training_stop = True
         self._event("on_epoch_end")
         self._report(norm, rate)
+
+    @property
+    def _rate(self) -> float:
+        """The learning rate of the step to come; DeepSpeed's schedules do not say it before the first."""
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def _there(self, mine: int, step: int) -> int:
         """Batches that there are for a step of an epoch, over all ranks; the same on each."""
@@ -527,7 +530,7 @@ class Trainer:
             logs = {"loss": self._loss_sum / (step - self._last_logged)}
             if norm is not None:
                 logs["grad_norm"] = norm
-            logs["learning_rate"] = self.lr_scheduler.get_last_lr()[0] if rate is None else rate
+            logs["learning_rate"] = self._rate if rate is None else rate
             self._loss_logged += self._loss_sum
             self._loss_sum, self._last_logged = 0.0, step
             self._store_flos()

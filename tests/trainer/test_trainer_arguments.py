@@ -10,6 +10,8 @@ import pytest
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 import dsx
+from dsx.config.ordinary import complete
+from dsx.config.resolve import resolve
 from dsx.doctor.examine import examine
 from dsx.doctor.run import trainer_block
 from dsx.errors import ConfigError, DsxError, ModelError
@@ -251,6 +253,14 @@ def test_the_doctor_knows_a_block_for_dsx_trainer():
     assert unknown.path == ("dsx", "parallel", "tensr")
     (steps,) = trainer_block(json | {"dsx": {"train": {"steps": 5}}})
     assert (steps.path, steps.value) == (("dsx", "train", "steps"), 5)
+
+
+def test_such_a_json_is_estimated_with_a_model():
+    """What TrainingArguments would say is assumed, and said."""
+    filled = complete(JSON | {"train_micro_batch_size_per_gpu": "auto"}, "llama/tiny")
+    assert "train_micro_batch_size_per_gpu = 8 (the Trainer's default)" in map(str, filled.assumed)
+    run = resolve(filled.content, world_size=4)
+    assert (run.mesh.pp, run.mesh.dp, run.micro_batch_size) == (2, 2, 8)
 
 
 def test_models_that_cannot_be(tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
@@ -200,3 +201,43 @@ def test_peft_reads_the_adapter_that_was_trained(tmp_path):
     rows = torch.stack([Samples()[index]["input_ids"] for index in range(32)])
     with torch.no_grad():
         assert float(whole(input_ids=rows, labels=rows).loss) == pytest.approx(loss, abs=1e-5)
+
+
+SCHEDULED = {
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+            "warmup_type": "linear",
+        },
+    },
+}
+
+
+def scheduled(rank: int, world_size: int, folder: str, model: str) -> list[float]:
+    import dsx
+
+    more = {"eval_strategy": "no", "save_strategy": "no", "logging_steps": 1, "warmup_steps": 3}
+    args = arguments(folder, deepspeed=PIPELINE | SCHEDULED, **more)
+    trainer = dsx.Trainer(model, args, train_dataset=Samples())
+    trainer.train()
+    return [line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line]
+
+
+def test_optimizer_and_schedule_of_the_json(tmp_path):
+    model = scripts.write_model("llama", tmp_path / "model")
+    found, _ = ranks.run(scheduled, 2, str(tmp_path / "out"), str(model))
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=3e-2)
+    schedule = WarmupDecayLR(
+        optimizer, 9, warmup_min_lr=0.0, warmup_max_lr=3e-2, warmup_num_steps=3, warmup_type="linear"
+    )
+    wanted = []
+    for _ in range(9):
+        wanted.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert found == pytest.approx(wanted, abs=1e-12)
