@@ -122,9 +122,9 @@ class Monitor:
         )
         if trained is not None and self._mute_steps > 0:
             mute, since = int(self._mute_steps), step - self._last_step
+            told = f"step {step}" if since == 1 else f"{mute} of the last {since} steps"
             self._progress.warning(
-                f"{mute} of the last {since} steps had no token to train (every label is -100): the gradient "
-                "was zero"
+                f"{told}: no token to train (every label is -100), so the gradient was zero"
             )
         self._mute_steps.zero_()
         self._last_step, self._last_time = step, now
