@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from dsx.memory.record import LayerRecord, LayerRequest, Shape
-from dsx.memory.records import alone, recorded_for_many
+from dsx.memory.records import ModelRecords, alone, recorded_for_many
 from dsx.models.flops import flops_per_token
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model
@@ -28,12 +28,14 @@ class ModelLayers:
         sequence_length: Tokens.
         width: Bytes of a parameter.
         vocab_multiple: To which each rank's vocabulary rows are padded.
+        documents: Whether documents of a sequence are kept apart.
     """
 
     model: Model
     sequence_length: int
     width: int
     vocab_multiple: int = 64
+    documents: bool = False
 
     @property
     def asked(self) -> Asked:
@@ -56,37 +58,37 @@ class ModelLayers:
             width=self.width,
             vocab_multiple=self.vocab_multiple,
             recompute=layout.recompute,
+            documents=self.documents,
         )
 
     def times(self, machine: Machine, layout: Candidate) -> tuple[LayerTime, ...]:
         """What every layer takes for one micro-batch; the loss counts to the last one."""
         return layer_times(machine, self.shape(layout))
 
-    def elements(self, tensor: int) -> tuple[int, ...]:
-        """Parameters of every layer on one rank; a tied table counts again in the head."""
-        if isinstance(self.model, HubModel):
-            held = [0] * len(self.model.kinds)
-            for spec in param_specs(self.model, pad_multiple=self.vocab_multiple):
-                for layer in {spec.layer, len(held) - 1} if spec.tie is not None else {spec.layer}:
-                    held[layer] += prod(spec.local_shape(tensor))
-            return tuple(held)
-        one = replace(self.model.for_tensor(tensor), num_layers=1)
-        kinds = layer_kinds(one)
-        counts = dict.fromkeys(kinds, 0)
-        for spec in param_specs(one, pad_multiple=self.vocab_multiple):
-            number = prod(spec.local_shape(tensor))
-            counts[kinds[spec.layer]] += number
-            if spec.tie is not None:
-                counts[kinds[-1]] += number
-        return tuple(counts[kind] for kind in layer_kinds(self.model))
+    def elements(self, tensor: int, *, trained: bool = False) -> tuple[int, ...]:
+        """Parameters of every layer on a rank, or those that are trained; a tied table's in the head, too."""
+        held = [0] * len(layer_kinds(self.model))
+        for spec in param_specs(self.model.for_tensor(tensor), pad_multiple=self.vocab_multiple):
+            if trained and not spec.trained:
+                continue
+            for layer in {spec.layer, len(held) - 1} if spec.tie is not None else {spec.layer}:
+                held[layer] += prod(spec.local_shape(tensor))
+        return tuple(held)
 
     def shared_elements(self, tensor: int) -> int:
-        """A tied table's."""
-        return self.elements(tensor)[-1] if self.model.tied_embeddings else 0
+        """A tied table's, if it is trained."""
+        return self.elements(tensor, trained=True)[-1] if self.model.tied_embeddings else 0
 
     def kept_bytes(self, layout: Candidate) -> int:
-        """What a block without a window keeps: with one it keeps more, if anything."""
+        """What a block without a window keeps: with one it keeps more, if anything.
+
+        Where parameters are frozen, what the block keeps that keeps least.
+        """
         shape = self.shape(layout)
+        if self.model.adapter is not None or self.model.freeze:
+            records = ModelRecords(shape, many=True)
+            blocks = (at for at, kind in enumerate(layer_kinds(shape.model)) if kind == "Block")
+            return min(records.layer(at, divided=True, hooked=False).kept_bytes for at in blocks)
         block = layer_kinds(shape.model).index("Block")
         if not isinstance(shape.model, HubModel):
             shape = replace(shape, model=replace(shape.model, windows=()))
@@ -108,11 +110,17 @@ class ModelLayers:
 
 
 def model_task(
-    model: Model, *, machine: Machine, global_batch: int, sequence_length: int, vocab_multiple: int = 64
+    model: Model,
+    *,
+    machine: Machine,
+    global_batch: int,
+    sequence_length: int,
+    vocab_multiple: int = 64,
+    documents: bool = False,
 ) -> Task:
     """The training of a model."""
     width = 2 if machine.precision == "bf16" else 4
-    layers = ModelLayers(model, sequence_length, width, vocab_multiple)
+    layers = ModelLayers(model, sequence_length, width, vocab_multiple, documents)
     return Task(layers=layers, machine=machine, global_batch=global_batch)
 
 
@@ -155,14 +163,17 @@ class OwnLayers:
             return (*layers, last)
         return (*layers[:-1], LayerTime.total((layers[-1], last)))
 
-    def elements(self, tensor: int) -> tuple[int, ...]:
-        """Parameters of every layer; tensor-parallel ranks there are none."""
+    def elements(self, tensor: int, *, trained: bool = False) -> tuple[int, ...]:
+        """Parameters of every layer, or those that are trained; tensor-parallel ranks there are none."""
         del tensor
-        return tuple(sum(prod(each.shape) for each in record.parameters) for record in self.records.layers)
+        return tuple(
+            sum(prod(each.shape) for each in record.parameters if each.trains or not trained)
+            for record in self.records.layers
+        )
 
     def shared_elements(self, tensor: int) -> int:
-        """A tied last layer's."""
-        return self.elements(tensor)[-1] if self.records.ties else 0
+        """A tied last layer's, of what is trained."""
+        return self.elements(tensor, trained=True)[-1] if self.records.ties else 0
 
     def kept_bytes(self, layout: Candidate) -> int:
         """Nothing is known of a block of which all layers are copies."""

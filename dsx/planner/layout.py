@@ -43,11 +43,14 @@ class PlannedLayers(Protocol):
     def times(self, machine: Machine, layout: Candidate) -> tuple[LayerTime, ...]:
         """What every layer takes for one micro-batch."""
 
-    def elements(self, tensor: int) -> tuple[int, ...]:
-        """Parameters of every layer on one of so many tensor-parallel ranks; tied ones count at each use."""
+    def elements(self, tensor: int, *, trained: bool = False) -> tuple[int, ...]:
+        """Parameters of every layer on one of so many tensor-parallel ranks, or those that are trained.
+
+        Tied ones count at each use.
+        """
 
     def shared_elements(self, tensor: int) -> int:
-        """Those that the first and the last pipeline rank both hold."""
+        """Those that the first and the last pipeline rank both hold and train."""
 
     def kept_bytes(self, layout: Candidate) -> int:
         """What each block keeps of a micro-batch at least."""

@@ -87,7 +87,8 @@ class OwnInputs:
     @property
     def num_parameters(self) -> int:
         """Of the whole list, tied ones once."""
-        return sum(self._layers.elements(1)) - self._layers.shared_elements(1)
+        held = self._layers.elements(1)
+        return sum(held) - (held[-1] if self._layers.records.ties else 0)
 
     @property
     def batch_words(self) -> str:

@@ -35,12 +35,15 @@ class MemoryFloor:
     def states(self, layout: Candidate) -> float:
         """Parameters, gradients and optimizer state of a mean pipeline rank (arXiv:1910.02054, section 5)."""
         width = self.predictor.task.width
-        number = sum(self.predictor.elements(layout.tensor)) / layout.pipeline
+        held, trained = (
+            sum(self.predictor.elements(layout.tensor, trained=only)) / layout.pipeline
+            for only in (False, True)
+        )
         shares = [
             1 / layout.data if layout.zero_stage >= stage else 1.0
             for stage in (3, 2 if layout.reduces_micro_batches else 3, 1)
         ]
-        return number * (width * shares[0] + width * shares[1] + self.update_bytes * shares[2])
+        return held * width * shares[0] + trained * (width * shares[1] + self.update_bytes * shares[2])
 
     def activations(self, layout: Candidate) -> float:
         """What the blocks of the first pipeline rank keep for the micro-batches under way."""

@@ -36,6 +36,7 @@ def task_of(run: RunConfig, cluster: Cluster, efficiency: Efficiency | None = No
         global_batch=run.global_batch_size,
         sequence_length=run.sequence_length,
         vocab_multiple=run.dsx.model.vocab_multiple,
+        documents=run.dsx.data.keeps_apart,
     )
 
 

@@ -177,6 +177,16 @@ class Wire:
             self.action += seconds
 
 
+@dataclass(frozen=True, slots=True)
+class StageTotal:
+    """A virtual stage: its layers' time, their parameters on a rank, those that are trained, their number."""
+
+    time: LayerTime
+    elements: int
+    trained: int
+    layers: int
+
+
 class ZeroActions:
     """Actions of a chunk with what ZeRO communicates during them.
 
@@ -191,19 +201,27 @@ class ZeroActions:
         self._layers = task.machine.network.efficiency.gather_seconds if layout.zero_stage == 3 else 0.0
         self._action = task.machine.network.efficiency.action_seconds
 
-    def forward(self, seconds: float, elements: int, layers: int) -> float:
+    def forward(self, stage: StageTotal) -> float:
         """A forward."""
-        return self._beside(seconds, self._gather(elements), layers * self._layers)
+        return self._beside(stage.time.forward_seconds, self._gather(stage.elements), self._hooks(stage))
 
-    def backward(self, seconds: float, elements: int, layers: int, *, reduces: bool = True) -> float:
-        """A whole backward, or the first part of one."""
-        beside = self._gather(elements) + (self._reduce(elements) if reduces else 0.0)
-        after = self._reduce_after(elements) if reduces else 0.0
-        return self._beside(seconds, beside, 2 * layers * self._layers) + after
+    def backward(self, stage: StageTotal) -> float:
+        """A whole backward."""
+        beside = self._gather(stage.elements) + self._reduce(stage.trained)
+        seconds = self._beside(stage.time.backward_seconds, beside, 2 * self._hooks(stage))
+        return seconds + self._reduce_after(stage.trained)
 
-    def weights(self, seconds: float, elements: int) -> float:
+    def inputs(self, stage: StageTotal) -> float:
+        """The first part of a divided backward."""
+        return self._beside(stage.time.input_seconds, self._gather(stage.elements), 2 * self._hooks(stage))
+
+    def weights(self, stage: StageTotal) -> float:
         """The second part of a divided backward."""
-        return self._beside(seconds, self._reduce(elements), 0.0) + self._reduce_after(elements)
+        beside = self._beside(stage.time.weight_seconds, self._reduce(stage.trained), 0.0)
+        return beside + self._reduce_after(stage.trained)
+
+    def _hooks(self, stage: StageTotal) -> float:
+        return stage.layers * self._layers
 
     def _beside(self, seconds: float, wire: float, hooks: float) -> float:
         return self._machine.host(self._machine.beside(seconds, wire), self._action + hooks)
@@ -295,8 +313,8 @@ class Predictor:
     task: Task
     _times: dict[object, tuple[LayerTime, ...]] = field(default_factory=dict)
     _bounds: dict[object, tuple[int, ...]] = field(default_factory=dict)
-    _elements: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    _totals: dict[object, tuple[tuple[LayerTime, int], ...]] = field(default_factory=dict)
+    _elements: dict[tuple[int, bool], tuple[int, ...]] = field(default_factory=dict)
+    _totals: dict[object, tuple[StageTotal, ...]] = field(default_factory=dict)
     _pipelines: dict[object, PipelineStep] = field(default_factory=dict)
     _runs: dict[object, PipelineTime] = field(default_factory=dict)
 
@@ -307,11 +325,12 @@ class Predictor:
             self._times[key] = self.task.layers.times(self.task.machine, layout)
         return self._times[key]
 
-    def elements(self, tensor: int) -> tuple[int, ...]:
-        """Parameters of every layer on one rank; a tied table counts again in the head."""
-        if tensor not in self._elements:
-            self._elements[tensor] = self.task.layers.elements(tensor)
-        return self._elements[tensor]
+    def elements(self, tensor: int, *, trained: bool = False) -> tuple[int, ...]:
+        """Parameters of every layer on a rank, or those that are trained; a tied table's in the head, too."""
+        key = tensor, trained
+        if key not in self._elements:
+            self._elements[key] = self.task.layers.elements(tensor, trained=trained)
+        return self._elements[key]
 
     def stages(self, layout: Candidate) -> StageMap:
         """Layers over virtual stages."""
@@ -332,15 +351,15 @@ class Predictor:
         zero = ZeroActions(self.task, layout)
         last = len(totals) - 1
         forward, whole, first, second = [], [], [], []
-        for stage, (time, number) in enumerate(totals):
-            layers = len(stages.layers(stage))
+        for stage, total in enumerate(totals):
             into = stage > 0 and stages.rank_of(stage - 1) != stages.rank_of(stage)
             back = stage < last and stages.rank_of(stage + 1) != stages.rank_of(stage)
             received, returned = wire.action * into, wire.action * back
-            forward.append(zero.forward(time.forward_seconds, number, layers) + received)
-            whole.append(zero.backward(time.backward_seconds, number, layers) + returned)
-            first.append(zero.backward(time.input_seconds, number, layers, reduces=False) + returned)
-            second.append(zero.weights(time.weight_seconds, number))
+            forward.append(zero.forward(total) + received)
+            # Nothing goes back below the lowest trained layer.
+            whole.append(zero.backward(total) + returned if total.time.backward_seconds else 0.0)
+            first.append(zero.inputs(total) + returned if total.time.backward_seconds else 0.0)
+            second.append(zero.weights(total) if total.trained else 0.0)
         return Costs(
             forward_seconds=tuple(forward),
             backward_seconds=tuple(whole),
@@ -349,13 +368,15 @@ class Predictor:
             transfer_seconds=wire.delay,
         )
 
-    def _stage_totals(self, layout: Candidate, bounds: tuple[int, ...]) -> tuple[tuple[LayerTime, int], ...]:
+    def _stage_totals(self, layout: Candidate, bounds: tuple[int, ...]) -> tuple[StageTotal, ...]:
         """Time and parameters of every virtual stage."""
         key = (_timing(layout), bounds)
         if key not in self._totals:
-            times, elements = self.times(layout), self.elements(layout.tensor)
+            times, held = self.times(layout), self.elements(layout.tensor)
+            trained = self.elements(layout.tensor, trained=True)
             self._totals[key] = tuple(
-                (LayerTime.total(times[a:b]), sum(elements[a:b])) for a, b in pairwise(bounds)
+                StageTotal(LayerTime.total(times[a:b]), sum(held[a:b]), sum(trained[a:b]), b - a)
+                for a, b in pairwise(bounds)
             )
         return self._totals[key]
 
@@ -408,7 +429,7 @@ class Predictor:
         self, layout: Candidate, stages: StageMap, ran: PipelineTime, rank: int
     ) -> tuple[float, float, float]:
         """After the schedule, on one pipeline rank: reduction, update, gathering."""
-        elements, task = self.elements(layout.tensor), self.task
+        elements, task = self.elements(layout.tensor, trained=True), self.task
         chunks = [
             (ran.left_seconds[s], sum(elements[layer] for layer in stages.layers(s)))
             for s in stages.stages_of(rank)

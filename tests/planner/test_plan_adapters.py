@@ -1,0 +1,79 @@
+"""Plans of adapters and frozen parameters: gradients, updates and backward work of what is trained alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dsx.config.resolve import resolve
+from dsx.memory.estimate import estimate
+from dsx.memory.job import job_of
+from dsx.models.hf_config import model_spec
+from dsx.models.params import param_specs
+from dsx.models.presets import presets
+from dsx.models.spec import Adapter
+from dsx.parallel.mesh import Mesh
+from dsx.planner.cluster import preset
+from dsx.planner.costs import Efficiency, Network, Software
+from dsx.planner.inputs import Fixed, layout_config, plan_inputs, plan_search
+from dsx.planner.layer_times import Machine
+from dsx.planner.layers import model_task
+from dsx.planner.layout import Candidate
+from dsx.planner.step_time import Predictor
+
+MODEL = model_spec(next(each.config for each in presets() if each.name == "llama-3.2-1b"))
+LORA = replace(MODEL, adapter=Adapter(rank=16, targets=("q_proj", "layers.15.mlp.up_proj")))
+LAST = replace(MODEL, freeze=(r"layers\.([0-9]|1[0-4])\.", "embed"))
+CHAT = Path(__file__).parents[2] / "configs" / "chat_lora.json"
+
+
+def predictor(model):
+    machine = Machine(network=Network(preset("H100"), Efficiency()), software=Software(), precision="bf16")
+    return Predictor(model_task(model, machine=machine, global_batch=32, sequence_length=2048))
+
+
+@pytest.mark.parametrize("model", [LORA, LAST], ids=["lora", "frozen"])
+def test_what_is_trained_alone_has_gradients_and_updates(model):
+    layout, full, part = (
+        Candidate(mesh=Mesh.of(dp=8), zero_stage=1),
+        predictor(replace(MODEL, tied_embeddings=False)),
+        predictor(replace(model, tied_embeddings=False)),
+    )
+    trained = sum(spec.numel for spec in param_specs(replace(model, tied_embeddings=False)) if spec.trained)
+    assert sum(part.elements(1, trained=True)) == trained
+    assert sum(part.elements(1)) >= sum(full.elements(1))
+    share = trained / sum(full.elements(1))
+    whole, less = full.predict(layout), part.predict(layout)
+    assert less.update == pytest.approx(share * whole.update, rel=1e-6)
+    assert less.parameters < 1.1 * share * whole.parameters + 1e-3
+    assert less.gradients <= whole.gradients
+
+
+def test_a_frozen_matrix_has_no_backward_of_its_weights():
+    layout = Candidate(mesh=Mesh.of(dp=8))
+    full, lora, last = (predictor(model).times(layout) for model in (MODEL, LORA, LAST))
+    assert lora[5].grad_weight < 0.1 * full[5].grad_weight
+    assert lora[5].grad_input >= 0.9 * full[5].grad_input
+    assert last[5].grad_weight == last[5].grad_input == 0.0, "below the lowest trained layer"
+    assert last[16].grad_weight == pytest.approx(full[16].grad_weight)
+
+
+def test_a_chat_config_is_planned_with_its_estimate():
+    inputs = plan_inputs(
+        model="llama-3.2-1b",
+        config=CHAT,
+        cluster=preset("A100-80"),
+        gpus=2,
+        global_batch=None,
+        sequence_length=None,
+    )
+    search = plan_search(inputs, Fixed(zero=1, micro_batch=1, tensor=1))
+    best = search.run(1).best[0]
+    config = layout_config(inputs, best.layout, search.predictor)
+    assert config["dsx"]["adapter"]["rank"] == 16
+    run = resolve(config, world_size=2)
+    ranks = [estimate(job_of(run, device="cuda"), run.mesh.rank(pp=at)) for at in range(run.mesh.pp)]
+    assert best.peak_bytes == max(each.peak.peak_bytes for each in ranks)
+    assert best.peak_bytes < 2 * 2 * run.num_parameters + (8 << 30), "no fp32 copy or moments of the base"
