@@ -8,9 +8,10 @@ row-major piece has of a tile is one stretch of its file.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from dsx.checkpoint.catalog import Catalog, Entry, Piece, unusable
 from dsx.checkpoint.pieces import PieceIndex, intersect, subtract, volume, whole
@@ -23,16 +24,21 @@ _FLOATS = {"float64", "float32", "float16", "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class CopyJob:
-    """One state of one tensor to be made from a state of the source, with conversion if dtypes differ."""
+    """One state of one tensor to be made from a state of the source, with conversion if dtypes differ.
+
+    Attributes:
+        change: Given a tile in float32, and which it is, gives what shall be there; None for a copy.
+    """
 
     source: Entry
     target: Entry
     writes: PieceIndex = field(repr=False, compare=False)
+    change: Callable[[Any, Box], Any] | None = field(default=None, repr=False, compare=False)
 
     @property
     def converts(self) -> bool:
-        """Whether the dtype changes."""
-        return self.source.dtype != self.target.dtype
+        """Whether the bytes change."""
+        return self.source.dtype != self.target.dtype or self.change is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

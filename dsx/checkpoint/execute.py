@@ -369,7 +369,11 @@ class _Run:
         """Read one tile, convert it, write it to every place that it has."""
         job = self._plan.jobs[at]
         read = self._reader.read(job.source, tile, number)
-        values = convert(read.values, job.source.dtype, job.target.dtype)
+        if job.change is None:
+            values = convert(read.values, job.source.dtype, job.target.dtype)
+        else:
+            wide = job.change(convert(read.values, job.source.dtype, "float32"), tile)
+            values = convert(wide, "float32", job.target.dtype)
         name = digest(values.reshape(-1).view(np.uint8).data) if job.converts else read.digest
         regions: list[tuple[str, int, int, str]] = []
         parts: list[Summed] = []

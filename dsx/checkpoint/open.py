@@ -36,6 +36,7 @@ _READERS: tuple[tuple[Callable[[Path], bool], Callable[..., Catalog]], ...] = (
     (megatron.looks_megatron, megatron.catalog_of),
     (dcp.looks_dcp, dcp.catalog_of),
     (hugging_face.looks_hugging_face, hugging_face.catalog_of),
+    (hugging_face.looks_adapted, hugging_face.adapter_catalog),
 )
 
 

@@ -29,6 +29,7 @@ from dsx.checkpoint.layouts import (
     stock_layout,
     stock_mesh,
 )
+from dsx.checkpoint.merge import Merge, adapter_target, taken_apart
 from dsx.checkpoint.staging import check_absent
 from dsx.errors import CheckpointError, LayoutError, ModelError
 from dsx.models.hf_config import model_spec
@@ -80,16 +81,22 @@ class Conversion:
         target: What is to be made.
         layout: The target's, for people; None for a format that has none.
         plan: What goes where.
+        merge: What is added to weights on the way; None copies them.
     """
 
     source: Catalog
     target: Target
     layout: Mapping[str, Any] | None
     plan: CopyPlan
+    merge: Merge | None = None
 
     def run(self, options: ConversionOptions) -> ConversionReport:
         """Carry it out. Raises CheckpointError; the target exists whole or not at all."""
-        return execute(self.source, self.target, self.plan, options)
+        if self.merge is None:
+            return execute(self.source, self.target, self.plan, options)
+        with self.merge.changes() as change:
+            jobs = tuple(replace(job, change=change(job.source)) for job in self.plan.jobs)
+            return execute(self.source, self.target, replace(self.plan, jobs=jobs), options)
 
     def outline(self, options: ConversionOptions) -> dict[str, Any]:
         """What the conversion will take, as JSON values."""
@@ -136,13 +143,30 @@ def prepare(source: Catalog, root: Path, wanted: WantedTarget) -> Conversion:
             "they are of DeepSpeed's PipelineModule",
             "leave them out",
         )
-    if wanted.format != "dsx" or wanted.base is not None:
+    if source.facts.get("base") and wanted.format == "hf" and wanted.precision is None:
+        wanted = replace(wanted, precision=source.facts.get("precision"))
+    _check_adapter(source, wanted)
+    if wanted.format not in ("dsx", "peft") or wanted.base is not None:
         source = completed(source, wanted.base)
     check_files(source)
-    source = _named(source, wanted)
+    source, merge = _named(source, wanted), None
+    if wanted.format == "hf":
+        source, merge = taken_apart(source)
     source, target, layout = WRITERS[wanted.format](source, root, wanted)
     _check_complete(source, target)
-    return Conversion(source=source, target=target, layout=layout, plan=plan(source, target.catalog))
+    copies = plan(source, target.catalog)
+    return Conversion(source=source, target=target, layout=layout, plan=copies, merge=merge)
+
+
+def _check_adapter(source: Catalog, wanted: WantedTarget) -> None:
+    """Refuse formats that have no place for an adapter beside its model."""
+    adapted = (source.facts.get("model") or {}).get("adapter") is not None
+    if adapted and wanted.format not in ("dsx", "peft", "hf"):
+        raise CheckpointError(
+            f"--to {wanted.format}",
+            f"{source.root} is of a model with an adapter, which that format has no place for",
+            "use --to peft for the adapter alone, or --to hf for the model with it merged",
+        )
 
 
 def _check_complete(source: Catalog, target: Target) -> None:
@@ -322,11 +346,18 @@ def _stock(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:
     return source, replace(target, dropped=(*target.dropped, *cut_note(layout))), facts
 
 
+def _peft(source: Catalog, root: Path, wanted: WantedTarget) -> _Written:
+    if wanted.degrees != TargetDegrees() or wanted.run is not None:
+        raise CheckpointError("--to peft with a layout", "its one file has whole tensors", "leave it out")
+    return *adapter_target(source, root), None
+
+
 WRITERS: dict[str, Callable[[Catalog, Path, WantedTarget], _Written]] = {
     "dsx": _dsx,
     "deepspeed": _stock,
     "universal": _stock,
     "hf": _hf,
     "dcp": _dcp,
+    "peft": _peft,
 }
 """How each format is written, by the name that ``--to`` gives it."""

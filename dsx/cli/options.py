@@ -20,7 +20,7 @@ from dsx.errors import ConfigError
 if TYPE_CHECKING:
     from dsx.memory.layer_list import LayerList
 
-CHECKPOINT_FORMATS = ("dsx", "deepspeed", "universal", "hf", "dcp")
+CHECKPOINT_FORMATS = ("dsx", "deepspeed", "universal", "hf", "dcp", "peft")
 """What ``--format`` named before ``--to`` did."""
 
 

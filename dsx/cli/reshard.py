@@ -218,7 +218,14 @@ def _loss_check(tokens: str, conversion: Conversion, wanted: WantedTarget) -> Lo
     """The model and tokens of ``--check-loss``, read before anything is written."""
     from dsx.checkpoint.base import completed
     from dsx.checkpoint.check_loss import LossCheck
+    from dsx.errors import CheckpointError
 
+    if conversion.merge is not None:
+        raise CheckpointError(
+            "--check-loss",
+            "merged weights are other numbers than the model's own",
+            "leave it out",
+        )
     completed(conversion.source, wanted.base)  # or it is said now
     config = wanted.hf_config or conversion.source.facts.get("hf_config")
     return LossCheck(config, None if tokens == "random" else Path(tokens))

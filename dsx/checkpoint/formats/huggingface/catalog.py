@@ -50,12 +50,15 @@ from dsx.checkpoint.formats.huggingface.names import (
 from dsx.checkpoint.formats.safetensors_file import CRC32, contents, header_of
 from dsx.checkpoint.formats.torch_file import TensorRef, read_torch_file
 from dsx.checkpoint.pieces import clipped, whole_part
+from dsx.config.adapter import SETTINGS as ADAPTER_SETTINGS
+from dsx.config.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from dsx.errors import CheckpointError
 from dsx.models.param import Box, ParamSpec
 
 BIN_SINGLE = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
 FORMAT = "hf"
+ADAPTER = "peft"
 _AGAIN = "download or export it again"
 
 
@@ -288,7 +291,7 @@ def as_hf(source: Catalog, specs: Sequence[ParamSpec], *, in_files: bool = True)
     for entry in source.entries:
         spec = known.get(entry.name)
         if spec is not None:
-            entries += _parted(spec, entry)
+            entries += parted(spec, entry)
         elif not in_files or entry.role != "buffer":
             entries.append(entry)
     where = str(source.root)
@@ -402,7 +405,7 @@ def _fused(source: Catalog, spec: ParamSpec, parts: Sequence[Entry]) -> Entry:
     return replace(parts[0], name=spec.name, shape=spec.shape, pieces=tuple(pieces), aliases=(), role=role)
 
 
-def _parted(spec: ParamSpec, entry: Entry) -> Iterator[Entry]:
+def parted(spec: ParamSpec, entry: Entry) -> Iterator[Entry]:
     """The Hugging Face tensors of one parameter's state."""
     for name, box in spec.hf_boxes:
         yield replace(
@@ -572,6 +575,31 @@ def _file(name: str, shard: list[Entry]) -> tuple[Skeleton, list[Entry]]:
 def as_json(content: Mapping[str, Any]) -> bytes:
     """A JSON file of a model folder."""
     return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def adapter_files(
+    source: Catalog, root: Path, settings: Mapping[str, Any]
+) -> tuple[Catalog, tuple[Skeleton, ...]]:
+    """A folder of PEFT's with the weights of ``source``, which has its names, and its files.
+
+    Args:
+        source: What is trained.
+        root: Folder to make.
+        settings: Content of its ``adapter_config.json``.
+    """
+    skeleton, placed = _file(ADAPTER_WEIGHTS, _weights(source, None))
+    catalog = Catalog(root=root, format=ADAPTER, entries=tuple(placed))
+    return catalog, (skeleton, _text(ADAPTER_SETTINGS, settings))
+
+
+def adapter_catalog(root: Path) -> Catalog:
+    """What a folder of PEFT's holds."""
+    return replace(catalog_of(root, ADAPTER_WEIGHTS), format=ADAPTER)
+
+
+def looks_adapted(root: Path) -> bool:
+    """Whether a folder has an adapter of PEFT's, and no model."""
+    return (root / ADAPTER_SETTINGS).is_file() and (root / ADAPTER_WEIGHTS).is_file()
 
 
 def _text(name: str, content: Mapping[str, Any]) -> Skeleton:
