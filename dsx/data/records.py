@@ -292,8 +292,10 @@ class _Record:
         if not isinstance(content, list):
             return self.text(content, f"content of {what}")
         for part in content:
-            kind = part.get("type") if isinstance(part, dict) else _kind(part)
-            if kind != "text":
+            if not isinstance(part, dict):
+                raise self.bad(f"a part of the content of {what} is {_kind(part)}, not an object")
+            if part.get("type") != "text":
+                kind = shortened(str(part.get("type")), 60)
                 raise self.bad(f"content of {what} has a part of type {kind}; dsx trains on text alone")
         return "".join(self.text(part.get("text"), f"content of {what}") for part in content)
 

@@ -59,6 +59,10 @@ BAD_CHATS = {
         chat({**USER, "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}, ANSWER),
         "content of turn 1 has a part of type image_url; dsx trains on text alone",
     ),
+    "part is text": (
+        chat({**USER, "content": ["Why?"]}, ANSWER),
+        "a part of the content of turn 1 is text, not",
+    ),
     "part without text": (chat({**USER, "content": [{"type": "text"}]}, ANSWER), "content of turn 1 is null"),
     "surrogate": (r'{"messages": [{"role": "user", "content": "\ud800"}]}', "half of a surrogate pair"),
     "no answer": (chat(USER), "it has no turn of the assistant that could be trained on"),
