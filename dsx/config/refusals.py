@@ -154,11 +154,14 @@ class Context:
 
         And facts: ``run.dtype`` is the model's dtype if the config decides it, ``run.pipeline`` whether the
         model is a pipeline under stock DeepSpeed ("said", "implied", "none"), ``run.client_optimizer``
-        whether the script makes the optimizer, and ``mesh.dp``, ``mesh.tp`` and ``mesh.size`` are there with
-        a mesh.
+        whether the script makes the optimizer, ``run.adapter`` the type of dsx's adapter if there is one, and
+        ``mesh.dp``, ``mesh.tp`` and ``mesh.size`` are there with a mesh.
         """
         values = _values(self.config, self.slots, self.runner)
         values["run.client_optimizer"] = self.client_optimizer
+        adapter = step(self.source.config.get("dsx"), "adapter") if self.runner == "dsx" else None
+        if isinstance(adapter, Mapping):
+            values["run.adapter"] = adapter.get("type", "lora")
         values |= {f"mesh.{axis}": degree for axis, degree in (self.mesh or {}).items()}
         if self.runner != "dsx" and (self.pipeline is not None or self.config.get("pipeline")):
             stages = self.pipeline

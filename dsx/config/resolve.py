@@ -273,10 +273,22 @@ CHECKS = (
 )
 
 
+def _tuning_notes(dsx: DsxConfig) -> Iterator[str]:
+    """What fine-tuning can do by mistake."""
+    if dsx.adapter is not None and (dsx.model.path is None or dsx.model.weights == "random"):
+        yield "dsx.adapter: what it adapts is random and stays so; dsx.model.path loads a trained model"
+    if any(part.format == "chat" for part in dsx.data.parts()) and not dsx.data.keeps_apart:
+        yield (
+            "dsx.data.documents: joined: chats are cut anywhere and attend to the chats before them in a "
+            "sequence; apart keeps each by itself"
+        )
+
+
 def run_notes(facts: Facts) -> Iterator[str]:
     """What the user should know without having written it."""
     if "gradient_clipping" not in facts.deepspeed:
         yield "gradient_clipping: 1.0, DeepSpeed 0.19.8's default (0 turns it off)"
+    yield from _tuning_notes(facts.dsx)
     pp, micro_batches = facts.mesh.pp, facts.batch.accumulation
     if pp > 1 and micro_batches < pp:
         yield (

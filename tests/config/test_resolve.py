@@ -256,3 +256,25 @@ def test_public_names():
     assert dsx.ConfigError is ConfigError
     with pytest.raises(AttributeError, match="no attribute 'engine_room'"):
         _ = dsx.engine_room
+
+
+def test_what_fine_tuning_can_do_by_mistake_is_noted():
+    content = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "dsx": {
+            "model": {"family": "llama", "preset": "tiny"},
+            "data": {"source": "chats.jsonl", "format": "chat", "sequence_length": 32},
+            "train": {"steps": 1, "output": "unused"},
+        },
+    }
+
+    def noted(**block):
+        return " ".join(resolve({**content, "dsx": {**content["dsx"], **block}}, world_size=1).notes)
+
+    joined = content["dsx"]["data"] | {"documents": "joined"}
+    assert "what it adapts is random" in noted(adapter={})
+    assert "what it adapts is random" not in noted()
+    assert "chats are cut anywhere" in noted(data=joined)
+    assert "chats are cut anywhere" not in noted()

@@ -412,6 +412,11 @@ CASES = [
      {"bf16": GONE, "fp16": {"enabled": True, "loss_scale": 1}, "zero_optimization.stage": 0}, {}),
     ("offload-torch-adam", "error", "zero_optimization.offload_optimizer", {OFFLOAD: CPU, "optimizer": GONE},
      {OFFLOAD: CPU, "optimizer": GONE, "zero_force_ds_cpu_optimizer": False}, {"client_optimizer": True}),
+    # Adapters.
+    ("adapter", "note", STAGE, {STAGE: 3, "dsx": {"adapter": {}}}, {STAGE: 2, "dsx": {"adapter": {}}},
+     {"runner": "dsx"}),
+    ("adapter", "note", "optimizer.params.lr", {"optimizer.params.lr": 1e-5, "dsx": {"adapter": {}}},
+     {"optimizer.params.lr": 1e-5, "dsx": {"adapter": None}}, {"runner": "dsx"}),
     # Others.
     ("clipping-default", "note", "gradient_clipping", {"gradient_clipping": GONE}, {}, {}),
     ("clipping-default", "note", "gradient_clipping", {"gradient_clipping": GONE}, {}, {"version": "0.19.3"}),
@@ -512,7 +517,15 @@ def test_every_row_is_about_keys_that_there_are():
     """A key or a condition that is misspelt would hold for no config, and nobody would see it."""
     table = reference()
     known = {key.path for key in table.rows}
-    facts = {"run.dtype", "run.pipeline", "run.client_optimizer", "mesh.tp", "mesh.dp", "mesh.size"}
+    facts = {
+        "run.adapter",
+        "run.dtype",
+        "run.pipeline",
+        "run.client_optimizer",
+        "mesh.tp",
+        "mesh.dp",
+        "mesh.size",
+    }
     for rule in (*refused(), *advice()):
         assert set(rule.key.split("|")) <= known, rule
         assert rule.by in get_args(By)
