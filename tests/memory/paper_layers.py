@@ -179,7 +179,7 @@ def by_record(spec, device, tp, sequence, width, recompute, divided, layers):
             made.append(RecordedLayer(ledger, record, leaves, None))
         if last:
             made.append(RecordedLayer(ledger, records.loss(), {}, None))
-        return RecordedChunk(ledger, made, None)
+        return RecordedChunk(ledger, made, None, saves=False)
 
     gradients = []
     for turn in range(2):

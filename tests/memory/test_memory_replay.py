@@ -76,7 +76,7 @@ def test_as_torch(again: bool) -> None:
             y.backward(seed)
         del y, seed
     ledger = Ledger()
-    chunk = RecordedChunk(ledger, [RecordedLayer(ledger, recorded(run, n), {}, None)], None)
+    chunk = RecordedChunk(ledger, [RecordedLayer(ledger, recorded(run, n), {}, None)], None, saves=False)
     x = [new(ledger, 4 * n)]
     out = chunk.forward(x, [])
     assert ledger.peak_bytes == meter.peak_bytes["forward"]
@@ -93,7 +93,7 @@ def test_as_torch(again: bool) -> None:
 
 def both(ledger: Ledger, record: LayerRecord, leaves: dict[str, Leaf]) -> list[Storage]:
     """A forward and a backward; the gradient's bytes besides what is live before."""
-    chunk = RecordedChunk(ledger, [RecordedLayer(ledger, record, leaves, None)], None)
+    chunk = RecordedChunk(ledger, [RecordedLayer(ledger, record, leaves, None)], None, saves=False)
     x, seed = [new(ledger, 40)], [new(ledger, 40)]
     dropped(chunk.forward(x, []))
     ledger.start()
@@ -154,7 +154,7 @@ def test_a_parameter_that_two_layers_use_gets_the_sum_of_their_gradients() -> No
 
     leaf = Leaf("w", (10,), 4, accumulate=take)
     layers = [RecordedLayer(ledger, record, {"weight": leaf}, None) for _ in range(2)]
-    chunk = RecordedChunk(ledger, layers, None)
+    chunk = RecordedChunk(ledger, layers, None, saves=False)
     x, seed = [new(ledger, 40)], [new(ledger, 40)]
     dropped(chunk.forward(x, []))
     dropped(chunk.backward(seed, first=False, divided=False))
