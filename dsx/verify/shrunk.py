@@ -119,6 +119,10 @@ def _adapter(config: RunConfig, changes: list[str], *, full: bool) -> dict[str, 
     if adapter.dropout:
         block["dropout"] = 0.0
         changes.append(f"dsx.adapter.dropout: {adapter.dropout:g} -> 0")
+    if block.pop("quantization", "none") != "none":
+        changes.append(
+            f"dsx.adapter.quantization: {adapter.quantization} -> none, whose base both sides have"
+        )
     if full:
         return block
     if block.pop("path", None) is not None:

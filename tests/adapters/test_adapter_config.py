@@ -47,6 +47,7 @@ def resolved(adapter: dict[str, Any], family: str = "llama", world_size: int = 1
         ({"dropout": 1.0}, "dsx.adapter.dropout", ""),
         ({"type": "qlora"}, "dsx.adapter.type", '"lora"'),
         ({"r": 8}, "dsx.adapter.r", "unknown key"),
+        ({"quantization": "fp4"}, "dsx.adapter.quantization", '"nf4"'),
         ({"path": "nowhere"}, "dsx.adapter.path", "adapter_config.json"),
     ],
 )

@@ -14,8 +14,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+import dsx
 import ranks
 from adapters.test_adapter_parity import DORA, PLAIN, STEPS, Kind, fresh, steps
+from dsx.errors import CheckpointError, ConfigError
 from often import often
 from parity import dsx_run, oracle
 from parity.dsx_run import Case
@@ -127,6 +129,47 @@ def test_an_adapter_trains_as_on_linears_of_bitsandbytes(
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert torch.allclose(ours[name], tensor, rtol=0, atol=1e-5), name
+    if form == "int8":  # bitsandbytes quantises most inputs, too, to 8 bits
+        assert losses == pytest.approx(reference(family, kind, case.rows, form, folder, 6.0)[0], rel=1e-2)
     for *_, before, after in results:
         assert before
         assert before == after
+
+
+def resumed(rank: int, world_size: int, case: Case, base: Path, folder: Path, start: int, stop: int) -> Any:
+    """Train from the checkpoint there is, if any; gives losses, the base's bits and an export's error."""
+    from dsx.checkpoint.run.export import export_weights
+
+    engine, resolved = dsx_run.build(case, base)
+    if start:
+        engine.load_checkpoint(folder)
+    rows = (dsx_run.batches(case, step, engine.groups.dp_rank) for step in range(start, stop))
+    losses = [float(engine.train_batch(each)) for each in rows]
+    engine.save_checkpoint(folder, tag=f"step{stop}")
+    try:
+        export_weights(engine.pipeline, folder / "whole", resolved.hf_config)
+    except CheckpointError as error:
+        return losses, bits(engine), str(error)
+    return losses, bits(engine), ""
+
+
+def test_a_resumed_run_quantises_the_same_base_to_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    at = start("llama-wide", PLAIN, folder)
+    adapter = (("path", str(at / "start")), ("quantization", "nf4"))
+    case = Case(family="llama-wide", dp=2, zero=1, adapter=adapter)
+    args = (case, at / "base")
+    whole = ranks.run(resumed, 2, *args, tmp_path / "once", 0, 4)[0]
+    first = ranks.run(resumed, 2, *args, tmp_path / "twice", 0, 2)[0]
+    second = ranks.run(resumed, 2, *args, tmp_path / "twice", 2, 4)[0]
+    assert first[0] + second[0] == whole[0]
+    assert first[1] == second[1] == whole[1]
+    assert "merge it into the original with dsx reshard" in whole[2]
+    held = sum(file.stat().st_size for file in (tmp_path / "once").rglob("*") if file.is_file())
+    assert held < (at / "base" / "model.safetensors").stat().st_size
+
+
+def test_a_config_is_refused_where_bitsandbytes_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dsx_run.config(Case(adapter=(("quantization", "nf4"),)), None)
+    monkeypatch.setattr("dsx.config.adapter.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"bitsandbytes is missing.*pip install"):
+        dsx.load_config(config, world_size=1)

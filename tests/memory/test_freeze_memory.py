@@ -57,14 +57,10 @@ CASES = {
         2,
         ['dsx.adapter={"type": "dora", "rank": 4, "quantization": "nf4"}', "bf16.enabled=true"],
     ),
-    "zero3_int8_recomputed": (
+    "zero1_int8": (
         0,
-        1,
-        [
-            'dsx.adapter={"rank": 4, "quantization": "int8", "targets": ["q_proj"]}',
-            "zero_optimization.stage=3",
-            'dsx.recompute="full"',
-        ],
+        2,
+        ['dsx.adapter={"rank": 4, "quantization": "int8"}', "zero_optimization.stage=1"],
     ),
     "zero1_nf4_tensor": (
         1,
