@@ -119,7 +119,8 @@ def _adapter(config: RunConfig, changes: list[str], *, full: bool) -> dict[str, 
     if adapter.dropout:
         block["dropout"] = 0.0
         changes.append(f"dsx.adapter.dropout: {adapter.dropout:g} -> 0")
-    if block.pop("quantization", "none") != "none":
+    if adapter.quantization != "none":
+        block["quantization"] = "none"
         changes.append(
             f"dsx.adapter.quantization: {adapter.quantization} -> none, whose base both sides have"
         )

@@ -195,6 +195,8 @@ def test_what_is_frozen_and_adapted_stays_as_far_as_the_small_model_has_it() -> 
     assert (made.dsx.adapter.rank, made.dsx.adapter.dropout) == (4, 0.0)
     assert list(made.dsx.adapter.targets) == ["mlp.up_proj", "self_attn.q_proj"]
     assert any("dsx.adapter.targets" in change for change in changes)
+    adapted["dsx"]["adapter"] |= {"quantization": "int8"}
+    assert small(resolve(adapted, world_size=2))[0].dsx.adapter.quantization == "none"
     kept, _ = small(config, full=True)
     assert kept.dsx.adapter is not None
     assert kept.param_specs == config.param_specs
