@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
@@ -674,8 +675,23 @@ def booth(device: str) -> Iterator[None]:
     """Inside the block, layers can be built without storage, and recorded."""
     if device == "paper":
         paper.install()
-    with paper.without_storage(device), paper.without_values():
+    with paper.without_storage(device), paper.without_values(), _forms_unchecked():
         yield
+
+
+@contextmanager
+def _forms_unchecked() -> Iterator[None]:
+    """Inside, torch does not compare the forms of what is recomputed with those of the first forward.
+
+    Of a frozen parameter it keeps the parameter itself, which is empty again by the time it compares, and is
+    gathered for the backward (torch/utils/checkpoint.py, pack_hook).
+    """
+    checks = torch_checkpoint._allowed_determinism_checks_to_fns  # noqa: SLF001 (set by each call otherwise)
+    plain, checks["default"] = checks["default"], checks["none"]
+    try:
+        yield
+    finally:
+        checks["default"] = plain
 
 
 def record_layer(

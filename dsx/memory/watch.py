@@ -94,7 +94,7 @@ def capacity_bytes() -> int:
 def describe(memory: RunMemory | Exception) -> str:
     """The estimate in a line of a run's start."""
     if isinstance(memory, Exception):
-        return f"not estimated: {memory}"
+        return f"not estimated: {str(memory).partition(chr(10))[0]}"
     where = f"pipeline rank {memory.highest.pp_rank}"
     return f"estimated peak {amount(memory.peak_bytes)} on {where} ({_when(memory)})"
 

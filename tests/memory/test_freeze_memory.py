@@ -52,6 +52,16 @@ CASES = {
             "zero_optimization.stage=3",
         ],
     ),
+    "zero3_bf16_lora_recomputed": (
+        0,
+        1,
+        [
+            'dsx.adapter={"rank": 4}',
+            "zero_optimization.stage=3",
+            "bf16.enabled=true",
+            'dsx.recompute="full"',
+        ],
+    ),
     "zero0_bf16_nf4": (
         1,
         2,
