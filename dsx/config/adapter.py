@@ -74,6 +74,12 @@ def adapter_of(block: AdapterConfig, model: Model) -> Adapter:
     adapter = Adapter(**saved | given)
     specs = param_specs(replace(model, adapter=None))
     for problem in _problems(adapter, specs):
+        if saved and not given.keys() & {"targets", "target_parameters", "train_also"}:
+            raise ConfigError(
+                at("dsx.adapter.path", block.path),
+                f"it is an adapter of another model: its {problem.where.partition('.')[2]}: {problem.what}",
+                f"give one of this model, or its own model as dsx.model.path ({_base_of(block.path)})",
+            )
         raise problem
     if saved:
         _require_same(block.path, given, adapter, Adapter(**saved), model)
@@ -113,16 +119,23 @@ def _read(folder: str) -> dict[str, Any]:
     return {key: getattr(made, key) for key in values} | kind
 
 
+def _base_of(folder: str | None) -> str:
+    """What a folder of PEFT's says of the model that it belongs to."""
+    return at("base_model_name_or_path", read(Path(str(folder)) / SETTINGS).get("base_model_name_or_path"))
+
+
 def peft_settings(specs: Sequence[ParamSpec], model: Model, base: str | None) -> dict[str, Any]:
     """Content of the ``adapter_config.json`` of a model's adapter.
 
     Args:
         specs: The model's parameters.
         model: The model.
-        base: Folder of the model without the adapter, if it has one.
+        base: Folder of the model without the adapter, if it has one; written so that it is found from
+            everywhere.
     """
     adapter = model.adapter
     assert adapter is not None
+    base = None if base is None else str(Path(base).expanduser().resolve())
     told = {name: getattr(adapter, key) for key, name in _KEYS.items()}
     told |= {key: list(value) or None for key, value in told.items() if isinstance(value, tuple)}
     if adapter.targets == ALL_LINEAR:

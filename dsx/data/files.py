@@ -97,6 +97,8 @@ _FEW_FILES = 64
 _DOCUMENTS_OF_FEW_FILES = 128
 _SMALLEST_CUT, _LARGEST_CUT = 1 << 10, 4 << 20
 
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -476,9 +478,8 @@ def _files(root: Path, paths: list[Path], data: DataConfig) -> DocumentSource:
         raise DataError(_where(data), f"no file of a known kind is there ({_KNOWN})", "check the path")
     if "" in kinds:
         odd = next(path for path in paths if path.suffix not in TEXTS | TABLES.keys())
-        raise DataError(
-            _where(data), f"{root / odd} is of no known kind ({_KNOWN})", "rename it or name other files"
-        )
+        fix = "unpack it first" if odd.suffix in _PACKED else "rename it or name other files"
+        raise DataError(_where(data), f"{root / odd} is of no known kind ({_KNOWN})", fix)
     if len(kinds) > 1:
         raise DataError(
             _where(data),

@@ -208,9 +208,17 @@ class _Record:
         if name is None:
             raise self.bad(
                 f"has no {' or '.join(self._usual(role))}; it has {self._names()}",
-                f"name the column in dsx.data.columns.{role}, or {_FIX}",
+                f"name the column in dsx.data.columns.{role}, {self._other(role)}or {_FIX}",
             )
         return name, self._cells[name]
+
+    def _other(self, role: str) -> str:
+        """What to set if records look like prompts with completions."""
+        pair = {"instruction", "prompt", "question", "input"} & self._cells.keys()
+        answer = {"output", "completion", "response", "answer"} & self._cells.keys()
+        if role != "messages" or not pair or not answer:
+            return ""
+        return f'set dsx.data.format to "completion" with columns for {min(pair)} and {min(answer)}, '
 
     def _names(self) -> str:
         return shortened(", ".join(map(str, self._cells)) or "nothing", 300)

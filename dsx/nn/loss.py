@@ -5,14 +5,16 @@ Shapes: B micro-batch, S sequence, N = B S tokens, V this rank's columns of the 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from dsx.errors import ModelError
 from dsx.nn import collectives
 from dsx.nn.embedding import check_ids
 from dsx.nn.parallel import TensorParallel
@@ -142,10 +144,24 @@ class TokenMean:
         loss: ``loss(outputs, labels, num_tokens=)``, a scalar: the sum over the micro-batch's trained tokens
             divided by ``num_tokens``, a scalar tensor, or by their own number for None.
         count: ``count(labels)``: the micro-batch's number of trained tokens, an int64 scalar.
+
+    Raises:
+        ModelError: ``loss`` takes no ``num_tokens``.
     """
 
     loss: Callable[..., Tensor]
     count: Callable[[Any], Tensor] = trained_tokens
+
+    def __post_init__(self) -> None:
+        called = self.loss.forward if isinstance(self.loss, nn.Module) else self.loss
+        parameters = inspect.signature(called).parameters
+        if "num_tokens" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+            raise ModelError(
+                f"TokenMean({getattr(self.loss, '__name__', type(self.loss).__name__)})",
+                "it does not take num_tokens, by which the sum over a micro-batch's tokens is divided",
+                "wrap a function of (outputs, labels, num_tokens=None), such as one around torch's "
+                'cross_entropy(..., reduction="sum"), or dsx.nn.cross_entropy',
+            )
 
     def __call__(self, outputs: Any, labels: Any, num_tokens: Tensor | None = None) -> Tensor:
         """The loss of a micro-batch."""

@@ -84,3 +84,12 @@ def test_the_loss_is_the_mean_over_the_tokens_of_the_step(pp: int, dp: int, plai
         assert [count for _, count in seen] == [count for _, count in wanted]
     if not plain:
         assert wanted[1] == (0.0, 0)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss()])
+def test_a_loss_that_cannot_be_divided_is_refused_when_it_is_wrapped(loss: Any) -> None:
+    from dsx.errors import ModelError
+    from dsx.nn import TokenMean
+
+    with pytest.raises(ModelError, match="does not take num_tokens"):
+        TokenMean(loss)
