@@ -26,6 +26,7 @@ class MicroBatches:
         device: Where tensors are moved.
         uses: How often each micro-batch is read on this rank (inputs, labels or both).
         tokens: Counts the trained tokens of a loss that is the mean over them, on ranks of the last stage.
+        pulled: Called after each micro-batch that was pulled; None calls nothing.
     """
 
     source: Iterator[Any] | None
@@ -33,6 +34,7 @@ class MicroBatches:
     device: torch.device
     uses: int
     tokens: TrainedTokens | None = None
+    pulled: Callable[[], None] | None = None
     _loaded: dict[int, list[Any]] = field(default_factory=dict)
     _pulled: int = 0
 
@@ -54,6 +56,8 @@ class MicroBatches:
         """Pull micro-batches up to this one."""
         while self._pulled <= micro_batch:
             batch = self._pull()
+            if self.pulled is not None:
+                self.pulled()
             if self.tokens is not None:
                 self.tokens.note(batch[1])
             self._loaded[self._pulled] = [batch, self.uses]

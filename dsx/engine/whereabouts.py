@@ -61,6 +61,10 @@ class Whereabouts:
         self.runs += schedule is not None
         self.moves += 1
 
+    def move(self) -> None:
+        """Note that something goes on within an action, such as another micro-batch that was read."""
+        self.moves += 1
+
     def reach(self, position: int) -> None:
         """Note that the host has come to the action at ``position``."""
         if self._event is not None:

@@ -26,6 +26,7 @@ TRAIN = {
     "train/grad_norm_preclip",
     "train/lr",
     "train/tokens",
+    "train/trained_tokens_percent",
     "perf/tokens_per_second_global",
     "perf/tokens_per_second_per_gpu",
     "perf/tflops_per_gpu",

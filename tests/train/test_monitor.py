@@ -61,6 +61,8 @@ class Run:
             pipeline=SimpleNamespace(device=torch.device("cpu")),
             trace=self.trace,
             data_wait=SimpleNamespace(seconds=0.0),
+            steering=SimpleNamespace(sums=torch.ones(3)),
+            trained_tokens=512,
         )
         self.clock = clock
         self.traced: list[int] = []
