@@ -122,8 +122,8 @@ def by_torch(spec, device, tp, sequence, width, recompute, divided, layers):
             )
             if getattr(attention, "rotary", None) is not None:
                 attention.rotary.tables(LENGTH, dtype, ids.device)
-            if getattr(attention, "window", None) is not None:
-                attention.window.mask(LENGTH, dtype, ids.device)
+            if attention is not None:
+                attention.mask(LENGTH, dtype, ids.device)
         before = meter.current_bytes
 
         def forward():
