@@ -111,7 +111,7 @@ def completed(source: Catalog, folder: Path | None = None) -> Catalog:
             "load it in a run of the same model and seed, and export that (dsx.train.export_hf)",
         )
     root = Path(fact["path"]) if folder is None else folder
-    if not root.is_dir() or fact.get("digest", digest_of(root)) != digest_of(root):
+    if not root.is_dir() or ("digest" in fact and fact["digest"] != digest_of(root)):
         what = "the weights there are others" if root.is_dir() else "there is no such folder"
         raise CheckpointError(
             f"{root}: the frozen parameters of {source.root}",
@@ -133,7 +133,7 @@ def _with(source: Catalog, base: Catalog, fact: Mapping[str, Any]) -> Catalog:
         ) from error
     own = stored_specs(replace(model, adapter=None), pad_multiple=int(fact["vocab_multiple"]))
     base = as_model(under_known_names(base, model), own, forms=forms_of(facts.get("hf_config") or {}))
-    held = {entry.name for entry in source.entries}
+    wanted = {spec.name for spec in own} - {entry.name for entry in source.entries}
     added = tuple(
         replace(
             entry,
@@ -141,7 +141,7 @@ def _with(source: Catalog, base: Catalog, fact: Mapping[str, Any]) -> Catalog:
             pieces=tuple(replace(piece, file=f"{_BASE}/{piece.file}") for piece in entry.pieces),
         )
         for entry in base.entries
-        if entry.name not in held and any(entry.name == spec.name for spec in own)
+        if entry.name in wanted
     )
     order = {spec.name: at for at, spec in enumerate(specs)}
     entries = sorted((*source.entries, *added), key=lambda entry: order.get(entry.name, len(order)))

@@ -95,6 +95,7 @@ def _require_prepared(settings: DataConfig) -> None:
 def _samples(corpus: Corpus, count: int, tokenizer: Tokenizer) -> Iterator[_Shown]:
     """The first ones of the training split, as they are trained on."""
     from dsx.data.packs import Packs, inputs_and_labels
+    from dsx.nn.loss import IGNORED
 
     windows = corpus.train
     if isinstance(windows, Packs):
@@ -105,7 +106,7 @@ def _samples(corpus: Corpus, count: int, tokenizer: Tokenizer) -> Iterator[_Show
         return
     for index in range(min(count, len(windows))):
         inputs, labels, *_ = inputs_and_labels(windows.window(index))
-        trained = [False, *(labels[:-1] != -100).tolist()]
+        trained = [False, *(labels[:-1] != IGNORED).tolist()]
         yield _shown(f"sequence {index + 1}", inputs.tolist(), trained, tokenizer)
 
 

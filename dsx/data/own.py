@@ -12,10 +12,11 @@ from torch import Tensor
 
 from dsx.config.schema import OWN, DataConfig
 from dsx.data.batches import Samples, Shuffled
-from dsx.data.packs import IGNORED, Sample
+from dsx.data.packs import Sample
 from dsx.data.text import Text
 from dsx.errors import DataError
 from dsx.launch.entry import AGREED
+from dsx.nn.loss import IGNORED
 
 _SHAPES = (
     "give S + 1 token ids, a tuple (inputs, labels) of S each, or a dict with input_ids and labels of S + 1, "

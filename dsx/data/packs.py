@@ -16,9 +16,7 @@ import numpy.typing as npt
 import torch
 
 from dsx.errors import DataError
-
-IGNORED = -100
-"""The label of what is not trained on."""
+from dsx.nn.loss import IGNORED
 
 Sample = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """int64 [S + 1], inputs ``[:-1]`` and labels ``[1:]``; or inputs and labels, int64 [S] each, followed by

@@ -11,6 +11,7 @@ from dsx.errors import ModelError
 from dsx.hub.anatomy import check_one_stack
 from dsx.hub.probe import probe
 from dsx.hub.read import hub_model, known_of
+from dsx.models.flops import multiplied
 from dsx.models.hf_config import FAMILIES
 from dsx.models.quiet_transformers import first_line, quiet_transformers
 from dsx.models.spec import HubModel
@@ -110,16 +111,13 @@ def report(config: Mapping[str, Any], tensor_plan: Mapping[str, str | None] | No
     }
 
 
-_EXPERT_DIMS = 3  # experts, outputs, inputs
-
-
 def _work_left_whole(model: HubModel) -> dict[str, float]:
     """Share of the blocks' products with weights that every tensor-parallel rank does, by module."""
     found: dict[str, float] = defaultdict(float)
     total = 0.0
     for spec in model.params:
         if model.kinds[spec.layer] == "Block" and len(spec.shape) > 1:
-            work = spec.numel * (model.routed if len(spec.shape) == _EXPERT_DIMS else 1.0)
+            work = multiplied(model, spec)
             total += work
             if spec.split is None:
                 found[spec.name.partition(".block.")[2].removesuffix(".weight")] += work

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path as File
 from typing import Any, Literal
 
+from dsx.models.param import ParamSpec
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model
 
@@ -37,8 +38,7 @@ def layer_flops(model: Model, sequence_length: int) -> tuple[float, ...]:
     flops = [0.0] * len(kinds)
     for spec in specs:
         if len(spec.shape) > 1 and spec.layer not in tables:
-            routed = model.routed if isinstance(model, HubModel) and len(spec.shape) == _EXPERT_DIMS else 1.0
-            flops[spec.layer] += (6.0 if spec.trained else 4.0) * spec.numel * routed
+            flops[spec.layer] += (6.0 if spec.trained else 4.0) * multiplied(model, spec)
     for block in range(model.num_layers):
         window = 0 if isinstance(model, HubModel) else model.window(block, sequence_length)
         # Scores and their product with V: 2 * 2 * keys * query_size forward, thrice that in all.
@@ -50,6 +50,12 @@ def layer_flops(model: Model, sequence_length: int) -> tuple[float, ...]:
 
 
 _EXPERT_DIMS = 3  # experts, outputs, inputs
+
+
+def multiplied(model: Model, spec: ParamSpec) -> float:
+    """Elements of a parameter that a token is multiplied by: of experts, those that it is sent to."""
+    routed = model.routed if isinstance(model, HubModel) and len(spec.shape) == _EXPERT_DIMS else 1.0
+    return spec.numel * routed
 
 
 Dtype = Literal["bf16", "fp16", "fp32"]

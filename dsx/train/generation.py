@@ -337,7 +337,7 @@ def _filled(
     """
     named = under_hf_names(source, hf_config)
     factors = [entry for entry in named.entries if is_factor(entry.name)]
-    own = replace(named, entries=tuple(entry for entry in named.entries if entry not in factors))
+    own = replace(named, entries=tuple(entry for entry in named.entries if not is_factor(entry.name)))
     dtype = _DTYPES.get(precision or str(source.facts.get("precision")), _stored_dtype(own))
     where = str(source.root)
     with Reader(named) as reader:

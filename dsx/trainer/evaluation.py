@@ -16,6 +16,7 @@ from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalPrediction, denumpify_detensorize, has_length
 
 from dsx.engine.engine import PipelineEngine
+from dsx.nn.loss import IGNORED
 from dsx.trainer.batches import Loading, MicroBatch, epoch, filler, micro_batch
 
 
@@ -150,7 +151,7 @@ class Collected:
     """
 
     def __init__(self, concat: bool) -> None:
-        self._kept = {name: EvalLoopContainer(concat, -100) for name in ("logits", "labels", "inputs")}
+        self._kept = {name: EvalLoopContainer(concat, IGNORED) for name in ("logits", "labels", "inputs")}
         self._losses: list[float] = []
         self.samples = 0
 

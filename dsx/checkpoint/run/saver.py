@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dsx.checkpoint import store
+from dsx.checkpoint.base import base_fact
 from dsx.checkpoint.catalog import Catalog, Checksum, Entry, merged_groups
 from dsx.checkpoint.file_io import blamed, digest, stretches, write_from
 from dsx.checkpoint.formats import native
@@ -114,6 +116,11 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._work: _Work | None = None
 
+    @cached_property
+    def _base(self) -> dict[str, Any] | None:
+        """Where what is frozen is from: read once, as it does not change while the run goes on."""
+        return base_fact(self._run.run_config)
+
     def save(
         self, root: Path, tag: str, client_state: Mapping[str, Any], *, background: bool, keep: int
     ) -> Path:
@@ -129,7 +136,7 @@ class Saver:
         """
         self.wait()
         run, rank = self._run, self._run.groups.rank
-        facts: dict[str, Any] = agree(lambda: run_facts(run, client_state))
+        facts: dict[str, Any] = agree(lambda: run_facts(run, client_state, self._base))
         blocks = native.file_order(stored_here(run))
         num_bytes = sum(block.num_bytes for block in blocks)
         size = torch.tensor([num_bytes], dtype=torch.float64, device=run.pipeline.device)

@@ -17,7 +17,7 @@ from safetensors.torch import save
 
 import dsx
 from dsx.checkpoint import plain, store
-from dsx.checkpoint.base import base_fact, is_left_out, require_same_base
+from dsx.checkpoint.base import is_left_out, require_same_base
 from dsx.checkpoint.catalog import NO_SETTINGS, Catalog, Checksum, model_fact, unusable
 from dsx.checkpoint.claims import reading
 from dsx.checkpoint.file_io import digest
@@ -100,14 +100,16 @@ def _digest_of(states: Mapping[str, torch.Tensor]) -> str:
 _COUNTERS = ("global_samples", "skipped_steps", "micro_steps")
 
 
-def run_facts(run: CheckpointedRun, client_state: Mapping[str, Any]) -> dict[str, Any]:
+def run_facts(
+    run: CheckpointedRun, client_state: Mapping[str, Any], base: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """What is the same on every rank, as :mod:`dsx.checkpoint.catalog` lists it.
 
     Raises:
         CheckpointError: The scheduler's or the client's state is no plain data.
     """
     engine, config, mesh = run.deepspeed_engine, run.run_config, run.groups.mesh
-    scheduler, base = engine.lr_scheduler, base_fact(config)
+    scheduler = engine.lr_scheduler
     return {
         "versions": {"dsx": dsx.__version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__},
         "step": int(engine.global_steps),
