@@ -10,9 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +26,7 @@ from dsx.hub.layers import hidden_of
 from dsx.hub.read import block_plan, hub_model
 from dsx.hub.shrunk import random_keys, random_model, shrunk
 from dsx.hub.tensor_plan import mixing_children
-from dsx.memory.records import code_version
+from dsx.memory.records import code_version, keep
 from dsx.models import families
 from dsx.models.config_values import at
 from dsx.models.quiet_transformers import first_line
@@ -104,7 +102,7 @@ def require_probed(model: HubModel, *, sequence: bool, documents: bool) -> None:
             found = probe(json.loads(model.config), dict(model.tensor_plan))
         except ModelError:
             return  # no small model can be made of it, and its own size is not for a trial
-        _keep(place, json.dumps({name: getattr(found, name) for name in Probe.__slots__}))
+        keep(place, json.dumps({name: getattr(found, name) for name in Probe.__slots__}))
     if found.differs is not None:
         raise ModelError(
             at("model_type", model.family),
@@ -126,14 +124,6 @@ def require_probed(model: HubModel, *, sequence: bool, documents: bool) -> None:
 def _place(model: HubModel) -> Path:
     name = hashlib.sha256(repr((model.config, model.tensor_plan)).encode()).hexdigest()[:32]
     return Path.home() / ".cache" / "dsx" / "probes" / code_version() / f"{name}.json"
-
-
-def _keep(place: Path, text: str) -> None:
-    aside = place.with_name(f".{place.name}.{os.getpid()}")
-    with suppress(OSError):  # a cache that cannot be written is left alone
-        place.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(place)
 
 
 def _ids(model: HubModel) -> Tensor:

@@ -172,7 +172,7 @@ def recorded(request: LayerRequest) -> LayerRecord:
         gc.unfreeze()
         if collects:
             gc.enable()
-    _keep(place, record.to_json())
+    keep(place, record.to_json())
     return record
 
 
@@ -215,10 +215,11 @@ def _name(request: LayerRequest) -> str:
 _MONTH_SECONDS = 30 * 24 * 3600
 
 
-def _keep(place: Path, text: str) -> None:
-    """Keep a record, written aside and renamed; a cache that cannot be written is left alone.
+def keep(place: Path, text: str) -> None:
+    """Keep a text in a folder of :func:`code_version`; a cache that cannot be written is left alone.
 
-    Records of other versions that nobody has added to for a month are removed.
+    It is written aside and renamed. Folders of other versions that nobody has added to for a month are
+    removed.
     """
     aside = place.with_name(f".{place.name}.{os.getpid()}")
     with suppress(OSError):

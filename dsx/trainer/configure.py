@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
 from dsx.checkpoint.formats import slices
 from dsx.checkpoint.formats.huggingface import names
 from dsx.checkpoint.formats.huggingface import weights as hf
+from dsx.checkpoint.run.export import fill_base
 from dsx.checkpoint.run.names import spec_of
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
 from dsx.config.load import content_of, raise_all
@@ -36,7 +37,7 @@ from dsx.config.sources import is_hub_name
 from dsx.config.trainer_block import completed, decided
 from dsx.config.wording import at
 from dsx.errors import ConfigError, ModelError
-from dsx.models.param import Box, ParamSpec
+from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
 from dsx.models.spec import Model
 from dsx.parallel.groups import Groups
@@ -299,30 +300,17 @@ def weights_of(whole: PreTrainedModel, model: Model, groups: Groups) -> Callable
         for name, tensor in whole.state_dict(keep_vars=True).items()
         if not _OF_ADAPTER.search(name)
     }
-    specs = {spec.name: names.in_memory(spec) for spec in stored_specs(model) if not spec.adapts}
-    _require_all(held, specs.values())
+    specs = stored_specs(model)
+    _require_all(held, [names.in_memory(spec) for spec in specs if not spec.adapts])
 
-    def joined(spec: ParamSpec) -> Tensor:
-        found = hf.join(spec, lambda name: held[_found(held, spec, name)])
-        assert found is not None
-        return found
+    def read(spec: ParamSpec, tp: int = 1, tp_rank: int = 0) -> Tensor:
+        own = names.in_memory(spec)
+        joined = hf.join(own, lambda name: held[_found(held, own, name)])
+        assert joined is not None
+        return slices.cut(own, lambda box: joined[tuple(slice(*span) for span in box)], tp, tp_rank)
 
-    @torch.no_grad()
-    def load(index: int, layer: nn.Module) -> None:
-        for parameter in layer.parameters():
-            spec = spec_of(parameter)
-            if not spec.adapts:
-                fetch = partial(_part, joined(specs[spec.name]))
-                parameter.copy_(slices.cut(spec, fetch, groups.mesh.tp, groups.tp_rank))
-        for name, spec in specs.items():
-            if spec.buffer and spec.layer == index:
-                layer.get_buffer(name.partition(".")[2]).copy_(joined(spec))
-
-    return load
-
-
-def _part(tensor: Tensor, box: Box) -> Tensor:
-    return tensor[tuple(slice(*span) for span in box)]
+    buffers = [spec for spec in specs if spec.buffer]
+    return torch.no_grad()(partial(fill_base, read, buffers, (groups.mesh.tp, groups.tp_rank)))
 
 
 def _found(held: Mapping[str, Any], spec: ParamSpec, name: str) -> str:

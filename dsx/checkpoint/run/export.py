@@ -82,7 +82,7 @@ def layer_weights(
         elif folder is not None:
             own = [spec for spec in specs if not spec.adapts]
             base = files.enter_context(_checked(lambda: hf.HfWeights(folder, names_of), own))
-            fills.append(partial(_fill_base, base, buffers, at))
+            fills.append(partial(fill_base, base.read, buffers, at))
         if model.adapter is not None:
             fills.append(lambda _, layer: quantize(layer))
             fills.append(lambda _, layer: begin(layer))
@@ -99,17 +99,29 @@ def layer_weights(
         yield load
 
 
-def _fill_base(
-    weights: hf.HfWeights, buffers: Sequence[ParamSpec], at: tuple[int, int], index: int, layer: nn.Module
+def fill_base(
+    read: Callable[..., torch.Tensor],
+    buffers: Sequence[ParamSpec],
+    at: tuple[int, int],
+    index: int,
+    layer: nn.Module,
 ) -> None:
-    """Give a layer the model's own weights."""
+    """Give a layer the model's own weights.
+
+    Args:
+        read: Gives a rank's part of a parameter as :meth:`HfWeights.read` does, or a whole buffer.
+        buffers: The model's buffers that are stored.
+        at: The tensor-parallel degree, and this rank's index.
+        index: Of the layer.
+        layer: Its module.
+    """
     for parameter in layer.parameters():
         spec = spec_of(parameter)
         if not spec.adapts:
-            parameter.copy_(weights.read(spec, *at))
+            parameter.copy_(read(spec, *at))
     for spec in buffers:
         if spec.layer == index:
-            layer.get_buffer(spec.name.partition(".")[2]).copy_(weights.read(spec))
+            layer.get_buffer(spec.name.partition(".")[2]).copy_(read(spec))
 
 
 def _fill_trained(weights: hf.HfWeights, at: tuple[int, int], index: int, layer: nn.Module) -> None:
