@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 import ranks
 from dsx.errors import LayoutError
+from dsx.launch.local_ranks import start_server
 
 
 def _sum(rank, world_size, base):
@@ -200,3 +202,14 @@ def test_functions_of_a_module_in_any_folder(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir("/")
     assert ranks.run(importlib.import_module("elsewhere_for_ranks").double, 2) == [0, 2]
+
+
+def test_ranks_with_a_gpu_fork_before_anything_counts_the_gpus(monkeypatch):
+    """DeepSpeed does when it is imported, and torch refuses CUDA in processes that are forked later."""
+    imported = []
+    monkeypatch.setattr(forkserver, "set_forkserver_preload", imported.extend)
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: None)
+    start_server(["dsx.train.recipe"], use_gpus=True)
+    assert not {name for name in imported if name.startswith(("deepspeed", "dsx", "transformers"))}
+    loaded = f"import sys, {', '.join(imported)}; sys.exit('deepspeed' in sys.modules)"
+    subprocess.run([sys.executable, "-c", loaded], check=True)

@@ -37,6 +37,10 @@ PRELOAD = (
 )
 """What every rank needs."""
 
+GPU_PRELOAD = ("torch", "torch.distributed")
+"""The part of it for ranks with a GPU: DeepSpeed counts the GPUs when it is imported, and a process that is
+forked after that cannot use them (torch.cuda.is_available, "poison fork")."""
+
 _DUMP_SIGNAL = signal.SIGUSR1
 _GRACE_SECONDS = 20.0
 _NOTICE_SECONDS = 2.0
@@ -155,7 +159,7 @@ def run_ranks(
         timeout_seconds: Until every unfinished rank dumps its stacks and all are killed.
         use_gpus: NCCL with a GPU for each rank; otherwise gloo, and no rank sees a GPU.
         threads: Of each rank without a GPU.
-        preload: Modules to import once for all ranks, besides :data:`PRELOAD`.
+        preload: Modules to import once for all ranks without a GPU, besides :data:`PRELOAD`.
         ended: Called for every rank when all have ended, with its output still there.
 
     Raises:
@@ -187,7 +191,7 @@ def environment(*, use_gpus: bool = False, threads: int = 1) -> dict[str, str]:
 
 def start_server(preload: Sequence[str] = (), *, use_gpus: bool = False) -> None:
     """Start the process that ranks fork from, which imports what they need; returns at once."""
-    forkserver.set_forkserver_preload([*PRELOAD, *preload])
+    forkserver.set_forkserver_preload([*GPU_PRELOAD] if use_gpus else [*PRELOAD, *preload])
     before = dict(os.environ)
     os.environ.update(environment(use_gpus=use_gpus))  # what is imported there reads some of it only once
     try:

@@ -161,12 +161,15 @@ def micro_batches(step: int) -> Iterator[tuple[Any, Any]]:
         yield ids[:, :-1], ids[:, 1:]
 
 
-def reference(_rank: int, _world_size: int, family: str, folder: Path) -> Reference:
-    """Make the model, save it in ``folder/model``, train it, save it in ``folder/trained``. On one rank."""
+def reference(_rank: int, _world_size: int, family: str, folder: Path, **changes: Any) -> Reference:
+    """Make the model, save it in ``folder/model``, train it, save it in ``folder/trained``. On one rank.
+
+    ``changes`` are to the family's config.
+    """
     import torch
     import torch.nn.functional as F
 
-    random_model(tiny.tiny_config(family)).save_pretrained(folder / "model")
+    random_model(tiny.tiny_config(family, **changes)).save_pretrained(folder / "model")
     model, _ = read_model(folder / "model")
     model.save_pretrained(folder / "model")  # one family makes padding's row zero whenever it is read
     # torch's AdamW passes over a parameter that no loss reaches; in DeepSpeed's flat partitions it decays.
