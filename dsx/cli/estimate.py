@@ -261,6 +261,8 @@ def _title(run: RunConfig) -> str:
         words.append(run.schedule_name + (f" with {run.chunks} chunks" if run.chunks > 1 else ""))
     if run.dsx.recompute != "none":
         words.append(f"recompute {run.dsx.recompute}")
+    if run.dsx.compile != "none":
+        words.append("compiled blocks counted as they run uncompiled")
     return ", ".join(words)
 
 

@@ -142,6 +142,7 @@ class RunConfig:
             "zero_stage": self.zero_stage,
             "precision": self.precision,
             "recompute": self.dsx.recompute,
+            "compile": self.dsx.compile,
             "sequence_parallel": self.dsx.parallel.sequence_parallel and self.mesh.tp > 1,
             "model": {
                 "family": self.model.family,

@@ -656,6 +656,11 @@ class DsxConfig(SchemaBlock):
         description="What backward computes again: none, selective (attention core), full (blocks). "
         '"auto" needs a profile.',
     )
+    compile: Literal["none", "blocks"] = Field(
+        default="none",
+        description="blocks: torch.compile what blocks compute, once for all equal ones. What cannot be "
+        "compiled runs as it is, and a warning names it.",
+    )
     memory_check: Literal["warn", "refuse", "off"] = Field(
         default="warn",
         description="What happens if the estimated peak (`dsx estimate`) is above a rank's memory: a warning "

@@ -21,6 +21,7 @@ from deepspeed import checkpointing
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime import lr_schedules
+from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_schedules
@@ -383,6 +384,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     config_params: Config | None = None,
     *,
     zero: ZeroConfig | None = None,
+    compile_blocks: bool | None = None,
 ) -> tuple[PipelineEngine, Any, Any, Any]:
     """``deepspeed.initialize`` for a :class:`~dsx.PipelineModule`. A collective call over all ranks.
 
@@ -404,6 +406,8 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         mesh_param: Refused, like ``mpu``.
         config_params: Stock DeepSpeed's old name of ``config``.
         zero: When ZeRO communicates; the config's ``dsx.zero`` by default.
+        compile_blocks: Whether to compile dsx's blocks, and modules whose class stands more than once in the
+            layer list; what the config's ``dsx.compile`` says by default.
 
     Returns:
         ``(engine, optimizer, training_dataloader, lr_scheduler)`` as DeepSpeed returns them.
@@ -451,6 +455,8 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         lr_scheduler=lr_scheduler,
         model_parameters=model_parameters,
     )
+    run = config if isinstance(config, RunConfig) else None
+    _compile_blocks(model, settings.zero_stage, run, wanted=compile_blocks)
     if settings.zero_stage == 3:
         scope_consistency_checks(model.groups)
     with given_optimizer_kept():
@@ -466,7 +472,6 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         )
     _hide_spare(model)
     require_drives(scheduler, engine.basic_optimizer)
-    run = config if isinstance(config, RunConfig) else None
     pipeline = PipelineEngine(
         model,
         engine,
@@ -478,6 +483,23 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     if loader is not None:
         pipeline.set_dataloader(loader)
     return pipeline, wrapped, loader, scheduler
+
+
+def _compile_blocks(
+    model: PipelineModule, zero_stage: int, run: RunConfig | None, *, wanted: bool | None
+) -> None:
+    if not (run is not None and run.dsx.compile == "blocks" if wanted is None else wanted):
+        return
+    from dsx.nn.compiled import compile_blocks  # here: it loads the compiler
+
+    if model.split is not None:
+        model.split.divides = model.program.divides
+    kinds = [getattr(each, "typename", type(each)) for each in model.layer_specs]
+    for block in compile_blocks(model.chunks.layers.values(), kinds):
+        if zero_stage == 3 and not model.program.divides:
+            # Gathered whole before it runs, because hooks of modules inside would break its graph. Where the
+            # backward is divided it is in parts anyway, and DeepSpeed would make zeros of missing gradients.
+            set_z3_leaf_module(block, flag=True)
 
 
 _SAME = (

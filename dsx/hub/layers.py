@@ -140,6 +140,8 @@ class HubStart(nn.Module):
 class HubBlock(nn.Module):
     """A block of the family."""
 
+    compiled: Callable[..., Tensor] | None = None
+
     def __init__(
         self, model: HubModel, weights: Weights, number: int, trunk: Trunk, recompute: Recompute
     ) -> None:
@@ -173,11 +175,16 @@ class HubBlock(nn.Module):
             run = partial(recomputed, run, random=training)
         return joined(*run(x, *sums), positions)
 
+    def computed(self, call: Call, x: Tensor) -> Tensor:
+        """What of the forward is compiled; see :mod:`dsx.nn.compiled`."""
+        return hidden_of(call.make(self.block, x))
+
     def _run(self, call: Call, x: Tensor, *sums: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        compute = self.computed if self.compiled is None else partial(self.compiled, self)
         if self._routers is None or self._balance is None or not sums:
-            return hidden_of(call.make(self.block, x)), sums
+            return compute(call, x), sums
         with self._routers.collected() as logits:
-            y = hidden_of(call.make(self.block, x))
+            y = compute(call, x)
         return y, (sum((sums_of(each, self._balance) for each in logits), sums[0]),)
 
 

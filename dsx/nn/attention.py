@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from dsx.nn.documents import Last, numbered
 from dsx.nn.dropout import draw_seed, seeded
 from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear, column_linear, with_adapter
 from dsx.nn.norm import RMSNorm
-from dsx.nn.parallel import TensorParallel
+from dsx.nn.parallel import TensorParallel, uncompiled
 from dsx.nn.parameters import Weights, fresh_parameter
 from dsx.nn.quantized import used
 from dsx.nn.split import late
@@ -75,6 +75,18 @@ def _yarn_keep(rope: Rope, size: int) -> Tensor:
     return 1 - ((torch.arange(size // 2, dtype=torch.float32) - low) / span).clamp(0.0, 1.0)
 
 
+class Beside(NamedTuple):
+    """What attention needs of the positions of a micro-batch, made before a compiled block runs.
+
+    Attributes:
+        tables: What :meth:`Rotary.found` gives; None without a rotary embedding.
+        mask: What :class:`CausalMask` gives.
+    """
+
+    tables: tuple[Tensor, Tensor] | None
+    mask: Tensor | None
+
+
 class Rotary:
     """Rotates queries and keys; one object serves all blocks of a rank.
 
@@ -91,12 +103,12 @@ class Rotary:
     def __repr__(self) -> str:
         return f"Rotary({self.rope})"
 
-    def __call__(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, positions: Tensor | Beside | None = None) -> Tensor:
         """Turn each head by its position; [B, S, ..., D] keeps its shape.
 
         Args:
             x: Queries, keys or both.
-            positions: int64 [B, S], below S; None counts from 0 in every row.
+            positions: int64 [B, S], below S; None counts from 0 in every row. Or what has been made of them.
         """
         if self.size == x.shape[-1]:
             return self._turn(x, positions)
@@ -104,16 +116,30 @@ class Rotary:
         turning, rest = x.split((self.size, x.shape[-1] - self.size), dim=-1)
         return torch.cat((self._turn(turning, positions), rest), dim=-1)
 
-    def _turn(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        heads, tables = (1,) * (x.dim() - 3), self.tables(x.shape[1], x.dtype, x.device)
-        if positions is not None:
-            found = tables
-            tables = self._last.of(positions, x.dtype, lambda: tuple(table[positions] for table in found))
+    def _turn(self, x: Tensor, positions: Tensor | Beside | None) -> Tensor:
+        heads = (1,) * (x.dim() - 3)
+        if isinstance(positions, Beside):
+            assert positions.tables is not None
+            tables = positions.tables
+        else:
+            tables = uncompiled(self.found, x.shape[1], x.dtype, x.device, positions)
         cos, sin = (t.unflatten(-2, (-1, *heads)) for t in tables)
         left, right = x.chunk(2, dim=-1)
         half_turned = torch.cat((-right, left), dim=-1)
         y: Tensor = x * cos + half_turned * sin
         return y
+
+    def found(
+        self, length: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the positions, [S, R], or [B, S, R] if they are given."""
+        tables = self.tables(length, dtype, device)
+        if positions is None:
+            return tables
+        found: tuple[Tensor, Tensor] = self._last.of(
+            positions, dtype, lambda: tuple(table[positions] for table in tables)
+        )
+        return found
 
     def tables(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosine and sine [S, R] of positions 0 .. length-1 in float32; the last call's tables are kept."""
@@ -309,24 +335,42 @@ class Attention(nn.Module):
         self.q_norm = head_norm() if model.qk_norm else None
         self.k_norm = head_norm() if model.qk_norm else None
 
-    def forward(self, x_BsH: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x_BsH: Tensor, positions: Tensor | Beside | None = None) -> Tensor:
         """[B, s, H] to the same; with positions [B, S], documents are kept apart."""
         qkv_BSP = self.qkv(x_BsH)
-        # Drawn outside the recomputed part, which then needs no generator; one per rank, as heads are cut.
         dropping = self.training and self.dropout > 0.0
-        seed = draw_seed(self.tp, sharded=True) if dropping else None
-        if self.recompute_core and torch.is_grad_enabled():
-            kept = (qkv_BSP, seed, positions)
-            context = checkpoint(self._core, *kept, use_reentrant=False, preserve_rng_state=False)
-        else:
-            context = self._core(qkv_BSP, seed, positions)
+        context = (
+            uncompiled(self._drawn, qkv_BSP, positions)
+            if dropping
+            else self._context(qkv_BSP, None, positions)
+        )
         y: Tensor = self.out(context)
         return y
 
-    def _core(self, qkv_BSP: Tensor, seed: int | None, positions: Tensor | None) -> Tensor:
+    def beside(self, x_BsH: Tensor, positions: Tensor | None) -> Beside:
+        """What :meth:`forward` takes in the place of positions, so that a graph need not make it."""
+        length = x_BsH.shape[1] * (self.tp.size if self.tp.sequence else 1)
+        form = (length, x_BsH.dtype, x_BsH.device, positions)
+        return Beside(None if self.rotary is None else self.rotary.found(*form), self.mask(*form))
+
+    def _drawn(self, qkv_BSP: Tensor, positions: Tensor | Beside | None) -> Tensor:
+        # Drawn outside the recomputed part, which then needs no generator; one per rank, as heads are cut.
+        return self._context(qkv_BSP, draw_seed(self.tp, sharded=True), positions)
+
+    def _context(self, *given: Any) -> Tensor:
+        if not self.recompute_core or not torch.is_grad_enabled():
+            return self._core(*given)
+        context: Tensor = checkpoint(self._core, *given, use_reentrant=False, preserve_rng_state=False)
+        return context
+
+    def _core(self, qkv_BSP: Tensor, seed: int | None, positions: Tensor | Beside | None) -> Tensor:
         """Attention of this rank's heads: fused projection [B, S, P] to context [B, S, N D]."""
         q, k, v = self._heads(qkv_BSP, positions)
-        mask = self.mask(q.shape[1], q.dtype, q.device, positions)
+        mask = (
+            positions.mask
+            if isinstance(positions, Beside)
+            else uncompiled(self.mask, q.shape[1], q.dtype, q.device, positions)
+        )
         q_BNSD, k_BKSD, v_BKSD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if seed is None:
             context_BNSD = self.attend(q_BNSD, k_BKSD, v_BKSD, 0.0, mask)
@@ -335,7 +379,7 @@ class Attention(nn.Module):
                 context_BNSD = self.attend(q_BNSD, k_BKSD, v_BKSD, self.dropout, mask)
         return context_BNSD.transpose(1, 2).flatten(2)
 
-    def _heads(self, qkv_BSP: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
+    def _heads(self, qkv_BSP: Tensor, positions: Tensor | Beside | None) -> tuple[Tensor, ...]:
         """Queries [B, S, N, D], keys and values [B, S, K, D], as attention takes them."""
         if self.interleaved:
             query_key, v = qkv_BSP.unflatten(-1, (-1, 3, self.head_dim)).split((2, 1), dim=3)

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from dsx.models.spec import ModelSpec, Recompute
-from dsx.nn.attention import Attention, CausalMask, Rotary
+from dsx.nn.attention import Attention, Beside, CausalMask, Rotary
 from dsx.nn.documents import Stream, joined, parted
 from dsx.nn.dropout import Dropout
 from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -62,6 +62,14 @@ class _Gated(torch.autograd.Function):
         return d_gate_up, None
 
 
+def _gated(gate_up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    if torch.compiler.is_compiling():  # which chooses by itself what it saves
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate) * up
+    y: Tensor = _Gated.apply(gate_up, activation)
+    return y
+
+
 class Mlp(nn.Module):
     """Two linears around an activation, the first one fused with a gate if the model's MLP is gated."""
 
@@ -79,7 +87,7 @@ class Mlp(nn.Module):
     def forward(self, x_BsH: Tensor) -> Tensor:
         """[B, s, H] to the same."""
         if self.gate_up is not None:
-            hidden_BSF = _Gated.apply(self.gate_up(x_BsH), self.activation)
+            hidden_BSF = _gated(self.gate_up(x_BsH), self.activation)
         else:
             assert self.up is not None
             hidden_BSF = self.activation(self.up(x_BsH))
@@ -95,13 +103,21 @@ def recomputed(function: Callable[..., T], *inputs: Tensor | None, random: bool)
     return y
 
 
-def along(
-    residuals: Callable[[Tensor, Tensor | None], Tensor], given: Stream, *, recompute: bool, random: bool
-) -> Stream:
-    """What a block makes of the hidden states and the positions of a stream, with the rest beside it."""
+def along(block: Any, given: Stream) -> Stream:
+    """A block's residuals along a stream: compiled or not, and recomputed in backward if it says so."""
     x_BsH, beside, positions = parted(given)
-    run = partial(recomputed, residuals, random=random) if recompute else residuals
+    run = partial(_residuals, block)
+    if block.recompute == "full":
+        run = partial(recomputed, run, random=block.random and block.training)
     return joined(run(x_BsH, positions), beside, positions)
+
+
+def _residuals(block: Any, x_BsH: Tensor, positions: Tensor | None) -> Tensor:
+    if block.compiled is None:
+        y: Tensor = block.computed(x_BsH, positions)
+    else:
+        y = block.compiled(block, x_BsH, block.attention.beside(x_BsH, positions))
+    return y
 
 
 class Block(nn.Module):
@@ -113,6 +129,8 @@ class Block(nn.Module):
             block, of which only the input is then kept ("full").
         mask: Limits what a token attends to; None for all tokens before it.
     """
+
+    compiled: Callable[..., Tensor] | None = None
 
     def __init__(
         self,
@@ -135,10 +153,10 @@ class Block(nn.Module):
 
     def forward(self, given: Stream) -> Stream:
         """[B, s, H] to the same, with positions beside it if they come along."""
-        whole = self.recompute == "full"
-        return along(self._residuals, given, recompute=whole, random=self.random and self.training)
+        return along(self, given)
 
-    def _residuals(self, x_BsH: Tensor, positions: Tensor | None) -> Tensor:
+    def computed(self, x_BsH: Tensor, positions: Tensor | Beside | None) -> Tensor:
+        """What of the forward is compiled; see :mod:`dsx.nn.compiled`."""
         middle_BsH = x_BsH + self.dropout(self.attention(self.norm_1(x_BsH), positions))
         if not self.parallel:
             x_BsH = middle_BsH

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsx.errors import ModelError
-from dsx.nn.parallel import TensorParallel
+from dsx.nn.parallel import TensorParallel, uncompiled
 
 SEQUENCE = 1
 """Dim of [B, S, H] that sequence parallelism cuts."""
@@ -223,7 +223,7 @@ class _CopyParameters(torch.autograd.Function):
 
 def copy_to(x: Tensor, tp: TensorParallel) -> Tensor:
     """``x``, whose gradient is summed over the ranks: the input of a column-parallel region."""
-    return x if tp.size == 1 else _CopyTo.apply(x, tp)
+    return x if tp.size == 1 else uncompiled(_CopyTo.apply, x, tp)
 
 
 def reduce_from(x: Tensor, tp: TensorParallel, bias: Tensor | None = None) -> Tensor:
@@ -236,23 +236,23 @@ def reduce_from(x: Tensor, tp: TensorParallel, bias: Tensor | None = None) -> Te
     """
     if tp.size == 1:
         return x if bias is None else x + bias
-    y: Tensor = _ReduceFrom.apply(x, bias, tp)
+    y: Tensor = uncompiled(_ReduceFrom.apply, x, bias, tp)
     return y
 
 
 def gather_from(x: Tensor, tp: TensorParallel, dim: int = -1) -> Tensor:
     """Every rank's ``x`` concatenated along ``dim``; all ranks must go on alike with the result."""
-    return x if tp.size == 1 else _GatherFrom.apply(x, tp, dim)
+    return x if tp.size == 1 else uncompiled(_GatherFrom.apply, x, tp, dim)
 
 
 def scatter_to(x: Tensor, tp: TensorParallel, dim: int = -1) -> Tensor:
     """This rank's slice along ``dim`` of an ``x`` that all hold. Raises ModelError unless it divides."""
-    return x if tp.size == 1 else _ScatterTo.apply(x, tp, dim)
+    return x if tp.size == 1 else uncompiled(_ScatterTo.apply, x, tp, dim)
 
 
 def gather_sequence(x_BsH: Tensor, tp: TensorParallel) -> Tensor:
     """Every rank's [B, S/tp, H] as [B, S, H]; in backward the gradients are summed and scattered again."""
-    return x_BsH if tp.size == 1 else _GatherSequence.apply(x_BsH, tp)
+    return x_BsH if tp.size == 1 else uncompiled(_GatherSequence.apply, x_BsH, tp)
 
 
 def copy_parameters(tp: TensorParallel, *parameters: Tensor, cut: bool = False) -> tuple[Tensor, ...]:
@@ -262,4 +262,4 @@ def copy_parameters(tp: TensorParallel, *parameters: Tensor, cut: bool = False) 
     ``cut`` says that each rank applies the parameters to a part of its own in any case, such as its heads.
     """
     parts = tp.sequence or (cut and tp.size > 1)
-    return _CopyParameters.apply(tp, *parameters) if parts else parameters
+    return uncompiled(_CopyParameters.apply, tp, *parameters) if parts else parameters

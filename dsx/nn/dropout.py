@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dsx.nn.parallel import TensorParallel
+from dsx.nn.parallel import TensorParallel, uncompiled
 
 _RANK_STRIDE = 0x9E3779B97F4A7C15
 """An odd number, so that the ranks' seeds differ in the low 32 bits, all that torch's CPU generator uses."""
@@ -67,6 +67,11 @@ def _scale(like: Tensor, probability: float, seed: int) -> Tensor:
 
 def dropped(x: Tensor, probability: float, tp: TensorParallel, *, sharded: bool) -> Tensor:
     """``x`` of any shape with elements left out; see :class:`Dropout` for the arguments."""
+    y: Tensor = uncompiled(_dropped, x, probability, tp, sharded)
+    return y
+
+
+def _dropped(x: Tensor, probability: float, tp: TensorParallel, sharded: bool) -> Tensor:
     y: Tensor = _Dropout.apply(x, probability, draw_seed(tp, sharded=sharded))
     return y
 

@@ -78,7 +78,7 @@ def _start_table_gradient(row_BS: Tensor, dy: Tensor, *, rows: int) -> Callable[
 
 
 def _look_up(row_BS: Tensor, weight: Tensor, split: WeightGradients | None) -> Tensor:
-    if split is None or not weight.is_leaf:
+    if split is None or not split.divides or not weight.is_leaf:
         return F.embedding(row_BS, weight)
     y: Tensor = _Lookup.apply(row_BS, weight, split)
     return y

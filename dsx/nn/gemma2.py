@@ -6,6 +6,7 @@ K key/value heads of this rank, G = N/K; D head_dim; V this rank's columns of th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsx.models.spec import ModelSpec, Recompute
-from dsx.nn.attention import Attention, CausalMask, Rotary
+from dsx.nn.attention import Attention, Beside, CausalMask, Rotary
 from dsx.nn.block import Mlp, along
 from dsx.nn.collectives import copy_parameters
 from dsx.nn.documents import Stream, carried, ending
@@ -97,6 +98,8 @@ class Gemma2Block(nn.Module):
         recompute: As :class:`dsx.nn.block.Block` has it.
     """
 
+    compiled: Callable[..., Tensor] | None = None
+
     def __init__(
         self,
         model: ModelSpec,
@@ -125,10 +128,10 @@ class Gemma2Block(nn.Module):
 
     def forward(self, given: Stream) -> Stream:
         """[B, s, H] to the same, with positions beside it if they come along."""
-        whole = self.recompute == "full"
-        return along(self._residuals, given, recompute=whole, random=self.random and self.training)
+        return along(self, given)
 
-    def _residuals(self, x_BsH: Tensor, positions: Tensor | None) -> Tensor:
+    def computed(self, x_BsH: Tensor, positions: Tensor | Beside | None) -> Tensor:
+        """What of the forward is compiled; see :mod:`dsx.nn.compiled`."""
         x_BsH = x_BsH + self.after_1(self.attention(self.norm_1(x_BsH), positions))
         y: Tensor = x_BsH + self.after_2(self.mlp(self.norm_2(x_BsH)))
         return y

@@ -12,12 +12,13 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dsx.errors import ModelError
 from dsx.nn import collectives
-from dsx.nn.parallel import TensorParallel
+from dsx.nn.parallel import TensorParallel, uncompiled
 from dsx.nn.parameters import NORMAL, ZEROS, Initialiser, fresh_parameter
 from dsx.nn.quantized import Matrix, Quantized, tiles, used
 from dsx.nn.split import WeightGradients, late
@@ -112,6 +113,17 @@ class _Linear(torch.autograd.Function):
         return None if dx is None else dx.wait(), dweight, dbias, *(None,) * 4, dshared
 
 
+def _linear(x: Tensor, weight: Matrix, bias: Tensor | None, tp: TensorParallel | None, *more: Any) -> Tensor:
+    """:class:`_Linear`, or in a graph torch's own linear, where the two do the same."""
+    if torch.compiler.is_compiling() and isinstance(weight, Tensor):
+        num_valid, split, reduced, shared = more
+        alone = (tp is None or tp.size == 1) and reduced is None and shared is None
+        if alone and num_valid is None and (split is None or not split.divides):
+            return F.linear(x, weight, bias)
+    y: Tensor = uncompiled(_Linear.apply, x, weight, bias, tp, *more)
+    return y
+
+
 def _input_gradient(dy_NO: Tensor, matrices: Iterable[Matrix]) -> Tensor:
     dx_NI, first = None, 0
     for matrix in chain.from_iterable(map(tiles, matrices)):
@@ -194,8 +206,7 @@ def column_linear(
             is not its own. Its gradient is left to the caller.
     """
     bias = None if bias is None else late(bias, split)
-    y: Tensor = _Linear.apply(x, weight, bias, tp, num_valid, split, None, shared)
-    return y
+    return _linear(x, weight, bias, tp, num_valid, split, None, shared)
 
 
 def with_adapter(
@@ -305,9 +316,8 @@ class RowParallelLinear(nn.Module):
     def _base(self, x: Tensor, bias: Tensor | None) -> Tensor:
         bias = None if bias is None else late(bias, self.split)
         if self.tp.size == 1:
-            y: Tensor = _Linear.apply(x, self.weight, bias, None, None, self.split, None, None)
-            return y
-        partial_sum = _Linear.apply(x, self.weight, None, None, None, self.split, self.tp, None)
+            return _linear(x, self.weight, bias, None, None, self.split, None, None)
+        partial_sum = _linear(x, self.weight, None, None, None, self.split, self.tp, None)
         return collectives.reduce_from(partial_sum, self.tp, bias)
 
 
@@ -344,8 +354,7 @@ class LocalLinear(nn.Module):
 
     def _base(self, x: Tensor, bias: Tensor | None) -> Tensor:
         bias = None if bias is None else late(bias, self.split)
-        y: Tensor = _Linear.apply(x, self.weight, bias, None, None, self.split, None, None)
-        return y
+        return _linear(x, self.weight, bias, None, None, self.split, None, None)
 
 
 class KeyValueLinear(nn.Module):
@@ -387,8 +396,7 @@ class KeyValueLinear(nn.Module):
         weight, bias = used(self.tp, None, 1, rows, self.weight, self.bias)
 
         def base(x: Tensor, bias: Tensor | None) -> Tensor:
-            y: Tensor = _Linear.apply(x, weight, bias, self.tp, None, None, None, None)
-            return y
+            return _linear(x, weight, bias, self.tp, None, None, None, None)
 
         return with_adapter(self, x, base, bias, rows)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -62,3 +64,16 @@ class TensorParallel:
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         """Itself: it is frozen, and a process group cannot be copied."""
         return self
+
+
+def uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)``, which in a compiled block runs between two graphs, as it is.
+
+    For what a graph cannot hold or would freeze: communication under way, masks drawn from a generator, a
+    backward that asks when it runs whether it is divided.
+    """
+    if torch.compiler.is_compiling():
+        from dsx.nn.compiled import between_graphs  # here: it loads the compiler
+
+        return between_graphs(function, *arguments)
+    return function(*arguments)

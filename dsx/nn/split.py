@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsx.errors import ScheduleError
+from dsx.nn.parallel import uncompiled
 
 Key: TypeAlias = tuple[int, int]
 """(virtual stage, micro-batch)."""
@@ -70,9 +71,13 @@ class WeightGradients:
     schedule. Without :meth:`deferring` the modules' backward is undivided, to the last bit.
 
     It is not tied to a thread, because on CUDA autograd runs a backward in a thread of its own.
+
+    Attributes:
+        divides: Whether any backward will be deferred. Where none will, compiled blocks are whole graphs.
     """
 
     def __init__(self) -> None:
+        self.divides = True
         self._key: Key | None = None
         self._kept: dict[Key, dict[int, _Kept]] = {}
 
@@ -271,7 +276,7 @@ def late(parameter: Tensor, split: WeightGradients | None) -> Tensor:
 
     For small parameters (biases, norms), whose gradient costs little to compute and to keep.
     """
-    if split is None or not parameter.is_leaf:
+    if split is None or not split.divides or not parameter.is_leaf:
         return parameter
-    view: Tensor = _Later.apply(parameter, split)
+    view: Tensor = uncompiled(_Later.apply, parameter, split)
     return view

@@ -262,6 +262,8 @@ def start_rows(
         training = f"{run.schedule_name}, {training}"
     if run.dsx.recompute != "none":
         training += f", recompute {run.dsx.recompute}"
+    if run.dsx.compile != "none":
+        training += ", compiled blocks"
     batch = (
         f"{run.global_batch_size} sequences x {run.sequence_length} = {compact(run.tokens_per_step)} tokens "
         f"a step (micro-batch {run.micro_batch_size} x {run.accumulation} x data {mesh.dp})"

@@ -75,8 +75,8 @@ NO_MATTER: Mapping[str, str] = {
     "log_on_each_node": "the first rank of all logs",
     "resume_from_checkpoint": "scripts pass it to train()",
     "tf32": "TrainingArguments themselves set it",
-    "torch_compile_backend": "it turns torch_compile on, which is refused",
-    "torch_compile_mode": "it turns torch_compile on, which is refused",
+    "torch_compile_backend": "it turns torch_compile on, in whose place dsx.compile is",
+    "torch_compile_mode": "it turns torch_compile on, in whose place dsx.compile is",
     "use_cache": "layers have no cache of keys and values while they train",
     "use_cpu": "TrainingArguments themselves choose the device",
 }
@@ -136,7 +136,9 @@ REFUSED: Mapping[str, Refusal] = {
     "skip_memory_metrics": Refusal(
         "allocations are not traced", "leave it at True; `dsx estimate` tells a run's memory", (True,)
     ),
-    "torch_compile": Refusal("layers run as they are", "leave it out"),
+    "torch_compile": Refusal(
+        "layers are compiled block by block", 'leave it out; write "compile": "blocks" into the dsx block'
+    ),
     "train_sampling_strategy": Refusal(
         "its micro-batches have changing numbers of rows", f"use {', '.join(_SAMPLING)}", _SAMPLING
     ),

@@ -27,6 +27,7 @@ class Case:
     accumulation: int = 3
     sequence_parallel: bool = True
     recompute: str = "none"
+    compile: str = "none"
     schedule: str = "auto"
     partition: Any = "flops"
     bf16: bool = False
@@ -56,6 +57,7 @@ class Case:
         parts += [f"m{self.accumulation}"]
         parts += [] if self.sequence_parallel or self.tp == 1 else ["nosp"]
         parts += [self.recompute] if self.recompute != "none" else []
+        parts += ["compiled"] if self.compile != "none" else []
         parts += [self.schedule] if self.schedule != "auto" else []
         parts += [f"parts{self.partition}"] if self.partition != "flops" else []
         parts += ["bf16"] if self.bf16 else []
@@ -90,6 +92,7 @@ def config(case: Case, folder: Path | None) -> dict[str, Any]:
             "schedule": {"name": case.schedule},
             "partition": {"method": case.partition},
             "recompute": case.recompute,
+            "compile": case.compile,
             "adapter": dict(case.adapter) or None,
             "data": {"tokenizer": "bytes", "sequence_length": 12},
             "train": {"steps": 10, "output": "unused", "freeze": list(case.freeze)},
