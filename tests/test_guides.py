@@ -359,6 +359,8 @@ def test_links_lead_somewhere():
         "interleaved.svg": "interleaved --stages 4 --micro-batches 8",
         "zb_h1.svg": "zb_h1 --stages 4 --micro-batches 8",
         "zbv.svg": "zbv --stages 4 --micro-batches 8",
+        "v_half.svg": "v_half --stages 4 --micro-batches 8",
+        "v_min.svg": "v_min --stages 4 --micro-batches 8",
         "interleaved_zb.svg": "interleaved_zb --stages 4 --micro-batches 8",
     }.items(),
 )

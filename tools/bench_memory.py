@@ -34,7 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 Case = dict[str, Any]
 
-_SCHEDULES = {1: ("gpipe", "1f1b", "zb_h1"), 2: ("interleaved", "zbv", "dualpipev", "interleaved_zb")}
+_SCHEDULES = {
+    1: ("gpipe", "1f1b", "zb_h1"),
+    2: ("interleaved", "zbv", "dualpipev", "interleaved_zb", "v_half", "v_min"),
+}
 
 _FAMILIES = {
     "llama": {"preset": "tiny"},

@@ -393,8 +393,9 @@ class ScheduleConfig(SchemaBlock):
 
     name: Literal["auto"] | ScheduleName = Field(
         default="auto",
-        description='"auto": interleaved if chunks > 1, else 1f1b. gpipe, 1f1b and zb_h1 take 1 chunk, zbv '
-        "and dualpipev 2, the others 2 or more; `dsx schedule NAME` draws one with its bubble and memory.",
+        description='"auto": interleaved if chunks > 1, else 1f1b. gpipe, 1f1b and zb_h1 take 1 chunk, zbv, '
+        "v_half, v_min and dualpipev 2, the others 2 or more; `dsx schedule NAME` draws one with its bubble "
+        "and memory.",
     )
     file: str | None = Field(
         default=None,

@@ -342,7 +342,7 @@ def enough_micro_batches(program: Program, num_ranks: int, num_micro_batches: in
         return num_micro_batches
     if program.name in ("1f1b", "zb_h1"):
         return min(num_micro_batches, num_ranks + 2)
-    if program.name in ("zbv", "dualpipev"):
+    if program.name in ("zbv", "dualpipev", "v_half", "v_min"):
         return min(num_micro_batches, 3 * num_ranks)
     if program.name in ("interleaved", "interleaved_zb") and num_micro_batches % num_ranks == 0:
         return min(num_micro_batches, 3 * num_ranks)

@@ -17,7 +17,10 @@ from dsx.schedules.program import Program
 from dsx.terminal import amount
 
 _WARMUPS = (1, 2, 3)
-_SIMPLE = ("1f1b", "gpipe", "zb_h1", "interleaved", "looped_bfs", "zbv", "interleaved_zb", "dualpipev")
+_SIMPLE = (
+    *("1f1b", "gpipe", "zb_h1", "interleaved", "looped_bfs"),
+    *("zbv", "interleaved_zb", "dualpipev", "v_half", "v_min"),
+)
 _TIE = 1.005  # Closer than measurements tell: the simpler one wins.
 _GLANCE, _LOOK = 100_000, 4_000_000  # Actions to simulate per candidate, first and for the best few.
 _FEW = 4

@@ -176,7 +176,7 @@ class Candidate:
         return ", ".join(parts)
 
 
-SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "interleaved_zb", "dualpipev")
+SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "interleaved_zb", "dualpipev", "v_half", "v_min")
 """Those worth predicting: gpipe has 1f1b's bubble and looped_bfs interleaved's, with more memory."""
 
 _LARGEST_MICRO_BATCH = 32

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 from dsx.errors import ScheduleError
 from dsx.parallel import stages as placements
 from dsx.parallel.stages import Placement, stages_of
+from dsx.schedules.controllable import v_half, v_min
 from dsx.schedules.interleaved import (
     Unit,
     alternate,
@@ -143,7 +144,16 @@ def _row(steps: Iterable[_Step], rank: int, num_ranks: int, num_micro_batches: i
 
 
 ScheduleName = Literal[
-    "gpipe", "1f1b", "looped_bfs", "interleaved", "interleaved_zb", "zb_h1", "zbv", "dualpipev"
+    "gpipe",
+    "1f1b",
+    "looped_bfs",
+    "interleaved",
+    "interleaved_zb",
+    "zb_h1",
+    "zbv",
+    "v_half",
+    "v_min",
+    "dualpipev",
 ]
 
 NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
@@ -158,8 +168,8 @@ class Options:
         group_size: Least micro-batches per group (interleaved, interleaved_zb).
         warmup_per_rank: Forwards that a rank starts ahead of the next one (interleaved, interleaved_zb).
         most_live: Chunk activations alive at once on a rank (interleaved_zb, zb_h1).
-        costs: What to place weight gradients by (interleaved_zb, zb_h1, zbv); the others ignore it, because
-            their order does not depend on time.
+        costs: What to place weight gradients by (interleaved_zb, zb_h1, zbv, v_half, v_min); the others
+            ignore it, because their order does not depend on time.
     """
 
     group_size: int | None = None
@@ -177,7 +187,7 @@ def build(
         name: One of ``NAMES``.
         num_ranks: Pipeline degree.
         num_chunks: Virtual stages per rank. ``gpipe``, ``1f1b`` and ``zb_h1`` take 1, unless there is one
-            rank; ``zbv`` and ``dualpipev`` take 2.
+            rank; ``zbv``, ``v_half``, ``v_min`` and ``dualpipev`` take 2.
         num_micro_batches: Micro-batches per step.
         options: What to change in the schedule.
 
@@ -352,5 +362,7 @@ _BUILDERS: dict[str, _Entry] = {
     ),
     "zb_h1": _Entry(zb_h1, options=frozenset({"most_live", "costs"}), divides=True),
     "zbv": _Entry(zbv, 2, "v", frozenset({"costs"}), divides=True),
+    "v_half": _Entry(v_half, 2, "v", frozenset({"costs"}), divides=True),
+    "v_min": _Entry(v_min, 2, "v", frozenset({"costs"}), divides=True),
     "dualpipev": _Entry(dualpipev, 2, "v", divides=True),
 }

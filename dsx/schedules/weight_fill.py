@@ -63,6 +63,12 @@ def fill(schedule: Schedule, most_live: Sequence[int], costs: Costs | None = Non
     return replace(schedule, rows=best.rows())
 
 
+def without_weights(schedule: Schedule) -> Schedule:
+    """The schedule without its ``W``: what :func:`fill` wants."""
+    rows = (tuple(a for a in row if a.op is not Op.BACKWARD_WEIGHT) for row in schedule.rows)
+    return replace(schedule, rows=tuple(rows))
+
+
 def _floor(schedule: Schedule, costs: Costs) -> float:
     """A lower bound of the step: no rank ends before its first input has come and all of its work is done."""
     seconds = costs.by_op(schedule.num_stages)

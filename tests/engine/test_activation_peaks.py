@@ -10,12 +10,17 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+import dsx
 import ranks
 from dsx.nn.split import WeightGradients
+from dsx.parallel.groups import make_groups
 from dsx.planner.partition_search import peak_bytes
 from dsx.planner.profile import stage_costs
+from dsx.schedules.builders import default_chunks
+from dsx.train.recipe import build_engine
 from parity import dsx_run
 from parity.dsx_run import Case
+from parity.oracle import CONFIGS
 
 CASES = [
     Case(family="gpt2", pp=2, zero=1, accumulation=4, schedule="1f1b"),
@@ -56,6 +61,11 @@ def _peak(case: Case) -> tuple[int, int]:
     # Recomputed tensors are kept where no hook sees them.
     predicted = peak_bytes(schedule, replace(costs, working_bytes=(0,) * schedule.num_stages))
 
+    return _counted(engine, case), predicted[engine.groups.pp_rank]
+
+
+def _counted(engine: Any, case: Case) -> int:
+    """The most bytes that a step keeps on this rank."""
     own = {p.untyped_storage().data_ptr() for p in engine.pipeline.chunks.parameters()}
     live: Counter[tuple[int, int]] = Counter()
     peak = 0
@@ -81,7 +91,39 @@ def _peak(case: Case) -> tuple[int, int]:
     with saved_tensors_hooks(pack, unpack):
         engine.train_batch(dsx_run.batches(case, 0, engine.groups.dp_rank))
     assert not live, "a step keeps nothing"
-    return peak, predicted[engine.groups.pp_rank]
+    return peak
+
+
+def deep(rank: int, world_size: int, schedules: list[str]) -> list[int]:
+    """Per schedule, the most bytes that a step of 2 p micro-batches keeps on this rank."""
+    found = []
+    for name in schedules:
+        case = Case(pp=world_size, chunks=default_chunks(name), accumulation=2 * world_size, schedule=name)
+        config = dsx_run.config(case, None)
+        sizes = {
+            "num_hidden_layers": 4 * world_size,
+            "hidden_size": 96,
+            "head_dim": 24,
+            "intermediate_size": 256,
+        }
+        config["dsx"]["model"]["config"] = CONFIGS["llama"] | sizes
+        resolved = dsx.load_config(config, world_size=world_size)
+        inner = {len(resolved.stage_map.layers(stage)) for stage in range(1, world_size - 1)}
+        assert inner == {4 // case.chunks}
+        found.append(_counted(build_engine(resolved, make_groups(resolved.mesh)), case))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_v_half_and_v_min_keep_what_theory_says_on_real_ranks(num_ranks: int) -> None:
+    """arXiv:2405.15362: p // 2 + 1 and (p + 4) // 3 micro-batches on every rank; 1F1B keeps p on one."""
+    schedules = {"1f1b": num_ranks, "v_half": num_ranks // 2 + 1, "v_min": (num_ranks + 4) // 3}
+    peaks = ranks.run(deep, num_ranks, list(schedules))
+    for place, kept in enumerate(schedules.values()):
+        # The first rank also keeps token ids, and in a V what the head and the loss need.
+        most = max(rank[place] for rank in peaks) / max(rank[0] for rank in peaks)
+        assert most == pytest.approx(kept / num_ranks, rel=0.05)
+    assert all(rank[place] > 0.95 * peaks[0][place] for rank in peaks for place in (1, 2)), "not balanced"
 
 
 def test_peak_of_a_real_step() -> None:

@@ -157,6 +157,8 @@ GOLDEN_FILES: dict[str, Schedule] = {
     "zb_h1_p4_m6.csv": build("zb_h1", 4, 1, 6),
     "interleaved_zb_p4_v2_m9.csv": build("interleaved_zb", 4, 2, 9),
     "zbv_p4_m8.csv": build("zbv", 4, 2, 8),
+    "v_half_p4_m8.csv": build("v_half", 4, 2, 8),
+    "v_min_p4_m8.csv": build("v_min", 4, 2, 8),
     "dualpipev_p2_m5_lowered.csv": lower(build("dualpipev", 2, 2, 5)),
 }
 

@@ -49,6 +49,8 @@ def whole(job: Job, program: Program, ranks: int, chunks: int, micro_batches: in
         ("interleaved_zb", 2, 2, 18),
         ("zbv", 3, 2, 20),
         ("dualpipev", 3, 2, 20),
+        ("v_half", 3, 2, 20),
+        ("v_min", 3, 2, 20),
         ("gpipe", 2, 1, 9),
     ],
 )

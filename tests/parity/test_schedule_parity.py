@@ -30,6 +30,10 @@ CASES = [
         ("zbv", "llama", 2, 1, 4, {"tp": 2}),
         ("zbv", "gpt2", 2, 2, 5, {"dp": 2}),
         ("zbv", "gpt2", 2, 3, 4, {"recompute": "full"}),
+        ("v_half", "llama", 2, 0, 5, {"dp": 2}),
+        ("v_half", "gpt2", 2, 3, 4, {"recompute": "selective"}),
+        ("v_min", "gpt2", 2, 1, 4, {"tp": 2}),
+        ("v_min", "llama", 2, 2, 3, {}),
         ("dualpipev", "llama", 2, 1, 4, {}),
         ("dualpipev", "gpt2", 2, 3, 6, {}),
     )

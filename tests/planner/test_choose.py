@@ -189,3 +189,20 @@ def test_real_proportions_in_seconds():
             num_micro_batches=8,
         )
         assert ranking.chosen.cut.step_seconds < thumb.judge(thumb.balanced()).step_seconds
+
+
+def test_a_cap_on_activations_makes_the_choice_trade_time_for_memory():
+    """With less room than ZB-V needs V-half is chosen, and with less than that V-min."""
+    names = Space(names=("1f1b", "zb_h1", "interleaved_zb", "zbv", "v_half", "v_min"))
+    chosen = []
+    for activations in (4.0, 3.0, 2.0):  # micro-batches on each of 4 ranks
+        space = replace(names, most_bytes=int(activations * 4 * 10))
+        ranking = choose(
+            profile([cost(1.0, kept_bytes=10, pending_bytes=10)] * 16),
+            num_ranks=4,
+            num_micro_batches=8,
+            space=space,
+        )
+        chosen.append(ranking.chosen.cut.program.name)
+        assert ranking.chosen.peak_bytes <= space.most_bytes
+    assert chosen == ["zbv", "v_half", "v_min"]

@@ -16,7 +16,12 @@ LAYOUTS = [
     *(("interleaved", p, v, m) for p in (2, 3, 4) for v in (2, 3) for m in (1, p + 1, 3 * p)),
     ("interleaved", 8, 2, 17),
     *(("zb_h1", p, 1, m) for p in (2, 4) for m in (1, 2 * p + 1)),
-    *((name, p, 2, m) for name in ("interleaved_zb", "zbv", "looped_bfs") for p in (2, 4) for m in (2, 9)),
+    *(
+        (name, p, 2, m)
+        for name in ("interleaved_zb", "zbv", "v_min", "looped_bfs")
+        for p in (2, 4)
+        for m in (2, 9)
+    ),
     ("dualpipev", 2, 2, 4),
     ("dualpipev", 4, 2, 9),
     *(("forward", p, v, m) for p in (2, 4) for v in (1, 3) for m in (1, 5)),

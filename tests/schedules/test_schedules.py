@@ -28,7 +28,7 @@ def sizes(draw):
 
 def legal_chunks(name, num_ranks, num_chunks):
     """``num_chunks``, or the number that the schedule insists on."""
-    if name in ("zbv", "dualpipev"):
+    if placement_of(name) == "v":
         return 2
     return 1 if name in ("gpipe", "1f1b", "zb_h1") and num_ranks > 1 else num_chunks
 
@@ -90,6 +90,8 @@ def test_bubbles_and_peaks_of_the_design():
         (interleaved(4, 4, 8), 0.09375, 4.75),
         (build("zbv", 4, 2, 8), 0.0625, 4),
         (build("interleaved_zb", 4, 2, 8), 0.0625, 4),
+        (build("v_half", 4, 2, 8), 5 / 48, 3),
+        (build("v_min", 4, 2, 8), 11 / 48, 2),
     ]:
         assert simulate(schedule).bubble == pytest.approx(bubble)
         assert max(peak_activations(schedule)) / schedule.num_chunks == peak

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dsx.errors import ScheduleError
 from dsx.schedules.builders import Options, build
 from dsx.schedules.interleaved import alternate, by_group, groups, interleaved, interleaved_zb
+from dsx.schedules.run_ahead import run_ahead
 from dsx.schedules.schedule import Action, Op, Schedule
 from dsx.schedules.simulate import Costs, peak_activations, simulate, validate
 from dsx.schedules.weight_fill import fill
@@ -46,6 +47,33 @@ def test_zb_h1_and_zbv_keep_the_memory_of_1f1b(size):
     assert simulate(zbv).bubble == pytest.approx((p - 1) / (6 * m), abs=1e-9)
     assert max(peak_activations(h1)) <= p
     assert max(peak_activations(zbv)) <= 2 * p
+
+
+@SETTINGS
+@given(sizes())
+def test_v_half_and_v_min_keep_a_half_and_a_third_of_1f1b(size):
+    """arXiv:2405.15362: (p + 2) // 2 and (p + 4) // 3 micro-batches, bubbles of p / 2m and 2p / 3m."""
+    p, _, m = size
+    for name, most, bubble in (
+        ("v_half", (p + 2) // 2, p / (2 * m)),
+        ("v_min", (p + 4) // 3, 2 * p / (3 * m)),
+    ):
+        schedule = build(name, p, 2, m)
+        assert max(peak_activations(schedule)) <= 2 * most
+        assert simulate(schedule).bubble <= bubble
+        assert simulate(schedule).bubble <= simulate(build("1f1b", p, 1, m)).bubble + 0.5 / m
+
+
+@SETTINGS
+@given(sizes(), st.floats(0.5, 2), st.floats(0.5, 2), st.floats(0, 0.5))
+def test_running_ahead_costs_no_memory_and_leaves_a_schedule_that_runs(size, first, second, wire):
+    p, v, m = size
+    costs = Costs(backward_input_seconds=first, backward_weight_seconds=second, transfer_seconds=wire)
+    for schedule in (build("1f1b", p, 1, m), build("interleaved_zb", p, v, m), build("v_half", p, 2, m)):
+        bound = max(peak_activations(schedule))
+        ahead = run_ahead(schedule, [bound] * p, costs)
+        validate(ahead)
+        assert max(peak_activations(ahead)) <= bound
 
 
 @SETTINGS
