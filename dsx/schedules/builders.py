@@ -7,14 +7,13 @@ any number of micro-batches.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from dsx.errors import ScheduleError
 from dsx.parallel import stages as placements
 from dsx.parallel.stages import Placement, stages_of
-from dsx.schedules.controllable import v_half, v_min
 from dsx.schedules.interleaved import (
     Unit,
     alternate,
@@ -28,8 +27,8 @@ from dsx.schedules.interleaved import (
     zb_h1,
 )
 from dsx.schedules.schedule import Action, Op, Schedule
-from dsx.schedules.simulate import Costs
-from dsx.schedules.weight_fill import fill
+from dsx.schedules.simulate import Costs, peak_activations
+from dsx.schedules.weight_fill import fill, run_ahead, without_weights
 
 _Step = tuple[int, Op]
 """(chunk, op); the micro-batch is the number of earlier steps of the same kind."""
@@ -39,6 +38,15 @@ _I0, _I1 = (0, Op.BACKWARD_INPUT), (1, Op.BACKWARD_INPUT)
 _B0, _B1 = (0, Op.BACKWARD), (1, Op.BACKWARD)
 _W = (-1, Op.BACKWARD_WEIGHT)
 """The oldest weight gradient that waits, of whichever chunk."""
+
+_PERIOD = 6
+_Ticks = tuple[int, int, int, int]
+"""When a rank runs the first micro-batch: forwards of its chunks, then their input gradients, reversed.
+
+arXiv:2405.15362 lays these out on a V so that none of them meets those of the micro-batches that begin 6
+ticks earlier and later: each of two chunks takes a tick for its forward, its input gradient and its weight
+gradient. A rank keeps as many activations as blocks begin while a micro-batch stays.
+"""
 
 
 def zbv(num_ranks: int, num_chunks: int, num_micro_batches: int, *, costs: Costs | None = None) -> Schedule:
@@ -60,6 +68,42 @@ def zbv(num_ranks: int, num_chunks: int, num_micro_batches: int, *, costs: Costs
     )
     order = Schedule("zbv", num_ranks, 2, num_micro_batches, rows, "v")
     return fill(order, [2 * num_ranks] * num_ranks, costs)
+
+
+def v_half(
+    num_ranks: int, num_chunks: int, num_micro_batches: int, *, costs: Costs | None = None
+) -> Schedule:
+    """V-half (arXiv:2405.15362): at most ``p // 2 + 1`` micro-batches' activations, half of 1F1B's.
+
+    A block of actions, repeated. Its offsets are the paper's, as its reference code spells them out (the file
+    zbv_greedy.py of github.com/sail-sg/zero-bubble-pipeline-parallelism). While the pipeline fills and
+    drains, ranks wait with memory to spare: there they run ahead
+    (:func:`dsx.schedules.weight_fill.run_ahead`), which takes the place of the paper's reordering.
+    With parts of equal length and m >= p the bubble is at most p / (2 m) of the ideal time.
+
+    Args:
+        num_ranks: Pipeline degree p.
+        num_chunks: Virtual stages per rank, 2.
+        num_micro_batches: Micro-batches m.
+        costs: Lengths of actions and transfers by which to place the weight gradients.
+
+    Raises:
+        ScheduleError: Another number of chunks, or a number below 1.
+    """
+    p, gap = num_ranks, 0 if num_ranks % 2 else 3
+    block = [(2 * r, 3 * p - r - 2, 3 * p + gap + 2 * r - 1, 6 * p + gap - r - 2) for r in range(p)]
+    return _repeated("v_half", block, num_chunks, num_micro_batches, costs)
+
+
+def v_min(num_ranks: int, num_chunks: int, num_micro_batches: int, *, costs: Costs | None = None) -> Schedule:
+    """V-min (arXiv:2405.15362): at most ``(p + 4) // 3`` micro-batches' activations, a third of 1F1B's.
+
+    With parts of equal length and m >= p the bubble is at most 2 p / (3 m) of the ideal time. Where lengths
+    differ, the block holds ranks up more than that of :func:`v_half`, whose arguments and errors it has.
+    """
+    p, gap = num_ranks, 0 if num_ranks % 3 else 2
+    block = [(r, 2 * p - r - 1, 2 * p + gap + r, 4 * p + gap - r - 1) for r in range(p)]
+    return _repeated("v_min", block, num_chunks, num_micro_batches, costs)
 
 
 def dualpipev(num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedule:
@@ -97,6 +141,44 @@ def _zbv_steps(rank: int, num_ranks: int, num_micro_batches: int) -> list[_Step]
         *[_I0, _I1] * rank,
         *[_I0] * after,
     ]
+
+
+def _repeated(
+    name: str, block: Sequence[_Ticks], num_chunks: int, num_micro_batches: int, costs: Costs | None
+) -> Schedule:
+    """The block for every micro-batch; its waits used within the memory that it takes anyway."""
+    check_numbers(name, len(block), num_chunks, num_micro_batches)
+    check_two_chunks(name, num_chunks)
+    rows = tuple(_block_row(rank, ticks, len(block), num_micro_batches) for rank, ticks in enumerate(block))
+    plain = Schedule(name, len(block), 2, num_micro_batches, rows, "v")
+    most_live = [max(peak_activations(plain))] * len(block)
+    return fill(without_weights(run_ahead(plain, most_live)), most_live, costs)
+
+
+def _block_row(rank: int, ticks: _Ticks, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:
+    """What a rank does tick by tick: what the block says, and in free ticks the oldest weight gradient."""
+    first, second = stages_of(rank, num_ranks, 2, "v")
+    parts = (
+        (first, Op.FORWARD),
+        (second, Op.FORWARD),
+        (second, Op.BACKWARD_INPUT),
+        (first, Op.BACKWARD_INPUT),
+    )
+    at = {
+        tick + _PERIOD * m: Action(stage, op, m)
+        for tick, (stage, op) in zip(ticks, parts, strict=True)
+        for m in range(num_micro_batches)
+    }
+    row: list[Action] = []
+    pending: deque[Action] = deque()
+    for tick in range(max(at) + 1):
+        if tick in at:
+            row.append(at[tick])
+            if at[tick].op is Op.BACKWARD_INPUT:
+                pending.append(replace(at[tick], op=Op.BACKWARD_WEIGHT))
+        elif pending:
+            row.append(pending.popleft())
+    return (*row, *pending)
 
 
 def _dualpipev_steps(rank: int, num_ranks: int, num_micro_batches: int) -> list[_Step]:

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from dsx.errors import ScheduleError
 from dsx.schedules.builders import Options, build
 from dsx.schedules.interleaved import alternate, by_group, groups, interleaved, interleaved_zb
-from dsx.schedules.run_ahead import run_ahead
 from dsx.schedules.schedule import Action, Op, Schedule
 from dsx.schedules.simulate import Costs, peak_activations, simulate, validate
-from dsx.schedules.weight_fill import fill
+from dsx.schedules.weight_fill import fill, run_ahead
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
