@@ -11,6 +11,7 @@ from dsx.config.keys import REFERENCE
 from dsx.config.refusals import ABSENT, Context, Finding
 from dsx.config.wording import at, dotted
 from dsx.errors import ConfigError, KeyPlace
+from dsx.models.flops import Precision
 from dsx.parallel.mesh import Mesh
 
 Json = Mapping[str, Any]
@@ -38,7 +39,9 @@ def mesh_problems(config: Json, mesh: Mesh) -> list[ConfigError]:
 
 def pipeline_problems(config: Json, mesh: Mesh) -> list[ConfigError]:
     """What dsx's engine cannot do of a plain DeepSpeed config, one without a ``dsx`` block."""
-    found = refusals.apply(refusals.refused(), _context(config, mesh), by=("pipeline", "initialize"))
+    context = _context(config, mesh)
+    found = [*refusals.apply(refusals.refused(), context, by=("pipeline", "initialize"))]
+    found += [finding for finding in refusals.check_loss_scale(context) if finding.severity == "error"]
     return [as_error(finding) for finding in found]
 
 
@@ -62,9 +65,12 @@ def zero_stage(config: Json) -> int:
     return stage if _is_int(stage) else 0
 
 
-def is_bf16(config: Json) -> bool:
-    """Whether a checked config trains in bf16."""
-    return any(_block(config, key).get("enabled") is True for key in ("bf16", "bfloat16"))
+def precision(config: Json) -> Precision:
+    """What a checked config trains in."""
+    if _block(config, "fp16").get("enabled") is True:
+        return "fp16"
+    is_bf16 = any(_block(config, key).get("enabled") is True for key in ("bf16", "bfloat16"))
+    return "bf16" if is_bf16 else "fp32"
 
 
 def optimizer_notes(config: Json) -> Iterator[str]:

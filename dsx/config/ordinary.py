@@ -181,17 +181,18 @@ def _fill(out: dict[str, Any], hf_config: Mapping[str, Any], steps: int) -> Iter
 
 
 def _precision(out: dict[str, Any]) -> Iterator[Assumption]:
-    """The Trainer's --bf16 and --fp16 decide; dsx trains in bf16 or fp32."""
+    """The Trainer's --bf16 and --fp16 decide: the one that is on, else bf16 where the file leaves it open."""
     named = [key for key in ("bf16", "fp16") if _at(out, f"{key}.enabled") == _AUTO]
-    if not named:
-        return
-    if "fp16" in named:
-        del out["fp16"]
-    decided = _at(out, "fp16.enabled") is True or _at(out, "bf16.enabled") is True
-    if not decided:
-        yield _put(out, "bf16.enabled", True, f"{' and '.join(named)}: auto; the Trainer's --bf16 decides")
-    elif _at(out, "bf16.enabled") == _AUTO:
-        yield _put(out, "bf16.enabled", False, "fp16 is on")
+    on = [key for key in ("bf16", "fp16") if _at(out, f"{key}.enabled") is True]
+    if on:
+        for key in named:
+            yield _put(out, f"{key}.enabled", False, f"{on[0]} is on")
+    elif named:
+        kept, *others = named
+        why = f"{' and '.join(named)}: auto; the Trainer's --{kept} decides"
+        yield _put(out, f"{kept}.enabled", True, why)
+        for key in others:
+            del out[key]
 
 
 def _hidden(hf_config: Mapping[str, Any]) -> int:

@@ -527,7 +527,84 @@ def check_same_key(context: Context) -> Iterator[Finding]:
             yield context.find("duplicate-key", "error", slot.path, why, "keep one of them")
 
 
-CHECKS: Final = (check_required, check_same_key, check_betas, check_rules)
+# 2^24 leaves 2^-7 to 65504 / 2^24: the first steps of most runs overflow and are skipped.
+_HIGH_SCALE_POWER = 24
+# DeepSpeedEngine.backward asks optimizers of ZeRO alone to scale the loss from here on (its PR 7665).
+_NEVER_SCALED: Version = (0, 18, 3)
+# The largest number of fp16.
+_MOST_FP16 = 65504
+# torch multiplies a tensor by no whole number that 64 bits cannot hold.
+_MOST_SCALE_POWER = 63
+
+
+def check_loss_scale(context: Context) -> Iterator[Finding]:
+    """Check fp16's loss scaling."""
+    scale, enabled = context.number("fp16.loss_scale"), context.value("fp16.enabled")
+    if scale == 0 and enabled is True:
+        yield from _dynamic(context)
+    elif scale == 0 and enabled is UNKNOWN:
+        # The Trainer decides.
+        yield from _positive(context, "warning", ", which fails if fp16 is chosen")
+    if scale and enabled is not False and (context.stage != 0 or context.runner == "dsx"):
+        yield from _static(context, scale)
+    unscaled = context.runner != "dsx" and context.stage == 0 and context.version >= _NEVER_SCALED
+    if scale != 1 and enabled is True and unscaled:
+        why = (
+            "without ZeRO DeepSpeed divides gradients by the loss scale, and since 0.18.3 never multiplies "
+            f"the loss by it: steps are {f'{scale:g} times' if scale else 'by that factor'} too small"
+        )
+        fix = f'set {STAGE} to 1, use bf16, or write "loss_scale": 1'
+        # Without the block, a script may set the stage.
+        severity: Severity = "warning" if context.at(("zero_optimization",)) is ABSENT else "error"
+        yield context.find("loss-scale", severity, "fp16.enabled", why, fix)
+
+
+def _static(context: Context, scale: float) -> Iterator[Finding]:
+    """Find a fixed scale that no overflow lowers: steps whose gradients are inf are all skipped."""
+    if scale <= _MOST_FP16:
+        return
+    why = "a fixed scale stays when gradients overflow, and DeepSpeed skips each such step without a word: "
+    high = scale > 2**_HIGH_SCALE_POWER
+    largest = _MOST_FP16 / scale
+    why += (
+        f"above {largest:.2g} they are inf in fp16" if high else "a loss in fp16 is inf with more than 65504"
+    )
+    fix = "use 0, a scale that adapts, or 1024"
+    yield context.find("loss-scale", "error" if high else "warning", "fp16.loss_scale", why, fix)
+
+
+def _positive(context: Context, severity: Severity, when: str = "") -> Iterator[Finding]:
+    for name in ("loss_scale_window", "min_loss_scale"):
+        # The value as it is written, because DeepSpeed would not use one out of its range.
+        value = context.at(context.path(f"fp16.{name}"))
+        if isinstance(value, int | float) and value <= 0:
+            why = f"dynamic loss scaling needs a whole number above 0{when}"
+            yield context.find("out-of-range", severity, f"fp16.{name}", why, "use 1 or more")
+
+
+def _dynamic(context: Context) -> Iterator[Finding]:
+    yield from _positive(context, "error")
+    power, floor = context.number("fp16.initial_scale_power"), context.number("fp16.min_loss_scale")
+    if power is None or floor is None:
+        return
+    if power > _MOST_SCALE_POWER:
+        why = f"a power of two, not the scale itself: 2^{power:g} is no number that torch can multiply with"
+        yield context.find("loss-scale", "error", "fp16.initial_scale_power", why, "use 16")
+    elif power > _HIGH_SCALE_POWER:
+        why = f"the first steps overflow and are skipped until the scale has halved down from 2^{power:g}"
+        yield context.find("loss-scale", "note", "fp16.initial_scale_power", why, "use 16")
+    if power < 1024 and floor > 2**power:
+        why = f"above the initial scale 2^{power:g}"
+        yield context.find("loss-scale", "error", "fp16.min_loss_scale", why, "use 1")
+    why = (
+        "fp16 scales the loss; when overflows have brought the scale down to min_loss_scale "
+        f"({floor:g}), DeepSpeed ends the run with an exception"
+    )
+    fix = "on GPUs since Ampere use bf16, which needs no scale"
+    yield context.find("loss-scale", "note", "fp16.enabled", why, fix)
+
+
+CHECKS: Final = (check_required, check_same_key, check_betas, check_loss_scale, check_rules)
 """What stops a run of keys that DeepSpeed knows, with values that they take."""
 
 

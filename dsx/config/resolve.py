@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from dsx.config import elastic
 from dsx.config.batch import ACCUMULATION, Batch, resolve_batch
-from dsx.config.deepspeed import deepspeed_problems, is_bf16, mesh_problems, optimizer_notes, zero_stage
+from dsx.config.deepspeed import deepspeed_problems, mesh_problems, optimizer_notes, precision, zero_stage
 from dsx.config.load import load, raise_all
 from dsx.config.run import PENDING, RunConfig, cut_layers
 from dsx.config.schema import DsxConfig, ZeroConfig
@@ -493,8 +493,6 @@ def _prime_factors(n: int) -> list[int]:
     return factors
 
 
-Precision = Literal["fp32", "bf16"]
-
 _DEFAULT_CLIPPING = 1.0  # deepspeed/runtime/constants.py, GRADIENT_CLIPPING_DEFAULT.
 
 
@@ -548,7 +546,6 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
     if written is not None:
         check_file(dsx, written, **size)
     program = written or choose(dsx, degrees.schedule_name, **size)
-    precision: Precision = "bf16" if is_bf16(deepspeed) else "fp32"
     specs = param_specs(spec, pad_multiple=dsx.model.vocab_multiple)
     stage_map = cut_layers(dsx, spec, specs, num_ranks=degrees.mesh.pp, num_chunks=degrees.chunks)
     clipping = float(deepspeed.get("gradient_clipping", _DEFAULT_CLIPPING))
@@ -567,7 +564,7 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
         accumulation=batch.accumulation,
         global_batch_size=batch.train,
         zero_stage=zero_stage(deepspeed),
-        precision=precision,
+        precision=precision(deepspeed),
         gradient_clipping=clipping,
         notes=(
             *model.notes,

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dsx.config.schema import DsxConfig
 from dsx.config.wording import at
 from dsx.errors import ConfigError, LayoutError
-from dsx.models.flops import layer_flops
+from dsx.models.flops import Precision, layer_flops
 from dsx.models.param import ParamSpec
 from dsx.models.params import layer_kinds
 from dsx.models.spec import HubModel, Model
@@ -69,7 +69,7 @@ class RunConfig:
     accumulation: int
     global_batch_size: int
     zero_stage: int
-    precision: Literal["fp32", "bf16"]
+    precision: Precision
     gradient_clipping: float
     notes: tuple[str, ...]
     spare_ranks: int = 0

@@ -58,7 +58,6 @@ CHECKS: Final[tuple[Check, ...]] = (
     # Checks of what does not go together.
     figures.check_world,
     figures.check_batch_triple,
-    figures.check_loss_scale,
     figures.check_buckets,
     figures.check_optimizer,
     figures.check_clipping,
@@ -70,6 +69,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     figures.check_schedule_length,
     refusals.check_same_key,
     refusals.check_betas,
+    refusals.check_loss_scale,
     refusals.check_rules,
     check_advice,
 )

@@ -171,7 +171,9 @@ class PipelineEngine:
             zero=zero,
         )
         self._backwards = Backwards(engine, self._adapter.before_backward)
-        self._calls = calls(engine, self._backwards, reduced_here=self._adapter.reduced_here)
+        self._calls = calls(
+            engine, self._backwards, self._adapter.loss_scale, reduced_here=self._adapter.reduced_here
+        )
         self._signatures = Signatures(
             dynamic=model.dynamic_shape,
             shards=model.shards,
@@ -333,8 +335,21 @@ class PipelineEngine:
         """Whether the last training step changed the weights: it did not if it was skipped."""
         return bool(self.deepspeed_engine._step_applied)  # noqa: SLF001
 
+    @property
+    def overflowed(self) -> bool:
+        """Whether the last training step was skipped because its gradients overflowed in fp16."""
+        return self._adapter.loss_scale.overflowed
+
+    @property
+    def current_loss_scale(self) -> float | None:
+        """What fp16 multiplies the next step's loss by; None in fp32 and bf16."""
+        return self._adapter.loss_scale.value if self.deepspeed_engine.fp16_enabled() else None
+
     def get_global_grad_norm(self) -> float:
-        """2-norm of the last step's gradient over the whole model, before clipping."""
+        """2-norm of the last step's gradient over the whole model, before clipping, without a loss scale.
+
+        It is infinite after an overflow of fp16.
+        """
         return float(self._adapter.norm)
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:

@@ -37,6 +37,7 @@ from dsx.engine.p2p import Shards
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.engine.settings import Config, Settings, settings_of
 from dsx.engine.zero import given_optimizer_kept, require_supported
+from dsx.engine.zero.loss_scale import require_precision
 from dsx.engine.zero.stage3 import scope_consistency_checks
 from dsx.errors import ConfigError, ModelError
 from dsx.launch.entry import AGREED
@@ -459,6 +460,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     _compile_blocks(model, settings.zero_stage, run, wanted=compile_blocks)
     if settings.zero_stage == 3:
         scope_consistency_checks(model.groups)
+    require_precision(settings.deepspeed)
     with given_optimizer_kept():
         engine, wrapped, _, scheduler = deepspeed.initialize(
             model=model.chunks,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsx.config.deepspeed import is_bf16, pipeline_problems, zero_stage
+from dsx.config.deepspeed import pipeline_problems, precision, zero_stage
 from dsx.config.load import raise_all, read
 from dsx.config.refusals import is_number
 from dsx.config.run import RunConfig
@@ -55,7 +55,7 @@ def settings_of(config: Config | None, args: Any, mesh: Mesh) -> Settings:
         deepspeed = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read(Path(source))
     _refuse(deepspeed, mesh)
     stage, clipping = zero_stage(deepspeed), deepspeed.get("gradient_clipping", 1.0)
-    if stage == 0 and not is_bf16(deepspeed):
+    if stage == 0 and precision(deepspeed) == "fp32":
         deepspeed["gradient_clipping"] = 0.0  # clipped by ReplicatedAdapter, by the whole model's norm
     zero = deepspeed.get("zero_optimization", {})
     offload = _device(zero, "offload_optimizer") != "none"

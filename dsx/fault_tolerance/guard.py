@@ -214,6 +214,8 @@ class Guard:
             return None, None
         inner = engine.deepspeed_engine.optimizer
         knows = getattr(inner, "compute_grad_norm", True)
+        # An overflow of fp16 is the loss scale's to cure; of the step's figures the loss alone says anything.
+        knows = knows and not engine.overflowed
         figures = float(engine.steering.sums[0]), engine.get_global_grad_norm() if knows else None
         if self._judged is not None:
             return self._judged[0], figures

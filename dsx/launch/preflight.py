@@ -129,7 +129,7 @@ def _has(folder: Path, name: str) -> bool:
 
 def _checkpoint_bytes(config: RunConfig) -> int:
     """Bytes of weights, fp32 masters and two moments, as Adam has them: enough to recognise a full disk."""
-    return config.num_parameters * (14 if config.precision == "bf16" else 12)
+    return config.num_parameters * (12 if config.precision == "fp32" else 14)
 
 
 def _digest(config: RunConfig) -> str:

@@ -273,7 +273,7 @@ def _wrapper(job: Job) -> type[States]:
     if stage == 0:
         low = Flat if settings.fused else Unfused
         return low if settings.width == 2 else States
-    if stage == 1 and settings.width == 2 and settings.accumulate == 4 and not settings.offload:
+    if stage == 1 and settings.is_bf16 and settings.accumulate == 4 and not settings.offload:
         return Bf16
     if settings.offload is not None:
         return Stage3 if stage == 3 else PartitionedOffload

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsx.config.deepspeed import is_bf16, zero_stage
+from dsx.config.deepspeed import precision, zero_stage
 from dsx.config.run import RunConfig
 from dsx.config.schema import ZeroConfig
 from dsx.config.wording import at
@@ -15,6 +15,7 @@ from dsx.memory.estimate import Job, enough_micro_batches
 from dsx.memory.record import DeviceKind, Shape
 from dsx.memory.records import ModelRecords
 from dsx.memory.states import Gathering, Offload, Optimizer, StateSettings
+from dsx.models.flops import WIDTHS
 from dsx.parallel.layout import Layout
 from dsx.schedules.schedule import lower
 
@@ -162,6 +163,7 @@ _ANY_STAGE: Mapping[str, Any] = {
     "bf16.check_grad_overflow": False,
     "bf16.bf16_master_weights_and_grads": False,
     "bf16.bf16_optimizer_states": False,
+    "fp16.fp16_master_weights_and_grads": False,
     "bfloat16.check_grad_overflow": False,
     "bfloat16.bf16_master_weights_and_grads": False,
     "bfloat16.bf16_optimizer_states": False,
@@ -336,11 +338,12 @@ def state_settings(
     """
     zero = deepspeed.get("zero_optimization", {})
     chosen = optimizer_of(deepspeed["optimizer"], device, declared_bytes)
-    width = 2 if is_bf16(dict(deepspeed)) else 4
+    width = WIDTHS[precision(deepspeed)]
     bucket = elements(zero, "reduce_bucket_size")
     accumulate = deepspeed.get("data_types", {}).get("grad_accum_dtype")
     return StateSettings(
         width=width,
+        is_bf16=precision(deepspeed) == "bf16",
         accumulate=width if accumulate is None else _WIDTHS[accumulate],
         optimizer=chosen.rule,
         bucket=500_000_000 if bucket is None else bucket,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dsx.config.batch import MICRO, resolve_batch
-from dsx.config.deepspeed import deepspeed_problems, is_bf16, pipeline_problems, zero_stage
+from dsx.config.deepspeed import deepspeed_problems, pipeline_problems, precision, zero_stage
 from dsx.config.load import raise_all
 from dsx.config.schema import ZeroConfig
 from dsx.config.wording import at
@@ -22,7 +22,9 @@ from dsx.memory.job import require_learned, state_settings
 from dsx.memory.paper.device import swapped
 from dsx.memory.record import DeviceKind, LayerRecord, TensorForm
 from dsx.memory.recorder import TiedCall, booth, record_layer
+from dsx.models.flops import Precision
 from dsx.models.param import Init, ParamSpec
+from dsx.nn.parameters import DTYPES
 from dsx.parallel.layout import Layout
 from dsx.parallel.mesh import Mesh
 from dsx.parallel.partition import partition
@@ -93,7 +95,7 @@ def layers_job(
         LayoutError: Degrees that do not fit.
         ModelError: A layer whose memory dsx does not know.
     """
-    recorded = record_list(make, is_bf16(config), device, hooked=zero_stage(config) == 3)
+    recorded = record_list(make, precision(config), device, hooked=zero_stage(config) == 3)
     return list_job(recorded, config, device=device, **options)
 
 
@@ -201,13 +203,13 @@ class RecordedList:
 
 
 def record_list(
-    make: Callable[[], LayerList], is_bf16: bool, device: DeviceKind, *, hooked: bool
+    make: Callable[[], LayerList], precision: Precision, device: DeviceKind, *, hooked: bool
 ) -> RecordedList:
     """Record the layers of a list, equal ones once.
 
     Args:
         make: Makes it.
-        is_bf16: Whether its parameters become bf16; else they keep their dtype.
+        precision: What its parameters become; in fp32 they keep their dtype.
         device: Whose kernels run.
         hooked: Whether ZeRO-3 gathers parameters.
 
@@ -236,8 +238,8 @@ def record_list(
             layer, name = _built(entry, index, tied, ties)
             module = getattr(layer, "tied_module", layer)
             _require_recordable(module, index, name, owners, hooked=hooked)
-            if is_bf16 and isinstance(module, nn.Module):
-                _cast(module, torch.bfloat16)
+            if precision != "fp32" and isinstance(module, nn.Module):
+                _cast(module, DTYPES[precision])
             key = (_fingerprint(layer), tuple(forms))
             if key not in known:
                 known[key] = _record(layer, index, name, forms, place, hooked=hooked)

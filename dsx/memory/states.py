@@ -167,6 +167,7 @@ class StateSettings:
 
     Attributes:
         width: Bytes of a parameter: 2 or 4.
+        is_bf16: Whether these are bf16's, which have an optimizer wrapper of their own.
         accumulate: Bytes of an accumulated gradient.
         bucket: ``zero_optimization.reduce_bucket_size``, elements.
         communication: Bytes of a gradient on its way (``communication_data_type``); None as a parameter's.
@@ -177,6 +178,7 @@ class StateSettings:
     width: int
     accumulate: int
     optimizer: Optimizer
+    is_bf16: bool = False
     bucket: int = 500_000_000
     communication: int | None = None
     reduce: Literal["step", "micro_batch"] = "step"
@@ -459,7 +461,7 @@ class States:
 
 
 class Unfused(States):
-    """bf16 without ZeRO, torch's optimizers: fp16/unfused_optimizer.py, an fp32 copy of each parameter."""
+    """Half precision without ZeRO, torch's optimizers: fp16/unfused_optimizer.py, each parameter in fp32."""
 
     def start(self) -> None:
         """Masters, then a first update on zero gradients, which dsx undoes."""
@@ -485,7 +487,7 @@ class Unfused(States):
 
 
 class Flat(States):
-    """bf16 without ZeRO, fused optimizers: fp16/fused_optimizer.py, flat bf16 and flat fp32."""
+    """Half precision without ZeRO, fused optimizers: fp16/fused_optimizer.py, flat bf16 and flat fp32."""
 
     def start(self) -> None:
         """Clones, their flat copy, the flat masters; a first update, which dsx undoes."""

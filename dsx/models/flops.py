@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path as File
 from typing import Any, Literal
@@ -58,14 +59,18 @@ def multiplied(model: Model, spec: ParamSpec) -> float:
     return spec.numel * routed
 
 
-Dtype = Literal["bf16", "fp16", "fp32"]
+Precision = Literal["fp32", "bf16", "fp16"]
+"""What a model trains in: the dtype of its parameters, activations and matrix multiplications."""
+
+WIDTHS: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a parameter or an activation."""
 
 
 # Slices and slower namesakes of a listed device.
 _UNLIKE = frozenset({"MIG", "LAPTOP", "D", "TI"})
 
 
-def peak_flops(device_name: str, dtype: Dtype) -> float | None:
+def peak_flops(device_name: str, dtype: Precision) -> float | None:
     """Dense peak FLOP/s of a device, None if unknown.
 
     Args:

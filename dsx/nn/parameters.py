@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -33,6 +33,9 @@ from dsx.models.spec import Adapter
 from dsx.nn.dropout import draw_seed, seeded
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.split import WeightGradients
+
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What a run is said to train in -> the dtype of its parameters."""
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 """Four 32-bit words per element, in int64 tensors of one (broadcastable) shape."""

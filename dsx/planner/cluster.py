@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from importlib.resources import files
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
 from dsx.config.load import explain, raise_all, read
 from dsx.config.schema import Positive, SchemaBlock
 from dsx.errors import ConfigError
-from dsx.models.flops import peak_flops
-
-Precision = Literal["bf16", "fp32"]
+from dsx.models.flops import Precision, peak_flops
 
 _GIB = 1 << 30
 
@@ -311,7 +309,7 @@ def _known(name: str) -> str:
 
 
 def _cluster(file: str, name: str, config: ClusterConfig) -> Cluster:
-    rates: dict[Precision, float | None] = {"bf16": None, "fp32": None}
+    rates: dict[Precision, float | None] = {"bf16": None, "fp16": None, "fp32": None}
     if config.teraflops is not None:
         rates = {precision: 1e12 * rate for precision, rate in config.teraflops.items()}
     elif config.gpu is not None:

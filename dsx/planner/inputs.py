@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
-from dsx.config.deepspeed import is_bf16
+from dsx.config.deepspeed import precision
 from dsx.config.load import load, override, read
 from dsx.config.ordinary import complete
 from dsx.config.resolve import resolve
@@ -323,7 +323,7 @@ def update_bytes(content: Mapping[str, Any]) -> int:
     if lowest_stage(content):
         return 0
     moments = {"adam": 8, "adamw": 8, "lion": 4}.get(content["optimizer"]["type"].lower(), 0)
-    return moments + (4 if is_bf16(dict(content)) else 0)
+    return moments + (0 if precision(content) == "fp32" else 4)
 
 
 def layout_config(inputs: PlanInputs, layout: Candidate, predictor: Predictor) -> dict[str, Any]:

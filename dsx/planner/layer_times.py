@@ -15,7 +15,8 @@ from typing import Self
 
 from dsx.memory.record import Event, LayerRecord, Shape, counted
 from dsx.memory.records import ModelRecords
-from dsx.planner.cluster import Group, Precision
+from dsx.models.flops import Precision
+from dsx.planner.cluster import Group
 from dsx.planner.costs import Network, Software
 
 

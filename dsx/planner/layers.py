@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dsx.memory.record import LayerRecord, LayerRequest, Shape
 from dsx.memory.records import ModelRecords, alone, recorded_for_many
-from dsx.models.flops import flops_per_token
+from dsx.models.flops import WIDTHS, flops_per_token
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model
 from dsx.parallel.limits import Asked
@@ -119,7 +119,7 @@ def model_task(
     documents: bool = False,
 ) -> Task:
     """The training of a model."""
-    width = 2 if machine.precision == "bf16" else 4
+    width = WIDTHS[machine.precision]
     layers = ModelLayers(model, sequence_length, width, vocab_multiple, documents)
     return Task(layers=layers, machine=machine, global_batch=global_batch)
 

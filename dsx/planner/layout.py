@@ -9,6 +9,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dsx.errors import LayoutError
+from dsx.models.flops import WIDTHS
 from dsx.models.spec import Recompute
 from dsx.parallel.limits import Asked, divisors, objections, possible
 from dsx.parallel.mesh import Mesh
@@ -82,7 +83,7 @@ class Task:
     @property
     def width(self) -> int:
         """Bytes of a parameter."""
-        return 2 if self.machine.precision == "bf16" else 4
+        return WIDTHS[self.machine.precision]
 
     @property
     def flops(self) -> float:

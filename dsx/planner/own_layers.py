@@ -8,11 +8,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dsx.config.batch import ACCUMULATION, MICRO, TRAIN
-from dsx.config.deepspeed import is_bf16
+from dsx.config.deepspeed import precision
 from dsx.errors import ConfigError
 from dsx.memory.estimate import estimate
 from dsx.memory.layer_list import LayerList, RecordedList, list_job, record_list
-from dsx.planner.cluster import Cluster, Precision, gpu_memory, read_cluster
+from dsx.models.flops import WIDTHS, Precision
+from dsx.planner.cluster import Cluster, gpu_memory, read_cluster
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.inputs import Fixed, fullest_ranks, lowest_stage, update_bytes
 from dsx.planner.layer_times import Machine
@@ -82,7 +83,7 @@ class OwnInputs:
     @property
     def precision(self) -> Precision:
         """Of the parameters."""
-        return "bf16" if is_bf16(dict(self.content)) else "fp32"
+        return precision(self.content)
 
     @property
     def num_parameters(self) -> int:
@@ -104,14 +105,13 @@ class OwnInputs:
         """The list as it is recorded for a ZeRO stage."""
         hooked = zero_stage == 3
         if hooked not in self.recorded:
-            is_low = self.precision == "bf16"
-            self.recorded[hooked] = record_list(self.make, is_low, self.device, hooked=hooked)
+            self.recorded[hooked] = record_list(self.make, self.precision, self.device, hooked=hooked)
         return self.recorded[hooked]
 
     @property
     def _layers(self) -> OwnLayers:
         recorded = self.list_for(0)
-        return OwnLayers(recorded.records, recorded.samples, 2 if self.precision == "bf16" else 4)
+        return OwnLayers(recorded.records, recorded.samples, WIDTHS[self.precision])
 
     def search(self, fixed: Fixed, *, looked: Callable[[], None] = lambda: None) -> Search:
         """A search, ready to run.

@@ -29,6 +29,7 @@ from dsx.models.flops import layer_flops
 from dsx.models.params import layer_kinds
 from dsx.models.spec import HubModel, Recompute
 from dsx.nn.parallel import TensorParallel
+from dsx.nn.parameters import DTYPES
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Groups
 from dsx.planner.cluster import Cluster
@@ -323,7 +324,6 @@ def _ping_pong(groups: Groups, device: torch.device, first: int, num_bytes: int,
     return median(times[_DROPPED:])
 
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MOST_FLOPS = {"cpu": 1e11}  # Of one block's forward and backward; longer sequences are cut.
 _MOST_FLOPS_ON_DEVICES = 2e15
 _SHORTEST = 16
@@ -348,7 +348,7 @@ def measure_compute(run: RunConfig, cluster: Cluster) -> Calibration:
         cluster: What is planned for.
     """
     device = torch.device(get_accelerator().current_device_name())
-    dtype, kind = _DTYPES[run.precision], device.type
+    dtype, kind = DTYPES[run.precision], device.type
     rate = _matmul_rate(device, dtype, _MATRIX.get(kind, _MATRIX_ON_DEVICES))
     moved = _copy_rate(device, _COPY_BYTES.get(kind, _COPY_BYTES_ON_DEVICES))
     length = _length(run, _MOST_FLOPS.get(kind, _MOST_FLOPS_ON_DEVICES))
@@ -389,7 +389,7 @@ def _predicted(run: RunConfig, cluster: Cluster, efficiency: Efficiency, length:
         sequence_parallel=False,
         micro_batch=1,
         sequence_length=length,
-        width=_DTYPES[run.precision].itemsize,
+        width=DTYPES[run.precision].itemsize,
     )
     machine = Machine(network=Network(cluster, efficiency), software=Software(), precision=run.precision)
     return layer_times(machine, shape)[_place(run)]
@@ -477,7 +477,7 @@ def measure_model(config: RunConfig, groups: Groups) -> Profile:
             specs = families.layers(
                 config.model,
                 tp,
-                dtype=_DTYPES[config.precision],
+                dtype=DTYPES[config.precision],
                 device=device,
                 seed=settings.train.seed,
                 recompute=mode,

@@ -40,12 +40,12 @@ from dsx.models.params import param_specs
 from dsx.models.quiet_transformers import first_line, quiet_transformers
 from dsx.models.spec import Model
 from dsx.nn.adapter import merged
+from dsx.nn.parameters import DTYPES
 from dsx.train.run_folder import find_checkpoint, tokenizer_of_run
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _REPLY = "reply"
 _MOST_TOKENS = 1 << 24
@@ -90,7 +90,7 @@ def load_transformers(
         DataError: The tokenizer is not known or cannot be loaded, or has more tokens than the model.
     """
     where = _device(device)
-    if precision is not None and precision not in _DTYPES:
+    if precision is not None and precision not in DTYPES:
         raise ConfigError(f"precision = {precision}", "there is no such precision", "use fp32, bf16 or fp16")
     folder = find_checkpoint(Path(checkpoint).expanduser(), step)
     adapter = folder if (folder / SETTINGS).is_file() else None
@@ -113,7 +113,7 @@ def load_transformers(
             "give the tokenizer that the model was trained with",
         )
     if source.format == catalog.FORMAT and config is None:
-        dtype = None if precision is None else _DTYPES[precision]
+        dtype = None if precision is None else DTYPES[precision]
         model = _pretrained(source, dtype, trust_remote_code=trust_remote_code)
     else:
         code = None if config is None or not trust_remote_code else Path(config).expanduser()
@@ -338,7 +338,7 @@ def _filled(
     named = under_hf_names(source, hf_config)
     factors = [entry for entry in named.entries if is_factor(entry.name)]
     own = replace(named, entries=tuple(entry for entry in named.entries if not is_factor(entry.name)))
-    dtype = _DTYPES.get(precision or str(source.facts.get("precision")), _stored_dtype(own))
+    dtype = DTYPES.get(precision or str(source.facts.get("precision")), _stored_dtype(own))
     where = str(source.root)
     with Reader(named) as reader:
         if code is None:  # whatever the config claims, before it has memory

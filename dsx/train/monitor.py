@@ -78,6 +78,7 @@ class Monitor:
         self._traces: list[Trace] = engine.trace(left) if left else []
         self._begun = self._last_time = self._step_ended = time.perf_counter()
         self._used_lr = self._waited_seconds = 0.0
+        self._used_scale: float | None = None
         self._mute_steps = torch.zeros((), device=engine.pipeline.device)
         self._pace: tuple[int, float] | None = None
 
@@ -116,6 +117,8 @@ class Monitor:
             bubble=None if comparison is None else comparison.measured.bubble,
             simulated_bubble=None if comparison is None else comparison.simulated.bubble,
             estimated_bytes=None if self._estimate is None else self._estimate.peak_bytes,
+            loss_scale=self._used_scale,
+            skipped_steps=None if self._used_scale is None else int(self._engine.skipped_steps),
             elapsed_seconds=now - self._begun,
             left_seconds=self._left_seconds(step, now),
             **self._peaks,
@@ -172,11 +175,12 @@ class Monitor:
             self._progress.warning(f"{title} is lost: {error}")
 
     def before_step(self) -> None:
-        """Restart the clock, and note the learning rate, which schedulers change at the end of a step.
+        """Restart the clock, and note learning rate and loss scale, which change at the end of a step.
 
         The time since the last step, spent on evaluation, saving and printing, belongs to no step.
         """
         self._used_lr = float(self._engine.get_lr()[0])
+        self._used_scale = self._engine.current_loss_scale
         self._last_time += time.perf_counter() - self._step_ended
         to_come = int(self._engine.global_steps) + 1
         self._memory.before_step(counts=to_come not in self._config.dsx.train.trace_steps)

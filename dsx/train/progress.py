@@ -72,6 +72,8 @@ class StepReport:
         bubble: Idle over ideal time of the pipeline ranks, measured; None for a step that is not traced.
         simulated_bubble: The same of the schedule, simulated with that step's own times.
         elapsed_seconds: Since this process began to train; None if unknown.
+        loss_scale: fp16's, which the step used; None in another precision.
+        skipped_steps: Steps so far that were not applied; None where nobody counts them.
         left_seconds: Until the last step, at the pace so far; None if unknown.
         peak_allocated_bytes: Largest memory in use on the fullest rank; None on a CPU until it is counted.
         peak_reserved_bytes: Largest memory held by the allocator on the fullest rank; None on a CPU.
@@ -90,6 +92,8 @@ class StepReport:
     bubble: float | None = None
     simulated_bubble: float | None = None
     elapsed_seconds: float | None = None
+    loss_scale: float | None = None
+    skipped_steps: int | None = None
     left_seconds: float | None = None
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
@@ -119,6 +123,8 @@ class StepReport:
             "train/lr": self.lr,
             "train/tokens": self.tokens,
             "train/trained_tokens_percent": _scaled(self.trained_share, 100),
+            "train/loss_scale": self.loss_scale,
+            "train/skipped_steps": self.skipped_steps,
             "perf/tokens_per_second_global": self.tokens_per_second,
             "perf/tokens_per_second_per_gpu": self.tokens_per_second / self.rates.world_size,
             "perf/tflops_per_gpu": self.flops_per_gpu / 1e12,
@@ -140,9 +146,10 @@ class StepReport:
             f"loss {self.loss:7.4f}",
             f"grad norm {'-' if self.grad_norm is None else format(self.grad_norm, '.3g'):>7}",
             f"lr {self.lr:.2e}",
-            f"{compact(self.tokens_per_second):>6} tok/s",
-            f"{seconds(self.step_seconds):>7}/step",
         ]
+        if self.loss_scale is not None:
+            parts.append(f"scale {power_of_two(self.loss_scale):>4}, {self.skipped_steps} skipped")
+        parts += [f"{compact(self.tokens_per_second):>6} tok/s", f"{seconds(self.step_seconds):>7}/step"]
         if self.mfu is not None:
             parts.append(f"MFU {100 * self.mfu:4.1f}%")
         if self.peak_allocated_bytes is not None:
@@ -340,6 +347,16 @@ def compact(number: float) -> str:
             return f"{rounded:g}{suffix}"
         number /= 1000
     raise AssertionError
+
+
+def power_of_two(scale: float) -> str:
+    """A loss scale, which dynamic scaling only halves and doubles.
+
+    >>> [power_of_two(scale) for scale in (65536.0, 1, 0.25, 1000)]
+    ['2^16', '2^0', '2^-2', '1000']
+    """
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
 
 
 def seconds(duration: float) -> str:

@@ -35,6 +35,7 @@ from dsx.launch.processes import agree
 from dsx.memory.watch import check_memory
 from dsx.models import families
 from dsx.models.spec import HubModel, Recompute
+from dsx.nn.parameters import DTYPES
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Groups
 from dsx.terminal import printable
@@ -68,8 +69,6 @@ PROFILE = "profile.json"
 RunData = Text | OwnText | OwnCorpus
 """The text of ``dsx.data``, or a data set of one's own."""
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
 
 def build_model(
     config: RunConfig,
@@ -101,7 +100,7 @@ def build_model(
     layers = families.layers(
         config.model,
         groups.tensor_parallel,
-        dtype=_DTYPES[config.precision],
+        dtype=DTYPES[config.precision],
         device=get_accelerator().current_device_name(),
         seed=settings.train.seed,
         recompute=_recompute(settings),

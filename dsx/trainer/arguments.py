@@ -35,7 +35,7 @@ HONOURED = frozenset({
     "dataloader_drop_last", "dataloader_in_order", "dataloader_multiprocessing_context",
     "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory",
     "dataloader_prefetch_factor", "deepspeed", "disable_tqdm", "eval_delay", "eval_do_concat_batches",
-    "eval_on_start", "eval_steps", "eval_strategy", "full_determinism", "gradient_accumulation_steps",
+    "eval_on_start", "eval_steps", "eval_strategy", "fp16", "full_determinism", "gradient_accumulation_steps",
     "gradient_checkpointing", "greater_is_better", "ignore_data_skip", "include_for_metrics",
     "include_num_input_tokens_seen", "label_names", "learning_rate", "length_column_name",
     "load_best_model_at_end", "log_level", "log_level_replica", "logging_first_step",
@@ -52,6 +52,7 @@ HONOURED = frozenset({
 NO_MATTER: Mapping[str, str] = {
     "average_tokens_across_devices": "the loss is the mean over the global batch's trained tokens anyhow",
     "bf16_full_eval": "evaluation computes in the precision of training",
+    "fp16_full_eval": "evaluation computes in the precision of training",
     "ddp_backend": "TrainingArguments themselves choose the backend with it",
     "ddp_broadcast_buffers": "gradients are reduced by ZeRO, not by DistributedDataParallel",
     "ddp_bucket_cap_mb": "gradients are reduced by ZeRO, not by DistributedDataParallel",
@@ -105,8 +106,6 @@ REFUSED: Mapping[str, Refusal] = {
     "enable_jit_checkpoint": Refusal(
         "a signal to any rank already saves and ends the run (dsx.faults.stop_signals)", "leave it out"
     ),
-    "fp16": Refusal("dsx trains in bf16 or fp32", "use bf16=True"),
-    "fp16_full_eval": Refusal("dsx computes in bf16 or fp32", "leave it out"),
     "fsdp": Refusal(
         "ZeRO is what partitions here", "use ZeRO-3 in the DeepSpeed JSON", (None, "", [], False)
     ),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsx.config import load
 from dsx.config.batch import resolve_batch
-from dsx.config.deepspeed import is_bf16
+from dsx.config.deepspeed import precision
 from dsx.config.resolve import RunConfig, resolve
 from dsx.errors import ConfigError, DsxError, LayoutError
 from dsx.launch import entry
@@ -40,7 +40,7 @@ EXACT = Tolerances(value=1e-5, gradient=1e-4, update=5e-4, weight=1e-6, held=1e-
 """For float32: several times the rounding of many layouts, and a hundredth of the smallest mistake."""
 
 ROUGH = Tolerances(value=5e-3, gradient=0.1, update=5e-4, weight=1e-6, held=2**-8)
-"""For bf16, whose numbers have 8 bits; the optimizer works in fp32 there, too."""
+"""For bf16, whose numbers have 8 bits, and fp16; the optimizer works in fp32 there, too."""
 
 _PRELOAD = ("dsx.verify.subject",)
 _SHOWN_LINES = 40
@@ -56,7 +56,7 @@ class Request:
         source: A DeepSpeed JSON, with a ``dsx`` block unless there is an ``entry``.
         overrides: ``key=value`` items over the config.
         full: Whether to keep all sizes.
-        keep_precision: Whether to keep bf16.
+        keep_precision: Whether to keep bf16 or fp16.
         tolerance: Tolerance of gradients, in place of the default.
         entry: A user's function in place of dsx's families.
         stock: Whether to run it under stock DeepSpeed.
@@ -218,7 +218,7 @@ def prepare(request: Request, *, on_cpu: bool = True) -> VerifyPlan:
     if clipping > 0.0:
         clipping, said = _clipping(plan.bench, clipping)
         plan = replace(plan, job=replace(job, clipping=clipping), changes=(*plan.changes, *said))
-    tolerances = ROUGH if is_bf16(job.content) else EXACT
+    tolerances = EXACT if precision(job.content) == "fp32" else ROUGH
     if request.tolerance is not None:
         tolerances = replace(tolerances, gradient=request.tolerance)
     return replace(plan, bench=replace(plan.bench, tolerances=tolerances))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dsx.config.deepspeed import is_bf16
+from dsx.config.deepspeed import precision
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.models.adapters import ALL_LINEAR
@@ -61,7 +61,7 @@ def trial(
     Args:
         config: The user's resolved config.
         full: Whether to keep all sizes, and the weights that the model starts from.
-        keep_precision: Whether to keep bf16 instead of training in fp32.
+        keep_precision: Whether to keep bf16 or fp16 instead of training in fp32.
         on_cpu: Whether there is no GPU, so that nothing is compiled for one.
     """
     changes: list[str] = []
@@ -202,13 +202,21 @@ def _deepspeed(
     return content
 
 
+_LOSS_SCALE = 1024
+"""Far from fp16's bounds on both sides, for the gradients of a trial's first steps."""
+
+
 def make_exact(content: dict[str, Any], *, on_cpu: bool, keep_precision: bool) -> list[str]:
     """Change DeepSpeed's keys, in place, so that no rounding hides a mistake and nothing is compiled."""
     changes = []
-    if is_bf16(content) and not keep_precision:
-        for key in ("bf16", "bfloat16", "data_types"):
+    low = precision(content)
+    if low != "fp32" and not keep_precision:
+        for key in ("bf16", "bfloat16", "fp16", "data_types"):
             content.pop(key, None)
-        changes.append("bf16 -> fp32, whose rounding hides no mistake (--precision config keeps bf16)")
+        changes.append(f"{low} -> fp32, whose rounding hides no mistake (--precision config keeps {low})")
+    elif low == "fp16" and content["fp16"].get("loss_scale") != _LOSS_SCALE:
+        content["fp16"]["loss_scale"] = _LOSS_SCALE
+        changes.append(f"fp16.loss_scale -> {_LOSS_SCALE}, because a step that overflows shows nothing")
     params = content["optimizer"].setdefault("params", {})
     adam = str(content["optimizer"].get("type", "")).lower() in ("adam", "adamw")
     if on_cpu and adam and not params.get("torch_adam"):

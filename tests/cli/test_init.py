@@ -205,7 +205,7 @@ def test_a_config_of_dsx_stays_but_for_the_model(dsx, tmp_path):
 
 def test_keys_that_cannot_stay_are_named_together(dsx, tmp_path):
     bad = TRAINER | {
-        "fp16": {"enabled": True},
+        "fp16": {"enabled": True, "fp16_master_weights_and_grads": True},
         "zero_optimization": {"stage": "auto"},
         "sequence_parallel_size": 2,
         "activation_checkpointing": {"partition_activations": True},
@@ -214,7 +214,7 @@ def test_keys_that_cannot_stay_are_named_together(dsx, tmp_path):
     code, out, err = dsx("init", tmp_path / "new", "--from", tmp_path / "ds.json", "--model", "gpt2/tiny")
     assert (code, out) == (2, "")
     for key in (
-        "fp16.enabled = true",
+        "fp16_master_weights_and_grads",
         'zero_optimization.stage = "auto"',
         "sequence_parallel_size",
         "partition_activations",

@@ -167,8 +167,10 @@ def test_the_batch_that_is_assumed_is_told(content, overrides, batch, assumed):
     ("content", "precision"),
     [
         ({"bf16": {"enabled": "auto"}}, "bf16"),
-        ({"fp16": {"enabled": "auto"}}, "bf16"),
-        ({"bf16": {"enabled": False}, "fp16": {"enabled": "auto"}}, "bf16"),
+        ({"fp16": {"enabled": "auto"}}, "fp16"),
+        ({"bf16": {"enabled": False}, "fp16": {"enabled": "auto"}}, "fp16"),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, "bf16"),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": True}}, "fp16"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": "auto"}}, "bf16"),
         ({"steps_per_print": 10}, "fp32"),  # as DeepSpeed does
         ({}, "bf16"),
@@ -176,12 +178,6 @@ def test_the_batch_that_is_assumed_is_told(content, overrides, batch, assumed):
 )
 def test_precision(content, precision):
     assert resolve(complete(content, "gpt2/tiny").content, world_size=1).precision == precision
-
-
-def test_fp16_stays_refused():
-    whole = complete({"fp16": {"enabled": True}, "bf16": {"enabled": "auto"}}, "gpt2/tiny")
-    with pytest.raises(ConfigError, match="bf16"):
-        resolve(whole.content, world_size=1)
 
 
 def test_a_dsx_block_stays_as_it_is_but_for_the_model():

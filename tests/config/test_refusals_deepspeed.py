@@ -79,11 +79,20 @@ WRONG = {
         ["activation_checkpointing", "dsx.recompute"],
     ),
     "autocast": ({"torch_autocast": {"enabled": True}}, 1, ["torch_autocast.enabled = true", '"bf16"']),
-    "fp16": ({"fp16": {"enabled": True}}, 1, ["fp16.enabled = true", '"bf16": {"enabled": true}']),
+    "fp16 masters": (
+        {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+        1,
+        ["fp16.fp16_master_weights_and_grads = true", "in fp32", "remove it"],
+    ),
+    "scale below the least": (
+        {"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}},
+        1,
+        ["fp16.min_loss_scale = 8", "above the initial scale 2^2"],
+    ),
     "fp16 and bf16": (
         {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
         1,
-        ["fp16.enabled = true", "bf16 is enabled too", "remove fp16"],
+        ["fp16.enabled = true", "fp16 and bf16 are both enabled", "keep bf16"],
     ),
     "bf16 true": ({"bf16": True}, 1, ["bf16 = true", '"bf16": {"enabled": true}']),
     "unknown bf16 key": ({"bf16": {"enable": True}}, 1, ["bf16.enable = true", '"enabled"']),
@@ -163,9 +172,9 @@ def test_refused(name):
 
 def test_all_problems_of_deepspeeds_keys_come_at_once():
     with pytest.raises(ConfigError) as caught:
-        resolve(changed({"fp16": {"enabled": True}, "steps_per_prnt": 5}), world_size=1)
+        resolve(changed({"sequence_parallel_size": 2, "steps_per_prnt": 5}), world_size=1)
     assert "2 problems" in str(caught.value)
-    assert "fp16.enabled" in str(caught.value)
+    assert "sequence_parallel_size" in str(caught.value)
     assert '"steps_per_print"' in str(caught.value)
 
 
@@ -179,7 +188,7 @@ def test_the_guide_lists_what_dsx_itself_refuses():
     """docs/guides/config.md has the rows of the table, in its order, and no others."""
     text = (Path(__file__).parents[2] / "docs/guides/config.md").read_text(encoding="utf-8")
     table = text.split("| key of DeepSpeed's | why | instead |\n|---|---|---|\n")[1].split("\n\n")[0]
-    own = [rule for rule in refused() if rule.by != "deepspeed" and "bf16 is enabled too" not in rule.why]
+    own = [rule for rule in refused() if rule.by != "deepspeed"]
     assert table.rstrip("\n").split("\n") == list(dict.fromkeys(map(told, own)))
 
 

@@ -508,9 +508,7 @@ def test_a_run_and_the_doctor_refuse_the_same(case):
         told = [each for each in report.errors if each.check not in later]
         if found is not None:
             assert bool(found) == bool(told)
-            # What else is wrong with fp16 is moot: dsx has none.
-            moot = {each.why for each in told if each.path[0] == "fp16"}
-            assert {each.why for each in told} - {each.why for each in found} <= moot
+            assert {each.why for each in told} == {each.why for each in found}
 
 
 def test_every_row_is_about_keys_that_there_are():

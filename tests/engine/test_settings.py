@@ -62,7 +62,8 @@ def test_args_give_the_config() -> None:
     [
         (None, ["there is no config"]),
         ({"dsx": {}}, ["dsx.load_config"]),
-        ({"fp16": {"enabled": True}}, ["fp16.enabled = true", '"bf16"']),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["fp16.enabled = true", "keep bf16"]),
+        ({"fp16": {"enabled": True, "loss_scale_window": 0}}, ["fp16.loss_scale_window = 0", "1 or more"]),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ['torch_autocast.dtype = "float16"']),
         ({"zero_optimization": True}, ["zero_optimization = true", "object"]),
         ({"gradient_clipping": "auto"}, ['gradient_clipping = "auto"']),

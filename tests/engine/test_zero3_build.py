@@ -182,7 +182,7 @@ def _mistaken(rank: int, world_size: int) -> list[str]:
 def test_what_would_be_lost_in_silence_is_refused() -> None:
     words = [
         "ZeRO stage = 1",
-        "precision = bfloat16",
+        "precision = bf16",
         "offload_param.device = cpu",
         "parameter 0.linear.weight",
     ]

@@ -63,6 +63,7 @@ class Run:
             data_wait=SimpleNamespace(seconds=0.0),
             steering=SimpleNamespace(sums=torch.ones(3)),
             trained_tokens=512,
+            current_loss_scale=None,
         )
         self.clock = clock
         self.traced: list[int] = []

@@ -66,8 +66,6 @@ REFUSED_VALUES = {
     "batch_eval_metrics": True,
     "debug": ["underflow_overflow"],
     "enable_jit_checkpoint": True,
-    "fp16": True,
-    "fp16_full_eval": True,
     "fsdp": "full_shard",
     "gradient_checkpointing_kwargs": {"use_reentrant": True},
     "label_smoothing_factor": 0.1,
@@ -105,8 +103,8 @@ def test_values_that_are_fine(args, name, value):
 def test_all_refusals_come_together_before_anything_is_built(args):
     given = {"compute_loss_func": print, "optimizers": (object(), None), "tokenizer": 1}
     with pytest.raises(ConfigError) as caught:
-        dsx.Trainer(model(), changed(args, fp16=True, neftune_noise_alpha=5.0), **given)
-    for name in ("fp16", "neftune_noise_alpha", "compute_loss_func", "optimizers", "tokenizer"):
+        dsx.Trainer(model(), changed(args, fsdp="full_shard", neftune_noise_alpha=5.0), **given)
+    for name in ("fsdp", "neftune_noise_alpha", "compute_loss_func", "optimizers", "tokenizer"):
         assert name in str(caught.value)
 
 
@@ -222,7 +220,7 @@ def test_what_the_json_leaves_out_comes_from_the_arguments(args):
         ({"zero_optimization": {"stage": 1}}, "the config has no dsx block"),
         (JSON | {"train_micro_batch_size_per_gpu": 5}, "train_micro_batch_size_per_gpu=5"),
         (JSON | {"train_batch_size": 17}, "train_batch_size=17"),
-        (JSON | {"fp16": {"enabled": True}}, "fp16"),
+        (JSON | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16"),
         (
             JSON | {"dsx": {"train": {"steps": 5, "output": "runs"}}},
             "takes it from max_steps and num_train_epochs",

@@ -29,6 +29,7 @@ from dsx.checkpoint.plain import as_numpy
 from dsx.checkpoint.run.names import CheckpointedRun, Names, specs_here
 from dsx.checkpoint.run.stored import load_stored
 from dsx.engine.zero.held import held, refresh_weights
+from dsx.engine.zero.loss_scale import scaler_of
 from dsx.errors import CheckpointError, DsxError, ModelError
 from dsx.launch.entry import AGREED
 from dsx.launch.processes import agree
@@ -119,7 +120,8 @@ def run_facts(
         else plain.encode(scheduler.state_dict(), "the learning-rate scheduler's state"),
         "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
         **native.layout_facts(mesh, run.pipeline.stage_map, int(engine.zero_optimization_stage())),
-        "precision": "bf16" if engine.bfloat16_enabled() else "fp32",
+        "precision": "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32",
+        **_loss_scale(engine),
         "schedule": run.pipeline.program.name,
         "global_batch_size": int(engine.train_batch_size()),
         "tokens": int(client_state.get("tokens", 0)),
@@ -159,6 +161,36 @@ def group_facts(run: CheckpointedRun) -> list[dict[str, Any]]:
     return groups
 
 
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What training changes of fp16's scaler; the rest of it is the config's."""
+
+
+def _loss_scale(engine: Any) -> dict[str, Any]:
+    """The state of fp16's scaler, as one fact, under DeepSpeed's names (runtime/fp16/loss_scaler.py)."""
+    scaler = scaler_of(engine)
+    if scaler is None:
+        return {}
+    state = {key: value for key, value in vars(scaler).items() if isinstance(value, bool | int | float)}
+    for alias in ("use_grad_scaling", "dynamic_loss_scale"):  # of a run without ZeRO
+        state.pop(alias, None)
+    return {"loss_scale": {"scale": scaler.cur_scale, **state}}
+
+
+def _restore_loss_scale(run: CheckpointedRun, saved: Mapping[str, Any], where: str) -> None:
+    """Go on with a saved scale, if it and this run's are dynamic, within the bounds of this run's config."""
+    scaler = scaler_of(run.deepspeed_engine)
+    if scaler is None or not scaler.dynamic or not (saved.get("dynamic") or saved.get("dynamic_loss_scale")):
+        return
+    for key in _SCALER:
+        value = saved.get(key, getattr(scaler, key))
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or (value <= 0 and key in ("cur_scale", "cur_hysteresis")):
+            raise unusable(f"{where}: loss_scale.{key}", f"{value!r} is not what a scaler has there")
+        setattr(scaler, key, value)
+    scaler.cur_scale = max(scaler.cur_scale, scaler.min_scale)
+    scaler.cur_hysteresis = min(scaler.cur_hysteresis, scaler.delayed_shift)
+
+
 def restore_facts(run: CheckpointedRun, facts: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Put counters, hyperparameters and scheduler back.
 
@@ -175,6 +207,7 @@ def restore_facts(run: CheckpointedRun, facts: Mapping[str, Any], where: str) ->
             if name in _COUNTERS:
                 setattr(inner, name, int(value))
         _restore_groups(run, facts.get("param_groups", ()))
+        _restore_loss_scale(run, facts.get("loss_scale") or {}, where)
         scheduler = facts.get("lr_scheduler")
         if scheduler is not None and inner.lr_scheduler is not None:
             saved = plain.decode(scheduler, f"{where}: lr_scheduler")

@@ -23,6 +23,7 @@ from dsx.config.resolve import zero_problems
 from dsx.config.schema import ZeroConfig
 from dsx.engine.chunks import Tie
 from dsx.engine.executor import StepHooks
+from dsx.engine.zero.loss_scale import LossScale
 from dsx.engine.zero.norm import NormScope, Refuses
 from dsx.engine.zero.partitioned import PartitionedAdapter, PartitionedGradients
 from dsx.engine.zero.reduction import (
@@ -52,6 +53,10 @@ class ZeroAdapter(Protocol):
         """The hooks that the executor calls as a step proceeds."""
 
     @property
+    def loss_scale(self) -> LossScale:
+        """What the loss is multiplied by, and what has become of the last step."""
+
+    @property
     def reduced_here(self) -> bool:
         """Whether dsx reduces gradients, so that DeepSpeed need not know of them before the step."""
 
@@ -68,10 +73,11 @@ class ZeroAdapter(Protocol):
 
     @property
     def norm(self) -> torch.Tensor | float:
-        """Norm of the last step's gradient over the whole model, before clipping.
+        """Norm of the last step's gradient over the whole model, before clipping and without the loss scale.
 
         It is infinite or NaN if a gradient was (every rank then skips the step, except in fp32 without ZeRO,
-        where the NaN enters the weights as in torch), and NaN if DeepSpeed was told not to compute it.
+        where the NaN enters the weights as in torch; in fp16 it is infinite), and NaN if DeepSpeed was told
+        not to compute it.
         """
 
 
@@ -154,6 +160,7 @@ def adapt(
         ModelError: The model has MoE layers.
     """
     scope, optimizer = NormScope(groups, replicas), type(engine.optimizer).__name__
+    scale = LossScale(engine)
     stage = engine.zero_optimization_stage()
     if engine.has_moe_layers:
         raise ModelError("the model", "it has MoE layers, whose gradients dsx does not follow", "remove them")
@@ -170,15 +177,15 @@ def adapt(
     if stage == 3:
         share_groups(engine.optimizer)
         gathers = StepGathers(engine.optimizer, uses, groups.pp_rank, zero.keep_gathered_bytes)
-        return Stage3Adapter(engine, scope, ties, gathers)
+        return Stage3Adapter(engine, scope, ties, gathers, scale)
     reduce = partial(_reduction, engine, groups, uses, zero)
     if optimizer == "BF16_Optimizer":
         high = HighPrecisionGradients(engine.optimizer)
-        return Bf16Adapter(engine, scope, ties, high, reduce(high))
+        return Bf16Adapter(engine, scope, ties, high, reduce(high), scale)
     if stage == 0:
-        return ReplicatedAdapter(engine, scope, ties, clipping, reduce(WholeGradients()))
+        return ReplicatedAdapter(engine, scope, ties, clipping, reduce(WholeGradients()), scale)
     parts = PartitionedGradients(engine.optimizer)
-    return PartitionedAdapter(engine, scope, ties, parts, reduce(parts))
+    return PartitionedAdapter(engine, scope, ties, parts, reduce(parts), scale)
 
 
 def _reduction(

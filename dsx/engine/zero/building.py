@@ -26,10 +26,11 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
-from dsx.config.deepspeed import is_bf16
+from dsx.config.deepspeed import precision
 from dsx.engine.settings import Settings
 from dsx.engine.zero import require_supported
 from dsx.errors import ConfigError, ModelError
+from dsx.nn.parameters import DTYPES
 from dsx.parallel.groups import Grid, Groups
 
 
@@ -119,13 +120,13 @@ class LayerPartitioner:
         """Refuse a config that would have partitioned the layers in another way. Raises ConfigError."""
         mine = {
             "ZeRO stage": 3,
-            "precision": "fp32" if self._low is None else str(self._low).removeprefix("torch."),
+            "precision": next(name for name, dtype in DTYPES.items() if dtype == self._init.dtype),
             "offload_param.device": _name(self._init.remote_device),
         }
         zero = settings.deepspeed.get("zero_optimization") or {}
         theirs = {
             "ZeRO stage": settings.zero_stage,
-            "precision": "bfloat16" if is_bf16(settings.deepspeed) else "fp32",
+            "precision": precision(settings.deepspeed),
             "offload_param.device": _name((zero.get("offload_param") or {}).get("device")),
         }
         for what, built in mine.items():

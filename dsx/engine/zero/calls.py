@@ -16,6 +16,7 @@ from torch import nn
 
 from dsx.engine.executor import Calls
 from dsx.engine.p2p import Tensors
+from dsx.engine.zero.loss_scale import LossScale
 
 _EPILOGUE = "overlapping_partition_gradients_reduce_epilogue"
 
@@ -108,8 +109,8 @@ class EngineCalls:
 
     hooked = True
 
-    def __init__(self, engine: Any, backwards: Backwards) -> None:
-        self._engine, self._backwards = engine, backwards
+    def __init__(self, engine: Any, backwards: Backwards, loss_scale: LossScale) -> None:
+        self._engine, self._backwards, self._scale = engine, backwards, loss_scale
         self.forward = engine
         if engine.flops_profiler_enabled():
             _profile_whole_steps(engine)
@@ -118,6 +119,8 @@ class EngineCalls:
         """``engine.backward``; the prologue comes with the outputs of ``engine.forward``."""
         self._backwards.begin(boundary=boundary)
         scalar = _Seed.apply(gradients, *outputs) if gradients else outputs[0]
+        if is_loss:
+            scalar = self._scale.scaled_without_zero(scalar)
         self._engine.backward(scalar, scale_wrt_gas=is_loss)
 
     def announce(self, loss: torch.Tensor) -> None:
@@ -157,10 +160,9 @@ class DirectCalls:
 
     hooked = True
 
-    def __init__(self, engine: Any, backwards: Backwards) -> None:
-        self._engine, self._backwards = engine, backwards
+    def __init__(self, engine: Any, backwards: Backwards, loss_scale: LossScale) -> None:
+        self._engine, self._backwards, self._scale = engine, backwards, loss_scale
         self._flags = getattr(engine.optimizer, "clear_backward_seen_flag", lambda: None)
-        self._scale = getattr(engine.optimizer, "scale_if_loss", lambda loss: loss)
         for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
             hook.remove()
 
@@ -179,7 +181,7 @@ class DirectCalls:
         self._backwards.begin(boundary=boundary)
         engine = self._engine
         if is_loss:
-            outputs = (self._scale(outputs[0] / engine.gradient_accumulation_steps()),)
+            outputs = (self._scale.scaled(outputs[0] / engine.gradient_accumulation_steps()),)
         _before_backward(outputs, engine._backward_prologue)  # noqa: SLF001
         engine._running_engine_backward = True  # noqa: SLF001
         try:
@@ -211,8 +213,8 @@ class PlainCalls:
 
     hooked = False
 
-    def __init__(self, engine: Any, backwards: Backwards) -> None:
-        self._engine, self._backwards = engine, backwards
+    def __init__(self, engine: Any, backwards: Backwards, loss_scale: LossScale) -> None:
+        self._engine, self._backwards, self._scale = engine, backwards, loss_scale
         self.forward = engine.module
         for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
             hook.remove()
@@ -223,19 +225,20 @@ class PlainCalls:
         """Nothing to do."""
 
     def backward(self, outputs: Tensors, gradients: Tensors, *, boundary: bool, is_loss: bool) -> None:
-        """Scale the loss by its share of the step alone, because fp32 and bf16 have no loss scale."""
+        """Autograd's, of the loss's share of the step, times fp16's loss scale."""
         self._backwards.begin(boundary=boundary)
         if is_loss:
-            outputs = (outputs[0] / self._engine.gradient_accumulation_steps(),)
+            outputs = (self._scale.scaled(outputs[0] / self._engine.gradient_accumulation_steps()),)
         torch.autograd.backward(outputs, gradients or None)
 
 
-def calls(engine: Any, backwards: Backwards, *, reduced_here: bool) -> Calls:
+def calls(engine: Any, backwards: Backwards, loss_scale: LossScale, *, reduced_here: bool) -> Calls:
     """The cheapest calls that are right for an engine.
 
     Args:
         engine: The DeepSpeedEngine.
         backwards: Told of each backward.
+        loss_scale: What the loss is multiplied by.
         reduced_here: DeepSpeed takes gradients only when a step begins, all at once.
     """
     needed = (
@@ -252,5 +255,5 @@ def calls(engine: Any, backwards: Backwards, *, reduced_here: bool) -> Calls:
         not engine.managed_gradient_accumulation(),
     )
     if any(needed):
-        return EngineCalls(engine, backwards)
-    return PlainCalls(engine, backwards) if reduced_here else DirectCalls(engine, backwards)
+        return EngineCalls(engine, backwards, loss_scale)
+    return (PlainCalls if reduced_here else DirectCalls)(engine, backwards, loss_scale)

@@ -12,6 +12,7 @@ from torch import nn
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.calls import GradientHooks
+from dsx.engine.zero.loss_scale import LossScale
 from dsx.engine.zero.norm import NormScope, Refuses, all_reduce_sum
 from dsx.engine.zero.reduction import Reduction
 from dsx.errors import ConfigError
@@ -106,9 +107,10 @@ class PartitionedAdapter:
         ties: Sequence[Tie],
         gradients: PartitionedGradients,
         reduction: Reduction,
+        loss_scale: LossScale,
     ) -> None:
         self._engine, self._scope = engine, scope
-        self.hooks = reduction
+        self.hooks, self.loss_scale = reduction, loss_scale
         self._optimizer = optimizer = engine.optimizer
         # Sums in another precision than the parameters' are kept by hooks.
         separate = optimizer.use_separate_grad_accum or optimizer.use_grad_accum_attribute
@@ -120,7 +122,7 @@ class PartitionedAdapter:
         step = self._optimizer.step
 
         def step_with_ties(*args: Any, **kwargs: Any) -> Any:
-            self.norm = torch.full((), torch.nan)  # until computed: not at all after an overflow
+            self.norm = torch.full((), torch.nan)  # until computed, if it is
             # The one moment at which gradients are final and not yet used, at every stage and with offload.
             self._reduce_ties()
             return step(*args, **kwargs)
@@ -157,13 +159,14 @@ class PartitionedAdapter:
         self._fresh = True
 
     def _global_norm(self, norm_type: int = 2) -> torch.Tensor:
-        """Stands in for ``scaled_global_norm``; bf16 and fp32 have no loss scale."""
+        """Stands in for ``scaled_global_norm``."""
         assert norm_type == 2, "only the 2-norm is defined here"
-        self.norm = self._scope.norm(self._parts(), partitioned=True, device=self._engine.device)
-        if self._refuses is not None and self._refuses(self.norm):
+        scaled = self._scope.norm(self._parts(), partitioned=True, device=self._engine.device)
+        self.norm = self.loss_scale.judge(scaled, self._refuses)
+        if self.loss_scale.refused:
             self._optimizer.overflow = True  # read after this (stage_1_and_2.py, step)
         # Where the gradients are that it scales: torch multiplies none on the host by a number on a GPU.
-        return self.norm.to(self._optimizer.device)
+        return scaled.to(self._optimizer.device)
 
     def _reduce_ties(self) -> None:
         if self._tied and self._optimizer.cpu_offload:

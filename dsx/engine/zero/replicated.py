@@ -16,6 +16,7 @@ from torch import nn
 
 from dsx.engine.chunks import Tie
 from dsx.engine.zero.alike import GradientPart
+from dsx.engine.zero.loss_scale import LossScale
 from dsx.engine.zero.norm import NormScope, Refuses
 from dsx.engine.zero.reduction import Reduction
 
@@ -47,8 +48,9 @@ class ReplicatedAdapter:
     """Sums tied gradients and clips by the norm of the whole model.
 
     Plain fp32: the engine is built with clipping off and gradients are scaled here, because stock DeepSpeed
-    counts pipeline stage 0 alone (deepspeed/runtime/utils.py:394). With bf16, DeepSpeed's FP16_Optimizer and
-    FP16_UnfusedOptimizer scale fp32 copies of the gradients; they are handed the true norm.
+    counts pipeline stage 0 alone (deepspeed/runtime/utils.py:394). With bf16 and fp16, DeepSpeed's
+    FP16_Optimizer and FP16_UnfusedOptimizer scale fp32 copies of the gradients; they are handed the norm of
+    all.
     """
 
     def __init__(
@@ -58,12 +60,11 @@ class ReplicatedAdapter:
         ties: Sequence[Tie],
         clipping: float,
         reduction: Reduction,
+        loss_scale: LossScale,
     ) -> None:
         self._engine, self._scope, self._ties, self._clipping = engine, scope, ties, clipping
-        self.hooks = reduction
-        self.norm = torch.zeros(())
-        self.refused = False
-        """Whether this step must not be applied."""
+        self.hooks, self.loss_scale = reduction, loss_scale
+        self.norm = self.scaled_norm = torch.zeros(())
         self._wrapped = hasattr(engine.optimizer, "unscale_and_clip_grads")
         # FP16 optimizers around the user's have a part in each backward.
         self.reduced_here = reduction.by_dsx and not self._wrapped
@@ -76,11 +77,11 @@ class ReplicatedAdapter:
             _undo_initial_step(engine.optimizer)
             original = engine.optimizer.unscale_and_clip_grads
 
-            def with_true_norm(*args: Any, **kwargs: Any) -> Any:
+            def with_norm_of_all(*args: Any, **kwargs: Any) -> Any:
                 *leading, _ = args
-                return original(*leading, self.norm, **kwargs)
+                return original(*leading, self.scaled_norm, **kwargs)
 
-            engine.optimizer.unscale_and_clip_grads = with_true_norm
+            engine.optimizer.unscale_and_clip_grads = with_norm_of_all
 
     def before_backward(self) -> None:
         """Gradients accumulate in ``p.grad`` by themselves."""
@@ -96,10 +97,11 @@ class ReplicatedAdapter:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=tie.group)
         parts = [GradientPart(p, p.grad) for p in self._engine.module.parameters() if p.grad is not None]
-        self.norm = self._scope.norm(parts, partitioned=False, device=self._engine.device)
-        self.refused = refuses is not None and refuses(self.norm)
+        self.scaled_norm = self._scope.norm(parts, partitioned=False, device=self._engine.device)
+        self.norm = self.loss_scale.judge(self.scaled_norm, refuses)
         if not self._wrapped:
-            self._engine.optimizer.overflow = self.refused  # DeepSpeed asks every optimizer that has it
+            # DeepSpeed asks every optimizer that has it.
+            self._engine.optimizer.overflow = self.loss_scale.refused
         if self._clipping > 0 and not self._wrapped:
             # torch.nn.utils.clip_grad_norm_'s rule.
             scale = torch.clamp(self._clipping / (self.norm + 1e-6), max=1.0)
@@ -112,7 +114,7 @@ class ReplicatedAdapter:
 
         @functools.wraps(step)  # with the marks that torch's schedulers leave on it
         def unless_refused(*args: Any, **kwargs: Any) -> Any:
-            return None if self.refused else step(*args, **kwargs)
+            return None if self.loss_scale.refused else step(*args, **kwargs)
 
         optimizer.overflow, optimizer.step = False, unless_refused
 
@@ -128,7 +130,7 @@ class _NormTells:
 
     def check(self, *_args: Any, **_kwargs: Any) -> bool:
         """Whether the step must be skipped (FP16_UnfusedOptimizer asks so)."""
-        return self._adapter.refused or not math.isfinite(self._adapter.norm)
+        return self._adapter.loss_scale.refused or not math.isfinite(self._adapter.scaled_norm)
 
     has_overflow = check
     """FP16_Optimizer asks so."""
@@ -249,17 +251,17 @@ class Bf16Adapter:
         ties: Sequence[Tie],
         gradients: HighPrecisionGradients,
         reduction: Reduction,
+        loss_scale: LossScale,
     ) -> None:
-        self._engine, self._scope, self._ties = engine, scope, ties
+        self._engine, self._scope, self._ties, self.loss_scale = engine, scope, ties, loss_scale
         self._norm: float | None = None
-        self._refused = False
         self._gradients, self.hooks = gradients, reduction
         self.reduced_here = reduction.by_dsx  # gradients reach the fp32 buffers without DeepSpeed
         self._optimizer = engine.optimizer
         original = self._optimizer.get_grads_for_norm
 
         def never_empty(*args: Any, for_clipping: bool = False, **kwargs: Any) -> Any:
-            if self._refused and not for_clipping:
+            if self.loss_scale.refused and not for_clipping:
                 # A norm that is none makes DeepSpeed skip the step (bf16_optimizer.py, step).
                 return [torch.full((1,), torch.nan, device=engine.device)], {}
             found = original(*args, for_clipping=for_clipping, **kwargs)
@@ -284,8 +286,9 @@ class Bf16Adapter:
         if refuses is None and not self._scope.replicas.exist:
             return
         norm = self._scope.norm(self._parts(), partitioned=False, device=self._engine.device)
+        norm = self.loss_scale.judge(norm, refuses)
         if refuses is not None:
-            self._refused, self._norm = refuses(norm), float(norm)
+            self._norm = float(norm)
 
     @property
     def norm(self) -> float:

@@ -28,6 +28,7 @@ from torch import nn
 from dsx.engine.chunks import Tie, TiedUse
 from dsx.engine.zero.alike import GradientPart
 from dsx.engine.zero.calls import GradientHooks
+from dsx.engine.zero.loss_scale import LossScale
 from dsx.engine.zero.norm import NormScope, Refuses, all_reduce_sum
 from dsx.errors import ConfigError
 from dsx.parallel.groups import Groups
@@ -232,8 +233,16 @@ class Stage3Adapter:
 
     reduced_here = False  # gradients are reduced and scattered in each backward
 
-    def __init__(self, engine: Any, scope: NormScope, ties: Sequence[Tie], gathers: StepGathers) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        scope: NormScope,
+        ties: Sequence[Tie],
+        gathers: StepGathers,
+        loss_scale: LossScale,
+    ) -> None:
         self._engine, self._scope, self._ties, self.hooks = engine, scope, ties, gathers
+        self.loss_scale = loss_scale
         self._optimizer = engine.optimizer
         self.norm = torch.zeros(())
         self._refuses: Refuses | None = None
@@ -273,10 +282,10 @@ class Stage3Adapter:
             for part in self._parts():
                 if id(part.parameter) in ids:
                     all_reduce_sum(part.gradient, tie.group, device)
-        self.norm = self._scope.norm(self._parts(), partitioned=True, device=device)
-        refused = self._refuses is not None and self._refuses(self.norm)
+        scaled = self._scope.norm(self._parts(), partitioned=True, device=device)
+        self.norm = self.loss_scale.judge(scaled, self._refuses)
         # A norm that is none makes DeepSpeed skip the step (stage3.py, step).
-        norm = torch.full_like(self.norm, torch.nan) if refused else self.norm
+        norm = torch.full_like(scaled, torch.nan) if self.loss_scale.refused else scaled
         # Where the gradients are that it scales: torch multiplies none on the host by a number on a GPU.
         return [norm.to(self._optimizer.device)]
 

@@ -28,6 +28,7 @@ from dsx.memory.paper.device import Device, swapped, without_values
 from dsx.memory.paper.meter import CUDA_ROUNDING_BYTES, StorageMeter
 from dsx.models.params import layer_kinds
 from dsx.models.spec import HubModel
+from dsx.nn.parameters import DTYPES
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.mesh import Mesh
 from dsx.train import recipe
@@ -195,7 +196,7 @@ def signatures(config: RunConfig) -> dict[int, Signature]:
     length = config.sequence_length
     if config.dsx.parallel.sequence_parallel:
         length //= config.mesh.tp
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    dtype = DTYPES[config.precision]
     kinds, stages = layer_kinds(config.model), config.stage_map
     first = kinds.index("Block")
 

@@ -42,12 +42,22 @@ _LOSS_SCALE: Mapping[str, Any] = {
 def scaler(plan: StockPlan) -> dict[str, Any]:
     """The loss scaler's keys of an optimizer's file."""
     module = "deepspeed.runtime.fp16.loss_scaler"
-    if plan.layout.precision == "fp16":
+    fixed = _fixed_scale(plan)
+    if fixed is None:
         state = {**_loss_scale(plan), "dtype": Global("torch", "float16")}
         made = PickledObject(f"{module}.DynamicLossScaler", (), state)
         return {"loss_scaler": made, "dynamic_loss_scale": True, "overflow": False}
-    made = PickledObject(f"{module}.LossScaler", (), {"cur_scale": 1.0, "dynamic": False})
+    made = PickledObject(f"{module}.LossScaler", (), {"cur_scale": fixed, "dynamic": False})
     return {"loss_scaler": made, "dynamic_loss_scale": False, "overflow": False}
+
+
+def _fixed_scale(plan: StockPlan) -> float | None:
+    """The scale that no overflow changes: 1 but in fp16, and there the source's; None for a dynamic one."""
+    if plan.layout.precision != "fp16":
+        return 1.0
+    saved = plan.facts.get("loss_scale") or {}
+    is_fixed = saved.get("dynamic", saved.get("dynamic_loss_scale")) is False
+    return float(saved["cur_scale"]) if is_fixed and "cur_scale" in saved else None
 
 
 def _loss_scale(plan: StockPlan) -> dict[str, Any]:
@@ -60,8 +70,9 @@ def _loss_scale(plan: StockPlan) -> dict[str, Any]:
 
 def unfused_scale(plan: StockPlan) -> dict[str, Any]:
     """The loss scaler's keys of FP16_UnfusedOptimizer."""
-    if plan.layout.precision == "bf16":
-        return {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": int(plan.facts.get("step", 0))}
+    fixed = _fixed_scale(plan)
+    if fixed is not None:
+        return {"dynamic_loss_scale": False, "cur_scale": fixed, "cur_iter": int(plan.facts.get("step", 0))}
     keys = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
     return {"dynamic_loss_scale": True, **{key: _loss_scale(plan)[key] for key in keys}}
 
