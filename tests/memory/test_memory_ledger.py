@@ -95,6 +95,24 @@ CASES = {
             "data_types.grad_accum_dtype=fp32",
         ],
     ),
+    "zero1_fp16_summed_in_fp32": (
+        4,
+        [
+            "zero_optimization.stage=1",
+            "zero_optimization.reduce_bucket_size=20000",
+            "fp16.enabled=true",
+            "data_types.grad_accum_dtype=fp32",
+            "dsx.parallel.pipeline=2",
+        ],
+    ),
+    "zero0_fp16_fused": (
+        2,
+        ["zero_optimization.stage=0", "fp16.enabled=true", "optimizer.params.torch_adam=false"],
+    ),
+    "zero2_fp16": (
+        4,
+        ["zero_optimization.stage=2", "fp16.enabled=true", "dsx.parallel.tensor=2"],
+    ),
 }
 
 _TRACE = """

@@ -11,6 +11,7 @@ loss (deepspeed/runtime/engine.py, backward, asks optimizers of ZeRO alone). Her
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,7 +92,7 @@ class LossScale:
         if not self._applies:
             self.refused = refuses is not None and refuses(scaled)
             return scaled
-        finite = bool(torch.isfinite(scaled))
+        finite = math.isfinite(scaled)
         norm = scaled / self.value if finite else torch.full_like(scaled, torch.inf)
         self.refused = finite and refuses is not None and refuses(norm)
         return norm

@@ -65,6 +65,10 @@ class PaperAccelerator(CPU_Accelerator):
         """One."""
         return 1
 
+    def is_fp16_supported(self) -> bool:
+        """A GPU has it."""
+        return True
+
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether it lives here."""
         return tensor.device.type == "paper"
