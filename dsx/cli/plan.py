@@ -205,9 +205,10 @@ def _text(inputs: PlanInputs | OwnInputs, found: Plan, measured: Calibration | N
     usable = f"{amount(found.cap_bytes)} of a GPU's memory count as usable"
     effort = f"{found.predicted} layouts simulated, {found.estimated} memories estimated"
     lines += ["", f"predicted, not measured; {usable}; {effort}"]
-    if measured is None and not found.task.machine.network.cluster.is_host:
-        known = "compute and links reach the shares of their nominal rates that A100s do in arXiv:2104.04473"
-        lines.append(known if module else f"{known}; --measure goes by this machine's")
+    evidence = found.task.machine.network.efficiency.evidence
+    known = "how far the steps may be off is not known" if evidence is None else str(evidence)
+    hint = "" if measured is not None or module else "; --measure goes by this machine's rates"
+    lines.append(known + hint)
     if inputs.offloads:
         lines.append("offload: its memory counts, but what the host and the copies take of the time does not")
     return "\n".join(lines)
@@ -219,12 +220,14 @@ def _table(inputs: PlanInputs | OwnInputs, found: Plan) -> list[str]:
     unit = "tokens" if found.task.layers.sequence_length else "samples"
     titles = ("", "step", f"{unit}/s", "MFU", "bubble", "commun.", "memory", "layout", "against the best")
     rows = [titles]
+    error = _error(found)
+    about = "" if error is None else f" ± {error:.0%}"
     for place, ranked in enumerate(found.best, 1):
         facts = _figures(inputs, found, ranked)
         rows.append(
             (
                 str(place),
-                f"{facts['step_seconds']:.4g} s",
+                f"{facts['step_seconds']:.4g} s{about}",
                 f"{facts[f'{unit}_per_second']:,.0f}",
                 f"{facts['mfu']:.1%}",
                 f"{facts['bubble_over_ideal']:.1%}",
@@ -235,6 +238,12 @@ def _table(inputs: PlanInputs | OwnInputs, found: Plan) -> list[str]:
             )
         )
     return aligned(rows, left=(7, 8))
+
+
+def _error(found: Plan) -> float | None:
+    """The share within which nine of ten predicted steps lie; None if nothing of the cluster was compared."""
+    evidence = found.task.machine.network.efficiency.evidence
+    return None if evidence is None or evidence.stands_in else evidence.error
 
 
 def _change(best: Ranked, other: Ranked) -> str:
@@ -251,6 +260,7 @@ def _figures(inputs: PlanInputs | OwnInputs, found: Plan, ranked: Ranked) -> dic
     length = task.layers.sequence_length
     return {
         "step_seconds": seconds,
+        "step_error": _error(found),
         "samples_per_second": task.global_batch / seconds,
         **({"tokens_per_second": task.global_batch * length / seconds} if length else {}),
         "mfu": task.flops / (seconds * inputs.gpus * peak),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import prod
 
 from dsx.memory.ledger import Label, Leaf, Ledger, Message, Storage, dropped
@@ -53,6 +54,15 @@ class Job:
     left_out: int = 0
 
 
+Lines = tuple[tuple[Label, int], ...]
+"""Bytes by label."""
+
+
+def _sorted(lines: Mapping[Label, int]) -> Lines:
+    """The largest first, equal ones by their names."""
+    return tuple(sorted(lines.items(), key=lambda item: (-item[1], item[0])))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
     """A part of a run.
@@ -60,13 +70,18 @@ class Phase:
     Attributes:
         name: build, engine, step 1 (which makes the moments) or step 2 (and all after it).
         lines: The lines of the peak, largest first.
-        where: The schedule action at the peak; "update" after the actions; "" outside of a step.
+        place: The schedule action at the peak; "update" after the actions; "" outside of a step.
     """
 
     name: str
     peak_bytes: int
-    lines: tuple[tuple[Label, int], ...]
-    where: str
+    lines: Lines
+    place: Action | str
+
+    @property
+    def where(self) -> str:
+        """The place in words."""
+        return str(self.place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +99,7 @@ class Estimate:
     phases: tuple[Phase, ...]
     steady_bytes: int
     host_bytes: int = 0
-    host_lines: tuple[tuple[Label, int], ...] = ()
+    host_lines: Lines = ()
 
     @property
     def peak(self) -> Phase:
@@ -128,7 +143,7 @@ def estimate(
         ledger.start()
         watch = _Watch(ledger)
         walk.run(watch)
-        phases.append(_phase(f"step {step + 1}", ledger, watch.where))
+        phases.append(_phase(f"step {step + 1}", ledger, watch.place))
     steady_bytes, host = ledger.current_bytes, states.host.ledger
     dropped(kept)
     apart = host is not ledger
@@ -137,7 +152,7 @@ def estimate(
         phases=tuple(phases),
         steady_bytes=steady_bytes,
         host_bytes=host.peak_bytes if apart else 0,
-        host_lines=tuple(sorted(host.at_peak.items(), key=lambda item: -item[1])) if apart else (),
+        host_lines=_sorted(host.at_peak) if apart else (),
     )
 
 
@@ -145,16 +160,16 @@ class _Watch:
     """Notes the action at the peak."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger, self._peak, self.where = ledger, 0, ""
+        self._ledger, self._peak = ledger, 0
+        self.place: Action | str = ""
 
     def __call__(self, action: Action | None) -> None:
         if self._ledger.peak_bytes > self._peak:
-            self._peak, self.where = self._ledger.peak_bytes, "update" if action is None else str(action)
+            self._peak, self.place = self._ledger.peak_bytes, "update" if action is None else action
 
 
-def _phase(name: str, ledger: Ledger, where: str) -> Phase:
-    lines = sorted(ledger.at_peak.items(), key=lambda item: -item[1])
-    return Phase(name=name, peak_bytes=ledger.peak_bytes, lines=tuple(lines), where=where)
+def _phase(name: str, ledger: Ledger, place: Action | str) -> Phase:
+    return Phase(name=name, peak_bytes=ledger.peak_bytes, lines=_sorted(ledger.at_peak), place=place)
 
 
 def _built_whole(states: States, width: int, buffer_bytes: int) -> Phase:
@@ -162,7 +177,7 @@ def _built_whole(states: States, width: int, buffer_bytes: int) -> Phase:
     size = sum(states.ledger.rounded(leaf.numel * width) for leaf in states.leaves.values())
     lines = [(Label("parameters", "parameter", f"{width} P", "the layers"), size)]
     lines += [(_BUFFERS, buffer_bytes)] if buffer_bytes else []
-    return Phase(name="build", peak_bytes=size + buffer_bytes, lines=tuple(lines), where="")
+    return Phase(name="build", peak_bytes=size + buffer_bytes, lines=tuple(lines), place="")
 
 
 _BUFFERS = Label("parameters", "buffers", "of the layers", "register_buffer")
@@ -318,16 +333,124 @@ def estimate_run(job: Job) -> RunMemory:
     ranks: dict[int, list[int]] = {}
     for rank in range(mesh.size):
         ranks.setdefault(mesh.coords(rank)["pp"], []).append(rank)
+    plans = list(receive_plans(job.schedule))
+    known: dict[int, Estimate] = {}
+
+    def found(pp_rank: int) -> Estimate:
+        if pp_rank not in known:
+            known[pp_rank] = estimate(job, ranks[pp_rank][0], receives=plans[pp_rank])
+        return known[pp_rank]
+
+    for alike in _alike(job):
+        known |= _between(alike, found)
     return RunMemory(
         roles=tuple(
             Role(
                 pp_rank=pp_rank,
                 ranks=tuple(ranks[pp_rank]),
-                estimate=estimate(job, ranks[pp_rank][0], receives=receives),
+                estimate=replace(found(pp_rank), rank=ranks[pp_rank][0]),
             )
-            for pp_rank, receives in enumerate(receive_plans(job.schedule))
+            for pp_rank in range(len(plans))
         )
     )
+
+
+def _alike(job: Job) -> Iterable[list[int]]:
+    """Pipeline ranks with equal layers, stage by stage."""
+    groups: dict[object, list[int]] = {}
+    stages, hooked = job.layout.stages, job.layout.zero_stage == 3
+    for pp_rank, row in enumerate(job.schedule.rows):
+        divided = any(action.op is Op.BACKWARD_WEIGHT for action in row)
+        layers = tuple(
+            tuple(
+                id(job.records.layer(index, divided=divided, hooked=hooked)) for index in stages.layers(stage)
+            )
+            for stage in stages.stages_of(pp_rank)
+        )
+        groups.setdefault((divided, layers), []).append(pp_rank)
+    return groups.values()
+
+
+def _between(alike: Sequence[int], found: Callable[[int], Estimate]) -> dict[int, Estimate]:
+    """Estimates of ranks that differ by what they hold of micro-batches alone, most of them not walked.
+
+    Along the pipeline that changes by as much from rank to rank. Where the one in the middle confirms it,
+    line for line, the others follow from the two ends; elsewhere each half is looked at alone.
+    """
+    if len(alike) <= _FEW:
+        return {}
+    first, middle, last = alike[0], alike[len(alike) // 2], alike[-1]
+    line = _Line(first, found(first), last, found(last))
+    if line.at(middle) == replace(found(middle), rank=0):
+        filled = {pp_rank: line.at(pp_rank) for pp_rank in alike}
+        return {pp_rank: each for pp_rank, each in filled.items() if each is not None}
+    half = len(alike) // 2
+    return _between(alike[: half + 1], found) | _between(alike[half:], found)
+
+
+_FEW = 4
+"""Ranks that are walked one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Two ranks' estimates, continued in a straight line."""
+
+    first: int
+    begin: Estimate
+    last: int
+    end: Estimate
+
+    def at(self, pp_rank: int) -> Estimate | None:
+        """The estimate of a rank between them; None if it is no whole number or something else changes."""
+        try:
+            return self._estimate(Fraction(pp_rank - self.first, self.last - self.first))
+        except _BentError:
+            return None
+
+    def _estimate(self, share: Fraction) -> Estimate:
+        begin, end = self.begin, self.end
+        return Estimate(
+            rank=0,
+            phases=tuple(
+                Phase(
+                    name=one.name,
+                    peak_bytes=_mean(one.peak_bytes, other.peak_bytes, share),
+                    lines=_lines(one.lines, other.lines, share),
+                    place=_place(one.place, other.place, share),
+                )
+                for one, other in zip(begin.phases, end.phases, strict=True)
+            ),
+            steady_bytes=_mean(begin.steady_bytes, end.steady_bytes, share),
+            host_bytes=_mean(begin.host_bytes, end.host_bytes, share),
+            host_lines=_lines(begin.host_lines, end.host_lines, share),
+        )
+
+
+class _BentError(Exception):
+    """Two estimates are no ends of a straight line."""
+
+
+def _mean(one: int, other: int, share: Fraction) -> int:
+    between = one + share * (other - one)
+    if between.denominator != 1:
+        raise _BentError
+    return int(between)
+
+
+def _lines(one: Lines, other: Lines, share: Fraction) -> Lines:
+    ends = dict(one), dict(other)
+    sizes = {label: _mean(ends[0].get(label, 0), ends[1].get(label, 0), share) for label in ends[0] | ends[1]}
+    return _sorted({label: size for label, size in sizes.items() if size})
+
+
+def _place(one: Action | str, other: Action | str, share: Fraction) -> Action | str:
+    if isinstance(one, Action) and isinstance(other, Action) and one.op is other.op:
+        stage = _mean(one.stage, other.stage, share)
+        return Action(stage, one.op, _mean(one.micro_batch, other.micro_batch, share))
+    if one != other:
+        raise _BentError
+    return one
 
 
 def enough_micro_batches(program: Program, num_ranks: int, num_micro_batches: int) -> int:

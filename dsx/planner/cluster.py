@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -47,6 +47,7 @@ class Cluster:
         flops: Precision -> dense peak FLOP/s of a GPU.
         inside: Link between GPUs of a node.
         between: Link between nodes, each GPU's share of its node's network.
+        generation: Whose shares of nominal rates are reached (:class:`~dsx.planner.costs.Efficiency`).
         is_host: Whether the "GPUs" are CPU processes, where nothing runs beside a rank's computation.
         reserved_bytes: What device context, communication libraries and the allocator's gaps take of a GPU's
             memory. An allowance, not a measurement.
@@ -63,6 +64,7 @@ class Cluster:
     flops: Mapping[Precision, float]
     inside: Link
     between: Link
+    generation: str = ""
     is_host: bool = False
     reserved_bytes: int = 0
 
@@ -227,6 +229,10 @@ class ClusterConfig(SchemaBlock):
         description="A known cluster (A100-80, H100, H200, B200, MI300X, CPU) that gives what is left out.",
     )
     name: str | None = Field(default=None, min_length=1, description="What to call it.")
+    generation: Literal["A100", "H100"] | None = Field(
+        default=None,
+        description="Whose shares of their rates the GPUs reach. Left out: those of gpu, else the H100's.",
+    )
     gpus_per_node: Positive | None = Field(default=None, description="GPUs that the inner links join.")
     nodes: Positive | None = Field(default=None, description="How many; left out: as many as are asked for.")
     memory_gib: PositiveNumber | None = Field(default=None, description="Memory of a GPU.")
@@ -289,12 +295,26 @@ def read_cluster(name: str) -> Cluster:
         problems = explain(error, content, ClusterConfig)
         raise_all(name, [ConfigError(f"{name}: {p.where}", p.what, p.fix) for p in problems])
         raise
+    return described(name, config, name=Path(name).stem)
+
+
+def described(file: str, config: ClusterConfig, *, name: str | None = None) -> Cluster:
+    """The cluster that ``config`` describes.
+
+    Args:
+        file: Where it stands, for messages.
+        config: What it says; a known GPU gives what is left out.
+        name: What to call it if it has no name of its own; None for ``file``.
+
+    Raises:
+        ConfigError: Something is missing, unknown or senseless.
+    """
     if config.gpu is not None:
         base = _PRESETS[_known(config.gpu)]
         given = config.model_dump(exclude_none=True)
         links = {level: base[level] | given.get(level, {}) for level in ("inside", "between")}
         config = ClusterConfig.model_validate(base | given | links)
-    return _cluster(name, Path(name).stem, config)
+    return _cluster(file, file if name is None else name, config)
 
 
 def _known(name: str) -> str:
@@ -342,6 +362,7 @@ def _cluster(file: str, name: str, config: ClusterConfig) -> Cluster:
         flops=flops,
         inside=config.inside.link,
         between=config.between.link,
+        generation=config.generation or "",
         is_host=is_host,
         reserved_bytes=reserved_bytes,
     )

@@ -60,23 +60,51 @@ class Network:
 _HOST_TILE = 16
 
 
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """How predictions compare with published runs that no constant is fitted to.
+
+    Attributes:
+        gpus: What these ran on.
+        error: Nine of ten predicted step times are at most this share off, upwards or downwards.
+        runs: How many there are.
+        stands_in: Whether the constants only stand in for those of other GPUs, of which nothing was compared.
+    """
+
+    gpus: str
+    error: float
+    runs: int
+    stands_in: bool = False
+
+    def __str__(self) -> str:
+        if self.stands_in:
+            return f"rates are reached as on {self.gpus}; no run of these GPUs was compared"
+        known = f"nine of ten of {self.runs} published runs on {self.gpus}"
+        return f"{known} are predicted within {self.error:.0%}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
     """Shares of nominal rates.
 
-    The first three were fitted to three rows of table 1 of arXiv:2104.04473 (tools/bench_planner.py, which
-    also shows how the other seven come out); the others are published figures.
+    The defaults are those of an H100 or H200. What differs between generations of GPUs is fitted to a part
+    of the published runs of a generation; tools/bench_planner.py shows how well the others are predicted.
+    The other constants are the same for all, and are published figures unless they say otherwise.
 
     Attributes:
-        matmul: Share of peak that a very large matrix multiplication reaches.
-        memory: Share of the memory's nominal rate that elementwise operations reach.
-        link: Share of a link's nominal rate that a collective reaches. The fit stays beside what is known:
-            NCCL 2.10, src/graph/tuning.cc, allows 235 of the A100's 300 GB/s; AMD gives 48 of 64 GB/s per
-            link of the MI300X (rocm.blogs.amd.com, "Understanding RCCL Bandwidth and xGMI Performance").
+        matmul: Share of peak that a very large matrix multiplication reaches. Fitted.
+        memory: Share of the memory's nominal rate that elementwise operations reach. Fitted.
+        attention: Share of ``matmul`` that torch's fused attention reaches. Fitted on the H100; of the A100
+            arXiv:2307.08691, section 4, has up to 73 % of peak forward, 63 % backward, where matrix
+            multiplications reach 80 to 90 %.
+        fusion: Share of the traffic of elementwise operations that is left in compiled blocks. Fitted on the
+            H100.
+        link: Share of a link's nominal rate that a collective reaches. Fitted to A100s of 2021, and beside
+            what is known: NCCL 2.10, src/graph/tuning.cc, allows 235 of the A100's 300 GB/s; AMD gives 48 of
+            64 GB/s per link of the MI300X (rocm.blogs.amd.com, "Understanding RCCL Bandwidth and xGMI
+            Performance").
         tile: Elements by which each side of a multiplication seems longer than it is: time goes as
             (m + tile)(n + tile)(k + tile). A side of a tile's length gets half of the rate.
-        attention: Share of ``matmul`` that fused attention reaches. arXiv:2307.08691, section 4: up to 73 %
-            of peak forward, 63 % backward, where matrix multiplications reach 80 to 90 %.
         beside: Computation and communication that run beside each other take the longer one's time and this
             share of the shorter one's. Fitted to two rows of table 2 of arXiv:2104.04473.
         kernel_seconds: Least time between two kernels that Python starts one by one.
@@ -84,22 +112,29 @@ class Efficiency:
             and autograd).
         gather_seconds: Least time of a layer's forward under ZeRO-3, whose hooks fetch and release it; a
             backward takes twice that (DeepSpeed 0.19.8 on a CPU: 0.33 and 0.84 ms a layer).
+        evidence: How far predictions by these constants are known to be off; None if that is not known.
     """
 
-    matmul: float = 0.781
-    memory: float = 0.776
+    matmul: float = 0.686
+    memory: float = 0.441
+    attention: float = 0.354
+    fusion: float = 0.397
     link: float = 0.771
     tile: int = 128
-    attention: float = 0.75
-    beside: float = 0.353
+    beside: float = 0.377
     kernel_seconds: float = 5e-6
     action_seconds: float = 0.3e-3
     gather_seconds: float = 0.33e-3
+    evidence: Evidence | None = None
 
     @classmethod
     def of(cls, cluster: Cluster) -> Self:
         """What is usual for a cluster: on CPUs a product's tile is that of their vector registers."""
-        return cls(tile=_HOST_TILE) if cluster.is_host else cls()
+        if cluster.is_host:
+            return cls(tile=_HOST_TILE)
+        if cluster.generation == "A100":
+            return cls(matmul=0.817, memory=0.652, attention=0.75, evidence=Evidence("A100", 0.11, 33))
+        return cls(evidence=Evidence("H100 and H200", 0.12, 53, stands_in=cluster.generation != "H100"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +152,8 @@ class Software:
         gradients: When gradients are reduced: ``chunk``, each chunk's at its last backward (docs/adr/0008);
             ``backward``, during the last backward (torch's DistributedDataParallel); ``end``, after it all.
         gather_share: What ZeRO-3's gathers and reductions get of the rate that other collectives reach.
+        attention_share: What its fused attention gets of the rate that torch's kernel reaches.
+        compiled: Whether elementwise operators of a layer are compiled into few kernels.
     """
 
     attention: Literal["fused", "stored"] = "fused"
@@ -125,6 +162,8 @@ class Software:
     shards_transfers: bool = True
     gradients: Literal["chunk", "backward", "end"] = "chunk"
     gather_share: float = 1.0
+    attention_share: float = 1.0
+    compiled: bool = False
 
 
 MEGATRON_2021 = Software(

@@ -198,7 +198,8 @@ class _Pricing:
             case ("mm", m, n, k, count, width):
                 return machine.product(Product(m, n, k, count), width), 1
             case ("op", _, size):
-                return machine.traffic(size), 1
+                share = machine.network.efficiency.fusion if machine.software.compiled else 1.0
+                return share * machine.traffic(size), 1
             case ("flops", _, size, flops):
                 return max(machine.traffic(size), flops / machine.matmul_rate), 1
             case ("sdpa", *shape):
@@ -210,10 +211,11 @@ class _Pricing:
     def _attention(self, shape: AttentionShape, *, backward: bool) -> tuple[float, int]:
         machine = self._machine
         if machine.software.attention == "fused":
-            rate = machine.matmul_rate * machine.network.efficiency.attention
+            share = machine.network.efficiency.attention * machine.software.attention_share
+            rate = machine.matmul_rate * share
             # Half of the square is masked and skipped, unless the mask is a tensor.
-            share = 1.0 if shape.masked else 0.5
-            seconds = share * sum(each.flops for each in shape.products) / rate
+            seen = 1.0 if shape.masked else 0.5
+            seconds = seen * sum(each.flops for each in shape.products) / rate
             return seconds * (_FUSED_BACKWARD if backward else 1.0), 1
         products = sum(machine.product(each, self._width) for each in shape.products)
         # Softmax reads and writes the scores; dropout does too, with a byte of mask.

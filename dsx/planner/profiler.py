@@ -25,14 +25,14 @@ from dsx.engine.chunks import Loss
 from dsx.errors import ModelError
 from dsx.memory.record import Shape
 from dsx.models import families
-from dsx.models.flops import layer_flops
+from dsx.models.flops import layer_flops, peak_flops
 from dsx.models.params import layer_kinds
 from dsx.models.spec import HubModel, Recompute
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import DTYPES
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Groups
-from dsx.planner.cluster import Cluster
+from dsx.planner.cluster import Cluster, Precision
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.inputs import Calibration
 from dsx.planner.layer_times import LayerTime, Machine, layer_times
@@ -359,14 +359,37 @@ def measure_compute(run: RunConfig, cluster: Cluster) -> Calibration:
         efficiency = replace(efficiency, memory=1.0)
     else:
         efficiency = replace(efficiency, memory=min(1.0, moved / cluster.memory_bytes_per_second))
-    efficiency = _fitted(run, cluster, efficiency, length, cost)
+    efficiency = replace(_fitted(run, cluster, efficiency, length, cost), evidence=None)
     block = f"a block of 1 x {length} tokens {1000 * cost.seconds:.4g} ms forward and backward"
     return Calibration(
         cluster=cluster,
         efficiency=efficiency,
         text=f"measured on {device_name()}, {run.precision}: products of matrices {rate / 1e12:.3g} TFLOP/s, "
         f"copies {moved / 1e9:.3g} GB/s, {block}; matrix multiplications reach {efficiency.matmul:.1%} of "
-        f"{cluster.peak(run.precision) / 1e12:.3g} TFLOP/s",
+        f"{cluster.peak(run.precision) / 1e12:.3g} TFLOP/s{_unlike(device, cluster, run.precision)}",
+    )
+
+
+_ALIKE = 0.06  # Drivers report a little less memory than others of the same GPU.
+
+
+def _unlike(device: torch.device, cluster: Cluster, precision: Precision) -> str:
+    """What to add where this machine's device is not the cluster's; empty where it may be."""
+    here, differs = device_name(), ""
+    if (device.type == "cpu") != cluster.is_host:
+        differs = "is a CPU" if device.type == "cpu" else "is no CPU"
+    elif device.type != "cpu":
+        peak, wanted = peak_flops(here, precision), cluster.peak(precision)
+        held = torch.cuda.get_device_properties(device).total_memory
+        if peak is not None and abs(peak / wanted - 1) > _ALIKE:
+            differs = f"has a peak of {peak / 1e12:.4g} TFLOP/s"
+        elif abs(held / cluster.memory_bytes - 1) > _ALIKE:
+            differs = f"has {held / (1 << 30):.0f} GiB"
+    if not differs:
+        return ""
+    return (
+        f"\nthis machine is not one of {cluster.name}: its {here} {differs}. The plan is for {here} with the "
+        f"memory and links of {cluster.name}"
     )
 
 

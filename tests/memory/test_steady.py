@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dsx.config.resolve import resolve
+from dsx.memory import estimate as estimates
 from dsx.memory.estimate import Job, enough_micro_batches, estimate
 from dsx.memory.job import job_of
 from dsx.schedules.program import Program
@@ -88,3 +89,24 @@ def test_replayed_micro_batches_are_the_walked_ones(name, ranks, chunks, micro_b
     job = job_of(resolve(content, world_size=2 * ranks))
     for rank in range(0, 2 * ranks, 2):
         assert estimate(job, rank) == estimate(job, rank, replays=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "micro_batches", "zero", "walked"),
+    [("1f1b", 1, 20, 3, 9), ("interleaved", 2, 36, 1, 10), ("zbv", 2, 13, 2, 12)],
+)
+def test_ranks_between_are_the_walked_ones(monkeypatch, name, chunks, micro_batches, zero, walked):
+    """Twelve ranks, of which those with equal layers lie on a line: the same to the byte, most not walked."""
+    seen = []
+
+    def noted(job, rank, **kwargs):
+        seen.append(rank)
+        return estimate(job, rank, **kwargs)
+
+    content = config(name, 12, chunks, micro_batches, zero)
+    job = job_of(resolve(content, world_size=24))
+    monkeypatch.setattr(estimates, "estimate", noted)
+    found = estimates.estimate_run(job)
+    assert len(seen) <= walked
+    for role in found.roles:
+        assert role.estimate == estimate(job, role.ranks[0])

@@ -1,17 +1,19 @@
-"""The planner's step times against what arXiv:2104.04473 published."""
+"""The planner's step times against published runs, those of arXiv:2104.04473 among them."""
 
 from dataclasses import replace
+from math import exp
 
 import bench_planner
 import pytest
 from planner_bench import figures, fit
 from planner_bench.published import CALIBRATED_ON, ROWS, TABLE_2, ZERO3_FITTED_TO
+from planner_bench.runs import content, published
 
-from dsx.planner.costs import Efficiency
+A100 = fit.shipped("A100")
 
 
 def error(run, software=None):
-    step = run.predict(Efficiency(), software)
+    step = run.predict(A100, software)
     return run.teraflops(step) / run.published - 1
 
 
@@ -22,19 +24,42 @@ def test_seven_rows_that_nothing_is_fitted_to():
     assert max(errors) <= 0.10
 
 
-def test_shipped_constants_are_the_fit_to_three_rows():
-    """From a start far away, so that nothing but the three rows decides."""
-    rows = [row for row in ROWS if row.name in CALIBRATED_ON]
-    start = Efficiency(matmul=0.9, memory=0.7, link=0.6)
-    found = fit.calibrate(rows, start)
-    for name in ("matmul", "memory", "link"):
-        assert getattr(found, name) == pytest.approx(getattr(Efficiency(), name), rel=0.005)
+@pytest.mark.parametrize(("generation", "most"), [("A100", 0.06), ("H100", 0.08)])
+def test_every_sixth_run_that_is_held_out(generation, most):
+    held = [row for row in fit.rows(generation) if not row.is_fitted][::6]
+    errors = [abs(exp(row.error(fit.start(generation))) - 1) for row in held]
+    assert sum(errors) / len(errors) <= most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", fit.NAMES)
+def test_shipped_constants_and_their_error_are_the_fits(generation, capsys):
+    """Another step of the fit changes nothing, and nine of ten held-out runs lie within the stated error."""
+    constants = fit.start(generation)
+    for name, value in fit.improved(generation, constants).items():
+        assert value == pytest.approx(constants[name], rel=0.01), name
+    found = bench_planner.compared(generation)
+    evidence = fit.shipped(generation).evidence
+    assert evidence.runs == found["held_out"]
+    assert round(found["nine_of_ten_within"], 2) == evidence.error
+    assert found["mean_error"] <= 0.06
+    assert f"{found['held_out']} rows held out" in capsys.readouterr().out
+
+
+def test_half_of_a_table_is_fitted_or_nothing():
+    """The rule stands in the file; no table of another system than the fitted ones is fitted."""
+    for table in content()["table"]:
+        rows = [run for run in published() if run.table == table["name"]]
+        wanted = range(0, len(rows), 2) if table.get("fitted") == "odd" else range(0)
+        assert [place for place, run in enumerate(rows) if run.is_fitted] == list(wanted)
+        assert table["source"].startswith("https://")
+    assert all(each["why"] and each["source"].startswith("https://") for each in content()["left_out"])
 
 
 def test_floating_point_operations_are_the_papers():
     """Its equation 3 counts a forward once more, for recomputation, where MFU counts three parts."""
     for row in ROWS:
-        task = row.task(Efficiency())
+        task = row.task(A100)
         head = 6 * row.batch * 2048 * 51200 * row.hidden
         again = (task.flops - head) / 3
         assert row.flops == pytest.approx(task.flops + again, rel=0.002)
@@ -48,7 +73,7 @@ def test_tensor_and_pipeline_parallelism_of_table_2():
 
 def test_zero_3_of_table_2():
     """Two rows fit two constants, of which ``beside`` is shipped; the four others are predictions."""
-    share = fit.gather_share(Efficiency())
+    share = fit.gather_share(A100)
     runs = [run for run in TABLE_2 if run.zero_stage == 3]
     errors = [error(run, replace(run.software(), gather_share=share)) for run in runs]
     for run, found in zip(runs, errors, strict=True):
@@ -57,7 +82,7 @@ def test_zero_3_of_table_2():
 
 @pytest.fixture(scope="module")
 def drawn():
-    return {figure.name[:2]: figure for figure in figures.figures(Efficiency())}
+    return {figure.name[:2]: figure for figure in figures.figures(A100)}
 
 
 @pytest.mark.parametrize("number", ["11", "12", "13", "14", "15", "18"])

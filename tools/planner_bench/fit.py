@@ -2,42 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import log
 
+import numpy as np
+
+from dsx.planner.cluster import preset
 from dsx.planner.costs import Efficiency
-from planner_bench.published import ZERO3_FITTED_TO, Run
+from planner_bench.published import CALIBRATED_ON, ROWS, ZERO3_FITTED_TO, Run
+from planner_bench.runs import SOFTWARE, PublishedRun, published
 
-_NAMES = ("matmul", "memory", "link")
-_STEP = 1e-3
-_MOST_CHANGE = 0.2
-_ROUNDS = 12
+NAMES = {
+    "A100": ("matmul", "memory", "foundry"),
+    "H100": ("matmul", "memory", "attention", "fusion", "foundry"),
+}
+"""What is fitted for a generation; ``foundry`` is the share of LLM Foundry's kernel of attention."""
+
+PRESETS = {"A100": "A100-80", "H100": "H100"}
+"""A generation's cluster whose constants are shipped."""
+
+_STEP = 1e-2
+_MOST_CHANGE = 0.3
+_LARGE = 0.03  # Errors above it count by their size, not by its square: single odd rows decide nothing.
 _TURNS = 6
 
 
-def calibrate(rows: Sequence[Run], start: Efficiency) -> Efficiency:
-    """Shares of matrix multiplication, memory and links with which three rows come out as published.
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A published run of any source, with its relative error as a function of the constants.
 
-    Newton's method on the rows' relative errors, in the logarithms of the three shares.
+    Attributes:
+        generation: Of its GPUs.
+        run: The run.
+        is_fitted: Whether the constants are fitted to it.
     """
 
-    def errors(efficiency: Efficiency) -> list[float]:
-        return [row.teraflops(row.predict(efficiency)) / row.published - 1 for row in rows]
+    generation: str
+    run: PublishedRun | Run
+    is_fitted: bool
 
-    efficiency = start
-    for _ in range(_ROUNDS):
-        now = errors(efficiency)
-        slopes = []
-        for name in _NAMES:
-            moved = replace(efficiency, **{name: getattr(efficiency, name) * (1 + _STEP)})
-            slopes.append([(b - a) / _STEP for a, b in zip(now, errors(moved), strict=True)])
-        change = _solve([list(column) for column in zip(*slopes, strict=True)], [-each for each in now])
-        limited = [max(-_MOST_CHANGE, min(_MOST_CHANGE, each)) for each in change]
-        efficiency = replace(
-            efficiency,
-            **{n: getattr(efficiency, n) * (1 + d) for n, d in zip(_NAMES, limited, strict=True)},
-        )
-    return efficiency
+    def error(self, constants: Mapping[str, float]) -> float:
+        """The logarithm of predicted over published throughput."""
+        shares = dict(constants)
+        foundry = shares.pop("foundry", None)
+        efficiency = replace(shipped(self.generation), **shares)  # type: ignore[arg-type]
+        if isinstance(self.run, Run):
+            return log(self.run.teraflops(self.run.predict(efficiency)) / self.run.published)
+        software = SOFTWARE[self.run.software]
+        if foundry is not None and self.run.software.startswith("foundry"):
+            software = replace(software, attention_share=foundry)
+        return log(self.run.predicted(efficiency, software) / self.run.tokens)
+
+
+def shipped(generation: str) -> Efficiency:
+    """The constants that dsx uses for a generation."""
+    return Efficiency.of(preset(PRESETS[generation]))
+
+
+def rows(generation: str) -> Iterator[Row]:
+    """All of a generation that are compared; ZeRO-3 of 2021 has constants of its own (:func:`zero3`)."""
+    for run in published():
+        if run.cluster.generation == generation:
+            yield Row(generation, run, run.is_fitted)
+    if generation == "A100":
+        yield from (Row(generation, run, run.name in CALIBRATED_ON) for run in ROWS)
+
+
+def start(generation: str) -> dict[str, float]:
+    """The shipped constants that are fitted."""
+    values = {name: getattr(shipped(generation), name, 0.0) for name in NAMES[generation]}
+    return values | {"foundry": SOFTWARE[f"foundry, {generation}"].attention_share}
+
+
+def improved(generation: str, constants: Mapping[str, float]) -> dict[str, float]:
+    """A step of Newton's method in the logarithms of the constants, on the rows that are fitted.
+
+    Errors are weighed by one over their size, which minimises their sum and not that of their squares.
+    """
+    fitted = [row for row in rows(generation) if row.is_fitted]
+    now = np.array([row.error(constants) for row in fitted])
+    slopes = []
+    for name, value in constants.items():
+        moved = dict(constants) | {name: value * (1 + _STEP)}
+        slopes.append((np.array([row.error(moved) for row in fitted]) - now) / log(1 + _STEP))
+    weight = np.maximum(np.abs(now), _LARGE) ** -0.5
+    change, *_ = np.linalg.lstsq(np.stack(slopes, axis=1) * weight[:, None], -now * weight, rcond=None)
+    limited = np.exp(np.clip(change, -_MOST_CHANGE, _MOST_CHANGE))
+    return {name: float(value * by) for (name, value), by in zip(constants.items(), limited, strict=True)}
 
 
 def zero3(efficiency: Efficiency) -> tuple[Efficiency, float]:
@@ -74,17 +126,3 @@ def _bisect(is_high: Callable[[float], bool], low: float, high: float) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if is_high(middle) else (middle, high)
     return (low + high) / 2
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gauss's elimination."""
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    size = len(rows)
-    for i in range(size):
-        pivot = max(range(i, size), key=lambda r: abs(rows[r][i]))
-        rows[i], rows[pivot] = rows[pivot], rows[i]
-        for j in range(size):
-            if j != i:
-                factor = rows[j][i] / rows[i][i]
-                rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
-    return [rows[i][-1] / rows[i][i] for i in range(size)]
