@@ -30,7 +30,7 @@ def task_of(run: RunConfig, cluster: Cluster, efficiency: Efficiency | None = No
         run.model,
         machine=Machine(
             network=Network(cluster, efficiency or Efficiency.of(cluster)),
-            software=Software(),
+            software=Software(compiled=run.dsx.compile == "blocks" and not cluster.is_host),
             precision=run.precision,
         ),
         global_batch=run.global_batch_size,

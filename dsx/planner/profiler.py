@@ -25,14 +25,14 @@ from dsx.engine.chunks import Loss
 from dsx.errors import ModelError
 from dsx.memory.record import Shape
 from dsx.models import families
-from dsx.models.flops import layer_flops, peak_flops
+from dsx.models.flops import Precision, layer_flops, peak_flops
 from dsx.models.params import layer_kinds
 from dsx.models.spec import HubModel, Recompute
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import DTYPES
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Groups
-from dsx.planner.cluster import Cluster, Precision
+from dsx.planner.cluster import Cluster
 from dsx.planner.costs import Efficiency, Network, Software
 from dsx.planner.inputs import Calibration
 from dsx.planner.layer_times import LayerTime, Machine, layer_times
