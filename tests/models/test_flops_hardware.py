@@ -58,7 +58,10 @@ def test_flops_equal_what_torch_counts(name, length):
     counter = FlopCounterMode(display=False)
     with counter:
         model(ids, use_cache=False).logits.sum().backward()
-    assert flops_per_token(model_spec(config.to_dict()), length) * batch * length == counter.get_total_flops()
+    # transformers below 5.18 makes the rotary table by a product of matrices.
+    table = sum(sum(n.values()) for at, n in counter.get_flop_counts().items() if at.endswith("rotary_emb"))
+    counted = counter.get_total_flops() - table
+    assert flops_per_token(model_spec(config.to_dict()), length) * batch * length == counted
 
 
 def test_a_window_takes_the_place_of_a_longer_sequence():

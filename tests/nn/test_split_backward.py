@@ -179,9 +179,10 @@ def both_ways(rank, world_size, name, sequence_parallel, recompute):
 
     class Recorder:
         def __getattr__(self, function):
+            found = getattr(dist, function)  # a name that only a newer torch has is asked for, and not called
             if function.startswith(("all_", "reduce_")):
                 calls.append(function)
-            return getattr(dist, function)
+            return found
 
     collectives.dist = Recorder()
     deliver(split, (0, 0))

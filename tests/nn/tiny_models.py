@@ -132,7 +132,9 @@ CONFIGS = {
 def reference(name):
     """The transformers model, randomly initialised, every vector too (fresh ones are all 0 or 1)."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+    # transformers below 5.18 takes a kernel for Gemma 2 that leaves the soft cap out.
+    kernel = "eager" if getattr(CONFIGS[name], "attn_logit_softcapping", None) else None
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation=kernel)
     for p in model.parameters():
         if p.dim() == 1:
             nn.init.normal_(p, mean=0.5, std=0.3)

@@ -161,16 +161,18 @@ def micro_batches(step: int) -> Iterator[tuple[Any, Any]]:
         yield ids[:, :-1], ids[:, 1:]
 
 
-def reference(_rank: int, _world_size: int, family: str, folder: Path, **changes: Any) -> Reference:
+def reference(
+    _rank: int, _world_size: int, family: str, folder: Path, *, attention: str | None = None, **changes: Any
+) -> Reference:
     """Make the model, save it in ``folder/model``, train it, save it in ``folder/trained``. On one rank.
 
-    ``changes`` are to the family's config.
+    ``attention`` is transformers' ``attn_implementation``, ``changes`` are to the family's config.
     """
     import torch
     import torch.nn.functional as F
 
     random_model(tiny.tiny_config(family, **changes)).save_pretrained(folder / "model")
-    model, _ = read_model(folder / "model")
+    model, _ = read_model(folder / "model", attention)
     model.save_pretrained(folder / "model")  # one family makes padding's row zero whenever it is read
     # torch's AdamW passes over a parameter that no loss reaches; in DeepSpeed's flat partitions it decays.
     for parameter in filter(lambda one: one.requires_grad, model.parameters()):
@@ -221,14 +223,16 @@ def random_model(config: Any) -> Any:
     return model
 
 
-def read_model(folder: Path) -> tuple[Any, Json]:
+def read_model(folder: Path, attention: str | None = None) -> tuple[Any, Json]:
     """The model of a folder as its users read it, and what transformers says of the folder."""
     import torch
     from transformers import AutoModelForCausalLM, logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
+    )
     return model, info
 
 
