@@ -219,7 +219,6 @@ class FolderNames:
         from transformers.core_model_loading import (
             WeightConverter,
             WeightRenaming,
-            apply_renamings,
             dot_natural_key,
             rename_source_key,
         )
@@ -232,5 +231,6 @@ class FolderNames:
         found = {}
         for name in sorted(names, key=dot_natural_key):
             home, _ = rename_source_key(name, renamings, converters, prefix, state)
-            found[name] = (home, apply_renamings(name, renamings).removeprefix(f"{prefix}."))
+            renamed, _ = rename_source_key(name, renamings, [])
+            found[name] = (home, renamed.removeprefix(f"{prefix}."))
         return found
