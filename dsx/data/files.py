@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import os
 import re
 import ssl
 import sysconfig
@@ -153,8 +154,11 @@ class TextFiles:
 def standard_library() -> TextFiles:
     """The ``*.py`` files of this Python's standard library, without tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = (path.relative_to(root) for path in root.rglob("*.py"))
-    kept = sorted((path for path in paths if not _NOT_LIBRARY & set(path.parts)), key=Path.as_posix)
+    kept: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _NOT_LIBRARY]  # packages hold most of the files
+        kept += [Path(folder, name).relative_to(root) for name in files if name.endswith(".py")]
+    kept.sort(key=Path.as_posix)
     if not kept:
         raise DataError(
             'dsx.data.source = "python-stdlib"',

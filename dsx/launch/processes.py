@@ -22,6 +22,7 @@ from dsx.errors import ConfigError, DsxError
 from dsx.fault_tolerance.waits import clock, named
 from dsx.launch.entry import AGREED, local_rank, rank
 from dsx.launch.extension_locks import extension_locks, extensions_folder
+from dsx.launch.late_compilers import load_compilers_late
 from dsx.parallel.groups import Groups, make_groups
 from dsx.parallel.mesh import Mesh
 
@@ -203,6 +204,7 @@ def distributed(
     backend, timeout = ("gloo" if cpu else "nccl"), timedelta(seconds=timeout_seconds)
     if dist.is_initialized():
         deepspeed.init_distributed(dist_backend=backend, verbose=False)
+        load_compilers_late()
         yield _groups(mesh, sequence_parallel, seed)
         return
     if "WORLD_SIZE" in os.environ:
@@ -216,6 +218,7 @@ def distributed(
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
+    load_compilers_late()  # torch loads them with a process group where it finds them begun
     groups = _groups(mesh, sequence_parallel, seed)
     yield groups
     # Without this, ranks that end early tear down connections that others still use. An exception skips it:
