@@ -1,18 +1,20 @@
 """How long a start takes, from the launcher to the end of the first step, beside stock DeepSpeed's.
 
-    python tools/bench_startup.py [--ranks 1 2 4] [--rounds 3] [--before CHECKOUT] [--paper] [--json FILE]
+    python tools/bench_startup.py [--ranks 1 2 4] [--rounds 3] [--before CHECKOUT] [--json FILE]
+    python tools/bench_startup.py --paper
 
 Every round launches each program under DeepSpeed's own launcher, in turns: recipes/gpt_3d.py with
 configs/zero1.json for one step, its text read before; with --before the same by another checkout of dsx; and
-transformers' model of the same size in DeepSpeed's engine (this file with --stock). Wall time is from the
-launch to the line that tells the first step, processor time that of all processes from their start to their
-end. --paper counts and times in one process what a start of 1,024 ranks computes: the config, the process
-groups, beside those of DeepSpeed's pipeline, and the estimate of memory.
+transformers' model of the same size in DeepSpeed's engine, which is kept from building its collectives for
+CPUs, as dsx does. Wall time is from the launch to the line that tells the first step, processor time that of
+all processes from their start to their end. --paper counts and times in one process what a start of 1,024
+ranks computes: the config, the process groups beside those of DeepSpeed's pipeline, the estimate of memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import resource
@@ -23,7 +25,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +154,9 @@ def stock() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import dsx
+    from dsx.launch.processes import without_builds
 
+    without_builds()
     content = json.loads((ROOT / CONFIG).read_text())
     run = dsx.load_config(content, world_size=int(os.environ["WORLD_SIZE"]))
     fields = {key: value for key, value in run.hf_config.items() if key != "model_type"}
@@ -184,17 +190,17 @@ def paper() -> Json:
     overrides = [f"{key}={value}" for key, value in PAPER.items()]
     config = str(ROOT / "configs" / "llama3_70b_64gpu.json")
     found: Json = {"ranks": PAPER_RANKS, "layout": PAPER}
-    found["config"], run = _timed(lambda: dsx.load_config(config, world_size=PAPER_RANKS, overrides=overrides))
+    resolve = partial(dsx.load_config, config, world_size=PAPER_RANKS, overrides=overrides)
+    found["config"], run = _timed(resolve)
     found["schedule and layers"], job = _timed(lambda: job_of(run))
     found["estimate"], _ = _timed(lambda: estimate_run(job))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=PAPER_RANKS)
     known = dist.distributed_c10d._world.pg_map  # noqa: SLF001 (who else counts them?)
     found["groups"], _ = _timed(lambda: make_groups(run.mesh))
     found["number of groups"] = len(known) - 1
-    before = len(known)
-    found["stock groups"], _ = _timed(lambda: _stock_grid(run.mesh))
-    found["number of stock groups"] = _stock_calls(run.mesh)
-    found["stock groups that rank 0 is in"] = len(known) - before
+    with _counted_groups() as calls:
+        found["stock groups"], _ = _timed(lambda: _stock_grid(run.mesh))
+    found["number of stock groups"] = len(calls)  # each a collective call over all ranks
     dist.destroy_process_group()
     return found
 
@@ -210,6 +216,9 @@ def _stock_grid(mesh: Any) -> Any:
     import deepspeed
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
+    from dsx.launch.processes import without_builds
+
+    without_builds()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     return PipelineParallelGrid(topology=_topology(mesh))
 
@@ -220,11 +229,23 @@ def _topology(mesh: Any) -> Any:
     return PipeModelDataParallelTopology(num_pp=mesh.pp, num_mp=mesh.tp, num_dp=mesh.num_replicas)
 
 
-def _stock_calls(mesh: Any) -> int:
-    """How often every rank calls new_group: once for each group of each kind, its own or not."""
-    model, data, pipe = mesh.num_replicas, mesh.pp * mesh.tp, mesh.num_replicas * mesh.tp
-    tensor = mesh.pp * mesh.num_replicas
-    return model + data + pipe + tensor
+@contextmanager
+def _counted_groups() -> Iterator[list[Any]]:
+    """The groups that DeepSpeed asks for inside, which it does silently."""
+    import deepspeed.comm
+
+    original, calls = deepspeed.comm.new_group, []
+
+    def counting(ranks: Any) -> Any:
+        calls.append(ranks)
+        return original(ranks)
+
+    deepspeed.comm.new_group = counting
+    try:
+        with redirect_stdout(io.StringIO()):  # it prints all coordinates
+            yield calls
+    finally:
+        deepspeed.comm.new_group = original
 
 
 def as_text(report: Mapping[str, Any]) -> str:

@@ -43,7 +43,8 @@ doubled = forward(torch.ones(2))
 torch.compiler.set_stance("force_eager")  # inductor takes half a minute
 orthogonal = zeropower_via_newtonschulz5(torch.eye(4), 5)
 (broken,) = torch._dynamo.utils.counters["graph_break"].values()
-print(weight.tolist(), doubled.tolist(), orthogonal.shape, broken, type(sys.modules["torch._dynamo"]).__name__)
+kind = type(sys.modules["torch._dynamo"]).__name__
+print(weight.tolist(), doubled.tolist(), orthogonal.shape, broken, kind)
 """
 
 
