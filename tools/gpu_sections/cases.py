@@ -99,8 +99,8 @@ def _precision(dry: bool) -> Iterator[Case]:
         for zero in (1,) if dry else (1, 2, 3):
             arguments = {
                 "precision": precision, "zero": zero, "model": model, "length": 16 if dry else 256,
-                "steps": 2 if dry else 12,
-                "half": {"initial_scale_power": 24, "loss_scale_window": 4, "hysteresis": 1},
+                "steps": 8 if dry else 16,
+                "half": {"initial_scale_power": 22, "loss_scale_window": 4, "hysteresis": 1},
             }  # fmt: skip
             yield _case("precision", f"{precision}, ZeRO-{zero}", "correct:low_precision", arguments)
 

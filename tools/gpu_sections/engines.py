@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_sections.worker import Json, NotHereError, Place
+from gpu_sections.worker import Json, Place
 
 Batch = tuple[Any, Any]
 STOCK = "Hugging Face + DeepSpeed"
@@ -116,19 +116,10 @@ def batches(content: Mapping[str, Any], vocabulary: int, place: Place, seed: int
 
 
 def resolved(content: Mapping[str, Any]) -> Any:
-    """The config as dsx reads it. Raises NotHereError where this dsx lacks what newer ones have."""
+    """The config as dsx reads it."""
     import dsx
-    from dsx.config.schema import DsxConfig
-    from dsx.errors import DsxError
 
-    if "compile" in content["dsx"] and "compile" not in DsxConfig.model_fields:
-        raise NotHereError("this dsx has no dsx.compile")
-    try:
-        return dsx.load_config(dict(content), world_size=int(os.environ["WORLD_SIZE"]))
-    except DsxError as error:
-        if content.get("fp16", {}).get("enabled"):
-            raise NotHereError(f"dsx refuses fp16 here: {error.what}") from None
-        raise
+    return dsx.load_config(dict(content), world_size=int(os.environ["WORLD_SIZE"]))
 
 
 def ours(content: Mapping[str, Any]) -> Engine:
@@ -144,8 +135,8 @@ def ours(content: Mapping[str, Any]) -> Engine:
     return Engine(
         step=lambda items: engine.train_batch(iter(items)),
         norm=lambda: float(engine.get_global_grad_norm()),
-        scale=lambda: _scale(engine),
-        skipped=lambda: int(getattr(engine, "skipped_steps", 0)),
+        scale=lambda: engine.current_loss_scale,
+        skipped=lambda: int(engine.deepspeed_engine.skipped_steps),
         parameters=run.num_parameters,
         run=run,
     )
@@ -181,7 +172,7 @@ def stock(content: Mapping[str, Any], place: Place) -> Engine:
     return Engine(
         step=step,
         norm=lambda: float(engine.get_global_grad_norm()),
-        scale=lambda: _scale(engine),
+        scale=lambda: float(engine.optimizer.cur_scale) if engine.fp16_enabled() else None,
         skipped=lambda: int(engine.skipped_steps),
         parameters=sum(getattr(each, "ds_numel", each.numel()) for each in model.parameters()),
     )
@@ -206,15 +197,6 @@ def _transformers_model(content: Mapping[str, Any], place: Place) -> Any:
     torch.manual_seed(1)
     with torch.device(place.device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-
-
-def _scale(engine: Any) -> float | None:
-    """What the loss is scaled by: DeepSpeed's optimizers call it cur_scale, ZeRO's and fp16's alike."""
-    for holder in (engine, getattr(engine, "optimizer", None)):
-        value = getattr(holder, "cur_scale", None)
-        if isinstance(value, (int, float)):
-            return float(value)
-    return None
 
 
 def step_seconds(

@@ -96,7 +96,7 @@ _SHARED_GPU = {
 
 
 class NotHereError(Exception):
-    """A case that this machine or this dsx has no use for: it is told, and is no failure."""
+    """A case that this machine has no use for: it is told, and is no failure."""
 
 
 def work(job_file: Path) -> None:
@@ -139,8 +139,12 @@ def _join(place: Place) -> None:
 
     quiet()
     if place.dry:
+        from deepspeed.accelerator import get_accelerator
+
         without_builds()
         torch.set_num_threads(1)
+        # DeepSpeed refuses fp16 on CPUs, whose half kernels are all there.
+        get_accelerator().is_fp16_supported = lambda: True
     else:
         gpus = torch.cuda.device_count()
         os.environ["LOCAL_RANK"] = str(place.rank % gpus)  # DeepSpeed takes its device from there
