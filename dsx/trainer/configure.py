@@ -189,7 +189,8 @@ def configure(
             )
             raise ConfigError(where, what, "remove it, or give the model without an adapter")
         block["adapter"] = {"path": given.adapter}
-    if args.activation_checkpointing:
+    # transformers below 5.18 has the older name alone; newer ones keep both alike.
+    if getattr(args, "activation_checkpointing", args.gradient_checkpointing):
         block.setdefault("recompute", "full")
     most = getattr(given.hf_config, "max_position_embeddings", None) or _MOST_TOKENS
     # Of whole blocks, which tensor-parallel ranks can share, as batches are made to be.

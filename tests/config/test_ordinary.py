@@ -92,6 +92,9 @@ def test_what_is_auto_becomes_what_the_trainer_makes_of_it():
     del expected["fp16"], expected["train_batch_size"]
     gather = "stage3_gather_16bit_weights_on_model_save"  # not theirs to fill in
     del expected["zero_optimization"][gather], found["zero_optimization"][gather]
+    warm_up = expected["scheduler"]["params"]
+    # transformers below 5.18 writes 0, which DeepSpeed reads as it reads 1 (lr_schedules.py, WarmupLR).
+    warm_up["warmup_num_steps"] = max(1, warm_up["warmup_num_steps"])
     assert found == expected
     run = resolve(ours.content, world_size=2)
     assert (run.global_batch_size, run.mesh.dp, run.zero_stage, run.precision) == (16, 2, 3, "bf16")
