@@ -2,12 +2,14 @@
 
     python tools/bench_schedules.py [--ranks 4,8] [--micro-batches p,2p,4p] [--wire 0.25] [--only zbv,torch]
     python tools/bench_schedules.py --real
+    python tools/bench_schedules.py --parts 1,1.4,1,1.4,1,1.4,1,1.4 --micro-batches 8 --files best.csv
 
 Layers sleep instead of computing (a micro-batch takes a rank FORWARD ms forward, as long again for the input
 gradient and for the weight gradient), so that many ranks fit on few cores and what is measured is schedule
 and engine. Each sleep is shortened by what the latest ones overshot, in the median. With --wire every engine
-also runs with messages that arrive late, by that share of FORWARD. With --real a small GPT-2 computes on two
-ranks in place of sleeping.
+also runs with messages that arrive late, by that share of FORWARD. With --parts stages differ, and FORWARD is
+the mean; with --files schedules from CSV files run as well, such as those of dsx schedule search. With --real
+a small GPT-2 computes on two ranks in place of sleeping.
 
 The engines are dsx's, stock DeepSpeed's (1F1B, DualPipeV) and torch.distributed.pipelining's. They take turns
 in the same processes, round by round, each round beginning with another one. A step ends when the last rank
@@ -110,6 +112,20 @@ def _arguments() -> argparse.Namespace:
     )
     add("--forward-ms", type=float, default=16.0, metavar="MS", help="a rank's forward (default 16)")
     add("--wire", type=float, default=0.0, metavar="SHARE", help="a message's delay in forwards (default 0)")
+    add(
+        "--parts",
+        type=_times,
+        default=(),
+        metavar="T,...",
+        help="where stages differ: relative times of the model's parts, equally many to every virtual stage",
+    )
+    add(
+        "--files",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="CSV,...",
+        help="schedules from files, as dsx schedule search writes them, all for the one size that runs",
+    )
     add("--rounds", type=int, default=5, metavar="N", help="turns of every engine (default 5)")
     add(
         "--only",
@@ -127,6 +143,8 @@ def _arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.real and arguments.wire:
         parser.error("--wire delays by a share of a sleeping forward: leave it out with --real")
+    if arguments.real and (arguments.parts or arguments.files):
+        parser.error("--parts and --files are for sleeping layers: leave them out with --real")
     if arguments.micro_batches is None:
         arguments.micro_batches = _sizes("2,4,8" if arguments.real else "p,2p")
     return arguments
@@ -134,6 +152,10 @@ def _arguments() -> argparse.Namespace:
 
 def _numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
+
+
+def _times(text: str) -> tuple[float, ...]:
+    return tuple(float(word) for word in text.split(","))
 
 
 def _sizes(text: str) -> list[tuple[int, int]]:
@@ -159,6 +181,8 @@ def work(arguments: argparse.Namespace) -> None:
         wire_share=arguments.wire,
         rounds=arguments.rounds,
         only=tuple(arguments.only),
+        parts=arguments.parts,
+        files=arguments.files,
         real=real.Sizes(hidden=arguments.hidden, sequence_length=arguments.sequence_length)
         if arguments.real
         else None,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dsx.cli.options import OUTPUT, drawn
-from dsx.cli.output import deliver, judging, text_of
-from dsx.errors import ConfigError, ScheduleError
+from dsx.cli.output import deliver, judging, say, text_of, write
+from dsx.errors import ConfigError, LayoutError, ScheduleError
 from dsx.planner.choose import Choice, Ranking, choose
 from dsx.planner.layout import Space
 from dsx.planner.profile import Profile
@@ -23,6 +23,7 @@ from dsx.schedules.simulate import Costs, Seconds, simulate
 from dsx.terminal import aligned, amount
 
 if TYPE_CHECKING:
+    from dsx.planner.order_search import Searched
     from dsx.schedules.schedule import Schedule
     from dsx.schedules.simulate import Timeline
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _MOST_ROWS = 12
 _PICTURES = ("svg", "html")
 _GIB = 1 << 30
+_NO_GAIN = 0.0005
+_EFFORT = 10.0
 
 
 def _ranked_text(
@@ -74,6 +77,123 @@ def _check_choice(
             f"schedule {name!r}", "not a schedule to choose", f"use auto or one of {', '.join(NAMES)}"
         )
     return profile, (stages, micro_batches)
+
+
+def _to_search(
+    profile: Path | None, times: str | None, stages: int | None, micro_batches: int | None, wire: float
+) -> tuple[Profile, tuple[int, int]]:
+    """What is to be searched for, and the sizes."""
+    from dsx.planner.order_search import made_up
+
+    if (profile is None) == (times is None):
+        raise ConfigError(
+            "dsx schedule search",
+            "it needs the layers' times once",
+            "give --profile FILE or --times 31x1,4.8",
+        )
+    if profile is not None:
+        file, sizes = _check_choice("auto", profile, stages, micro_batches, wire)
+        return Profile.from_json(
+            text_of(file, f"--profile {file}", "give a profile.json"), name=str(file)
+        ), sizes
+    if stages is None or micro_batches is None:
+        raise ConfigError("dsx schedule search", "it needs --stages and --micro-batches", "give both")
+    forwards: list[float] = []
+    for word in str(times).split(","):
+        count, _, length = word.rpartition("x")
+        try:
+            each = [float(length)] * int(count or 1)
+            good = bool(each) and 0 < each[0] < float("inf")
+        except ValueError:
+            good = False
+        if not good:
+            raise ConfigError(
+                f"--times {times}", f"{word!r} is no time", "write 31x1,4.8: 31 of 1, one of 4.8"
+            )
+        forwards += each
+    return made_up(forwards, wire), (stages, micro_batches)
+
+
+def _refuse_unused(name: str, options: dict[str, float | str | None]) -> None:
+    """Options that mean nothing for this name."""
+    for option, value in options.items():
+        if value is not None:
+            fix = "leave it out" if name == "search" else "use dsx schedule search, or leave it out"
+            raise ConfigError(f"{option} {value}", f"it says nothing to dsx schedule {name}", fix)
+
+
+def _cap(profile: Profile, stages: int, activation_gib: float | None, most_live: float | None) -> int | None:
+    """Bytes of activations that a rank may keep; ``most_live`` counts in a rank's share of all layers."""
+    if most_live is None:
+        return None if activation_gib is None else int(activation_gib * _GIB)
+    if activation_gib is not None:
+        raise ConfigError("--most-live, --activation-gib", "both bound the same memory", "give one of them")
+    whole = sum(layer.kept_bytes for layer in next(iter(profile.layers.values())))
+    return int(most_live * whole / stages)
+
+
+def _search(
+    profile: Profile, sizes: tuple[int, int], space: Space, effort: int, style: str, output: Path | None
+) -> None:
+    """Search, print what came of it, and write the order to the output."""
+    from dsx.planner.order_search import search_order
+    from dsx.waiting import Waiting
+
+    with (
+        judging(ScheduleError, LayoutError),
+        Waiting("searching an order", total=effort, unit="actions timed") as waiting,
+    ):
+        searched = search_order(
+            profile,
+            num_ranks=sizes[0],
+            num_micro_batches=sizes[1],
+            space=space,
+            most_actions=effort,
+            progress=waiting.advance,
+        )
+    found = searched.found.cut
+    if style == "json":
+        facts = {
+            "found": _choice(searched.found),
+            "bound_seconds": searched.bound_seconds,
+            "gain": searched.gain,
+            "named": [_choice(each) for each in (searched.ranking.chosen, *searched.ranking.others)],
+        }
+        deliver(json.dumps(facts, indent=2) + "\n", output)
+    elif style == "table":
+        if output is not None:
+            write(found.schedule.to_csv(), output)
+        say(_searched_table(searched, output), end="")
+    else:
+        costs = _in_milliseconds(searched.costs) if style in _PICTURES else searched.costs
+        deliver(_render(found.schedule, costs, style, to_file=output is not None, unit="ms"), output)
+
+
+def _searched_table(searched: Searched, output: Path | None) -> str:
+    found, ranking = searched.found.cut, searched.ranking
+    rows = [("", "step", "bubble", "activations", "")]
+    rows.append(("searched", *_figures(searched.found), ""))
+    rows.append(
+        ("lower bound", f"{1000 * searched.bound_seconds:.4g} ms", "", "", "of any order of this cut")
+    )
+    for each in (ranking.chosen, *ranking.next_best(_MOST_ROWS)):
+        longer = each.cut.step_seconds / found.step_seconds - 1
+        above = ranking.reason(each) if ranking.most_bytes and each.peak_bytes > ranking.most_bytes else ""
+        rows.append((each.label, *_figures(each), above or f"{longer:+.1%} step"))
+    lines = aligned(rows, left=(0, 4))
+    if searched.gain < _NO_GAIN:
+        lines.append(
+            f"nothing is gained: {ranking.chosen.label} is within {searched.open_gain:.1%} of the bound"
+        )
+    stages = found.stage_map
+    counts = ",".join(str(len(stages.layers(stage))) for stage in range(stages.num_stages))
+    lines.append(
+        f"placement {stages.placement}, {stages.num_chunks} chunks, recompute {searched.found.recompute}"
+    )
+    file = output or "FILE (--output FILE writes it)"
+    lines.append(f"to run it: --set dsx.schedule.file={file} --set dsx.schedule.name=auto")
+    lines.append(f"           --set dsx.partition.method=[{counts}]")
+    return "\n".join(lines) + "\n"
 
 
 def _in_milliseconds(costs: Costs) -> Costs:
@@ -136,7 +256,9 @@ def _choice(choice: Choice) -> dict[str, Any]:
 def schedule(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help=f"{', '.join(NAMES)}, auto, or a CSV file, one row per rank."),
+        typer.Argument(
+            metavar="NAME", help=f"{', '.join(NAMES)}, auto, search, or a CSV file, one row per rank."
+        ),
     ],
     *,
     stages: Annotated[int | None, typer.Option(help="Pipeline ranks; a file says so itself.", min=1)] = None,
@@ -157,13 +279,25 @@ def schedule(
         int | None,
         typer.Option(help="Forwards that a rank of an interleaved schedule starts ahead of the next.", min=0),
     ] = None,
-    wire: Annotated[float, typer.Option(help="Time of a transfer, in forwards.", min=0)] = 0.0,
+    wire: Annotated[
+        float, typer.Option(help="Time of a transfer, in forwards; with --times in ms.", min=0)
+    ] = 0.0,
     profile: Annotated[
         Path | None,
         typer.Option(help="Measured layers, a run's profile.json: rank what may be chosen by its step."),
     ] = None,
     activation_gib: Annotated[
         float | None, typer.Option(help="Most activations on a rank, in GiB; with --profile.", min=0)
+    ] = None,
+    times: Annotated[
+        str | None, typer.Option(help="search: layers' forwards in ms, in place of a profile: 31x1,4.8.")
+    ] = None,
+    most_live: Annotated[
+        float | None, typer.Option(help="search: most activations of a rank; 1F1B keeps --stages.", min=0)
+    ] = None,
+    effort: Annotated[
+        float | None,
+        typer.Option(help="search: actions to time, in millions, of some seconds each. Default: 10.", min=0),
     ] = None,
     style: Annotated[
         Literal["table", "csv", "json", "svg", "html", "perfetto"],
@@ -174,12 +308,24 @@ def schedule(
     ] = "table",
     output: Annotated[Path | None, OUTPUT] = None,
 ) -> None:
-    """Print or draw a pipeline schedule and its bubble.
+    """Print, draw or search a pipeline schedule, with its bubble.
 
     Stages are equal, and a backward takes two forwards (one for the input's gradient, one for the weights').
     The peak activations are printed, too. Exit code 1: there can be no such schedule, or the file's would not
     run.
     """
+    searching = {"--times": times, "--most-live": most_live, "--effort": effort}
+    building = {"--group-size": group_size, "--warmup": warmup}
+    _refuse_unused(name, building if name == "search" else searching)
+    if name == "search":
+        measured, sizes = _to_search(profile, times, stages, micro_batches, wire)
+        space = Space(
+            chunks=None if chunks is None else (chunks,),
+            recompute=tuple(measured.layers),
+            most_bytes=_cap(measured, sizes[0], activation_gib, most_live),
+        )
+        _search(measured, sizes, space, int((_EFFORT if effort is None else effort) * 1e6), style, output)
+        return
     if name == "auto" or profile is not None or activation_gib is not None:
         file, sizes = _check_choice(name, profile, stages, micro_batches, wire)
         space = Space(

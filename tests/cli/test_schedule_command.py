@@ -77,4 +77,5 @@ def test_a_file_is_checked_and_drawn(dsx, tmp_path):
     assert "drop the other numbers" in dsx(path, "--stages", 4)[2]
     assert "absent.csv" in dsx(tmp_path / "absent.csv")[2]
     assert "--stages" in dsx("zbv", "--micro-batches", 4)[2]
+    assert "--effort 1.0: it says nothing to dsx schedule zbv" in dsx("zbv", *SIZE, "--effort", 1)[2]
     assert "one of gpipe" in dsx("zbw", *SIZE)[2]

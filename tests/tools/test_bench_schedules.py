@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 TOOL = Path(__file__).parents[2] / "tools" / "bench_schedules.py"
 FORWARD_MS = 1.0
 OURS = {f"dsx {name}" for name in ("gpipe", "1f1b", "looped_bfs", "interleaved", "interleaved_zb")} | {
-    f"dsx {name}" for name in ("zb_h1", "zbv", "dualpipev")
+    f"dsx {name}" for name in ("zb_h1", "zbv", "v_half", "v_min", "dualpipev")
 }
 TORCH = {f"torch {name}" for name in ("gpipe", "1f1b", "looped_bfs", "interleaved", "interleaved_zb", "zbv")}
 

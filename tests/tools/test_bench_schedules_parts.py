@@ -70,7 +70,7 @@ def test_dsx_divides_a_sleeping_layer():
 def test_deepspeeds_dualpipev_keeps_weight_gradients_in_its_backward():
     """Bubble and peak of DeepSpeed 0.19.8's own instructions at p = 4, m = 8 (DESIGN, section 9)."""
     schedule = schedules.deepspeed_dualpipev(4, 8)
-    assert simulate(schedule, schedules.costs(2, 1.0)).bubble == pytest.approx(0.229, abs=5e-4)
+    assert simulate(schedule, schedules.costs(8, 4, 1.0)).bubble == pytest.approx(0.229, abs=5e-4)
     assert max(peak_activations(schedule)) / 2 == 4.5
 
 

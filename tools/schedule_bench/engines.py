@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -153,8 +154,13 @@ def _options(name: str, num_ranks: int, costs: Callable[[int], Costs]) -> Option
 
 
 def _dsx(name: str, workload: Workload, groups: dsx.Groups, costs: Callable[[int], Costs]) -> Engine:
-    program = Program(name=name.removesuffix(WIDE), options=_options(name, groups.mesh.pp, costs))
-    chunks = default_chunks(program.name)
+    if name.endswith(".csv"):
+        program = Program.read(Path(name).read_text(encoding="utf-8"), name=name)
+        assert program.rows is not None
+        chunks = program.rows.num_chunks
+    else:
+        program = Program(name=name.removesuffix(WIDE), options=_options(name, groups.mesh.pp, costs))
+        chunks = default_chunks(program.name)
     split = WeightGradients() if program.divides else None
     net = dsx.PipelineModule(
         workload.layers(chunks, split),

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from schedule_bench import engines, real, virtual
 from schedule_bench.engines import Engine
-from schedule_bench.schedules import bubble_in_theory, costs, ideal_seconds, simulated_seconds
+from schedule_bench.schedules import Forward, bubble_in_theory, costs, ideal_seconds, simulated_seconds
 from schedule_bench.wire import Wire
 from schedule_bench.workload import Workload
 
 import dsx
+from dsx.schedules.simulate import Costs
 
 WARM_UP = 2
 """Rounds that are not counted: the first makes connections and buffers, the second is checked."""
@@ -32,7 +33,10 @@ class Job:
     Attributes:
         ranks: Pipeline degree, the number of processes.
         micro_batches: Sizes of a step.
-        forward_seconds: A rank's forward of a micro-batch (virtual compute).
+        forward_seconds: A rank's forward of a micro-batch (virtual compute), the mean of all ranks.
+        parts: Where stages differ, how long parts of the model take beside each other, equally many to every
+            virtual stage.
+        files: Schedules from CSV files, as engines of their own.
         wire_share: Delay of a message over ``forward_seconds``; 0 has no wires at all.
         rounds: Turns of every engine that count.
         only: Words that select engines.
@@ -46,6 +50,16 @@ class Job:
     rounds: int
     only: tuple[str, ...]
     real: real.Sizes | None = None
+    parts: tuple[float, ...] = ()
+    files: tuple[str, ...] = ()
+
+    @property
+    def forward(self) -> Forward:
+        """Seconds, as the simulations and the layers want them."""
+        if not self.parts:
+            return self.forward_seconds
+        whole = self.forward_seconds * self.ranks / sum(self.parts)
+        return tuple(part * whole for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +144,14 @@ def _table(
     job: Job, micro_batches: int, groups: dsx.Groups, sleeper: virtual.Sleeper, wire: Wire | None
 ) -> dict[str, Any]:
     load = _workload(job, micro_batches, sleeper)
-    forward, delay = job.forward_seconds, job.wire_share * job.forward_seconds
+    delay = job.wire_share * job.forward_seconds
+
+    def costs_of(chunks: int) -> Costs:
+        return costs(job.ranks * chunks, job.ranks, job.forward, delay)
+
     names = engines.names(job.ranks, micro_batches, job.only, wires=wire is not None)
-    built = [engines.make(name, load, groups, lambda chunks: costs(chunks, forward, delay)) for name in names]
+    names += [f"dsx {file}" for file in job.files]
+    built = [engines.make(name, load, groups, costs_of) for name in names]
     gc.collect()
     gc.freeze()  # else whoever's turn it is pays for collecting what all engines together made
     dist.barrier()
@@ -169,7 +188,7 @@ def _table(
 def _workload(job: Job, micro_batches: int, sleeper: virtual.Sleeper) -> Workload:
     if job.real is not None:
         return real.workload(job.real, micro_batches)
-    return virtual.workload(job.ranks, micro_batches, job.forward_seconds, sleeper)
+    return virtual.workload(job.ranks, micro_batches, job.forward, sleeper)
 
 
 def _timed(engine: Engine) -> float:
@@ -210,8 +229,8 @@ def _row(
     schedule, forward = engine.schedule, job.forward_seconds
     mine, theirs = times[engine.name], times[stock.name]
     median, ideal = statistics.median(mine.free), ideal_seconds(schedule, forward)
-    simulated = simulated_seconds(schedule, forward)
-    bubble = bubble_in_theory(engine.name, schedule)
+    simulated = simulated_seconds(schedule, job.forward)
+    bubble = None if job.parts else bubble_in_theory(engine.name, schedule)
     nominal = job.real is None
     wire = None
     if mine.wired:
@@ -221,7 +240,7 @@ def _row(
             median_seconds=wired,
             spread_seconds=max(mine.wired) - min(mine.wired),
             wires_per_micro_batch=(wired - median) / delays,
-            simulated_wires_per_micro_batch=(simulated_seconds(schedule, forward, delay) - simulated)
+            simulated_wires_per_micro_batch=(simulated_seconds(schedule, job.forward, delay) - simulated)
             / delays,
             speed=statistics.median(theirs.wired) / wired,
             sent_per_micro_batch=sent,
@@ -238,7 +257,7 @@ def _row(
         theory_bubble=bubble,
         simulated_bubble=simulated / ideal - 1,
         speed=statistics.median(theirs.free) / median,
-        simulated_speed=simulated_seconds(stock.schedule, forward) / simulated,
+        simulated_speed=simulated_seconds(stock.schedule, job.forward) / simulated,
         wire=wire,
         parameters=parameters,
     )

@@ -44,20 +44,33 @@ def from_torch(order: Mapping[int, Sequence[Any]], name: str, placement: Placeme
     return schedule
 
 
-def costs(num_chunks: int, forward_seconds: float, transfer_seconds: float = 0.0) -> Costs:
-    """A rank's forward in equal chunks; an input gradient and a weight gradient take as long."""
-    part = forward_seconds / num_chunks
+Forward = float | tuple[float, ...]
+"""Seconds of every rank's forward, or one for every part of the model in order, equally many to a stage."""
+
+
+def stage_seconds(num_stages: int, num_ranks: int, forward: Forward) -> tuple[float, ...]:
+    """What a forward takes each virtual stage."""
+    if isinstance(forward, float):
+        return (forward * num_ranks / num_stages,) * num_stages
+    each = len(forward) // num_stages
+    return tuple(sum(forward[each * stage : each * (stage + 1)]) for stage in range(num_stages))
+
+
+def costs(num_stages: int, num_ranks: int, forward: Forward, transfer_seconds: float = 0.0) -> Costs:
+    """Forwards of all stages; an input gradient and a weight gradient take as long."""
+    parts = stage_seconds(num_stages, num_ranks, forward)
     return Costs(
-        forward_seconds=part,
-        backward_input_seconds=part,
-        backward_weight_seconds=part,
+        forward_seconds=parts,
+        backward_input_seconds=parts,
+        backward_weight_seconds=parts,
         transfer_seconds=transfer_seconds,
     )
 
 
-def simulated_seconds(schedule: Schedule, forward_seconds: float, transfer_seconds: float = 0.0) -> float:
+def simulated_seconds(schedule: Schedule, forward: Forward, transfer_seconds: float = 0.0) -> float:
     """Length of a step on paper: transfers overlap with everything, nothing else takes time."""
-    return simulate(schedule, costs(schedule.num_chunks, forward_seconds, transfer_seconds)).seconds
+    size = (schedule.num_stages, schedule.num_ranks)
+    return simulate(schedule, costs(*size, forward, transfer_seconds)).seconds
 
 
 def ideal_seconds(schedule: Schedule, forward_seconds: float) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec
+from schedule_bench.schedules import Forward, stage_seconds
 from schedule_bench.workload import Workload
 from torch import nn
 
@@ -136,17 +137,18 @@ def squared_error(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (outputs - labels).square().mean()
 
 
-def workload(num_ranks: int, num_micro_batches: int, forward_seconds: float, sleeper: Sleeper) -> Workload:
-    """One sleeping layer per virtual stage; a rank's forward of a micro-batch takes ``forward_seconds``."""
+def workload(num_ranks: int, num_micro_batches: int, forward: Forward, sleeper: Sleeper) -> Workload:
+    """One sleeping layer per virtual stage, which takes its part of ``forward``."""
 
     def layers(num_chunks: int, split: WeightGradients | None) -> list[LayerSpec]:
+        parts = stage_seconds(num_ranks * num_chunks, num_ranks, forward)
         return [
-            LayerSpec(SleepLayer, forward_seconds / num_chunks, sleeper, split, first=stage == 0)
-            for stage in range(num_ranks * num_chunks)
+            LayerSpec(SleepLayer, seconds, sleeper, split, first=stage == 0)
+            for stage, seconds in enumerate(parts)
         ]
 
     def module(stage: int, num_stages: int) -> nn.Module:
-        return SleepLayer(forward_seconds * num_ranks / num_stages, sleeper, first=stage == 0)
+        return SleepLayer(stage_seconds(num_stages, num_ranks, forward)[stage], sleeper, first=stage == 0)
 
     return Workload(
         layers=layers,
