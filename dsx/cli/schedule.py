@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -114,7 +114,7 @@ def _to_search(
     return made_up(forwards, wire), (stages, micro_batches)
 
 
-def _refuse_unused(name: str, options: dict[str, float | str | None]) -> None:
+def _refuse_unused(name: str, options: Mapping[str, object]) -> None:
     """Options that mean nothing for this name."""
     for option, value in options.items():
         if value is not None:
