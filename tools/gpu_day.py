@@ -58,6 +58,9 @@ LOOK_SECONDS = 0.1
 REPORT_SECONDS = 5.0
 _START_SECONDS = 180.0
 _TAIL = 4000
+_BUILDING = frozenset({"speed", "kernels"})
+_APART = (EXCHANGES, FUSED_ADAM)
+"""Cases by which workers are told what they may use."""
 _PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
 
 
@@ -68,7 +71,7 @@ def main() -> int:
         work(arguments.worker)
     if arguments.wheels is not None:
         return fetch_wheels(arguments.wheels)
-    cases = [case for case in all_cases(dry=arguments.dry) if case.section in arguments.only]
+    cases = _chosen(all_cases(dry=arguments.dry), arguments.only)
     if arguments.list:
         for case in cases:
             print(f"{case.section}: {case.name}")
@@ -81,7 +84,10 @@ def main() -> int:
     day = Day(arguments.out, arguments.resume or arguments.out, dry=arguments.dry)
     began = time.time()
     left = day.left(cases, again=arguments.again)
-    run_cases(day, left, ends_at=began + 60 * arguments.minutes - REPORT_SECONDS)
+    with tempfile.TemporaryDirectory(prefix="gpu-day-extensions-", ignore_cleanup_errors=True) as folder:
+        # What an earlier run was building when it ended would be waited for, for ever.
+        os.environ["TORCH_EXTENSIONS_DIR"] = folder
+        run_cases(day, left, ends_at=began + 60 * arguments.minutes - REPORT_SECONDS)
     remaining = len(day.left(cases, again=False))
     text = as_markdown(day.sections, remaining=remaining, seconds=time.time() - began, command=sys.argv[1:])
     write(arguments.out / "report.md", text)
@@ -103,6 +109,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="fetch what such a machine lacks, and end")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def _chosen(cases: Sequence[Case], sections: Sequence[str]) -> list[Case]:
+    """The cases of some sections, and the build that they need."""
+    builds = not _BUILDING.isdisjoint(sections)
+    return [case for case in cases if case.section in sections or (builds and case.name == FUSED_ADAM)]
 
 
 def missing() -> list[str]:
@@ -167,7 +179,7 @@ class Day:
     def left(self, cases: Sequence[Case], *, again: bool) -> list[Case]:
         """The cases without a result; a build is done again for those that need it."""
         undone = [case for case in cases if self._undone(case, again)]
-        builds = any(case.section in ("speed", "kernels") for case in undone)
+        builds = any(case.section in _BUILDING for case in undone)
         setup = [case for case in cases if case.name == FUSED_ADAM and builds and case not in undone]
         return undone if not setup else sorted([*undone, *setup], key=cases.index)
 
@@ -203,15 +215,15 @@ def write(path: Path, text: str) -> None:
 
 def run_cases(day: Day, cases: Sequence[Case], *, ends_at: float) -> None:
     """Run cases in order, in a worker after the other."""
-    for ranks, group in groupby(cases, key=lambda case: (case.ranks, case.name == EXCHANGES)):
+    for _, group in groupby(cases, key=lambda case: (case.ranks, case.name if case.name in _APART else "")):
         todo = list(group)
-        if ranks[1]:
+        if todo[0].name == EXCHANGES:
             _find_backend(day, todo[0], ends_at)
-        elif ranks[0] > 1 and day.backend is None:
+        elif todo[0].ranks > 1 and day.backend is None:
             for case in todo if EXCHANGES in day.sections.get("ranks", {}) else ():
                 day.add(case.section, case.name, {"failed": f"needs what failed: {EXCHANGES}"})
         else:
-            backend = ("gloo" if day.dry else "nccl") if ranks[0] == 1 else str(day.backend)
+            backend = ("gloo" if day.dry else "nccl") if todo[0].ranks == 1 else str(day.backend)
             _in_workers(day, todo, backend, ends_at)
 
 
@@ -290,7 +302,8 @@ def _follow(
     while True:
         codes = [process.poll() for process in processes]
         over = any(codes) or None not in codes
-        lines = events.read_text().splitlines() if events.exists() else []
+        text = events.read_text() if events.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()  # the last may still be being written
         for event in map(json.loads, lines[read:]):
             if "began" in event:
                 current = named[event["began"]]

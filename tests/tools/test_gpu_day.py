@@ -74,6 +74,12 @@ def test_what_is_done_is_not_done_again(day, tmp_path):
     assert {path.name: path.read_text() for path in (tmp_path / "next").glob("*.json")} == before
 
 
+def test_a_name_is_one_case():
+    for dry in (True, False):
+        names = [case.name for case in gpu_day.all_cases(dry=dry)]
+        assert len(set(names)) == len(names)
+
+
 def crash(_place: worker.Place) -> worker.Json:
     print("the last words", flush=True)
     os.abort()

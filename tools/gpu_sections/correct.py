@@ -103,6 +103,7 @@ def recipe(place: Place, *, steps: int) -> Json:
         command += [word for key, value in words.items() for word in ("--set", f"{key}={value}")]
         launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         environ = {key: value for key, value in os.environ.items() if key not in launched}
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110, check=False)  # noqa: S603
         if done.returncode != 0:
             return {"failed": f"exit code {done.returncode}", "trace": (done.stdout + done.stderr)[-4000:]}

@@ -99,9 +99,9 @@ def cluster_name(place: Place) -> str:
     raise NotHereError(f"no cluster preset for {place.device_name}")
 
 
-def fused_adam(_place: Place) -> Json:
+def fused_adam(place: Place) -> Json:
     """Build DeepSpeed's FusedAdam, which a run would otherwise build at its start."""
-    if _place.dry:
+    if place.dry:
         raise NotHereError("built for GPUs alone")
     from deepspeed.ops.op_builder import FusedAdamBuilder
 
