@@ -175,6 +175,11 @@ class HubBlock(nn.Module):
             run = partial(recomputed, run, random=training)
         return joined(*run(x, *sums), positions)
 
+    @property
+    def why_not_compiled(self) -> str:
+        """What keeps the block from being compiled; empty if nothing does."""
+        return "" if self._routers is None else "its auxiliary loss is gathered by hooks on its routers"
+
     def computed(self, call: Call, x: Tensor) -> Tensor:
         """What of the forward is compiled; see :mod:`dsx.nn.compiled`."""
         return hidden_of(call.make(self.block, x))

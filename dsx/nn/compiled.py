@@ -69,20 +69,26 @@ def compile_blocks(
     Args:
         layers: This rank's.
         kinds: The class of every layer of the model. A block is a module that says what of it to compile
-            (``computed`` and ``compiled``), or one of several of its class.
+            (``computed`` and ``compiled``), or one of several of its class. One with a ``why_not_compiled``
+            stays as it is, and a warning says so.
         backend: As ``torch.compile`` takes it; None for :data:`BACKEND`.
 
     Returns:
         The blocks.
     """
     # Where a graph breaks deep inside a block, what is around it stays in the graphs before and after.
-    dynamo.nested_graph_breaks = True
-    counts, made, found = Counter(kinds), dict[type, Compiled](), []
+    if hasattr(dynamo, "nested_graph_breaks"):
+        dynamo.nested_graph_breaks = True
+    counts, made, found = Counter(kinds), dict[type, Compiled](), list[nn.Module]()
+    reasons: set[tuple[str, str]] = set()
     for layer in layers:
         kind = type(layer)
         if not isinstance(layer, nn.Module) or not (hasattr(kind, "compiled") or counts[kind] > 1):
             continue
         own: Any = layer
+        if reason := getattr(layer, "why_not_compiled", ""):
+            reasons.add((kind.__name__, reason))
+            continue
         if kind not in made:
             function = kind.computed if hasattr(kind, "compiled") else kind.forward
             made[kind] = Compiled(function, kind.__name__, backend or BACKEND)
@@ -91,4 +97,6 @@ def compile_blocks(
         else:
             own.forward = partial(made[kind], layer)
         found.append(layer)
+    for name, reason in sorted(reasons):
+        warnings.warn(f"{name} runs as it is, not compiled: {reason}", stacklevel=2)
     return found
