@@ -137,7 +137,7 @@ def settings(zero: int, dp: int) -> dict[str, Any]:
         "gradient_accumulation_steps": ROWS // (2 * dp),
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": zero},
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True, "fused": True}},
     }
 
 

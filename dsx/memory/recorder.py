@@ -491,6 +491,9 @@ class _Session:
         )
         buffers = 0 if self.owner is None else sum(map(_bytes, self.owner.buffers()))
         names = {id(parameter): name for name, parameter in named}
+        if hooked and self.owner is not None:
+            for parameter in self.owner.parameters():
+                parameter.ds_id = None  # type: ignore[attr-defined]  # by which linears know ZeRO-3's
         with self.recorder, self.recorder.alone(), ExitStack() as hooks:
             kept = self._warm_up()
             for handle in self._watch(names):

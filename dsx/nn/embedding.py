@@ -6,7 +6,6 @@ of the padded vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from dsx.nn.dropout import Dropout
 from dsx.nn.linear import column_linear
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import NORMAL, Initialiser, Weights, fresh_parameter
-from dsx.nn.split import WeightGradients, late
+from dsx.nn.split import Finish, WeightGradients, late
 
 
 def check_ids(ids: Tensor, vocab_size: int, what: str, *, ignored: int | None = None) -> None:
@@ -69,12 +68,17 @@ class _Lookup(torch.autograd.Function):
         if ctx.split.active:
             ctx.split.keep(ctx.parameter, ctx.shape, start, row_BS, dy)
             return None, None, None
-        return None, start(row_BS, dy)(), None
+        return None, start(row_BS, dy)(None), None
 
 
-def _start_table_gradient(row_BS: Tensor, dy: Tensor, *, rows: int) -> Callable[[], Tensor]:
-    # The operator behind F.embedding's backward, without a padding row and scaling by frequency.
-    return partial(torch.ops.aten.embedding_dense_backward, dy, row_BS, rows, -1, scale_grad_by_freq=False)
+def _start_table_gradient(row_BS: Tensor, dy: Tensor, *, rows: int) -> Finish:
+    def finish(total: Tensor | None) -> Tensor:
+        # The operator behind F.embedding's backward, without a padding row and scaling by frequency.
+        backward = torch.ops.aten.embedding_dense_backward
+        gradient: Tensor = backward(dy, row_BS, rows, -1, scale_grad_by_freq=False)
+        return gradient if total is None else total.add_(gradient)
+
+    return finish
 
 
 def _look_up(row_BS: Tensor, weight: Tensor, split: WeightGradients | None) -> Tensor:

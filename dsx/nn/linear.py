@@ -6,7 +6,7 @@ Weights are [out, in] as torch.nn.Linear's, so "column" is Shoeybi et al.'s word
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from dsx.nn import collectives
 from dsx.nn.parallel import TensorParallel, uncompiled
 from dsx.nn.parameters import NORMAL, ZEROS, Initialiser, fresh_parameter
 from dsx.nn.quantized import Matrix, Quantized, tiles, used
-from dsx.nn.split import WeightGradients, late
+from dsx.nn.split import Finish, WeightGradients, late
 
 if TYPE_CHECKING:
     from dsx.nn.adapter import Base, LowRank
@@ -113,14 +113,59 @@ class _Linear(torch.autograd.Function):
         return None if dx is None else dx.wait(), dweight, dbias, *(None,) * 4, dshared
 
 
+class _Divided(torch.autograd.Function):
+    """``x W^T + b`` of whole parameters on one rank, for a backward that may be divided.
+
+    It saves the Parameter itself, as :class:`_Linear` does and for the same reason.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, split: WeightGradients) -> Tensor:
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        ctx.split, ctx.parameter, ctx.shape, ctx.bias = split, weight, weight.shape, bias
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        dx = dy.matmul(weight) if needs_x else None
+        if not ctx.split.active:
+            dweight = _alone(x, dy)(None) if needs_weight else None
+            return dx, dweight, _summed(dy)(None) if needs_bias else None, None
+        if needs_weight:
+            ctx.split.keep(ctx.parameter, ctx.shape, _alone, x.detach(), dy)
+        if needs_bias:
+            ctx.split.keep(ctx.bias, ctx.shape[:1], _summed, dy)
+        return dx, None, None, None
+
+
+def _alone(x: Tensor, dy: Tensor) -> Finish:
+    return partial(_weight_gradient, x, dy.reshape(-1, dy.shape[-1]), None)
+
+
+def _summed(dy: Tensor) -> Finish:
+    def finish(total: Tensor | None) -> Tensor:
+        gradient = dy.reshape(-1, dy.shape[-1]).sum(0)
+        return gradient if total is None else total.add_(gradient)
+
+    return finish
+
+
 def _linear(x: Tensor, weight: Matrix, bias: Tensor | None, tp: TensorParallel | None, *more: Any) -> Tensor:
-    """:class:`_Linear`, or in a graph torch's own linear, where the two do the same."""
-    if torch.compiler.is_compiling() and isinstance(weight, Tensor):
-        num_valid, split, reduced, shared = more
-        alone = (tp is None or tp.size == 1) and reduced is None and shared is None
-        if alone and num_valid is None and (split is None or not split.divides):
+    """:class:`_Linear`, or what does the same with less Python where there is but one rank."""
+    num_valid, split, reduced, shared = more
+    plain = num_valid is shared is reduced is None and (tp is None or tp.size == 1)
+    y: Tensor
+    if plain and isinstance(weight, Tensor):
+        if split is not None and split.divides:
+            if weight.is_leaf and (bias is None or bias.is_leaf):
+                y = uncompiled(_Divided.apply, x, weight, bias, split)
+                return y
+        elif torch.compiler.is_compiling() or not hasattr(weight, "ds_id"):
             return F.linear(x, weight, bias)
-    y: Tensor = uncompiled(_Linear.apply, x, weight, bias, tp, *more)
+    y = uncompiled(_Linear.apply, x, weight, None if bias is None else late(bias, split), tp, *more)
     return y
 
 
@@ -137,23 +182,26 @@ def _input_gradient(dy_NO: Tensor, matrices: Iterable[Matrix]) -> Tensor:
 
 def _start_weight_gradient(
     x: Tensor, dy: Tensor, *, tp: TensorParallel | None, reduced: TensorParallel | None, num_valid: int | None
-) -> Callable[[], Tensor]:
+) -> Finish:
     """Start gathering x over ``tp`` or dy over ``reduced``; the result computes ``dy^T x``."""
     whole_x, whole_dy = _start_gather(x, tp), _start_gather(dy, reduced)
 
-    def finish() -> Tensor:
+    def finish(total: Tensor | None) -> Tensor:
         dy = whole_dy.wait()
-        return _weight_gradient(whole_x.wait(), dy.reshape(-1, dy.shape[-1]), num_valid)
+        return _weight_gradient(whole_x.wait(), dy.reshape(-1, dy.shape[-1]), num_valid, total)
 
     return finish
 
 
-def _weight_gradient(x: Tensor, dy_NO: Tensor, num_valid: int | None) -> Tensor:
-    """``dy^T x``, whose rows of padding are zero."""
-    dweight = dy_NO.t().mm(x.reshape(-1, x.shape[-1]))
+def _weight_gradient(x: Tensor, dy_NO: Tensor, num_valid: int | None, total: Tensor | None = None) -> Tensor:
+    """``dy^T x``, whose rows of padding are zero, added to ``total`` if that is given."""
+    x_NI = x.reshape(-1, x.shape[-1])
+    if total is not None and num_valid is None and total.dtype == dy_NO.dtype:
+        return total.addmm_(dy_NO.t(), x_NI)  # without another tensor of the weight's size
+    dweight = dy_NO.t().mm(x_NI)
     if num_valid is not None:
         dweight[num_valid:] = 0
-    return dweight
+    return dweight if total is None else total.add_(dweight)
 
 
 def _own_part(dy: Tensor, reduced: TensorParallel | None) -> Tensor:
@@ -205,7 +253,6 @@ def column_linear(
         shared: More rows, [more, in], for outputs behind these: what this rank applies of a parameter that
             is not its own. Its gradient is left to the caller.
     """
-    bias = None if bias is None else late(bias, split)
     return _linear(x, weight, bias, tp, num_valid, split, None, shared)
 
 
@@ -314,9 +361,9 @@ class RowParallelLinear(nn.Module):
         return with_adapter(self, x, self._base, self.bias)
 
     def _base(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        bias = None if bias is None else late(bias, self.split)
         if self.tp.size == 1:
             return _linear(x, self.weight, bias, None, None, self.split, None, None)
+        bias = None if bias is None else late(bias, self.split)
         partial_sum = _linear(x, self.weight, None, None, None, self.split, self.tp, None)
         return collectives.reduce_from(partial_sum, self.tp, bias)
 
@@ -353,7 +400,6 @@ class LocalLinear(nn.Module):
         return with_adapter(self, x, self._base, self.bias)
 
     def _base(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        bias = None if bias is None else late(bias, self.split)
         return _linear(x, self.weight, bias, None, None, self.split, None, None)
 
 

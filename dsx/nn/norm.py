@@ -17,7 +17,7 @@ from dsx.nn.collectives import copy_parameters
 from dsx.nn.documents import carried
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import ONES, ZEROS, Weights, fresh_parameter
-from dsx.nn.split import WeightGradients, late
+from dsx.nn.split import WeightGradients, late, late_together
 
 
 class LayerNorm(nn.Module):
@@ -47,8 +47,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to the same."""
-        parameters = late(self.weight, self.split), late(self.bias, self.split)
-        weight, bias = copy_parameters(self.tp, *parameters)
+        weight, bias = copy_parameters(self.tp, *late_together(self.split, self.weight, self.bias))
         return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -30,7 +29,10 @@ from dsx.nn.parallel import uncompiled
 Key: TypeAlias = tuple[int, int]
 """(virtual stage, micro-batch)."""
 
-Start: TypeAlias = Callable[..., Callable[[], Tensor]]
+Finish: TypeAlias = "Callable[[Tensor | None], Tensor]"
+"""The gradient, a tensor that nobody else holds; or what is given, with the gradient added in place."""
+
+Start: TypeAlias = Callable[..., Finish]
 """Takes the kept tensors, starts the communication that the gradient needs, and returns how to finish it."""
 
 
@@ -40,19 +42,19 @@ class WeightUse:
 
     start: Start
     tensors: tuple[Tensor, ...]
-    started: Callable[[], Tensor] | None = None
+    started: Finish | None = None
 
     def begin(self) -> None:
         """Start the communication that the gradient needs; what was kept goes, but for what that holds."""
         if self.started is None:
             self.started, self.tensors = self.start(*self.tensors), ()
 
-    def finish(self) -> Tensor:
-        """The gradient, a tensor that nobody else holds."""
+    def finish(self, total: Tensor | None = None) -> Tensor:
+        """See :data:`Finish`."""
         self.begin()
         assert self.started is not None
         finish, self.started = self.started, None
-        return finish()
+        return finish(total)
 
 
 @dataclass(slots=True)
@@ -130,9 +132,9 @@ class WeightGradients:
         Args:
             parameter: A leaf that gets the gradient.
             shape: Of the gradient. (Not taken from ``parameter``, which ZeRO-3 may have emptied.)
-            start: Called later as ``start(*tensors)``; returns a function that returns the gradient, a tensor
-                that nobody else holds. It may start communication: it is called while the gradient before
-                is being computed, in the same order on every rank.
+            start: Called later as ``start(*tensors)``; returns what finishes the gradient. It may start
+                communication: it is called while the gradient before is being computed, in the same order
+                on every rank.
             tensors: What to keep.
         """
         assert self._key is not None
@@ -178,11 +180,7 @@ class WeightGradients:
         delivery = _Delivery(entries)
         with torch.no_grad():
             for index, entry in enumerate(entries):
-                gradient = delivery.gradient(index)
-                if entry.parameter.grad is None:
-                    entry.parameter.grad = gradient
-                else:
-                    entry.parameter.grad.add_(gradient)
+                entry.parameter.grad = delivery.gradient(index, entry.parameter.grad)
 
 
 def _is_hooked(parameter: Tensor) -> bool:
@@ -196,15 +194,13 @@ class _Delivery:
     def __init__(self, entries: list[_Kept]) -> None:
         self._uses = [entry.uses for entry in entries]
 
-    def gradient(self, index: int) -> Tensor:
-        """Gradient of parameter ``index``, the sum over its uses."""
-        uses, total = self._uses[index], None
+    def gradient(self, index: int, total: Tensor | None = None) -> Tensor:
+        """Gradient of parameter ``index``, the sum over its uses, added to ``total`` if that is given."""
+        uses = self._uses[index]
         for number, use in enumerate(uses):
             use.begin()
             self._begin_next(index, number)
-            gradient = use.finish()
-            total = gradient if total is None else total.add_(gradient)
-            del gradient  # else autograd copies what it could take over
+            total = use.finish(total)
         assert total is not None
         uses.clear()
         return total
@@ -251,24 +247,28 @@ def _gathered_shapes(entries: list[_Kept]) -> Iterator[None]:
 
 
 class _Later(torch.autograd.Function):
-    """Identity on a parameter whose gradient, small and already computed, is delivered with the weights'."""
+    """Identity on parameters whose gradients, small and already computed, are delivered with the weights'."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, split: WeightGradients) -> Tensor:
-        ctx.parameter, ctx.shape, ctx.split = parameter, parameter.shape, split
-        return parameter.view_as(parameter)
+    def forward(ctx: Any, split: WeightGradients, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.split, ctx.parameters, ctx.shapes = split, parameters, [each.shape for each in parameters]
+        return tuple(each.view_as(each) for each in parameters)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.split.active:
-            return gradient, None
-        ctx.split.keep(ctx.parameter, ctx.shape, _as_it_is, gradient)
-        return None, None
+            return None, *gradients
+        for parameter, shape, gradient, needed in zip(
+            ctx.parameters, ctx.shapes, gradients, ctx.needs_input_grad[1:], strict=True
+        ):
+            if needed:
+                ctx.split.keep(parameter, shape, _as_it_is, gradient)
+        return (None,) * (len(gradients) + 1)
 
 
-def _as_it_is(gradient: Tensor) -> Callable[[], Tensor]:
-    return partial(torch.clone, gradient)
+def _as_it_is(gradient: Tensor) -> Finish:
+    return lambda total: gradient.clone() if total is None else total.add_(gradient)
 
 
 def late(parameter: Tensor, split: WeightGradients | None) -> Tensor:
@@ -276,7 +276,12 @@ def late(parameter: Tensor, split: WeightGradients | None) -> Tensor:
 
     For small parameters (biases, norms), whose gradient costs little to compute and to keep.
     """
-    if split is None or not split.divides or not parameter.is_leaf:
-        return parameter
-    view: Tensor = uncompiled(_Later.apply, parameter, split)
-    return view
+    return late_together(split, parameter)[0]
+
+
+def late_together(split: WeightGradients | None, *parameters: Tensor) -> tuple[Tensor, ...]:
+    """:func:`late` of several parameters that a forward uses together."""
+    if split is None or not split.divides or not all(each.is_leaf for each in parameters):
+        return parameters
+    views: tuple[Tensor, ...] = uncompiled(_Later.apply, split, *parameters)
+    return views

@@ -115,7 +115,7 @@ def _config(workload: Workload) -> dict[str, Any]:
         "gradient_clipping": CLIPPING,
         "steps_per_print": 1 << 30,
         "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "fused": True}},
     }
 
 
@@ -196,7 +196,7 @@ def _torch(name: str, workload: Workload, groups: dsx.Groups) -> Engine:
         stages[0] if name in _ONE_STAGE else stages, workload.num_micro_batches, loss_fn=workload.loss_fn
     )
     parameters = [p for stage in stages for p in stage.submod.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
     first = any(stage.is_first for stage in stages)
     target = workload.labels if any(stage.is_last for stage in stages) else None
 
