@@ -292,14 +292,21 @@ def recorded_flops(record: LayerRecord) -> float:
     return total
 
 
+_LONG = 8192
+
+
 def _loss_time(machine: Machine, pricing: _Pricing, shape: Shape) -> LayerTime:
-    """The loss's time. It goes through so many tokens at a time, so that many take in proportion."""
+    """The loss's time. It goes through so many tokens at a time, so that many take in proportion.
+
+    A long sequence counts as several short ones, because a record has every piece.
+    """
+    short = replace(shape, sequence_length=min(shape.sequence_length, _LONG))
     one, two = (
         _layer_time(machine, pricing, record, record)
         for number in (1, 2)
-        if (record := ModelRecords(replace(shape, micro_batch=number)).loss())
+        if (record := ModelRecords(replace(short, micro_batch=number)).loss())
     )
-    more = shape.micro_batch - 1
+    more = shape.micro_batch * shape.sequence_length / short.sequence_length - 1
     return LayerTime(
         **{
             each.name: getattr(one, each.name) + more * (getattr(two, each.name) - getattr(one, each.name))

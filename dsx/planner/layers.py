@@ -66,11 +66,14 @@ class ModelLayers:
         return layer_times(machine, self.shape(layout))
 
     def elements(self, tensor: int, *, trained: bool = False) -> tuple[int, ...]:
-        """Parameters of every layer on a rank, or those that are trained; a tied table's in the head, too."""
+        """Parameters of every layer on a rank, or those that are trained; a tied table's in the head, too.
+
+        Quantised ones are left out.
+        """
         held = [0] * len(layer_kinds(self.model))
         for spec in param_specs(self.model.for_tensor(tensor), pad_multiple=self.vocab_multiple):
-            if trained and not spec.trained:
-                continue
+            if (trained and not spec.trained) or spec.quantized != "none":
+                continue  # Each rank holds a quantised matrix whole, and ZeRO neither cuts nor gathers it.
             for layer in {spec.layer, len(held) - 1} if spec.tie is not None else {spec.layer}:
                 held[layer] += prod(spec.local_shape(tensor))
         return tuple(held)

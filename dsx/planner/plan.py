@@ -50,7 +50,16 @@ class MemoryFloor:
         count = layout.micro_batches(self.predictor.task.global_batch)
         live = count if layout.schedule in _ALL_LIVE else min(count, layout.pipeline)
         blocks = self.predictor.task.layers.num_layers // layout.pipeline
-        return float(live * blocks * self.kept_bytes(layout))
+        kept = self.kept_bytes(layout)
+        # What one block computes again is there as a whole before the first of what it keeps goes.
+        again = self.kept_bytes(replace(layout, recompute="none")) - kept if self._trains_all else 0
+        return float(live * blocks * kept + _NEARLY * max(0, again))
+
+    @property
+    def _trains_all(self) -> bool:
+        """Whether every block runs backward."""
+        predictor = self.predictor
+        return predictor.elements(1) == predictor.elements(1, trained=True)
 
     def kept_bytes(self, layout: Candidate) -> int:
         """What one block keeps of one micro-batch, by its record."""
@@ -83,6 +92,7 @@ def reason(plan: Plan, ranked: Ranked) -> str:
 Memory = Callable[[Candidate], int]
 """Peak bytes of the fullest rank of a layout; a DsxError for one that cannot be run."""
 
+_FAR = 1.1  # What a larger micro-batch shares with others is less than this.
 _NEARLY = 0.9  # Stages before the last may be a little shorter than the mean.
 
 
@@ -236,10 +246,19 @@ class Search:
         return self._in_full(ranked) if ranked is not None and self._is_open(ranked) else ranked
 
     def _open(self, mesh: Candidate) -> Iterator[_Node]:
-        """A mesh's variants whose memory can fit, with a bound as if there were no bubble."""
+        """A mesh's variants whose memory can fit, with a bound as if there were no bubble.
+
+        Where a micro-batch is far too large, larger ones are not looked at: each size takes a record.
+        """
+        hopeless: set[Candidate] = set()
         for layout in variants(self.task, self.space, mesh):
+            kind = replace(layout, micro_batch=1)
+            if kind in hopeless:
+                continue
             if self._can_fit(layout):
                 yield _Node(self._ideal(layout), layout)
+            elif self._floor.of(layout) > _FAR * self.cap:
+                hopeless.add(kind)
 
     def _ideal(self, layout: Candidate) -> float:
         """Seconds with equal ranks, which start as early as with the most chunks."""
@@ -386,7 +405,8 @@ class Search:
         return LayoutError(
             f"{self.space.gpus} x {name}, {amount(self.cap)} usable of each",
             f"no layout of the model fits; the nearest takes {least}",
-            "use more GPUs, shorter sequences or a smaller model, or zero_optimization.offload_optimizer",
+            "use more GPUs, shorter sequences (only tensor-parallel ranks share one: dsx has no context "
+            "parallelism) or a smaller model, or zero_optimization.offload_optimizer",
         )
 
 

@@ -377,7 +377,7 @@ def _unlike(device: torch.device, cluster: Cluster, precision: Precision) -> str
     """What to add where this machine's device is not the cluster's; empty where it may be."""
     here, differs = device_name(), ""
     if (device.type == "cpu") != cluster.is_host:
-        differs = "is a CPU" if device.type == "cpu" else "is no CPU"
+        differs = "is no GPU" if device.type == "cpu" else "is no CPU"
     elif device.type != "cpu":
         peak, wanted = peak_flops(here, precision), cluster.peak(precision)
         held = torch.cuda.get_device_properties(device).total_memory
@@ -388,8 +388,8 @@ def _unlike(device: torch.device, cluster: Cluster, precision: Precision) -> str
     if not differs:
         return ""
     return (
-        f"\nthis machine is not one of {cluster.name}: its {here} {differs}. The plan is for {here} with the "
-        f"memory and links of {cluster.name}"
+        f"\nnot a machine of {cluster.name}: this {here} {differs}; the plan goes by what it reaches, with "
+        f"the memory and links of {cluster.name}"
     )
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from dsx.planner import profiler as measured
 from dsx.planner.cluster import preset
@@ -52,6 +53,38 @@ def test_a_plan_from_measurements(inputs):
     slow = replace(found, efficiency=replace(found.efficiency, matmul=found.efficiency.matmul / 4))
     slower = plan_search(inputs, Fixed(), slow).run(1).best[0]
     assert slower.time.seconds > best.time.seconds
+
+
+class Gpu:
+    """What torch says of a GPU with so many GiB."""
+
+    def __init__(self, gib):
+        self.total_memory = int(gib * (1 << 30))
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "cluster", "words"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100", ""),
+        ("NVIDIA H200", 139.8, "H200", ""),
+        ("NVIDIA H200", 139.8, "H100", "this NVIDIA H200 has 140 GiB"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "H100", "this NVIDIA A100-SXM4-80GB has a peak of 312 TFLOP/s"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "CPU", "is no CPU"),
+    ],
+)
+def test_says_when_the_gpu_is_not_the_clusters(monkeypatch, name, gib, cluster, words):
+    monkeypatch.setattr(measured, "device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Gpu(gib))
+    found = measured._unlike(torch.device("cuda"), preset(cluster), "bf16")
+    assert words in found
+    assert bool(words) == bool(found)
+    assert not found or f"not a machine of {cluster}" in found
+
+
+def test_says_that_a_cpu_is_no_gpu():
+    cpu = torch.device("cpu")
+    assert "this CPU is no GPU" in measured._unlike(cpu, preset("H100"), "bf16")
+    assert not measured._unlike(cpu, preset("CPU"), "fp32")
 
 
 def test_long_sequences_are_cut():

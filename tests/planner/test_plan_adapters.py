@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,3 +78,24 @@ def test_a_chat_config_is_planned_with_its_estimate():
     ranks = [estimate(job_of(run, device="cuda"), run.mesh.rank(pp=at)) for at in range(run.mesh.pp)]
     assert best.peak_bytes == max(each.peak.peak_bytes for each in ranks)
     assert best.peak_bytes < 2 * 2 * run.num_parameters + (8 << 30), "no fp32 copy or moments of the base"
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_quantised_base_is_no_bf16_one(tmp_path, zero):
+    """GPUs that the base's bf16 weights alone would fill: the bounds let the layout through that fits."""
+    config = json.loads(CHAT.read_text())
+    config["dsx"]["adapter"]["quantization"] = "nf4"
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    inputs = plan_inputs(
+        model="llama-3-8b",
+        config=path,
+        cluster=preset("A100-80"),
+        gpus=1,
+        global_batch=4,
+        sequence_length=512,
+    )
+    search = plan_search(inputs, Fixed(zero=zero, micro_batch=1, gpu_memory=16.0))
+    best = search.run(1).best[0]
+    assert best.peak_bytes < search.cap < 2 * inputs.num_parameters
+    assert search._floor.of(best.layout) <= best.peak_bytes
