@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import checkpointing
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime import lr_schedules
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
@@ -496,7 +496,8 @@ def _compile_blocks(
 
     if model.split is not None:
         model.split.divides = model.program.divides
-    kinds = [getattr(each, "typename", type(each)) for each in model.layer_specs]
+    own = [each for each in model.layer_specs if not isinstance(each, TiedLayerSpec)]
+    kinds = [getattr(each, "typename", type(each)) for each in own]
     for block in compile_blocks(model.chunks.layers.values(), kinds):
         if zero_stage == 3 and not model.program.divides:
             # Gathered whole before it runs, because hooks of modules inside would break its graph. Where the

@@ -68,9 +68,9 @@ def compile_blocks(
 
     Args:
         layers: This rank's.
-        kinds: The class of every layer of the model. A block is a module that says what of it to compile
-            (``computed`` and ``compiled``), or one of several of its class. One with a ``why_not_compiled``
-            stays as it is, and a warning says so.
+        kinds: The class of every layer of the model that is not tied. A block is a module that says what of
+            it to compile (``computed`` and ``compiled``), or one of several of its class. One with a
+            ``why_not_compiled`` stays as it is, and a warning says so.
         backend: As ``torch.compile`` takes it; None for :data:`BACKEND`.
 
     Returns:
@@ -86,7 +86,8 @@ def compile_blocks(
         if not isinstance(layer, nn.Module) or not (hasattr(kind, "compiled") or counts[kind] > 1):
             continue
         own: Any = layer
-        if reason := getattr(layer, "why_not_compiled", ""):
+        replaced = "its forward has been replaced" if "forward" in vars(layer) else ""
+        if reason := getattr(layer, "why_not_compiled", replaced):
             reasons.add((kind.__name__, reason))
             continue
         if kind not in made:
