@@ -118,7 +118,8 @@ class PeakMemory:
     """The highest memory of this rank's training steps.
 
     On a GPU the allocator knows it. On a CPU the tensors of one step, the second of the process, are counted:
-    counting takes about as long again as the step itself.
+    counting takes about as long again as the step itself. In fp16 it is the first that updates the weights as
+    the one before it has.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -138,11 +139,12 @@ class PeakMemory:
                     self._meter.add(tensor)
             self._meter.__enter__()
 
-    def after_step(self) -> None:
-        """Called when the step is over."""
+    def after_step(self, *, updated: bool = True) -> None:
+        """Called when the step is over; one that has not ``updated`` the weights does not count."""
         if self._meter is not None:
             self._meter.__exit__(None, None, None)
-            self._counted = self._meter.peak_bytes.get("", 0)  # nothing if no tensor lives
+            if updated:
+                self._counted = self._meter.peak_bytes.get("", 0)  # nothing if no tensor lives
             self._meter = None
 
     def peaks(self) -> dict[str, int]:

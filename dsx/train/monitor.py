@@ -90,7 +90,7 @@ class Monitor:
 
     def step(self, loss: torch.Tensor) -> None:
         """Report the step that has just ended, if its turn has come."""
-        self._memory.after_step()
+        self._memory.after_step(updated=not self._engine.overflowed)
         self._mute_steps += self._engine.steering.sums[2] == 0  # asked for its value at the next report
         step, train = int(self._engine.global_steps), self._config.dsx.train
         every = 1 if train.log_every == "auto" else train.log_every
@@ -183,9 +183,10 @@ class Monitor:
         self._used_scale = self._engine.current_loss_scale
         self._last_time += time.perf_counter() - self._step_ended
         to_come = int(self._engine.global_steps) + 1
+        train = self._config.dsx.train
         # On a CPU tensors are counted operator by operator, of which a compiled block shows none.
-        whole = self._config.dsx.compile == "none"
-        self._memory.before_step(counts=whole and to_come not in self._config.dsx.train.trace_steps)
+        whole = self._config.dsx.compile == "none" and to_come not in train.trace_steps
+        self._memory.before_step(counts=whole and not self._engine.overflowed)
 
     def warn(self, text: str) -> None:
         """Say something that the user should know, on rank 0."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 import ranks
+from parity import dsx_run
 from parity.fp16_runs import Case, Step, Trained, ours, stock
 
 CPU = {"device": "cpu"}
@@ -82,3 +83,43 @@ def test_layouts_agree() -> None:
         losses = [step.loss for step in known.steps]
         assert [step.loss for step in result.steps] == pytest.approx(losses, rel=0 if exact else 1e-3), name
         assert not exact or result.weights == known.weights, name
+
+
+LARGE = (("fp16", {"enabled": True, "initial_scale_power": 26, "loss_scale_window": 3}),)
+FAMILY_STEPS = 16
+FAMILY = {
+    "pp2": dsx_run.Case(family="gpt2", pp=2, zero=1, extra=LARGE),
+    "tp2": dsx_run.Case(family="gpt2", tp=2, zero=2, extra=LARGE),
+    "tp2-whole-sequences": dsx_run.Case(family="gpt2", tp=2, zero=0, sequence_parallel=False, extra=LARGE),
+    "interleaved_zb": dsx_run.Case(
+        family="gpt2", pp=2, chunks=2, zero=1, schedule="interleaved_zb", extra=LARGE
+    ),
+    "zbv": dsx_run.Case(family="gpt2", pp=2, chunks=2, zero=3, schedule="zbv", recompute="full", extra=LARGE),
+    "zb_h1": dsx_run.Case(family="gpt2", pp=2, zero=0, schedule="zb_h1", extra=LARGE),
+}
+
+
+def family(rank: int, world_size: int) -> list[list[tuple[float, int, float, float]]]:
+    """Of each case's steps: scale, skipped steps, loss, norm."""
+    found = []
+    for case in FAMILY.values():
+        engine, _ = dsx_run.build(case, None)
+        rows = []
+        for step in range(FAMILY_STEPS):
+            scale = engine.current_loss_scale
+            loss = float(engine.train_batch(dsx_run.batches(case, step, engine.groups.dp_rank)))
+            rows.append((scale, int(engine.skipped_steps), loss, engine.get_global_grad_norm()))
+        found.append(rows)
+    return found
+
+
+def test_a_family_in_every_kind_of_layout() -> None:
+    """Tied weights, tensor parallelism, chunks and divided backwards: the same steps overflow everywhere."""
+    results = dict(zip(FAMILY, ranks.run(family, 2)[0], strict=True))
+    known = results["pp2"]
+    assert {row[0] for row in known} > {2.0**26, 2.0**25}
+    assert 3 < known[-1][1] < FAMILY_STEPS - 3
+    for name, rows in results.items():
+        assert [row[:2] for row in rows] == [row[:2] for row in known], name
+        for at in (2, 3):
+            assert [row[at] for row in rows] == pytest.approx([row[at] for row in known], rel=5e-3), name

@@ -64,6 +64,7 @@ class Run:
             steering=SimpleNamespace(sums=torch.ones(3)),
             trained_tokens=512,
             current_loss_scale=None,
+            overflowed=False,
         )
         self.clock = clock
         self.traced: list[int] = []
