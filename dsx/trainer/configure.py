@@ -235,7 +235,7 @@ def _fill(content: dict[str, Any], args: Any, given: GivenModel, steps: int, sha
     for key in (MICRO, ACCUMULATION, "gradient_clipping"):
         content.setdefault(key, "auto")
     if not {"bf16", "bfloat16", "fp16"} & content.keys():
-        content["bf16"] = {"enabled": "auto"}
+        content |= {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
     if "optimizer" not in content:
         content |= _optimizer(args)
     if shares is None:  # the product of the others, once their number is known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from dsx.checkpoint.execute import ConversionOptions
 from dsx.checkpoint.layouts import TargetDegrees
 from dsx.checkpoint.open import open_checkpoint
 from dsx.checkpoint.reshard import WantedTarget, prepare
-from dsx.errors import RunError
+from dsx.errors import CheckpointError, RunError
 from fault_tolerance.guarded import Run
 from parity import dsx_run
 from parity.fp16_runs import Case, batches, made, ours
@@ -175,3 +176,23 @@ WAYS = {
     "dcp": WantedTarget(format="dcp"),
     "dsx": WantedTarget(degrees=TargetDegrees(data=2, pipeline=1, zero=3)),
 }
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("cur_scale", 0), ("cur_scale", "65536"), ("cur_hysteresis", -1), ("cur_iter", True)]
+)
+def test_a_saved_state_that_no_scaler_has_is_refused(key: str, value: Any) -> None:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    from dsx.checkpoint.run.state import _restore_loss_scale
+
+    scaler = DynamicLossScaler(2**16, 1000, 1, 2, False)
+    optimizer = SimpleNamespace(loss_scaler=scaler)
+    engine = SimpleNamespace(fp16_enabled=lambda: True, optimizer=optimizer)
+    run: Any = SimpleNamespace(deepspeed_engine=engine)
+    saved = {"dynamic": True, "cur_scale": 8.0, "cur_iter": 5, "last_overflow_iter": 3, "cur_hysteresis": 9}
+    with pytest.raises(CheckpointError, match=rf"here: loss_scale\.{key}"):
+        _restore_loss_scale(run, saved | {key: value}, "here")
+    _restore_loss_scale(run, saved, "here")
+    assert (scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter) == (8.0, 5, 3)
+    assert scaler.cur_hysteresis == 2  # no more than the config's

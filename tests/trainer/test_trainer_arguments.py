@@ -217,6 +217,8 @@ def test_what_the_json_leaves_out_comes_from_the_arguments(args):
     assert config.deepspeed["optimizer"]["params"]["lr"] == 1e-3
     assert (config.dsx.recompute, config.dsx.train.seed, config.dsx.train.steps) == ("full", 5, 10)
     assert (config.mesh.pp, config.mesh.dp) == (2, 2)
+    halves = [resolved(args, **{name: True}).precision for name in ("bf16", "fp16")]
+    assert (config.precision, *halves) == ("fp32", "bf16", "fp16")
 
 
 @pytest.mark.parametrize(
