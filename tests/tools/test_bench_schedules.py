@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dsx.schedules.builders import Options, build
+from dsx.schedules.simulate import Costs, simulate
+
 pytestmark = pytest.mark.slow
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench_schedules.py"
@@ -90,11 +93,29 @@ def test_figures_belong_together(virtual):
 def test_engines_send_what_their_schedule_does(virtual):
     """An activation and a gradient over every boundary between ranks; the rest is a few of the first step."""
     boundaries = {"1f1b": 1, "gpipe": 1, "zb_h1": 1, "interleaved": 3, "looped_bfs": 3, "interleaved_zb": 3}
-    boundaries |= {"zbv": 2, "dualpipev": 2}  # the V's turn is within a rank
+    boundaries |= {"zbv": 2, "v_half": 2, "v_min": 2, "dualpipev": 2}  # the V's turn is within a rank
     for table in virtual[0]["tables"]:
         for row in table["rows"]:
             name = row["engine"].split(" ")[1]
             assert row["wire"]["sent_per_micro_batch"] == 2 * boundaries[name], row["engine"]
+
+
+def test_a_schedule_from_a_file_runs_where_stages_differ(tmp_path):
+    """Stages of 1 : 3, twice; the file holds ZB-V, placed for equal stages."""
+    schedule, part = build("zbv", 2, 2, 4), FORWARD_MS / 1000 / 4
+    file = tmp_path / "mine.csv"
+    file.write_text(schedule.to_csv())
+    sizes = ("--ranks", "2", "--micro-batches", "4", "--forward-ms", str(FORWARD_MS), "--rounds", "1")
+    (table,) = run(tmp_path, *sizes, "--parts", "1,3,1,3", "--files", str(file), "--only", "dsx zbv")[0][
+        "tables"
+    ]
+    rows = {row["engine"]: row for row in table["rows"]}
+    assert [*rows] == ["deepspeed 1f1b", "dsx zbv", f"dsx {file}"]
+    lengths = (part, 3 * part, part, 3 * part)
+    costs = Costs(forward_seconds=lengths, backward_input_seconds=lengths, backward_weight_seconds=lengths)
+    assert rows[f"dsx {file}"]["simulated_seconds"] == pytest.approx(simulate(schedule, costs).seconds)
+    placed = build("zbv", 2, 2, 4, Options(costs=costs))
+    assert rows["dsx zbv"]["simulated_seconds"] == pytest.approx(simulate(placed, costs).seconds)
 
 
 def test_the_real_run_trains_one_model_everywhere(real):

@@ -80,7 +80,9 @@ def names(
     return [name for name in found if not only or name == STOCK or any(_fits(name, word) for word in only)]
 
 
-def make(name: str, workload: Workload, groups: dsx.Groups, costs: Callable[[int], Costs]) -> Engine:
+def make(
+    name: str, workload: Workload, groups: dsx.Groups, costs: Callable[[int], Costs], *, uneven: bool = False
+) -> Engine:
     """The engine ``name``; a collective call over all ranks.
 
     Args:
@@ -88,10 +90,11 @@ def make(name: str, workload: Workload, groups: dsx.Groups, costs: Callable[[int
         workload: What it trains.
         groups: The ranks.
         costs: Number of chunks -> what actions and late messages take, for schedules built for them.
+        uneven: Stages differ: all of dsx's schedules are built for them.
     """
     whose, schedule = name.split(" ", 1)
     if whose == "dsx":
-        return _dsx(schedule, workload, groups, costs)
+        return _dsx(schedule, workload, groups, costs, uneven=uneven)
     return {"deepspeed": _deepspeed, "torch": _torch}[whose](schedule, workload, groups)
 
 
@@ -140,11 +143,11 @@ def _deepspeed(name: str, workload: Workload, groups: dsx.Groups) -> Engine:
     )
 
 
-def _options(name: str, num_ranks: int, costs: Callable[[int], Costs]) -> Options:
+def _options(name: str, num_ranks: int, costs: Callable[[int], Costs], *, uneven: bool) -> Options:
     """The schedule's own, or what hides late messages: larger groups, a longer warm-up, W placed for them."""
     known = name.removesuffix(WIDE)
     if known == name:
-        return Options()
+        return Options(costs=costs(default_chunks(name))) if uneven else Options()
     options = {
         "interleaved": Options(group_size=num_ranks + 1),
         "interleaved_zb": Options(group_size=num_ranks + 1, warmup_per_rank=2, costs=costs(2)),
@@ -153,13 +156,17 @@ def _options(name: str, num_ranks: int, costs: Callable[[int], Costs]) -> Option
     return options[known]
 
 
-def _dsx(name: str, workload: Workload, groups: dsx.Groups, costs: Callable[[int], Costs]) -> Engine:
+def _dsx(
+    name: str, workload: Workload, groups: dsx.Groups, costs: Callable[[int], Costs], *, uneven: bool
+) -> Engine:
     if name.endswith(".csv"):
         program = Program.read(Path(name).read_text(encoding="utf-8"), name=name)
         assert program.rows is not None
         chunks = program.rows.num_chunks
     else:
-        program = Program(name=name.removesuffix(WIDE), options=_options(name, groups.mesh.pp, costs))
+        program = Program(
+            name=name.removesuffix(WIDE), options=_options(name, groups.mesh.pp, costs, uneven=uneven)
+        )
         chunks = default_chunks(program.name)
     split = WeightGradients() if program.divides else None
     net = dsx.PipelineModule(

@@ -151,7 +151,7 @@ def _table(
 
     names = engines.names(job.ranks, micro_batches, job.only, wires=wire is not None)
     names += [f"dsx {file}" for file in job.files]
-    built = [engines.make(name, load, groups, costs_of) for name in names]
+    built = [engines.make(name, load, groups, costs_of, uneven=bool(job.parts)) for name in names]
     gc.collect()
     gc.freeze()  # else whoever's turn it is pays for collecting what all engines together made
     dist.barrier()
