@@ -15,7 +15,7 @@ from dsx.schedules.search import Room, Shop, search
 from dsx.schedules.simulate import Costs
 
 _CUTS = 3  # Cuts, each with where its stages lie, that the search begins with.
-_ROUNDS = 3  # Orders and cuts in turn.
+_SHARES = (0.6, 0.2, 0.2)  # Of the work, for each round of an order and a cut for it.
 _CUT_ACTIONS = 1_000_000
 _BETTER = 0.999
 LAYER_BYTES = 1 << 20
@@ -113,7 +113,7 @@ def search_order(
             stages = choice.cut.stage_map
             groups.setdefault((choice.recompute, stages), []).append(choice)
     best = sorted(groups.values(), key=lambda group: min(each.cut.step_seconds for each in group))[:_CUTS]
-    each = most_actions // (len(best) * _ROUNDS)
+    each = most_actions // len(best)
     found = [
         searched
         for group in best
@@ -133,7 +133,7 @@ def _searches(
     """Search an order for the cut that a group of choices has, then a cut for that order, and so on."""
     best = min(group, key=lambda choice: choice.cut.step_seconds)
     starts = [choice.cut.schedule for choice in group]
-    for _ in range(_ROUNDS):
+    for share in _SHARES:
         stages = best.cut.stage_map
         pipeline = _pipeline(profile, best, *sizes, ranking.most_bytes)
         costs = pipeline.costs(stages.bounds)
@@ -144,7 +144,7 @@ def _searches(
             working=costs.working_bytes,
         )
         shop = Shop((sizes[0], stages.num_chunks, sizes[1]), stages.placement, costs.seconds, room)
-        result = search(shop, starts, most_actions=most_actions, progress=progress)
+        result = search(shop, starts, most_actions=int(share * most_actions), progress=progress)
         found = replace(pipeline, program=Program(name="searched", rows=result.schedule))
         # Whole backwards may be shorter than their parts, so that what there was can be the best still.
         cut = min(best.cut, found.judge(stages.bounds), key=lambda each: each.step_seconds)
