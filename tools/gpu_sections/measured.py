@@ -156,7 +156,7 @@ def speed(
 def _adam(place: Place) -> Json:
     """What users get on a GPU without asking: FusedAdam; torch's where it has not been built."""
     params = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
-    return params if place.fused_adam else {**params, "torch_adam": True}
+    return params if place.fused_adam else {**params, "torch_adam": True, "fused": not place.dry}
 
 
 def attention(place: Place, *, shape: Mapping[str, int], backend: str) -> Json:
