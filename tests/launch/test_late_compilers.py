@@ -10,7 +10,7 @@ import sys
 import torch
 import torch.distributed as dist
 import deepspeed
-from dsx.launch.late_compilers import load_compilers_late
+from dsx.launch.processes import load_compilers_late
 
 late = sys.argv[1] == "late"
 if late:
