@@ -16,12 +16,13 @@ in the same processes, round by round, each round beginning with another one. A 
 is done, with its optimizer's step. With --real dsx and stock DeepSpeed train the same layers; torch trains
 plain modules of the same sizes, for its split of the backward knows nothing else.
 
-Columns: the median step and its spread (slowest less fastest); by the published formula; simulated with free
-transfers in the engine's own order of actions; how much longer than that the engine took (excess); bubble
-over ideal time, measured and simulated; speed over stock DeepSpeed's 1F1B, measured and simulated. With
---wire: the median step, what it grew by in delays per micro-batch, measured and simulated, and the speed over
-stock; and dsx's schedules also with the options that hide such delays ("wide"). With --real nothing can be
-simulated but bubble and speed, for three parts of equal length.
+Columns: the median step and its spread (slowest less fastest); the processor time of all ranks for a step
+(the lower quartile of the rounds, which a busy machine disturbs least); by the published formula; simulated
+with free transfers in the engine's own order of actions; how much longer than that the engine took
+(excess); bubble over ideal time, measured and simulated; speed over stock DeepSpeed's 1F1B, measured and
+simulated. With --wire: the median step, what it grew by in delays per micro-batch, measured and simulated,
+and the speed over stock; and dsx's schedules also with the options that hide such delays ("wide"). With
+--real nothing can be simulated but bubble and speed, for three parts of equal length.
 
 --check ends with 1 if a size misses a bound of schedule_bench/thresholds.py, and prints every bound.
 """

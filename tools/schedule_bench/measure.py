@@ -71,6 +71,8 @@ class Row:
         chunks: Virtual stages per rank.
         median_seconds: Of a step, until the last rank is done.
         spread_seconds: Slowest less fastest counted step.
+        cpu_seconds: Processor time of all ranks for a step, the lower quartile of the counted steps, which a
+            busy machine disturbs least; ranks that wait take none.
         theory_seconds: By the published formula; None without one.
         simulated_seconds: The engine's own order with free transfers and nominal times; in a real-compute run
             None, for there are no nominal times.
@@ -88,6 +90,7 @@ class Row:
     chunks: int
     median_seconds: float
     spread_seconds: float
+    cpu_seconds: float
     theory_seconds: float | None
     simulated_seconds: float | None
     excess: float | None
@@ -126,6 +129,7 @@ class _Times:
     """Counted steps of one engine in seconds, with free and with delayed messages; messages per step."""
 
     free: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     wired: list[float] = field(default_factory=list)
     sent: int = 0
 
@@ -161,11 +165,12 @@ def _table(
         first = number % len(built)
         for engine in built[first:] + built[:first]:
             before, naps = wire.sent if wire else 0, sleeper.naps
-            seconds = _timed(engine)
+            seconds, cpu_seconds = _timed(engine)
             if number == WARM_UP - 1 and job.real is None:
                 _require_naps(engine, sleeper.naps - naps)
             if number >= WARM_UP:
                 times[engine.name].free.append(seconds)
+                times[engine.name].cpu.append(cpu_seconds)
             if wire:
                 times[engine.name].sent = wire.sent - before
                 _wired(engine, wire, job, times[engine.name], counts=number >= WARM_UP)
@@ -191,20 +196,22 @@ def _workload(job: Job, micro_batches: int, sleeper: virtual.Sleeper) -> Workloa
     return virtual.workload(job.ranks, micro_batches, job.forward, sleeper)
 
 
-def _timed(engine: Engine) -> float:
-    """Seconds from when every rank is ready until the last one is done."""
+def _timed(engine: Engine) -> tuple[float, float]:
+    """Seconds from when every rank is ready until the last one is done; processor time of all ranks."""
     dist.barrier()
-    begun = time.perf_counter()
+    begun, busy = time.perf_counter(), time.process_time()
     engine.step()
+    cpu = torch.tensor(time.process_time() - busy, dtype=torch.float64)
     spent = torch.tensor(time.perf_counter() - begun)
     dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-    return float(spent)
+    dist.all_reduce(cpu)
+    return float(spent), float(cpu)
 
 
 def _wired(engine: Engine, wire: Wire, job: Job, times: _Times, *, counts: bool) -> None:
     dist.barrier()
     wire.delay_seconds = job.wire_share * job.forward_seconds
-    seconds = _timed(engine)
+    seconds, _ = _timed(engine)
     wire.delay_seconds = 0.0
     if counts:
         times.wired.append(seconds)
@@ -250,6 +257,7 @@ def _row(
         chunks=schedule.num_chunks,
         median_seconds=median,
         spread_seconds=max(mine.free) - min(mine.free),
+        cpu_seconds=sorted(mine.cpu)[len(mine.cpu) // 4],
         theory_seconds=ideal * (1 + bubble) if bubble is not None and nominal else None,
         simulated_seconds=simulated if nominal else None,
         excess=median / simulated - 1 if nominal else None,

@@ -12,6 +12,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "v": lambda row: str(row["chunks"]),
     "ms": lambda row: _ms(row["median_seconds"]),
     "spread": lambda row: _ms(row["spread_seconds"]),
+    "CPU ms": lambda row: _ms(row["cpu_seconds"]),
     "theory": lambda row: _ms(row["theory_seconds"]),
     "simulated": lambda row: _ms(row["simulated_seconds"]),
     "excess": lambda row: _percent(row["excess"]),
