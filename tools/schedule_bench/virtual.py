@@ -115,12 +115,12 @@ class SleepLayer(nn.Module):
         self.weight = nn.Parameter(torch.zeros(WIDTH))
         self.seconds, self.sleeper, self.split, self.first = seconds, sleeper, split, first
 
-    def start_weight_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def start_weight_gradient(self, gradient: torch.Tensor) -> Callable[[torch.Tensor | None], torch.Tensor]:
         """The weight gradient's nap, as WeightGradients wants it."""
 
-        def finish() -> torch.Tensor:
+        def finish(total: torch.Tensor | None) -> torch.Tensor:
             self.sleeper.nap(self.seconds)
-            return gradient.clone()
+            return gradient.clone() if total is None else total.add_(gradient)
 
         return finish
 
