@@ -90,7 +90,7 @@ class _Weight(torch.autograd.Function):
         if layer.split is not None and layer.split.active:
             layer.split.keep(weight, weight.shape, layer.start_weight_gradient, gradient)
             return None, None
-        return layer.start_weight_gradient(gradient)(), None
+        return layer.start_weight_gradient(gradient)(None), None
 
 
 class SleepLayer(nn.Module):
