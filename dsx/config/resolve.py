@@ -19,6 +19,7 @@ from dsx.config.schema import DsxConfig, ZeroConfig
 from dsx.config.sources import read_model
 from dsx.config.wording import at, suggest
 from dsx.errors import ConfigError, ScheduleError
+from dsx.models.flops import WIDTHS
 from dsx.models.params import frozen_names, layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model
 from dsx.parallel.limits import Asked, objections, possible
@@ -575,11 +576,22 @@ def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: i
             *optimizer_notes(deepspeed),
         ),
     )
+    if run.loss_chunk and dsx.loss.chunk_tokens == "auto":
+        told = f"dsx.loss.chunk_tokens: auto -> {run.loss_chunk}: {_logits_told(run)}"
+        run = replace(run, notes=(*run.notes, told))
     if dsx.is_measured(run.mesh.pp):
         from dsx.planner.measured import check_saved  # here: other runs need none of the planner
 
         check_saved(run)
     return run
+
+
+def _logits_told(run: RunConfig) -> str:
+    """What the head's logits would take beside the hidden states."""
+    tokens, width = run.micro_batch_size * run.sequence_length, WIDTHS[run.precision]
+    columns = run.param_specs[0].local_extent(run.mesh.tp)
+    logits, hidden = (tokens * each * width / 2**20 for each in (columns, run.model.hidden_size))
+    return f"the logits of a micro-batch would take {logits:,.0f} MiB, its hidden states take {hidden:,.0f}"
 
 
 _TOLD_SHARE = 0.01

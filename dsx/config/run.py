@@ -12,7 +12,7 @@ from typing import Any
 from dsx.config.schema import DsxConfig
 from dsx.config.wording import at
 from dsx.errors import ConfigError, LayoutError
-from dsx.models.flops import Precision, layer_flops
+from dsx.models.flops import WIDTHS, Precision, auto_chunk, layer_flops
 from dsx.models.param import ParamSpec
 from dsx.models.params import layer_kinds
 from dsx.models.spec import HubModel, Model
@@ -94,6 +94,21 @@ class RunConfig:
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step trains on, over all ranks."""
         return self.global_batch_size * self.sequence_length
+
+    @property
+    def loss_chunk(self) -> int:
+        """Tokens whose logits the head makes at a time; 0 for all (``dsx.loss.chunk_tokens``)."""
+        wanted = self.dsx.loss.chunk_tokens
+        if wanted != "auto":
+            return wanted or 0
+        return auto_chunk(
+            self.model,
+            self.micro_batch_size * self.sequence_length,
+            tensor=self.mesh.tp,
+            width=WIDTHS[self.precision],
+            pad_multiple=self.dsx.model.vocab_multiple,
+            piles_up=self.program.piles_up,
+        )
 
     @property
     def num_parameters(self) -> int:

@@ -451,6 +451,17 @@ class ZeroConfig(SchemaBlock):
     )
 
 
+class LossConfig(SchemaBlock):
+    """How the head and the loss are computed."""
+
+    chunk_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] | None = Field(
+        default="auto",
+        description="Head and cross entropy, forward and backward, so many tokens at a time, so that no "
+        'micro-batch\'s logits exist; null or 0: all at once. "auto": as many as have logits of the size of '
+        "the hidden states (at least 1024), where that saves more than 32 MiB and half of the logits.",
+    )
+
+
 class PartitionConfig(SchemaBlock):
     """How layers are spread over the pipeline stages."""
 
@@ -643,6 +654,7 @@ class DsxConfig(SchemaBlock):
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Pipeline schedule.")
     partition: PartitionConfig = Field(default=PartitionConfig(), description="Layers of each stage.")
     zero: ZeroConfig = Field(default=ZeroConfig(), description="When ZeRO communicates.")
+    loss: LossConfig = Field(default=LossConfig(), description="Head and loss.")
     profile: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description='Times and bytes of the layers: "measure" measures them when the run starts and writes '

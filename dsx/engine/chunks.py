@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dsx.errors import ModelError
+from dsx.nn.loss import of_head
 
 
 def checkpoint_non_reentrant(function: Callable[..., Any], *inputs: Any) -> Any:
@@ -90,7 +91,7 @@ class TiedUse(nn.Module):
     It is a module of its own, so that ZeRO-3's hooks, which fire on modules, gather the weight here too.
     """
 
-    def __init__(self, module: nn.Module, forward_fn: Callable[[nn.Module, Any], Any]) -> None:
+    def __init__(self, module: nn.Module, forward_fn: Callable[..., Any]) -> None:
         super().__init__()
         # A tuple, so that the tied module keeps its one place (and name) in tied_modules.
         self._tied = (module,)
@@ -101,9 +102,9 @@ class TiedUse(nn.Module):
         """The shared module."""
         return self._tied[0]
 
-    def forward(self, inputs: Any) -> Any:
-        """``forward_fn(tied_module, inputs)``."""
-        return self._forward_fn(self.tied_module, inputs)
+    def forward(self, inputs: Any, **loss: Any) -> Any:
+        """``forward_fn(tied_module, inputs)``, and ``loss=`` where the last layer computes it."""
+        return self._forward_fn(self.tied_module, inputs, **loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,12 +226,17 @@ class Chunks(nn.Module):
             stage: One of this rank's virtual stages.
             labels: The arguments of ``loss_fn`` behind the outputs: ``(labels,)``, or what a
                 :class:`~dsx.nn.loss.TokenMean` takes; ``()`` leaves the loss out.
-            with_outputs: Return ``(loss, outputs)`` where the loss is computed.
+            with_outputs: Return ``(loss, outputs)`` where the loss is computed. Without, the last layer may
+                compute the loss itself (:class:`dsx.nn.loss.HeadLoss`).
         """
         self._forwards[stage] += 1
         layers, step = self._stages[stage], self.recompute.interval
+        ends = bool(labels) and stage == self._last_stage
+        # A head that computes the loss has its gradients by the end of its forward: nothing to recompute.
+        loss_there = of_head(self.loss_fn) if ends and layers and not with_outputs else None
+        layers, head = (layers, ()) if loss_there is None else (layers[:-1], layers[-1:])
         value = inputs
-        for start in range(0, len(layers), step or len(layers)):
+        for start in range(0, len(layers), step or len(layers) or 1):
             run = layers[start : start + (step or len(layers))]
             function = self._runner(run, self._forwards[stage])
             if step and self.recompute.applies([layer for _, layer in run]):
@@ -241,21 +247,25 @@ class Chunks(nn.Module):
                 _require_gradient(run, value)
             else:
                 value = function(value)
-        if not labels or stage != self._last_stage:
+        if loss_there is not None:
+            value = self._runner(head, self._forwards[stage], loss=loss_there.of(*labels))(value)
+        if not ends:
             return value
         loss = value if self.loss_fn is None else self.loss_fn(value, *labels)
         if self.loss_noted is not None and torch.is_grad_enabled():
             self.loss_noted()
         return (loss, value) if with_outputs else loss
 
-    def _runner(self, run: Sequence[tuple[int, Callable[..., Any]]], forwards: int) -> Callable[..., Any]:
+    def _runner(
+        self, run: Sequence[tuple[int, Callable[..., Any]]], forwards: int, **told: Any
+    ) -> Callable[..., Any]:
         def call(*inputs: Any) -> Any:
             value: Any = inputs[0] if len(inputs) == 1 else inputs
             for index, layer in run:
                 self.running = index
                 if self._reseed is not None:
                     self._reseed(index, forwards)
-                value = layer(value)
+                value = layer(value, **told)
             return value
 
         return call

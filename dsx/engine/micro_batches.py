@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dsx.errors import DataError
-from dsx.nn.loss import TokenMean, cross_entropy
+from dsx.nn.loss import HeadLoss, TokenMean, cross_entropy
 from dsx.parallel.groups import Groups
 
 
@@ -147,7 +147,8 @@ class LabelCheck:
         """The micro-batch as it is."""
         loss: Any = self.loss_fn
         loss = loss.loss if isinstance(loss, TokenMean) else loss
-        if self.due and _is_unshifted(batch) and getattr(loss, "func", loss) is cross_entropy:
+        ours = isinstance(loss, HeadLoss) or getattr(loss, "func", loss) is cross_entropy
+        if self.due and ours and _is_unshifted(batch):
             warnings.warn(
                 "labels are the inputs themselves: the loss compares the logits at each place with the label "
                 "there and shifts nothing, so that the model learns to copy. Give tokens[:, :-1] as inputs "

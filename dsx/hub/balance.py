@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,14 +86,19 @@ def loss_of(sums: Tensor, balance: Balance) -> Tensor:
     return balance.coefficient * balance.experts * total
 
 
-def with_balance(loss: Callable[..., Tensor], balance: Balance) -> Callable[..., Tensor]:
-    """A loss of (logits, sums) and labels: ``loss`` of the logits plus the auxiliary loss."""
+@dataclass(frozen=True, slots=True)
+class Balanced:
+    """A loss of (logits, sums) and labels: ``of_logits`` of the logits plus the auxiliary loss."""
 
-    def both(outputs: tuple[Tensor, Tensor], labels: Tensor, **named: Any) -> Tensor:
+    of_logits: Callable[..., Tensor]
+    balance: Balance
+
+    def __call__(
+        self, outputs: tuple[Tensor, Tensor], labels: Tensor, num_tokens: Tensor | None = None
+    ) -> Tensor:
+        """The loss of a micro-batch."""
         logits, sums = outputs
-        return loss(logits, labels, **named) + loss_of(sums, balance)
-
-    return both
+        return self.of_logits(logits, labels, num_tokens=num_tokens) + loss_of(sums, self.balance)
 
 
 class Routers:

@@ -82,7 +82,9 @@ def _vocabulary(table: Any, weights: Weights) -> int | None:
     if padding is not None:
         table.padding_idx = padding - first if first <= padding < first + rows else None
 
-    def forward(x: Tensor, *, as_head: bool = False) -> Tensor:
+    def forward(x: Tensor, *, as_head: bool = False, loss: Callable[..., Tensor] | None = None) -> Tensor:
+        if loss is not None:
+            return loss(x, table.weight, num_valid=num_valid)
         if as_head:
             return column_linear(x, table.weight, None, tp, num_valid=num_valid, split=split)
         check_ids(x, size, "token id")
@@ -271,10 +273,22 @@ class Ending:
         columns = torch.arange(y.shape[-1], device=y.device)
         return y.masked_fill(columns >= num_valid, -torch.inf)
 
-    def of_table(self, module: HubEmbedding, given: Stream) -> Stream:
+    def of(
+        self,
+        head: Callable[..., Tensor],
+        x: Tensor,
+        num_valid: int | None,
+        loss: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
+        """[B, s, H] to :meth:`logits` by a head's linear, or, given ``loss``, to the loss."""
+        if loss is None:
+            return self.logits(x, head, num_valid)
+        return head(x, loss=partial(loss, logits=partial(self.logits, num_valid=num_valid)))
+
+    def of_table(self, module: HubEmbedding, given: Stream, **loss: Any) -> Stream:
         """The tied head: the word embedding's table once more."""
         table = partial(module.word, as_head=True)
-        return ending(lambda _, x: self.logits(x, table, module.num_valid))(module, given)
+        return ending(lambda _, x, **loss: self.of(table, x, module.num_valid, **loss))(module, given, **loss)
 
 
 class _Base(nn.Module):
@@ -328,13 +342,18 @@ class HubHead(nn.Module):
         size, rows = weights.specs["word.weight"].shape[0], self.word.weight.shape[0]
         valid = _own_rows(size, rows, weights.tp)[1]
         table, tp, split = self.word, weights.tp, weights.split
-        table.forward = lambda x: column_linear(x, table.weight, table.bias, tp, num_valid=valid, split=split)
-        self._ending, self._valid = ending, valid
+
+        def forward(x: Tensor, loss: Callable[..., Tensor] | None = None) -> Tensor:
+            if loss is not None:
+                return loss(x, table.weight, bias=table.bias, num_valid=valid)
+            return column_linear(x, table.weight, table.bias, tp, num_valid=valid, split=split)
+
+        table.forward, self._ending, self._valid = forward, ending, valid
 
     @ending
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, s, H] to [B, S, V]."""
-        return self._ending.logits(x, self.word, self._valid)
+    def forward(self, x: Tensor, **loss: Any) -> Tensor:
+        """[B, s, H] to [B, S, V], or to the loss."""
+        return self._ending.of(self.word, x, self._valid, **loss)
 
 
 Entry: TypeAlias = tuple[Any, tuple[Any, ...], bool, Callable[[Any, Any], Any] | None]

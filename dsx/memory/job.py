@@ -315,6 +315,7 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: in
         recompute=recompute,
         device=device,
         documents=config.dsx.data.keeps_apart,
+        loss_chunk=config.loss_chunk,
     )
     return Job(
         records=ModelRecords(shape),

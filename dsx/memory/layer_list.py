@@ -24,6 +24,7 @@ from dsx.memory.record import DeviceKind, LayerRecord, TensorForm
 from dsx.memory.recorder import TiedCall, booth, record_layer
 from dsx.models.flops import Precision
 from dsx.models.param import Init, ParamSpec
+from dsx.nn.loss import of_head
 from dsx.nn.parameters import DTYPES
 from dsx.parallel.layout import Layout
 from dsx.parallel.mesh import Mesh
@@ -233,6 +234,7 @@ def record_list(
         ties: dict[int, int] = {}
         known: dict[Any, LayerRecord] = {}
         records, names, forms = [], [], _forms(made.inputs)
+        labels = () if made.labels is None else _forms(made.labels)
         samples = forms[0].shape[0] if forms[0].shape else 1
         for index, entry in enumerate(made.layers):
             layer, name = _built(entry, index, tied, ties)
@@ -240,18 +242,19 @@ def record_list(
             _require_recordable(module, index, name, owners, hooked=hooked)
             if precision != "fp32" and isinstance(module, nn.Module):
                 _cast(module, DTYPES[precision])
-            key = (_fingerprint(layer), tuple(forms))
+            ends = index == len(made.layers) - 1 and of_head(made.loss_fn) is not None
+            key = (_fingerprint(layer), tuple(forms), ends)
             if key not in known:
-                known[key] = _record(layer, index, name, forms, place, hooked=hooked)
+                with_loss = {"loss_fn": made.loss_fn, "more": labels, "category": "logits"} if ends else {}
+                known[key] = _record(layer, index, name, forms, place, hooked=hooked, **with_loss)
             record = known[key]
             _require_known(record, index, name)
             records.append(record)
             names.append(name)
             forms = [form._replace(differentiable=form.differentiable) for form in record.outputs]
         loss = None
-        if made.loss_fn is not None:
-            more = () if made.labels is None else _forms(made.labels)
-            loss = record_layer(made.loss_fn, forms, device=place, category="logits", more=more)
+        if made.loss_fn is not None and not ends:
+            loss = record_layer(made.loss_fn, forms, device=place, category="logits", more=labels)
             forms = list(loss.outputs)
         if len(forms) != 1 or forms[0].numel != 1:
             raise ModelError(
@@ -271,11 +274,11 @@ def record_list(
 
 
 def _record(
-    layer: Callable[..., Any], index: int, name: str, forms: list[TensorForm], place: str, *, hooked: bool
+    layer: Callable[..., Any], index: int, name: str, forms: list[TensorForm], place: str, **how: Any
 ) -> LayerRecord:
     """One layer's record, whatever the layer does told as a ModelError."""
     try:
-        return record_layer(layer, forms, device=place, hooked=hooked)
+        return record_layer(layer, forms, device=place, **how)
     except (Exception, SystemExit) as error:
         raise ModelError(
             f"layer {index} ({name})",

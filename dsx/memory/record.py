@@ -72,6 +72,7 @@ class Shape:
         recompute: What blocks compute again.
         device: The device whose kernels run.
         documents: Whether documents of a pack are kept apart, for which positions travel along.
+        loss_chunk: Tokens whose logits the head makes at a time, with the loss; 0 for all, and a loss apart.
     """
 
     model: Model
@@ -84,6 +85,7 @@ class Shape:
     recompute: Recompute = "none"
     device: DeviceKind = "cuda"
     documents: bool = False
+    loss_chunk: int = 0
 
     @property
     def cuts_sequence(self) -> bool:
@@ -107,6 +109,8 @@ class LayerRequest:
         hooked: Whether ZeRO-3 gathers its parameters.
         frozen: Those of its parameters, by their paths in it, that are not trained.
         entered: Whether its input wants a gradient, where it is no token.
+
+    A head that makes the logits of some tokens at a time has the loss in its record.
     """
 
     shape: Shape
@@ -192,6 +196,7 @@ class LayerRecord:
 
     Attributes:
         inputs: The inputs' forms.
+        num_labels: How many of them, the last ones, are labels.
         outputs: The outputs' forms.
         output_ids: Storages of the outputs: an input's if it is handed on.
         parameters: Its parameters, in its module's order.
@@ -215,6 +220,7 @@ class LayerRecord:
     backward: tuple[Event, ...]
     backward_input: tuple[Event, ...] | None = None
     weights: tuple[RecordedUse, ...] = ()
+    num_labels: int = 0
     _memory: dict[str, tuple[Event, ...]] = field(default_factory=dict, repr=False, compare=False)
     _operators: dict[str, tuple[tuple[Event, int], ...]] = field(
         default_factory=dict, repr=False, compare=False
@@ -239,6 +245,20 @@ class LayerRecord:
     def goes_back(self) -> bool:
         """Whether there is a backward: an output wants a gradient."""
         return any(form.differentiable for form in self.outputs)
+
+    @property
+    def stream(self) -> tuple[TensorForm, ...]:
+        """What the layer before gives: the inputs without labels."""
+        return self.inputs[: len(self.inputs) - self.num_labels]
+
+    @property
+    def labels_taken(self) -> tuple[TensorForm, ...]:
+        """The labels among the inputs."""
+        return self.inputs[len(self.inputs) - self.num_labels :]
+
+    def gives(self, phase: str) -> bool:
+        """Whether parameters get gradients in a phase of the backward."""
+        return any(event[0] == "grad" for event in self.memory(phase))
 
     @cached_property
     def uses(self) -> tuple[RecordedUse, ...]:
@@ -299,6 +319,7 @@ class LayerRecord:
                 RecordedUse(use["parameter"], _events(use["begin"]), _events(use["finish"]))
                 for use in content["weights"]
             ),
+            num_labels=content["num_labels"],
         )
 
 

@@ -32,6 +32,7 @@ from dsx.memory.record import (
     LayerRequest,
     RecordedParameter,
     RecordedUse,
+    Shape,
     TensorForm,
 )
 from dsx.models import families
@@ -41,6 +42,7 @@ from dsx.models.quiet_transformers import first_line
 from dsx.models.spec import HubModel
 from dsx.nn import collectives
 from dsx.nn.documents import Last
+from dsx.nn.loss import loss_of
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.quantized import quantize
 from dsx.nn.split import WeightGradients
@@ -286,9 +288,11 @@ class LayerRecorder(paper.UncompiledMode):
         place = bisect_right(self._paths, sequence, key=lambda entry: entry[0])
         return self._paths[place - 1][1] if place else ""
 
-    def with_gradients(self, events: Sequence[Event]) -> tuple[Event, ...]:
-        """The events with parameters' gradients labelled as such."""
-        names = {event[2]: event[1] for event in events if event[0] == "grad"}
+    def with_gradients(
+        self, events: Sequence[Event], until: Sequence[Event] | None = None
+    ) -> tuple[Event, ...]:
+        """The events with the gradients labelled as such that parameters get in them, or ``until`` then."""
+        names = {event[2]: event[1] for event in until or events if event[0] == "grad"}
         labels, found = list(self.labels), []
         for event in events:
             if event[0] in ("+", "sum") and event[1] in names:
@@ -355,7 +359,7 @@ def _bytes(tensor: Tensor) -> int:
 class TiedCall(nn.Module):
     """One use of a tied module through a function of its own, as :class:`dsx.engine.chunks.TiedUse`."""
 
-    def __init__(self, module: nn.Module, forward_fn: Callable[[nn.Module, Any], Any]) -> None:
+    def __init__(self, module: nn.Module, forward_fn: Callable[..., Any]) -> None:
         super().__init__()
         self._tied, self._forward_fn = (module,), forward_fn
 
@@ -364,9 +368,9 @@ class TiedCall(nn.Module):
         """The shared module."""
         return self._tied[0]
 
-    def forward(self, inputs: Any) -> Any:
-        """``forward_fn(tied_module, inputs)``."""
-        return self._forward_fn(self.tied_module, inputs)
+    def forward(self, inputs: Any, **loss: Any) -> Any:
+        """``forward_fn(tied_module, inputs)``, and ``loss=`` where the last layer computes it."""
+        return self._forward_fn(self.tied_module, inputs, **loss)
 
 
 def _read(options: Mapping[str, Any]) -> list[Any]:
@@ -446,6 +450,7 @@ class _Session:
     Args:
         forms: The forms of its inputs, which it gets as one tensor or one tuple.
         more: Forms of further arguments, which get no gradient: a loss's labels.
+        loss_fn: The pipeline's loss, if the layer computes it, to which the labels then go.
     """
 
     def __init__(
@@ -455,8 +460,9 @@ class _Session:
         device: str,
         category: str,
         more: Sequence[TensorForm],
+        loss_fn: Layer | None,
     ) -> None:
-        self.layer, self.device = layer, device
+        self.layer, self.device, self.loss_fn = layer, device, loss_fn
         self.recorder = LayerRecorder(device, category)
         self.forms = (*forms, *more)
         self._first = len(forms)
@@ -482,7 +488,12 @@ class _Session:
 
     def call(self, inputs: Sequence[Tensor]) -> Any:
         first = inputs[0] if self._first == 1 else tuple(inputs[: self._first])
-        return self.layer(first, *inputs[self._first :])
+        labels = inputs[self._first :]
+        return (
+            self.layer(first, *labels)
+            if self.loss_fn is None
+            else loss_of(self.loss_fn, self.layer, first, *labels)
+        )
 
     def record(self, *, hooked: bool, divided: WeightGradients | None) -> LayerRecord:
         named = [] if self.owner is None else list(self.owner.named_parameters())
@@ -519,6 +530,7 @@ class _Session:
             backward=backward,
             backward_input=second,
             weights=uses,
+            num_labels=len(self.forms) - self._first,
         )
 
     def _warm_up(self) -> tuple[Kept, ...]:
@@ -606,7 +618,7 @@ class _Session:
         if self._gathers is not None:
             self._gathers.rest()
         recorder.events = None
-        return tuple(forward), recorder.with_gradients(backward)
+        return recorder.with_gradients(forward, backward), recorder.with_gradients(backward)
 
     def _forward(self) -> Tensor | None:
         recorder = self.recorder
@@ -706,6 +718,7 @@ def record_layer(
     more: Sequence[TensorForm] = (),
     divided: WeightGradients | None = None,
     hooked: bool = False,
+    loss_fn: Layer | None = None,
 ) -> LayerRecord:
     """Record a layer. Call it inside :func:`booth`, where the layer was built too.
 
@@ -717,8 +730,10 @@ def record_layer(
         more: Further arguments: the labels of a loss.
         divided: Takes the weight gradients of a layer that was built with it; None to divide no backward.
         hooked: Whether ZeRO-3 gathers parameters module by module.
+        loss_fn: The pipeline's loss, if the layer computes it with its head: it gets ``more`` then.
     """
-    return _Session(layer, inputs, device, category, more).record(hooked=hooked, divided=divided)
+    session = _Session(layer, inputs, device, category, more, loss_fn)
+    return session.record(hooked=hooked, divided=divided)
 
 
 _SUMS = 3
@@ -732,6 +747,14 @@ def _built(entry: families.LayerEntry, frozen: Sequence[str]) -> nn.Module:
         layer.get_parameter(path).requires_grad_(False)
     quantize(layer)
     return layer if entry.forward_fn is None else TiedCall(layer, entry.forward_fn)
+
+
+def _with_loss(shape: Shape, tp: TensorParallel, labels: TensorForm) -> dict[str, Any]:
+    """How a head is recorded that computes the loss."""
+    if not shape.loss_chunk:
+        return {}
+    loss = families.loss(shape.model, tp, overwrite_logits=True, chunk_tokens=shape.loss_chunk)
+    return {"loss_fn": loss, "more": [labels], "category": "logits"}
 
 
 def record_request(request: LayerRequest) -> LayerRecord:
@@ -777,7 +800,14 @@ def record_request(request: LayerRequest) -> LayerRecord:
         layer = _built(builder.entries()[index], request.frozen)
         inputs = [tokens, *positions] if kinds[0] == request.kind else stream
         try:
-            return record_layer(layer, inputs, device=device, divided=split, hooked=request.hooked)
+            return record_layer(
+                layer,
+                inputs,
+                device=device,
+                divided=split,
+                hooked=request.hooked,
+                **_with_loss(shape, tp, tokens),
+            )
         except Exception as error:
             if not isinstance(model, HubModel):
                 raise

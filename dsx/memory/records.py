@@ -69,7 +69,8 @@ class ModelRecords:
         frozen, entered = self._frozen(index)
         key = kind, own, divided, hooked, frozen, entered
         if key not in self._found:
-            shape = alone(self.shape if is_block else replace(self.shape, recompute="none"), index)
+            shape = self.shape if is_block else replace(self.shape, recompute="none")
+            shape = alone(shape if kind == "Head" else replace(shape, loss_chunk=0), index)
             request = LayerRequest(
                 shape=shape, kind=kind, divided=divided, hooked=hooked, frozen=frozen, entered=entered
             )
@@ -115,8 +116,10 @@ class ModelRecords:
         """Of the layer list."""
         return len(self._kinds)
 
-    def loss(self) -> LayerRecord:
-        """That of the loss."""
+    def loss(self) -> LayerRecord | None:
+        """That of the loss; None if the head computes it."""
+        if self.shape.loss_chunk:
+            return None
         shape = replace(alone(self.shape, 0), recompute="none", sequence_parallel=False)
         return recorded(LayerRequest(shape=shape, kind=LOSS))
 
@@ -191,7 +194,7 @@ def _ends(request: LayerRequest) -> tuple[LayerRequest, ...]:
     With a single sequence some tensors have another form, and the loss does more steps with more tokens.
     """
     size = request.shape.micro_batch
-    if request.kind == LOSS or size in (1, *_ENDS) or size > _ENDS[1]:
+    if request.kind == LOSS or request.shape.loss_chunk or size in (1, *_ENDS) or size > _ENDS[1]:
         return ()
     return tuple(replace(request, shape=replace(request.shape, micro_batch=end)) for end in _ENDS)
 

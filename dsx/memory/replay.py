@@ -44,7 +44,7 @@ class RecordedLayer:
     Args:
         leaves: Its parameters by their names in the record.
         hooks: ZeRO-3's; None if parameters are always whole.
-        last: Whether it is the model's last layer, whose outputs are the logits.
+        last: Whether it is the model's last layer, whose outputs are the logits, or the loss.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class RecordedLayer:
         last: bool = False,
     ) -> None:
         self.record, self._ledger, self._leaves, self._hooks = record, ledger, leaves, hooks
-        self._logits = frozenset(record.output_ids) if last else frozenset[int | str]()
+        ends = last and not record.num_labels
+        self._logits = frozenset(record.output_ids) if ends else frozenset[int | str]()
         self._held: dict[int | str, Storage] = {}
 
     def forward(self, inputs: Message) -> Message:
@@ -183,19 +184,19 @@ class RecordedChunk:
     def __init__(
         self, ledger: Ledger, layers: Sequence[RecordedLayer], hooks: Hooks | None, *, saves: bool
     ) -> None:
-        self._ledger, self._layers, self._hooks, self._saves = ledger, layers, hooks, saves
+        self._ledger, self.layers, self._hooks, self._saves = ledger, layers, hooks, saves
         self._made: Message = []
 
     def forward(self, inputs: Message, labels: Message) -> Message:
-        """The outputs. The inputs stay the caller's; the labels go to the loss, and stay the caller's too."""
+        """The outputs. The inputs stay the caller's; so do the labels, which go to who computes the loss."""
         if self._hooks is not None:
             self._hooks.fetch((), forward=True)
         if self._saves:
-            made = dict.fromkeys(kept for layer in self._layers for kept in layer.record.kept if kept.remade)
+            made = dict.fromkeys(kept for layer in self.layers for kept in layer.record.kept if kept.remade)
             self._made = [Storage(self._ledger, kept.label, kept.size_bytes).hold() for kept in made]
         value = [storage.hold() for storage in inputs]
-        for layer in self._layers:
-            given = value + labels if len(layer.record.inputs) > len(value) else value
+        for layer in self.layers:
+            given = value + labels if layer.record.num_labels else value
             outputs = layer.forward(given)
             dropped(value)
             value = outputs
@@ -215,14 +216,14 @@ class RecordedChunk:
             self._hooks.fetch((), forward=False)
         phase = "backward_input" if divided else "backward"
         shared = _Shared()
-        for layer in self._layers:
+        for layer in self.layers:
             for event in layer.record.memory(phase):
                 if event[0] == "grad":
                     name = layer.leaf(event[1]).name
                     shared.waits[name] = shared.waits.get(name, 0) + 1
         found = [storage.hold() for storage in gradients]
-        for place in reversed(range(len(self._layers))):
-            layer = self._layers[place]
+        for place in reversed(range(len(self.layers))):
+            layer = self.layers[place]
             due = iter(found)
             given = [next(due, None) if form.differentiable else None for form in layer.record.outputs]
             found = layer.backward(given, phase, shared, copies=not place)
@@ -238,7 +239,7 @@ class RecordedChunk:
         """
         queue: dict[str, list[tuple[RecordedLayer, int]]] = {}
         leaves: dict[str, Leaf] = {}
-        for layer in reversed(self._layers):
+        for layer in reversed(self.layers):
             for place, use in enumerate(layer.record.uses):
                 leaf = layer.leaf(use.parameter)
                 leaves[leaf.name] = leaf

@@ -76,7 +76,7 @@ class RankLayers:
 
     def inputs(self, stage: int) -> Sequence[TensorForm]:
         """What a virtual stage takes."""
-        return self.record(self.stages.layers(stage)[0]).inputs
+        return self.record(self.stages.layers(stage)[0]).stream
 
     def goes_back(self, stage: int) -> bool:
         """Whether a virtual stage runs backwards: not below everything that is trained."""
@@ -84,11 +84,9 @@ class RankLayers:
         return last == self.stages.num_layers - 1 or self.record(last).goes_back
 
     def labels(self) -> Sequence[TensorForm]:
-        """What the loss takes besides the last layer's outputs."""
-        loss = self.records.loss()
-        if loss is None:
-            return ()
-        return loss.inputs[len(self.record(self.stages.num_layers - 1).outputs) :]
+        """What the loss takes besides the last layer's outputs, or the head that computes it."""
+        record = self.records.loss() or self.record(self.stages.num_layers - 1)
+        return record.labels_taken
 
 
 class Walk:
@@ -350,8 +348,10 @@ class Walk:
         found: Message = []
         if back:
             first = not any(form.differentiable for form in self.layers.inputs(action.stage))
-            found = self.chunks[key].backward(gradients, first=first, divided=divided)
-            self.states.reduce(boundary=place == self.final, came=not divided)
+            chunk = self.chunks[key]
+            found = chunk.backward(gradients, first=first, divided=divided)
+            came = not divided or any(layer.record.gives("backward_input") for layer in chunk.layers)
+            self.states.reduce(boundary=place == self.final, came=came)
         last = action.stage == self.last
         if self.releases or last or self.schedule.rank_of(action.stage + 1) == self.rank:
             dropped(output)

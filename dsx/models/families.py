@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,7 +19,7 @@ from dsx.models.spec import HubModel, Model, ModelSpec, Recompute
 from dsx.nn.attention import CausalMask, Rotary
 from dsx.nn.block import Block
 from dsx.nn.embedding import Head, Positions, WordEmbedding
-from dsx.nn.loss import TokenMean, cross_entropy
+from dsx.nn.loss import HeadLoss, TokenMean
 from dsx.nn.norm import FinalNorm
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Weights
@@ -194,14 +194,19 @@ def layers(
     return builder.build()
 
 
-def loss(model: Model, tp: TensorParallel, *, overwrite_logits: bool = False) -> TokenMean:
+def loss(
+    model: Model, tp: TensorParallel, *, overwrite_logits: bool = False, chunk_tokens: int | None = 0
+) -> TokenMean:
     """The training loss of logits [B, S, V/tp padded] and labels [B, S]: the mean over all labels but -100.
 
-    ``overwrite_logits`` is for a caller that drops the logits: see :func:`dsx.nn.loss.cross_entropy`.
+    ``overwrite_logits`` is for a caller that drops the logits: see :func:`dsx.nn.loss.cross_entropy`. With
+    ``chunk_tokens`` the head computes the loss itself: see :class:`dsx.nn.loss.HeadLoss`.
     """
-    plain = partial(cross_entropy, tp=tp, vocab_size=model.vocab_size, overwrite_logits=overwrite_logits)
+    plain = HeadLoss(
+        tp=tp, vocab_size=model.vocab_size, overwrite_logits=overwrite_logits, chunk_tokens=chunk_tokens
+    )
     if not isinstance(model, HubModel) or model.balance is None:
         return TokenMean(plain)
-    from dsx.hub.balance import with_balance
+    from dsx.hub.balance import Balanced
 
-    return TokenMean(with_balance(plain, model.balance))
+    return TokenMean(Balanced(plain, model.balance))

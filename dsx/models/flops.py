@@ -66,6 +66,49 @@ WIDTHS: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a parameter or an activation."""
 
 
+_FEWEST_TOKENS = 1024
+"""Tokens of a chunk at least: with fewer, adding to the weight's gradient takes longer than its product."""
+
+
+def head_chunk(tokens: int, hidden_size: int, columns: int) -> int:
+    """Tokens whose logits a head makes at a time: as many as take the memory of all hidden states.
+
+    A power of two, as in torch's ``linear_cross_entropy``, but at least 1024; ``tokens`` for all at once.
+
+    >>> head_chunk(8192, 4096, 128256), head_chunk(8192, 16384, 128256), head_chunk(8192, 4096, 4096)
+    (1024, 1024, 8192)
+    """
+    share = -(-tokens * hidden_size // max(columns, 1))
+    return min(tokens, max(_FEWEST_TOKENS, 1 << max(share - 1, 0).bit_length()))
+
+
+_SMALL_LOGITS = 32 << 20
+"""Bytes that the loss takes besides the logits in any case."""
+
+
+def auto_chunk(
+    model: Model, tokens: int, *, tensor: int, width: int, pad_multiple: int, piles_up: bool = False
+) -> int:
+    """:func:`head_chunk` of a model where it saves memory, else 0: the logits of all tokens at once.
+
+    It saves none where the logits of all tokens take less than two chunks', or 32 MiB; and where several
+    micro-batches are between their forward and backward, as in GPipe, and the gradient of the head's weight,
+    which each of them then holds, takes as much as its logits.
+
+    Args:
+        model: The architecture.
+        tokens: Of a micro-batch.
+        tensor: Tensor-parallel degree.
+        width: Bytes of a logit.
+        pad_multiple: Each rank's vocabulary rows are rounded up to a multiple of this.
+        piles_up: Whether there are several micro-batches between the last stage's forwards and backwards.
+    """
+    columns = param_specs(model, pad_multiple=pad_multiple)[0].local_extent(tensor)
+    chunk = head_chunk(tokens, model.hidden_size, columns)
+    small = tokens < 2 * chunk or tokens * columns * width <= _SMALL_LOGITS
+    return 0 if small or (piles_up and tokens <= model.hidden_size) else chunk
+
+
 # Slices and slower namesakes of a listed device.
 _UNLIKE = frozenset({"MIG", "LAPTOP", "D", "TI"})
 

@@ -20,7 +20,9 @@ columns of the vocabulary.
 | :class:`RowParallelLinear` | [B, S, in/tp] | [B, s, out] |
 | :class:`Dropout` | any | the same |
 | :func:`cross_entropy` | logits [B, S, V], labels [B, S] | the mean loss, a scalar |
-| :class:`TokenMean` of it | the same | the mean over the trained tokens of the global batch |
+| :func:`linear_cross_entropy` | [B, s, H], weight [V, H], labels [B, S] | head and loss in one, no logits |
+| :class:`HeadLoss` | as :func:`cross_entropy` | a pipeline's loss, which its last layer computes so |
+| :class:`TokenMean` of either | the same | the mean over the trained tokens of the global batch |
 
 :func:`copy_to`, :func:`reduce_from`, :func:`gather_from`, :func:`scatter_to` and :func:`gather_sequence` are
 the communications between regions, as functions with a gradient; :func:`copy_parameters` sums the gradients
@@ -40,7 +42,7 @@ from dsx.nn.collectives import (
 from dsx.nn.dropout import Dropout
 from dsx.nn.embedding import LearnedPositions, VocabParallelEmbedding, as_head
 from dsx.nn.linear import ColumnParallelLinear, RowParallelLinear
-from dsx.nn.loss import TokenMean, cross_entropy
+from dsx.nn.loss import HeadLoss, TokenMean, cross_entropy, linear_cross_entropy
 from dsx.nn.norm import LayerNorm, RMSNorm
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import Initialiser, Weights, initialise
@@ -49,6 +51,7 @@ from dsx.nn.split import WeightGradients
 __all__ = [
     "ColumnParallelLinear",
     "Dropout",
+    "HeadLoss",
     "Init",
     "Initialiser",
     "LayerNorm",
@@ -67,6 +70,7 @@ __all__ = [
     "gather_from",
     "gather_sequence",
     "initialise",
+    "linear_cross_entropy",
     "reduce_from",
     "scatter_to",
 ]

@@ -51,12 +51,12 @@ def carried(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Stream],
     return along
 
 
-def ending(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Stream], Stream]:
-    """The use of a module as the head, which hands on no positions."""
+def ending(forward: Callable[..., Tensor]) -> Callable[..., Stream]:
+    """The use of a module as the head, which hands on no positions; it may be given ``loss=``."""
 
-    def along(module: Any, given: Stream) -> Stream:
+    def along(module: Any, given: Stream, **loss: Any) -> Stream:
         x, beside, _ = parted(given)
-        return joined(forward(module, x), beside, None)
+        return joined(forward(module, x, **loss), beside, None)
 
     return along
 

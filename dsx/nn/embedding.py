@@ -128,8 +128,15 @@ class VocabParallelEmbedding(nn.Module):
         num_valid = min(max(vocab_size - self.first, 0), rows)
         self.num_valid = num_valid if num_valid < rows else None
 
-    def forward(self, x: Tensor, *, as_head: bool = False) -> Tensor:
-        """Token ids [B, S] to [B, s, H]; ``as_head`` [B, s, H] to logits [B, S, V], padding at -inf."""
+    def forward(
+        self, x: Tensor, *, as_head: bool = False, loss: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        """Token ids [B, S] to [B, s, H]; ``as_head`` [B, s, H] to logits [B, S, V], padding at -inf.
+
+        With ``loss``, which :data:`dsx.nn.loss.OfHead` describes, to the loss in the place of the logits.
+        """
+        if loss is not None:
+            return loss(x, self.weight, num_valid=self.num_valid)
         if as_head:
             return column_linear(x, self.weight, None, self.tp, num_valid=self.num_valid, split=self.split)
         check_ids(x, self.vocab_size, "token id")
@@ -146,9 +153,12 @@ class VocabParallelEmbedding(nn.Module):
         return f"{self.vocab_size}, rows {self.first}..{self.first + self.weight.shape[0] - 1}"
 
 
-def as_head(table: VocabParallelEmbedding, x: Tensor) -> Tensor:
-    """A vocabulary table as the output linear, [B, s, H] to [B, S, V]: a tied layer's ``forward_fn``."""
-    logits_BSV: Tensor = table(x, as_head=True)
+def as_head(table: VocabParallelEmbedding, x: Tensor, loss: Callable[..., Tensor] | None = None) -> Tensor:
+    """A vocabulary table as the output linear, [B, s, H] to [B, S, V]: a tied layer's ``forward_fn``.
+
+    With ``loss``, which a pipeline with a :class:`dsx.nn.HeadLoss` gives, to the loss.
+    """
+    logits_BSV: Tensor = table(x, as_head=True, loss=loss)
     return logits_BSV
 
 
@@ -187,15 +197,15 @@ class Head(nn.Module):
         self.word = vocabulary_table(model, weights)
         weights.initialise(self)
 
-    def forward(self, given: Stream) -> Stream:
-        """[B, s, H] to [B, S, V]."""
-        return self.as_head(self, given)
+    def forward(self, given: Stream, **loss: Any) -> Stream:
+        """[B, s, H] to [B, S, V], or to the loss."""
+        return self.as_head(self, given, **loss)
 
     @staticmethod
     @ending
-    def as_head(module: WordEmbedding | Head, x_BsH: Tensor) -> Tensor:
+    def as_head(module: WordEmbedding | Head, x_BsH: Tensor, **loss: Any) -> Tensor:
         """Use the table of ``module`` (the word embedding, when tied) as head: the tie's ``forward_fn``."""
-        return as_head(module.word, x_BsH)
+        return as_head(module.word, x_BsH, **loss)
 
 
 class LearnedPositions(nn.Module):

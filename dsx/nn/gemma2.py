@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -160,19 +161,26 @@ class Gemma2Head(nn.Module):
         self.word, self.logit_cap = vocabulary_table(model, weights), model.logit_cap
         weights.initialise(self)
 
-    def forward(self, given: Stream) -> Stream:
-        """[B, s, H] to [B, S, V]."""
-        return self.as_head(self, given)
+    def forward(self, given: Stream, **loss: Any) -> Stream:
+        """[B, s, H] to [B, S, V], or to the loss."""
+        return self.as_head(self, given, **loss)
 
     @staticmethod
     @ending
-    def as_head(module: Gemma2WordEmbedding | Gemma2Head, x_BsH: Tensor) -> Tensor:
+    def as_head(
+        module: Gemma2WordEmbedding | Gemma2Head, x_BsH: Tensor, loss: Callable[..., Tensor] | None = None
+    ) -> Tensor:
         """Use the table of ``module`` (the word embedding, when tied) as head: the tie's ``forward_fn``."""
-        logits_BSV = soft_cap(as_head(module.word, x_BsH), module.logit_cap)
-        if module.logit_cap is not None and module.word.num_valid is not None:
-            # The cap has lifted the padding columns from -inf.
-            logits_BSV[..., module.word.num_valid :] = -torch.inf
-        return logits_BSV
+
+        def logits(x: Tensor, linear: Callable[[Tensor], Tensor]) -> Tensor:
+            y = soft_cap(linear(x), module.logit_cap)
+            if module.logit_cap is not None and module.word.num_valid is not None:
+                y[..., module.word.num_valid :] = -torch.inf  # the cap has lifted the padding columns
+            return y
+
+        if loss is None:
+            return logits(x_BsH, partial(as_head, module.word))
+        return as_head(module.word, x_BsH, partial(loss, logits=logits))
 
 
 LAYERS = {

@@ -103,7 +103,7 @@ class _Linear(torch.autograd.Function):
         if needs_x:
             held = zip(ctx.quantized, (weight, shared), strict=True)
             matrices = [each for pair in held for each in pair if each is not None]
-            dx = _start_reduce(_input_gradient(dy_NO, matrices).view(*dy.shape[:-1], -1), tp)
+            dx = start_reduce(_input_gradient(dy_NO, matrices).view(*dy.shape[:-1], -1), tp)
         dweight = dshared = None
         if whole_x is not None:
             x = whole_x.wait()
@@ -220,7 +220,7 @@ def _start_gather(x: Tensor, tp: TensorParallel | None) -> collectives.Pending:
     return collectives.start_all_gather(x, tp, collectives.SEQUENCE)
 
 
-def _start_reduce(dx: Tensor, tp: TensorParallel | None) -> collectives.Pending:
+def start_reduce(dx: Tensor, tp: TensorParallel | None) -> collectives.Pending:
     """Sum over the ranks of a column-parallel linear's input gradient."""
     if tp is None:
         return collectives.done(dx)

@@ -259,14 +259,17 @@ def layer_times(machine: Machine, shape: Shape) -> tuple[LayerTime, ...]:
     pricing = _Pricing(machine, shape.tensor, shape.width)
     known: dict[int, LayerTime] = {}
     found = []
-    for index in range(records.num_layers):
+    last = records.num_layers - 1
+    for index in range(records.num_layers - bool(shape.loss_chunk)):
         record = records.layer(index, divided=True, hooked=False)
         if id(record) not in known:
             whole = plain.layer(index, divided=True, hooked=False)
             known[id(record)] = _layer_time(machine, pricing, record, whole)
         found.append(known[id(record)])
-    found[-1] = LayerTime.total((found[-1], _loss_time(machine, pricing, shape)))
-    return tuple(found)
+    end = _end_time(machine, pricing, shape, last)
+    if shape.loss_chunk:
+        return (*found, end)
+    return (*found[:-1], LayerTime.total((found[-1], end)))
 
 
 def record_times(machine: Machine, record: LayerRecord, width: int) -> LayerTime:
@@ -295,17 +298,19 @@ def recorded_flops(record: LayerRecord) -> float:
 _LONG = 8192
 
 
-def _loss_time(machine: Machine, pricing: _Pricing, shape: Shape) -> LayerTime:
-    """The loss's time. It goes through so many tokens at a time, so that many take in proportion.
+def _end_time(machine: Machine, pricing: _Pricing, shape: Shape, head: int) -> LayerTime:
+    """The time of the loss, or of the head with it. So many tokens at a time: many take in proportion.
 
     A long sequence counts as several short ones, because a record has every piece.
     """
     short = replace(shape, sequence_length=min(shape.sequence_length, _LONG))
-    one, two = (
-        _layer_time(machine, pricing, record, record)
-        for number in (1, 2)
-        if (record := ModelRecords(replace(short, micro_batch=number)).loss())
-    )
+
+    def time(micro_batch: int) -> LayerTime:
+        records = ModelRecords(replace(short, micro_batch=micro_batch))
+        record = records.loss() or records.layer(head, divided=True, hooked=False)
+        return _layer_time(machine, pricing, record, record)
+
+    one, two = time(1), time(2)
     more = shape.micro_batch * shape.sequence_length / short.sequence_length - 1
     return LayerTime(
         **{

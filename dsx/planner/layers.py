@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dsx.memory.record import LayerRecord, LayerRequest, Shape
 from dsx.memory.records import ModelRecords, alone, recorded_for_many
-from dsx.models.flops import WIDTHS, flops_per_token
+from dsx.models.flops import WIDTHS, auto_chunk, flops_per_token
 from dsx.models.params import layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model
 from dsx.parallel.limits import Asked
@@ -29,6 +29,7 @@ class ModelLayers:
         width: Bytes of a parameter.
         vocab_multiple: To which each rank's vocabulary rows are padded.
         documents: Whether documents of a sequence are kept apart.
+        chunk_tokens: As ``dsx.loss.chunk_tokens`` has it.
     """
 
     model: Model
@@ -36,6 +37,7 @@ class ModelLayers:
     width: int
     vocab_multiple: int = 64
     documents: bool = False
+    chunk_tokens: int | Literal["auto"] | None = None
 
     @property
     def asked(self) -> Asked:
@@ -59,6 +61,20 @@ class ModelLayers:
             vocab_multiple=self.vocab_multiple,
             recompute=layout.recompute,
             documents=self.documents,
+            loss_chunk=self._chunk(layout),
+        )
+
+    def _chunk(self, layout: Candidate) -> int:
+        """Tokens whose logits the head makes at a time."""
+        if self.chunk_tokens != "auto":
+            return self.chunk_tokens or 0
+        return auto_chunk(
+            self.model,
+            layout.micro_batch * self.sequence_length,
+            tensor=layout.tensor,
+            width=self.width,
+            pad_multiple=self.vocab_multiple,
+            piles_up=layout.program.piles_up,
         )
 
     def times(self, machine: Machine, layout: Candidate) -> tuple[LayerTime, ...]:
@@ -120,10 +136,11 @@ def model_task(
     sequence_length: int,
     vocab_multiple: int = 64,
     documents: bool = False,
+    chunk_tokens: int | Literal["auto"] | None = None,
 ) -> Task:
-    """The training of a model."""
+    """The training of a model; ``chunk_tokens`` as ``dsx.loss.chunk_tokens`` has it."""
     width = WIDTHS[machine.precision]
-    layers = ModelLayers(model, sequence_length, width, vocab_multiple, documents)
+    layers = ModelLayers(model, sequence_length, width, vocab_multiple, documents, chunk_tokens)
     return Task(layers=layers, machine=machine, global_batch=global_batch)
 
 

@@ -37,6 +37,7 @@ def task_of(run: RunConfig, cluster: Cluster, efficiency: Efficiency | None = No
         sequence_length=run.sequence_length,
         vocab_multiple=run.dsx.model.vocab_multiple,
         documents=run.dsx.data.keeps_apart,
+        chunk_tokens=run.dsx.loss.chunk_tokens,
     )
 
 

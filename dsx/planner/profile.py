@@ -204,13 +204,14 @@ def stage_costs(
     )
 
 
-def digest(model: Model, *, vocab_multiple: int) -> str:
-    """Name of an architecture: equal for equal numbers, 16 hexadecimal digits."""
+def digest(model: Model, *, vocab_multiple: int, loss_chunk: int = 0) -> str:
+    """Name of an architecture and its loss: equal for equal numbers, 16 hexadecimal digits."""
     numbers: Any = [model.config, model.tensor_plan] if isinstance(model, HubModel) else asdict(model)
     if isinstance(numbers, dict):
         numbers.pop("adapter")
     adapter = () if model.adapter is None else (asdict(model.adapter),)
-    text = json.dumps([numbers, vocab_multiple, *adapter], sort_keys=True)
+    chunk = (loss_chunk,) if loss_chunk else ()
+    text = json.dumps([numbers, vocab_multiple, *adapter, *chunk], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

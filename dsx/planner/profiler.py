@@ -28,6 +28,7 @@ from dsx.models import families
 from dsx.models.flops import Precision, layer_flops, peak_flops
 from dsx.models.params import layer_kinds
 from dsx.models.spec import HubModel, Recompute
+from dsx.nn.loss import loss_of
 from dsx.nn.parallel import TensorParallel
 from dsx.nn.parameters import DTYPES
 from dsx.nn.split import WeightGradients
@@ -67,14 +68,14 @@ class LayerBench:
         device: Where.
         split: What the layers were built with; None for layers that do not divide their backward.
         micro_batches: How many count.
-        loss: From the last layer's output to a scalar; a part of the last layer's forward.
+        loss: Called with the last layer and its input, gives a scalar.
         wire_share: Ranks that share the sending of an output.
     """
 
     device: torch.device
     split: WeightGradients | None
     micro_batches: int
-    loss: Callable[[Any], Any]
+    loss: Callable[[Callable[..., Any], Any], Any]
     wire_share: int = 1
     _known: dict[LayerKey, tuple[LayerCost, Any]] = field(default_factory=dict)
 
@@ -93,7 +94,7 @@ class LayerBench:
         layer, parameters = _built(spec, self.device)
 
         def forward(x: Any) -> Any:
-            return self.loss(layer(x)) if key.is_last else layer(x)
+            return self.loss(layer, x) if key.is_last else layer(x)
 
         kept_bytes, output = _kept_bytes(forward, _fresh(inputs), parameters)
         _check(output, key)
@@ -181,7 +182,7 @@ class _Clock:
         return event
 
 
-def _built(spec: Any, device: torch.device) -> tuple[Callable[[Any], Any], list[Tensor]]:
+def _built(spec: Any, device: torch.device) -> tuple[Callable[..., Any], list[Tensor]]:
     """A layer to call, and its parameters and buffers."""
     if isinstance(spec, LayerSpec):
         module: nn.Module = spec.build().to(device)
@@ -193,7 +194,7 @@ def _built(spec: Any, device: torch.device) -> tuple[Callable[[Any], Any], list[
     forward_fn = spec.forward_fn if isinstance(spec, TiedLayerSpec) else None
     if forward_fn is None:
         return module, owned
-    return lambda x: forward_fn(module, x), owned
+    return lambda x, **loss: forward_fn(module, x, **loss), owned
 
 
 def _kind(spec: Any, index: int) -> str:
@@ -433,7 +434,7 @@ def _length(run: RunConfig, most_flops: float) -> int:
 def _block(run: RunConfig, device: torch.device, dtype: torch.dtype, length: int) -> LayerCost:
     split = WeightGradients()
     layers = families.layers(run.model, TensorParallel(), dtype=dtype, device=device, split=split)
-    bench = LayerBench(device=device, split=split, micro_batches=_ROUNDS, loss=lambda y: y.sum())
+    bench = LayerBench(device=device, split=split, micro_batches=_ROUNDS, loss=lambda layer, x: layer(x))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         x = torch.randn(1, length, run.model.hidden_size, device=device, dtype=dtype)
         key = LayerKey("Block", ((tuple(x.shape), str(dtype)),), is_last=False)
@@ -482,7 +483,7 @@ def measure_model(config: RunConfig, groups: Groups) -> Profile:
     """
     settings, kinds, split = config.dsx, layer_kinds(config.model), WeightGradients()
     tp, device = groups.tensor_parallel, torch.device(get_accelerator().current_device_name())
-    loss = families.loss(config.model, tp, overwrite_logits=True)
+    loss = families.loss(config.model, tp, overwrite_logits=True, chunk_tokens=config.loss_chunk)
     keys: dict[Recompute, list[LayerKey]] = {}
     with _apart(device):
         shape = (config.micro_batch_size, config.sequence_length)
@@ -493,7 +494,7 @@ def measure_model(config: RunConfig, groups: Groups) -> Profile:
             device=device,
             split=split,
             micro_batches=settings.profile_micro_batches,
-            loss=lambda logits: loss(logits, ids),
+            loss=lambda layer, x: loss_of(loss, layer, x, ids),
             wire_share=1 if tp.sequence else tp.size,
         )
         for mode in recompute_modes(settings):
@@ -567,7 +568,7 @@ def profile_layers(
         device=device,
         split=split,
         micro_batches=micro_batches,
-        loss=lambda y: y if loss_fn is None else loss_fn(y, labels),
+        loss=lambda layer, x: layer(x) if loss_fn is None else loss_of(loss_fn, layer, x, labels),
     )
     with _apart(device):
         keys = walk(bench, layers, None, inputs)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
 
 from dsx.errors import ScheduleError
 from dsx.parallel.stages import Placement
-from dsx.schedules.builders import Options, build, divides_backward, placement_of
+from dsx.schedules.builders import Options, build, default_chunks, divides_backward, placement_of
 from dsx.schedules.schedule import Action, Op, Schedule
 from dsx.schedules.simulate import validate
 
@@ -58,6 +60,12 @@ def load(text: str, *, name: str, placement: Placement | None = None) -> Schedul
     return schedule
 
 
+@cache
+def _small(name: str) -> Schedule:
+    """A builder's schedule for two ranks."""
+    return build(name, 2, default_chunks(name), 4, Options())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """A schedule for any number of micro-batches, or, if it is written by hand, for one number alone.
@@ -92,6 +100,15 @@ class Program:
         if self.rows is None:
             return divides_backward(self.name)
         return any(action.op is Op.BACKWARD_WEIGHT for row in self.rows.rows for action in row)
+
+    @property
+    def piles_up(self) -> bool:
+        """Whether the last stage runs a forward before the backward of the one before, as GPipe does."""
+        made = _small(self.name) if self.rows is None else self.rows
+        last = made.num_stages - 1
+        ops = [action.op for action in made.rows[made.rank_of(last)] if action.stage == last]
+        done = [op for op in ops if op is not Op.BACKWARD_WEIGHT]
+        return any(one is two is Op.FORWARD for one, two in pairwise(done))
 
     def build(self, num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedule:
         """The schedule's compute actions for this size.

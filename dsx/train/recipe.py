@@ -120,7 +120,12 @@ def build_model(
         return PipelineModule(
             layers,
             # The engine drops the logits, so that their memory can take the gradient.
-            loss_fn=families.loss(config.model, groups.tensor_parallel, overwrite_logits=True),
+            loss_fn=families.loss(
+                config.model,
+                groups.tensor_parallel,
+                overwrite_logits=True,
+                chunk_tokens=config.loss_chunk,
+            ),
             groups=groups,
             stage_map=config.stage_map,
             schedule=config.program,

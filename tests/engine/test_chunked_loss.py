@@ -1,0 +1,147 @@
+"""Training with the head and its loss in chunks of tokens, beside the same layout with whole logits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ranks
+from often import often
+
+TOKENS, ROWS, MICRO_BATCHES, CHUNK, VOCABULARY, RATE = 12, 2, 4, 7, 89, 1.0
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, untied": ("dsx", {"model_type": "llama", "tie_word_embeddings": False}),
+    "llama, tied": ("dsx", {"model_type": "llama", "tie_word_embeddings": True}),
+    "gemma2, caps": ("dsx", {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 2.0}),
+    "gpt_neox": ("dsx", {"model_type": "gpt_neox", "num_key_value_heads": "none", "pad_token_id": "none"}),
+    "gemma2 of transformers, caps": (
+        "transformers",
+        {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 2.0},
+    ),
+    "granite, scaled": (
+        "transformers",
+        {"model_type": "granite", "logits_scaling": 3.0, "embedding_multiplier": 2.0},
+    ),
+    "cohere, scaled, tied": ("transformers", {"model_type": "cohere", "logit_scale": 0.5}),
+    "phi, bias": ("transformers", {"model_type": "phi", "num_key_value_heads": 4}),
+    "qwen3_moe, routers' loss": (
+        "transformers",
+        {
+            "model_type": "qwen3_moe",
+            "head_dim": 8,
+            "moe_intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.5,
+        },
+    ),
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp 2": (2, {"parallel": {"tensor": 2}}),
+    "tp 2, whole sequences": (2, {"parallel": {"tensor": 2, "sequence_parallel": False}}),
+    "pp 2, 2 chunks": (2, {"parallel": {"pipeline": 2, "chunks": 2}}),
+    "dp 2, ZeRO-3": (2, {"zero": 3}),
+    "pp 2, zero-bubble, ZeRO-2": (2, {"parallel": {"pipeline": 2}, "schedule": {"name": "zb_h1"}, "zero": 2}),
+    "pp 2, GPipe, recomputed": (
+        2,
+        {"parallel": {"pipeline": 2}, "schedule": {"name": "gpipe"}, "recompute": "full"},
+    ),
+    "tp 2 x pp 2, zbv": (4, {"parallel": {"tensor": 2, "pipeline": 2}, "schedule": {"name": "zbv"}}),
+    "pp 2 x dp 2, ZeRO-3": (4, {"parallel": {"pipeline": 2}, "zero": 3}),
+}
+CASES = [(model, layout) for layout in LAYOUTS for model in MODELS]
+
+
+def micro_batches(step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The last micro-batch trains a few tokens alone, so that whole chunks have none."""
+    generator = torch.Generator().manual_seed(step)
+    for number in range(MICRO_BATCHES):
+        ids = torch.randint(1, VOCABULARY, (ROWS, TOKENS + 1), generator=generator)
+        labels = ids[:, 1:].clone()
+        if number == MICRO_BATCHES - 1:
+            labels[:, 3:] = -100
+        yield ids[:, :-1].contiguous(), labels
+
+
+def settings(model: str, layout: str, chunk: int | None) -> dict[str, Any]:
+    implementation, changed = MODELS[model]
+    block = {"schedule": {"name": "auto"}} | dict(LAYOUTS[layout][1])
+    zero = block.pop("zero", 0)
+    degrees = {"tensor": 1, "pipeline": 1, "chunks": "auto"} | block.pop("parallel", {})
+    config = {key: value for key, value in (SIZES | changed).items() if value != "none"}
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": zero},
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "dsx": {
+            "model": {"config": config, "implementation": implementation},
+            "parallel": degrees,
+            "data": {"source": "own", "sequence_length": TOKENS},
+            "train": {"steps": 2, "output": "unused"},
+            "loss": {"chunk_tokens": chunk},
+            **block,
+        },
+    }
+
+
+def both(_rank: int, world_size: int, model: str, layout: str) -> list[list[Tensor]]:
+    return [trained(world_size, model, layout, chunk) for chunk in (None, CHUNK)]
+
+
+def trained(world_size: int, model: str, layout: str, chunk: int | None) -> list[Tensor]:
+    """Loss, norm and this rank's gradients, by a step of plain descent; the next step's; an evaluation's."""
+    import dsx
+    from dsx.parallel.groups import make_groups
+
+    config = dsx.load_config(json.loads(json.dumps(settings(model, layout, chunk))), world_size=world_size)
+    assert config.loss_chunk == (chunk or 0)
+    groups = make_groups(config.mesh, sequence_parallel=config.dsx.parallel.sequence_parallel)
+    engine = dsx.initialize(model=dsx.recipe.build_model(config, groups), config=config)[0]
+    heads: list[Any] = []
+    for module in engine.module.modules():
+        if type(module).__name__.endswith(("Head", "TiedUse")):
+            module.register_forward_hook(lambda _, args, out: heads.append(out))
+
+    def weights() -> list[Tensor]:
+        return [getattr(p, "ds_tensor", p).detach().clone() for p in engine.module.parameters()]
+
+    before = weights()
+    seen: list[Any] = [engine.train_batch(micro_batches(0)), engine.get_global_grad_norm()]
+    seen += [(one - other) / RATE for one, other in zip(before, weights(), strict=True)]
+    seen += [engine.train_batch(micro_batches(1)), engine.get_global_grad_norm()]
+    dims = {(out[0] if isinstance(out, tuple) else out).dim() for out in heads}
+    assert dims <= ({3} if chunk is None else {0})
+    seen.append(engine.eval_batch(micro_batches(9)))
+    loss, logits = engine.eval_batch(micro_batches(9), return_logits=True)
+    whole = [y[0] if isinstance(y, tuple) else y for y in logits or ()]
+    assert all(y.shape[:2] == (ROWS, TOKENS) for y in whole)
+    return [torch.as_tensor(each).detach() for each in (*seen, loss, *whole)]
+
+
+@pytest.mark.parametrize(("model", "layout"), often(CASES, 12))
+def test_chunks_train_as_whole_logits_do(model: str, layout: str) -> None:
+    for whole, parts in ranks.run(both, LAYOUTS[layout][0], model, layout):
+        largest = max(float(each.abs().max()) for each in whole[2:-4] if each.numel())
+        for place, (one, other) in enumerate(zip(whole, parts, strict=True)):
+            far = float((one - other).where(one.isfinite(), torch.zeros_like(one)).abs().max())
+            assert far <= 2e-6 * max(largest, float(one.abs().max())), place
