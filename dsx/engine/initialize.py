@@ -30,7 +30,7 @@ from torch.utils.data import DistributedSampler
 from dsx.config.run import RunConfig
 from dsx.config.schema import ZeroConfig
 from dsx.config.sources import newer_than_tested
-from dsx.config.wording import suggest
+from dsx.config.wording import at, suggest
 from dsx.engine.chunks import Tie, checkpoint_non_reentrant
 from dsx.engine.engine import PipelineEngine
 from dsx.engine.p2p import Shards
@@ -41,6 +41,7 @@ from dsx.engine.zero.loss_scale import require_precision
 from dsx.engine.zero.stage3 import scope_consistency_checks
 from dsx.errors import ConfigError, ModelError
 from dsx.launch.entry import AGREED
+from dsx.nn.loss import of_head
 from dsx.parallel.groups import Grid, Groups
 from dsx.terminal import shortened
 
@@ -442,6 +443,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         for newer in newer_than_tested():
             warnings.warn(newer, stacklevel=2)
     settings = settings_of(config, args, model.groups.mesh)
+    _require_chunks(config, model)
     if not isinstance(config, RunConfig):  # whose ranks have compared it before they started
         _require_same_everywhere(settings.deepspeed, model)
     apply_block(settings.deepspeed.get("pipeline", {}), model, settings.zero_stage)
@@ -485,6 +487,17 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
     if loader is not None:
         pipeline.set_dataloader(loader)
     return pipeline, wrapped, loader, scheduler
+
+
+def _require_chunks(config: Config | None, model: PipelineModule) -> None:
+    """Refuse a config's chunks of tokens where a loss of the caller's own takes whole logits."""
+    wanted = config.dsx.loss.chunk_tokens if isinstance(config, RunConfig) else None
+    if isinstance(wanted, int) and wanted and of_head(model.loss_fn) is None:
+        raise ConfigError(
+            at("dsx.loss.chunk_tokens", wanted),
+            "the loss_fn of the PipelineModule is the caller's own, which takes whole logits",
+            f"give loss_fn=dsx.nn.HeadLoss(..., chunk_tokens={wanted}), or remove the key",
+        )
 
 
 def _compile_blocks(

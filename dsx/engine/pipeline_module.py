@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from dsx.engine.stock_module import (
 )
 from dsx.engine.zero.building import LayerPartitioner, outside_of_init
 from dsx.errors import LayoutError, ModelError
+from dsx.nn.loss import of_head
 from dsx.nn.split import WeightGradients
 from dsx.parallel.groups import Grid, Groups, make_groups, new_group
 from dsx.parallel.mesh import AXES, Mesh
@@ -52,6 +54,26 @@ def require_layers(layers: Sequence[Any]) -> None:
                 "it is neither a LayerSpec, a module nor a function",
                 "give each layer as a LayerSpec, a torch.nn.Module or a callable",
             )
+
+
+def require_head(layers: Sequence[Any], loss_fn: Loss | None) -> None:
+    """Raise the same ModelError on every rank if the last layer cannot compute the loss that it is to."""
+    if of_head(loss_fn) is None or not layers:
+        return
+    last = layers[-1]
+    if isinstance(last, LayerSpec):
+        called = getattr(last, "forward_fn", None) or last.typename.forward
+    else:
+        called = last.forward if isinstance(last, nn.Module) else last
+    taken = inspect.signature(called).parameters.values()
+    if any(each.name == "loss" or each.kind is each.VAR_KEYWORD for each in taken):
+        return
+    raise ModelError(
+        f"layer {len(layers) - 1} ({layer_name(last)})",
+        "it takes no loss=, which the last layer is given where loss_fn is a dsx.nn.HeadLoss",
+        "have its forward return loss(x, self.weight) if loss is given, use dsx.nn.as_head, or set "
+        "chunk_tokens=0 for a loss of logits",
+    )
 
 
 def tied_layers(layers: Sequence[Any]) -> dict[str, list[tuple[int, Any]]]:
@@ -204,7 +226,7 @@ class PipelineModule(nn.Module):
         num_stages: Pipeline degree; every other rank is data-parallel.
         topology: A DeepSpeed ProcessTopology with axes among pipe, data and model, in place of
             ``num_stages``.
-        loss_fn: ``loss_fn(outputs, labels)``.
+        loss_fn: ``loss_fn(outputs, labels)``; of a :class:`dsx.nn.HeadLoss` the last layer computes it.
         seed_layers: Whether to seed the generators before each layer with ``base_seed`` plus its index.
         seed_fn: Seeds the generators; DeepSpeed's own by default.
         base_seed: First seed.
@@ -244,7 +266,8 @@ class PipelineModule(nn.Module):
     Raises:
         ConfigError: A setting of ``config`` that cannot work with a pipeline.
         LayoutError: The degrees do not fit the number of ranks or layers.
-        ModelError: A tied weight differs between its uses, or nothing matches ``type:``; a parameter without
+        ModelError: A tied weight differs between its uses, the last layer cannot compute a
+            :class:`dsx.nn.HeadLoss`, or nothing matches ``type:``; a parameter without
             values, or tensor-parallel ranks whose layers do not fit together.
     """
 
@@ -278,6 +301,7 @@ class PipelineModule(nn.Module):
         super().__init__()
         self.layer_specs: tuple[Any, ...] = tuple(layers)
         require_layers(self.layer_specs)
+        require_head(self.layer_specs, loss_fn)
         _require_whole(self.layer_specs, groups.mesh if groups else _mesh(num_stages, topology))
         self.groups = groups or make_groups(_mesh(num_stages, topology))
         if schedule == "auto":

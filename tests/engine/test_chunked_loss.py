@@ -145,3 +145,76 @@ def test_chunks_train_as_whole_logits_do(model: str, layout: str) -> None:
         for place, (one, other) in enumerate(zip(whole, parts, strict=True)):
             far = float((one - other).where(one.isfinite(), torch.zeros_like(one)).abs().max())
             assert far <= 2e-6 * max(largest, float(one.abs().max())), place
+
+
+class Table(torch.nn.Module):
+    """A head of one's own, with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(VOCABULARY, 16) / 4)
+
+    def forward(self, x: Tensor, loss: Any = None) -> Tensor:
+        return x @ self.weight.t() if loss is None else loss(x, self.weight)
+
+
+def own_lists(_rank: int, _world_size: int, zero: int, tied: bool) -> list[list[float]]:
+    """A layer list of one's own with the head as a table of dsx.nn's, tied, or as a module of one's own."""
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    import dsx
+    from dsx import nn as parallel
+
+    words = (parallel.VocabParallelEmbedding, VOCABULARY, 16, dsx.TensorParallel())
+    config = settings("llama, tied", "tp 2", None) | {"zero_optimization": {"stage": zero}}
+    del config["dsx"]
+    found = []
+    for chunk in (0, CHUNK, None):
+        layers = [TiedLayerSpec("words", *words), LayerSpec(torch.nn.Linear, 16, 16)]
+        end = TiedLayerSpec("words", *words, forward_fn=parallel.as_head) if tied else LayerSpec(Table)
+        loss = parallel.HeadLoss(tp=dsx.TensorParallel(), vocab_size=VOCABULARY, chunk_tokens=chunk)
+        model = dsx.PipelineModule(
+            [*layers, end],
+            num_stages=2,
+            loss_fn=parallel.TokenMean(loss),
+            seed_layers=True,
+            partition_method="uniform",
+            activation_checkpoint_interval=1,
+        )
+        engine = dsx.initialize(model=model, config=config)[0]
+        seen = [engine.train_batch(micro_batches(step)) for step in range(3)]
+        found.append([*map(float, seen), float(engine.get_global_grad_norm())])
+    return found
+
+
+@pytest.mark.parametrize(("zero", "tied"), [(0, False), (3, True)])
+def test_lists_of_ones_own_train_alike(zero: int, tied: bool) -> None:
+    for whole, *others in ranks.run(own_lists, 2, zero, tied):
+        assert whole[0] != whole[2]
+        for each in others:
+            assert each == pytest.approx(whole, rel=2e-6)
+
+
+def refusals(_rank: int, _world_size: int) -> list[str]:
+    import dsx
+    from dsx import nn as parallel
+    from dsx.errors import DsxError
+    from dsx.parallel.groups import make_groups
+
+    found = []
+    loss = parallel.HeadLoss(tp=dsx.TensorParallel(), vocab_size=VOCABULARY)
+    config = dsx.load_config(settings("llama, tied", "dp 2, ZeRO-3", CHUNK), world_size=1)
+    groups = make_groups(config.mesh)
+    for head, loss_fn in ((torch.nn.Linear(16, VOCABULARY), loss), (Table(), torch.nn.CrossEntropyLoss())):
+        try:
+            layers = [torch.nn.Embedding(VOCABULARY, 16), head]
+            dsx.initialize(model=dsx.PipelineModule(layers, loss_fn=loss_fn, groups=groups), config=config)
+        except DsxError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_head_that_takes_no_loss_and_a_loss_of_ones_own_are_refused_by_name() -> None:
+    head, loss = ranks.run(refusals, 1)[0]
+    assert head.startswith("layer 1 (Linear): it takes no loss=")
+    assert loss.startswith(f"dsx.loss.chunk_tokens = {CHUNK}: the loss_fn of the PipelineModule")

@@ -1,6 +1,8 @@
-"""The head and its loss in chunks of tokens: estimates beside the engine itself, on paper; the logits' bytes."""
+"""The head and its loss in chunks of tokens: estimates beside the engine itself, on paper."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 
@@ -13,6 +15,18 @@ from often import often
 VOCABULARY = 'dsx.model.overrides={"vocab_size": 4096}'
 TIED = 'dsx.model.overrides={"vocab_size": 4096, "tie_word_embeddings": true}'
 GEMMA = ["dsx.model.family=gemma2", 'dsx.model.overrides={"vocab_size": 4000, "head_dim": 16}']
+
+GRANITE = {
+    "model_type": "granite",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "vocab_size": 4096,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "logits_scaling": 8.0,
+    "max_position_embeddings": 512,
+}
 
 CASES = {
     "zero1_pipeline": (2, [VOCABULARY, "zero_optimization.stage=1"]),
@@ -33,9 +47,7 @@ CASES = {
     "zero1_transformers": (
         2,
         [
-            'dsx.model={"implementation": "transformers", "config": {"model_type": "granite", "hidden_size": 64, '
-            '"intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 4096, "num_attention_heads": 4, '
-            '"num_key_value_heads": 2, "logits_scaling": 8.0, "max_position_embeddings": 512}}',
+            f"dsx.model={json.dumps({'implementation': 'transformers', 'config': GRANITE})}",
             "zero_optimization.stage=1",
         ],
     ),
