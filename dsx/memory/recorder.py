@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from dsx.errors import ModelError
 from dsx.hub.anatomy import anatomy_of
 from dsx.memory.ledger import Label
-from dsx.memory.module_gathers import GATHERED, ModuleGathers
+from dsx.memory.module_gathers import GATHERED, ModuleGathers, TiedCall
 from dsx.memory.paper import device as paper
 from dsx.memory.paper.meter import ADD, would_be_in_place
 from dsx.memory.record import (
@@ -354,23 +354,6 @@ class Alone(TensorParallel):
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-class TiedCall(nn.Module):
-    """One use of a tied module through a function of its own, as :class:`dsx.engine.chunks.TiedUse`."""
-
-    def __init__(self, module: nn.Module, forward_fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self._tied, self._forward_fn = (module,), forward_fn
-
-    @property
-    def tied_module(self) -> nn.Module:
-        """The shared module."""
-        return self._tied[0]
-
-    def forward(self, inputs: Any, **loss: Any) -> Any:
-        """``forward_fn(tied_module, inputs)``, and ``loss=`` where the last layer computes it."""
-        return self._forward_fn(self.tied_module, inputs, **loss)
 
 
 def _read(options: Mapping[str, Any]) -> list[Any]:

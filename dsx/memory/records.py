@@ -69,8 +69,7 @@ class ModelRecords:
         frozen, entered = self._frozen(index)
         key = kind, own, divided, hooked, frozen, entered
         if key not in self._found:
-            shape = self.shape if is_block else replace(self.shape, recompute="none")
-            shape = alone(shape if kind == "Head" else replace(shape, loss_chunk=0), index)
+            shape = alone(self.shape if is_block else replace(self.shape, recompute="none"), index)
             request = LayerRequest(
                 shape=shape, kind=kind, divided=divided, hooked=hooked, frozen=frozen, entered=entered
             )
@@ -134,6 +133,7 @@ def alone(shape: Shape, index: int) -> Shape:
     What a ModelSpec says block by block, it says as a tuple of that length.
     """
     kinds = layer_kinds(shape.model)
+    shape = shape if kinds[index] == "Head" else replace(shape, loss_chunk=0)
     model: Model = replace(shape.model, freeze=(), adapter=layer_adapters(shape.model)[index])
     if isinstance(model, HubModel):
         return replace(
