@@ -783,14 +783,8 @@ def record_request(request: LayerRequest) -> LayerRecord:
         layer = _built(builder.entries()[index], request.frozen)
         inputs = [tokens, *positions] if kinds[0] == request.kind else stream
         try:
-            return record_layer(
-                layer,
-                inputs,
-                device=device,
-                divided=split,
-                hooked=request.hooked,
-                **_with_loss(shape, tp, tokens),
-            )
+            how = {"divided": split, "hooked": request.hooked} | _with_loss(shape, tp, tokens)
+            return record_layer(layer, inputs, device=device, **how)
         except Exception as error:
             if not isinstance(model, HubModel):
                 raise
