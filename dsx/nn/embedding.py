@@ -6,6 +6,7 @@ of the padded vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
