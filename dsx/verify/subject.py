@@ -145,12 +145,13 @@ class _Watch:
 
     @contextmanager
     def outputs(self, into: dict[str, Tensor]) -> Iterator[None]:
-        """Record the first output of every layer that is a module of its own."""
+        """Record the first output of every layer that is a module of its own, unless it is the loss."""
 
         def hook(name: str) -> Callable[..., None]:
             def note(_module: Any, _inputs: Any, output: Any) -> None:
                 first = output[0] if isinstance(output, tuple) else output
-                if name not in into and isinstance(first, Tensor) and first.is_floating_point():
+                kept = isinstance(first, Tensor) and first.is_floating_point()
+                if name not in into and kept and first.dim():  # no loss, which a head may have computed
                     into[name] = _copy(first).view(first.shape)
 
             return note
