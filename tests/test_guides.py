@@ -201,7 +201,7 @@ def run(words: list[str], folder: Path, *, seconds: float = 200, **environment: 
 def test_parts_of_a_model_of_ones_own_are_those_of_the_recipe():
     from dsx import nn as parallel
 
-    list_of_layers, mixer, _ = blocks(GUIDES["own_model.md"], "python")
+    list_of_layers, mixer, *_ = blocks(GUIDES["own_model.md"], "python")
     assert mixer.split("x):\n")[1] in (ROOT / "recipes/own_model.py").read_text().replace(
         "y: Tensor =", "y ="
     )

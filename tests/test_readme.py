@@ -290,7 +290,7 @@ def test_the_annotated_json_is_a_config(tmp_path):
     assert config.mesh == shipped.mesh
     assert config.global_batch_size == shipped.global_batch_size
     more = {"partition", "recompute", "zero", "profile", "profile_micro_batches"}
-    more |= {"compile", "memory_check", "optimizer_bytes", "faults", "elastic", "adapter"}
+    more |= {"compile", "loss", "memory_check", "optimizer_bytes", "faults", "elastic", "adapter"}
     blocks_shown = set(json.loads(ZERO3.read_text())["dsx"]) | more
     assert config.dsx.model_fields_set == blocks_shown == set(type(config.dsx).model_fields)
 
@@ -438,6 +438,8 @@ def test_metrics_are_those_that_are_reported():
         estimated_bytes=1,
         data_share=0.0,
         trained_share=0.5,
+        loss_scale=1024.0,
+        skipped_steps=0,
         bubble=0.1,
         simulated_bubble=0.1,
     )
