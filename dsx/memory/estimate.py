@@ -342,7 +342,7 @@ def estimate_run(job: Job) -> RunMemory:
         return known[pp_rank]
 
     for alike in _alike(job):
-        known |= _between(alike, found)
+        known |= _between(alike, found, [_held(job.schedule.rows[each]) for each in alike])
     return RunMemory(
         roles=tuple(
             Role(
@@ -371,21 +371,61 @@ def _alike(job: Job) -> Iterable[list[int]]:
     return groups.values()
 
 
-def _between(alike: Sequence[int], found: Callable[[int], Estimate]) -> dict[int, Estimate]:
+_Held = Mapping[tuple[Op, int, str], int]
+"""By op, chunk and what is counted: the most, whenever a rank runs such an action."""
+
+
+def _held(row: Sequence[Action]) -> _Held:
+    """What a rank holds of micro-batches: all of them, and those whose backward has not begun."""
+    chunks = {stage: at for at, stage in enumerate(sorted({action.stage for action in row}))}
+    live, pending = [0] * len(chunks), [0] * len(chunks)
+    most: dict[tuple[Op, int, str], int] = {}
+    for action in row:
+        chunk = chunks[action.stage]
+        if action.op is Op.FORWARD:
+            live[chunk] += 1
+        counts = {f"live {at}": number for at, number in enumerate(live)}
+        counts |= {f"whole {at}": live[at] - number for at, number in enumerate(pending)}
+        counts |= {"live": sum(live), "whole": sum(live) - sum(pending)}
+        for what, number in counts.items():
+            key = (action.op, chunk, what)
+            most[key] = max(most.get(key, 0), number)
+        if action.op is Op.BACKWARD_INPUT:
+            pending[chunk] += 1
+        elif action.op is Op.BACKWARD_WEIGHT:
+            pending[chunk] -= 1
+        live[chunk] -= action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+    return most
+
+
+def _is_straight(alike: Sequence[int], held: Sequence[_Held]) -> bool:
+    """Whether what ranks hold changes evenly along them; in V-half and V-min it goes up and down."""
+    first, last = alike[0], alike[-1]
+    return all(
+        (last - first) * (each.get(key, 0) - held[0].get(key, 0))
+        == (pp_rank - first) * (held[-1].get(key, 0) - held[0].get(key, 0))
+        for pp_rank, each in zip(alike, held, strict=True)
+        for key in {*each, *held[0], *held[-1]}
+    )
+
+
+def _between(
+    alike: Sequence[int], found: Callable[[int], Estimate], held: Sequence[_Held]
+) -> dict[int, Estimate]:
     """Estimates of ranks that differ by what they hold of micro-batches alone, most of them not walked.
 
-    Along the pipeline that changes by as much from rank to rank. Where the one in the middle confirms it,
-    line for line, the others follow from the two ends; elsewhere each half is looked at alone.
+    Along most pipelines that changes by as much from rank to rank. Where it does and the one in the middle
+    confirms it, line for line, the others follow from the two ends; elsewhere each half is looked at alone.
     """
     if len(alike) <= _FEW:
         return {}
-    first, middle, last = alike[0], alike[len(alike) // 2], alike[-1]
-    line = _Line(first, found(first), last, found(last))
-    if line.at(middle) == replace(found(middle), rank=0):
-        filled = {pp_rank: line.at(pp_rank) for pp_rank in alike}
-        return {pp_rank: each for pp_rank, each in filled.items() if each is not None}
     half = len(alike) // 2
-    return _between(alike[: half + 1], found) | _between(alike[half:], found)
+    if _is_straight(alike, held):
+        line = _Line(alike[0], found(alike[0]), alike[-1], found(alike[-1]))
+        if line.at(alike[half]) == replace(found(alike[half]), rank=0):
+            filled = {pp_rank: line.at(pp_rank) for pp_rank in alike}
+            return {pp_rank: each for pp_rank, each in filled.items() if each is not None}
+    return _between(alike[: half + 1], found, held[: half + 1]) | _between(alike[half:], found, held[half:])
 
 
 _FEW = 4

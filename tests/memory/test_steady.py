@@ -110,3 +110,12 @@ def test_ranks_between_are_the_walked_ones(monkeypatch, name, chunks, micro_batc
     assert len(seen) <= walked
     for role in found.roles:
         assert role.estimate == estimate(job, role.ranks[0])
+
+
+def test_ranks_that_hold_more_and_less_in_turn_are_walked():
+    """V-min's ranks repeat every three: the two ends and the middle say nothing about the others."""
+    content = config("v_min", 14, 2, 17, 3)
+    content["dsx"]["model"]["overrides"] = {"n_layer": 26}
+    job = job_of(resolve(content, world_size=28))
+    for role in estimates.estimate_run(job).roles:
+        assert role.estimate == estimate(job, role.ranks[0])
