@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -120,6 +121,13 @@ def _refuse_unused(name: str, options: Mapping[str, object]) -> None:
         if value is not None:
             fix = "leave it out" if name == "search" else "use dsx schedule search, or leave it out"
             raise ConfigError(f"{option} {value}", f"it says nothing to dsx schedule {name}", fix)
+
+
+def _refuse_endless(options: Mapping[str, float | None]) -> None:
+    """Numbers without an end, which bound nothing and take for ever."""
+    for option, value in options.items():
+        if value == inf:
+            raise ConfigError(f"{option} {value}", "not a finite number", "give one that is")
 
 
 def _cap(profile: Profile, stages: int, activation_gib: float | None, most_live: float | None) -> int | None:
@@ -316,6 +324,9 @@ def schedule(
     """
     searching = {"--times": times, "--most-live": most_live, "--effort": effort}
     building = {"--group-size": group_size, "--warmup": warmup}
+    _refuse_endless(
+        {"--wire": wire, "--activation-gib": activation_gib, "--most-live": most_live, "--effort": effort}
+    )
     _refuse_unused(name, building if name == "search" else searching)
     if name == "search":
         measured, sizes = _to_search(profile, times, stages, micro_batches, wire)

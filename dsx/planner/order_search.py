@@ -9,8 +9,9 @@ from math import inf
 from dsx.planner.choose import Choice, Ranking, choose
 from dsx.planner.layout import Space
 from dsx.planner.partition_search import LayerCut, SimulatedPipeline, shortest_cut
-from dsx.planner.profile import Conditions, LayerCost, Profile
+from dsx.planner.profile import Conditions, LayerCost, Profile, StageCosts
 from dsx.schedules.program import Program
+from dsx.schedules.schedule import Op
 from dsx.schedules.search import Room, Shop, search
 from dsx.schedules.simulate import Costs
 
@@ -149,7 +150,7 @@ def _searches(
         # Whole backwards may be shorter than their parts, so that what there was can be the best still.
         cut = min(best.cut, found.judge(stages.bounds), key=lambda each: each.step_seconds)
         best = Choice(best.recompute, cut)
-        bound = min(result.bound, cut.step_seconds)
+        bound = min(_least(shop, costs).bound(), cut.step_seconds)
         yield Searched(ranking=ranking, found=best, costs=costs.seconds, bound_seconds=bound)
         moved = shortest_cut(found, most_actions=_CUT_ACTIONS)
         if moved.step_seconds >= cut.step_seconds * _BETTER or max(moved.peak_bytes) > (
@@ -157,6 +158,24 @@ def _searches(
         ):
             return
         best, starts = Choice(best.recompute, moved), [moved.schedule]
+
+
+def _least(shop: Shop, costs: StageCosts) -> Shop:
+    """The shop whose parts of a backward are no longer, and keep no more, than what a whole one takes.
+
+    A kernel may do a whole backward in less time than its two parts. An order with whole ones is one of this
+    shop too, with waits, so that the shop's bound is below it.
+    """
+    by_op = costs.seconds.by_op(shop.stages)
+    whole = by_op[Op.BACKWARD]
+    first = tuple(map(min, by_op[Op.BACKWARD_INPUT], whole))
+    rest = tuple(a - b for a, b in zip(whole, first, strict=True))
+    second = tuple(map(min, by_op[Op.BACKWARD_WEIGHT], rest))
+    seconds = replace(
+        costs.seconds, backward_seconds=None, backward_input_seconds=first, backward_weight_seconds=second
+    )
+    pending = tuple(map(min, costs.pending_bytes, costs.kept_bytes))
+    return Shop(shop.size, shop.placement, seconds, replace(shop.room, pending=pending))
 
 
 def _pipeline(

@@ -75,6 +75,8 @@ def test_json_says_when_nothing_is_gained(dsx):
         (("--times", "4xa", "--stages", 4, "--micro-batches", 4), "'4xa' is no time"),
         (("--times", "8x1"), "--stages and --micro-batches"),
         ((*UNEVEN, "--warmup", 2), "--warmup 2"),
+        ((*UNEVEN, "--effort", "inf"), "--effort inf: not a finite number"),
+        ((*UNEVEN, "--wire", "inf"), "--wire inf: not a finite number"),
         ((*UNEVEN, "--activation-gib", 2), "both bound the same memory"),
         (("--times", "8x1", "--profile", "p.json", "--stages", 4, "--micro-batches", 4), "once"),
     ],
