@@ -14,7 +14,8 @@ gloo takes the place of NCCL, and pipelines, which gloo cannot run between GPUs,
 
 A machine that is lent without a network brings Python, torch, transformers and triton. The rest travels as
 wheels, which --wheels fetches: CONTRIBUTING.md has the commands. Exit codes: 0 when all is done, 1
-when a case failed, 2 when packages are missing, 3 when cases are left for the next run.
+when a case failed, 2 when packages are missing
+or a folder is none to use, 3 when cases are left for the next run.
 
 --dry runs all of it on the CPU with gloo, at sizes that say nothing about speed, as the tests do.
 """
@@ -80,6 +81,10 @@ def main() -> int:
     if lacking:
         print(f"gpu_day: not installed here: {', '.join(lacking)}; --help says how to bring it")
         return 2
+    wrong = _unusable(arguments.out, arguments.resume, dry=arguments.dry)
+    if wrong:
+        print(f"gpu_day: {wrong}")
+        return 2
     arguments.out.mkdir(parents=True, exist_ok=True)
     day = Day(arguments.out, arguments.resume or arguments.out, dry=arguments.dry)
     began = time.time()
@@ -109,6 +114,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="fetch what such a machine lacks, and end")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def _unusable(out: Path, resume: Path | None, *, dry: bool) -> str:
+    """Why results would be lost or not found; nothing if all is well."""
+    if resume is not None and not resume.is_dir():
+        return f"--resume {resume}: not a folder; give the one where an earlier run's files lie"
+    for file in (file for name in SECTIONS if (file := out / f"{name}.json").exists()):
+        try:
+            kept = json.loads(file.read_text())["dry"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return f"{file}: not readable as results, and would be overwritten; give another --out"
+        if kept != dry:
+            kind = "dry" if kept else "real"
+            return f"{file}: results of a {kind} run, which would be overwritten; give another --out"
+    return ""
 
 
 def _chosen(cases: Sequence[Case], sections: Sequence[str]) -> list[Case]:

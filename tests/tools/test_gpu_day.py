@@ -125,3 +125,22 @@ def test_a_case_that_ends_its_worker_costs_itself_alone(tmp_path, monkeypatch):
     assert "- **correctness: fails**: ValueError: not so" in report
     assert found.left(todo, again=False) == []
     assert [case.name for case in found.left(todo, again=True)] == ["crashes", "fails", "hangs"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [('{"dry": false, "cases": {}}', "results of a real run"), ("half a fi", "not readable")],
+)
+def test_what_another_run_has_written_is_not_overwritten(tmp_path, kept, words):
+    (tmp_path / "speed.json").write_text(kept)
+    done = run(tmp_path, "--only", "machine", "--minutes", "0.1")
+    assert done.returncode == 2
+    assert words in done.stdout
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("speed.json", kept)]
+
+
+def test_a_folder_to_resume_from_that_is_not_there_is_refused(tmp_path):
+    done = run(tmp_path / "out", "--resume", str(tmp_path / "misspelt"), "--minutes", "0.1")
+    assert done.returncode == 2
+    assert "misspelt" in done.stdout
+    assert not (tmp_path / "out").exists()
