@@ -7,7 +7,7 @@ from typing import Any
 
 from dsx.config import refusals
 from dsx.config.document import from_mapping
-from dsx.config.keys import REFERENCE
+from dsx.config.keys import REFERENCE, TRUE
 from dsx.config.refusals import ABSENT, Context, Finding
 from dsx.config.wording import at, dotted
 from dsx.errors import ConfigError, KeyPlace
@@ -67,10 +67,14 @@ def zero_stage(config: Json) -> int:
 
 def precision(config: Json) -> Precision:
     """What a checked config trains in."""
-    if _block(config, "fp16").get("enabled") is True:
+    if _is_on(config, "fp16"):
         return "fp16"
-    is_bf16 = any(_block(config, key).get("enabled") is True for key in ("bf16", "bfloat16"))
-    return "bf16" if is_bf16 else "fp32"
+    return "bf16" if _is_on(config, "bf16") or _is_on(config, "bfloat16") else "fp32"
+
+
+def _is_on(config: Json, name: str) -> bool:
+    """Whether DeepSpeed, which reads these blocks with pydantic, takes a block for enabled."""
+    return str(_block(config, name).get("enabled")).lower() in TRUE
 
 
 def optimizer_notes(config: Json) -> Iterator[str]:

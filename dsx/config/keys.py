@@ -377,7 +377,7 @@ def _blocks(content: Mapping[str, Any]) -> Iterator[KeyBlock]:
 
 
 # What pydantic takes for a boolean in its default mode (docs.pydantic.dev, "Booleans").
-_TRUE = {"1", "t", "true", "y", "yes", "on"}
+TRUE = {"1", "t", "true", "y", "yes", "on"}
 _FALSE = {"0", "f", "false", "n", "no", "off"}
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
@@ -458,8 +458,8 @@ def converted(value: Any, key: Key) -> Any | None:
 
 
 def _from_string(word: str, key: Key) -> Any | None:
-    if "bool" in key.kinds and word.lower() in _TRUE | _FALSE:
-        return word.lower() in _TRUE
+    if "bool" in key.kinds and word.lower() in TRUE | _FALSE:
+        return word.lower() in TRUE
     if "float" in key.kinds or "int" in key.kinds:
         try:
             number = float(word)

@@ -65,7 +65,10 @@ def require_head(layers: Sequence[Any], loss_fn: Loss | None) -> None:
         called = getattr(last, "forward_fn", None) or last.typename.forward
     else:
         called = last.forward if isinstance(last, nn.Module) else last
-    taken = inspect.signature(called).parameters.values()
+    try:
+        taken = inspect.signature(called).parameters.values()
+    except ValueError:  # of a function of torch's own, which takes no loss
+        taken = ()
     if any(each.name == "loss" or each.kind is each.VAR_KEYWORD for each in taken):
         return
     raise ModelError(

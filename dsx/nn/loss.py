@@ -28,7 +28,7 @@ from dsx.models.flops import head_chunk
 from dsx.nn import collectives
 from dsx.nn.embedding import check_ids
 from dsx.nn.linear import start_reduce
-from dsx.nn.parallel import TensorParallel
+from dsx.nn.parallel import TensorParallel, uncompiled
 
 IGNORED = -100
 """Label of tokens that the loss skips, as torch's cross_entropy has it."""
@@ -353,7 +353,7 @@ def linear_cross_entropy(
         logits=logits,
         trains=torch.is_grad_enabled() and wanted,
     )
-    loss: Tensor = _LinearCrossEntropy.apply(x_BsH, weight, bias, labels_BS, how)
+    loss: Tensor = uncompiled(_LinearCrossEntropy.apply, x_BsH, weight, bias, labels_BS, how)
     return loss
 
 

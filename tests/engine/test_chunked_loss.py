@@ -205,7 +205,11 @@ def refusals(_rank: int, _world_size: int) -> list[str]:
     loss = parallel.HeadLoss(tp=dsx.TensorParallel(), vocab_size=VOCABULARY)
     config = dsx.load_config(settings("llama, tied", "dp 2, ZeRO-3", CHUNK), world_size=1)
     groups = make_groups(config.mesh)
-    for head, loss_fn in ((torch.nn.Linear(16, VOCABULARY), loss), (Table(), torch.nn.CrossEntropyLoss())):
+    for head, loss_fn in (
+        (torch.nn.Linear(16, VOCABULARY), loss),
+        (torch.relu, loss),
+        (Table(), torch.nn.CrossEntropyLoss()),
+    ):
         try:
             layers = [torch.nn.Embedding(VOCABULARY, 16), head]
             dsx.initialize(model=dsx.PipelineModule(layers, loss_fn=loss_fn, groups=groups), config=config)
@@ -215,6 +219,7 @@ def refusals(_rank: int, _world_size: int) -> list[str]:
 
 
 def test_a_head_that_takes_no_loss_and_a_loss_of_ones_own_are_refused_by_name() -> None:
-    head, loss = ranks.run(refusals, 1)[0]
+    head, function, loss = ranks.run(refusals, 1)[0]
     assert head.startswith("layer 1 (Linear): it takes no loss=")
+    assert function.startswith("layer 1 (relu): it takes no loss=")
     assert loss.startswith(f"dsx.loss.chunk_tokens = {CHUNK}: the loss_fn of the PipelineModule")

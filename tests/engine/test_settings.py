@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 
+from dsx.config.deepspeed import precision
 from dsx.engine.settings import settings_of
 from dsx.errors import ConfigError
 from dsx.parallel.mesh import Mesh
@@ -89,3 +91,14 @@ def test_what_a_pipeline_cannot_do_is_refused(config: Any, words: list[str]) -> 
 def test_zero_plus_plus_is_fine_without_other_axes() -> None:
     zero = {"stage": 3, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True}
     assert settings_of({"zero_optimization": zero}, None, Mesh.of(dp=4)).zero_stage == 3
+
+
+@pytest.mark.parametrize("value", [True, 1, "true", "ON", "y", False, 0, "false", "auto"])
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_the_precision_is_what_deepspeed_reads(name: str, value: object) -> None:
+    kind = DeepSpeedFP16Config if name == "fp16" else DeepSpeedBF16Config
+    enabled = kind(enabled=value).enabled
+    assert precision({name: {"enabled": value}}) == (name if enabled else "fp32")
+    config = {name: {"enabled": value}, "gradient_clipping": 0.5}
+    # Plain fp32 alone is clipped by dsx.
+    assert settings_of(config, None, Mesh.of()).deepspeed["gradient_clipping"] == (0.5 if enabled else 0.0)
