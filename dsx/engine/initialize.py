@@ -459,7 +459,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
         model_parameters=model_parameters,
     )
     run = config if isinstance(config, RunConfig) else None
-    _compile_blocks(model, settings.zero_stage, run, wanted=compile_blocks)
+    blocks = _compile_blocks(model, settings.zero_stage, run, wanted=compile_blocks)
     if settings.zero_stage == 3:
         scope_consistency_checks(model.groups)
     require_precision(settings.deepspeed)
@@ -474,6 +474,7 @@ def initialize(  # noqa: PLR0917 (stock DeepSpeed's arguments in its order)
             mpu=Grid(model.groups),
             dist_init_required=False,
         )
+    _keep_hooks_out(blocks, settings.zero_stage)
     _hide_spare(model)
     require_drives(scheduler, engine.basic_optimizer)
     pipeline = PipelineEngine(
@@ -502,20 +503,29 @@ def _require_chunks(config: Config | None, model: PipelineModule) -> None:
 
 def _compile_blocks(
     model: PipelineModule, zero_stage: int, run: RunConfig | None, *, wanted: bool | None
-) -> None:
+) -> list[nn.Module]:
     if not (run is not None and run.dsx.compile == "blocks" if wanted is None else wanted):
-        return
+        return []
     from dsx.nn.compiled import compile_blocks  # here: it loads the compiler
 
     if model.split is not None:
         model.split.divides = model.program.divides
     own = [each for each in model.layer_specs if not isinstance(each, TiedLayerSpec)]
     kinds = [getattr(each, "typename", type(each)) for each in own]
-    for block in compile_blocks(model.chunks.layers.values(), kinds):
+    blocks = compile_blocks(model.chunks.layers.values(), kinds)
+    for block in blocks:
         if zero_stage == 3 and not model.program.divides:
             # Gathered whole before it runs, because hooks of modules inside would break its graph. Where the
             # backward is divided it is in parts anyway, and DeepSpeed would make zeros of missing gradients.
             set_z3_leaf_module(block, flag=True)
+    return blocks
+
+
+def _keep_hooks_out(blocks: Sequence[nn.Module], zero_stage: int) -> None:
+    if zero_stage == 3 and blocks:
+        from dsx.nn.compiled import hooks_between_graphs  # here: it loads the compiler
+
+        hooks_between_graphs(blocks)
 
 
 _SAME = (

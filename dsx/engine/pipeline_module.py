@@ -66,9 +66,9 @@ def require_head(layers: Sequence[Any], loss_fn: Loss | None) -> None:
     else:
         called = last.forward if isinstance(last, nn.Module) else last
     try:
-        taken = inspect.signature(called).parameters.values()
+        taken = list(inspect.signature(called).parameters.values())
     except ValueError:  # of a function of torch's own, which takes no loss
-        taken = ()
+        taken = []
     if any(each.name == "loss" or each.kind is each.VAR_KEYWORD for each in taken):
         return
     raise ModelError(

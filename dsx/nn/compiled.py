@@ -101,3 +101,15 @@ def compile_blocks(
     for name, reason in sorted(reasons):
         warnings.warn(f"{name} runs as it is, not compiled: {reason}", stacklevel=2)
     return found
+
+
+def hooks_between_graphs(blocks: Iterable[nn.Module]) -> None:
+    """Have the hooks of the modules inside compiled blocks run between graphs, as they are.
+
+    ZeRO-3 gathers and releases in them, module by module, where a block is not gathered whole. Traced, they
+    would be compiled anew for every module, up to the compiler's limit.
+    """
+    for block in blocks:
+        for module in block.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):  # noqa: SLF001
+                hooks.update({key: torch.compiler.disable(hook) for key, hook in hooks.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -56,3 +57,63 @@ def test_repeated_modules_are_compiled(zero: int) -> None:
     assert plain[1] == []
     assert made[1] == [1, 3]
     assert made[0] == pytest.approx(plain[0], rel=1e-6)
+
+
+def train_in_parts(_rank: int, _world_size: int, compiles: bool) -> list[float]:
+    import dsx
+    from dsx.nn import compiled
+
+    compiled.BACKEND = "aot_eager"
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    warnings.filterwarnings("error", ".*runs as it is")
+    model = dsx.PipelineModule(
+        [LayerSpec(Mixer) for _ in range(12)],
+        num_stages=2,
+        num_chunks=2,
+        schedule="zbv",
+        loss_fn=nn.functional.mse_loss,
+        seed_layers=True,
+        partition_method="uniform",
+    )
+    config = CONFIG | {"zero_optimization": {"stage": 3}}
+    engine = dsx.initialize(model=model, config=config, compile_blocks=compiles)[0]
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+    return [float(engine.train_batch(iter([(each, -each) for each in x]))) for _ in range(4)]
+
+
+def test_hooks_of_zero_3_stay_out_of_the_graphs_where_the_backward_is_divided() -> None:
+    plain, made = (ranks.run(train_in_parts, 2, compiles)[0] for compiles in (False, True))
+    assert made == pytest.approx(plain, rel=1e-6)
+
+
+class Words(nn.Module):
+    """A head of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(11, 8))
+
+    def forward(self, x: Tensor, loss: Any = None) -> Tensor:
+        """Logits, or the loss."""
+        return x @ self.weight.t() if loss is None else loss(x, self.weight)
+
+
+def chunked(_rank: int, _world_size: int, compiles: bool) -> list[float]:
+    import dsx
+    from dsx import nn as parallel
+
+    loss = parallel.HeadLoss(tp=dsx.TensorParallel(), vocab_size=11, chunk_tokens=3)
+    layers = [LayerSpec(nn.Embedding, 11, 8), LayerSpec(Mixer), LayerSpec(Words)]
+    model = dsx.PipelineModule(layers, num_stages=1, loss_fn=loss, seed_layers=True)
+    if compiles:
+        model.compile(backend="aot_eager")
+    engine = dsx.initialize(model=model, config=CONFIG)[0]
+    ids = torch.randint(0, 11, (2, 4, 6), generator=torch.Generator().manual_seed(3))
+    pairs = [(each[:, :-1], each[:, 1:]) for each in ids]
+    return [float(engine.train_batch(iter(pairs))) for _ in range(3)]
+
+
+def test_a_compiled_head_computes_the_loss_in_chunks() -> None:
+    plain, compiled = (ranks.run(chunked, 1, compiles)[0] for compiles in (False, True))
+    assert plain[0] != plain[2]
+    assert compiled == pytest.approx(plain, rel=1e-6)
