@@ -147,6 +147,8 @@ def _search(
     from dsx.planner.order_search import search_order
     from dsx.waiting import Waiting
 
+    if output is not None and not output.parent.is_dir():  # not after a minute's search
+        raise ConfigError(f"--output {output}", "no such folder", "name a file in a folder that exists")
     with (
         judging(ScheduleError, LayoutError),
         Waiting("searching an order", total=effort, unit="actions timed") as waiting,

@@ -76,6 +76,7 @@ def test_json_says_when_nothing_is_gained(dsx):
         (("--times", "8x1"), "--stages and --micro-batches"),
         ((*UNEVEN, "--warmup", 2), "--warmup 2"),
         ((*UNEVEN, "--effort", "inf"), "--effort inf: not a finite number"),
+        ((*UNEVEN, "--effort", 1e6, "--output", "none/best.csv"), "--output none/best.csv: no such folder"),
         ((*UNEVEN, "--wire", "inf"), "--wire inf: not a finite number"),
         ((*UNEVEN, "--activation-gib", 2), "both bound the same memory"),
         (("--times", "8x1", "--profile", "p.json", "--stages", 4, "--micro-batches", 4), "once"),
