@@ -181,21 +181,18 @@ class Tensor:
     """A view on a storage, which it holds until :meth:`release`.
 
     Attributes:
+        numel: Elements.
         width: Bytes an element.
         storage: What it holds on to; None for one whose memory is counted elsewhere (a parameter).
     """
 
-    __slots__ = ("shape", "storage", "width")
+    __slots__ = ("numel", "shape", "storage", "width")
 
     def __init__(self, shape: tuple[int, ...], width: int, storage: Storage | None) -> None:
         self.shape, self.width, self.storage = shape, width, storage
+        self.numel = prod(shape)
         if storage is not None:
             storage.hold()
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return prod(self.shape)
 
     def detach(self) -> Tensor:
         """The same memory."""

@@ -143,23 +143,26 @@ class RecordedLayer:
             before.drop()
 
     def _do(self, event: Event) -> None:
-        match event:
-            case ("+", number, size, label):
-                self._held[number] = self._new(number, size, label)
-            case ("-", number):
-                self._held.pop(number).drop()
-            case ("sum", number, size, label, first):
-                if self._held[first].holders == 1:
-                    self._held[first].overwrite()
-                self._held[number] = self._new(number, size, label)
-            case ("fetch", names, forward):
-                if self._hooks is not None:
-                    self._hooks.fetch(tuple(self._leaves[name] for name in names), forward=forward)
-            case ("release", names, forward, kept):
-                for name, number in kept:
-                    self._keep(self._leaves[name], number)
-                if self._hooks is not None:
-                    self._hooks.release(tuple(self._leaves[name] for name in names), forward=forward)
+        kind, held = event[0], self._held  # comparisons, because this runs millions of times
+        if kind == "+":
+            _, number, size, label = event
+            held[number] = self._new(number, size, label)
+        elif kind == "-":
+            held.pop(event[1]).drop()
+        elif kind == "sum":
+            _, number, size, label, first = event
+            if held[first].holders == 1:
+                held[first].overwrite()
+            held[number] = self._new(number, size, label)
+        elif kind == "fetch":
+            if self._hooks is not None:
+                self._hooks.fetch(tuple(self._leaves[name] for name in event[1]), forward=event[2])
+        elif kind == "release":
+            _, names, forward, kept = event
+            for name, number in kept:
+                self._keep(self._leaves[name], number)
+            if self._hooks is not None:
+                self._hooks.release(tuple(self._leaves[name] for name in names), forward=forward)
 
     def _new(self, number: int, size: int, label: int) -> Storage:
         what = self.record.labels[label]
