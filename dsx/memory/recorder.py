@@ -487,7 +487,8 @@ class _Session:
         names = {id(parameter): name for name, parameter in named}
         if hooked and self.owner is not None:
             for parameter in self.owner.parameters():
-                parameter.ds_id = None  # type: ignore[attr-defined]  # by which linears know ZeRO-3's
+                # By these linears know ZeRO-3's parameters, DeepSpeed's linear in backward, too.
+                parameter.ds_id = parameter.ds_status = None  # type: ignore[attr-defined]
         with self.recorder, self.recorder.alone(), ExitStack() as hooks:
             kept = self._warm_up()
             for handle in self._watch(names):
