@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dsx.config.run import RunConfig
 from dsx.errors import ConfigError
@@ -165,10 +166,10 @@ class PeakMemory:
 
 
 def _tensors() -> Iterator[torch.Tensor]:
-    """Every tensor that Python knows, and their gradients."""
+    """Every tensor that Python knows, and their gradients, but those without memory that compilers keep."""
     for thing in gc.get_objects():
         # Not isinstance: some objects answer for their class with code of their own.
-        if issubclass(type(thing), torch.Tensor):
+        if issubclass(type(thing), torch.Tensor) and not issubclass(type(thing), FakeTensor):
             yield thing
             if thing.is_leaf and thing.grad is not None:
                 yield thing.grad

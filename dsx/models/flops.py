@@ -76,7 +76,7 @@ def head_chunk(tokens: int, hidden_size: int, columns: int) -> int:
     A power of two, as in torch's ``linear_cross_entropy``, but at least 1024; ``tokens`` for all at once.
 
     >>> head_chunk(8192, 4096, 128256), head_chunk(8192, 16384, 128256), head_chunk(8192, 4096, 4096)
-    (1024, 1024, 8192)
+    (1024, 2048, 8192)
     """
     share = -(-tokens * hidden_size // max(columns, 1))
     return min(tokens, max(_FEWEST_TOKENS, 1 << max(share - 1, 0).bit_length()))

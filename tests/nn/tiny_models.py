@@ -183,7 +183,7 @@ class Model(nn.Module):
         """Take this rank's part of logical tensors by Hugging Face name."""
         tensors = in_files(self.spec.family, tensors)
         for p in self.parameters():
-            spec, tp = p.dsx_spec, self.loss_fn.loss.keywords["tp"]
+            spec, tp = p.dsx_spec, self.loss_fn.loss.tp
             p.data.copy_(cut(spec, partial(_box, spec, tensors), tp.size, tp.rank))
         return self
 
