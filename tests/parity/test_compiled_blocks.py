@@ -83,7 +83,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_training_equals_one_process(case: Case, folders: dict[str, Path]) -> None:
     """Losses and norms within 1e-5 relative, weights within 2e-5 after the first step.
 
-    Blocks that neither communicate nor divide their backward are one graph for all of a rank.
+    Blocks that neither communicate nor divide their backward are one graph for all of a rank, and two where
+    every other one has a window.
     """
     made = ranks.run(train, case.world_size, case, folders[case.family], "aot_eager")
     expected = oracle.train(case.family, rows=case.rows, steps=STEPS)
@@ -92,4 +93,5 @@ def test_training_equals_one_process(case: Case, folders: dict[str, Path]) -> No
     for name, tensor in made[0]["first"].items():
         assert torch.allclose(tensor, expected.first_update[name], rtol=0, atol=2e-5), name
     whole = case.tp == 1 and case.schedule not in ("zbv", "zb_h1")
-    assert all((each["graphs"] == 1) is whole for each in made)
+    kinds = 2 if case.family == "gemma2" else 1
+    assert all((each["graphs"] == kinds) is whole for each in made)
