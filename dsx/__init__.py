@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         ScheduleError,
         VersionError,
     )
-    from dsx.launch.entry import Arguments, parse_arguments, run, world_size
+    from dsx.launch.entry import Arguments, parse_arguments, rank, run, world_size
     from dsx.launch.processes import distributed
     from dsx.memory.layer_list import LayerList, estimate_layers
     from dsx.models.param import ParamSpec
@@ -91,6 +91,7 @@ __all__ = [
     "plan_layers",
     "printable",
     "profile_layers",
+    "rank",
     "recipe",
     "run",
     "world_size",
@@ -136,6 +137,7 @@ _HOMES = {
     "plan_layers": ("dsx.planner.own_layers", "plan_layers"),
     "printable": ("dsx.terminal", "printable"),
     "profile_layers": ("dsx.planner.profiler", "profile_layers"),
+    "rank": ("dsx.launch.entry", "rank"),
     "recipe": ("dsx.train.recipe", ""),
     "run": ("dsx.launch.entry", "run"),
     "world_size": ("dsx.launch.entry", "world_size"),

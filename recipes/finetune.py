@@ -28,7 +28,10 @@ def main() -> int:
     # and file reading, before any rank waits for another.
     arguments = dsx.parse_arguments(description=__doc__)
     config = dsx.load_config(
-        arguments.config, world_size=dsx.world_size(), overrides=(*TERMS, *arguments.overrides)
+        arguments.config,
+        world_size=dsx.world_size(),
+        rank=dsx.rank(),
+        overrides=(*TERMS, *arguments.overrides),
     )
     dsx.recipe.check_memory(config)
     data = dsx.recipe.prepare_data(config)
@@ -42,6 +45,7 @@ def main() -> int:
             sequence_parallel=parallel.sequence_parallel,
             seed=train.seed,
             spare_ranks=config.spare_ranks,
+            islands=config.islands,
         ) as groups,
         dsx.recipe.Guard(config, groups) as guard,
     ):

@@ -18,7 +18,9 @@ def main() -> int:
     # Everything that can be wrong with the config, the data or the output folder is found here, by plain
     # arithmetic and file reading, before any rank waits for another.
     arguments = dsx.parse_arguments(description=__doc__)
-    config = dsx.load_config(arguments.config, world_size=dsx.world_size(), overrides=arguments.overrides)
+    config = dsx.load_config(
+        arguments.config, world_size=dsx.world_size(), rank=dsx.rank(), overrides=arguments.overrides
+    )
     dsx.recipe.check_memory(config)
     data = dsx.recipe.prepare_data(config)
     parallel, train = config.dsx.parallel, config.dsx.train
@@ -31,6 +33,7 @@ def main() -> int:
             sequence_parallel=parallel.sequence_parallel,
             seed=train.seed,
             spare_ranks=config.spare_ranks,
+            islands=config.islands,
         ) as groups,
         dsx.recipe.Guard(config, groups) as guard,
     ):

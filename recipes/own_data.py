@@ -40,13 +40,21 @@ def main() -> int:
     arguments = dsx.parse_arguments(description=__doc__)
     terms = ("dsx.data.source=own", "dsx.train.output=runs/own-data-{layout}")
     config = dsx.load_config(
-        arguments.config, world_size=dsx.world_size(), overrides=(*terms, *arguments.overrides)
+        arguments.config,
+        world_size=dsx.world_size(),
+        rank=dsx.rank(),
+        overrides=(*terms, *arguments.overrides),
     )
     dsx.recipe.check_memory(config)
     parallel, train = config.dsx.parallel, config.dsx.train
     corpus = Sums(100_000, config.sequence_length, "sums")
     with (
-        dsx.distributed(config.mesh, sequence_parallel=parallel.sequence_parallel, seed=train.seed) as groups,
+        dsx.distributed(
+            config.mesh,
+            sequence_parallel=parallel.sequence_parallel,
+            seed=train.seed,
+            islands=config.islands,
+        ) as groups,
         dsx.recipe.Guard(config, groups) as guard,
     ):
         engine = dsx.recipe.build_engine(config, groups)

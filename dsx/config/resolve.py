@@ -15,13 +15,14 @@ from dsx.config.batch import ACCUMULATION, Batch, resolve_batch
 from dsx.config.deepspeed import deepspeed_problems, mesh_problems, optimizer_notes, precision, zero_stage
 from dsx.config.load import load, raise_all
 from dsx.config.run import PENDING, RunConfig, cut_layers
-from dsx.config.schema import DsxConfig, ZeroConfig
+from dsx.config.schema import DsxConfig, OuterConfig, ZeroConfig
 from dsx.config.sources import read_model
 from dsx.config.wording import at, suggest
 from dsx.errors import ConfigError, ScheduleError
 from dsx.models.flops import WIDTHS
 from dsx.models.params import frozen_names, layer_kinds, param_specs
 from dsx.models.spec import HubModel, Model
+from dsx.parallel.islands import Islands
 from dsx.parallel.limits import Asked, objections, possible
 from dsx.parallel.mesh import AXES, Mesh
 from dsx.planner.search import search
@@ -498,13 +499,19 @@ _DEFAULT_CLIPPING = 1.0  # deepspeed/runtime/constants.py, GRADIENT_CLIPPING_DEF
 
 
 def resolve(
-    source: str | Path | Mapping[str, Any], *, world_size: int, overrides: Sequence[str] = ()
+    source: str | Path | Mapping[str, Any],
+    *,
+    world_size: int,
+    rank: int = 0,
+    overrides: Sequence[str] = (),
 ) -> RunConfig:
     """Everything that a run of ``source`` on ``world_size`` ranks needs.
 
     Args:
         source: A DeepSpeed JSON (HJSON comments allowed) with a ``dsx`` block: its path, or its content.
-        world_size: Number of ranks.
+        world_size: Number of ranks that the launcher has started.
+        rank: This process among them (``dsx.rank()``): it says which island it is of, where one launcher has
+            started several (``dsx.outer``). Without islands it is of no matter.
         overrides: ``key=value`` items that replace or add keys, as ``--set`` takes them.
 
     Raises:
@@ -516,6 +523,10 @@ def resolve(
     deepspeed, dsx = load(source, overrides)
     name = "config" if isinstance(source, Mapping) else str(source)
     raise_all(name, deepspeed_problems(deepspeed))
+    if dsx.outer is not None:
+        raise_all(name, [*outer_problems(deepspeed, dsx)])
+        islands = which_island(dsx.outer, world_size, rank)
+        return replace(_resolve(name, deepspeed, dsx, islands.ranks), islands=islands)
     if dsx.elastic is None:
         return _resolve(name, deepspeed, dsx, world_size)
     judge = None
@@ -525,6 +536,56 @@ def resolve(
 
         judge = Judge.of(read_cluster(dsx.elastic.cluster))
     return elastic.lay_out(deepspeed, dsx, world_size, partial(_resolve, name), judge)
+
+
+def which_island(outer: OuterConfig, world_size: int, rank: int) -> Islands:
+    """The islands as a rank of a launch sees them.
+
+    Raises:
+        ConfigError: One launch starts all of them, and they cannot have as many ranks each.
+    """
+    if outer.meet:
+        assert outer.island is not None, "its schema says so"
+        index, ranks = outer.island, world_size
+    else:
+        if world_size % outer.islands:
+            raise ConfigError(
+                at("dsx.outer.islands", outer.islands),
+                f"the {world_size} ranks that were started cannot be divided into as many islands",
+                "start a multiple of them, or each island by itself (dsx.outer.meet)",
+            )
+        ranks = world_size // outer.islands
+        index = rank // ranks
+    return Islands(
+        count=outer.islands,
+        index=index,
+        ranks=ranks,
+        meet=outer.meet,
+        patience_seconds=outer.patience_seconds,
+    )
+
+
+def outer_problems(deepspeed: Mapping[str, Any], dsx: DsxConfig) -> Iterator[ConfigError]:
+    """What islands cannot be combined with."""
+    assert dsx.outer is not None, "asked about islands"
+    key = at("dsx.outer.islands", dsx.outer.islands)
+    if dsx.elastic is not None:
+        yield ConfigError(
+            key, "dsx.elastic changes the layout of one island, and all must have the same", "leave one out"
+        )
+    if dsx.data.streaming:
+        yield ConfigError(
+            key,
+            "dsx.data.streaming reads samples in their order, and islands take turns at them",
+            "set dsx.data.streaming to false",
+        )
+    optimizer = (deepspeed.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    if optimizer.get("device") == "nvme":
+        yield ConfigError(
+            at("zero_optimization.offload_optimizer.device", "nvme"),
+            "outer steps (dsx.outer) need the weights in memory",
+            'use "cpu"',
+        )
 
 
 def _resolve(name: str, deepspeed: dict[str, Any], dsx: DsxConfig, world_size: int) -> RunConfig:

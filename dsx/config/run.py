@@ -16,6 +16,7 @@ from dsx.models.flops import WIDTHS, Precision, auto_chunk, layer_flops
 from dsx.models.param import ParamSpec
 from dsx.models.params import layer_kinds
 from dsx.models.spec import HubModel, Model
+from dsx.parallel.islands import Islands
 from dsx.parallel.mesh import Mesh
 from dsx.parallel.partition import partition
 from dsx.parallel.stages import StageMap
@@ -53,6 +54,8 @@ class RunConfig:
         gradient_clipping: Largest global gradient norm; 0 means no clipping.
         notes: What "auto" became, and other things that the user did not write but should know.
         spare_ranks: Ranks that the launcher starts beyond the mesh's, and that wait (``dsx.elastic``).
+        islands: Which island this is of which (``dsx.outer``); None if there is one job. All else is about
+            this island alone.
     """
 
     deepspeed: dict[str, Any]
@@ -73,6 +76,7 @@ class RunConfig:
     gradient_clipping: float
     notes: tuple[str, ...]
     spare_ranks: int = 0
+    islands: Islands | None = None
 
     @property
     def schedule_name(self) -> str:
@@ -81,9 +85,13 @@ class RunConfig:
 
     @property
     def output(self) -> Path:
-        """Folder of this run: ``dsx.train.output`` with ``{layout}`` filled in, e.g. ``pp2-dp2-tp2``."""
+        """Folder of this run: ``dsx.train.output`` with ``{layout}`` filled in, e.g. ``pp2-dp2-tp2``.
+
+        Each island has a folder of its own in it.
+        """
         layout = "-".join(f"{axis}{degree}" for axis, degree in self.mesh.axes)
-        return Path(self.dsx.train.output.replace("{layout}", layout))
+        folder = Path(self.dsx.train.output.replace("{layout}", layout))
+        return folder if self.islands is None else folder / f"island{self.islands.index}"
 
     @property
     def sequence_length(self) -> int:
@@ -109,6 +117,14 @@ class RunConfig:
             pad_multiple=self.dsx.model.vocab_multiple,
             piles_up=self.program.piles_up,
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """What islands must have in common so that ranks with the same coordinates hold the same parts."""
+        outer = None if self.dsx.outer is None else self.dsx.outer.model_dump(
+            exclude={"meet", "island", "patience_seconds", "delay"}
+        )  # fmt: skip
+        return repr((self.mesh, self.zero_stage, self.stage_map, self.param_specs, outer))
 
     @property
     def num_parameters(self) -> int:

@@ -635,6 +635,81 @@ class ElasticConfig(SchemaBlock):
     )
 
 
+Address = Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}$")]
+
+
+class OuterOptimizerConfig(SchemaBlock):
+    """What moves the weights that islands share: torch's SGD. The defaults are DiLoCo's (arXiv:2311.08105)."""
+
+    lr: Annotated[float, Field(gt=0)] = Field(default=0.7, description="Rate; 1 takes the mean as it is.")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum, over rounds.")
+    nesterov: bool = Field(default=True, description="Nesterov's momentum, if there is any.")
+
+
+class OuterConfig(SchemaBlock):
+    """Islands: copies of the whole job that now and then average how far they have moved, over slow links."""
+
+    islands: Annotated[int, Field(ge=2)] = Field(
+        description="How many there are. The batch keys and dsx.parallel are about one of them; together they "
+        "read so many times the batch."
+    )
+    every: Positive = Field(default=50, description="Optimizer steps between rounds.")
+    optimizer: OuterOptimizerConfig = Field(
+        default=OuterOptimizerConfig(), description="What moves the common weights."
+    )
+    wire: Literal["fp32", "bf16", "int8"] = Field(
+        default="fp32",
+        description="How a movement travels. int8: one scale for 4096 elements, and what rounding keeps back "
+        "is added the next time.",
+    )
+    shares: Positive = Field(
+        default=1,
+        description="Send the model in so many parts, each every so many steps, one after the other.",
+    )
+    delay: int = Field(
+        default=0,
+        ge=0,
+        description="Steps that go on while a round is under way; 0 waits for it. Less than every / shares.",
+    )
+    meet: tuple[Address, ...] = Field(
+        default=(),
+        strict=False,  # JSON has lists
+        description="Where each island listens: host:port of its first rank, one for each, the same list "
+        "everywhere. Each is then started by a launcher of its own, and may come and go. Empty: one launcher "
+        "starts all of them. Ranks listen on free ports besides.",
+    )
+    island: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="Which of meet this launch is, from 0; null without meet."
+    )
+    patience_seconds: Annotated[float, Field(ge=1)] = Field(
+        default=120.0,
+        description="How long islands wait for one that is not ready, or from which nothing comes, before "
+        "they go on without it. At half of it, it is asked to come with the steps that it has.",
+    )
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        if self.shares > self.every:
+            what = f"shares = {self.shares} have a round each in every = {self.every} steps"
+            raise MistakeError(what, f"use at most {self.every} shares")
+        if self.delay and self.delay * self.shares >= self.every:
+            what = f"delay = {self.delay} steps reach into the next round, every / shares steps later"
+            most = -(-self.every // self.shares) - 1
+            raise MistakeError(what, f"use at most {most}, or a larger every" if most else "use 0")
+        if self.meet and len(self.meet) != self.islands:
+            what = f"meet has {len(self.meet)} addresses for islands = {self.islands}"
+            raise MistakeError(what, "give one for each island, in their order")
+        if self.meet and len(set(self.meet)) != len(self.meet):
+            raise MistakeError("meet names an address twice", "give each island one of its own")
+        if self.meet and self.island is None:
+            what = "meet is given, and island does not say which of them this launch is"
+            raise MistakeError(what, "start each island with --set dsx.outer.island=0, 1 and so on")
+        if self.island is not None and not (self.meet and self.island < self.islands):
+            what = f"island = {self.island} of islands = {self.islands}, with {len(self.meet)} addresses"
+            raise MistakeError(what, f"use 0 to {self.islands - 1}, with meet; leave it out without")
+        return self
+
+
 class TrackingConfig(SchemaBlock):
     """Where metrics go, besides the console and metrics.jsonl."""
 
@@ -684,6 +759,10 @@ class DsxConfig(SchemaBlock):
         ge=0,
         description="Bytes that the optimizer keeps per parameter besides weights and gradients, for the "
         "memory estimate of an optimizer that dsx does not know (it knows Adam, AdamW, Lion, SGD).",
+    )
+    outer: OuterConfig | None = Field(
+        default=None,
+        description="Islands: copies of the job that average their movements over slow links; null: one job.",
     )
     elastic: ElasticConfig | None = Field(
         default=None,

@@ -13,6 +13,7 @@ import torch
 from dsx.data.order import Shares, keyed_hash, permute
 from dsx.data.packs import Packs, Sample, Windows, inputs_and_labels
 from dsx.errors import DataError
+from dsx.parallel.islands import Islands
 
 MicroBatch = tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor]
 """Inputs and labels. Inputs are ids, int64 [B, S], or ids and positions where documents are kept apart."""
@@ -77,6 +78,28 @@ class Mixed:
 
     def check(self, global_batch: int, made_of: str) -> None:
         """Pass: any step can be made, because a source that ends begins again."""
+
+
+class OfIsland:
+    """The samples of one island, numbered from 0, of those that all islands take turns at.
+
+    Args:
+        samples: All of them, by number in the whole job.
+        islands: Which island of which.
+        batch: Samples of an island's optimizer step.
+    """
+
+    def __init__(self, samples: Samples, islands: Islands, batch: int) -> None:
+        self._samples, self._islands, self._batch = samples, islands, batch
+
+    def take(self, sample: int) -> Sample:
+        """The island's sample of that number."""
+        return self._samples.take(self._islands.global_sample(sample, self._batch))
+
+    def check(self, global_batch: int, made_of: str) -> None:
+        """Raise DataError unless all islands together can take a step."""
+        count = self._islands.count
+        self._samples.check(global_batch * count, f"{made_of} x {count} islands")
 
 
 class Batches:

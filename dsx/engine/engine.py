@@ -35,6 +35,7 @@ from dsx.schedules.simulate import validate
 
 if TYPE_CHECKING:  # loaded by the runs that save, or record a step
     from dsx.checkpoint.run.saver import Saver
+    from dsx.islands.outer import Outer
     from dsx.schedules.trace import Trace
 
 Step = tuple[Schedule, ReceivePlan]
@@ -77,15 +78,18 @@ class Steering:
     """What an engine asks in every training step, on all ranks.
 
     Attributes:
-        sums: [mean loss, number of ranks that wanted to stop, trained tokens] of the last step, over all
-            ranks. Tokens are counted for a loss that is the mean over them.
+        sums: [mean loss, number of ranks that wanted to stop, trained tokens, number of ranks that other
+            islands wait for] of the last step, over all ranks. Tokens are counted for a loss that is the mean
+            over them.
         stop_wanted: Whether this rank wants no further step; None never does.
+        called: Whether other islands wait for this rank's; asked on the ranks that know.
         refuses: ``refuses(loss, grad_norm)``, asked alike on every rank before the weights are updated, says
             whether this step must not be applied. It then counts as one that DeepSpeed skipped.
     """
 
     sums: torch.Tensor
     stop_wanted: Callable[[], bool] | None = None
+    called: Callable[[], bool] | None = None
     refuses: Callable[[float, float], bool] | None = None
 
     @property
@@ -93,9 +97,12 @@ class Steering:
         """Whether any rank wanted to stop by the end of the last step; the same on every rank."""
         return bool(self.sums[1] > 0)
 
-    def wish(self) -> float:
-        """This rank's part in the second of the sums."""
-        return float(self.stop_wanted is not None and self.stop_wanted())
+    def wishes(self) -> tuple[float, float]:
+        """This rank's part in the second and in the fourth of the sums."""
+        return (
+            float(self.stop_wanted is not None and self.stop_wanted()),
+            float(self.called is not None and self.called()),
+        )
 
     def refuser(self, sums: torch.Tensor, reduced: dist.Work) -> Refuses | None:
         """:attr:`refuses` as a question about the gradient norm alone.
@@ -144,6 +151,7 @@ class PipelineEngine:
         data_wait: How long ``train_batch`` has waited for its iterator.
         names: The further names of stock PipelineEngine, which are looked up there.
         run_config: The resolved dsx config, if it was built from one; ``config`` is DeepSpeed's.
+        outer: The steps that islands take together (``dsx.outer``); None without islands.
     """
 
     def __init__(
@@ -188,9 +196,10 @@ class PipelineEngine:
         self.data_wait = DataWait()
         self._saver: Saver | None = None
         self.whereabouts = Whereabouts(model.device)
-        self.steering = Steering(torch.zeros(3, device=model.device))
+        self.steering = Steering(torch.zeros(4, device=model.device))
         self.names = EngineNames(self, self.steering.sums)
         open_channels(model.groups, model.stage_map, model.device)
+        self.outer = None if config is None or config.islands is None else self._outer_steps(config)
 
     def __getattr__(self, name: str) -> Any:
         """Any other name is one of stock PipelineEngine's, or of the DeepSpeedEngine's."""
@@ -245,6 +254,8 @@ class PipelineEngine:
             _require_iterator(data_iter)
             self.set_dataiterator(data_iter)
         engine, count = self.deepspeed_engine, self.micro_batches
+        if self.outer is not None:
+            self.outer.join()
         self.pipeline.train()
         self.names.begin_step()
         mode = Mode(training=True, release_outputs=self.pipeline.release_outputs)
@@ -266,6 +277,8 @@ class PipelineEngine:
         self.steering.sums.copy_(sums)
         self.names.end_step(sums[0], count)
         self._write("train_loss", sums[0])
+        if self.outer is not None:
+            self.outer.after_step(called=bool(sums[3] > 0))
         return sums[0]
 
     def eval_batch(
@@ -409,6 +422,8 @@ class PipelineEngine:
                 failed.
         """
         tag = tag or f"global_step{self.global_steps}"
+        if self.outer is not None:
+            self.outer.settle()
         with self.whereabouts.doing(f"saving {tag}"):
             if self._saver is None:
                 from dsx.checkpoint.run.saver import Saver
@@ -427,8 +442,25 @@ class PipelineEngine:
         from dsx.checkpoint.run.state import load
 
         self.wait_for_checkpoint()
+        if self.outer is not None:
+            self.outer.settle()
         with self.whereabouts.doing("loading a checkpoint"):
             return load(self, Path(load_dir), tag=tag)
+
+    def _outer_steps(self, config: RunConfig) -> Outer:
+        """What averages this island's movements with those of the others."""
+        from dsx.islands.outer import Outer  # here: other runs have none
+
+        station, outer = self.groups.station, config.dsx.outer
+        if station is None or outer is None:
+            raise ConfigError(
+                "dsx.outer",
+                "the process groups were made without islands",
+                "call dsx.distributed(config.mesh, islands=config.islands)",
+            )
+        made = Outer(self, station, outer, last_step=config.dsx.train.steps, fingerprint=config.fingerprint)
+        self.steering.called = lambda: made.called
+        return made
 
     def _convert(self, iterator: Iterator[Any]) -> Iterator[Any]:
         return map(self._convert_one, iterator)
@@ -469,7 +501,7 @@ class PipelineEngine:
 
         In an evaluation by a mean over tokens the loss still has to be divided by their number.
         """
-        total = torch.zeros(3, dtype=torch.float32, device=self.pipeline.device)
+        total = torch.zeros(4, dtype=torch.float32, device=self.pipeline.device)
         if run.losses and self.groups.speaks:
             losses = torch.stack([loss.float() for loss in run.losses])
             total[0] = losses.sum() / (count * self.groups.mesh.num_shares)
@@ -478,7 +510,7 @@ class PipelineEngine:
                 total[2] = counts.sum()
                 if not run.tokens.before_backward:
                     total[0] = (losses * counts).sum()
-        total[1] = self.steering.wish()
+        total[1], total[3] = self.steering.wishes()
         work = dist.all_reduce(total, async_op=True)
         assert work is not None
         return total, work

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,11 @@ from dsx.fault_tolerance.waits import clock, named
 from dsx.launch.entry import AGREED, local_rank, rank
 from dsx.launch.extension_locks import extension_locks, extensions_folder
 from dsx.parallel.groups import Groups, make_groups
+from dsx.parallel.islands import Islands
 from dsx.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from dsx.islands.station import Station
 
 _LOOK_SECONDS = 1.0
 _ASK_SECONDS = 0.05
@@ -166,6 +170,7 @@ def distributed(
     start_timeout_seconds: float = 86_400,
     timeout_seconds: float = 1800,
     spare_ranks: int = 0,
+    islands: Islands | None = None,
 ) -> Iterator[Groups]:
     """Process groups of ``mesh`` for the duration of a ``with`` block.
 
@@ -184,10 +189,13 @@ def distributed(
         timeout_seconds: How long a collective may wait for a peer.
         spare_ranks: The last so many ranks take no part: they wait here, and end when the others have
             (:attr:`dsx.RunConfig.spare_ranks`).
+        islands: Which island this process is of (:attr:`dsx.RunConfig.islands`). The groups are of its ranks
+            alone, and the environment's ``RANK`` and ``WORLD_SIZE`` become those in the island.
 
     Raises:
         SystemExit: On a spare rank, at the end of the run.
-        ConfigError: The launcher's port is taken.
+        ConfigError: The launcher's port is taken, or that of ``dsx.outer.meet``; or the config was read for
+            another island.
         LayoutError: The mesh does not have as many ranks as were started.
     """
     # Imported late: it takes seconds, and errors of the config should not wait for it.
@@ -208,15 +216,26 @@ def distributed(
             sys.stderr.write(f"warning: {lock.text()}\n")
     accelerator.set_device(local_rank())
     backend, timeout = ("gloo" if cpu else "nccl"), timedelta(seconds=timeout_seconds)
-    if dist.is_initialized():
+    if dist.is_initialized() and (islands is None or not islands.together):
         deepspeed.init_distributed(dist_backend=backend, verbose=False)
         load_compilers_late()
-        yield _groups(mesh, sequence_parallel, seed)
+        with _station(islands, dist.get_rank(), None) as station:
+            yield _groups(mesh, sequence_parallel, seed, station)
         return
+    shared: Any = None
     if "WORLD_SIZE" in os.environ:
-        store, place, size = meet(timedelta(seconds=start_timeout_seconds))
+        if dist.is_initialized():
+            # A group of all islands, which is of no use to any one of them.
+            place, size, store = dist.get_rank(), dist.get_world_size(), _default_store()
+            dist.destroy_process_group()
+        else:
+            store, place, size = meet(timedelta(seconds=start_timeout_seconds))
         if spare_ranks and place >= size - spare_ranks:
             stand_by(store)
+        shared = store
+        if islands is not None and islands.together:
+            place, size = _in_island(islands, place, size)
+            store = PrefixStore(f"island{islands.index}", store)
         dist.init_process_group(
             backend, store=store, rank=place, world_size=size - spare_ranks, timeout=timeout
         )
@@ -225,8 +244,10 @@ def distributed(
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     load_compilers_late()  # torch loads them with a process group where it finds them begun
-    groups = _groups(mesh, sequence_parallel, seed)
-    yield groups
+    with _station(islands, dist.get_rank(), shared) as station:
+        groups = _groups(mesh, sequence_parallel, seed, station)
+        yield groups
+        dist.barrier()  # before the first rank takes leave of the other islands
     # Without this, ranks that end early tear down connections that others still use. An exception skips it:
     # the others would not come.
     dist.barrier()
@@ -235,8 +256,44 @@ def distributed(
     dist.destroy_process_group()
 
 
-def _groups(mesh: Mesh, sequence_parallel: bool, seed: int) -> Groups:
-    groups = make_groups(mesh, sequence_parallel=sequence_parallel)
+def _in_island(islands: Islands, place: int, size: int) -> tuple[int, int]:
+    """Rank in the island and its ranks, which the environment then says as well."""
+    if islands.ranks * islands.count != size or place // islands.ranks != islands.index:
+        raise ConfigError(
+            f"rank {place} of {size}, island {islands.index}",
+            f"the config was read for another rank, or another number of them ({islands.ranks} an island)",
+            "call dsx.load_config(..., world_size=dsx.world_size(), rank=dsx.rank())",
+        )
+    rank_in_island = place % islands.ranks
+    os.environ.update(RANK=str(rank_in_island), WORLD_SIZE=str(islands.ranks))
+    return rank_in_island, islands.ranks
+
+
+def _default_store() -> Any:
+    """The store of the default process group."""
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
+
+
+@contextmanager
+def _station(islands: Islands | None, place: int, shared: Any) -> Iterator[Station | None]:
+    """This rank's connections with other islands, closed in the end, whatever it is."""
+    if islands is None:
+        yield None
+        return
+    from dsx.islands.station import Station  # here: other runs have none
+
+    launcher = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '29500')}"
+    station = Station(islands, place, shared=shared, launcher=launcher)
+    try:
+        yield station
+    except BaseException:
+        station.close(patience_seconds=0.0)
+        raise
+    station.close()
+
+
+def _groups(mesh: Mesh, sequence_parallel: bool, seed: int, station: Station | None = None) -> Groups:
+    groups = make_groups(mesh, sequence_parallel=sequence_parallel, station=station)
     seed_generators(groups, seed)
     return groups
 

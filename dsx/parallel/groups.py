@@ -20,6 +20,8 @@ from dsx.parallel.mesh import Mesh
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from dsx.islands.station import Station
+
 CHANNELS = ("F_up", "F_down", "B_up", "B_down")
 """Transfer kind x direction: activations (F) or gradients (B), to a higher or a lower rank."""
 
@@ -38,6 +40,7 @@ class Groups:
         channels: One group per transfer kind and direction over the pipe ranks. NCCL runs the transfers of
             a pair of ranks in a group one after the other, so directions and kinds have groups of their own.
         sequence_parallel: Whether activations between tensor-parallel blocks are split along the sequence.
+        station: This rank's connections with other islands; None without islands.
         pp_rank: Coordinate on the pipeline axis.
         dp_rank: Coordinate on the data-parallel axis.
         tp_rank: Coordinate on the tensor-parallel axis.
@@ -55,6 +58,7 @@ class Groups:
     model: ProcessGroup
     channels: Mapping[str, ProcessGroup]
     sequence_parallel: bool = False
+    station: Station | None = None
 
     # Looked up for every message: computed once.
     pp_rank: int = field(init=False)
@@ -90,7 +94,7 @@ class Groups:
         return self._peers[pp_rank]
 
 
-def make_groups(mesh: Mesh, *, sequence_parallel: bool = False) -> Groups:
+def make_groups(mesh: Mesh, *, sequence_parallel: bool = False, station: Station | None = None) -> Groups:
     """Create every process group of ``mesh``; a collective call over all ranks.
 
     Raises:
@@ -113,6 +117,7 @@ def make_groups(mesh: Mesh, *, sequence_parallel: bool = False) -> Groups:
         model=new_group(mesh.group_of(rank, *mesh.model_axes)),
         channels={name: new_group(pipe) for name in CHANNELS},
         sequence_parallel=sequence_parallel,
+        station=station,
     )
 
 

@@ -22,7 +22,7 @@ from dsx.checkpoint import store
 from dsx.config.run import RunConfig
 from dsx.config.schema import MEASURE, OWN, DsxConfig
 from dsx.config.wording import at
-from dsx.data.batches import Batches, EvaluationBatches, Prefetched
+from dsx.data.batches import Batches, EvaluationBatches, OfIsland, Prefetched, Samples
 from dsx.data.own import OwnCorpus, OwnPart, OwnText, as_text, require_same_everywhere
 from dsx.data.text import Text, TextPart, prepare_text
 from dsx.engine.engine import PipelineEngine
@@ -30,7 +30,7 @@ from dsx.engine.initialize import initialize
 from dsx.engine.pipeline_module import PipelineModule
 from dsx.errors import CheckpointError, ConfigError, DataError, DsxError
 from dsx.fault_tolerance.guard import Guard
-from dsx.launch.entry import ALONE, local_rank
+from dsx.launch.entry import ALONE, local_rank, rank
 from dsx.launch.processes import agree
 from dsx.memory.watch import check_memory
 from dsx.models import families
@@ -198,7 +198,7 @@ def build_engine(config: RunConfig, groups: Groups) -> PipelineEngine:
 def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
     """Tokenise the config's text, once per machine, before any process group exists.
 
-    The first rank of each machine does the work and gives a folder for each source; the others give None at
+    The first rank of each machine (and of each island) does the work and gives a folder for each source; the others give None at
     once and wait for it in :func:`dsx.distributed`. Of a streamed text only the held-out part is tokenised.
     Whatever is wrong with the data or the output folder is found here, and layers that are not right.
 
@@ -206,7 +206,9 @@ def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
         CheckpointError: The output folder cannot be written.
         DataError: The text is missing, unreadable, empty or too short for one step.
     """
-    if local_rank() != 0:
+    islands = config.islands
+    of_island = islands is not None and islands.together and rank() % islands.ranks == 0
+    if local_rank() != 0 and not of_island:
         return None
     try:
         require_right_layers(config)
@@ -241,14 +243,17 @@ def open_data(config: RunConfig, folders: tuple[Path, ...] | None) -> Text:
 def training_batches(
     config: RunConfig, corpus: RunData, *, dp_rank: int, cursor: int = 0
 ) -> Batches | Prefetched:
-    """Endless ``(inputs, labels)`` of one data-parallel rank, from global sample ``cursor`` on.
+    """Endless ``(inputs, labels)`` of one data-parallel rank, from sample ``cursor`` of its job on.
 
     A thread makes ``dsx.data.prefetch`` of them ahead, once the first is asked for. A streamed text continues
     from where :func:`resume` has put it, or where earlier batches have left it.
     """
     ahead, shared = config.dsx.data.prefetch, config.micro_batch_size * config.mesh.dp
+    samples: Samples = as_text(corpus, config.dsx.data).samples(cursor=cursor, in_flight=(ahead + 2) * shared)
+    if config.islands is not None:
+        samples = OfIsland(samples, config.islands, config.global_batch_size)
     batches = Batches(
-        as_text(corpus, config.dsx.data).samples(cursor=cursor, in_flight=(ahead + 2) * shared),
+        samples,
         micro_batch_size=config.micro_batch_size,
         accumulation=config.accumulation,
         dp=config.mesh.dp,
@@ -287,11 +292,20 @@ def resume(config: RunConfig, engine: PipelineEngine, corpus: RunData) -> dict[s
     if isinstance(text, OwnText):
         require_same_everywhere(text)
     start = agree(lambda: start_of(config))
-    if start is None:
-        return {}
+    state = {} if start is None else _load(config, engine, text, *start)
+    if engine.outer is not None:
+        engine.outer.join()
+        # Of samples that the others know of, an island that lost its own checkpoint has seen as many.
+        state["data_cursor"] = max(state.get("data_cursor", 0), int(engine.global_samples))
+    return state
+
+
+def _load(
+    config: RunConfig, engine: PipelineEngine, text: Text | OwnText, root: Path, tag: str | None
+) -> dict[str, Any]:
+    """Load a checkpoint that :func:`resume` has found, and see whether it is of this run's text."""
     from dsx.checkpoint.run.state import optimizer_settings
 
-    root, tag = start
     wanted = optimizer_settings(engine)
     with Waiting(f"reading the checkpoint in {root}", quiet=engine.groups.rank != 0):
         path, state = engine.load_checkpoint(root, tag)

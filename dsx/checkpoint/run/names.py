@@ -23,12 +23,14 @@ class CheckpointedRun(Protocol):
         pipeline: The :class:`dsx.PipelineModule`.
         deepspeed_engine: The DeepSpeedEngine, with optimizer, scheduler and counters.
         run_config: The resolved dsx config, if there is one.
+        outer: The steps that islands take together, if there are islands.
     """
 
     groups: Groups
     pipeline: Any
     deepspeed_engine: Any
     run_config: RunConfig | None
+    outer: Any
 
 
 class Names:

@@ -132,6 +132,7 @@ def run_facts(
         "hf_config": None if config is None else config.hf_config,
         # DeepSpeed's ZeRO-1 and 2 take it from a checkpoint, over their own config's.
         "deepspeed_config": {"gradient_clipping": float(engine.gradient_clipping())},
+        **({} if run.outer is None else {"outer": run.outer.facts()}),
         "wandb_run_id": client_state.get("wandb_run_id"),
         "random_files": {str(rank): random_file(rank) for rank in range(mesh.size)},
         "client_state": plain.encode(dict(client_state), "client_state"),
@@ -208,6 +209,8 @@ def restore_facts(run: CheckpointedRun, facts: Mapping[str, Any], where: str) ->
                 setattr(inner, name, int(value))
         _restore_groups(run, facts.get("param_groups", ()))
         _restore_loss_scale(run, facts.get("loss_scale") or {}, where)
+        if run.outer is not None:
+            run.outer.restore(facts.get("outer"))
         scheduler = facts.get("lr_scheduler")
         if scheduler is not None and inner.lr_scheduler is not None:
             saved = plain.decode(scheduler, f"{where}: lr_scheduler")

@@ -19,6 +19,7 @@ from dsx.checkpoint.run.names import CheckpointedRun, Names, is_cut
 from dsx.engine.zero.held import held, trained_parameters
 from dsx.errors import CheckpointError
 from dsx.models.param import ParamSpec
+from dsx.parallel.islands import OUTER_STATES
 
 MASTER, WEIGHT = "master", "weight"
 
@@ -39,7 +40,11 @@ def stored_here(run: CheckpointedRun, *, everything: bool = False) -> Iterator[S
     number = 0
     for kept in held(run.deepspeed_engine):
         same = all(span.parameter.dtype == kept.master.dtype for span in kept.spans)
-        states = {WEIGHT if same else MASTER: kept.master.detach().view(-1), **kept.moments()}
+        states = {
+            WEIGHT if same else MASTER: kept.master.detach().view(-1),
+            **kept.moments(),
+            **({} if run.outer is None else run.outer.states_of(kept)),
+        }
         mine = []
         for span in kept.spans:
             number += 1
@@ -122,7 +127,9 @@ def load_stored(run: CheckpointedRun, catalog: Catalog) -> int:
     """
     groups = catalog.facts.get("param_groups") or ()
     numbers = {name: numbers_in(group, name) for group in groups for name in group.get("names", ())}
-    moments = sorted({entry.state for entry in catalog.entries} - {MASTER, WEIGHT})
+    moments = sorted({entry.state for entry in catalog.entries} - {MASTER, WEIGHT, *OUTER_STATES})
+    if run.outer is not None:
+        run.outer.expect({entry.state for entry in catalog.entries})
     names = Names(run)
     for kept in held(run.deepspeed_engine):
         if not kept.spans:

@@ -1,0 +1,269 @@
+"""Messages between processes of different islands: a JSON header and bytes over TCP, watched for progress.
+
+A process group of torch ends with its first lost member; these connections come and go one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from dsx.errors import ConfigError
+
+_SIZES = struct.Struct("!IQ")
+_PIECE = 1 << 18
+_LONGEST_HEADER = 1 << 26
+
+Header = dict[str, Any]
+Moved = Callable[[int], None]
+"""Told of bytes that have just been sent or received."""
+
+
+class LinkError(Exception):
+    """A connection broke, could not be made, or nothing came through it for too long."""
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Host and port of ``host:port``; an IPv6 host may stand in brackets. Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ValueError(text)
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def own_address(towards: str) -> str:
+    """The address from which this machine reaches ``host:port``; nothing is sent."""
+    host, port = address_of(towards)
+    with suppress(OSError), socket.socket(_family(host), socket.SOCK_DGRAM) as asking:
+        asking.connect((host, port))
+        return str(asking.getsockname()[0])
+    return socket.gethostname()
+
+
+class Link:
+    """One connection, on which whole messages are sent and received.
+
+    Args:
+        connection: The connected socket.
+        patience_seconds: How long nothing may come through while a message is under way.
+    """
+
+    def __init__(self, connection: socket.socket, patience_seconds: float) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._patience = connection, patience_seconds
+        self._sending = threading.Lock()
+
+    @classmethod
+    def to(cls, address: str, *, patience_seconds: float, connect_seconds: float) -> Link:
+        """Connect. Raises LinkError."""
+        try:
+            connection = socket.create_connection(address_of(address), timeout=connect_seconds)
+        except (OSError, ValueError) as error:
+            raise LinkError(f"{address} cannot be connected: {error}") from error
+        return cls(connection, patience_seconds)
+
+    def send(self, header: Header, payload: bytes | bytearray = b"", moved: Moved | None = None) -> int:
+        """Send a message; the bytes on the wire. Raises LinkError."""
+        head = json.dumps(header).encode()
+        data = [_SIZES.pack(len(head), len(payload)) + head, payload]
+        with self._sending:
+            try:
+                self._socket.settimeout(self._patience)
+                for part in data:
+                    view = memoryview(part)
+                    while view:
+                        sent = self._socket.send(view[:_PIECE])
+                        view = view[sent:]
+                        if moved is not None:
+                            moved(sent)
+            except (OSError, ValueError) as error:  # a closed socket has no descriptor to be asked
+                raise LinkError(f"sending broke off: {error}") from error
+        return sum(map(len, data))
+
+    def receive(
+        self, *, within_seconds: float | None = None, moved: Callable[[Header, int], None] | None = None
+    ) -> tuple[Header, bytearray]:
+        """The next message.
+
+        Args:
+            within_seconds: How long it may take to begin; None waits for ever.
+            moved: Told of its header and the bytes that have come, again and again.
+
+        Raises:
+            LinkError: The connection is closed, or it has taken too long.
+        """
+        head_size, size = _SIZES.unpack(self._read(_SIZES.size, within_seconds))
+        if head_size > _LONGEST_HEADER:
+            raise LinkError("what came is no message of dsx's")
+        try:
+            header: Header = json.loads(self._read(head_size, self._patience))
+        except ValueError as error:
+            raise LinkError("what came is no message of dsx's") from error
+        return header, self._read(size, self._patience, None if moved is None else lambda n: moved(header, n))
+
+    def close(self) -> None:
+        """Close it, whoever waits on it."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _read(self, size: int, within_seconds: float | None, moved: Moved | None = None) -> bytearray:
+        data = bytearray(size)
+        view = memoryview(data)
+        try:
+            while view:
+                # Sending threads set the same socket's timeout, so it is set anew for every piece.
+                self._wait(within_seconds)
+                count = self._socket.recv_into(view[:_PIECE])
+                if not count:
+                    raise LinkError("the other side has closed the connection")
+                view, within_seconds = view[count:], self._patience
+                if moved is not None:
+                    moved(count)
+        except (OSError, ValueError) as error:
+            raise LinkError(f"receiving broke off: {error}") from error
+        return data
+
+    def _wait(self, seconds: float | None) -> None:
+        """Until there is something to read."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(None if seconds is None else seconds * 1000):
+            raise LinkError(f"nothing came for {seconds:g} s")
+
+
+Handler = Callable[[Link, Header, bytearray], None]
+
+
+class Listener:
+    """Takes connections, and hands each of their messages to the handler of its kind, in a thread for each.
+
+    Args:
+        host_port: Where to listen; None for any free port.
+        patience_seconds: As for :class:`Link`.
+        moved: Told of the header of a message under way and of the bytes that have come.
+        lost: Told of a connection that has ended.
+
+    Raises:
+        ConfigError: Another program listens there.
+    """
+
+    def __init__(
+        self,
+        host_port: str | None,
+        patience_seconds: float,
+        *,
+        moved: Callable[[Header, int], None],
+        lost: Callable[[Link], None],
+    ) -> None:
+        self._patience, self._moved, self._lost = patience_seconds, moved, lost
+        self._handlers: dict[str, Handler] = {}
+        self._links: set[Link] = set()
+        port = 0 if host_port is None else address_of(host_port)[1]
+        try:
+            self._socket = _listening(port)
+        except OSError as error:
+            raise ConfigError(
+                f"port {port}, where this island is to listen (dsx.outer.meet)",
+                f"it cannot be had: {error.strerror or error}",
+                "give this island another port, in the config of every island",
+            ) from None
+        self.port = int(self._socket.getsockname()[1])
+
+    def start(self, handlers: Mapping[str, Handler]) -> None:
+        """Begin to take connections. Messages of other kinds end theirs."""
+        self._handlers = dict(handlers)
+        threading.Thread(target=self._accept, name="islands listen", daemon=True).start()
+
+    def close(self) -> None:
+        """End all connections."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for link in list(self._links):
+            link.close()
+
+    @property
+    def connected(self) -> int:
+        """Connections at the moment."""
+        return len(self._links)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            link = Link(connection, self._patience)
+            self._links.add(link)
+            threading.Thread(target=self._serve, args=(link,), name="islands serve", daemon=True).start()
+
+    def _serve(self, link: Link) -> None:
+        with suppress(LinkError, KeyError):
+            while True:
+                header, payload = link.receive(moved=self._moved)
+                self._handlers[header["kind"]](link, header, payload)
+        self._links.discard(link)
+        link.close()
+        self._lost(link)
+
+
+class Inbox:
+    """Parts of movements that have come, until somebody asks for them."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[str, str, int], bytearray] = {}
+        self._heard: dict[int, float] = {}
+        self._changed = threading.Condition()
+        self.received_bytes = 0
+
+    def heard(self, header: Header, count: int) -> None:
+        """Bytes of a message have come."""
+        self.received_bytes += count
+        if "island" in header:
+            self._heard[header["island"]] = time.monotonic()
+
+    def put(self, _link: Link, header: Header, payload: bytearray) -> None:
+        """Keep a part."""
+        with self._changed:
+            self._parts[header["attempt"], header["phase"], header["island"]] = payload
+            self._changed.notify_all()
+
+    def take(self, attempt: str, phase: str, island: int, patience_seconds: float) -> bytearray:
+        """A part, as soon as it has come.
+
+        Raises:
+            LinkError: Nothing has been heard of that island for so long.
+        """
+        key, began = (attempt, phase, island), time.monotonic()
+        with self._changed:
+            while key not in self._parts:
+                quiet_since = max(began, self._heard.get(island, began))
+                left = quiet_since + patience_seconds - time.monotonic()
+                if left <= 0:
+                    raise LinkError(f"nothing came from island {island} for {patience_seconds:g} s")
+                self._changed.wait(min(left, 1.0))
+            return self._parts.pop(key)
+
+    def begin(self, attempt: str) -> None:
+        """Drop what has come of other attempts: those are over."""
+        with self._changed:
+            self._parts = {key: part for key, part in self._parts.items() if key[0] == attempt}
+
+
+def _listening(port: int) -> socket.socket:
+    """On every address of this machine, whose peers come from others."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=128)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

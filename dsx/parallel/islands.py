@@ -1,0 +1,108 @@
+"""Which island a process is of, when islands average, and which samples each trains on. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Wire = Literal["fp32", "bf16", "int8"]
+"""How a number of a movement travels between islands."""
+
+OUTER_STATES = OUTER_WEIGHTS, OUTER_MOMENTUM, OUTER_ERROR = "outer_weights", "outer_momentum", "outer_error"
+"""What islands keep of every parameter, as checkpoints name it beside the optimizer's own states: the weights
+that all had last, their momentum, and what rounding has kept back."""
+
+BLOCK = 4096
+"""Consecutive elements of a parameter that share one fp32 scale when they travel as int8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Islands:
+    """The islands of a run, as one of them sees it.
+
+    Attributes:
+        count: How many they are when all are there.
+        index: Which this is, from 0.
+        ranks: Ranks of each.
+        meet: Where each island listens, ``host:port`` by island, if a launcher starts each by itself; empty
+            if one launcher has started all.
+        patience_seconds: How long an island waits for another of which nothing comes.
+    """
+
+    count: int
+    index: int
+    ranks: int
+    meet: tuple[str, ...] = ()
+    patience_seconds: float = 60.0
+
+    @property
+    def together(self) -> bool:
+        """Whether one launcher has started all of them."""
+        return not self.meet
+
+    def global_sample(self, own: int, batch: int) -> int:
+        """The number in the whole job of an island's own sample number ``own``.
+
+        Step by step, islands take turns of ``batch`` samples each, so that in a step they read together what
+        one job with a batch ``count`` times as large would read.
+
+        >>> [Islands(count=2, index=1, ranks=1).global_sample(own, 3) for own in range(6)]
+        [3, 4, 5, 9, 10, 11]
+        """
+        step, row = divmod(own, batch)
+        return (step * self.count + self.index) * batch + row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """When islands average: one round for each share of the model in every so many inner steps.
+
+    Round number ``r`` is about share ``r % shares``. Rounds are spread evenly over the inner steps; after the
+    last step there is one for each share, so that the islands end with one model.
+
+    Attributes:
+        every: Inner steps between two rounds about the same share.
+        shares: Parts of the model that have rounds of their own.
+        last: Number of the last inner step.
+
+    >>> rounds = Rounds(every=4, shares=2, last=9)
+    >>> {step: rounds.after(step) for step in range(10) if rounds.after(step)}
+    {2: 1, 4: 1, 6: 1, 8: 1, 9: 2}
+    """
+
+    every: int
+    shares: int
+    last: int
+
+    def after(self, step: int) -> int:
+        """Rounds that begin after inner step number ``step``, from 1."""
+        if step <= 0:
+            return 0
+        if step >= self.last:
+            return self.shares
+        return step * self.shares // self.every - (step - 1) * self.shares // self.every
+
+    def before_next(self, step: int) -> int:
+        """Inner steps from ``step`` to the next one that a round begins after; 0 after the last."""
+        return next((s - step for s in range(step + 1, self.last + 1) if self.after(s)), 0)
+
+
+def cut(start: int, stop: int, part: int, parts: int) -> tuple[int, int]:
+    """Part number ``part`` of the elements from ``start`` to ``stop``, cut evenly.
+
+    >>> [cut(10, 20, part, 3) for part in range(3)]
+    [(10, 13), (13, 16), (16, 20)]
+    """
+    length = stop - start
+    return start + length * part // parts, start + length * (part + 1) // parts
+
+
+def wire_bytes(elements: int, wire: Wire) -> int:
+    """Bytes of so many consecutive elements of one parameter on the wire.
+
+    >>> [wire_bytes(5000, wire) for wire in ("fp32", "bf16", "int8")]
+    [20000, 10000, 5008]
+    """
+    if wire == "int8":
+        return elements + 4 * -(-elements // BLOCK)
+    return elements * (4 if wire == "fp32" else 2)
