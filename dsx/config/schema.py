@@ -639,7 +639,7 @@ Address = Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]
 
 
 class OuterOptimizerConfig(SchemaBlock):
-    """What moves the weights that islands share: torch's SGD. The defaults are DiLoCo's (arXiv:2311.08105)."""
+    """What moves the weights that islands share: torch's SGD, by default as in DiLoCo (arXiv:2311.08105)."""
 
     lr: Annotated[float, Field(gt=0)] = Field(default=0.7, description="Rate; 1 takes the mean as it is.")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum, over rounds.")
@@ -647,11 +647,11 @@ class OuterOptimizerConfig(SchemaBlock):
 
 
 class OuterConfig(SchemaBlock):
-    """Islands: copies of the whole job that now and then average how far they have moved, over slow links."""
+    """Islands: copies of the job that now and then average how far they have moved, over slow links."""
 
     islands: Annotated[int, Field(ge=2)] = Field(
-        description="How many there are. The batch keys and dsx.parallel are about one of them; together they "
-        "read so many times the batch."
+        description="How many there are. Batch keys and dsx.parallel are about one of them; together they read "
+        "so many times the batch."
     )
     every: Positive = Field(default=50, description="Optimizer steps between rounds.")
     optimizer: OuterOptimizerConfig = Field(

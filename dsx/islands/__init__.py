@@ -1,1 +1,1 @@
-"""Islands: copies of a whole job that train by themselves and now and then average how far they have moved."""
+"""Islands: copies of a whole job that train apart and now and then average how far they have moved."""

@@ -32,15 +32,19 @@ class OuterState:
         shares: Number of shares. Each has its part of every parameter.
         settings: Of the outer optimizer: lr, momentum, nesterov.
         carries_errors: Whether the wire rounds so that what it keeps back is carried on.
+
+    Attributes:
+        ranges: Of each share, the pieces of masters that it is made of.
+        sizes: Elements of these.
+        lock: Held while the states change.
     """
 
     def __init__(self, engine: Any, *, shares: int, settings: dict[str, Any], carries_errors: bool) -> None:
         self._parts: tuple[Held, ...] = held(engine)
         names = OUTER_STATES if carries_errors else (OUTER_WEIGHTS, OUTER_MOMENTUM)
-        self._kept = {
-            name: [torch.zeros(part.master.numel()) for part in self._parts] for name in names
-        }
+        self._kept = {name: [torch.zeros(part.master.numel()) for part in self._parts] for name in names}
         self.ranges = tuple(self._ranges(share, shares) for share in range(shares))
+        self.sizes = [[r.stop - r.start for r in ranges] for ranges in self.ranges]
         self.lock = threading.Lock()
         self._optimizer = torch.optim.SGD(
             [
@@ -53,11 +57,6 @@ class OuterState:
             for parameter, buffer in zip(group["params"], self._views(OUTER_MOMENTUM, ranges), strict=True):
                 self._optimizer.state[parameter]["momentum_buffer"] = buffer
 
-    @property
-    def sizes(self) -> list[list[int]]:
-        """Elements of every piece of each share."""
-        return [[r.stop - r.start for r in ranges] for ranges in self.ranges]
-
     def of(self, part: Held) -> dict[str, Tensor]:
         """The states of one master, as large as it and flattened, by name."""
         at = next(at for at, mine in enumerate(self._parts) if mine.master is part.master)
@@ -65,31 +64,35 @@ class OuterState:
 
     def begin(self) -> None:
         """Take the weights of now for those that all islands had last, without momentum."""
-        for ranges in self.ranges:
-            for view, value in zip(self._views(OUTER_WEIGHTS, ranges), self.read(ranges), strict=True):
+        for share in range(len(self.ranges)):
+            for view, value in zip(self.weights(share), self.read(share), strict=True):
                 view.copy_(value)
-        for name in (OUTER_MOMENTUM, OUTER_ERROR):
-            for tensor in self._kept.get(name, ()):
-                tensor.zero_()
 
-    def read(self, ranges: Sequence[Range]) -> list[Tensor]:
-        """What masters are in ``ranges``: fp32 on the host."""
+    def read(self, share: int) -> list[Tensor]:
+        """The masters of a share as they are, by piece: fp32 on the host, copies."""
+        ranges = self.ranges[share]
         if not ranges:
             return []
-        masters = [part.master.detach().view(-1) for part in self._parts]
+        masters = self._masters()
         flat = torch.cat([masters[r.part][r.start : r.stop] for r in ranges]).float().cpu()
-        return list(flat.split([r.stop - r.start for r in ranges]))
+        return list(flat.split(self.sizes[share]))
 
     @torch.no_grad()
-    def write(self, ranges: Sequence[Range], values: Sequence[Tensor]) -> None:
-        """Make masters in ``ranges`` what ``values`` are. The model's weights are still to be refreshed."""
-        if not ranges:
+    def write(self, share: int, values: Sequence[Tensor]) -> None:
+        """Set the masters of a share. What the model computes with is still to be made of them."""
+        if not values:
             return
-        masters = [part.master.detach().view(-1) for part in self._parts]
-        device = masters[0].device
-        moved = torch.cat(list(values)).to(device).split([value.numel() for value in values])
-        for r, value in zip(ranges, moved, strict=True):
+        masters = self._masters()
+        moved = torch.cat(list(values)).to(masters[0].device).split(self.sizes[share])
+        for r, value in zip(self.ranges[share], moved, strict=True):
             masters[r.part][r.start : r.stop].copy_(value)
+
+    def shift(self, share: int, since: Sequence[Tensor]) -> None:
+        """Put the common weights under what the masters of a share have moved since they were ``since``."""
+        triples = zip(self.weights(share), self.read(share), since, strict=True)
+        # What has not moved becomes the common weight itself, which a sum might round.
+        moved = [torch.where(now == then, common, common + (now - then)) for common, now, then in triples]
+        self.write(share, moved)
 
     def weights(self, share: int) -> list[Tensor]:
         """The weights that all islands had last: views."""
@@ -115,6 +118,9 @@ class OuterState:
             parameter.grad = gradient
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+    def _masters(self) -> list[Tensor]:
+        return [part.master.detach().view(-1) for part in self._parts]
 
     def _views(self, name: str, ranges: Sequence[Range]) -> list[Tensor]:
         tensors = self._kept[name]

@@ -240,22 +240,20 @@ class Station:
         self.islands, self.rank = islands, rank
         self.inbox = Inbox()
         listens = None if rank or islands.together else islands.meet[islands.index]
-        self._listener = Listener(
-            listens, islands.patience_seconds, moved=self.inbox.heard, lost=self._lost
-        )
+        self._listener = Listener(listens, islands.patience_seconds, moved=self.inbox.heard, lost=self._lost)
         chairs = rank == 0 and (not islands.together or islands.index == 0)
         self._chair = Chair(islands) if chairs else None
         port = self._listener.port
         if islands.together:
             if self._chair is not None:
                 shared.set("outer/meet", f"{own_address(launcher)}:{port}")
-            meet = (shared.get("outer/meet").decode(),)
+            meet = [shared.get("outer/meet").decode()]
         else:
-            meet = islands.meet
+            meet = [*islands.meet]
         host = own_address(meet[0] if islands.index or len(meet) == 1 else meet[1])
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         own = None if islands.together else f"127.0.0.1:{port}"
-        self.delegate = Delegate(islands, meet, own) if rank == 0 else None
+        self.delegate = Delegate(islands, tuple(meet), own) if rank == 0 else None
         self._links: dict[str, Link] = {}
         self._lock = threading.Lock()
         self._sent_bytes = 0

@@ -59,7 +59,7 @@ def _piece(data: memoryview, size: int, wire: Wire) -> Tensor:
 
 
 def _blocks(flat: Tensor) -> Tensor:
-    """Rows of :data:`BLOCK` elements, the last one filled up with zeros; one short row if there is no more."""
+    """Rows of :data:`BLOCK` elements, the last one filled up with zeros; one short row if that is all."""
     size = flat.numel()
     if size <= BLOCK:
         return flat.view(1, -1)

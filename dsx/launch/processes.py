@@ -222,29 +222,10 @@ def distributed(
         with _station(islands, dist.get_rank(), None) as station:
             yield _groups(mesh, sequence_parallel, seed, station)
         return
-    shared: Any = None
-    if "WORLD_SIZE" in os.environ:
-        if dist.is_initialized():
-            # A group of all islands, which is of no use to any one of them.
-            place, size, store = dist.get_rank(), dist.get_world_size(), _default_store()
-            dist.destroy_process_group()
-        else:
-            store, place, size = meet(timedelta(seconds=start_timeout_seconds))
-        if spare_ranks and place >= size - spare_ranks:
-            stand_by(store)
-        shared = store
-        if islands is not None and islands.together:
-            place, size = _in_island(islands, place, size)
-            store = PrefixStore(f"island{islands.index}", store)
-        dist.init_process_group(
-            backend, store=store, rank=place, world_size=size - spare_ranks, timeout=timeout
-        )
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    store = _join_world(backend, islands, spare_ranks, timedelta(seconds=start_timeout_seconds), timeout)
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     load_compilers_late()  # torch loads them with a process group where it finds them begun
-    with _station(islands, dist.get_rank(), shared) as station:
+    with _station(islands, dist.get_rank(), store) as station:
         groups = _groups(mesh, sequence_parallel, seed, station)
         yield groups
         dist.barrier()  # before the first rank takes leave of the other islands
@@ -254,6 +235,35 @@ def distributed(
     if spare_ranks and groups.rank == 0:
         dismiss(store, spare_ranks)
     dist.destroy_process_group()
+
+
+def _join_world(
+    backend: str, islands: Islands | None, spare_ranks: int, start_timeout: timedelta, timeout: timedelta
+) -> Any:
+    """Make the default process group of this job, or this island, and give the launch's store.
+
+    Raises:
+        SystemExit: On a spare rank, at the end of the run.
+        ConfigError: As :func:`distributed`.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        return store
+    if dist.is_initialized():
+        # A group of all islands, which is of no use to any one of them.
+        place, size, store = dist.get_rank(), dist.get_world_size(), _default_store()
+        dist.destroy_process_group()
+    else:
+        store, place, size = meet(start_timeout)
+    if spare_ranks and place >= size - spare_ranks:
+        stand_by(store)
+    size, meeting = size - spare_ranks, store
+    if islands is not None and islands.together:
+        place, size = _in_island(islands, place, size)
+        meeting = PrefixStore(f"island{islands.index}", store)
+    dist.init_process_group(backend, store=meeting, rank=place, world_size=size, timeout=timeout)
+    return store
 
 
 def _in_island(islands: Islands, place: int, size: int) -> tuple[int, int]:

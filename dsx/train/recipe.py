@@ -198,9 +198,10 @@ def build_engine(config: RunConfig, groups: Groups) -> PipelineEngine:
 def prepare_data(config: RunConfig) -> tuple[Path, ...] | None:
     """Tokenise the config's text, once per machine, before any process group exists.
 
-    The first rank of each machine (and of each island) does the work and gives a folder for each source; the others give None at
-    once and wait for it in :func:`dsx.distributed`. Of a streamed text only the held-out part is tokenised.
-    Whatever is wrong with the data or the output folder is found here, and layers that are not right.
+    The first rank of each machine, and of each island, does the work and gives a folder for each source; the
+    others give None at once and wait for it in :func:`dsx.distributed`. Of a streamed text only the held-out
+    part is tokenised. Whatever is wrong with the data or the output folder is found here, and layers that are
+    not right.
 
     Raises:
         CheckpointError: The output folder cannot be written.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 
 import pytest
-import ranks
 import torch
 import torch.nn.functional as F
 import transformers
 
 import dsx
+import ranks
 from dsx.parallel.islands import Rounds, cut
 
 VOCABULARY, LENGTH, ROWS, STEPS = 64, 16, 4, 6
@@ -110,7 +110,7 @@ def islands_of(results, count):
 def close(a, b, tolerance):
     assert a.keys() == b.keys()
     for key in a:
-        torch.testing.assert_close(a[key], b[key], rtol=tolerance, atol=tolerance, msg=lambda m: f"{key}: {m}")
+        torch.testing.assert_close(a[key], b[key], rtol=tolerance, atol=tolerance, msg=f"{key}: {{}}".format)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -130,7 +130,18 @@ def test_every_step_with_sgd_is_data_parallelism(layout):
         assert torch.equal(mine[key], theirs[key]), key
 
 
-def diloco(model, batches, *, every, shares=1, delay=0, lr=0.7, momentum=0.9, steps=STEPS):
+def inner_step(model, optimizer, micro_batches):
+    parts = [F.cross_entropy(model(input_ids=x).logits.flatten(0, 1), y.flatten()) for x, y in micro_batches]
+    loss = torch.stack(parts).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def diloco(  # noqa: C901 - one loop, to be read at once
+    model, batches, *, every, shares=1, delay=0, lr=0.7, momentum=0.9, steps=STEPS
+):
     """Copies of ``model`` in this process, each with its own AdamW, and torch's SGD over what they share.
 
     ``batches[i][t]`` are the micro-batches of copy i in step t. Gives each copy's losses, and the copies.
@@ -158,19 +169,14 @@ def diloco(model, batches, *, every, shares=1, delay=0, lr=0.7, momentum=0.9, st
         outer.step()
         outer.zero_grad()
         for m, its in zip(copies, sent, strict=True):
-            for p, (low, high), view, was in zip(m.parameters(), bounds[share], views[share], its, strict=True):
+            for p, (low, high), view, was in zip(
+                m.parameters(), bounds[share], views[share], its, strict=True
+            ):
                 p.data.view(-1)[low:high] += view - was
 
     for step in range(1, steps + 1):
         for m, optimizer, its, told in zip(copies, inner, batches, losses, strict=True):
-            parts = [
-                F.cross_entropy(m(input_ids=x).logits.flatten(0, 1), y.flatten()) for x, y in its[step - 1]
-            ]
-            loss = torch.stack(parts).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            told.append(loss.item())
+            told.append(inner_step(m, optimizer, its[step - 1]))
         due = rounds.after(step)
         if flying and (due or step - flying[0] >= delay):
             land(*flying[1:])
@@ -235,7 +241,7 @@ def check_beside_copies(layout, tmp_path, *, islands=2, tied=True, steps=STEPS, 
         assert results[island * world][0] == pytest.approx(losses[island], abs=2e-6)
         got = transformers.LlamaForCausalLM.from_pretrained(tmp_path / str(island)).state_dict()
         for name, expected in copies[island].state_dict().items():
-            torch.testing.assert_close(got[name], expected, rtol=1e-6, atol=1e-6, msg=lambda m: f"{name}: {m}")
+            torch.testing.assert_close(got[name], expected, rtol=1e-6, atol=1e-6, msg=f"{name}: {{}}".format)
     return results
 
 
@@ -246,7 +252,7 @@ def test_adamw_is_a_loop_over_copies(layout, tmp_path):
         assert [(r.step, r.islands, r.moved) for r in reports] == [(3, (0, 1), (0, 1)), (6, (0, 1), (0, 1))]
 
 
-@pytest.mark.parametrize("shares, delay", [(2, 0), (1, 1), (2, 1), (3, 0)])
+@pytest.mark.parametrize(("shares", "delay"), [(2, 0), (1, 1), (2, 1), (3, 0)])
 def test_shares_and_delay_are_a_loop_over_copies(shares, delay, tmp_path):
     check_beside_copies("one rank", tmp_path, every=4, shares=shares, delay=delay, steps=9, tied=False)
 

@@ -1,0 +1,66 @@
+"""What the islands' common weights are, and what came of a round. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What the islands' common weights are, as the island holds them.
+
+    Attributes:
+        name: Changes with every round; empty before the first.
+        version: Rounds so far.
+        progress: Movements of islands that have gone into them.
+        facts: ``step``, the inner step of the round, and ``lr_scheduler``, the schedule's state then.
+        seen: Samples that each island had trained on by then, by island.
+    """
+
+    name: str = ""
+    version: int = 0
+    progress: int = 0
+    facts: dict[str, Any] = field(default_factory=lambda: {"step": 0, "lr_scheduler": None})
+    seen: dict[str, int] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values, from which ``Standing(**plain)`` makes it again."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterReport:
+    """One round of this island, over all of its ranks.
+
+    Attributes:
+        step: The inner step after which it began.
+        share: Which share of the model it was about.
+        islands: Islands that took part; none if this one was left out.
+        moved: Those that had a movement.
+        version: Rounds that are in the common weights.
+        sent_bytes: Sent to other islands.
+        seconds: From its beginning until the weights had moved.
+        waited_seconds: Of these, the time in which training stood still.
+        drift: Distance of this island's movement from the mean, over the mean's own length; None if it had
+            no movement, or the mean is zero.
+        movement: Length of the mean movement, over the whole share.
+        caught_up: Whether this island took the common weights in place of its own.
+    """
+
+    step: int
+    share: int
+    islands: tuple[int, ...] = ()
+    moved: tuple[int, ...] = ()
+    version: int
+    sent_bytes: int = 0
+    seconds: float
+    waited_seconds: float
+    drift: float | None = None
+    movement: float = 0.0
+    caught_up: bool = False
+
+    @property
+    def hidden(self) -> float:
+        """Part of its time in which inner steps went on, 0 to 1."""
+        return 1 - self.waited_seconds / self.seconds if self.seconds > 0 else 0.0
