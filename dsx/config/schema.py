@@ -650,8 +650,8 @@ class OuterConfig(SchemaBlock):
     """Islands: copies of the job that now and then average how far they have moved, over slow links."""
 
     islands: Annotated[int, Field(ge=2)] = Field(
-        description="How many there are. Batch keys and dsx.parallel are about one of them; together they read "
-        "so many times the batch."
+        description="How many there are. Batch keys and dsx.parallel are about one of them; together they "
+        "read so many times the batch."
     )
     every: Positive = Field(default=50, description="Optimizer steps between rounds.")
     optimizer: OuterOptimizerConfig = Field(
