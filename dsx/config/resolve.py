@@ -579,6 +579,14 @@ def outer_problems(deepspeed: Mapping[str, Any], dsx: DsxConfig) -> Iterator[Con
             "dsx.data.streaming reads samples in their order, and islands take turns at them",
             "set dsx.data.streaming to false",
         )
+    hang, patience = dsx.faults.hang_seconds, dsx.outer.patience_seconds
+    if 0 < hang <= patience:
+        yield ConfigError(
+            at("dsx.outer.patience_seconds", patience),
+            "a run that waits so long for another island is ended as one that hangs, "
+            f"dsx.faults.hang_seconds = {hang:g}",
+            f"use less, or set dsx.faults.hang_seconds to more than {patience:g}",
+        )
     optimizer = (deepspeed.get("zero_optimization") or {}).get("offload_optimizer") or {}
     if optimizer.get("device") == "nvme":
         yield ConfigError(

@@ -67,6 +67,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     figures.check_whole_numbers,
     figures.check_schedule,
     figures.check_schedule_length,
+    figures.check_rounds,
     refusals.check_same_key,
     refusals.check_betas,
     refusals.check_loss_scale,

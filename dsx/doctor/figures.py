@@ -130,6 +130,19 @@ def check_schedule_length(context: Context) -> Iterator[Finding]:
         yield context.find("schedule-length", "warning", name, why, f"write {steps}, if that is not meant")
 
 
+def check_rounds(context: Context) -> Iterator[Finding]:
+    """Find islands (``dsx.outer``) that never meet before the end of the run."""
+    found = {key: reduce(step, ("dsx", *key), context.source.config) for key in _EVERY}
+    every, steps = (value if type(value) is int else None for value in found.values())
+    if every is not None and steps is not None and every > steps > 0:
+        why = f"dsx.train.steps is {steps}: the islands average their weights once, after the last step"
+        fix = f"use {steps} or less, if that is not meant"
+        yield context.find("outer-rounds", "warning", ("dsx", "outer", "every"), why, fix)
+
+
+_EVERY: Final = (("outer", "every"), ("train", "steps"))
+
+
 # Optimizers whose step is about as large as the learning rate, whatever the gradient.
 _NORMALIZED: Final = frozenset({"adam", "adamw", "adamax", "nadam", "radam", "lamb", "lion"})
 _ADAM_LIKE: Final = _NORMALIZED - {"lion"}
