@@ -132,15 +132,18 @@ def check_schedule_length(context: Context) -> Iterator[Finding]:
 
 def check_rounds(context: Context) -> Iterator[Finding]:
     """Find islands (``dsx.outer``) that never meet before the end of the run."""
-    found = {key: reduce(step, ("dsx", *key), context.source.config) for key in _EVERY}
-    every, steps = (value if type(value) is int else None for value in found.values())
+    every, steps = (_whole(reduce(step, ("dsx", *key), context.source.config)) for key in _EVERY)
     if every is not None and steps is not None and every > steps > 0:
         why = f"dsx.train.steps is {steps}: the islands average their weights once, after the last step"
         fix = f"use {steps} or less, if that is not meant"
         yield context.find("outer-rounds", "warning", ("dsx", "outer", "every"), why, fix)
 
 
-_EVERY: Final = (("outer", "every"), ("train", "steps"))
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+_EVERY: Final[tuple[tuple[str, str], ...]] = (("outer", "every"), ("train", "steps"))
 
 
 # Optimizers whose step is about as large as the learning rate, whatever the gradient.

@@ -19,7 +19,7 @@ REFUSED = {
     ),
     "patience": (
         {"dsx.outer.patience_seconds": 300.0, "dsx.faults.hang_seconds": 300.0},
-        r"patience_seconds = 300\.0: a run that waits so long .* hang_seconds = 300",
+        r"patience_seconds = 300\.0: a run that waits so long .* dsx.faults.hang_seconds = 300",
     ),
 }
 
