@@ -27,6 +27,7 @@ class Attempt:
         members: Islands that take part.
         name_after: Name of the state that it leads to.
         done: What members have said of its end, by island.
+        gone: Members that have begun anew since: of this one they will say nothing more.
         quiet_since: When something was last heard of it, once the first member is done.
     """
 
@@ -34,6 +35,7 @@ class Attempt:
     members: tuple[int, ...]
     name_after: str
     done: dict[int, dict[str, Any]] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
     quiet_since: float | None = None
 
 
@@ -70,10 +72,13 @@ class Council:
         """
         self._here.add(island)
         self._silent.discard(island)
-        kind = message["kind"]
+        kind, attempt = message["kind"], self._attempt
+        if kind in ("hello", "ready") and attempt is not None:
+            attempt.gone.add(island)
         if kind == "hello":
             self._about[island] = message
-            return [(island, {"kind": "welcome", "newest": self._newest(island)})]
+            self._forget_ready(island)  # of its life before
+            return [(island, {"kind": "welcome", "newest": self._newest(island)}), *self._go_on(now)]
         if kind == "ready":
             refusal = self._refusal(island, message)
             if refusal is not None:
@@ -81,25 +86,31 @@ class Council:
             self._about[island] = self._ready[island] = message
             self._called.discard(island)
             self._since = now if self._since is None else self._since
-        elif self._attempt is not None and message["attempt"] == self._attempt.name:
+        elif attempt is not None and message["attempt"] == attempt.name:
             if kind == "done":
-                self._attempt.done[island] = message
-            if self._attempt.done:
-                self._attempt.quiet_since = now
+                attempt.done[island] = message
+            if attempt.done:
+                attempt.quiet_since = now
+        elif kind == "done":  # too late: it was not waited for any longer
+            return [(island, {"kind": "again"}), *self._go_on(now)]
         return self._go_on(now)
 
     def lose(self, island: int, now: float) -> list[Said]:
         """What to say after the connection to an island has broken."""
         self._here.discard(island)
         self._about.pop(island, None)
-        self._ready.pop(island, None)
-        if not self._ready:
-            self._since = None
+        self._forget_ready(island)
+        self._called.discard(island)
         return self._go_on(now)
 
     def tick(self, now: float) -> list[Said]:
         """What to say because time has passed. Called now and then."""
         return self._go_on(now)
+
+    def _forget_ready(self, island: int) -> None:
+        self._ready.pop(island, None)
+        if not self._ready:
+            self._since = None
 
     def _newest(self, island: int) -> dict[str, Any] | None:
         """What is known of the island with the most training in its state, the asking one aside."""
@@ -164,11 +175,13 @@ class Council:
         if attempt is None:
             return
         open_ones = [island for island in attempt.members if island not in attempt.done]
-        waited_for = [island for island in open_ones if island in self._here]
+        waited_for = [island for island in open_ones if island in self._here - attempt.gone]
         quiet = attempt.quiet_since is not None and now - attempt.quiet_since >= self._patience
         if waited_for and not quiet:
             return
         self._attempt = None
+        # Who has been ready meanwhile waits for those who come out of it now, as for any others.
+        self._since = now if self._ready else None
         self._silent.update(waited_for)
         well = not open_ones and all(said["well"] for said in attempt.done.values())
         out = None if well else self._left_out(attempt, open_ones)

@@ -6,9 +6,12 @@ other island, and what all of them get is the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from threading import Event, Thread
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -78,8 +81,10 @@ def exchange(
     if not owners:
         return Exchanged([torch.zeros(size) for size in sizes], list(errors))
     spans = {owner: [cut(0, size, at, len(owners)) for size in sizes] for at, owner in enumerate(owners)}
-    with ThreadPoolExecutor(max(1, len(meeting.members)), "islands send") as senders:
-        post = _Post(station, meeting, senders)
+    with (
+        ThreadPoolExecutor(max(1, len(meeting.members)), "islands send") as senders,
+        _Post(station, meeting, senders) as post,
+    ):
         added = list(movements) if not errors else [m + e for m, e in zip(movements, errors, strict=True)]
         left = list(errors)
         own: list[Tensor] = []
@@ -113,34 +118,60 @@ def exchange(
 
 
 class _Post:
-    """Sends in the background, receives in order, and names the island that fails."""
+    """Sends in the background, receives in order, and names the island that fails.
+
+    While it is entered, the other members are told now and then how many bytes have come and gone here, so
+    that an island which waits for one with a slow link is not taken for silent itself.
+    """
 
     def __init__(self, station: Station, meeting: Meeting, senders: ThreadPoolExecutor) -> None:
         self._station, self._meeting, self._senders = station, meeting, senders
-        self._sent: list[tuple[int, Callable[[], int]]] = []
+        self._sent: list[tuple[int, Future[int]]] = []
         self.sent_bytes = 0
+        self._over = Event()
+
+    def __enter__(self) -> Self:
+        for island, address in self._meeting.addresses.items():
+            if island != self._station.islands.index:
+                Thread(target=self._beat, args=(address,), name="islands beat", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
 
     def send(self, island: int, phase: str, data: bytearray) -> None:
         if island == self._station.islands.index:
             return
         header = {"kind": "part", "attempt": self._meeting.attempt, "phase": phase}
         task = self._senders.submit(self._station.send, self._meeting.addresses[island], header, data)
-        self._sent.append((island, task.result))
+        self._sent.append((island, task))
 
     def take(self, phase: str, island: int) -> bytearray:
         patience = self._station.islands.patience_seconds
         try:
-            return self._station.inbox.take(self._meeting.attempt, phase, island, patience)
+            return self._station.inbox.take(self._meeting.attempt, phase, island, patience, self._look)
         except LinkError as error:
             raise MissedError(island) from error
 
     def finish(self) -> None:
         """Wait until all is sent."""
-        for island, result in self._sent:
+        for island, task in self._sent:
             try:
-                self.sent_bytes += result()
+                self.sent_bytes += task.result()
             except LinkError as error:
                 raise MissedError(island) from error
+
+    def _look(self) -> None:
+        """Notice early what could not be sent: whoever did not get it will not answer."""
+        for island, task in self._sent:
+            if task.done() and task.exception() is not None:
+                raise MissedError(island) from task.exception()
+
+    def _beat(self, address: str) -> None:
+        every = self._station.islands.patience_seconds / 8
+        with suppress(LinkError):
+            if not self._over.wait(every):  # most exchanges are over by then
+                self._station.beat(address, self._over, every)
 
 
 def _averaged(

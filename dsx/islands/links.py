@@ -17,9 +17,11 @@ from typing import Any
 
 from dsx.errors import ConfigError
 
-_SIZES = struct.Struct("!IQ")
+_MARK = b"dsx1"
+_SIZES = struct.Struct("!4sIQ")
 _PIECE = 1 << 18
 _LONGEST_HEADER = 1 << 26
+_LOOK_SECONDS = 0.5
 
 Header = dict[str, Any]
 Moved = Callable[[int], None]
@@ -72,7 +74,7 @@ class Link:
     def send(self, header: Header, payload: bytes | bytearray = b"", moved: Moved | None = None) -> int:
         """Send a message; the bytes on the wire. Raises LinkError."""
         head = json.dumps(header).encode()
-        data = [_SIZES.pack(len(head), len(payload)) + head, payload]
+        data = [_SIZES.pack(_MARK, len(head), len(payload)) + head, payload]
         with self._sending:
             try:
                 self._socket.settimeout(self._patience)
@@ -99,13 +101,15 @@ class Link:
         Raises:
             LinkError: The connection is closed, or it has taken too long.
         """
-        head_size, size = _SIZES.unpack(self._read(_SIZES.size, within_seconds))
-        if head_size > _LONGEST_HEADER:
+        mark, head_size, size = _SIZES.unpack(self._read(_SIZES.size, within_seconds))
+        if mark != _MARK or head_size > _LONGEST_HEADER:
             raise LinkError("what came is no message of dsx's")
         try:
             header: Header = json.loads(self._read(head_size, self._patience))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise LinkError("what came is no message of dsx's") from error
+        if not isinstance(header, dict):
+            raise LinkError("what came is no message of dsx's")
         return header, self._read(size, self._patience, None if moved is None else lambda n: moved(header, n))
 
     def close(self) -> None:
@@ -115,7 +119,10 @@ class Link:
         self._socket.close()
 
     def _read(self, size: int, within_seconds: float | None, moved: Moved | None = None) -> bytearray:
-        data = bytearray(size)
+        try:
+            data = bytearray(size)
+        except (MemoryError, OverflowError) as error:
+            raise LinkError(f"a message of {size} bytes is too large") from error
         view = memoryview(data)
         try:
             while view:
@@ -206,7 +213,7 @@ class Listener:
             threading.Thread(target=self._serve, args=(link,), name="islands serve", daemon=True).start()
 
     def _serve(self, link: Link) -> None:
-        with suppress(LinkError, KeyError):
+        with suppress(LinkError, KeyError, TypeError):  # the latter two of what is no message of dsx's
             while True:
                 header, payload = link.receive(moved=self._moved)
                 self._handlers[header["kind"]](link, header, payload)
@@ -221,6 +228,7 @@ class Inbox:
     def __init__(self) -> None:
         self._parts: dict[tuple[str, str, int], bytearray] = {}
         self._heard: dict[int, float] = {}
+        self._told: dict[int, int] = {}
         self._changed = threading.Condition()
         self.received_bytes = 0
 
@@ -230,14 +238,34 @@ class Inbox:
         if "island" in header:
             self._heard[header["island"]] = time.monotonic()
 
+    def beat(self, _link: Link, header: Header, _payload: bytearray) -> None:
+        """A peer says how many bytes have come and gone at its place: it waits for others if they grow."""
+        island, traffic = header["island"], header["traffic"]
+        if self._told.get(island) != traffic:
+            self._told[island], self._heard[island] = traffic, time.monotonic()
+
     def put(self, _link: Link, header: Header, payload: bytearray) -> None:
         """Keep a part."""
         with self._changed:
             self._parts[header["attempt"], header["phase"], header["island"]] = payload
             self._changed.notify_all()
 
-    def take(self, attempt: str, phase: str, island: int, patience_seconds: float) -> bytearray:
+    def take(
+        self,
+        attempt: str,
+        phase: str,
+        island: int,
+        patience_seconds: float,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> bytearray:
         """A part, as soon as it has come.
+
+        Args:
+            attempt: Which try it is of.
+            phase: Which part of it.
+            island: Of which island.
+            patience_seconds: How long that island may be silent.
+            meanwhile: Called now and then; what it raises ends the waiting.
 
         Raises:
             LinkError: Nothing has been heard of that island for so long.
@@ -249,7 +277,8 @@ class Inbox:
                 left = quiet_since + patience_seconds - time.monotonic()
                 if left <= 0:
                     raise LinkError(f"nothing came from island {island} for {patience_seconds:g} s")
-                self._changed.wait(min(left, 1.0))
+                meanwhile()
+                self._changed.wait(min(left, _LOOK_SECONDS))
             return self._parts.pop(key)
 
     def begin(self, attempt: str) -> None:

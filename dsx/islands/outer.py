@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from dsx.islands.station import Station
 from dsx.parallel.groups import Groups
 from dsx.parallel.islands import OUTER_STATES, OUTER_WEIGHTS, Rounds
 
+if TYPE_CHECKING:
+    from dsx.engine.engine import Steering
+
 _FETCHES = 5
 
 
@@ -39,6 +42,7 @@ class OuterRun(Protocol):
     groups: Groups
     deepspeed_engine: Any
     whereabouts: Whereabouts
+    steering: Steering
 
 
 class Outer:
@@ -84,6 +88,8 @@ class Outer:
         self._joined = False
         self._saved = frozenset(OUTER_STATES)
         self._steps_since = [0] * settings.shares
+        if station.delegate is not None:
+            station.delegate.gives_up = self._gives_up
         station.start(self._give_state)
 
     @property
@@ -200,6 +206,11 @@ class Outer:
             },
             carries_errors=self._settings.wire == "int8",
         )
+
+    def _gives_up(self) -> bool:
+        """Whether this rank has been told to end, which is in a hurry: the others are not waited for."""
+        wanted = self._run.steering.stop_wanted
+        return wanted is not None and wanted()
 
     def _launch(self, step: int) -> None:
         """Begin a round about the share whose turn it is."""

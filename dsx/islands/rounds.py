@@ -150,6 +150,8 @@ class Talk:
         for _ in range(_MOST_ATTEMPTS):
             decision = self._ranks.agree(partial(self._asked, ready, standing))
             if decision is None:
+                if self._ranks.agree(self._gives_up):
+                    return None
                 continue
             exchanged, taken, missed = self._tried(flight, decision, state)
             well = self._ranks.everybody(exchanged is not None)
@@ -224,6 +226,10 @@ class Talk:
             return delegate.ask(message, self._about(standing))
         except RefusedError as error:
             raise self._other_layout(error.args[0]["island"]) from None
+
+    def _gives_up(self) -> bool:
+        delegate = self._station.delegate
+        return delegate is not None and delegate.gives_up()
 
     def _say_busy(self, attempt: str) -> threading.Event:
         """Say now and then that this rank is exchanging, until the event is set."""

@@ -87,11 +87,13 @@ class Delegate:
 
     Attributes:
         called: Set when the others wait for this island's next round.
+        gives_up: Whether this island is to end, and waits for the others no more.
     """
 
     def __init__(self, islands: Islands, addresses: tuple[str, ...], own: str | None) -> None:
         self._islands, self._addresses, self._own = islands, addresses, own
         self.called = threading.Event()
+        self.gives_up: Callable[[], bool] = lambda: False
         self._link: Link | None = None
         self._place = len(addresses)
         self._heard: queue.SimpleQueue[Header | None] = queue.SimpleQueue()
@@ -99,9 +101,19 @@ class Delegate:
         self._newest: dict[str, Any] | None = None
 
     def newest(self, about: Header) -> dict[str, Any] | None:
-        """What the council knows of the island with the most training in its state; None if of none."""
+        """What is known of the island with the most training in its state; None if of none.
+
+        All councils are asked: while the first of them was away, the others have met at another one.
+        """
         self._reach(about)
-        return self._newest
+        known = [self._newest]
+        for place, address in enumerate(self._addresses):
+            if place not in (self._place, self._islands.index):
+                link, newest = self._welcomed(address, self._connect_seconds, about)
+                if link is not None:
+                    link.close()
+                    known.append(newest)
+        return max(filter(None, known), key=lambda said: said["progress"], default=None)
 
     def ask(self, message: Header, about: Header) -> Header | None:
         """Say something that the council answers.
@@ -116,10 +128,10 @@ class Delegate:
         Raises:
             RefusedError: It refuses this island.
         """
-        if message["kind"] == "ready":
-            self.called.clear()
-            self._reach(about)
         try:
+            if message["kind"] == "ready":
+                self.called.clear()
+                self._reach(about)
             return self._asked(message, about)
         except LinkError:
             self._drop()
@@ -137,7 +149,8 @@ class Delegate:
 
     def _asked(self, message: Header, about: Header) -> Header | None:
         message = {**message, "island": self._islands.index}
-        assert self._link is not None, "reached before"
+        if self._link is None:
+            raise LinkError("the council has gone")
         self._link.send(message)
         patience = self._islands.patience_seconds
         looked = heard = time.monotonic()
@@ -148,7 +161,10 @@ class Delegate:
                 if reply is None or reply["kind"] == "refused":
                     break
                 if reply["kind"] != "alive":
+                    self.called.clear()  # whoever called has not waited in vain
                     return reply
+            if message["kind"] == "ready" and self.gives_up():
+                raise LinkError("this island ends")
             now = time.monotonic()
             if now - heard > patience:
                 raise LinkError("the council is silent")
@@ -176,7 +192,30 @@ class Delegate:
     def _connected(self, place: int, about: Header) -> bool:
         own = self._own is not None and place == self._islands.index
         address = self._own if own and self._own is not None else self._addresses[place]
-        seconds = min(_MOST_CONNECT_SECONDS, self._islands.patience_seconds * _SHARE_OF_PATIENCE)
+        seconds = self._connect_seconds
+        if own:  # it is there, however busy this machine may be
+            seconds = self._islands.patience_seconds
+        link, newest = self._welcomed(address, seconds, about)
+        if link is None:
+            if not own:
+                self._shunned[place] = time.monotonic() + seconds
+            return False
+        self._drop(shun=False)
+        self._link, self._place, self._newest = link, place, newest
+        self._heard = queue.SimpleQueue()
+        threading.Thread(
+            target=self._read, args=(link, self._heard), name="islands hear", daemon=True
+        ).start()
+        return True
+
+    @property
+    def _connect_seconds(self) -> float:
+        return min(_MOST_CONNECT_SECONDS, self._islands.patience_seconds * _SHARE_OF_PATIENCE)
+
+    def _welcomed(
+        self, address: str, seconds: float, about: Header
+    ) -> tuple[Link | None, dict[str, Any] | None]:
+        """A link to a council that has answered, and what it knows of the others; None if none answers."""
         link = None
         try:
             link = Link.to(address, patience_seconds=self._islands.patience_seconds, connect_seconds=seconds)
@@ -187,16 +226,8 @@ class Delegate:
         except LinkError:
             if link is not None:
                 link.close()
-            if not own:
-                self._shunned[place] = time.monotonic() + seconds
-            return False
-        self._drop(shun=False)
-        self._link, self._place, self._newest = link, place, welcome["newest"]
-        self._heard = queue.SimpleQueue()
-        threading.Thread(
-            target=self._read, args=(link, self._heard), name="islands hear", daemon=True
-        ).start()
-        return True
+            return None, None
+        return link, welcome["newest"]
 
     def _read(self, link: Link, heard: queue.SimpleQueue[Header | None]) -> None:
         with suppress(LinkError):
@@ -272,7 +303,8 @@ class Station:
         council = {} if self._chair is None else dict.fromkeys(
             ("hello", "ready", "busy", "done"), self._chair.hear
         )  # fmt: skip
-        self._listener.start({"part": self.inbox.put, "state": give_state, **council})
+        own = {"part": self.inbox.put, "beat": self.inbox.beat, "state": give_state}
+        self._listener.start({**own, **council})
 
     def send(self, address: str, header: Header, payload: bytearray) -> int:
         """Send to a peer, on the connection that is there or a new one; the bytes sent. Raises LinkError."""
@@ -292,6 +324,17 @@ class Station:
         try:
             link.send({"kind": "state"})
             return link.receive(within_seconds=self.islands.patience_seconds, moved=self.inbox.heard)
+        finally:
+            link.close()
+
+    def beat(self, address: str, over: threading.Event, every_seconds: float) -> None:
+        """Tell a peer now and then how many bytes have come and gone, until ``over``. Raises LinkError."""
+        link = self._connection(address)
+        try:
+            while True:
+                link.send({"kind": "beat", "island": self.islands.index, "traffic": self.traffic})
+                if over.wait(every_seconds):
+                    return
         finally:
             link.close()
 
