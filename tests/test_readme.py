@@ -422,6 +422,7 @@ def test_a_stock_program_moves_by_its_imports():
 
 
 def test_metrics_are_those_that_are_reported():
+    from dsx.islands.standing import OuterReport
     from dsx.train.progress import EvaluationReport, RunRates, StepReport
 
     rates = RunRates(steps=1, world_size=1, tokens_per_step=1, flops_per_token=1.0, peak_flops=1.0)
@@ -444,8 +445,9 @@ def test_metrics_are_those_that_are_reported():
         simulated_bubble=0.1,
     )
     evaluation = EvaluationReport(step=1, steps=1, loss=1.0, bits_per_byte=1.0)
+    outer = OuterReport(step=1, share=0, moved=(0,), version=1, seconds=1.0, waited_seconds=1.0, drift=0.0)
     named = [name for cells in rows("Metrics", "| name") for name in re.findall(r"`([\w/]+)`", cells[0])]
-    assert sorted(named) == sorted([*step.metrics(), *evaluation.metrics()])
+    assert sorted(named) == sorted([*step.metrics(), *evaluation.metrics(), *outer.metrics()])
 
 
 def of_a_batch(_: Path) -> None:

@@ -7,7 +7,8 @@ Names: a tensor of a model that dsx knows has its dsx name (``1.attention.qkv.we
 Any other keeps the name that its checkpoint gives it.
 
 States, as optimizers call them: ``weight`` is what the model computes with, ``master`` the optimizer's fp32
-copy, ``exp_avg`` and ``exp_avg_sq`` Adam's moments, ``momentum_buffer`` SGD's.
+copy, ``exp_avg`` and ``exp_avg_sq`` Adam's moments, ``momentum_buffer`` SGD's. Islands have
+``outer_weights``, ``outer_momentum`` and, where rounding carries on, ``outer_error``.
 
 Facts, the state that is not in tensors, are JSON values under these keys; a reader leaves out what its
 checkpoint does not say:
@@ -32,6 +33,7 @@ data_cursor        global index of the next training sequence
 seed               of initialisation and data order
 base               where the frozen parameters are, which are left out: {"path": the model folder, "digest":
                    of its weights} or {"seed": of fresh ones}, and "vocab_multiple"
+outer              what islands know of their common weights (:class:`dsx.islands.standing.Standing`)
 tied               {key of a pipeline's tied module: layers that use it}, as the user said it
 unnamed_ties       layers that are tied modules of a pipeline, whose keys are not known
 model              fields of :class:`dsx.models.spec.ModelSpec`, or the family and config of a

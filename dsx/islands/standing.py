@@ -60,6 +60,22 @@ class OuterReport:
     movement: float = 0.0
     caught_up: bool = False
 
+    def metrics(self) -> dict[str, float | int]:
+        """Metrics by name; what is unknown is left out."""
+        values: dict[str, float | int | None] = {
+            "outer/round": self.version,
+            "outer/share": self.share,
+            "outer/islands": len(self.islands),
+            "outer/bytes_sent": self.sent_bytes,
+            "outer/seconds": self.seconds,
+            "outer/waited_seconds": self.waited_seconds,
+            "outer/hidden": self.hidden,
+            "outer/drift": self.drift,
+            "outer/movement_norm": self.movement if self.moved else None,
+            "outer/caught_up": int(self.caught_up),
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
     @property
     def hidden(self) -> float:
         """Part of its time in which inner steps went on, 0 to 1."""

@@ -304,7 +304,8 @@ def _station(islands: Islands | None, place: int, shared: Any) -> Iterator[Stati
 
 def _groups(mesh: Mesh, sequence_parallel: bool, seed: int, station: Station | None = None) -> Groups:
     groups = make_groups(mesh, sequence_parallel=sequence_parallel, station=station)
-    seed_generators(groups, seed)
+    # Islands draw different masks of dropout, as data-parallel ranks do.
+    seed_generators(groups, seed if station is None else seed + mesh.size * station.islands.index)
     return groups
 
 

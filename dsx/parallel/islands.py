@@ -40,6 +40,11 @@ class Islands:
         """Whether one launcher has started all of them."""
         return not self.meet
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this island has a console: the first one, where one launcher has started all."""
+        return self.index == 0 or not self.together
+
     def global_sample(self, own: int, batch: int) -> int:
         """The number in the whole job of an island's own sample number ``own``.
 

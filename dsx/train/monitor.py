@@ -10,17 +10,27 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from dsx.config.run import RunConfig
+from dsx.config.schema import WandbConfig
 from dsx.data.own import OwnCorpus, OwnText, as_text
 from dsx.data.text import Text
 from dsx.engine.engine import PipelineEngine
 from dsx.engine.recorder import write
 from dsx.errors import CheckpointError
 from dsx.memory.watch import PeakMemory, beside, describe, estimated
-from dsx.train.progress import EvaluationReport, Progress, RunRates, StepReport, end_rows, start_rows
+from dsx.train.progress import (
+    EvaluationReport,
+    Progress,
+    RoundsTotal,
+    RunRates,
+    StepReport,
+    end_rows,
+    start_rows,
+)
 from dsx.train.run_folder import own_checkpoint, standing
 from dsx.train.tracking import Tracker, environment
 
 if TYPE_CHECKING:  # loaded by the runs that record a step, or look at their memory
+    from dsx.islands.standing import OuterReport
     from dsx.memory.estimate import RunMemory
     from dsx.schedules.trace import Comparison, Trace
 
@@ -48,7 +58,10 @@ class Monitor:
     ) -> None:
         self._config, self._engine = config, engine
         self._corpus = as_text(corpus, config.dsx.data)
-        self._progress = Progress(quiet=engine.groups.rank != 0)
+        islands, first = config.islands, engine.groups.rank == 0
+        speaks = islands is None or islands.speaks
+        warns_as = f"island {islands.index}" if islands is not None and first and not speaks else None
+        self._progress = Progress(quiet=not (first and speaks), warns_as=warns_as)
         self._written: dict[str, str | Path] = {}
         self._saved: tuple[Path, int] | None = None
         self._untrained_loss: float | None = state.get("untrained_loss")
@@ -81,6 +94,8 @@ class Monitor:
         self._used_scale: float | None = None
         self._mute_steps = torch.zeros((), device=engine.pipeline.device)
         self._pace: tuple[int, float] | None = None
+        self._untold: list[OuterReport] = []
+        self._rounds = RoundsTotal()
 
     @property
     def state(self) -> dict[str, Any]:
@@ -92,6 +107,7 @@ class Monitor:
         """Report the step that has just ended, if its turn has come."""
         self._memory.after_step(updated=not self._engine.overflowed)
         self._mute_steps += self._engine.steering.sums[2] == 0  # asked for its value at the next report
+        self._take_rounds()
         step, train = int(self._engine.global_steps), self._config.dsx.train
         every = 1 if train.log_every == "auto" else train.log_every
         if is_due(step, every=every, last=train.steps) or step in train.trace_steps:
@@ -121,6 +137,7 @@ class Monitor:
             skipped_steps=None if self._used_scale is None else int(self._engine.skipped_steps),
             elapsed_seconds=now - self._begun,
             left_seconds=self._left_seconds(step, now),
+            rounds=tuple(self._untold),
             **self._peaks,
         )
         if trained is not None and self._mute_steps > 0:
@@ -134,12 +151,29 @@ class Monitor:
         auto, done = train.log_every == "auto", step - self._resumed_after
         if not auto or done <= _FIRST_LINES or is_due(step, every=lines_apart(train.steps), last=train.steps):
             self._progress.step(report)
+            self._untold.clear()
         if self._tracker is not None:
             self._tracker.log(step, report.metrics())
         for text in self._corpus.news() if isinstance(self._corpus, Text) else ():
             self._progress.note(text)
         if comparison is not None:
             self._write_trace(comparison)
+
+    def _take_rounds(self) -> None:
+        """Record the rounds between islands that have come to their end, and say what is to be said."""
+        outer = self._engine.outer
+        if outer is None:
+            return
+        reports, news = list(outer.reports), list(outer.news)
+        outer.reports.clear()
+        outer.news.clear()
+        for text in news:
+            self._progress.note(text)
+        for report in reports:
+            self._rounds.add(report)
+            if self._tracker is not None:
+                self._tracker.log(int(self._engine.global_steps), report.metrics())
+        self._untold += reports
 
     def _traced(self) -> Comparison | None:
         if not self._traces:
@@ -194,6 +228,7 @@ class Monitor:
 
     def went_back(self) -> None:
         """The engine has loaded an older checkpoint: the steps since then will come again."""
+        self._take_rounds()
         self._last_step, self._last_time = int(self._engine.global_steps), time.perf_counter()
         self._step_ended, self._pace = self._last_time, None
         if self._tracker is not None:
@@ -261,6 +296,7 @@ class Monitor:
     def finish(self) -> None:
         """Wait for a checkpoint in the background, print what came of the run and close its records."""
         self._engine.wait_for_checkpoint()
+        self._take_rounds()  # of a round that was under way at the last save
         if self._tracker is None:  # another rank, or nothing was left to train
             if self._written:
                 self._progress.rows("done", [(label, str(path)) for label, path in self._written.items()])
@@ -279,6 +315,7 @@ class Monitor:
             evaluation=evaluation,
             unigram_bits_per_byte=self._corpus.unigram_bits_per_byte if evaluation else None,
             memory=None if self._estimate is None else beside(self._peaks, self._estimate),
+            islands=None if self._engine.outer is None else self._rounds.told(),
             written=written,
         )
         if self._untrained_loss is not None:
@@ -291,7 +328,7 @@ class Monitor:
     def _open_tracker(self, run_id: str | None) -> Tracker:
         return Tracker(
             self._config.output,
-            self._config.dsx.tracking.wandb,
+            wandb_of(self._config),
             run_config={
                 "config": self._config.resolved(),
                 **self._config.summary(),
@@ -302,6 +339,16 @@ class Monitor:
             run_id=run_id,
             warn=self._progress.warning,
         )
+
+
+def wandb_of(config: RunConfig) -> WandbConfig:
+    """W&B's settings of this run. Each island is a run of its own, in the group of all."""
+    wandb, islands = config.dsx.tracking.wandb, config.islands
+    if islands is None:
+        return wandb
+    whole = config.output.absolute().parent.name
+    name = f"{wandb.name or whole} island {islands.index}"
+    return wandb.model_copy(update={"name": name, "group": wandb.group or whole})
 
 
 def is_due(step: int, *, every: int, last: int) -> bool:

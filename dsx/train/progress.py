@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TextIO
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dsx.config.run import RunConfig
+from dsx.islands.standing import OuterReport
 from dsx.models.flops import flops_per_token, peak_flops
 from dsx.parallel.mesh import AXES
 from dsx.terminal import amount, printable
@@ -78,6 +79,7 @@ class StepReport:
         peak_allocated_bytes: Largest memory in use on the fullest rank; None on a CPU until it is counted.
         peak_reserved_bytes: Largest memory held by the allocator on the fullest rank; None on a CPU.
         estimated_bytes: What the estimator predicted for the fullest rank.
+        rounds: Rounds between islands since the last line, the latest last; for the line alone.
     """
 
     rates: RunRates
@@ -98,6 +100,7 @@ class StepReport:
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     estimated_bytes: int | None = None
+    rounds: tuple[OuterReport, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -157,6 +160,8 @@ class StepReport:
         if self.elapsed_seconds is not None:
             left = f", {seconds(self.left_seconds)} left" if self.left_seconds else ""
             parts.append(f"{seconds(self.elapsed_seconds)}{left}")
+        if self.rounds:
+            parts.append(rounds_told(self.rounds))
         return " | ".join(parts)
 
 
@@ -215,10 +220,14 @@ class Progress:
     Args:
         stream: Where to print; None for standard output.
         quiet: Print nothing, as all ranks but one should.
+        warns_as: Whose warnings they are that are printed even then; None for nobody's.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
-        self._console = Console(file=stream or sys.stdout, highlight=False, quiet=quiet)
+    def __init__(
+        self, stream: TextIO | None = None, *, quiet: bool = False, warns_as: str | None = None
+    ) -> None:
+        self._console = Console(file=stream or sys.stdout, highlight=False)
+        self._quiet, self._warns_as = quiet, warns_as
 
     def rows(self, title: str, rows: Rows) -> None:
         """Print a title and label-and-value rows, such as :func:`start_rows` gives."""
@@ -244,9 +253,13 @@ class Progress:
 
     def warning(self, text: str) -> None:
         """Print something that the user should look at."""
-        self._print(("warning: ", "bold yellow"), (text, "yellow"))
+        who = "" if self._warns_as is None else f"{self._warns_as}: "
+        loud = self._warns_as is not None
+        self._print(("warning: ", "bold yellow"), (f"{who}{text}", "yellow"), loud=loud)
 
-    def _print(self, *parts: tuple[str, str]) -> None:
+    def _print(self, *parts: tuple[str, str], loud: bool = False) -> None:
+        if self._quiet and not loud:
+            return
         # soft_wrap: a line stays one line, in a log file and in a narrow terminal.
         shown = Text.assemble(*((printable(text), style) for text, style in parts))
         self._console.print(shown, soft_wrap=True)
@@ -289,6 +302,8 @@ def start_rows(
     ]
     if mesh.pp * run.chunks > 1:
         rows.append(("stages", _stages(run)))
+    if run.islands is not None:
+        rows.append(("islands", _islands(run)))
     return [*rows, *more, *(("note", note) for note in run.notes)]
 
 
@@ -301,6 +316,7 @@ def end_rows(
     evaluation: EvaluationReport | None,
     unigram_bits_per_byte: float | None = None,
     memory: str | None = None,
+    islands: str | None = None,
     written: Mapping[str, str | Path],
 ) -> list[tuple[str, str]]:
     """Rows about what came of a run.
@@ -313,6 +329,7 @@ def end_rows(
         evaluation: The last evaluation, if there was one.
         unigram_bits_per_byte: Entropy of the held-out bytes' own frequencies, the bar to clear.
         memory: Peak beside its estimate, if known.
+        islands: What came of the rounds between islands, if there are islands.
         written: Label -> path of everything that was written.
     """
     took = seconds(elapsed_seconds)
@@ -321,6 +338,8 @@ def end_rows(
     rows = [("trained", f"{steps} steps, {compact(tokens)} tokens, {took}")]
     if memory is not None:
         rows.append(("memory", memory))
+    if islands is not None:
+        rows.append(("islands", islands))
     if evaluation is not None:
         rows.append(
             ("held-out loss", f"{evaluation.loss:.4f} nats/token, perplexity {evaluation.perplexity:.4g}")
@@ -331,6 +350,77 @@ def end_rows(
                 text += f" (the bytes' own frequencies: {unigram_bits_per_byte:.3f})"
             rows.append(("held-out text", text))
     return [*rows, *((label, str(path)) for label, path in written.items())]
+
+
+def rounds_told(rounds: Sequence[OuterReport]) -> str:
+    """A few words about rounds between islands that have come to their end one after the other.
+
+    >>> report = OuterReport(
+    ...     step=50, share=0, islands=(0, 1), moved=(0, 1), version=3, sent_bytes=3 << 20,
+    ...     seconds=2.0, waited_seconds=0.5, drift=0.82,
+    ... )
+    >>> rounds_told([report])
+    'round 3: 2 islands, drift 0.82, 3.00 MiB sent, 2.00 s (75% hidden)'
+    """
+    last = rounds[-1]
+    first = min(report.version for report in rounds)
+    name = f"round {last.version}" if first == last.version else f"rounds {first} to {last.version}"
+    if not last.islands:
+        return f"left out of the round after step {last.step}"
+    parts = [f"{len(last.islands)} islands" if len(last.islands) > 1 else "no other island"]
+    if last.caught_up:
+        parts.append("caught up")
+    if last.drift is not None:
+        parts.append(f"drift {last.drift:.2f}")
+    parts.append(f"{amount(sum(report.sent_bytes for report in rounds))} sent")
+    took, waited = (sum(getattr(r, key) for r in rounds) for key in ("seconds", "waited_seconds"))
+    hidden = f" ({100 * (1 - waited / took):.0f}% hidden)" if took > waited else ""
+    return f"{name}: {', '.join(parts)}, {seconds(took)}{hidden}"
+
+
+@dataclass(slots=True)
+class RoundsTotal:
+    """What the rounds of a run come to.
+
+    Attributes:
+        counted: Those that this island took part in.
+        missed: Those that went on without it.
+        sent_bytes: Sent to other islands.
+        seconds: Time in rounds.
+        waited_seconds: Of these, the time in which training stood still.
+        drift: The last that is known.
+    """
+
+    counted: int = 0
+    missed: int = 0
+    sent_bytes: int = 0
+    seconds: float = 0.0
+    waited_seconds: float = 0.0
+    drift: float | None = None
+
+    def add(self, report: OuterReport) -> None:
+        """Count one more."""
+        self.counted += bool(report.islands)
+        self.missed += not report.islands
+        self.sent_bytes += report.sent_bytes
+        self.seconds += report.seconds
+        self.waited_seconds += report.waited_seconds
+        self.drift = self.drift if report.drift is None else report.drift
+
+    def told(self) -> str:
+        """One line.
+
+        >>> RoundsTotal(counted=12, sent_bytes=3 << 30, seconds=80.0, waited_seconds=20.0, drift=0.5).told()
+        '12 rounds, 3.00 GiB sent, 20.0 s of waiting in 1 min 20 s of rounds, drift 0.50 in the last'
+        """
+        parts = [f"{self.counted} round{'' if self.counted == 1 else 's'}"]
+        if self.missed:
+            parts.append(f"left out of {self.missed}")
+        parts.append(f"{amount(self.sent_bytes)} sent")
+        parts.append(f"{seconds(self.waited_seconds)} of waiting in {seconds(self.seconds)} of rounds")
+        if self.drift is not None:
+            parts.append(f"drift {self.drift:.2f} in the last")
+        return ", ".join(parts)
 
 
 def compact(number: float) -> str:
@@ -373,6 +463,22 @@ def seconds(duration: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02} s"
     return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def _islands(run: RunConfig) -> str:
+    """Which island this is, and how the islands average."""
+    islands, outer = run.islands, run.dsx.outer
+    assert islands is not None, "asked about islands"
+    assert outer is not None, "asked about islands"
+    tokens = compact(run.tokens_per_step * islands.count)
+    told = [f"this is island {islands.index} of {islands.count}", f"{tokens} tokens a step of all"]
+    told.append(f"a round every {outer.every} steps" if outer.every > 1 else "a round after every step")
+    told.append(f"sent as {outer.wire}")
+    if outer.shares > 1:
+        told.append(f"in {outer.shares} shares")
+    if outer.delay:
+        told.append(f"while {outer.delay} step{'s go' if outer.delay > 1 else ' goes'} on")
+    return ", ".join(told)
 
 
 def _stages(run: RunConfig) -> str:

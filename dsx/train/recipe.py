@@ -114,7 +114,7 @@ def build_model(
 
             if config.weights is not None or adapter is not None:
                 reading = f"reading the weights in {config.weights or adapter}"
-                files.enter_context(Waiting(reading, quiet=groups.rank != 0))
+                files.enter_context(Waiting(reading, quiet=is_mute(groups)))
             made = layer_weights(config.weights, config.model, groups, adapter, given=load_layer)
             load_layer = files.enter_context(made)
         return PipelineModule(
@@ -179,13 +179,13 @@ def measure(config: RunConfig, groups: Groups) -> RunConfig:
     said = "used again"
     if found is None:
         began = time.perf_counter()
-        with Waiting("measuring layers and links", quiet=groups.rank != 0):
+        with Waiting("measuring layers and links", quiet=is_mute(groups)):
             found = own, measure_model(config, groups)
         text = found[1].to_json()
         agree(lambda: store.write_atomically(own, text.encode()))
         said = f"measured in {time.perf_counter() - began:.1f} s"
     path, profile = found
-    with Waiting("choosing by simulated step", quiet=groups.rank != 0):
+    with Waiting("choosing by simulated step", quiet=is_mute(groups)):
         settled = agree(lambda: measured.settle(config, profile, path))
     return replace(settled, notes=(*settled.notes, f"dsx.profile: {said}: {path}"))
 
@@ -272,7 +272,7 @@ def evaluate(config: RunConfig, engine: PipelineEngine, corpus: RunData) -> floa
     losses, text = {}, as_text(corpus, config.dsx.data)
     for part in text.held_out:
         batches = _evaluation_batches(config, text, part, dp_rank=engine.groups.dp_rank)
-        total, mute = len(batches), engine.groups.rank != 0
+        total, mute = len(batches), is_mute(engine.groups)
         with Waiting("evaluating", total=total, unit="micro-batches", quiet=mute) as waiting:
             losses[part.name] = float(engine.eval_batch(waiting.counts(batches), num_micro_batches=total))
     if len(text.parts) == 1:
@@ -308,12 +308,12 @@ def _load(
     from dsx.checkpoint.run.state import optimizer_settings
 
     wanted = optimizer_settings(engine)
-    with Waiting(f"reading the checkpoint in {root}", quiet=engine.groups.rank != 0):
+    with Waiting(f"reading the checkpoint in {root}", quiet=is_mute(engine.groups)):
         path, state = engine.load_checkpoint(root, tag)
     agree(lambda: _require_same_text(path, state, text, config.sequence_length))
     if isinstance(text, Text):
         text.resume(state)
-    if engine.groups.rank == 0:
+    if not is_mute(engine.groups):
         kept = optimizer_settings(engine)
         for key in (key for key in wanted if key in kept and kept[key] != wanted[key]):
             what = f"{at(f'optimizer.params.{key}', wanted[key])} is not taken"
@@ -360,6 +360,12 @@ def export(config: RunConfig, engine: PipelineEngine, monitor: Monitor) -> None:
     agree(lambda: shutil.rmtree(folder, ignore_errors=True))
     export_hf(engine, folder)
     monitor.exported(folder)
+
+
+def is_mute(groups: Groups) -> bool:
+    """Whether this rank has no console: all but the first of the job, or of its first island."""
+    station = groups.station
+    return groups.rank != 0 or not (station is None or station.islands.speaks)
 
 
 def _saved_profile(config: RunConfig, own: Path) -> tuple[Path, Profile] | None:

@@ -65,6 +65,7 @@ class Run:
             trained_tokens=512,
             current_loss_scale=None,
             overflowed=False,
+            outer=None,
         )
         self.clock = clock
         self.traced: list[int] = []

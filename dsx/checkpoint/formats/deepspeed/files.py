@@ -27,6 +27,9 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*\.pt")
+OUTER = "dsx_outer"
+"""Key of a model file under which dsx keeps the fact ``outer``: DeepSpeed takes it for the client's."""
+
 _COMPLETE = "complete the checkpoint: all ranks' files of one save belong into this folder"
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import ITEM_BYTES, Catalog, Entry, Piece, Role, merged_groups, unusable
 from dsx.checkpoint.formats.deepspeed.cut import Cut, Rules, rules_of
-from dsx.checkpoint.formats.deepspeed.files import StockFiles, check_patterns, config_of, open_stock
+from dsx.checkpoint.formats.deepspeed.files import OUTER, StockFiles, check_patterns, config_of, open_stock
 from dsx.checkpoint.formats.deepspeed.flat import Fragment, OptimizerGroup, OptimizerState, sharded_state
 from dsx.checkpoint.formats.deepspeed.module import Module, modules_of
 from dsx.checkpoint.formats.deepspeed.order import TIED
@@ -30,6 +30,7 @@ from dsx.checkpoint.formats.huggingface.catalog import with_names
 from dsx.checkpoint.formats.torch_file import PickledObject, TensorRef, TorchFile
 from dsx.checkpoint.pieces import corner_of
 from dsx.errors import CheckpointError
+from dsx.parallel.islands import OUTER_STATES
 
 _COUNTERS = ("global_samples", "skipped_steps")
 _MOMENTS: Mapping[frozenset[str], str] = {
@@ -75,7 +76,7 @@ def facts_of(
     client = {
         str(key): value
         for key, one in first.items()
-        if key not in _STOCK_KEYS and (value := _encoded(one, file, str(key), left)) is not None
+        if key not in _STOCK_KEYS | {OUTER} and (value := _encoded(one, file, str(key), left)) is not None
     }
     facts: dict[str, Any] = {
         "versions": {"deepspeed": str(first.get("ds_version", "unknown"))},
@@ -90,6 +91,7 @@ def facts_of(
         "precision": _precision(config),
         "client_state": client,
         "deepspeed_config": _encoded(config, file, "ds_config", left),
+        "outer": _encoded(first.get(OUTER), file, OUTER, left),
         "left_behind": left,
     }
     return {key: value for key, value in facts.items() if value not in (None, [])}
@@ -184,7 +186,8 @@ def _optimizer(config: Mapping[str, Any], states: Mapping[int, OptimizerState]) 
     told = (config.get("optimizer") or {}).get("type")
     if told:
         return str(told)
-    kept = {fragment.state for state in states.values() for fragment in state.fragments} - {"master"}
+    kept = {fragment.state for state in states.values() for fragment in state.fragments}
+    kept -= {"master", *OUTER_STATES}
     numbers = {number for state in states.values() for group in state.groups for number in group.numbers}
     # NAdam's mu_product is none of Adam's.
     return None if numbers - {"step"} else _MOMENTS.get(frozenset(kept))

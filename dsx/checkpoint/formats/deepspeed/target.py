@@ -17,6 +17,7 @@ from typing import Any
 from dsx.checkpoint import plain
 from dsx.checkpoint.catalog import Catalog, Entry, Piece, Skeleton, Target, left_behind
 from dsx.checkpoint.formats.deepspeed.cut import UNIVERSAL_INFO, cut_info
+from dsx.checkpoint.formats.deepspeed.files import OUTER
 from dsx.checkpoint.formats.deepspeed.plan import StockLayout, StockPlan
 from dsx.checkpoint.formats.deepspeed.reader import FORMAT
 from dsx.checkpoint.formats.torch_file import Global, PickledObject
@@ -422,7 +423,7 @@ def _common(plan: StockPlan, module: Ordered) -> dict[str, Any]:
     """``DeepSpeedEngine._common_checkpoint_state``, and the client's state."""
     counters = plan.facts.get("counters", {})
     scheduler = plan.facts.get("lr_scheduler")
-    client = plain.decode(plan.facts.get("client_state", {}), "client_state")
+    client, outer = plain.decode(plan.facts.get("client_state", {}), "client_state"), plan.facts.get("outer")
     return {
         "module": None if plan.layout.bounds else module,
         "buffer_names": [name for name in plan.modules if plan.blanks[name, "weight"].role == "buffer"],
@@ -443,6 +444,7 @@ def _common(plan: StockPlan, module: Ordered) -> dict[str, Any]:
         "ds_config": plan.config(),
         "ds_version": VERSION,
         **({UNIVERSAL_INFO: cuts} if (cuts := cut_info(plan.layout.specs)) else {}),
+        **({} if outer is None else {OUTER: plain.decode(outer, "outer")}),
         **client,
     }
 
