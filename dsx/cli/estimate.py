@@ -259,6 +259,8 @@ def _title(run: RunConfig) -> str:
     ]
     if mesh.pp > 1:
         words.append(run.schedule_name + (f" with {run.chunks} chunks" if run.chunks > 1 else ""))
+    if run.islands is not None:
+        words.append(f"one of {run.islands.count} islands")
     if run.dsx.recompute != "none":
         words.append(f"recompute {run.dsx.recompute}")
     if run.dsx.compile != "none":

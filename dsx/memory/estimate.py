@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
 
+from dsx.memory.islands import IslandMemory, IslandSettings
 from dsx.memory.ledger import Label, Leaf, Ledger, Message, Storage, dropped
 from dsx.memory.partitioned import Bf16, Bucketed, Partitioned, PartitionedOffload
 from dsx.memory.record import DeviceKind, Kept
@@ -40,6 +41,7 @@ class Job:
             for one that is built as it is trained.
         alike: Whether tensor-parallel ranks hold the same between layers, so that each sends a part of it.
         capacity_bytes: Memory of a device for tensors, where DeepSpeed asks for it; None for enough.
+        islands: The islands of which the run is one; None if it is one job.
     """
 
     records: LayerRecords
@@ -52,6 +54,7 @@ class Job:
     device: DeviceKind = "cuda"
     capacity_bytes: int | None = None
     left_out: int = 0
+    islands: IslandSettings | None = None
 
 
 Lines = tuple[tuple[Label, int], ...]
@@ -68,7 +71,8 @@ class Phase:
     """A part of a run.
 
     Attributes:
-        name: build, engine, step 1 (which makes the moments) or step 2 (and all after it).
+        name: build, engine, step 1 (which makes the moments), step 2 (and all after it) or, of an island,
+            outer step: what happens between inner steps.
         lines: The lines of the peak, largest first.
         place: The schedule action at the peak; "update" after the actions; "" outside of a step.
     """
@@ -90,8 +94,8 @@ class Estimate:
 
     Attributes:
         steady_bytes: Bytes held between steps.
-        host_bytes: The most that DeepSpeed keeps on the host for this rank at once: offload, or parameters
-            that it flattens there.
+        host_bytes: The most that is kept on the host for this rank at once: offload, parameters that
+            DeepSpeed flattens there, what islands have in common.
         host_lines: The lines of that, largest first.
     """
 
@@ -139,11 +143,24 @@ def estimate(
     if job.built_width is not None:
         phases[0] = _built_whole(states, job.built_width, sum(storage.size_bytes for storage in kept))
     kept += _kept(walk.layers, at["pp"])
+    islands = job.islands and IslandMemory(job.islands, states, unified=job.device == "cpu")
     for step in range(STEPS):
         ledger.start()
         watch = _Watch(ledger)
+        if islands and step == 0:
+            islands.start()
+        if islands and islands.goes_on and step == STEPS - 1:
+            islands.launch()
+            islands.exchange()
         walk.run(watch)
         phases.append(_phase(f"step {step + 1}", ledger, watch.place))
+    if islands:
+        ledger.start()
+        if not islands.goes_on:
+            islands.launch()
+            islands.exchange()
+        islands.land()
+        phases.append(_phase("outer step", ledger, ""))
     steady_bytes, host = ledger.current_bytes, states.host.ledger
     dropped(kept)
     apart = host is not ledger

@@ -12,6 +12,7 @@ from dsx.config.schema import ZeroConfig
 from dsx.config.wording import at
 from dsx.errors import ConfigError
 from dsx.memory.estimate import Job, enough_micro_batches
+from dsx.memory.islands import IslandSettings
 from dsx.memory.record import DeviceKind, Shape
 from dsx.memory.records import ModelRecords
 from dsx.memory.states import Gathering, Offload, Optimizer, StateSettings
@@ -326,7 +327,16 @@ def job_of(config: RunConfig, *, device: DeviceKind = "cuda", capacity_bytes: in
         states=states,
         device=device,
         capacity_bytes=capacity_bytes,
+        islands=islands_of(config),
     )
+
+
+def islands_of(config: RunConfig) -> IslandSettings | None:
+    """The islands of a run; None if it is one job."""
+    outer = config.dsx.outer
+    if outer is None:
+        return None
+    return IslandSettings(count=outer.islands, shares=outer.shares, wire=outer.wire, goes_on=outer.delay > 0)
 
 
 def state_settings(

@@ -1,0 +1,139 @@
+"""What a rank of an island keeps for the steps that islands take together, and takes for a round.
+
+It lies on the host: that of a GPU, or, in a run on CPUs, the rank's own memory. Elements are those of the
+masters that the rank holds: E of them with padding, S in a share of the model (dsx.outer.shares), M of these
+that it exchanges itself: at ZeRO-0 replicas hold the same, and each exchanges its part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsx.memory.ledger import Label, Ledger, Storage
+from dsx.memory.states import States
+from dsx.parallel.islands import OUTER_ERROR, OUTER_MOMENTUM, OUTER_WEIGHTS, Wire, cut, wire_bytes
+
+_STATE, _ROUNDS, _EXCHANGE = "dsx islands/state.py", "dsx islands/outer.py", "dsx islands/exchange.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandSettings:
+    """The config's part in it (``dsx.outer``).
+
+    Attributes:
+        count: How many islands there are.
+        shares: Parts of the model that have rounds of their own.
+        wire: How a number travels.
+        goes_on: Whether inner steps go on while a round is under way (``delay``).
+    """
+
+    count: int
+    shares: int = 1
+    wire: Wire = "fp32"
+    goes_on: bool = False
+
+
+class IslandMemory:
+    """Common weights, their momentum, and rounds, of one rank.
+
+    Args:
+        settings: Of the islands.
+        states: The rank's states, whose masters these follow.
+        unified: Whether device and host are one.
+
+    Attributes:
+        goes_on: Whether inner steps go on while a round is under way.
+    """
+
+    def __init__(self, settings: IslandSettings, states: States, *, unified: bool) -> None:
+        self._settings, self._device, self.goes_on = settings, states.ledger, settings.goes_on
+        self._host: Ledger = states.ledger if unified else states.host.ledger
+        self._reads_device = not (unified or states.offload.optimizer)
+        buffers = states.plan.buffers(states.dp_rank)
+        self._held = sum(buffer.numel for buffer in buffers)
+        last = settings.shares - 1  # the largest of the parts that `cut` makes
+        lengths = [piece.stop - piece.start for buffer in buffers for piece in buffer.pieces]
+        bounds = [cut(0, length, last, settings.shares) for length in lengths]
+        self._pieces = [high - low for low, high in bounds if high > low]
+        self._share = sum(self._pieces)
+        self._replicas = states.plan.dp if states.plan.stage == 0 else 1
+        self._rounds = settings.wire == "int8"
+        self._kept: list[Storage] = []
+        self._flight: list[Storage] = []
+
+    def start(self) -> None:
+        """Before the first step: the states, and the masters as they are to fill them."""
+        names = (OUTER_WEIGHTS, OUTER_MOMENTUM, *((OUTER_ERROR,) if self._rounds else ()))
+        for name in names:
+            self._kept.append(self._hold("optimizer", name.replace("_", " "), "4 E", _STATE, 4 * self._held))
+        _drop(self._read("masters"))
+
+    def launch(self) -> None:
+        """A round begins: the masters as they are, and what they have moved."""
+        self._flight.append(self._read("weights that were sent"))
+        self._flight.append(self._hold("temporaries", "movement", "4 S", _ROUNDS, 4 * self._share))
+
+    def exchange(self) -> None:
+        """The messages, at most all of a stage at once, then the mean."""
+        of, mine = self._settings.count, -(-self._share // self._replicas)
+        others = sum(self._bytes(size) for size in self._pieces) * (of - 1) // (of * self._replicas)
+        kind = "transfers", "messages", f"2 (n-1)/n of {self._settings.wire}", _EXCHANGE
+        added: list[Storage] = []
+        if self._rounds:
+            kept_back = "temporaries", "what is kept back", "4 M", _EXCHANGE
+            self._flight.append(self._hold(*kept_back, 4 * mine))
+            what = "temporaries", "movement with what was kept back", "4 M", _EXCHANGE
+            added.append(self._hold(*what, 4 * mine))
+        messages = self._hold(*kind, 2 * others)
+        part = "temporaries", "slices of the mean", "12 M/n", _EXCHANGE
+        _drop(self._hold(*part, 12 * mine // of))
+        _drop(messages)
+        self._flight.append(self._hold("temporaries", "mean movement", "4 M", _EXCHANGE, 4 * mine))
+        slices, messages = (
+            self._hold(*part[:2], "8 M/n", _EXCHANGE, 8 * mine // of),
+            self._hold(*kind, others),
+        )
+        _drop(slices, messages, *added)
+
+    def land(self) -> None:
+        """The outer optimizer moves the common weights, and the masters follow."""
+        size, largest = 4 * self._share, max(self._pieces, default=0)
+        if self._replicas > 1:
+            source = "dsx islands/ranks.py whole"
+            through = [
+                self._hold(
+                    "temporaries", "parts of the mean", "8 M + 4 S", source, size + size * 2 // self._replicas
+                )
+            ]
+            self._flight.append(self._hold("temporaries", "mean movement, whole", "4 S", source, size))
+            _drop(*through)
+        _drop(self._hold("temporaries", "in float64", "24 of the largest piece", _ROUNDS, 24 * largest))
+        now = self._read("masters")
+        moved = self._hold("temporaries", "masters to be", "4 S", _STATE, size)
+        together = self._hold("temporaries", "the same in one tensor", "4 S", _STATE, size)
+        if self._reads_device:
+            _drop(self._on_device())
+        _drop(now, moved, together, *self._flight)
+        self._flight = []
+
+    def _read(self, name: str) -> Storage:
+        """A copy of a share of the masters on the host, by way of the device if that has them."""
+        passing = [self._on_device()] if self._reads_device else []
+        copy = self._hold("temporaries", name, "4 S", _STATE, 4 * self._share)
+        _drop(*passing)
+        return copy
+
+    def _on_device(self) -> Storage:
+        what = Label("temporaries", "masters on their way", "4 S", _STATE)
+        return Storage(self._device, what, 4 * self._share).hold()
+
+    def _bytes(self, size: int) -> int:
+        return wire_bytes(size, self._settings.wire)
+
+    def _hold(self, category: str, name: str, formula: str, source: str, size_bytes: int) -> Storage:
+        return Storage(self._host, Label(category, name, formula, source), size_bytes).hold()
+
+
+def _drop(*storages: Storage) -> None:
+    for storage in storages:
+        storage.drop()
