@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dsx.engine.zero.alike import Parts, ReplicaGradients, square
+from dsx.engine.zero.alike import Parts, ReplicaGradients, sum_of_squares
 from dsx.parallel.groups import Groups
 
 Refuses = Callable[[torch.Tensor], bool]
@@ -59,12 +59,8 @@ class NormScope:
                 which it is compared. On every rank.
         """
         parts = list(parts)
-        squares = [
-            square(part.gradient).to(device)
-            for part in parts
-            if part.gradient.numel() and self.counts(part.parameter)
-        ]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
+        counted = [part.gradient for part in parts if part.gradient.numel() and self.counts(part.parameter)]
+        total = sum_of_squares(counted, device)
         among = dist.group.WORLD if partitioned else self.groups.model
         if not self.replicas.begin():
             dist.all_reduce(total, group=among)

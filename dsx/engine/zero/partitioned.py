@@ -35,6 +35,7 @@ class PartitionedGradients:
             for group, parameters in enumerate(optimizer.params_in_partition)
             for parameter in parameters
         }
+        self._flat: dict[int, torch.Tensor] = {}
 
     def accumulate(self, parameter: nn.Parameter) -> None:
         """Add a gradient that has come, in the precision that the user wants sums in."""
@@ -69,12 +70,14 @@ class PartitionedGradients:
         """Have a buffer for every group before the step, of zeros where no parameter is this rank's."""
         for group in range(len(self._optimizer.bit16_groups)):
             self._buffer(group)
+        self._flat.clear()
 
     def _buffer(self, group: int) -> torch.Tensor:
         """This rank's interval of a group's gradient, flat; made once per step."""
-        made = self._optimizer._get_compact_grad_partition_buffer(group)  # noqa: SLF001
-        flat: torch.Tensor = made.flat_partition
-        return flat
+        if group not in self._flat:
+            made = self._optimizer._get_compact_grad_partition_buffer(group)  # noqa: SLF001
+            self._flat[group] = made.flat_partition
+        return self._flat[group]
 
     def came_late(self, parameter: nn.Parameter) -> bool:
         """Whether a gradient has come since, so that there is a sum again."""
