@@ -29,7 +29,18 @@ SMALL |= {"dsx.tracking.wandb.mode": "disabled"}
 # Of commands that are there twice, or train long, these are pasted by the slow tests.
 LONG = {
     "own_model.md": ("deepspeed", "torchrun --nproc_per_node 4"),
-    "scaling.md": ("dsx verify",),
+    "scaling.md": (
+        "dsx verify",
+        "dsx estimate --model llama-3-8b",  # that of the config is pasted
+        "dsx plan configs/llama3_70b_64gpu.json",
+    ),
+    "tour.md": (
+        "dsx verify",
+        # The second half, a model of transformers, is that of tests/hub.
+        "python -c",
+        "dsx models",
+        "deepspeed --num_accelerators 4 recipes/gpt_3d.py configs/zero1.json",
+    ),
     "checking.md": ("dsx verify",),  # the tour's
     "data.md": ("deepspeed",),
     "methods.md": ("deepspeed", "torchrun"),  # tests/test_methods.py runs some, and all if slow
@@ -116,6 +127,8 @@ def is_the_tour(said: dict[str, str], here: Path) -> None:
     assert the(said, "python recipes/generate.py").startswith("def main(")
     assert (here / "runs/tour/trace/step5.html").is_file()
     assert "equal, bit for bit" in the(said, "dsx diff")
+    if "dsx models runs/olmo2" not in said:
+        return
     assert "equal" in the(said, "dsx verify")
     assert "every gradient are those of transformers" in the(said, "dsx models runs/olmo2")
     assert "Olmo2ForCausalLM(" in the(said, 'python -c "from transformers import AutoModelForCausalLM')

@@ -166,7 +166,7 @@ def test_commands(dsx, apart, tmp_path):
                 Case(family="qwen2", tp=2, dp=2, zero=3, accumulation=2, bf16=True),
             ),
         ],
-        3,
+        5,
     ),
     ids=str,
 )

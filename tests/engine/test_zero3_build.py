@@ -50,7 +50,7 @@ def _three_ways(rank: int, world_size: int, case: Case) -> list[toy.Losses]:
     return [whole, told, toy.train(case, around)]
 
 
-@pytest.mark.parametrize("name", often(CASES, 2))
+@pytest.mark.parametrize("name", often(CASES, 3))
 def test_a_list_of_ones_own_trains_the_same(name: str) -> None:
     """Built whole, with the config, inside zero.Init: every loss and norm, bit by bit."""
     for whole, told, around in ranks.run(_three_ways, 4, CASES[name]):
@@ -117,7 +117,7 @@ def _trained(rank: int, world_size: int, folder: Path, sets: list[str]) -> dict[
     return found
 
 
-@pytest.mark.parametrize("name", often(LAYOUTS, 2))
+@pytest.mark.parametrize("name", often(LAYOUTS, 3))
 def test_a_rank_never_holds_more_than_one_whole_layer(name: str, tmp_path: Path) -> None:
     """Counted on real ranks, fresh weights and a Hugging Face folder's: as the estimate says."""
     family, sets = LAYOUTS[name]

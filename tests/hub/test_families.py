@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from often import often
 from all_families import parity, table, tiny
 
 PAGE = Path(__file__).parents[2] / "docs/guides/models.md"
@@ -34,7 +35,7 @@ def outcomes(family: str, layouts: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("family", "layouts"), SAMPLE.items())
+@pytest.mark.parametrize(("family", "layouts"), often(SAMPLE.items(), 2))
 def test_a_family_trains_like_transformers(family: str, layouts: Any, tmp_path: Path) -> None:
     for outcome in outcomes(family, layouts, tmp_path).values():
         assert outcome["result"] == "ok", json.dumps(outcome, indent=1)

@@ -89,7 +89,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", often(CASES, 3))
+@pytest.mark.parametrize("name", often(CASES, 5))
 def test_estimates_are_what_the_engine_takes_on_paper(name: str) -> None:
     rank, pipeline, sets = CASES[name]
     sets = [

@@ -154,7 +154,7 @@ _SCALARS = 20 * 512
 """Losses' sums, norms and the like, 512 bytes each on a GPU, which the ledger leaves out."""
 
 
-@pytest.mark.parametrize("name", often(CASES, 2))
+@pytest.mark.parametrize("name", often(CASES, 4))
 def test_estimate_is_what_the_engine_holds(name):
     world, sets = CASES[name]
     sets = ["gradient_accumulation_steps=4", *sets]

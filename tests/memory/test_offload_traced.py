@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from often import often
 
 from dsx.config.resolve import resolve
 from dsx.memory.estimate import estimate
@@ -80,7 +81,7 @@ def too_little(job):
     return next(p.peak_bytes for p in estimate(job, RANK).phases if p.name == "build") + flat // 2
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", often(CASES, 2))
 def test_device_and_host_hold_what_the_trace_holds(name):
     sets, short = CASES[name]
     job = job_of(resolve(CONFIG, world_size=WORLD, overrides=sets))

@@ -104,7 +104,7 @@ def traced(rank, world, sets):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", often(CASES, 2))
+@pytest.mark.parametrize("name", often(CASES, 3))
 def test_steps_are_those_of_a_real_rank(name):
     sets = ["gradient_accumulation_steps=4", "zero_optimization.reduce_bucket_size=50000", *CASES[name]]
     real = ranks.run(measured, 2, sets)

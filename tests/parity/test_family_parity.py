@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from often import often
 import torch
 
 import ranks
@@ -49,7 +50,7 @@ def check(case: Case, folder: Path, steps: int) -> None:
         assert torch.allclose(tensor, expected.first_update[name], rtol=0, atol=1e-5), name
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", often(CASES, 2), ids=str)
 def test_training_equals_one_process(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path / "model", STEPS)
 

@@ -55,7 +55,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("case", often(CASES + DEEPER, 2), ids=str)
+@pytest.mark.parametrize("case", often(CASES + DEEPER, 4), ids=str)
 def test_training_equals_one_process(case: Case, folders: dict[str, Path]) -> None:
     """Losses and norms within 1e-5 relative, weights within 1e-5 after the first step."""
     run = ranks.run(dsx_run.train, case.world_size, case, folders[case.family], STEPS)[0]

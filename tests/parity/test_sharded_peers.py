@@ -238,7 +238,7 @@ CASES = [  # ZeRO stage, optimizer, bf16, pipeline degree, chunks
 ]
 
 
-@pytest.mark.parametrize(("zero", "optimizer", "bf16", "pp", "chunks"), often(CASES, 3))
+@pytest.mark.parametrize(("zero", "optimizer", "bf16", "pp", "chunks"), often(CASES, 5))
 def test_the_same_floats_as_torch(zero: int, optimizer: str, bf16: bool, pp: int, chunks: int) -> None:
     expected = peers(zero, optimizer, bf16)
     got = ranks.run(ours, pp * DP, zero, optimizer, bf16, chunks)
@@ -305,7 +305,7 @@ def torch_llama(rank: int, world_size: int, zero: int, accumulation: int) -> ora
             Case(tp=2, dp=DP, zero=1),
             Case(tp=2, pp=2, dp=DP, zero=2),
         ],
-        3,
+        4,
     ),
     ids=str,
 )
