@@ -41,7 +41,7 @@ LONG = {
         "dsx models",
         "deepspeed --num_accelerators 4 recipes/gpt_3d.py configs/zero1.json",
     ),
-    "checking.md": ("dsx verify",),  # the tour's
+    "checking.md": ("dsx verify",),
     "data.md": ("deepspeed",),
     "methods.md": ("deepspeed", "torchrun"),  # tests/test_methods.py runs some, and all if slow
 }

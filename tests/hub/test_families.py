@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from often import often
 from all_families import parity, table, tiny
+
+from often import often
 
 PAGE = Path(__file__).parents[2] / "docs/guides/models.md"
 

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from often import often
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
@@ -19,6 +18,7 @@ import dsx
 from dsx.cli.app import build
 from dsx.config.user_function import user_function
 from dsx.errors import ConfigError, DsxError, ModelError
+from often import often
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,

@@ -12,11 +12,11 @@ import sys
 from dataclasses import replace
 
 import pytest
-from often import often
 
 from dsx.config.resolve import resolve
 from dsx.memory.estimate import estimate
 from dsx.memory.job import job_of
+from often import often
 
 RANK, WORLD = 1, 4
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from often import often
 import torch
 
 import ranks
 from dsx.models.presets import presets
 from dsx.models.spec import Family
+from often import often
 from parity import dsx_run, families_table, oracle
 from parity.dsx_run import Case
 

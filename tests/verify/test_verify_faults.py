@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from often import often
 
 import ranks
 from dsx.verify import diagnosis
 from dsx.verify.run import Request, VerifyPlan, judge, prepare
 from dsx.verify.seen import Witness
 from dsx.verify.subject import VerifyJob
+from often import often
 from verify.mistakes import FAULTS
 
 GPT2 = {"family": "gpt2", "preset": "tiny", "overrides": {"resid_pdrop": 0.1, "embd_pdrop": 0.1}}
