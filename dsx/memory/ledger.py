@@ -67,6 +67,21 @@ class Ledger:
         if self.current_bytes > self.peak_bytes:
             self.peak_bytes, self._rising = self.current_bytes, True
 
+    def new(self, label: Label, size_bytes: int) -> Storage:
+        """A storage with one holder: ``Storage(self, label, size_bytes).hold()``.
+
+        It is written out because a long replay makes millions of them.
+        """
+        storage = _unmade(Storage)
+        size_bytes = -(-size_bytes // self.rounding_bytes) * self.rounding_bytes
+        storage.ledger, storage.label, storage.size_bytes, storage.holders = self, label, size_bytes, 1
+        live = self.live
+        live[label] = live.get(label, 0) + size_bytes
+        self.current_bytes = current_bytes = self.current_bytes + size_bytes
+        if current_bytes > self.peak_bytes:
+            self.peak_bytes, self._rising = current_bytes, True
+        return storage
+
     def give(self, label: Label, size_bytes: int) -> None:
         """Bytes that no longer are."""
         if self._rising and self.current_bytes == self.peak_bytes:
@@ -175,6 +190,9 @@ class Storage:
         """Give the bytes back although somebody still holds it: another storage is in its place."""
         self.ledger.give(self.label, self.size_bytes)
         self.size_bytes = 0
+
+
+_unmade = Storage.__new__
 
 
 class Tensor:

@@ -148,7 +148,10 @@ class RecordedLayer:
             _, number, size, label = event
             held[number] = self._new(number, size, label)
         elif kind == "-":
-            held.pop(event[1]).drop()
+            storage = held.pop(event[1])
+            storage.holders -= 1
+            if not storage.holders:
+                storage.ledger.give(storage.label, storage.size_bytes)
         elif kind == "sum":
             _, number, size, label, first = event
             if held[first].holders == 1:
@@ -168,7 +171,7 @@ class RecordedLayer:
         what = self.record.labels[label]
         if number in self._logits:
             what = what._replace(category="logits", name="logits")
-        return Storage(self._ledger, what, size).hold()
+        return self._ledger.new(what, size)
 
     def _keep(self, leaf: Leaf, number: int) -> None:
         """Keep what was gathered for a parameter as long as a recomputation has it saved."""
