@@ -41,6 +41,7 @@ def pipeline_problems(config: Json, mesh: Mesh) -> list[ConfigError]:
     """What dsx's engine cannot do of a plain DeepSpeed config, one without a ``dsx`` block."""
     context = _context(config, mesh)
     found = [*refusals.apply(refusals.refused(), context, by=("pipeline", "initialize"))]
+    found += refusals.apply([rule for rule in refusals.refused() if rule.check == "data-types"], context)
     found += [finding for finding in refusals.check_loss_scale(context) if finding.severity == "error"]
     return [as_error(finding) for finding in found]
 

@@ -102,3 +102,10 @@ def test_the_precision_is_what_deepspeed_reads(name: str, value: object) -> None
     config = {name: {"enabled": value}, "gradient_clipping": 0.5}
     # Plain fp32 alone is clipped by dsx.
     assert settings_of(config, None, Mesh.of()).deepspeed["gradient_clipping"] == (0.5 if enabled else 0.0)
+
+
+def test_without_zero_gradients_are_added_up_in_the_models_dtype() -> None:
+    config = {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    with pytest.raises(ConfigError, match=r"data_types\.grad_accum_dtype"):
+        settings_of(config, None, PIPELINE)
+    assert settings_of({**config, "zero_optimization": {"stage": 1}}, None, PIPELINE).zero_stage == 1
