@@ -148,10 +148,7 @@ class RecordedLayer:
             _, number, size, label = event
             held[number] = self._new(number, size, label)
         elif kind == "-":
-            storage = held.pop(event[1])
-            storage.holders -= 1
-            if not storage.holders:
-                storage.ledger.give(storage.label, storage.size_bytes)
+            held.pop(event[1]).drop()
         elif kind == "sum":
             _, number, size, label, first = event
             if held[first].holders == 1:
