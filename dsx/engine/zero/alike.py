@@ -201,7 +201,7 @@ def sum_of_squares(gradients: Sequence[torch.Tensor], device: torch.device) -> t
     wide = [gradient for gradient in gradients if gradient.dtype == torch.float32]
     squares = [square(gradient).to(device) for gradient in gradients if gradient.dtype != torch.float32]
     if wide:
-        norms: list[torch.Tensor] = torch._foreach_norm(wide)  # noqa: SLF001 - torch.nn.utils' way to it
+        norms = torch._foreach_norm(wide)  # noqa: SLF001 - torch.nn.utils' way to it
         squares.append(torch.stack([norm.to(device) for norm in norms]).square().sum())
     return torch.stack(squares).sum() if squares else torch.zeros((), device=device)
 
