@@ -231,6 +231,7 @@ class Outer:
                 if scheduler is None
                 else plain.encode(scheduler.state_dict(), "the learning-rate scheduler's state"),
             },
+            samples=int(self._engine.global_samples),
         )
         standing = self.standing
         self._steps_since[share] = 0

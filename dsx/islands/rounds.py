@@ -38,6 +38,7 @@ class Flight:
         movement: What they have moved since the last round.
         moved: Whether that is to be counted.
         facts: Of :class:`~dsx.islands.standing.Standing`.
+        samples: Samples that this island had trained on by then.
         began: When.
         thread: What carries it on.
         outcome: What came of it; None if this island was left out.
@@ -50,6 +51,7 @@ class Flight:
     movement: list[Tensor]
     moved: bool
     facts: dict[str, Any]
+    samples: int
     began: float = field(default_factory=time.perf_counter)
     thread: threading.Thread = field(init=False)
     outcome: Outcome | None = None
@@ -147,6 +149,7 @@ class Talk:
             RunError: Another island has another layout.
         """
         ready = {**self._about(standing), "kind": "ready", "moved": flight.moved, "facts": flight.facts}
+        ready["samples"] = flight.samples
         for _ in range(_MOST_ATTEMPTS):
             decision = self._ranks.agree(partial(self._asked, ready, standing))
             if decision is None:
