@@ -15,7 +15,7 @@ from dsx.config.batch import ACCUMULATION, Batch, resolve_batch
 from dsx.config.deepspeed import deepspeed_problems, mesh_problems, optimizer_notes, precision, zero_stage
 from dsx.config.load import load, raise_all
 from dsx.config.run import PENDING, RunConfig, cut_layers
-from dsx.config.schema import DsxConfig, OuterConfig, ZeroConfig
+from dsx.config.schema import MEASURE, DsxConfig, OuterConfig, ZeroConfig
 from dsx.config.sources import read_model
 from dsx.config.wording import at, suggest
 from dsx.errors import ConfigError, ScheduleError
@@ -586,6 +586,12 @@ def outer_problems(deepspeed: Mapping[str, Any], dsx: DsxConfig) -> Iterator[Con
             "a run that waits so long for another island is ended as one that hangs, "
             f"dsx.faults.hang_seconds = {hang:g}",
             f"use less, or set dsx.faults.hang_seconds to more than {patience:g}",
+        )
+    if dsx.profile_source == MEASURE:
+        yield ConfigError(
+            key,
+            "each island would measure itself (dsx.profile) and might lay the model out in another way",
+            "measure in a run without dsx.outer, and name its profile.json as dsx.profile",
         )
     optimizer = (deepspeed.get("zero_optimization") or {}).get("offload_optimizer") or {}
     if optimizer.get("device") == "nvme":

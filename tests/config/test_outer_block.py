@@ -17,6 +17,7 @@ REFUSED = {
         {"zero_optimization.offload_optimizer": {"device": "nvme"}, "zero_optimization.stage": 3},
         "nvme",
     ),
+    "profile": ({"dsx.profile": "measure"}, "each island would measure itself"),
     "patience": (
         {"dsx.outer.patience_seconds": 300.0, "dsx.faults.hang_seconds": 300.0},
         r"patience_seconds = 300\.0: a run that waits so long .* dsx.faults.hang_seconds = 300",
