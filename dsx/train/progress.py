@@ -374,7 +374,7 @@ def rounds_told(rounds: Sequence[OuterReport]) -> str:
         parts.append(f"drift {last.drift:.2f}")
     parts.append(f"{amount(sum(report.sent_bytes for report in rounds))} sent")
     took, waited = (sum(getattr(r, key) for r in rounds) for key in ("seconds", "waited_seconds"))
-    hidden = f" ({100 * (1 - waited / took):.0f}% hidden)" if took > waited else ""
+    hidden = f" ({100 * (1 - waited / took):.0f}% hidden)" if took > 1.01 * waited else ""
     return f"{name}: {', '.join(parts)}, {seconds(took)}{hidden}"
 
 
