@@ -87,8 +87,14 @@ def _newest(folder: Path) -> Path:
 
 def _unknown(folder: Path) -> CheckpointError:
     root, found = next(((root, tags) for root in _roots(folder) if (tags := store.tags(root))), (folder, ()))
-    what = "it holds checkpoints, and no file latest" if found else "no file in it is one that dsx knows"
-    return CheckpointError(str(root), what, f"name one of {', '.join(found)} in it" if found else _KNOWN)
+    if found:
+        what = "it holds checkpoints, and no file latest"
+        return CheckpointError(str(root), what, f"name one of {', '.join(found)} in it")
+    below = sorted(str(run) for run in folder.glob("*") if (run / store.CHECKPOINTS / store.LATEST).is_file())
+    what = "no file in it is one that dsx knows"
+    return CheckpointError(
+        str(root), what, f"name one of the runs in it: {', '.join(below)}" if below else _KNOWN
+    )
 
 
 def _roots(folder: Path) -> tuple[Path, Path]:

@@ -190,6 +190,12 @@ def summary(facts: dict[str, Any]) -> str:
         f"memory     ZeRO-{facts['zero_stage']}, {facts['precision']}, recompute {facts['recompute']}",
         f"batch      {size} = {' x '.join(factors)}",
     ]
+    if facts["islands"] is not None:
+        count, ranks = facts["islands"]["count"], facts["islands"]["ranks"]
+        tokens = f"{batch['tokens_per_step'] * count:,} tokens per step of all"
+        lines.append(
+            f"islands    {count} of {ranks} rank{'' if ranks == 1 else 's'} each, {tokens}; the above is one"
+        )
     for stage in facts["stages"]:
         chunks = " | ".join(_layers(layers) for layers in stage["chunks"])
         size = f"{stage['parameters_per_rank']:,} parameters per rank"

@@ -127,9 +127,12 @@ def _text(facts: dict[str, Any]) -> str:
     others = sorted(told.keys() - {"mesh", "chunks", "zero_stage", "precision", "step", "versions", "base"})
     if others:
         lines.append(f"also has   {', '.join(others)}")
+    longest = max((len(state) for state in facts["states"]), default=0)
     for state, held in facts["states"].items():
         size = f"{held['elements']:>15,} elements  {amount(held['bytes']):>11}"
-        lines.append(f"{state:<12}{held['tensors']:>6} tensors {size}  {', '.join(held['dtypes'])}")
+        lines.append(
+            f"{state:<{max(12, longest + 1)}}{held['tensors']:>6} tensors {size}  {', '.join(held['dtypes'])}"
+        )
     lines.append("")
     width = max((len(tensor["name"]) for tensor in facts["tensors"]), default=0)
     for tensor in facts["tensors"]:

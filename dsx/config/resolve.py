@@ -551,8 +551,8 @@ def which_island(outer: OuterConfig, world_size: int, rank: int) -> Islands:
         if world_size % outer.islands:
             raise ConfigError(
                 at("dsx.outer.islands", outer.islands),
-                f"the {world_size} ranks that were started cannot be divided into as many islands",
-                "start a multiple of them, or each island by itself (dsx.outer.meet)",
+                f"{world_size} rank{'' if world_size == 1 else 's'} cannot be divided into as many islands",
+                "use a multiple of them, or start each island by itself (dsx.outer.meet)",
             )
         ranks = world_size // outer.islands
         index = rank // ranks

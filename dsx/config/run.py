@@ -167,6 +167,9 @@ class RunConfig:
         return {
             "world_size": self.mesh.size,
             "spare_ranks": self.spare_ranks,
+            "islands": None
+            if self.islands is None
+            else {"count": self.islands.count, "index": self.islands.index, "ranks": self.islands.ranks},
             "mesh": dict(self.mesh.axes),
             "chunks": self.chunks,
             "schedule": self.schedule_name,

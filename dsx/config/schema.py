@@ -635,7 +635,8 @@ class ElasticConfig(SchemaBlock):
     )
 
 
-Address = Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}$")]
+_ADDRESS = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>[0-9]{1,5})")
+_ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - where one may listen, and nobody can connect to
 
 
 class OuterOptimizerConfig(SchemaBlock):
@@ -671,7 +672,7 @@ class OuterConfig(SchemaBlock):
         ge=0,
         description="Steps that go on while a round is under way; 0 waits for it. Less than every / shares.",
     )
-    meet: tuple[Address, ...] = Field(
+    meet: tuple[str, ...] = Field(
         default=(),
         strict=False,  # JSON has lists
         description="Where each island listens: host:port of its first rank, one for each, the same list "
@@ -696,17 +697,35 @@ class OuterConfig(SchemaBlock):
             what = f"delay = {self.delay} steps reach into the next round, every / shares steps later"
             most = -(-self.every // self.shares) - 1
             raise MistakeError(what, f"use at most {most}, or a larger every" if most else "use 0")
+        return self
+
+    @model_validator(mode="after")
+    def _meet(self) -> Self:
+        for address in self.meet:
+            found = _ADDRESS.fullmatch(address)
+            if found is None or not 0 < int(found["port"]) < 1 << 16:
+                what = f'meet has "{address}", which is no host:port'
+                raise MistakeError(what, "write it as hostA:29700, 10.0.0.5:29700 or [fd00::5]:29700")
+            if (found["v6"] or found["host"]) in _ANYWHERE:
+                what = f'meet has "{address}", to which no other island can connect'
+                raise MistakeError(
+                    what, "give a name or an address of the machine; it listens on all of them"
+                )
         if self.meet and len(self.meet) != self.islands:
-            what = f"meet has {len(self.meet)} addresses for islands = {self.islands}"
+            there = f"{len(self.meet)} address{'' if len(self.meet) == 1 else 'es'}"
+            what = f"meet has {there} for islands = {self.islands}"
             raise MistakeError(what, "give one for each island, in their order")
         if self.meet and len(set(self.meet)) != len(self.meet):
             raise MistakeError("meet names an address twice", "give each island one of its own")
         if self.meet and self.island is None:
             what = "meet is given, and island does not say which of them this launch is"
             raise MistakeError(what, "start each island with --set dsx.outer.island=0, 1 and so on")
-        if self.island is not None and not (self.meet and self.island < self.islands):
-            what = f"island = {self.island} of islands = {self.islands}, with {len(self.meet)} addresses"
-            raise MistakeError(what, f"use 0 to {self.islands - 1}, with meet; leave it out without")
+        if self.island is not None and not self.meet:
+            what = f"island = {self.island} is given without meet: one launcher starts all islands"
+            raise MistakeError(what, "leave it out, or list in meet where each island listens")
+        if self.island is not None and self.island >= self.islands:
+            what = f"island = {self.island}, and islands = {self.islands} are numbered from 0"
+            raise MistakeError(what, f"use 0 to {self.islands - 1}")
         return self
 
 

@@ -43,6 +43,11 @@ def decided(block: Mapping[str, Any]) -> Iterator[ConfigError]:
         if part in block:
             where = KeyPlace(at(f"dsx.{part}", block[part]), ("dsx", part), block[part])
             yield ConfigError(where, f"dsx.Trainer takes it from {decider}", "remove it")
+    if block.get("outer") is not None:
+        where = KeyPlace(at("dsx.outer", block["outer"]), ("dsx", "outer"), block["outer"])
+        yield ConfigError(
+            where, "dsx.Trainer trains one job, no islands", "use a recipe, e.g. recipes/finetune.py"
+        )
     faults = block.get("faults")
     for key, value in faults.items() if isinstance(faults, dict) else ():
         if value == "roll_back":

@@ -153,7 +153,9 @@ class Outer:
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        waited = time.perf_counter()
+        # Where no step has gone on meanwhile, training has stood still all the time.
+        goes_on = int(self._engine.global_steps) > flight.step
+        waited = time.perf_counter() - flight.stood_seconds if goes_on else flight.began
         with self._run.whereabouts.doing("outer step"):
             traffic = self._station.traffic
             while flight.thread.is_alive():
@@ -214,7 +216,7 @@ class Outer:
 
     def _launch(self, step: int) -> None:
         """Begin a round about the share whose turn it is."""
-        share = self.standing.version % self._settings.shares
+        began, share = time.perf_counter(), self.standing.version % self._settings.shares
         state, scheduler = self._state, self._engine.lr_scheduler
         sent = state.read(share)
         movement = [before - now for before, now in zip(state.weights(share), sent, strict=True)]
@@ -232,7 +234,9 @@ class Outer:
                 else plain.encode(scheduler.state_dict(), "the learning-rate scheduler's state"),
             },
             samples=int(self._engine.global_samples),
+            began=began,
         )
+        flight.stood_seconds = time.perf_counter() - began
         standing = self.standing
         self._steps_since[share] = 0
 

@@ -40,6 +40,7 @@ class Flight:
         facts: Of :class:`~dsx.islands.standing.Standing`.
         samples: Samples that this island had trained on by then.
         began: When.
+        stood_seconds: How long training stood still until its thread went on by itself.
         thread: What carries it on.
         outcome: What came of it; None if this island was left out.
         error: What went wrong in the thread.
@@ -53,6 +54,7 @@ class Flight:
     facts: dict[str, Any]
     samples: int
     began: float = field(default_factory=time.perf_counter)
+    stood_seconds: float = 0.0
     thread: threading.Thread = field(init=False)
     outcome: Outcome | None = None
     error: Exception | None = None

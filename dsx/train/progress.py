@@ -370,7 +370,7 @@ def rounds_told(rounds: Sequence[OuterReport]) -> str:
     parts = [f"{len(last.islands)} islands" if len(last.islands) > 1 else "no other island"]
     if last.caught_up:
         parts.append("caught up")
-    if last.drift is not None:
+    if last.drift is not None and len(last.moved) > 1:
         parts.append(f"drift {last.drift:.2f}")
     parts.append(f"{amount(sum(report.sent_bytes for report in rounds))} sent")
     took, waited = (sum(getattr(r, key) for r in rounds) for key in ("seconds", "waited_seconds"))

@@ -61,6 +61,7 @@ class Request:
         entry: A user's function in place of dsx's families.
         stock: Whether to run it under stock DeepSpeed.
         timeout_seconds: Time after which every rank must have ended.
+        of_islands: How many islands the run has of which one is verified; 0 if it has none.
     """
 
     source: str | Path | Mapping[str, Any]
@@ -73,6 +74,7 @@ class Request:
     entry: str | None = None
     stock: bool = False
     timeout_seconds: float = 600.0
+    of_islands: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +126,7 @@ def verify(request: Request) -> Verdict | None:
         DsxError: The config or model cannot run; a rank failed or missed the deadline.
     """
     began = time.perf_counter()
+    request = _of_one_island(request)
     launched = entry.world_size() > 1
     if launched and entry.world_size() != request.world_size:
         raise LayoutError(
@@ -158,6 +161,17 @@ def verify(request: Request) -> Verdict | None:
         verdict = judge(plan, found)
     compared = time.perf_counter() - ran + prepared - began
     return replace(verdict, ranks_seconds=ran - prepared, reference_seconds=compared)
+
+
+def _of_one_island(request: Request) -> Request:
+    """The request, about one island if its config is of several (``dsx.outer``): each is a whole job."""
+    content = load.content_of(request.source, request.overrides)
+    if request.entry is not None or not (content.get("dsx") or {}).get("outer"):
+        return request
+    islands = resolve(request.source, world_size=request.world_size, overrides=request.overrides).islands
+    assert islands is not None, "its config has them"
+    alone = [*request.overrides, "dsx.outer=null"]
+    return replace(request, world_size=islands.ranks, overrides=alone, of_islands=islands.count)
 
 
 def _explained(failed: RankError, request: Request) -> DsxError:
@@ -276,7 +290,10 @@ def _job(
     config = resolve(request.source, world_size=size, overrides=request.overrides)
     small = trial(config, full=request.full, keep_precision=request.keep_precision, on_cpu=on_cpu)
     job = VerifyJob(content=small.content, world_size=size, steps=steps, clipping=0.0, dropout=small.dropout)
-    return job, job.config(), None, small.changes
+    alone = (f"dsx.outer: off, one of the {request.of_islands} islands is compared",) * bool(
+        request.of_islands
+    )
+    return job, job.config(), None, alone + small.changes
 
 
 def _family_plan(job: VerifyJob, config: RunConfig, changes: tuple[str, ...]) -> VerifyPlan:

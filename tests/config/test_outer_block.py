@@ -9,6 +9,7 @@ from dsx.config.resolve import resolve
 from dsx.errors import ConfigError
 
 ISLANDS = {"dsx.outer": {"islands": 2}}
+MEET = ["hostA:29700", "hostB:29700"]
 
 REFUSED = {
     "elastic": ({"dsx.elastic": {"tensor": [1]}}, "dsx.elastic changes the layout"),
@@ -39,5 +40,38 @@ def test_a_hang_is_noticed_later_than_a_silent_island(hang_seconds):
 
 
 def test_ranks_that_make_no_equal_islands_are_refused():
-    with pytest.raises(ConfigError, match=r"dsx\.outer\.islands = 2: the 3 ranks that were started"):
+    with pytest.raises(ConfigError, match=r"dsx\.outer\.islands = 2: 3 ranks cannot be divided"):
         resolve(changed(ISLANDS), world_size=3)
+
+
+@pytest.mark.parametrize(
+    ("outer", "said"),
+    [
+        ({"shares": 51}, "use at most 50 shares"),
+        ({"every": 10, "delay": 5, "shares": 2}, "use at most 4, or a larger every"),
+        ({"meet": MEET[:1], "island": 0}, "meet has 1 address for islands = 2"),
+        ({"meet": [MEET[0]] * 2, "island": 0}, "meet names an address twice"),
+        ({"meet": MEET}, r"start each island with --set dsx\.outer\.island=0, 1 and so on"),
+        ({"meet": MEET, "island": 2}, r"island = 2, and islands = 2 are numbered from 0. Fix: use 0 to 1"),
+        ({"island": 0}, "island = 0 is given without meet: one launcher starts all islands"),
+        (
+            {"meet": ["hostA", MEET[1]], "island": 0},
+            '"hostA", which is no host:port. Fix: write it as hostA:29700',
+        ),
+        ({"meet": ["hostA:99999", MEET[1]], "island": 0}, '"hostA:99999", which is no host:port'),
+        ({"meet": ["fd00::5:29700", MEET[1]], "island": 0}, r"or \[fd00::5\]:29700"),
+        ({"meet": ["0.0.0.0:29700", MEET[1]], "island": 0}, "to which no other island can connect"),
+        ({"meet": ["[::]:29700", MEET[1]], "island": 0}, "to which no other island can connect"),
+    ],
+)
+def test_a_block_that_cannot_be(outer, said):
+    with pytest.raises(ConfigError, match=said):
+        resolve(changed({"dsx.outer": {"islands": 2, **outer}}), world_size=2)
+
+
+def test_each_island_may_have_a_launcher_of_its_own():
+    meet = ["[fd00::5]:29700", "10.0.0.6:29700"]
+    run = resolve(changed({"dsx.outer": {"islands": 2, "meet": meet, "island": 1}}), world_size=3)
+    assert (run.islands.index, run.islands.ranks, run.islands.meet) == (1, 3, tuple(meet))
+    assert run.summary()["islands"] == {"count": 2, "index": 1, "ranks": 3}
+    assert run.output.name == "island1"

@@ -27,6 +27,7 @@ def test_what_is_shipped():
         "finetune.json",
         "chat_lora.json",
         "methods.json",
+        "islands.json",
         "gpt2_124m.json",
         "llama3_8b_8gpu.json",
         "llama3_8b_elastic.json",

@@ -236,6 +236,7 @@ def test_what_the_json_leaves_out_comes_from_the_arguments(args):
         (JSON | {"dsx": {"model": {"preset": "tiny"}}}, "Trainer(model=)"),
         (JSON | {"dsx": {"tracking": {"wandb": {"mode": "online"}}}}, "takes it from report_to"),
         (JSON | {"dsx": {"elastic": {}}}, "dsx.elastic"),
+        (JSON | {"dsx": {"outer": {"islands": 2}}}, "dsx.Trainer trains one job, no islands"),
         (JSON | {"dsx": {"parallel": {"tensor": 3}}}, "dsx.parallel.tensor = 3"),
         (JSON | {"dsx": {"faults": {"nonfinite": "roll_back"}}}, "does not roll back"),
     ],
