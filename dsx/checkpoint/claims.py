@@ -45,6 +45,19 @@ _ByName = _Number | None | dict[str, _Number | None]
 _Told = TypeVar("_Told", bound=BaseModel)
 
 
+class _Outer(BaseModel):
+    """What islands know of their common weights."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    islands: _Degree
+    name: str = ""
+    version: _Count = 0
+    progress: _Count = 0
+    facts: dict[str, Any] = {}
+    seen: dict[str, _Count] = {}
+
+
 class _Facts(BaseModel):
     """Types of the facts that dsx looks into; :mod:`dsx.checkpoint.catalog` says what they are."""
 
@@ -69,6 +82,7 @@ class _Facts(BaseModel):
     data_cursor: _Count = 0
     seed: int | None = None
     base: dict[str, str | int] | None = None
+    outer: _Outer | None = None
     tied: dict[str, Annotated[list[_Count], Field(min_length=1)]] = {}
     unnamed_ties: list[_Count] = []
     model: dict[str, Any] | None = None

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -169,7 +170,7 @@ class Outer:
 
     def facts(self) -> dict[str, Any]:
         """What checkpoints keep of this, besides :class:`OuterState`: JSON values."""
-        return self.standing.plain()
+        return {"islands": self._station.islands.count, **self.standing.plain()}
 
     def expect(self, states: AbstractSet[str]) -> None:
         """Have the states that a checkpoint is about to be loaded into, and no other."""
@@ -186,7 +187,12 @@ class Outer:
         if saved is None or self.state is None:
             self.state, self.standing = None, Standing()
         else:
-            self.standing = Standing(**saved)
+            count = self._station.islands.count
+            standing = Standing(**{key: value for key, value in saved.items() if key != "islands"})
+            if saved.get("islands") != count:  # what each has seen is as if there had always been so many
+                each = int(self._engine.global_samples)
+                standing = replace(standing, seen={str(island): each for island in range(count)})
+            self.standing = standing
         self._saved = frozenset(OUTER_STATES)
         self._steps_since = [0] * self._settings.shares
         self._joined = False

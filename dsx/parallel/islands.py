@@ -92,6 +92,29 @@ class Rounds:
         return next((s - step for s in range(step + 1, self.last + 1) if self.after(s)), 0)
 
 
+def carried_over(samples: int, was: int, now: int, batch: int) -> int:
+    """Samples that a job has behind it, for an island of another number of islands that goes on from it.
+
+    No sample is read twice: of a last step that is not a whole one now, the rest is left out.
+
+    Args:
+        samples: That one of ``was`` islands has read; one job is one island.
+        was: Islands of the job that was saved.
+        now: Islands of the one that goes on.
+        batch: Samples of an optimizer step of one of them.
+
+    Returns:
+        The samples of each of them so far.
+
+    >>> [carried_over(48, 1, 2, batch=8), carried_over(24, 2, 1, batch=16), carried_over(40, 1, 4, batch=8)]
+    [24, 48, 16]
+    """
+    if was == now:
+        return samples
+    together = samples * was
+    return together if now == 1 else -(-together // (now * batch)) * batch
+
+
 def cut(start: int, stop: int, part: int, parts: int) -> tuple[int, int]:
     """Part number ``part`` of the elements from ``start`` to ``stop``, cut evenly.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_oracles import STEPS, Samples, config_of
+from test_oracles import ROWS, STEPS, Samples, config_of
 
 import dsx
 import ranks
@@ -151,11 +151,15 @@ def test_islands_begin_with_a_checkpoint_of_one_job_and_the_other_way_round(firs
     saved = open_checkpoint(tmp_path / "one" / "0" / "global_step4")
     assert not {entry.state for entry in saved.entries} & set(OUTER_STATES)
     assert "outer" not in saved.facts
+    # One job has read what both islands had, and a step more of its own.
+    assert saved.facts["counters"]["global_samples"] == 7 * ROWS
     results = ranks.run(
         run, 4, config_of(TP, 1, outer=outer), 6, str(tmp_path / "more"), (4, 5), str(tmp_path / "one" / "0")
     )
     begun = open_checkpoint(tmp_path / "more" / "0" / "global_step4")
     assert all(item.equal for item in compare(saved, begun))
+    # Seven batches are three and a half steps of two islands, which leave out the other half.
+    assert begun.facts["counters"]["global_samples"] == 4 * ROWS
     # What all islands had last are the weights that they began with.
     assert all(len(losses) == 2 for losses, *_ in results)
     for (name, state, start), value in results[0][1].items():

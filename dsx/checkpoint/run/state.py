@@ -36,6 +36,7 @@ from dsx.launch.processes import agree
 from dsx.models.hf_config import model_spec
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
+from dsx.parallel.islands import carried_over
 
 _DIGEST = "xxh3_128"
 
@@ -207,6 +208,8 @@ def restore_facts(run: CheckpointedRun, facts: Mapping[str, Any], where: str) ->
         for name, value in facts.get("counters", {}).items():
             if name in _COUNTERS:
                 setattr(inner, name, int(value))
+        was, now, batch = _islands(run, facts.get("outer"))
+        inner.global_samples = carried_over(int(inner.global_samples), was, now, batch)
         _restore_groups(run, facts.get("param_groups", ()))
         _restore_loss_scale(run, facts.get("loss_scale") or {}, where)
         if run.outer is not None:
@@ -216,7 +219,18 @@ def restore_facts(run: CheckpointedRun, facts: Mapping[str, Any], where: str) ->
             saved = plain.decode(scheduler, f"{where}: lr_scheduler")
             inner.lr_scheduler.load_state_dict(_of_groups(saved, len(_optimizer(run).param_groups)))
         state = plain.decode(facts.get("client_state", {}), f"{where}: client_state")
-        return dict(state) if isinstance(state, dict) else {}
+        state = dict(state) if isinstance(state, dict) else {}
+        if was != now and (cursor := int(state.get("data_cursor", 0))):
+            state["data_cursor"] = carried_over(cursor, was, now, batch)
+            state["tokens"] = int(state.get("tokens", 0)) * state["data_cursor"] // cursor
+        return state
+
+
+def _islands(run: CheckpointedRun, saved: Mapping[str, Any] | None) -> tuple[int, int, int]:
+    """Islands of a saved job and of this one, and samples of an optimizer step of one of these."""
+    station = run.groups.station
+    now = 1 if station is None else station.islands.count
+    return int((saved or {}).get("islands", 1)), now, int(run.deepspeed_engine.train_batch_size())
 
 
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # in the state of torch's schedules
