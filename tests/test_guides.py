@@ -43,8 +43,11 @@ LONG = {
     ),
     "checking.md": ("dsx verify",),
     "data.md": ("deepspeed",),
+    "islands.md": ("torchrun --standalone",),
     "methods.md": ("deepspeed", "torchrun"),  # tests/test_methods.py runs some, and all if slow
 }
+# A program that the commands after it run.
+SAVED = r"Saved as `([\w.]+)`:\n\n```python\n(.*?)^```$"
 # Commands for machines that are not here have tests of their own, with stand-ins.
 ELSEWHERE = re.compile(r"node1|--hostfile")
 
@@ -87,6 +90,8 @@ def paste(guide: str, project: Path, folder: Path, *, whole: bool = False) -> tu
     (here / ".venv").symlink_to(project / ".venv")
     if guide == "data.md":
         change_configs(here, {"dsx.data.max_bytes": None})  # of no meaning for data of one's own
+    for name, text in re.findall(SAVED, GUIDES[guide], flags=re.MULTILINE | re.DOTALL):
+        (here / name).write_text(text)
     programs = [text for text in blocks(GUIDES[guide], "python") if "assert " in text]
     for at, text in enumerate(programs):
         (here / f"program{at}.py").write_text(text)
@@ -161,7 +166,28 @@ def is_what_a_reader_sees(said: dict[str, str], here: Path) -> None:
     assert "total_num_steps" in the(said, "dsx check --explain WarmupCosineLR")
 
 
+def is_two_islands(said: dict[str, str], here: Path) -> None:
+    assert "islands    2 of 2 ranks each" in the(said, "dsx check")
+    trained = the(said, "deepspeed")
+    assert re.search(r"this is island 0 of 2, .*, a round every 10 steps, sent as fp32", trained)
+    assert re.findall(r"\| round (\d): 2 islands, drift", trained) == ["1", "2"]
+    assert "outer_momentum" in the(said, "dsx inspect")
+    assert (here / "runs/islands-hf/config.json").is_file()
+    assert "outer error" in the(said, "dsx estimate")
+    rounds = re.findall(r"island (\d), step (\d+): .*, round (\d), drift", the(said, "torchrun --nproc"))
+    assert sorted(rounds) == [("0", "10", "2"), ("0", "5", "1"), ("1", "10", "2"), ("1", "5", "1")]
+    apart = [text for line, text in said.items() if line.startswith("torchrun --standalone")]
+    if apart:
+        assert all(re.search(r"\| round 4: 2 islands", text) for text in (*apart[1:], log(here)))
+
+
+def log(here: Path) -> str:
+    """What the island in the background has printed."""
+    return (here / "island1.log").read_text()
+
+
 SHOWN = {
+    "islands.md": is_two_islands,
     "tour.md": is_the_tour,
     "own_model.md": is_one_model_in_every_layout,
     "checking.md": is_what_a_reader_sees,
@@ -350,6 +376,8 @@ def test_blocks_of_config_are_right(guide, block, tmp_path, monkeypatch):
     for key, value in json.loads(block)["dsx"].items():
         own = config["dsx"].get(key)
         config["dsx"][key] = {**own, **value} if isinstance(own, dict) and key != "data" else value
+    if "outer" in config["dsx"]:
+        del config["dsx"]["elastic"]  # which islands cannot have
     config["dsx"]["train"] |= {"output": "runs/guide", "save_every": 10}
     config["dsx"]["data"].setdefault("tokenizer", "bytes")
     assert dsx.load_config(config, world_size=16).mesh.size == 16

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
 
-from dsx.memory.islands import IslandMemory, IslandSettings
+from dsx.memory.islands import OUTER_STEP, IslandMemory, IslandSettings
 from dsx.memory.ledger import Label, Leaf, Ledger, Message, Storage, dropped
 from dsx.memory.partitioned import Bf16, Bucketed, Partitioned, PartitionedOffload
 from dsx.memory.record import DeviceKind, Kept
@@ -160,7 +160,7 @@ def estimate(
             islands.launch()
             islands.exchange()
         islands.land()
-        phases.append(_phase("outer step", ledger, ""))
+        phases.append(_phase(OUTER_STEP, ledger, ""))
     steady_bytes, host = ledger.current_bytes, states.host.ledger
     dropped(kept)
     apart = host is not ledger

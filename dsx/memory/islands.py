@@ -13,6 +13,9 @@ from dsx.memory.ledger import Label, Ledger, Storage
 from dsx.memory.states import States
 from dsx.parallel.islands import OUTER_ERROR, OUTER_MOMENTUM, OUTER_WEIGHTS, Wire, cut, wire_bytes
 
+OUTER_STEP = "outer step"
+"""Name of the phase in which islands average their movements."""
+
 _STATE, _ROUNDS, _EXCHANGE = "dsx islands/state.py", "dsx islands/outer.py", "dsx islands/exchange.py"
 
 

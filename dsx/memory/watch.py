@@ -112,6 +112,11 @@ def beside(peaks: Mapping[str, int], memory: RunMemory) -> str | None:
         return None
     reserved = peaks.get("peak_reserved_bytes")
     words = f"peak {amount(reached)}" + (f", {amount(reserved)} reserved" if reserved is not None else "")
+    from dsx.memory.islands import OUTER_STEP  # here: other runs need none of it
+
+    if reserved is None and memory.highest.estimate.peak.name == OUTER_STEP:
+        # On a CPU one step is counted, in which no round is, and a round's thread would not be.
+        return f"{words} without rounds between islands; estimated {amount(memory.peak_bytes)} with them"
     return f"{words}; estimated {amount(memory.peak_bytes)} ({memory.peak_bytes / reached - 1:+.1%})"
 
 
