@@ -310,7 +310,8 @@ def _load(
     wanted = optimizer_settings(engine)
     with Waiting(f"reading the checkpoint in {root}", quiet=is_mute(engine.groups)):
         path, state = engine.load_checkpoint(root, tag)
-    agree(lambda: _require_same_text(path, state, text, config.sequence_length))
+    samples = int(engine.global_samples)
+    agree(lambda: _require_same_text(path, state, text, samples, config.sequence_length))
     if isinstance(text, Text):
         text.resume(state)
     if not is_mute(engine.groups):
@@ -422,8 +423,9 @@ def _stream_state(corpus: Text | OwnText, cursor: int) -> dict[str, Any]:
 
 
 def _require_same_text(
-    path: Path, state: Mapping[str, Any], corpus: Text | OwnText, sequence_length: int
+    path: Path, state: Mapping[str, Any], corpus: Text | OwnText, samples: int, sequence_length: int
 ) -> None:
+    """Raise CheckpointError unless the place of ``samples`` in the data is the one that is meant."""
     if state.get("data_digest", corpus.digest) != corpus.digest:
         raise CheckpointError(
             str(path),
@@ -431,11 +433,12 @@ def _require_same_text(
             "the data position would mean nothing",
             "restore the text (dsx.data), or start anew in another dsx.train.output",
         )
-    samples = state.get("data_cursor", 0)
-    if samples and state.get("tokens", 0) != samples * sequence_length:
+    # The cursor is no measure of it: after a roll-back it is ahead of what was trained on.
+    tokens = int(state.get("tokens", 0))
+    if samples and tokens not in (0, samples * sequence_length):
         raise CheckpointError(
             str(path),
-            f"it was trained on sequences of {state.get('tokens', 0) // samples} tokens, and "
+            f"it was trained on sequences of {tokens // samples} tokens, and "
             f"{at('dsx.data.sequence_length', sequence_length)} here: the data position would mean nothing",
             "set it back, or start from the weights alone: export them to Hugging Face, and give the folder "
             "as dsx.model.path with another dsx.train.output",

@@ -29,6 +29,21 @@ class Messages:
         self.returns += 1
 
 
+class Sequences:
+    """Stands for the text, which the runs here are given batch by batch."""
+
+    digest = "sequences"
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((self._length + 1,), index % 7)
+
+
 class Run:
     """An engine and its guard on this rank, with checkpoints below ``folder``.
 
@@ -56,12 +71,14 @@ class Run:
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if any, and guard the steps."""
-        if (self.root / "latest").exists():
-            _, self.state = self.engine.load_checkpoint(self.root)
+        from dsx.train.recipe import resume
+
+        self.state = resume(self.config, self.engine, Sequences(self.config.sequence_length))
         self.guard.follow(self.engine, self.state)
 
     def save(self) -> None:
-        self.engine.save_checkpoint(self.root, client_state=self.guard.state)
+        tokens = int(self.engine.global_samples) * self.config.sequence_length
+        self.engine.save_checkpoint(self.root, client_state={"tokens": tokens, **self.guard.state})
 
     def batches(self) -> Iterator[Any]:
         """Of the step that the guard says comes next."""

@@ -209,7 +209,8 @@ def restore_facts(run: CheckpointedRun, facts: Mapping[str, Any], where: str) ->
             if name in _COUNTERS:
                 setattr(inner, name, int(value))
         was, now, batch = _islands(run, facts.get("outer"))
-        inner.global_samples = carried_over(int(inner.global_samples), was, now, batch)
+        before = int(inner.global_samples)
+        inner.global_samples = carried_over(before, was, now, batch)
         _restore_groups(run, facts.get("param_groups", ()))
         _restore_loss_scale(run, facts.get("loss_scale") or {}, where)
         if run.outer is not None:
@@ -220,9 +221,9 @@ def restore_facts(run: CheckpointedRun, facts: Mapping[str, Any], where: str) ->
             inner.lr_scheduler.load_state_dict(_of_groups(saved, len(_optimizer(run).param_groups)))
         state = plain.decode(facts.get("client_state", {}), f"{where}: client_state")
         state = dict(state) if isinstance(state, dict) else {}
-        if was != now and (cursor := int(state.get("data_cursor", 0))):
-            state["data_cursor"] = carried_over(cursor, was, now, batch)
-            state["tokens"] = int(state.get("tokens", 0)) * state["data_cursor"] // cursor
+        if was != now and "data_cursor" in state:
+            state["data_cursor"] = carried_over(int(state["data_cursor"]), was, now, batch)
+            state["tokens"] = int(state.get("tokens", 0)) // (before or 1) * inner.global_samples
         return state
 
 
