@@ -126,7 +126,7 @@ def verify(request: Request) -> Verdict | None:
         DsxError: The config or model cannot run; a rank failed or missed the deadline.
     """
     began = time.perf_counter()
-    request = _of_one_island(request)
+    request = of_one_island(request)
     launched = entry.world_size() > 1
     if launched and entry.world_size() != request.world_size:
         raise LayoutError(
@@ -163,7 +163,7 @@ def verify(request: Request) -> Verdict | None:
     return replace(verdict, ranks_seconds=ran - prepared, reference_seconds=compared)
 
 
-def _of_one_island(request: Request) -> Request:
+def of_one_island(request: Request) -> Request:
     """The request, about one island if its config is of several (``dsx.outer``): each is a whole job."""
     content = load.content_of(request.source, request.overrides)
     if request.entry is not None or not (content.get("dsx") or {}).get("outer"):

@@ -47,6 +47,16 @@ def file(tmp_path):
     return path
 
 
+def test_islands_are_shown_beside_one_of_them(dsx):
+    config = Path(__file__).parents[2] / "configs/islands.json"
+    code, out, _ = dsx("check", config, "--gpus", 4, QUIET)
+    assert code == 0
+    assert "mesh       tensor 1 x pipeline 1 x data 2 = 2 ranks" in out
+    assert "islands    2 of 2 ranks each, 4,096 tokens per step of all; the above is one" in out
+    code, out, _ = dsx("check", config, "--gpus", 3, QUIET)
+    assert (code, "3 ranks cannot be divided into as many islands" in out.replace("\n", " ")) == (1, True)
+
+
 def test_prints_a_paragraph_per_finding_and_counts(dsx, file):
     code, out, err = dsx("check", file, QUIET)
     assert (code, err) == (1, "")

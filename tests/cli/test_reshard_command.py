@@ -180,6 +180,13 @@ def test_folders_that_are_no_checkpoints(dsx, tmp_path, saved):
     ]:
         code, _, err = dsx("inspect", folder)
         assert (code, what in err) == (ended, True)
+    (tmp_path / "island0").mkdir()
+    (tmp_path / "island0/checkpoints").symlink_to(saved)
+    code, _, err = dsx("inspect", tmp_path)
+    assert (code, f"name one of the runs in it: {tmp_path / 'island0'}" in err.replace("\n", " ")) == (
+        1,
+        True,
+    )
     code, _, err = dsx("reshard", saved, saved / "step12")
     assert (code, "it exists already" in err) == (2, True)
 

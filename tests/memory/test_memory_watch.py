@@ -88,6 +88,16 @@ def test_the_peak_stands_beside_its_estimate():
     assert " reserved; estimated " in beside(peaks, memory)
 
 
+def test_rounds_between_islands_are_not_counted_on_a_cpu():
+    """An estimate whose peak they are is not held against a peak without them; a GPU has them."""
+    config = resolved("dsx.outer.islands=2", "dsx.data.sequence_length=32")
+    memory = estimate_run(job_of(config, device="cpu"))
+    assert memory.highest.estimate.peak.name == "outer step"
+    peaks = {"peak_allocated_bytes": 1 << 20}
+    assert beside(peaks, memory).startswith("peak 1.00 MiB without rounds between islands; estimated ")
+    assert beside(peaks | {"peak_reserved_bytes": 1 << 21}, memory).endswith("%)")
+
+
 def test_a_run_whose_memory_is_not_known_goes_on(monkeypatch, capsys):
     def unknown(*_args, **_kwargs):
         raise ConfigError("zero_optimization.something", "its memory has not been learned", "leave it out")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from dsx.config.resolve import resolve
+from dsx.islands.standing import OuterReport
 from dsx.train.progress import (
     EvaluationReport,
     Progress,
@@ -22,6 +23,7 @@ from dsx.train.progress import (
     StepReport,
     compact,
     end_rows,
+    rounds_told,
     seconds,
     start_rows,
 )
@@ -203,6 +205,14 @@ def test_rates_of_a_run() -> None:
     assert rates.flops_per_token > 6 * run.num_parameters * 0.5
     bf16 = RunRates.of(replace(run, precision="bf16"), device_name="NVIDIA A100-SXM4-80GB")
     assert bf16.peak_flops == 312e12
+
+
+def test_a_round_without_others_has_no_drift() -> None:
+    alone = OuterReport(
+        step=5, share=0, islands=(0,), moved=(0,), version=2, seconds=0.5, waited_seconds=0.5, drift=0.0
+    )
+    assert rounds_told([alone]) == "round 2: no other island, 0 B sent, 0.50 s"
+    assert "drift 0.00" in rounds_told([replace(alone, islands=(0, 1), moved=(0, 1))])
 
 
 def test_end() -> None:

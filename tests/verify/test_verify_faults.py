@@ -11,7 +11,7 @@ import pytest
 
 import ranks
 from dsx.verify import diagnosis
-from dsx.verify.run import Request, VerifyPlan, judge, prepare
+from dsx.verify.run import Request, VerifyPlan, judge, of_one_island, prepare
 from dsx.verify.seen import Witness
 from dsx.verify.subject import VerifyJob
 from often import often
@@ -175,3 +175,15 @@ def test_each_mistake_is_named(
     assert first.cause == cause, verdict.findings
     assert tensor in ("", first.tensor), first
     assert first.step in (0, 1, steps)
+
+
+def test_of_islands_one_is_verified():
+    """On its share of the ranks, as the job that it is."""
+    source = Path(__file__).parents[2] / "configs/islands.json"
+    one = of_one_island(Request(source=source, world_size=4, overrides=["dsx.outer.islands=4"]))
+    assert (one.world_size, one.of_islands) == (1, 4)
+    plan = prepare(one)
+    assert plan.changes[0] == "dsx.outer: off, one of the 4 islands is compared"
+    assert plan.job.world_size == 1
+    alone = Request(source=source, world_size=4, overrides=["dsx.outer=null"])
+    assert of_one_island(alone) is alone
