@@ -42,12 +42,13 @@ exec sleep infinity
 """
 
 
-def missing() -> str:
-    """What this machine lacks for it; empty if nothing."""
+def missing(*, networks_alone: bool = False) -> str:
+    """What this machine lacks for it, or for :func:`bridge` and :func:`cabled` alone; empty if nothing."""
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
-    lacking = [name for name in _NEEDED if shutil.which(name) is None]
-    lacking += [] if Path(_SSHD).exists() else [_SSHD]
+    needed = ("ip", "tc", "unshare") if networks_alone else _NEEDED
+    lacking = [name for name in needed if shutil.which(name) is None]
+    lacking += [] if networks_alone or Path(_SSHD).exists() else [_SSHD]
     if lacking:
         return f"needs {', '.join(lacking)}"
     tried = subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], check=False)
@@ -124,7 +125,6 @@ class Machine:
     address: str
     pid: int
     _hub: str
-    _port: str
     _consoles: list[Console] = field(default_factory=list)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Console:
@@ -151,7 +151,7 @@ class Machine:
     def cut(self) -> float:
         """Take it off the network, without a word to anybody; gives the time (``time.monotonic``)."""
         at = time.monotonic()
-        _ip("-n", self._hub, "link", "set", self._port, "nomaster")
+        cut(self._hub, self.name)
         return at
 
     def close(self) -> None:
@@ -176,12 +176,8 @@ def started(
     names = [f"node{index}" for index in range(1, count + 1)]
     addresses = [f"10.77.0.{index}" for index in range(1, count + 1)]
     _write_files(folder, names, addresses)
-    hub = f"dsx{os.getpid()}"
     with ExitStack() as stack:
-        _ip("netns", "add", hub)
-        stack.callback(_ip, "netns", "del", hub)
-        _ip("-n", hub, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", hub, "link", "set", "bridge", "up")
+        hub = stack.enter_context(bridge())
         found = []
         for name, address in zip(names, addresses, strict=True):
             binds = "\n".join(
@@ -193,26 +189,73 @@ def started(
 
 
 @contextmanager
-def _machine(hub: str, name: str, address: str, script: str, folder: Path) -> Iterator[Machine]:
-    space, port = f"{hub}{name}", f"to-{name}"
-    _ip("netns", "add", space)
-    try:
+def bridge() -> Iterator[str]:
+    """The name of a network namespace with nothing but a bridge, to which others are cabled."""
+    hub = f"dsx{os.getpid()}"
+    with _namespace(hub):
+        _ip("-n", hub, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", hub, "link", "set", "bridge", "up")
+        yield hub
+
+
+@contextmanager
+def cabled(hub: str, name: str, address: str) -> Iterator[str]:
+    """The name of a network namespace whose eth0 is on the bridge, with that address."""
+    with _namespace(f"{hub}{name}") as space:
+        port = _port(name)
         _ip("-n", hub, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
         _ip("-n", hub, "link", "set", port, "master", "bridge", "up")
         _ip("-n", space, "address", "add", f"{address}/24", "dev", "eth0")
-        _ip("-n", space, "link", "set", "eth0", "up")
-        boot = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--uts", "--mount-proc"]
-        with subprocess.Popen(["ip", "netns", "exec", space, *boot, "sh", "-c", script]) as outer:
+        for device in ("lo", "eth0"):
+            _ip("-n", space, "link", "set", device, "up")
+        yield space
+
+
+def cut(hub: str, name: str) -> None:
+    """Pull the cable of :func:`cabled`: nothing comes and nothing is refused."""
+    _ip("-n", hub, "link", "set", _port(name), "nomaster")
+
+
+def mend(hub: str, name: str) -> None:
+    """Put the cable back."""
+    _ip("-n", hub, "link", "set", _port(name), "master", "bridge")
+
+
+def limit(space: str, kbit: int) -> None:
+    """Let no more than so many thousand bits a second leave a namespace."""
+    bucket = ("tbf", "rate", f"{kbit}kbit", "burst", "4kb", "latency", "1s")
+    subprocess.run(["tc", "-n", space, "qdisc", "replace", "dev", "eth0", "root", *bucket], check=True)
+
+
+@contextmanager
+def _machine(hub: str, name: str, address: str, script: str, folder: Path) -> Iterator[Machine]:
+    boot = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--uts", "--mount-proc"]
+    with (
+        cabled(hub, name, address) as space,
+        subprocess.Popen(["ip", "netns", "exec", space, *boot, "sh", "-c", script]) as outer,
+    ):
+        try:
+            machine = Machine(name, address, _booted(outer.pid, folder / f"{name}.up"), hub)
             try:
-                machine = Machine(name, address, _booted(outer.pid, folder / f"{name}.up"), hub, port)
-                try:
-                    yield machine
-                finally:
-                    machine.close()
+                yield machine
             finally:
-                outer.kill()
+                machine.close()
+        finally:
+            outer.kill()
+
+
+@contextmanager
+def _namespace(name: str) -> Iterator[str]:
+    _ip("netns", "add", name)
+    try:
+        yield name
     finally:
-        _ip("netns", "del", space)
+        _ip("netns", "del", name)
+
+
+def _port(name: str) -> str:
+    """The bridge's end of a cable."""
+    return f"to-{name}"
 
 
 def _booted(outer: int, sign: Path) -> int:

@@ -189,9 +189,9 @@ class Council:
             self._silent.add(out)  # it is not waited for until it says something
         for island, message in attempt.done.items():
             if well:
-                self._about[island] = self._about.get(island, {}) | {
-                    "name": attempt.name_after, "progress": message["progress"], "version": message["version"]
-                }  # fmt: skip
+                if island in self._about:  # it may have gone since it was done
+                    known = {"progress": message["progress"], "version": message["version"]}
+                    self._about[island] = self._about[island] | known | {"name": attempt.name_after}
                 yield island, {"kind": "counts", "name": attempt.name_after}
             else:
                 yield island, {"kind": "left" if island == out else "again"}
