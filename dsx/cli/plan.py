@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dsx.planner.inputs import Calibration, Fixed, PlanInputs
     from dsx.planner.own_layers import OwnInputs
     from dsx.planner.plan import Plan, Ranked
+    from dsx.planner.sites import Comparison
 
 _MOST_TOO_LARGE = 3
 
@@ -78,6 +79,9 @@ def plan(
 
     With --layers the model is your own list of layers and CONFIG an ordinary DeepSpeed JSON: pipeline degree,
     schedule, chunks and ZeRO stage are searched for the micro-batch that the list shows.
+
+    A cluster with several sites is planned as islands (dsx.outer) of the best layout of a site, beside the
+    best layout of one job over all of them; GPUs and batch are those of all sites.
     """
     from dsx.planner.cluster import read_cluster
     from dsx.planner.inputs import Fixed, layout_config, plan_inputs, plan_search
@@ -97,14 +101,20 @@ def plan(
             own, fixed, top, style, output, cluster=read_cluster(cluster), gpus=gpus, batch=global_batch
         )
         return
+    where = read_cluster(cluster)
+    if where.sites > 1:
+        where.site(gpus)
     inputs = plan_inputs(
         model=model,
         config=config,
-        cluster=read_cluster(cluster),
+        cluster=where.joined(gpus) if where.sites > 1 else where,
         gpus=gpus,
         global_batch=global_batch,
         sequence_length=sequence_length,
     )
+    if where.sites > 1:
+        _plan_sites(inputs, where, fixed, top, style, output, measure=measure)
+        return
     measured = _measured(inputs) if measure else None
     waiting = Waiting("comparing", unit="layouts")
     search = plan_search(inputs, fixed, measured, looked=waiting.advance)
@@ -112,6 +122,36 @@ def plan(
         found = search.run(top)
         content = layout_config(inputs, found.best[0].layout, search.predictor)
     _tell(inputs, found, measured, content, style, output)
+
+
+def _plan_sites(
+    joined: PlanInputs,
+    cluster: Cluster,
+    fixed: Fixed,
+    top: int,
+    style: str,
+    output: Path | None,
+    *,
+    measure: bool,
+) -> None:
+    """The plan of a site, and islands of it beside one job over all sites."""
+    from dsx.planner.inputs import layout_config, plan_search, site_inputs
+    from dsx.planner.sites import compare, outer_block
+    from dsx.waiting import Waiting
+
+    inputs = site_inputs(joined, cluster)
+    measured = _measured(inputs) if measure else None
+    waiting = Waiting("comparing", unit="layouts")
+    search = plan_search(inputs, fixed, measured, looked=waiting.advance)
+    with judging(DsxError), waiting:
+        found = search.run(top)
+        sites, over_all = compare(joined, (inputs, search, found), cluster, fixed, measured)
+        if sites.pays or over_all is None or sites.one is None:
+            content = layout_config(inputs, found.best[0].layout, search.predictor)
+            content["dsx"]["outer"] = outer_block(joined, sites)
+        else:
+            content = layout_config(joined, sites.one.layout, over_all.predictor)
+    _tell(inputs, found, measured, content, style, output, sites=sites)
 
 
 def _plan_own(
@@ -155,14 +195,18 @@ def _tell(
     style: str,
     output: Path | None,
     module: str = "",
+    sites: Comparison | None = None,
 ) -> None:
     """Print the plan and write the best layout's config."""
     if output is not None:
         write(json.dumps(content, indent=2) + "\n", output)  # with JSON, standard output is JSON alone
     if style == "json":
         facts = _facts(inputs, found) | {"measured": measured and measured.text, "config": content}
+        facts |= {} if sites is None else {"sites": sites.facts()}
         say(json.dumps(facts | ({"module": module} if module else {}), indent=2))
         return
+    if sites is not None:
+        say("\n".join([*sites.text(), "", "a site"]))
     say(_text(inputs, found, measured, module))
     if output is not None:
         say(f"wrote {output}")

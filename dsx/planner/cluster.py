@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from math import ceil
 from pathlib import Path
@@ -47,6 +47,10 @@ class Cluster:
         flops: Precision -> dense peak FLOP/s of a GPU.
         inside: Link between GPUs of a node.
         between: Link between nodes, each GPU's share of its node's network.
+        sites: Places that have so many nodes each, with slow links between them.
+        across: The link of a whole site to the others, which its GPUs share; None if there is one site.
+        gpus_per_site: GPUs that a run has in each site, if it is one run over all of them; 0 for one that
+            stays in a site.
         generation: Whose shares of nominal rates are reached (:class:`~dsx.planner.costs.Efficiency`).
         is_host: Whether the "GPUs" are CPU processes, where nothing runs beside a rank's computation.
         reserved_bytes: What device context, communication libraries and the allocator's gaps take of a GPU's
@@ -64,6 +68,9 @@ class Cluster:
     flops: Mapping[Precision, float]
     inside: Link
     between: Link
+    sites: int = 1
+    across: Link | None = None
+    gpus_per_site: int = 0
     generation: str = ""
     is_host: bool = False
     reserved_bytes: int = 0
@@ -76,6 +83,8 @@ class Cluster:
             "memory_bytes_per_second": self.memory_bytes_per_second,
             "inside.bytes_per_second": self.inside.bytes_per_second,
             "between.bytes_per_second": self.between.bytes_per_second,
+            "sites": self.sites,
+            **({} if self.across is None else {"across.bytes_per_second": self.across.bytes_per_second}),
             **{f"flops.{precision}": rate for precision, rate in self.flops.items()},
         }
         for key, value in figures.items():
@@ -86,6 +95,7 @@ class Cluster:
         least = {
             "inside.latency_seconds": self.inside.latency_seconds,
             "between.latency_seconds": self.between.latency_seconds,
+            "across.latency_seconds": 0.0 if self.across is None else self.across.latency_seconds,
             "reserved_bytes": self.reserved_bytes,
         }
         for key, value in least.items():
@@ -125,9 +135,33 @@ class Cluster:
                 f"nodes of {self.name} have {node} GPUs each",
                 f"use whole nodes: {near} or {near + node}",
             )
-        if self.nodes is not None and gpus > self.nodes * node:
-            most = self.nodes * node
-            raise ConfigError(key, f"{self.name} has {self.nodes} nodes of {node}", f"use at most {most}")
+        if self.nodes is not None and gpus > self.sites * self.nodes * node:
+            most = self.sites * self.nodes * node
+            whole = f"{self.sites} sites of " if self.sites > 1 else ""
+            raise ConfigError(
+                key, f"{self.name} has {whole}{self.nodes} nodes of {node}", f"use at most {most}"
+            )
+
+    def site(self, gpus: int) -> Cluster:
+        """One of its sites, with its part of ``gpus``.
+
+        Raises:
+            ConfigError: The sites cannot have as many GPUs each, in whole nodes.
+        """
+        if gpus % self.sites:
+            raise ConfigError(
+                f"--gpus {gpus}",
+                f"the {self.sites} sites of {self.name} have as many each",
+                f"use a multiple of {self.sites}",
+            )
+        alone = replace(self, sites=1, across=None)
+        alone.check_gpus(gpus // self.sites)
+        return alone
+
+    def joined(self, gpus: int) -> Cluster:
+        """All of its sites for one run of ``gpus`` GPUs."""
+        each = gpus // self.sites
+        return replace(self, gpus_per_site=each, gpus_per_node=min(self.gpus_per_node, each))
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +286,12 @@ class ClusterConfig(SchemaBlock):
     )
     inside: LinkConfig = Field(default=LinkConfig(), description="Between GPUs of a node.")
     between: LinkConfig = Field(default=LinkConfig(), description="Between nodes, each GPU's share.")
+    sites: Positive = Field(
+        default=1, description="Places with so many nodes each, and slow links between them."
+    )
+    across: LinkConfig | None = Field(
+        default=None, description="Of a whole site to the others, which its GPUs share; with several sites."
+    )
 
 
 _PRESETS: dict[str, dict[str, Any]] = tomllib.loads(
@@ -349,6 +389,12 @@ def _cluster(file: str, name: str, config: ClusterConfig) -> Cluster:
             "it is left out, and no gpu is named to take it from",
             'add it, or name a known one, e.g. "gpu": "H100"',
         )
+    if (config.sites > 1) != (config.across is not None and bool(config.across.gigabytes_per_second)):
+        raise ConfigError(
+            f"{file}: sites = {config.sites}",
+            "several sites have a link between them (across.gigabytes_per_second), and one has none",
+            'write e.g. "sites": 2, "across": {"gigabytes_per_second": 0.125, "latency_microseconds": 20000}',
+        )
     memory_bytes, is_host = int((config.memory_gib or 0) * _GIB), bool(config.is_host)
     reserved_bytes = 0 if is_host else allowance(memory_bytes)
     if config.reserved_gib is not None:
@@ -362,6 +408,8 @@ def _cluster(file: str, name: str, config: ClusterConfig) -> Cluster:
         flops=flops,
         inside=config.inside.link,
         between=config.between.link,
+        sites=config.sites,
+        across=None if config.across is None else config.across.link,
         generation=config.generation or "",
         is_host=is_host,
         reserved_bytes=reserved_bytes,

@@ -38,9 +38,11 @@ class Network:
             return 0.0
         passes = 2 if kind == "all_reduce" else 1
         steps, node = group.size - 1, self.cluster.gpus_per_node
-        hops = group.nodes(node) - 1
+        hops, far = group.nodes(node) - 1, self._sites(group) - 1
         latency = (steps - hops) * self.cluster.inside.latency_seconds
-        latency += hops * self.cluster.between.latency_seconds
+        latency += (hops - far) * self.cluster.between.latency_seconds
+        if self.cluster.across is not None:
+            latency += far * self.cluster.across.latency_seconds
         return passes * (latency + num_bytes * steps / group.size / (share * self.rate(group)))
 
     def rate(self, group: Group) -> float:
@@ -49,12 +51,26 @@ class Network:
         rate = cluster.inside.bytes_per_second
         if group.nodes(node) > 1:
             rate = min(rate, cluster.between.bytes_per_second * group.members_per_node(node))
+        if self._sites(group) > 1 and cluster.across is not None:
+            each = cluster.gpus_per_site
+            rate = min(rate, cluster.across.bytes_per_second / each * group.members_per_node(each))
         return rate * self.efficiency.link
 
     def transfer_seconds(self, num_bytes: float, *, leaves_node: bool) -> float:
         """A message from one rank to another."""
         link = self.cluster.between if leaves_node else self.cluster.inside
         return link.latency_seconds + num_bytes / (link.bytes_per_second * self.efficiency.link)
+
+    def crossing_seconds(self, num_bytes: float, senders: int) -> float:
+        """Messages from so many ranks at once to another site, over the link that they share."""
+        link = self.cluster.across
+        assert link is not None, "there is another site"
+        return link.latency_seconds + num_bytes * senders / (link.bytes_per_second * self.efficiency.link)
+
+    def _sites(self, group: Group) -> int:
+        """Sites that a group lies on."""
+        each = self.cluster.gpus_per_site
+        return group.nodes(each) if each else 1
 
 
 _HOST_TILE = 16

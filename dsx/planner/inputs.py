@@ -15,10 +15,12 @@ from dsx.config.load import load, override, read
 from dsx.config.ordinary import complete
 from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
+from dsx.config.schema import OuterConfig
 from dsx.config.sources import find_model
 from dsx.config.wording import either
 from dsx.errors import ConfigError, DsxError
 from dsx.memory.estimate import estimate
+from dsx.memory.islands import IslandSettings
 from dsx.memory.job import job_of
 from dsx.planner.cluster import Cluster, gpu_memory
 from dsx.planner.costs import Efficiency
@@ -37,12 +39,16 @@ class PlanInputs:
         run: The same, resolved for one rank with micro-batches of one sequence.
         cluster: The cluster to train on.
         gpus: Number of its GPUs.
+        outer: The config's ``dsx.outer``, which ``content`` and ``run`` are without.
+        islands: The islands of which this is one, for the memory that they take; None for one job.
     """
 
     content: dict[str, Any]
     run: RunConfig
     cluster: Cluster
     gpus: int
+    outer: OuterConfig | None = None
+    islands: IslandSettings | None = None
 
     @property
     def name(self) -> str:
@@ -116,7 +122,11 @@ def plan_inputs(
         block["model"] = find_model(model)[0]
     elif config is None:
         raise ConfigError("--model", "no model is named", "give --model, or a CONFIG with a dsx.model")
+    outer = block.pop("outer", None)
+    islands = None if outer is None else OuterConfig.model_validate_json(json.dumps(outer))
     batch = global_batch or content.get(TRAIN) or _batch_of(written, gpus)
+    if batch and not global_batch and islands is not None:
+        batch *= islands.islands  # what is written is one island's
     length = sequence_length or block["data"].get("sequence_length")
     for name, value in (("--global-batch", batch), ("--sequence-length", length)):
         if value is None:
@@ -124,7 +134,39 @@ def plan_inputs(
     content[TRAIN], block["data"]["sequence_length"] = batch, length
     zero = content.get("zero_optimization", {}) | {"stage": lowest_stage(content)}
     run = resolve(content | {MICRO: 1, "zero_optimization": zero}, world_size=1)
-    return PlanInputs(content=content, run=run, cluster=cluster, gpus=gpus)
+    return PlanInputs(content=content, run=run, cluster=cluster, gpus=gpus, outer=islands)
+
+
+def site_inputs(joined: PlanInputs, cluster: Cluster) -> PlanInputs:
+    """One island of what is planned as one job over all sites of ``cluster``, with its part of the batch.
+
+    Raises:
+        ConfigError: Batch or GPUs cannot be divided over the sites.
+    """
+    count, batch = cluster.sites, joined.global_batch
+    if batch % count:
+        raise ConfigError(
+            f"--global-batch {batch}",
+            f"the {count} sites read as many sequences each",
+            f"use a multiple of {count}",
+        )
+    content = copy.deepcopy(joined.content) | {TRAIN: batch // count}
+    zero = content.get("zero_optimization", {}) | {"stage": lowest_stage(content)}
+    run = resolve(content | {MICRO: 1, "zero_optimization": zero}, world_size=1)
+    given = joined.outer
+    return replace(
+        joined,
+        content=content,
+        run=run,
+        cluster=cluster.site(joined.gpus),
+        gpus=joined.gpus // count,
+        islands=IslandSettings(
+            count=count,
+            shares=1 if given is None else given.shares,
+            wire="int8" if given is None else given.wire,  # the most that may be chosen
+            goes_on=given is not None and given.delay > 0,
+        ),
+    )
 
 
 def lowest_stage(content: Mapping[str, Any]) -> int:
@@ -406,6 +448,7 @@ class LayoutMemory:
         """The peak of the fullest rank."""
         run = resolve(layout_config(self.inputs, layout, self.predictor), world_size=self.inputs.gpus)
         job = job_of(run, device="cpu" if self.on_cpu else "cuda", capacity_bytes=self.cap_bytes)
+        job = replace(job, islands=self.inputs.islands)
         if not walks:
             job = replace(job, schedule=replace(job.schedule, rows=tuple(() for _ in job.schedule.rows)))
         peak = 0

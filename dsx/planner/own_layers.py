@@ -64,6 +64,12 @@ class OwnInputs:
         global_batch: int | None,
     ) -> OwnInputs:
         """Check what a plan needs. Raises ConfigError if something is missing or cannot be."""
+        if cluster.sites > 1:
+            raise ConfigError(
+                f"cluster {cluster.name}: sites = {cluster.sites}",
+                "a layer list is planned for one of them",
+                "remove sites and across, and plan for the GPUs of one site",
+            )
         cluster.check_gpus(gpus)
         batch = global_batch or config.get(TRAIN)
         if not isinstance(batch, int):

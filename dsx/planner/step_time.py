@@ -157,10 +157,16 @@ _FP32_BYTES = 4
 
 
 class Wire:
-    """Pipeline transfers: what an action takes longer for one, and the delay until it has arrived."""
+    """Pipeline transfers: what an action takes longer for one, and the delay until it has arrived.
+
+    Attributes:
+        action: The first.
+        delay: The second.
+        across: How long a micro-batch keeps the link between two sites busy in one direction.
+    """
 
     def __init__(self, task: Task, layout: Candidate) -> None:
-        self.action = self.delay = 0.0
+        self.action = self.delay = self.across = 0.0
         if layout.pipeline == 1:
             return
         machine, layers = task.machine, task.layers
@@ -169,6 +175,9 @@ class Wire:
         shares = layout.tensor if cuts or software.shards_transfers else 1
         leaves = layout.gpus > network.cluster.gpus_per_node
         seconds = network.transfer_seconds(whole / shares, leaves_node=leaves)
+        if network.cluster.gpus_per_site:  # pipeline ranks are the outermost, so that some are on each side
+            self.across = network.crossing_seconds(whole / shares, layout.gpus // layout.pipeline)
+            seconds = self.across
         if shares > 1 and not cuts:
             self.action = network.seconds("all_gather", whole, Group(layout.tensor))
         if software.hides_transfers and machine.hides:
@@ -406,12 +415,23 @@ class Predictor:
             tensor=mean.tensor,
             transfers=mean.transfers,
             gathers=mean.gathers,
-            bubble=ran.seconds - sum(ran.busy_seconds) / layout.pipeline,
+            bubble=ran.seconds
+            - sum(ran.busy_seconds) / layout.pipeline
+            + self._jam(layout, stages, ran, count),
             gradients=gradients,
             update=update,
             parameters=parameters,
             bubble_over_ideal=ran.bubble,
         )
+
+    def _jam(self, layout: Candidate, stages: StageMap, ran: PipelineTime, count: int) -> float:
+        """By how much a step is longer because messages queue at a link between sites."""
+        across = Wire(self.task, layout).across
+        if not across:
+            return 0.0
+        each, cluster = layout.gpus // layout.pipeline, self.task.machine.network.cluster
+        sites = [stages.rank_of(s) * each // cluster.gpus_per_site for s in range(stages.num_stages)]
+        return max(0.0, count * sum(a != b for a, b in pairwise(sites)) * across - ran.seconds)
 
     def _pipeline(self, layout: Candidate, count: int) -> PipelineStep:
         key = (layout.schedule, layout.pipeline, layout.chunks, count)
