@@ -134,24 +134,18 @@ def _plan_sites(
     *,
     measure: bool,
 ) -> None:
-    """The plan of a site, and islands of it beside one job over all sites."""
-    from dsx.planner.inputs import layout_config, plan_search, site_inputs
-    from dsx.planner.sites import compare, outer_block
+    """Islands of the best layout of a site beside one job over all sites, and the plan of what is faster."""
+    from dsx.planner.inputs import site_inputs
+    from dsx.planner.sites import compare
     from dsx.waiting import Waiting
 
     inputs = site_inputs(joined, cluster)
     measured = _measured(inputs) if measure else None
     waiting = Waiting("comparing", unit="layouts")
-    search = plan_search(inputs, fixed, measured, looked=waiting.advance)
     with judging(DsxError), waiting:
-        found = search.run(top)
-        sites, over_all = compare(joined, (inputs, search, found), cluster, fixed, measured)
-        if sites.pays or over_all is None or sites.one is None:
-            content = layout_config(inputs, found.best[0].layout, search.predictor)
-            content["dsx"]["outer"] = outer_block(joined, sites)
-        else:
-            content = layout_config(joined, sites.one.layout, over_all.predictor)
-    _tell(inputs, found, measured, content, style, output, sites=sites)
+        sites = compare(joined, inputs, cluster, fixed, measured, top=top, looked=waiting.advance)
+    taken = sites.taken
+    _tell(taken.inputs, taken.plan, measured, sites.config(joined), style, output, sites=sites)
 
 
 def _plan_own(
@@ -206,7 +200,7 @@ def _tell(
         say(json.dumps(facts | ({"module": module} if module else {}), indent=2))
         return
     if sites is not None:
-        say("\n".join([*sites.text(), "", "a site"]))
+        say("\n".join([*sites.text(), ""]))
     say(_text(inputs, found, measured, module))
     if output is not None:
         say(f"wrote {output}")

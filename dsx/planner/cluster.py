@@ -148,18 +148,18 @@ class Cluster:
         Raises:
             ConfigError: The sites cannot have as many GPUs each, in whole nodes.
         """
-        if gpus % self.sites:
+        each, node = gpus // self.sites, self.gpus_per_node
+        if gpus < 1 or gpus % self.sites or (each > node and each % node):
             raise ConfigError(
                 f"--gpus {gpus}",
-                f"the {self.sites} sites of {self.name} have as many each",
-                f"use a multiple of {self.sites}",
+                f"the {self.sites} sites of {self.name} have as many each, in whole nodes of {node}",
+                f"use a multiple of {self.sites * (node if each > node else 1)}",
             )
-        alone = replace(self, sites=1, across=None)
-        alone.check_gpus(gpus // self.sites)
-        return alone
+        self.joined(gpus).check_gpus(gpus)
+        return replace(self, sites=1, across=None)
 
     def joined(self, gpus: int) -> Cluster:
-        """All of its sites for one run of ``gpus`` GPUs."""
+        """All of its sites for one run of ``gpus`` GPUs, as :meth:`site` allows them."""
         each = gpus // self.sites
         return replace(self, gpus_per_site=each, gpus_per_node=min(self.gpus_per_node, each))
 

@@ -38,7 +38,7 @@ class Network:
             return 0.0
         passes = 2 if kind == "all_reduce" else 1
         steps, node = group.size - 1, self.cluster.gpus_per_node
-        hops, far = group.nodes(node) - 1, self._sites(group) - 1
+        hops, far = group.nodes(node) - 1, self.sites(group) - 1
         latency = (steps - hops) * self.cluster.inside.latency_seconds
         latency += (hops - far) * self.cluster.between.latency_seconds
         if self.cluster.across is not None:
@@ -51,7 +51,7 @@ class Network:
         rate = cluster.inside.bytes_per_second
         if group.nodes(node) > 1:
             rate = min(rate, cluster.between.bytes_per_second * group.members_per_node(node))
-        if self._sites(group) > 1 and cluster.across is not None:
+        if self.sites(group) > 1 and cluster.across is not None:
             each = cluster.gpus_per_site
             rate = min(rate, cluster.across.bytes_per_second / each * group.members_per_node(each))
         return rate * self.efficiency.link
@@ -67,7 +67,7 @@ class Network:
         assert link is not None, "there is another site"
         return link.latency_seconds + num_bytes * senders / (link.bytes_per_second * self.efficiency.link)
 
-    def _sites(self, group: Group) -> int:
+    def sites(self, group: Group) -> int:
         """Sites that a group lies on."""
         each = self.cluster.gpus_per_site
         return group.nodes(each) if each else 1

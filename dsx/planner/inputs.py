@@ -17,7 +17,7 @@ from dsx.config.resolve import resolve
 from dsx.config.run import RunConfig
 from dsx.config.schema import OuterConfig
 from dsx.config.sources import find_model
-from dsx.config.wording import either
+from dsx.config.wording import at, either
 from dsx.errors import ConfigError, DsxError
 from dsx.memory.estimate import estimate
 from dsx.memory.islands import IslandSettings
@@ -122,11 +122,10 @@ def plan_inputs(
         block["model"] = find_model(model)[0]
     elif config is None:
         raise ConfigError("--model", "no model is named", "give --model, or a CONFIG with a dsx.model")
-    outer = block.pop("outer", None)
-    islands = None if outer is None else OuterConfig.model_validate_json(json.dumps(outer))
+    outer = _outer(block.pop("outer", None), cluster)
     batch = global_batch or content.get(TRAIN) or _batch_of(written, gpus)
-    if batch and not global_batch and islands is not None:
-        batch *= islands.islands  # what is written is one island's
+    if batch and not global_batch and outer is not None:
+        batch *= outer.islands  # what is written is one island's
     length = sequence_length or block["data"].get("sequence_length")
     for name, value in (("--global-batch", batch), ("--sequence-length", length)):
         if value is None:
@@ -134,7 +133,22 @@ def plan_inputs(
     content[TRAIN], block["data"]["sequence_length"] = batch, length
     zero = content.get("zero_optimization", {}) | {"stage": lowest_stage(content)}
     run = resolve(content | {MICRO: 1, "zero_optimization": zero}, world_size=1)
-    return PlanInputs(content=content, run=run, cluster=cluster, gpus=gpus, outer=islands)
+    return PlanInputs(content=content, run=run, cluster=cluster, gpus=gpus, outer=outer)
+
+
+def _outer(written: Any, cluster: Cluster) -> OuterConfig | None:
+    """The config's ``dsx.outer``; an island for each site."""
+    if written is None:
+        return None
+    outer = OuterConfig.model_validate_json(json.dumps(written))
+    if outer.islands != cluster.sites:
+        sites = f"{cluster.sites} sites" if cluster.sites > 1 else "one site"
+        raise ConfigError(
+            at("dsx.outer.islands", outer.islands),
+            f"a plan has an island on each site, and cluster {cluster.name} has {sites}",
+            f'describe one with "sites": {outer.islands} and the link across them, or leave dsx.outer out',
+        )
+    return outer
 
 
 def site_inputs(joined: PlanInputs, cluster: Cluster) -> PlanInputs:
@@ -152,8 +166,11 @@ def site_inputs(joined: PlanInputs, cluster: Cluster) -> PlanInputs:
         )
     content = copy.deepcopy(joined.content) | {TRAIN: batch // count}
     zero = content.get("zero_optimization", {}) | {"stage": lowest_stage(content)}
-    run = resolve(content | {MICRO: 1, "zero_optimization": zero}, world_size=1)
-    given = joined.outer
+    small = content | {MICRO: 1, "zero_optimization": zero}
+    run, given = resolve(small, world_size=1), joined.outer
+    outer = {"islands": count} if given is None else written(given)
+    # Refuses what islands cannot be combined with.
+    resolve(small | {"dsx": content["dsx"] | {"outer": outer}}, world_size=1 if outer.get("meet") else count)
     return replace(
         joined,
         content=content,
@@ -167,6 +184,11 @@ def site_inputs(joined: PlanInputs, cluster: Cluster) -> PlanInputs:
             goes_on=given is not None and given.delay > 0,
         ),
     )
+
+
+def written(outer: OuterConfig) -> dict[str, Any]:
+    """``dsx.outer`` as it stands in a config."""
+    return outer.model_dump(mode="json", exclude_defaults=True)
 
 
 def lowest_stage(content: Mapping[str, Any]) -> int:
@@ -198,6 +220,9 @@ def _batch_of(written: Mapping[str, Any] | None, gpus: int) -> int | None:
     """The global batch of a config that says micro-batch and accumulation, in its own layout."""
     if written is None:
         return None
+    outer = written["dsx"].get("outer") or {}
+    if outer.get("meet"):
+        gpus //= outer["islands"]  # it is about one launch of several
     try:
         return resolve(written, world_size=gpus).global_batch_size
     except DsxError:
@@ -216,7 +241,8 @@ def _usual(cluster: Cluster) -> dict[str, Any]:
         },
         "dsx": {
             "data": {"source": "python-stdlib", "tokenizer": "bytes"},
-            "train": {"steps": 100, "output": "runs/planned-{layout}"},
+            # Of islands so many that their rounds are some.
+            "train": {"steps": 100 if cluster.sites == 1 else 1000, "output": "runs/planned-{layout}"},
         },
     }
 
@@ -281,6 +307,7 @@ def plan_search(
     measured: Calibration | None = None,
     *,
     looked: Callable[[], None] = lambda: None,
+    slack: float = 0.0,
 ) -> Search:
     """A search, ready to run.
 
@@ -289,6 +316,7 @@ def plan_search(
         fixed: What is not to be chosen.
         measured: Rates in place of the cluster's usual ones.
         looked: Called for every layout that is examined.
+        slack: As :class:`~dsx.planner.plan.Search` has it.
 
     Raises:
         ConfigError: A fixed value that cannot be.
@@ -308,6 +336,7 @@ def plan_search(
         cap_bytes=None if fixed.gpu_memory is None else gpu_memory(fixed.gpu_memory, cluster).usable_bytes,
         update_bytes=update_bytes(inputs.run.deepspeed),
         looked=looked,
+        slack=slack,
     )
     memory = LayoutMemory(inputs, search.predictor, cluster.is_host, search.cap)
     return replace(search, memory=memory, least=memory.least)

@@ -1,8 +1,9 @@
 """What islands cost over a slow link: seconds of a round, tokens per second, and when they pay. Pure.
 
-A site is a cluster of its own for its layout (:mod:`dsx.planner.plan`). Between sites an island sends, for
-each round, 2 (n-1)/n of the weights that are trained, in the bytes of its wire. Ranks of a site send their
-parts at once and share its link, so that the fullest rank's part sets the time.
+A site is a cluster of its own for its layout (:mod:`dsx.planner.plan`). Between sites each of n islands
+sends, for a round, 2 (n-1)/n of the weights that are trained, in the bytes of its wire: to every other island
+that one's slice of the movement, and then its own slice of the mean. Ranks of a site send their parts at once
+and share its link.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from math import ceil
 from typing import Self
 
 from dsx.parallel.islands import Wire, wire_bytes
+from dsx.planner.cluster import Link
 from dsx.planner.layout import Candidate
 from dsx.planner.step_time import Predictor
 
@@ -22,10 +24,16 @@ NEAR = 0.95
 """Of the speed over a link that costs nothing, what counts as near."""
 
 PAYS = 1.05
-"""So many times the tokens per second of one job must islands have before they pay: their loss may be worse."""
+"""So many times the tokens per second of one job islands must have before they pay: their loss may be worse.
+"""
 
 _LATENCIES = 6
 """Of a round: two messages between peers, and two questions to a council with their answers."""
+
+_HOST_SECONDS = 30e-9
+"""Of a core, for each element of a round's movement that a rank has: reading, rounding, averaging, the outer
+step and the sockets. It is processor time by tools/bench_islands.py, links --mbit 0: that of rounds every 2
+steps above that of rounds every 30 is 28 ns with fp32, and 33 with int8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +52,17 @@ class Terms:
     shares: int = 1
     delay: int = 0
 
+    @property
+    def words(self) -> str:
+        """In words.
+
+        >>> Terms(every=100, wire="int8", delay=3).words
+        'every 100, wire int8, delay 3'
+        """
+        shares = f", shares {self.shares}" if self.shares > 1 else ""
+        delay = f", delay {self.delay}" if self.delay else ""
+        return f"every {self.every}, wire {self.wire}{shares}{delay}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandTask:
@@ -52,7 +71,7 @@ class IslandTask:
     Attributes:
         count: How many.
         step_seconds: Of an inner step.
-        elements: Of masters on the fullest rank, by which replicas share what all of them hold.
+        elements: Trained parameters that an island sends the movement of, over all its ranks.
         ranks: Of an island.
         bytes_per_second: What is reached of the rate of an island's link.
         latency_seconds: Of that link.
@@ -66,45 +85,40 @@ class IslandTask:
     latency_seconds: float
 
     @classmethod
-    def of(cls, predictor: Predictor, layout: Candidate, count: int, link: tuple[float, float]) -> Self:
+    def of(cls, predictor: Predictor, layout: Candidate, count: int, link: Link) -> Self:
         """Islands that have a layout each.
 
         Args:
             predictor: Of an island's task.
             layout: Of an island.
             count: How many there are.
-            link: Bytes per second and seconds of latency of an island's link.
+            link: Of an island to the others.
         """
-        stages, trained = predictor.stages(layout), predictor.elements(layout.tensor, trained=True)
-        fullest = max(
-            sum(trained[layer] for stage in stages.stages_of(rank) for layer in stages.layers(stage))
-            for rank in range(layout.pipeline)
-        )
-        network = predictor.task.machine.network
+        elements = sum(predictor.elements(layout.tensor, trained=True))
+        if layout.pipeline == 1:  # where one rank has both, it sends a tied table once
+            elements -= predictor.task.layers.shared_elements(layout.tensor)
         return cls(
             count=count,
             step_seconds=predictor.predict(layout).seconds,
-            elements=ceil(fullest / layout.data),
+            elements=elements * layout.tensor,
             ranks=layout.gpus,
-            bytes_per_second=link[0] * network.efficiency.link,
-            latency_seconds=link[1],
+            bytes_per_second=link.bytes_per_second * predictor.task.machine.network.efficiency.link,
+            latency_seconds=link.latency_seconds,
         )
 
     def sent_bytes(self, terms: Terms) -> float:
         """Bytes over the link of an island, in each direction, for a round about every share."""
-        return 2 * (self.count - 1) / self.count * wire_bytes(self.elements, terms.wire) * self.ranks
+        return 2 * (self.count - 1) / self.count * wire_bytes(self.elements, terms.wire)
 
     def round_seconds(self, terms: Terms) -> float:
         """A round about one share."""
-        wire = self.sent_bytes(terms) / terms.shares / self.bytes_per_second
-        return _LATENCIES * self.latency_seconds + wire
+        wire = self.sent_bytes(terms) / self.bytes_per_second
+        host = _HOST_SECONDS * self.elements / self.ranks
+        return _LATENCIES * self.latency_seconds + (wire + host) / terms.shares
 
     def mean_step_seconds(self, terms: Terms) -> float:
         """An inner step with its part of the rounds, of which those are hidden that steps go on beside."""
-        waits = max(0.0, self.round_seconds(terms) - terms.delay * self.step_seconds)
-        # The link itself has to carry each round before the next begins.
-        link = self.round_seconds(terms) * terms.shares / terms.every
-        return max(self.step_seconds + waits * terms.shares / terms.every, link)
+        return self.step_seconds + self._waits(terms) * terms.shares / terms.every
 
     def speed(self, terms: Terms) -> float:
         """Part of the speed over a link that costs nothing, 0 to 1."""
@@ -112,11 +126,8 @@ class IslandTask:
 
     def near_from(self, terms: Terms) -> int:
         """The least ``every`` with which islands reach :data:`NEAR` of that speed."""
-        round_seconds = self.round_seconds(terms) * terms.shares
-        hidden = terms.delay * self.step_seconds * terms.shares
-        waits = max(0.0, round_seconds - hidden) / self.step_seconds
-        least = ceil(max(waits * NEAR / (1 - NEAR), round_seconds / self.step_seconds * NEAR))
-        return max(least, terms.delay * terms.shares + 1, terms.shares)
+        waits = self._waits(terms) * terms.shares / self.step_seconds
+        return max(ceil(waits * NEAR / (1 - NEAR)), terms.delay * terms.shares + 1, terms.shares)
 
     def chosen(self) -> Terms:
         """The most careful of the usual terms that come near: seldom rounds, then narrow wires, then delay.
@@ -132,3 +143,7 @@ class IslandTask:
                 return Terms(wire=wire, every=next(every for every in USUAL if every >= least))
         delay = ceil(self.round_seconds(Terms(wire=wires[-1])) / self.step_seconds)
         return Terms(wire=wires[-1], delay=delay, every=max(USUAL[-1], delay + 1))
+
+    def _waits(self, terms: Terms) -> float:
+        """Seconds of a round that no step hides."""
+        return max(0.0, self.round_seconds(terms) - terms.delay * self.step_seconds)

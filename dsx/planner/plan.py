@@ -144,7 +144,7 @@ class _Node:
     """A candidate of the search: a mesh's variant, the same with a schedule, or that with its step.
 
     Attributes:
-        seconds: Its step, or a bound that no step which comes of it is below.
+        seconds: Its step, less the slack of the search, or a bound that no step which comes of it is below.
         layout: Which.
         is_scheduled: Whether its schedule is chosen.
         time: Its step.
@@ -176,6 +176,8 @@ class Search:
         cap_bytes: What they must stay within; None: what the cluster's GPUs have.
         update_bytes: What the optimizer keeps per parameter at least, the fp32 copy of a bf16 one included.
         looked: Called for every layout that is simulated, and for every memory that is estimated.
+        slack: A layout counts as the fastest of its mesh where no other can be faster by more than this
+            share of its step: where a slow link takes most of the step, thousands are nearly as fast.
     """
 
     task: Task
@@ -185,6 +187,7 @@ class Search:
     cap_bytes: int | None = None
     update_bytes: int = 12
     looked: Callable[[], None] = lambda: None
+    slack: float = 0.0
     predictor: Predictor = field(init=False)
     _floor: MemoryFloor = field(init=False)
     _peaks: dict[Candidate, int | None] = field(init=False, default_factory=dict)
@@ -266,7 +269,8 @@ class Search:
         work = sum(time.seconds for time in times) * layout.micro_batches(self.task.global_batch)
         chunks = max(2, min(max(CHUNKS), self.task.layers.num_layers // ranks))
         fill = sum(time.forward_seconds for time in times) * (ranks - 1) / chunks
-        return (work + _NEARLY * fill) / ranks
+        beside, after = self.predictor.crossing(layout)
+        return max((work + _NEARLY * fill) / ranks, beside) + after
 
     def _can_fit(self, layout: Candidate) -> bool:
         return self._floor.states(layout) <= self.cap and self._floor.of(layout) <= self.cap
@@ -275,7 +279,7 @@ class Search:
         """What a node leads to: its schedules, or its own prediction."""
         if node.is_scheduled:
             time = self._time(node.layout)
-            yield _Node(time.seconds, node.layout, time=time)
+            yield _Node(time.seconds / (1 + self.slack), node.layout, time=time)
             return
         for layout in scheduled(self.task, self.space, node.layout):
             if self._can_fit(layout):

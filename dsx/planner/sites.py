@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from dsx.errors import DsxError
 from dsx.planner.cluster import Cluster
-from dsx.planner.inputs import Calibration, Fixed, PlanInputs, plan_search
+from dsx.planner.inputs import Calibration, Fixed, PlanInputs, layout_config, plan_search, written
 from dsx.planner.islands import NEAR, PAYS, IslandTask, Terms
-from dsx.planner.plan import Plan, Ranked, Search
+from dsx.planner.plan import Plan, Ranked
+from dsx.planner.step_time import Predictor
 from dsx.terminal import amount
+
+_SLACK = 0.05
+"""Of the step of one job, while only whether it is slower than islands is asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search for a layout was for, and what it found."""
+
+    inputs: PlanInputs
+    predictor: Predictor
+    plan: Plan
+
+    @classmethod
+    def of(
+        cls,
+        inputs: PlanInputs,
+        fixed: Fixed,
+        measured: Calibration | None,
+        looked: Callable[[], None],
+        *,
+        top: int,
+        slack: float = 0.0,
+    ) -> Self:
+        """The search's result; it raises as :meth:`~dsx.planner.plan.Search.run` does."""
+        search = plan_search(inputs, fixed, measured, looked=looked, slack=slack)
+        return cls(inputs, search.predictor, search.run(top))
+
+    @property
+    def best(self) -> Ranked:
+        """The fastest."""
+        return self.plan.best[0]
+
+    def config(self) -> dict[str, Any]:
+        """Of the fastest."""
+        return layout_config(self.inputs, self.best.layout, self.predictor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +57,9 @@ class Comparison:
 
     Attributes:
         cluster: With its sites.
-        one: The best layout of one job over all sites; None if none can be run, by ``refusal``.
+        one: One job over all sites; None if none can be run, by ``refusal``.
         refusal: Why not.
+        site: What an island trains.
         task: Islands of the best layout of a site.
         terms: How they meet.
         given: Whether the config says so.
@@ -29,8 +68,9 @@ class Comparison:
     """
 
     cluster: Cluster
-    one: Ranked | None
+    one: Found | None
     refusal: str
+    site: Found
     task: IslandTask
     terms: Terms
     given: bool
@@ -45,12 +85,36 @@ class Comparison:
     @property
     def one_tokens_per_second(self) -> float:
         """Of one job; 0 if there is none."""
-        return 0.0 if self.one is None else self.global_batch * self.length / self.one.time.seconds
+        return 0.0 if self.one is None else self.global_batch * self.length / self.one.best.time.seconds
 
     @property
     def pays(self) -> bool:
         """Whether islands train so much faster that they are worth a little loss."""
         return self.tokens_per_second > PAYS * self.one_tokens_per_second
+
+    @property
+    def taken(self) -> Found:
+        """What is faster: one job over all sites, or one of the islands."""
+        return self.site if self.pays or self.one is None else self.one
+
+    def config(self, joined: PlanInputs) -> dict[str, Any]:
+        """Of what is faster, with ``dsx.outer`` if that is islands."""
+        content = self.taken.config()
+        if self.taken is self.site:
+            content["dsx"]["outer"] = self._outer(joined)
+        return content
+
+    def _outer(self, joined: PlanInputs) -> dict[str, Any]:
+        """``dsx.outer`` of the islands: what is written, or what was chosen."""
+        if joined.outer is not None:
+            return written(joined.outer)
+        terms = self.terms
+        return {
+            "islands": self.cluster.sites,
+            "every": terms.every,
+            "wire": terms.wire,
+            **({"delay": terms.delay} if terms.delay else {}),
+        }
 
     def facts(self) -> dict[str, Any]:
         """As JSON values."""
@@ -60,8 +124,8 @@ class Comparison:
             "one_job": None
             if self.one is None
             else {
-                "layout": self.one.layout.label,
-                "step_seconds": self.one.time.seconds,
+                "layout": self.one.best.layout.label,
+                "step_seconds": self.one.best.time.seconds,
                 "tokens_per_second": self.one_tokens_per_second,
             },
             "islands": {
@@ -84,96 +148,85 @@ class Comparison:
         """In words."""
         link, task, terms = self.cluster.across, self.task, self.terms
         assert link is not None, "there are several sites"
-        megabits = f"{link.bytes_per_second * 8 / 1e6:g} Mbit/s"
-        lines = [
-            f"{self.cluster.sites} sites, {megabits} and {1000 * link.latency_seconds:g} ms between them"
-        ]
+        rate = f"{link.bytes_per_second * 8 / 1e6:,g} Mbit/s"
+        lines = [f"{self.cluster.sites} sites, {rate} and {1000 * link.latency_seconds:g} ms between them"]
         if self.one is None:
             lines.append(f"  one job over all sites: {self.refusal}")
         else:
             lines.append(
-                f"  one job over all sites: {self.one.time.seconds:.4g} s a step, "
-                f"{self.one_tokens_per_second:,.0f} tokens/s ({self.one.layout.label})"
+                f"  one job over all sites: {self.one.best.time.seconds:.4g} s a step, "
+                f"{self.one_tokens_per_second:,.0f} tokens/s ({self.one.best.layout.label})"
             )
-        shares = f", shares {terms.shares}" if terms.shares > 1 else ""
-        lines += [
-            f"  an island on each, {'as written' if self.given else 'chosen'}: every {terms.every}, wire "
-            f"{terms.wire}{shares}, delay {terms.delay}: {self.tokens_per_second:,.0f} tokens/s, "
-            f"{task.speed(terms):.1%} of the speed over a link that costs nothing",
-            f"  a round sends {amount(task.sent_bytes(terms) / terms.shares)} from each site, and takes "
-            f"{task.round_seconds(terms):.4g} s; every >= {task.near_from(terms)} gives {NEAR:.0%} of that speed",
-        ]
-        if not self.pays:
-            lines.append("islands do not pay here: one job over all sites is about as fast, or faster")
-            return lines
-        faster = self.tokens_per_second / self.one_tokens_per_second if self.one is not None else None
-        words = "" if faster is None else f": {faster:.3g}x the tokens/s of one job"
         lines.append(
-            f"islands pay{words}. Their loss after the same tokens may differ a little from one job's"
+            f"  an island on each: {task.mean_step_seconds(terms):.4g} s a step, "
+            f"{self.tokens_per_second:,.0f} tokens/s ({terms.words}{'' if self.given else '; chosen'})"
         )
+        lines.append(
+            f"  a round: {amount(task.sent_bytes(terms) / terms.shares)} from each site in "
+            f"{task.round_seconds(terms):.4g} s; {task.speed(terms):.1%} of the speed without rounds, "
+            f"{NEAR:.0%} from every {task.near_from(terms)} on"
+        )
+        if not self.pays:
+            lines.append("islands do not pay: one job over all sites is about as fast, or faster")
+            return lines
+        words = ""
+        if self.one is not None:
+            words = f": {self.tokens_per_second / self.one_tokens_per_second:.3g}x the tokens/s of one job"
+        lines.append(f"islands pay{words}, for a loss that may differ a little after the same tokens")
         return lines
 
 
 def compare(
     joined: PlanInputs,
-    site: tuple[PlanInputs, Search, Plan],
+    inputs: PlanInputs,
     cluster: Cluster,
     fixed: Fixed,
     measured: Calibration | None,
-) -> tuple[Comparison, Search | None]:
-    """One job beside islands, and the search that found the job's layout.
+    *,
+    top: int,
+    looked: Callable[[], None] = lambda: None,
+) -> Comparison:
+    """One job beside islands.
 
     Args:
         joined: What one job over all sites would train.
-        site: What an island trains, the search for its layout, and what that found.
+        inputs: What an island trains (:func:`~dsx.planner.inputs.site_inputs`).
         cluster: With its sites.
         fixed: What is not to be chosen.
         measured: Rates of the GPUs in place of the cluster's usual ones.
+        top: Meshes to find for each.
+        looked: Called for every layout that is examined.
+
+    Raises:
+        ConfigError: As :func:`~dsx.planner.inputs.plan_search`.
+        LayoutError: No layout fits a site.
     """
-    inputs, search, found = site
-    assert cluster.across is not None, "there are several sites"
+    link, given = cluster.across, joined.outer
+    assert link is not None, "there are several sites"
+    site = Found.of(inputs, fixed, measured, looked, top=top)
     if measured is not None:
-        whole = replace(measured.cluster, sites=cluster.sites, across=cluster.across).joined(joined.gpus)
+        whole = replace(measured.cluster, sites=cluster.sites, across=link).joined(joined.gpus)
         measured = replace(measured, cluster=whole)
-    one: Ranked | None = None
-    refusal, over_all = "", None
+    one, refusal = None, ""
     try:
-        over_all = plan_search(joined, fixed, measured, looked=search.looked)
-        one = over_all.run(1).best[0]
+        one = Found.of(joined, fixed, measured, looked, top=1, slack=_SLACK)
     except DsxError as error:
-        refusal, over_all = str(error).partition("\n")[0], None
-    link = cluster.across
-    task = IslandTask.of(
-        search.predictor,
-        found.best[0].layout,
-        cluster.sites,
-        (link.bytes_per_second, link.latency_seconds),
-    )
-    given = joined.outer
+        refusal = str(error).partition("\n")[0]
+    task = IslandTask.of(site.predictor, site.best.layout, cluster.sites, link)
     terms = task.chosen()
     if given is not None:
         terms = Terms(every=given.every, wire=given.wire, shares=given.shares, delay=given.delay)
-    comparison = Comparison(
+    found = Comparison(
         cluster=cluster,
         one=one,
         refusal=refusal,
+        site=site,
         task=task,
         terms=terms,
         given=given is not None,
         global_batch=joined.global_batch,
         length=inputs.run.sequence_length,
     )
-    return comparison, over_all
-
-
-def outer_block(joined: PlanInputs, comparison: Comparison) -> dict[str, Any]:
-    """``dsx.outer`` of the islands: what is written, or what was chosen."""
-    if joined.outer is not None:
-        return joined.outer.model_dump(mode="json", exclude_defaults=True)
-    terms = comparison.terms
-    return {
-        "islands": comparison.cluster.sites,
-        "every": terms.every,
-        "wire": terms.wire,
-        **({"delay": terms.delay} if terms.delay else {}),
-    }
+    if found.taken is one and one is not None:
+        return replace(found, one=Found.of(joined, fixed, measured, looked, top=top))
+    return found

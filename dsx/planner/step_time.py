@@ -395,6 +395,40 @@ class Predictor:
         count = layout.micro_batches(self.task.global_batch)
         return least_seconds(layout.program, layout.pipeline, count, costs)
 
+    def crossing(self, layout: Candidate) -> tuple[float, float]:
+        """Seconds that a step of one run over several sites keeps the link between them busy, at least.
+
+        Returns:
+            What may run beside all computation, and what cannot.
+        """
+        network, width = self.task.machine.network, self.task.width
+        if not network.cluster.gpus_per_site:
+            return 0.0, 0.0
+        group, count = Group(layout.data, layout.tensor), layout.micro_batches(self.task.global_batch)
+        # Each micro-batch crosses once or more, and its gradient in the other direction.
+        beside, after = count * Wire(self.task, layout).across, 0.0
+        if network.sites(group) == 1:
+            return beside, after
+        held, trained = (
+            sum(self.elements(layout.tensor, trained=only)) / layout.pipeline * width
+            for only in (False, True)
+        )
+        if layout.zero_stage == 3:
+            share = self.task.machine.software.gather_share
+            gathers = network.seconds("all_gather", held + trained, group, share)
+            reduction = network.seconds("reduce_scatter", trained, group, share)
+            return max(beside, count * (gathers + reduction)), after
+        reduction = network.seconds("all_reduce", trained, group)
+        if layout.reduces_micro_batches:
+            after += count * reduction
+        elif layout.pipeline == 1 and self.task.machine.software.gradients == "chunk":
+            after += reduction  # nothing is left to compute once its only chunk's gradients are there
+        else:
+            beside = max(beside, reduction)
+        if layout.zero_stage:
+            after += network.seconds("all_gather", trained, group)
+        return beside, after
+
     def predict(self, layout: Candidate) -> StepTime:
         """The layout's step.
 
