@@ -152,7 +152,7 @@ class Cluster:
         if gpus < 1 or gpus % self.sites or (each > node and each % node):
             raise ConfigError(
                 f"--gpus {gpus}",
-                f"the {self.sites} sites of {self.name} have as many each, in whole nodes of {node}",
+                f"each of the {self.sites} sites of {self.name} has as many, in whole nodes of {node}",
                 f"use a multiple of {self.sites * (node if each > node else 1)}",
             )
         self.joined(gpus).check_gpus(gpus)
@@ -243,7 +243,8 @@ class LinkConfig(SchemaBlock):
     """What a GPU sends through at one level."""
 
     gigabytes_per_second: PositiveNumber | None = Field(
-        default=None, description="Nominal rate of one GPU in one direction, in 10**9 bytes."
+        default=None,
+        description="Nominal rate in one direction, in 10**9 bytes: a GPU's, and of across a whole site's.",
     )
     latency_microseconds: Annotated[float, Field(ge=0)] | None = Field(
         default=None, description="Of one step of a collective."

@@ -161,7 +161,7 @@ def site_inputs(joined: PlanInputs, cluster: Cluster) -> PlanInputs:
     if batch % count:
         raise ConfigError(
             f"--global-batch {batch}",
-            f"the {count} sites read as many sequences each",
+            f"each of the {count} sites reads as many sequences",
             f"use a multiple of {count}",
         )
     content = copy.deepcopy(joined.content) | {TRAIN: batch // count}

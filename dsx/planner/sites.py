@@ -15,7 +15,7 @@ from dsx.planner.step_time import Predictor
 from dsx.terminal import amount
 
 _SLACK = 0.05
-"""Of the step of one job, while only whether it is slower than islands is asked."""
+"""Of the step of one job, while it is far slower than islands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,19 @@ class Comparison:
         return 0.0 if self.one is None else self.global_batch * self.length / self.one.best.time.seconds
 
     @property
+    def gain(self) -> float:
+        """Tokens per second of islands over those of one job, if there is one."""
+        return self.tokens_per_second / self.one_tokens_per_second
+
+    @property
     def pays(self) -> bool:
         """Whether islands train so much faster that they are worth a little loss."""
-        return self.tokens_per_second > PAYS * self.one_tokens_per_second
+        return self.one is None or self.gain > PAYS
 
     @property
     def taken(self) -> Found:
         """What is faster: one job over all sites, or one of the islands."""
-        return self.site if self.pays or self.one is None else self.one
+        return self.site if self.one is None or self.pays else self.one
 
     def config(self, joined: PlanInputs) -> dict[str, Any]:
         """Of what is faster, with ``dsx.outer`` if that is islands."""
@@ -171,7 +176,7 @@ class Comparison:
             return lines
         words = ""
         if self.one is not None:
-            words = f": {self.tokens_per_second / self.one_tokens_per_second:.3g}x the tokens/s of one job"
+            words = f": {self.gain:.3g}x the tokens/s of one job"
         lines.append(f"islands pay{words}, for a loss that may differ a little after the same tokens")
         return lines
 
@@ -227,6 +232,6 @@ def compare(
         global_batch=joined.global_batch,
         length=inputs.run.sequence_length,
     )
-    if found.taken is one and one is not None:
+    if one is not None and found.gain <= PAYS * (1 + _SLACK):
         return replace(found, one=Found.of(joined, fixed, measured, looked, top=top))
     return found

@@ -407,6 +407,8 @@ class Predictor:
         group, count = Group(layout.data, layout.tensor), layout.micro_batches(self.task.global_batch)
         # Each micro-batch crosses once or more, and its gradient in the other direction.
         beside, after = count * Wire(self.task, layout).across, 0.0
+        if layout.pipeline > 1:
+            after += self._tied_seconds(layout)
         if network.sites(group) == 1:
             return beside, after
         held, trained = (
@@ -497,15 +499,21 @@ class Predictor:
             if software.gradients == "backward":
                 last = max(self.costs(layout).by_op(stages.num_stages)[Op.BACKWARD])
                 reduction = max(0.0, reduction - last)
-        if layout.pipeline > 1 and (shared := task.layers.shared_elements(layout.tensor)):
-            pair = Group(2, (layout.pipeline - 1) * layout.data * layout.tensor)
-            reduction += network.seconds("all_reduce", shared * task.width, pair)
+        if layout.pipeline > 1:
+            reduction += self._tied_seconds(layout)
         own = number / (layout.data if layout.zero_stage else 1)
         update = task.machine.traffic(own * update_bytes(task.width))
         gathered = 0.0
         if layout.zero_stage in (1, 2):
             gathered = network.seconds("all_gather", number * task.width, group)
         return reduction, update, gathered
+
+    def _tied_seconds(self, layout: Candidate) -> float:
+        """Summing the gradients of what the first and the last pipeline rank both hold."""
+        shared = self.task.layers.shared_elements(layout.tensor)
+        pair = Group(2, (layout.pipeline - 1) * layout.data * layout.tensor)
+        network = self.task.machine.network
+        return network.seconds("all_reduce", shared * self.task.width, pair) if shared else 0.0
 
     def _reduction(self, chunks: list[tuple[float, int]], group: Group) -> float:
         """What of an all-reduce of all gradients is left after the schedule has ended."""

@@ -100,6 +100,34 @@ def test_slower_links_have_rarer_rounds_then_narrower_wires_then_delay(bytes_per
     assert task.speed(chosen) >= NEAR
 
 
+PERCENT = (50, 80, 90, 95, 99)
+TABLE_6 = [
+    # Charles et al. 2025 (arXiv:2503.09799), table 6: billions of parameters, seconds a step, H, and Gbit/s
+    # for so many percent of the time to be computation.
+    (10, 0.8, 10, (16.0, 49.4, 86.8, 152.6, 222.3)),
+    (10, 0.8, 50, (3.0, 11.0, 23.3, 41.0, 126.5)),
+    (10, 0.8, 100, (1.4, 6.2, 13.3, 23.3, 86.8)),
+    (10, 0.8, 300, (0.5, 2.0, 4.3, 9.1, 41.0)),
+    (405, 26, 10, (19.3, 72.0, 126.5, 184.2, 268.3)),
+    (405, 26, 50, (3.6, 13.3, 28.1, 59.6, 184.2)),
+    (405, 26, 100, (2.0, 7.5, 16.0, 33.9, 126.5)),
+    (405, 26, 300, (0.7, 3.0, 6.2, 13.3, 59.6)),
+]
+
+
+@pytest.mark.parametrize(("billions", "step_seconds", "every", "gbits"), TABLE_6)
+def test_published_bandwidths_of_diloco(billions, step_seconds, every, gbits):
+    """Its simulator hides a part of each round behind a backward pass, so that it is a little above."""
+    for percent, gbit in zip(PERCENT, gbits, strict=True):
+        task = island(
+            elements=billions * 10**9,
+            ranks=10**12,
+            step_seconds=step_seconds,
+            bytes_per_second=gbit * 1e9 / 8,
+        )
+        assert 0 <= percent / 100 - task.speed(Terms(every=every, wire="bf16")) < 0.1
+
+
 @pytest.mark.parametrize("stride", [1, 2])
 def test_an_all_reduce_over_a_slow_link_is_a_rings(stride):
     """alpha-beta (Thakur et al. 2005): 2 (n-1) steps, 2 (n-1)/n of the bytes through the slowest link."""
@@ -121,9 +149,9 @@ def test_a_group_within_a_site_does_not_cross():
         assert times[0] == times[1]
 
 
-def task(cluster, batch=32):
+def task(cluster, model=LLAMA, batch=32):
     machine = Machine(network=Network(cluster, IDEAL), software=Software(), precision="bf16")
-    return model_task(LLAMA, machine=machine, global_batch=batch, sequence_length=2048)
+    return model_task(model, machine=machine, global_batch=batch, sequence_length=2048)
 
 
 def test_data_parallel_ranks_of_one_job_wait_for_the_link():
@@ -139,16 +167,16 @@ def test_data_parallel_ranks_of_one_job_wait_for_the_link():
 
 def test_messages_of_a_pipeline_queue_at_the_link():
     """Of 32 sequences each crosses once, and its gradient in the other direction."""
-    predictor = Predictor(task(two_sites()))
+    predictor = Predictor(task(two_sites(), replace(LLAMA, tied_embeddings=False)))
     layout = Candidate(mesh=Mesh.over(16, pp=2, tp=1), micro_batch=1, zero_stage=1)
     hidden = 32 * 2048 * LLAMA.hidden_size * 2 / LINK.bytes_per_second
     assert predictor.predict(layout).seconds == pytest.approx(hidden, rel=0.05)
 
 
-@pytest.mark.parametrize("mbit", [100, 1_000, 100_000])
+@pytest.mark.parametrize("mbit", [100, 100_000])
 def test_what_crosses_is_a_bound(mbit):
     predictor = Predictor(task(two_sites(Link(mbit * MBIT, 0.02))))
-    space = Space.of(16, micro_batches=(1, 4), names=("1f1b", "interleaved", "zbv"), chunks=(1, 2, 4))
+    space = Space.of(16, micro_batches=(1, 4), names=("1f1b", "interleaved", "zbv"))
     layouts = [
         layout
         for mesh in meshes(predictor.task, space)
@@ -156,7 +184,7 @@ def test_what_crosses_is_a_bound(mbit):
         for layout in scheduled(predictor.task, space, variant)
     ]
     assert len(layouts) > 200
-    for layout in layouts[::7]:
+    for layout in layouts[::31]:
         beside, after = predictor.crossing(layout)
         assert beside + after > 0
         assert beside + after <= predictor.predict(layout).seconds * (1 + 1e-9)
@@ -164,7 +192,10 @@ def test_what_crosses_is_a_bound(mbit):
 
 @pytest.mark.parametrize("slack", [0.0, 0.05])
 def test_a_search_over_sites_finds_what_trying_everything_finds(slack):
-    found, space = task(two_sites()), Space.of(16, micro_batches=(1, 2), recompute=("none",), chunks=(1, 2))
+    found, space = (
+        task(two_sites()),
+        Space.of(16, micro_batches=(1, 2), recompute=("none",), names=("1f1b", "zbv")),
+    )
     predictor = Predictor(found)
     seconds = [
         predictor.predict(layout).seconds
@@ -177,14 +208,14 @@ def test_a_search_over_sites_finds_what_trying_everything_finds(slack):
     assert plan.predicted < len(seconds)
 
 
-def compared(mbit, latency_seconds=0.025):
+def compared(mbit, latency_seconds=0.025, batch=8):
     cluster = replace(preset("CPU"), sites=2, across=Link(mbit * MBIT, latency_seconds))
     joined = plan_inputs(
         model="llama/tiny",
         config=None,
         cluster=cluster.joined(4),
         gpus=4,
-        global_batch=8,
+        global_batch=batch,
         sequence_length=128,
     )
     fixed = Fixed(micro_batch=1, tensor=1)
@@ -203,9 +234,9 @@ def test_islands_pay_over_a_slow_link():
 
 
 def test_islands_do_not_pay_where_sites_are_as_near_as_nodes():
-    """A site's link is that of its two GPUs between nodes, and their latency."""
+    """A site's link is that of its two processes between nodes."""
     between = preset("CPU").between
-    found, joined = compared(2 * between.bytes_per_second / MBIT, between.latency_seconds)
+    found, joined = compared(2 * between.bytes_per_second / MBIT, between.latency_seconds, batch=512)
     assert not found.pays
     assert found.taken is found.one
     assert "outer" not in found.config(joined)["dsx"]

@@ -78,11 +78,11 @@ def test_two_sites(dsx, offices, tmp_path, monkeypatch, capsys):
         ({"sites": 1}, 4, 8, "sites = 1"),
         ({"sites": None}, 4, 8, "sites = 1"),
         ({"across": {"gigabytes_per_second": -1}}, 4, 8, "across.gigabytes_per_second = -1"),
-        ({}, 5, 8, "--gpus 5: the 2 sites of two offices have as many each, in whole nodes of 8."),
+        ({}, 5, 8, "--gpus 5: each of the 2 sites of two offices has as many, in whole nodes of 8. Fix: "),
         ({}, 24, 24, "--gpus 24"),
         ({"nodes": 1}, 32, 32, "--gpus 32: two offices has 2 sites of 1 nodes of 8. Fix: use at most 16"),
         ({}, 0, 8, "--gpus 0"),
-        ({}, 4, 9, "--global-batch 9: the 2 sites read as many sequences each. Fix: use a multiple of 2"),
+        ({}, 4, 9, "--global-batch 9: each of the 2 sites reads as many sequences. Fix: use a multiple of 2"),
     ],
 )
 def test_refused(dsx, offices, changes, gpus, batch, what):
@@ -101,19 +101,19 @@ def test_refused(dsx, offices, changes, gpus, batch, what):
         ("outer", {"islands": 3}, {}, "dsx.outer.islands = 3: a plan has an island on each site"),
         ("outer", {"islands": 2}, {"sites": 1, "across": None}, "cluster two offices has one site"),
         # What islands cannot be combined with is refused here, not by the run.
-        ("data", {"source": "here.txt", "streaming": True}, {}, "dsx.data.streaming"),
+        ("data", {"source": "here", "streaming": True, "sequence_length": 128}, {}, "dsx.data.streaming"),
     ],
 )
 def test_refused_configs(dsx, offices, tmp_path, key, value, cluster, what):
     file = tmp_path / "config.json"
     block = {
         "model": {"family": "llama", "preset": "tiny"},
-        "data": {"source": "here.txt"},
+        "data": {"source": "here.txt", "sequence_length": 128},
         "train": {"steps": 10, "output": "there"},
     }
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     file.write_text(json.dumps({"train_batch_size": 4, "optimizer": optimizer, "dsx": block | {key: value}}))
-    code, out, err = dsx(file, "--cluster", offices(**cluster), "--gpus", 4, "--sequence-length", 128, *FIXED)
+    code, out, err = dsx(file, "--cluster", offices(**cluster), "--gpus", 4, *FIXED)
     assert (code, out) == (2, "")
     assert what in err
     assert "Fix: " in err
