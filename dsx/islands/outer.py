@@ -297,10 +297,8 @@ class Outer:
             return
         engine.global_steps = int(facts["step"])
         if engine.lr_scheduler is not None and facts["lr_scheduler"] is not None:
-            engine.lr_scheduler.load_state_dict(plain.decode(facts["lr_scheduler"], "the islands' schedule"))
-            rates = engine.lr_scheduler.get_last_lr()
-            for group, rate in zip(engine.optimizer.param_groups, rates, strict=False):
-                group["lr"] = rate
+            saved = plain.decode(facts["lr_scheduler"], "the islands' schedule")
+            set_schedule(engine.lr_scheduler, engine.optimizer, saved)
 
     def _distances(self, means: Sequence[Tensor], flight: Flight, share: int) -> tuple[float, float | None]:
         """Length of the mean movement over the whole share, and this island's distance from it over that."""
@@ -390,3 +388,12 @@ class Outer:
                 for error in state.errors(share):
                     error.zero_()
             self.standing = standing
+
+
+def set_schedule(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> None:
+    """Go on with a learning-rate schedule from its saved state, and with the rates that are in force then."""
+    scheduler.load_state_dict(saved)
+    # torch's schedules save these. DeepSpeed's do not, and compute what is in force at their step.
+    rates = scheduler.get_last_lr() if "_last_lr" in saved else scheduler.get_lr()
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        group["lr"] = rate

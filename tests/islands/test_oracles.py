@@ -250,6 +250,7 @@ def test_adamw_is_a_loop_over_copies(layout, tmp_path):
     results = check_beside_copies(layout, tmp_path, every=3)
     for _, _, reports in results:
         assert [(r.step, r.islands, r.moved) for r in reports] == [(3, (0, 1), (0, 1)), (6, (0, 1), (0, 1))]
+        assert [r.hidden for r in reports] == [0.0, 0.0]  # no step goes on meanwhile
 
 
 @pytest.mark.parametrize(("shares", "delay"), [(2, 0), (1, 1), (2, 1), (3, 0)])
