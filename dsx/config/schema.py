@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dsx.models.spec import Family, Recompute
+from dsx.parallel.islands import wrong_address
 from dsx.schedules.builders import ScheduleName
 
 Positive = Annotated[int, Field(ge=1)]
@@ -635,10 +636,6 @@ class ElasticConfig(SchemaBlock):
     )
 
 
-_ADDRESS = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>[0-9]{1,5})")
-_ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - where one may listen, and nobody can connect to
-
-
 class OuterOptimizerConfig(SchemaBlock):
     """What moves the weights that islands share: torch's SGD, by default as in DiLoCo (arXiv:2311.08105)."""
 
@@ -702,15 +699,8 @@ class OuterConfig(SchemaBlock):
     @model_validator(mode="after")
     def _meet(self) -> Self:
         for address in self.meet:
-            found = _ADDRESS.fullmatch(address)
-            if found is None or not 0 < int(found["port"]) < 1 << 16:
-                what = f'meet has "{address}", which is no host:port'
-                raise MistakeError(what, "write it as hostA:29700, 10.0.0.5:29700 or [fd00::5]:29700")
-            if (found["v6"] or found["host"]) in _ANYWHERE:
-                what = f'meet has "{address}", to which no other island can connect'
-                raise MistakeError(
-                    what, "give a name or an address of the machine; it listens on all of them"
-                )
+            if (wrong := wrong_address(address)) is not None:
+                raise MistakeError(f'meet has "{address}", {wrong[0]}', wrong[1])
         if self.meet and len(self.meet) != self.islands:
             there = f"{len(self.meet)} address{'' if len(self.meet) == 1 else 'es'}"
             what = f"meet has {there} for islands = {self.islands}"

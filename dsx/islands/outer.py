@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,10 +31,15 @@ from dsx.islands.station import Station
 from dsx.parallel.groups import Groups
 from dsx.parallel.islands import OUTER_STATES, OUTER_WEIGHTS, Rounds
 
-if TYPE_CHECKING:
-    from dsx.engine.engine import Steering
-
 _FETCHES = 5
+
+
+class Stops(Protocol):
+    """Whether a rank is to end."""
+
+    @property
+    def stop_wanted(self) -> Callable[[], bool] | None:
+        """Says whether this rank wants no further step; None never does."""
 
 
 class OuterRun(Protocol):
@@ -43,7 +48,10 @@ class OuterRun(Protocol):
     groups: Groups
     deepspeed_engine: Any
     whereabouts: Whereabouts
-    steering: Steering
+
+    @property
+    def steering(self) -> Stops:
+        """What its training steps ask."""
 
 
 class Outer:

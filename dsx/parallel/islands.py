@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -113,6 +114,27 @@ def carried_over(samples: int, was: int, now: int, batch: int) -> int:
         return samples
     together = samples * was
     return together if now == 1 else -(-together // (now * batch)) * batch
+
+
+_ADDRESS = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>[0-9]{1,5})")
+_ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - where one may listen, and nobody can connect to
+
+
+def wrong_address(text: str) -> tuple[str, str] | None:
+    """What is wrong with an address at which an island is to be met, and the fix; None if nothing is.
+
+    >>> [wrong_address(text) for text in ("hostA:29700", "[fd00::5]:29700")]
+    [None, None]
+    >>> wrong_address("hostA")
+    ('which is no host:port', 'write it as hostA:29700, 10.0.0.5:29700 or [fd00::5]:29700')
+    """
+    found = _ADDRESS.fullmatch(text)
+    if found is None or not 0 < int(found["port"]) < 1 << 16:
+        return "which is no host:port", "write it as hostA:29700, 10.0.0.5:29700 or [fd00::5]:29700"
+    if (found["v6"] or found["host"]) in _ANYWHERE:
+        fix = "give a name or an address of the machine; it listens on all of them"
+        return "to which no other island can connect", fix
+    return None
 
 
 def cut(start: int, stop: int, part: int, parts: int) -> tuple[int, int]:
