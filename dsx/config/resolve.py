@@ -526,7 +526,8 @@ def resolve(
     if dsx.outer is not None:
         raise_all(name, [*outer_problems(deepspeed, dsx)])
         islands = which_island(dsx.outer, world_size, rank)
-        return replace(_resolve(name, deepspeed, dsx, islands.ranks), islands=islands)
+        run = _resolve(name, deepspeed, dsx, islands.ranks)
+        return replace(run, islands=islands, notes=(*run.notes, *_outer_notes(dsx)))
     if dsx.elastic is None:
         return _resolve(name, deepspeed, dsx, world_size)
     judge = None
@@ -563,6 +564,16 @@ def which_island(outer: OuterConfig, world_size: int, rank: int) -> Islands:
         meet=outer.meet,
         patience_seconds=outer.patience_seconds,
     )
+
+
+def _outer_notes(dsx: DsxConfig) -> tuple[str, ...]:
+    """What islands may not have been meant to do."""
+    assert dsx.outer is not None, "asked about islands"
+    steps, first = dsx.train.steps, -(-dsx.outer.every // dsx.outer.shares)
+    if first < steps:
+        return ()
+    key = at("dsx.outer.every", dsx.outer.every)
+    return (f"{key}: with dsx.train.steps = {steps} islands average after the last step alone",)
 
 
 def outer_problems(deepspeed: Mapping[str, Any], dsx: DsxConfig) -> Iterator[ConfigError]:

@@ -75,3 +75,18 @@ def test_each_island_may_have_a_launcher_of_its_own():
     assert (run.islands.index, run.islands.ranks, run.islands.meet) == (1, 3, tuple(meet))
     assert run.summary()["islands"] == {"count": 2, "index": 1, "ranks": 3}
     assert run.output.name == "island1"
+
+
+def test_a_run_without_a_round_before_its_end_says_so():
+    notes = {
+        every: [
+            note
+            for note in resolve(changed({"dsx.outer": {"islands": 2, "every": every}}), world_size=2).notes
+            if "dsx.outer" in note
+        ]
+        for every in (1, 10_000)
+    }
+    assert notes[1] == []
+    (said,) = notes[10_000]
+    assert said.startswith("dsx.outer.every = 10000: with dsx.train.steps = ")
+    assert said.endswith(" islands average after the last step alone")
