@@ -134,6 +134,7 @@ def estimate(
     else:
         items = []
     run = resolve(source, world_size=gpus, overrides=items)
+    gpu = gpu and _on_sites(gpu, run, gpus)
     capacity = None if room is None else room.usable_bytes
     memory = _memory(run, gpu, capacity)
     traced = _traced(run, memory, gpu, capacity) if trace else None
@@ -141,6 +142,14 @@ def estimate(
     if room is not None and memory.peak_bytes > room.usable_bytes:
         say(_advice(source, items, run, room.usable_bytes, gpu), err=True)
         raise typer.Exit(BAD)
+
+
+def _on_sites(cluster: Cluster, run: RunConfig, gpus: int) -> Cluster:
+    """What a run has of a cluster: one of several sites for an island, all of them for one job."""
+    if cluster.sites == 1:
+        return cluster
+    alone = cluster.site(gpus if run.islands is None else run.islands.count * run.islands.ranks)
+    return cluster.joined(gpus) if run.islands is None else alone
 
 
 def _of_layers(

@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -47,6 +47,43 @@ def own_address(towards: str) -> str:
         asking.connect((host, port))
         return str(asking.getsockname()[0])
     return socket.gethostname()
+
+
+def doubts(meet: Sequence[str], own: int) -> list[str]:
+    """What of ``dsx.outer.meet`` looks wrong from this machine, in words; island ``own`` is to run here.
+
+    None of it is an error: names come and go with the machines that they name, and an address may be
+    translated on the way.
+    """
+    found = []
+    for island, address in enumerate(meet):
+        host, _ = address_of(address)
+        place = f"dsx.outer.meet[{island}] = {address}"
+        try:
+            places = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+        except OSError as error:
+            why = error.strerror or str(error)
+            found.append(
+                f"{place}: {host} is not known here ({why}); rounds are without that island until it is"
+            )
+            continue
+        if island == own and not any(map(_is_own, places)):
+            found.append(
+                f"{place}: that is no address of this machine. If it is not translated to one, the others "
+                f"cannot find this island: is dsx.outer.island = {own} meant?"
+            )
+    return found
+
+
+def _is_own(place: tuple[Any, ...]) -> bool:
+    """Whether an address that ``getaddrinfo`` has given is one of this machine's."""
+    family, kind, _, _, address = place
+    try:
+        with socket.socket(family, kind) as tried:
+            tried.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 class Link:

@@ -290,8 +290,11 @@ def _station(islands: Islands | None, place: int, shared: Any) -> Iterator[Stati
     if islands is None:
         yield None
         return
-    from dsx.islands.station import Station  # here: other runs have none
+    from dsx.islands.links import doubts  # here: other runs have no islands
+    from dsx.islands.station import Station
 
+    for doubt in doubts(islands.meet, islands.index) if place == 0 else ():
+        sys.stderr.write(f"warning: {doubt}\n")
     launcher = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '29500')}"
     station = Station(islands, place, shared=shared, launcher=launcher)
     try:

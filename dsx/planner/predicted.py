@@ -84,7 +84,17 @@ class Judge:
 
     @classmethod
     def of(cls, cluster: Cluster, capacity_bytes: int | None = None) -> Self:
-        """The judge by a cluster's rates and memory, or by ``capacity_bytes`` in place of its memory."""
+        """The judge by a cluster's rates and memory, or by ``capacity_bytes`` in place of its memory.
+
+        Raises:
+            ConfigError: The cluster has several sites, and which of them a run is on is not said.
+        """
+        if cluster.sites > 1 and not cluster.gpus_per_site:
+            raise ConfigError(
+                f"cluster {cluster.name}: sites = {cluster.sites}",
+                "runs are compared on one of them",
+                "remove sites and across",
+            )
         capacity = cluster.usable_bytes if capacity_bytes is None else capacity_bytes
         job = partial(job_of, device="cpu" if cluster.is_host else "cuda", capacity_bytes=capacity)
         return cls(

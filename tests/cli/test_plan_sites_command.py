@@ -6,6 +6,7 @@ import pytest
 
 from dsx.cli.app import main
 from dsx.config.resolve import resolve
+from dsx.errors import ConfigError
 
 COMMAND = ("plan",)
 OFFICES = {
@@ -128,3 +129,20 @@ def test_a_layer_list_is_planned_for_one_site(dsx, offices, tmp_path):
     code, out, err = dsx(config, "--layers", f"{layers}:make", "--cluster", offices(), "--gpus", 4)
     assert (code, out) == (2, "")
     assert "cluster two offices: sites = 2: a layer list is planned for one of them. Fix: " in err
+
+
+def test_an_elastic_run_is_compared_on_one_site(offices):
+    content = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "dsx": {
+            "model": {"family": "llama", "preset": "tiny"},
+            "data": {"source": "here.txt", "sequence_length": 128},
+            "train": {"steps": 10, "output": "there"},
+            "elastic": {"cluster": str(offices())},
+        },
+    }
+    with pytest.raises(
+        ConfigError, match=r"cluster two offices: sites = 2: runs are compared on one of them\. Fix"
+    ):
+        resolve(content, world_size=4)

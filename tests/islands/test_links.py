@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dsx.errors import ConfigError
-from dsx.islands.links import Header, Inbox, Link, LinkError, Listener, address_of, own_address
+from dsx.islands.links import Header, Inbox, Link, LinkError, Listener, address_of, doubts, own_address
 
 PATIENCE = 60.0
 SHORT = 0.05
@@ -266,3 +266,20 @@ def test_addresses() -> None:
     assert address_of("host:29700") == ("host", 29700)
     assert address_of("[fe80::1]:1") == ("fe80::1", 1)
     assert own_address("127.0.0.1:29700") == "127.0.0.1"
+
+
+def test_doubts_about_addresses(monkeypatch):
+    assert doubts(("127.0.0.1:29700", "localhost:29700", "192.0.2.1:29700"), 0) == []
+    # 192.0.2.0/24 is nobody's (RFC 5737).
+    (doubt,) = doubts(("127.0.0.1:29700", "192.0.2.1:29700"), 1)
+    assert doubt.startswith("dsx.outer.meet[1] = 192.0.2.1:29700: that is no address of this machine.")
+    assert doubt.endswith("is dsx.outer.island = 1 meant?")
+
+    def unknown(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    (doubt,) = doubts(("hostb:29700",), 0)
+    assert doubt.startswith(
+        "dsx.outer.meet[0] = hostb:29700: hostb is not known here (Name or service not known)"
+    )
