@@ -303,6 +303,10 @@ def test_the_cluster_is_one(tmp_path):
     path.write_text(block)
     assert read_cluster(str(path)).nodes == 16
 
+    (block,) = blocks(section("Several sites"), "json")
+    path.write_text(block)
+    assert read_cluster(str(path)).sites == 2
+
 
 def test_what_auto_becomes():
     for cells in rows("The one JSON", "| ranks"):
