@@ -78,7 +78,7 @@ def test_every_key_has_a_description():
                     yield from blocks(kind)
 
     seen = list(blocks(DsxConfig))
-    assert len(seen) == 15
+    assert len(seen) == 17
     for block in seen:
         for name, field in block.model_fields.items():
             assert field.description, f"{block.__name__}.{name}"
