@@ -99,11 +99,11 @@ class Comparison:
 
     @property
     def taken(self) -> Found:
-        """What is faster: one job over all sites, or one of the islands."""
-        return self.site if self.one is None or self.pays else self.one
+        """What is faster: one job over all sites, or one of the islands; these if the config has them."""
+        return self.site if self.given or self.one is None or self.pays else self.one
 
     def config(self, joined: PlanInputs) -> dict[str, Any]:
-        """Of what is faster, with ``dsx.outer`` if that is islands."""
+        """Of what is taken, with ``dsx.outer`` if that is islands."""
         content = self.taken.config()
         if self.taken is self.site:
             content["dsx"]["outer"] = self._outer(joined)

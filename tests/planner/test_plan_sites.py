@@ -241,3 +241,5 @@ def test_islands_do_not_pay_where_sites_are_as_near_as_nodes():
     assert found.taken is found.one
     assert "outer" not in found.config(joined)["dsx"]
     assert found.text()[-1].startswith("islands do not pay")
+    # A config that has islands is planned as islands, whatever is said of them.
+    assert replace(found, given=True).taken is found.site
