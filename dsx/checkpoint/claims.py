@@ -27,6 +27,7 @@ from dsx.models.hf_config import FAMILIES, model_spec
 from dsx.models.param import ParamSpec
 from dsx.models.params import stored_specs
 from dsx.models.spec import Adapter, Model, ModelSpec
+from dsx.parallel.islands import OUTER_MOMENTUM, OUTER_WEIGHTS
 
 _SPARE_RANKS, _MOST_RANKS = 1 << 12, 1 << 17
 _SPARE_LAYERS = 1 << 10
@@ -45,17 +46,26 @@ _ByName = _Number | None | dict[str, _Number | None]
 _Told = TypeVar("_Told", bound=BaseModel)
 
 
+class _OuterStep(BaseModel):
+    """The inner step of a round."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    step: _Count
+    lr_scheduler: dict[str, Any] | None
+
+
 class _Outer(BaseModel):
     """What islands know of their common weights."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     islands: _Degree
-    name: str = ""
-    version: _Count = 0
-    progress: _Count = 0
-    facts: dict[str, Any] = {}
-    seen: dict[str, _Count] = {}
+    name: str
+    version: _Count
+    progress: _Count
+    facts: _OuterStep
+    seen: dict[str, _Count]
 
 
 class _Facts(BaseModel):
@@ -151,10 +161,20 @@ def check_claims(catalog: Catalog) -> None:
         raise _wrong(catalog, f"mesh {told.mesh}", f"{ranks} ranks, of which its tensors bear out {most}")
     if told.stage_bounds[0] != 0 or sorted(told.stage_bounds) != told.stage_bounds:
         raise _wrong(catalog, "stage_bounds", "they do not ascend from 0")
+    if told.outer is not None:
+        _check_outer(catalog, told.outer, told.step)
     claimed = {f"tensor {spec.name}": spec.layer for spec in catalog.specs}
     claimed |= {f"tied {key}": max(layers) for key, layers in told.tied.items()}
     claimed |= {"stage_bounds": told.stage_bounds[-1], "unnamed_ties": max(told.unnamed_ties, default=0)}
     check_layers(catalog, claimed)
+
+
+def _check_outer(catalog: Catalog, outer: _Outer, step: int) -> None:
+    if outer.facts.step > step:
+        raise _wrong(catalog, f"outer.facts.step = {outer.facts.step}", f"the checkpoint is of step {step}")
+    missing = {OUTER_WEIGHTS, OUTER_MOMENTUM} - {entry.state for entry in catalog.entries}
+    if outer.version and missing:  # before the first step there are none
+        raise _wrong(catalog, "outer", f"it is of an island, and has no {' and no '.join(sorted(missing))}")
 
 
 def check_layers(catalog: Catalog, claimed: Mapping[str, int]) -> None:

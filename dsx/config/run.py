@@ -120,11 +120,13 @@ class RunConfig:
 
     @property
     def fingerprint(self) -> str:
-        """What islands must have in common so that ranks with the same coordinates hold the same parts."""
+        """What islands must have in common to hold the same parts of the model, and to share the samples."""
         outer = None if self.dsx.outer is None else self.dsx.outer.model_dump(
             exclude={"meet", "island", "patience_seconds", "delay"}
         )  # fmt: skip
-        return repr((self.mesh, self.zero_stage, self.stage_map, self.param_specs, outer))
+        parts = (self.mesh, self.zero_stage, self.stage_map, self.param_specs, outer)
+        # They take turns at samples of one size, in batches, in an order that the seed draws.
+        return repr((*parts, self.global_batch_size, self.sequence_length, self.dsx.data.seed))
 
     @property
     def num_parameters(self) -> int:

@@ -122,9 +122,12 @@ class Outer:
         if self.state is None:
             self.state = self._made_state()
             self.state.begin()
+            # Other weights to begin with, of another seed or another kind of machine, have another name: the
+            # first island gives its own to the others.
+            self.standing = replace(self.standing, name=self._ranks.digest(self.state.digest()))
         for _ in range(_FETCHES):
             newest = self._talk.newest(self.standing)
-            if newest is None or newest["progress"] <= self.standing.progress:
+            if newest is None or not self._yields_to(newest):
                 return
             taken = self._talk.fetched(newest["addresses"])
             if taken is not None:
@@ -222,6 +225,12 @@ class Outer:
             },
             carries_errors=self._settings.wire == "int8",
         )
+
+    def _yields_to(self, newest: Header) -> bool:
+        """Whether another island's state counts for more than this one's, as a council judges it."""
+        mine = (self.standing.progress, -self._station.islands.index)
+        its = (newest["progress"], -newest["island"])
+        return bool(newest["name"] != self.standing.name and its > mine)
 
     def _gives_up(self) -> bool:
         """Whether this rank has been told to end, which is in a hurry: the others are not waited for."""

@@ -121,6 +121,8 @@ class Talk:
                 found = delegate.newest(self._about(standing))
             except LinkError:
                 return None
+            except RefusedError as error:
+                raise self._refused(error.args[0]) from None
             if found is not None and found["layout"] != self._layout:
                 raise self._other_layout(found["island"])
             return found
@@ -230,7 +232,7 @@ class Talk:
         try:
             return delegate.ask(message, self._about(standing))
         except RefusedError as error:
-            raise self._other_layout(error.args[0]["island"]) from None
+            raise self._refused(error.args[0]) from None
 
     def _gives_up(self) -> bool:
         delegate = self._station.delegate
@@ -262,9 +264,18 @@ class Talk:
             "seen": standing.seen,
         }
 
+    def _refused(self, answer: Header) -> RunError:
+        if "twin" in answer:
+            return RunError(
+                f"dsx.outer.island = {self._station.islands.index}",
+                f"another launch, at {answer['twin']}, is this island and is there",
+                "give each launch a number of its own",
+            )
+        return self._other_layout(answer["island"])
+
     def _other_layout(self, other: int) -> RunError:
         return RunError(
             f"dsx.outer, island {self._station.islands.index}",
-            f"its ranks hold other parts of the model, or average otherwise, than those of island {other}",
+            f"its model, layout, batch, dsx.data.seed or dsx.outer is not that of island {other}",
             "start all islands from the same config, on as many ranks, with the same version of dsx",
         )

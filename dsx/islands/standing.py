@@ -11,7 +11,7 @@ class Standing:
     """What the islands' common weights are, as the island holds them.
 
     Attributes:
-        name: Changes with every round; empty before the first.
+        name: Changes with every round; before the first it is of the weights to begin with.
         version: Rounds so far.
         progress: Movements of islands that have gone into them.
         facts: ``step``, the inner step of the round, and ``lr_scheduler``, the schedule's state then.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from dsx.engine.zero.held import Held, held
@@ -67,6 +68,13 @@ class OuterState:
         for share in range(len(self.ranges)):
             for view, value in zip(self.weights(share), self.read(share), strict=True):
                 view.copy_(value)
+
+    def digest(self) -> str:
+        """A short name for the weights that all islands had last, as this rank holds them."""
+        digest = xxhash.xxh3_128()
+        for tensor in self._kept[OUTER_WEIGHTS]:
+            digest.update(tensor.numpy().data)
+        return digest.hexdigest()
 
     def read(self, share: int) -> list[Tensor]:
         """The masters of a share as they are, by piece: fp32 on the host, copies."""

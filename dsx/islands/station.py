@@ -32,6 +32,8 @@ class Chair:
         self._council = Council(islands.count, islands.patience_seconds)
         self._links: dict[int, Link] = {}
         self._speakers: dict[int, ThreadPoolExecutor] = {}
+        self._found_at: dict[int, str] = {}
+        self._look_seconds = _connect_seconds(islands) / 2  # less than who says hello waits for an answer
         self._lock = threading.Lock()
         self._alive_every = islands.patience_seconds * _SHARE_OF_PATIENCE / 2
         self._closed = threading.Event()
@@ -40,8 +42,14 @@ class Chair:
     def hear(self, link: Link, header: Header, _payload: bytearray) -> None:
         """Pass a message on to the council, and its words to whom they are for."""
         island = header["island"]
+        twin = self._twin(header) if header["kind"] == "hello" else None
+        if twin is not None:
+            _send(link, {"kind": "refused", "island": island, "twin": twin})
+            return
         with self._lock:
             self._links[island] = link
+            if header["kind"] == "hello":
+                self._found_at[island] = header["addresses"][0]
             self._say(self._council.hear(island, header, time.monotonic()))
 
     def lost(self, link: Link) -> None:
@@ -54,6 +62,19 @@ class Chair:
     def close(self) -> None:
         """Stop keeping the time."""
         self._closed.set()
+
+    def _twin(self, header: Header) -> str | None:
+        """Where another launch listens that is the same island and is there; None if there is none."""
+        island, address = header["island"], header["addresses"][0]
+        with self._lock:
+            known = self._found_at.get(island) if island in self._links else None
+        if known is None or known == address:
+            return None
+        try:  # of a machine that has gone the connection may be left
+            Link.to(known, patience_seconds=1.0, connect_seconds=self._look_seconds).close()
+        except LinkError:
+            return None
+        return known
 
     def _keep_time(self) -> None:
         spoke = time.monotonic()
@@ -76,6 +97,11 @@ class Chair:
 def _send(link: Link, message: Header) -> None:
     with suppress(LinkError):
         link.send(message)
+
+
+def _connect_seconds(islands: Islands) -> float:
+    """How long a council may take to answer."""
+    return min(_MOST_CONNECT_SECONDS, islands.patience_seconds * _SHARE_OF_PATIENCE)
 
 
 class RefusedError(Exception):
@@ -103,8 +129,16 @@ class Delegate:
     def newest(self, about: Header) -> dict[str, Any] | None:
         """What is known of the island with the most training in its state; None if of none.
 
-        All councils are asked: while the first of them was away, the others have met at another one.
+        All councils are asked: while the first of them was away, the others have met at another one. The
+        address of this island's own is asked too, where another launch may be that is the same island.
+
+        Raises:
+            RefusedError: There is one.
         """
+        if self._own is not None:
+            link, _ = self._welcomed(self._addresses[self._islands.index], self._connect_seconds, about)
+            if link is not None:
+                link.close()
         self._reach(about)
         known = [self._newest]
         for place, address in enumerate(self._addresses):
@@ -113,7 +147,7 @@ class Delegate:
                 if link is not None:
                     link.close()
                     known.append(newest)
-        return max(filter(None, known), key=lambda said: said["progress"], default=None)
+        return max(filter(None, known), key=lambda said: (said["progress"], -said["island"]), default=None)
 
     def ask(self, message: Header, about: Header) -> Header | None:
         """Say something that the council answers.
@@ -210,23 +244,30 @@ class Delegate:
 
     @property
     def _connect_seconds(self) -> float:
-        return min(_MOST_CONNECT_SECONDS, self._islands.patience_seconds * _SHARE_OF_PATIENCE)
+        return _connect_seconds(self._islands)
 
     def _welcomed(
         self, address: str, seconds: float, about: Header
     ) -> tuple[Link | None, dict[str, Any] | None]:
-        """A link to a council that has answered, and what it knows of the others; None if none answers."""
+        """A link to a council that has answered, and what it knows of the others; None if none answers.
+
+        Raises:
+            RefusedError: Another launch is the same island there.
+        """
         link = None
         try:
             link = Link.to(address, patience_seconds=self._islands.patience_seconds, connect_seconds=seconds)
             link.send({**about, "kind": "hello", "island": self._islands.index})
             welcome, _ = link.receive(within_seconds=seconds)
-            while welcome["kind"] != "welcome":
+            while welcome["kind"] not in ("welcome", "refused"):
                 welcome, _ = link.receive(within_seconds=seconds)
         except LinkError:
             if link is not None:
                 link.close()
             return None, None
+        if welcome["kind"] == "refused":
+            link.close()
+            raise RefusedError(welcome)
         return link, welcome["newest"]
 
     def _read(self, link: Link, heard: queue.SimpleQueue[Header | None]) -> None:

@@ -20,6 +20,10 @@ from dsx.errors import CheckpointError
 pytestmark = pytest.mark.timeout(60)  # a loop over what is claimed takes hours
 
 _BIG = 10**15
+_OUTER = {
+    "islands": 2, "name": "x", "version": 1, "progress": 2, "seen": {},
+    "facts": {"step": 0, "lr_scheduler": None},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +76,11 @@ MANIFESTS = [
     (("lr_scheduler",), {"__dsx__": "tensor"}, "lr_scheduler"),
     (("client_state",), json.loads('{"a":' * 200 + "1" + "}" * 200), "nested"),
     (("client_state",), {"a": "\ud800"}, "Unicode"),
+    (("outer",), {"islands": 2}, "outer.name"),
+    (("outer",), _OUTER | {"version": -1}, "outer.version"),
+    (("outer",), _OUTER | {"facts": {"step": "x", "lr_scheduler": None}}, "outer.facts.step"),
+    (("outer",), _OUTER | {"facts": {"step": _BIG, "lr_scheduler": None}}, "outer.facts.step"),
+    (("outer",), _OUTER, "has no outer_momentum and no outer_weights"),
 ]
 
 

@@ -69,6 +69,14 @@ def test_a_block_that_cannot_be(outer, said):
         resolve(changed({"dsx.outer": {"islands": 2, **outer}}), world_size=2)
 
 
+def test_what_islands_must_have_in_common():
+    first = resolve(changed(ISLANDS), world_size=2).fingerprint
+    for edits in ({"dsx.data.seed": 7}, {"dsx.data.sequence_length": 16}, {"dsx.outer.wire": "int8"}):
+        assert resolve(changed({"dsx.outer": {"islands": 2}, **edits}), world_size=2).fingerprint != first
+    for edits in ({"dsx.train.seed": 7}, {"dsx.outer.patience_seconds": 7.0}, {"dsx.train.output": "other"}):
+        assert resolve(changed({"dsx.outer": {"islands": 2}, **edits}), world_size=2).fingerprint == first
+
+
 def test_each_island_may_have_a_launcher_of_its_own():
     meet = ["[fd00::5]:29700", "10.0.0.6:29700"]
     run = resolve(changed({"dsx.outer": {"islands": 2, "meet": meet, "island": 1}}), world_size=3)

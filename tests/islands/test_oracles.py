@@ -72,7 +72,8 @@ def config_of(parallel, stage, *, outer=None, batch=ROWS, optimizer=None, **trai
 def train(rank, world_size, content, steps=STEPS, before=None):
     """Losses of this rank's island, its weights at the end by name, and what its rounds were."""
     config = dsx.load_config(content, world_size=world_size, rank=rank)
-    with dsx.distributed(config.mesh, seed=3, islands=config.islands) as groups:
+    seed = content["dsx"]["train"]["seed"]
+    with dsx.distributed(config.mesh, seed=seed, islands=config.islands) as groups:
         engine = dsx.recipe.build_engine(config, groups)
         batches = dsx.recipe.training_batches(config, Samples(), dp_rank=groups.dp_rank)
         losses = [float(engine.train_batch(batches)) for _ in range(steps)]
@@ -260,3 +261,18 @@ def test_shares_and_delay_are_a_loop_over_copies(shares, delay, tmp_path):
 
 def test_three_islands_and_a_last_step_that_is_no_multiple(tmp_path):
     check_beside_copies("one rank", tmp_path, islands=3, every=4, steps=6)
+
+
+def train_from_other_weights(rank, world_size, content):
+    island = rank // (world_size // 2)
+    own = {**content["dsx"], "train": {**content["dsx"]["train"], "seed": island}}
+    return train(rank, world_size, {**content, "dsx": own})
+
+
+@pytest.mark.parametrize("layout", ["one rank", "dp 2, ZeRO-0"])
+def test_islands_that_begin_with_other_weights_end_with_the_same(layout):
+    parallel, stage, world = LAYOUTS[layout]
+    content = config_of(parallel, stage, outer={"islands": 2, "every": 3})
+    (_, mine), (_, theirs) = islands_of(ranks.run(train_from_other_weights, 2 * world, content), 2)
+    for key in mine:
+        assert torch.equal(mine[key], theirs[key]), key
