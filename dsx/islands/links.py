@@ -92,9 +92,13 @@ class Link:
     Args:
         connection: The connected socket.
         patience_seconds: How long nothing may come through while a message is under way.
+
+    Attributes:
+        since: When it was made (``time.monotonic``).
     """
 
     def __init__(self, connection: socket.socket, patience_seconds: float) -> None:
+        self.since = time.monotonic()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._patience = connection, patience_seconds
         self._sending = threading.Lock()
@@ -260,14 +264,19 @@ class Listener:
 
 
 class Inbox:
-    """Parts of movements that have come, until somebody asks for them."""
+    """Parts of movements that have come, until somebody asks for them.
+
+    Attributes:
+        received_bytes: All that has come.
+        growths: How often peers have said that more bytes have come and gone at their places.
+    """
 
     def __init__(self) -> None:
         self._parts: dict[tuple[str, str, int], bytearray] = {}
         self._heard: dict[int, float] = {}
         self._told: dict[int, int] = {}
         self._changed = threading.Condition()
-        self.received_bytes = 0
+        self.received_bytes, self.growths = 0, 0
 
     def heard(self, header: Header, count: int) -> None:
         """Bytes of a message have come."""
@@ -280,6 +289,7 @@ class Inbox:
         island, traffic = header["island"], header["traffic"]
         if self._told.get(island) != traffic:
             self._told[island], self._heard[island] = traffic, time.monotonic()
+            self.growths += 1
 
     def put(self, _link: Link, header: Header, payload: bytearray) -> None:
         """Keep a part."""

@@ -169,11 +169,11 @@ class Outer:
         goes_on = int(self._engine.global_steps) > flight.step
         waited = time.perf_counter() - flight.stood_seconds if goes_on else flight.began
         with self._run.whereabouts.doing("outer step"):
-            traffic = self._station.traffic
+            signs = self._signs_of_life()
             while flight.thread.is_alive():
                 flight.thread.join(1.0)
-                if self._station.traffic != traffic:  # a long transfer is no hang
-                    traffic = self._station.traffic
+                if self._signs_of_life() != signs:  # long transfers and one wait after the other are no hang
+                    signs = self._signs_of_life()
                     self._run.whereabouts.moves += 1
             if flight.error is not None:
                 raise flight.error
@@ -207,6 +207,10 @@ class Outer:
         self._saved = frozenset(OUTER_STATES)
         self._steps_since = [0] * self._settings.shares
         self._joined = False
+
+    def _signs_of_life(self) -> tuple[int, int, int]:
+        """Changes while a round goes on, here or at the others' places."""
+        return self._station.traffic, self._station.inbox.growths, self._talk.turns
 
     @property
     def _state(self) -> OuterState:

@@ -91,6 +91,10 @@ class Talk:
         shares: Number of shares of the model.
         wire: How numbers travel.
         samples: How many samples this island has trained on.
+
+    Attributes:
+        turns: Grows with everything that this island's ranks have waited for together, each of which takes no
+            longer than the others' patience unless bytes move.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class Talk:
         self._station, self._ranks = station, ranks
         self._layout, self._shares, self._wire, self._samples = layout, shares, wire, samples
         self._addresses = ranks.told(station.address)
+        self.turns = 0
 
     def newest(self, standing: Standing) -> Header | None:
         """What is known of the island that is furthest ahead; None if no other is known. Collective.
@@ -156,12 +161,14 @@ class Talk:
         ready["samples"] = flight.samples
         for _ in range(_MOST_ATTEMPTS):
             decision = self._ranks.agree(partial(self._asked, ready, standing))
+            self.turns += 1
             if decision is None:
                 if self._ranks.agree(self._gives_up):
                     return None
                 continue
             exchanged, taken, missed = self._tried(flight, decision, state)
             well = self._ranks.everybody(exchanged is not None)
+            self.turns += 1
             version = decision["version"] + 1
             progress = decision["progress"] + len(decision["moved"])
             done = {
@@ -173,6 +180,7 @@ class Talk:
                 "version": version,
             }
             verdict = self._ranks.agree(partial(self._asked, done, standing))
+            self.turns += 1
             if verdict is not None and verdict["kind"] == "again":
                 continue
             if verdict is None or verdict["kind"] == "left":

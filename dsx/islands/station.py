@@ -47,6 +47,9 @@ class Chair:
             _send(link, {"kind": "refused", "island": island, "twin": twin})
             return
         with self._lock:
+            # One that was given up may be heard late, after the one that took its place.
+            if self._links.get(island, link).since > link.since:
+                return
             self._links[island] = link
             if header["kind"] == "hello":
                 self._found_at[island] = header["addresses"][0]
@@ -157,7 +160,8 @@ class Delegate:
             about: What this island is, for a council that does not know it yet.
 
         Returns:
-            The answer; None if the council that was asked has gone, or has nothing to say for too long.
+            The answer; None if the council that was asked has gone, or has nothing to say for too long, or if
+            one that comes before it is there again: then it is to be asked.
 
         Raises:
             RefusedError: It refuses this island.
@@ -207,7 +211,7 @@ class Delegate:
                 place, looked = self._place, now
                 self._reach(about)
                 if self._place != place:
-                    self._link.send(message)
+                    return None
         if reply is None:
             raise LinkError("the council has gone")
         raise RefusedError(reply)
