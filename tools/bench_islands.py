@@ -6,9 +6,9 @@
 
 losses: recipes/gpt_3d.py with configs/zero1.json on the text that is embedded in Python's installation, as
 islands and as one job whose batch is as large as those of all islands together, so that step by step both
-read the same tokens. As in DiLoCo's own experiments (arXiv:2311.08105, section 3: 24,000 of 88,000 steps), all
-go on from the first quarter of the one job's steps; --before 0 lets islands begin with fresh weights. Printed
-is the held-out loss of each, and how far islands are from the one job.
+read the same tokens. As in DiLoCo's own experiments (arXiv:2311.08105, section 3: 24,000 of 88,000 steps),
+all go on from the first quarter of the one job's steps; --before 0 lets islands begin with fresh weights.
+Printed is the held-out loss of each, and how far islands are from the one job.
 
 links: two machines, network namespaces with a link of limited rate between them, train a Llama on the same
 number of tokens a step: dsx with an island on each, dsx's ZeRO-1 over both, and transformers' model under
