@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dsx.models.spec import Family, Recompute
-from dsx.parallel.islands import wrong_address
+from dsx.parallel.islands import place_of, wrong_address
 from dsx.schedules.builders import ScheduleName
 
 Positive = Annotated[int, Field(ge=1)]
@@ -705,7 +705,7 @@ class OuterConfig(SchemaBlock):
             there = f"{len(self.meet)} address{'' if len(self.meet) == 1 else 'es'}"
             what = f"meet has {there} for islands = {self.islands}"
             raise MistakeError(what, "give one for each island, in their order")
-        if self.meet and len(set(self.meet)) != len(self.meet):
+        if len(set(map(place_of, self.meet))) != len(self.meet):
             raise MistakeError("meet names an address twice", "give each island one of its own")
         if self.meet and self.island is None:
             what = "meet is given, and island does not say which of them this launch is"

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from dsx.checkpoint import plain
+from dsx.checkpoint.claims import MISFITS
 from dsx.config.schema import OuterConfig
 from dsx.engine.whereabouts import Whereabouts
 from dsx.engine.zero.held import Held, refresh_weights
+from dsx.errors import RunError
 from dsx.islands.links import Header, Link
 from dsx.islands.ranks import IslandRanks
 from dsx.islands.rounds import Flight, Taken, Talk
@@ -114,7 +116,7 @@ class Outer:
         stays this island's own.
 
         Raises:
-            RunError: The others have another layout.
+            RunError: The others have another layout, or another schedule.
         """
         if self._joined:
             return
@@ -412,9 +414,20 @@ class Outer:
 
 
 def set_schedule(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> None:
-    """Go on with a learning-rate schedule from its saved state, and with the rates that are in force then."""
-    scheduler.load_state_dict(saved)
-    # torch's schedules save these. DeepSpeed's do not, and compute what is in force at their step.
-    rates = scheduler.get_last_lr() if "_last_lr" in saved else scheduler.get_lr()
+    """Go on with a learning-rate schedule from its saved state, and with the rates that are in force then.
+
+    Raises:
+        RunError: The state is of another kind of schedule.
+    """
+    try:
+        scheduler.load_state_dict(saved)
+        # torch's schedules save these. DeepSpeed's do not, and compute what is in force at their step.
+        rates = scheduler.get_last_lr() if "_last_lr" in saved else scheduler.get_lr()
+    except MISFITS as error:
+        raise RunError(
+            f"scheduler {type(scheduler).__name__}",
+            f"the other islands have another one ({type(error).__name__}: {error})",
+            "start all islands from the same config",
+        ) from error
     for group, rate in zip(optimizer.param_groups, rates, strict=False):
         group["lr"] = rate

@@ -117,7 +117,6 @@ def carried_over(samples: int, was: int, now: int, batch: int) -> int:
 
 
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>[0-9]{1,5})")
-_ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - where one may listen, and nobody can connect to
 
 
 def wrong_address(text: str) -> tuple[str, str] | None:
@@ -131,10 +130,20 @@ def wrong_address(text: str) -> tuple[str, str] | None:
     found = _ADDRESS.fullmatch(text)
     if found is None or not 0 < int(found["port"]) < 1 << 16:
         return "which is no host:port", "write it as hostA:29700, 10.0.0.5:29700 or [fd00::5]:29700"
-    if (found["v6"] or found["host"]) in _ANYWHERE:
+    if not (found["v6"] or found["host"]).strip("0:.*"):  # one may listen at 0.0.0.0, and at ::
         fix = "give a name or an address of the machine; it listens on all of them"
         return "to which no other island can connect", fix
     return None
+
+
+def place_of(address: str) -> tuple[str, int]:
+    """Host and port of an address with which nothing is wrong, however it is written.
+
+    >>> place_of("HostA:09700"), place_of("[FD00::5]:29700")
+    (('hosta', 9700), ('fd00::5', 29700))
+    """
+    host, _, port = address.rpartition(":")
+    return host.strip("[]").lower(), int(port)
 
 
 def cut(start: int, stop: int, part: int, parts: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from deepspeed.runtime import lr_schedules
 
+from dsx.errors import RunError
 from dsx.islands.outer import set_schedule
 
 SCHEDULES = {
@@ -40,3 +41,9 @@ def test_the_rates_of_a_late_island_are_those_of_the_others(name):
     rates(there, theirs, 5)
     set_schedule(its, late, theirs.state_dict())
     assert rates(late, its, 4) == rates(there, theirs, 4)
+
+
+def test_another_kind_of_schedule_is_named():
+    (late, its), (_, other) = made("WarmupLR"), made("torch")
+    with pytest.raises(RunError, match="scheduler WarmupLR: the other islands have another one"):
+        set_schedule(its, late, other.state_dict())
