@@ -449,6 +449,7 @@ class PipelineEngine:
 
     def _outer_steps(self, config: RunConfig) -> Outer:
         """What averages this island's movements with those of the others."""
+        from dsx.checkpoint.base import base_fact
         from dsx.islands.outer import Outer  # here: other runs have none
 
         station, outer = self.groups.station, config.dsx.outer
@@ -458,7 +459,10 @@ class PipelineEngine:
                 "the process groups were made without islands",
                 "call dsx.distributed(config.mesh, islands=config.islands)",
             )
-        made = Outer(self, station, outer, last_step=config.dsx.train.steps, fingerprint=config.fingerprint)
+        # What is frozen is not sent, and has to be the same from the beginning.
+        base = base_fact(config) or {}
+        fingerprint = repr((config.fingerprint, base.get("seed"), base.get("digest")))
+        made = Outer(self, station, outer, last_step=config.dsx.train.steps, fingerprint=fingerprint)
         self.steering.called = lambda: made.called
         return made
 

@@ -284,6 +284,7 @@ class Talk:
     def _other_layout(self, other: int) -> RunError:
         return RunError(
             f"dsx.outer, island {self._station.islands.index}",
-            f"its model, layout, batch, dsx.data.seed or dsx.outer is not that of island {other}",
+            "its model, frozen weights, layout, batch, dsx.data.seed or dsx.outer is not that of "
+            f"island {other}",
             "start all islands from the same config, on as many ranks, with the same version of dsx",
         )

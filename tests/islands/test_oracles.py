@@ -11,6 +11,7 @@ import transformers
 
 import dsx
 import ranks
+from dsx.errors import RunError
 from dsx.parallel.islands import Rounds, cut
 
 VOCABULARY, LENGTH, ROWS, STEPS = 64, 16, 4, 6
@@ -276,3 +277,17 @@ def test_islands_that_begin_with_other_weights_end_with_the_same(layout):
     (_, mine), (_, theirs) = islands_of(ranks.run(train_from_other_weights, 2 * world, content), 2)
     for key in mine:
         assert torch.equal(mine[key], theirs[key]), key
+
+
+def train_or_say(rank, world_size, content):
+    try:
+        train_from_other_weights(rank, world_size, content)
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_islands_whose_frozen_weights_differ_are_not_averaged():
+    outer = {"islands": 2, "every": 3, "patience_seconds": 1.0}
+    content = config_of(*LAYOUTS["one rank"][:2], outer=outer, freeze=["embed_tokens"])
+    assert "frozen weights" in ranks.run(train_or_say, 2, content)[1]
