@@ -254,7 +254,7 @@ class Listener:
             threading.Thread(target=self._serve, args=(link,), name="islands serve", daemon=True).start()
 
     def _serve(self, link: Link) -> None:
-        with suppress(LinkError, KeyError, TypeError):  # the latter two of what is no message of dsx's
+        with suppress(LinkError, LookupError, TypeError):  # the latter two of what is no message of dsx's
             while True:
                 header, payload = link.receive(moved=self._moved)
                 self._handlers[header["kind"]](link, header, payload)
