@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dsx.planner.inputs import Calibration, Fixed, PlanInputs
     from dsx.planner.own_layers import OwnInputs
     from dsx.planner.plan import Plan, Ranked
-    from dsx.planner.sites import Comparison
+    from dsx.planner.sites import SiteComparison
 
 _MOST_TOO_LARGE = 3
 
@@ -189,7 +189,7 @@ def _tell(
     style: str,
     output: Path | None,
     module: str = "",
-    sites: Comparison | None = None,
+    sites: SiteComparison | None = None,
 ) -> None:
     """Print the plan and write the best layout's config."""
     if output is not None:

@@ -86,7 +86,7 @@ def _is_own(place: tuple[Any, ...]) -> bool:
     return True
 
 
-class Link:
+class Connection:
     """One connection, on which whole messages are sent and received.
 
     Args:
@@ -104,7 +104,7 @@ class Link:
         self._sending = threading.Lock()
 
     @classmethod
-    def to(cls, address: str, *, patience_seconds: float, connect_seconds: float) -> Link:
+    def to(cls, address: str, *, patience_seconds: float, connect_seconds: float) -> Connection:
         """Connect. Raises LinkError."""
         try:
             connection = socket.create_connection(address_of(address), timeout=connect_seconds)
@@ -187,7 +187,7 @@ class Link:
             raise LinkError(f"nothing came for {seconds:g} s")
 
 
-Handler = Callable[[Link, Header, bytearray], None]
+Handler = Callable[[Connection, Header, bytearray], None]
 
 
 class Listener:
@@ -195,7 +195,7 @@ class Listener:
 
     Args:
         host_port: Where to listen; None for any free port.
-        patience_seconds: As for :class:`Link`.
+        patience_seconds: As for :class:`Connection`.
         moved: Told of the header of a message under way and of the bytes that have come.
         lost: Told of a connection that has ended.
 
@@ -209,11 +209,11 @@ class Listener:
         patience_seconds: float,
         *,
         moved: Callable[[Header, int], None],
-        lost: Callable[[Link], None],
+        lost: Callable[[Connection], None],
     ) -> None:
         self._patience, self._moved, self._lost = patience_seconds, moved, lost
         self._handlers: dict[str, Handler] = {}
-        self._links: set[Link] = set()
+        self._links: set[Connection] = set()
         port = 0 if host_port is None else address_of(host_port)[1]
         try:
             self._socket = _listening(port)
@@ -249,11 +249,11 @@ class Listener:
                 connection, _ = self._socket.accept()
             except OSError:
                 return
-            link = Link(connection, self._patience)
+            link = Connection(connection, self._patience)
             self._links.add(link)
             threading.Thread(target=self._serve, args=(link,), name="islands serve", daemon=True).start()
 
-    def _serve(self, link: Link) -> None:
+    def _serve(self, link: Connection) -> None:
         with suppress(LinkError, LookupError, TypeError):  # the latter two of what is no message of dsx's
             while True:
                 header, payload = link.receive(moved=self._moved)
@@ -263,7 +263,7 @@ class Listener:
         self._lost(link)
 
 
-class Inbox:
+class Arrivals:
     """Parts of movements that have come, until somebody asks for them.
 
     Attributes:
@@ -284,14 +284,14 @@ class Inbox:
         if "island" in header:
             self._heard[header["island"]] = time.monotonic()
 
-    def beat(self, _link: Link, header: Header, _payload: bytearray) -> None:
+    def beat(self, _link: Connection, header: Header, _payload: bytearray) -> None:
         """A peer says how many bytes have come and gone at its place: it waits for others if they grow."""
         island, traffic = header["island"], header["traffic"]
         if self._told.get(island) != traffic:
             self._told[island], self._heard[island] = traffic, time.monotonic()
             self.growths += 1
 
-    def put(self, _link: Link, header: Header, payload: bytearray) -> None:
+    def put(self, _link: Connection, header: Header, payload: bytearray) -> None:
         """Keep a part."""
         with self._changed:
             self._parts[header["attempt"], header["phase"], header["island"]] = payload

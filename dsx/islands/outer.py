@@ -24,7 +24,7 @@ from dsx.config.schema import OuterConfig
 from dsx.engine.whereabouts import Whereabouts
 from dsx.engine.zero.held import Held, refresh_weights
 from dsx.errors import RunError
-from dsx.islands.links import Header, Link
+from dsx.islands.links import Connection, Header
 from dsx.islands.ranks import IslandRanks
 from dsx.islands.rounds import Flight, Taken, Talk
 from dsx.islands.standing import OuterReport, Standing
@@ -375,7 +375,7 @@ class Outer:
         if outcome.taken is not None:
             self.news.append(f"this island took the others' weights, after {self.standing.version} rounds")
 
-    def _give_state(self, link: Link, _header: Header, _payload: bytearray) -> None:
+    def _give_state(self, link: Connection, _header: Header, _payload: bytearray) -> None:
         """Answer an island that comes, or comes back, with this rank's part of weights and momentum."""
         state = self.state
         if state is None:

@@ -56,12 +56,12 @@ class Flight:
     began: float = field(default_factory=time.perf_counter)
     stood_seconds: float = 0.0
     thread: threading.Thread = field(init=False)
-    outcome: Outcome | None = None
+    outcome: RoundOutcome | None = None
     error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RoundOutcome:
     """A round that counts.
 
     Attributes:
@@ -151,7 +151,7 @@ class Talk:
         names = self._ranks.told(None if found is None else found[0].name)
         return found if len(set(names)) == 1 else None
 
-    def go_through(self, flight: Flight, standing: Standing, state: OuterState) -> Outcome | None:
+    def go_through(self, flight: Flight, standing: Standing, state: OuterState) -> RoundOutcome | None:
         """Try until a round counts, or this island is left out of it: None then. Collective.
 
         Raises:
@@ -187,7 +187,7 @@ class Talk:
                 return None
             assert exchanged is not None, "it counts for those that came through"
             seen = {str(island): decision["seen"][str(island)] for island in decision["moved"]}
-            return Outcome(
+            return RoundOutcome(
                 members=tuple(decision["members"]),
                 moved=tuple(decision["moved"]),
                 share=decision["version"] % self._shares,

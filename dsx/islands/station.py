@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from dsx.islands.council import Council, Said
-from dsx.islands.links import Header, Inbox, Link, LinkError, Listener, own_address
+from dsx.islands.links import Arrivals, Connection, Header, LinkError, Listener, own_address
 from dsx.parallel.islands import Islands
 
 _TICK_SECONDS = 0.25
@@ -30,7 +30,7 @@ class Chair:
 
     def __init__(self, islands: Islands) -> None:
         self._council = Council(islands.count, islands.patience_seconds)
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, Connection] = {}
         self._speakers: dict[int, ThreadPoolExecutor] = {}
         self._found_at: dict[int, str] = {}
         self._look_seconds = _connect_seconds(islands) / 2  # less than who says hello waits for an answer
@@ -39,7 +39,7 @@ class Chair:
         self._closed = threading.Event()
         threading.Thread(target=self._keep_time, name="islands council", daemon=True).start()
 
-    def hear(self, link: Link, header: Header, _payload: bytearray) -> None:
+    def hear(self, link: Connection, header: Header, _payload: bytearray) -> None:
         """Pass a message on to the council, and its words to whom they are for."""
         island = header["island"]
         twin = self._twin(header) if header["kind"] == "hello" else None
@@ -55,7 +55,7 @@ class Chair:
                 self._found_at[island] = header["addresses"][0]
             self._say(self._council.hear(island, header, time.monotonic()))
 
-    def lost(self, link: Link) -> None:
+    def lost(self, link: Connection) -> None:
         """A connection has ended."""
         with self._lock:
             for island in [island for island, its in self._links.items() if its is link]:
@@ -74,7 +74,7 @@ class Chair:
         if known is None or known == address:
             return None
         try:  # of a machine that has gone the connection may be left
-            Link.to(known, patience_seconds=1.0, connect_seconds=self._look_seconds).close()
+            Connection.to(known, patience_seconds=1.0, connect_seconds=self._look_seconds).close()
         except LinkError:
             return None
         return known
@@ -97,7 +97,7 @@ class Chair:
                 speaker.submit(_send, self._links[island], message)
 
 
-def _send(link: Link, message: Header) -> None:
+def _send(link: Connection, message: Header) -> None:
     with suppress(LinkError):
         link.send(message)
 
@@ -123,7 +123,7 @@ class Delegate:
         self._islands, self._addresses, self._own = islands, addresses, own
         self.called = threading.Event()
         self.gives_up: Callable[[], bool] = lambda: False
-        self._link: Link | None = None
+        self._link: Connection | None = None
         self._place = len(addresses)
         self._heard: queue.SimpleQueue[Header | None] = queue.SimpleQueue()
         self._shunned: dict[int, float] = {}
@@ -252,7 +252,7 @@ class Delegate:
 
     def _welcomed(
         self, address: str, seconds: float, about: Header
-    ) -> tuple[Link | None, dict[str, Any] | None]:
+    ) -> tuple[Connection | None, dict[str, Any] | None]:
         """A link to a council that has answered, and what it knows of the others; None if none answers.
 
         Raises:
@@ -260,7 +260,8 @@ class Delegate:
         """
         link = None
         try:
-            link = Link.to(address, patience_seconds=self._islands.patience_seconds, connect_seconds=seconds)
+            patience = self._islands.patience_seconds
+            link = Connection.to(address, patience_seconds=patience, connect_seconds=seconds)
             link.send({**about, "kind": "hello", "island": self._islands.index})
             welcome, _ = link.receive(within_seconds=seconds)
             while welcome["kind"] not in ("welcome", "refused"):
@@ -274,7 +275,7 @@ class Delegate:
             raise RefusedError(welcome)
         return link, welcome["newest"]
 
-    def _read(self, link: Link, heard: queue.SimpleQueue[Header | None]) -> None:
+    def _read(self, link: Connection, heard: queue.SimpleQueue[Header | None]) -> None:
         with suppress(LinkError):
             while True:
                 header, _ = link.receive()
@@ -314,7 +315,7 @@ class Station:
 
     def __init__(self, islands: Islands, rank: int, *, shared: Any = None, launcher: str = "") -> None:
         self.islands, self.rank = islands, rank
-        self.inbox = Inbox()
+        self.inbox = Arrivals()
         listens = None if rank or islands.together else islands.meet[islands.index]
         self._listener = Listener(listens, islands.patience_seconds, moved=self.inbox.heard, lost=self._lost)
         chairs = rank == 0 and (not islands.together or islands.index == 0)
@@ -330,7 +331,7 @@ class Station:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         own = None if islands.together else f"127.0.0.1:{port}"
         self.delegate = Delegate(islands, tuple(meet), own) if rank == 0 else None
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, Connection] = {}
         self._lock = threading.Lock()
         self._sent_bytes = 0
 
@@ -339,7 +340,7 @@ class Station:
         """Bytes that have come and gone so far: while a transfer goes on, it grows."""
         return self._sent_bytes + self.inbox.received_bytes
 
-    def start(self, give_state: Callable[[Link, Header, bytearray], None]) -> None:
+    def start(self, give_state: Callable[[Connection, Header, bytearray], None]) -> None:
         """Begin to listen.
 
         Args:
@@ -399,7 +400,7 @@ class Station:
             self._chair.close()
         self._listener.close()
 
-    def _sent(self, address: str, link: Link, header: Header, payload: bytearray) -> int:
+    def _sent(self, address: str, link: Connection, header: Header, payload: bytearray) -> int:
         count = link.send(header, payload, self._count)
         with self._lock:
             self._links[address] = link
@@ -408,11 +409,11 @@ class Station:
     def _count(self, sent: int) -> None:
         self._sent_bytes += sent
 
-    def _connection(self, address: str) -> Link:
+    def _connection(self, address: str) -> Connection:
         patience = self.islands.patience_seconds
         seconds = min(_MOST_CONNECT_SECONDS, patience)
-        return Link.to(address, patience_seconds=patience, connect_seconds=seconds)
+        return Connection.to(address, patience_seconds=patience, connect_seconds=seconds)
 
-    def _lost(self, link: Link) -> None:
+    def _lost(self, link: Connection) -> None:
         if self._chair is not None:
             self._chair.lost(link)

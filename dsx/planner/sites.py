@@ -19,7 +19,7 @@ _SLACK = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class BestLayout:
     """What a search for a layout was for, and what it found."""
 
     inputs: PlanInputs
@@ -52,7 +52,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class SiteComparison:
     """What was found of both.
 
     Attributes:
@@ -68,9 +68,9 @@ class Comparison:
     """
 
     cluster: Cluster
-    one: Found | None
+    one: BestLayout | None
     refusal: str
-    site: Found
+    site: BestLayout
     task: IslandTask
     terms: Terms
     given: bool
@@ -98,7 +98,7 @@ class Comparison:
         return self.one is None or self.gain > PAYS
 
     @property
-    def taken(self) -> Found:
+    def taken(self) -> BestLayout:
         """What is faster: one job over all sites, or one of the islands; these if the config has them."""
         return self.site if self.given or self.one is None or self.pays else self.one
 
@@ -190,7 +190,7 @@ def compare(
     *,
     top: int,
     looked: Callable[[], None] = lambda: None,
-) -> Comparison:
+) -> SiteComparison:
     """One job beside islands.
 
     Args:
@@ -208,20 +208,20 @@ def compare(
     """
     link, given = cluster.across, joined.outer
     assert link is not None, "there are several sites"
-    site = Found.of(inputs, fixed, measured, looked, top=top)
+    site = BestLayout.of(inputs, fixed, measured, looked, top=top)
     if measured is not None:
         whole = replace(measured.cluster, sites=cluster.sites, across=link).joined(joined.gpus)
         measured = replace(measured, cluster=whole)
     one, refusal = None, ""
     try:
-        one = Found.of(joined, fixed, measured, looked, top=1, slack=_SLACK)
+        one = BestLayout.of(joined, fixed, measured, looked, top=1, slack=_SLACK)
     except DsxError as error:
         refusal = str(error).partition("\n")[0]
     task = IslandTask.of(site.predictor, site.best.layout, cluster.sites, link)
     terms = task.chosen()
     if given is not None:
         terms = Terms(every=given.every, wire=given.wire, shares=given.shares, delay=given.delay)
-    found = Comparison(
+    found = SiteComparison(
         cluster=cluster,
         one=one,
         refusal=refusal,
@@ -233,5 +233,5 @@ def compare(
         length=inputs.run.sequence_length,
     )
     if one is not None and found.gain <= PAYS * (1 + _SLACK):
-        return replace(found, one=Found.of(joined, fixed, measured, looked, top=top))
+        return replace(found, one=BestLayout.of(joined, fixed, measured, looked, top=top))
     return found

@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 
 from dsx.errors import ConfigError
-from dsx.islands.links import Header, Inbox, Link, LinkError, Listener, address_of, doubts, own_address
+from dsx.islands.links import (
+    Arrivals,
+    Connection,
+    Header,
+    LinkError,
+    Listener,
+    address_of,
+    doubts,
+    own_address,
+)
 
 PATIENCE = 60.0
 SHORT = 0.05
@@ -22,10 +31,10 @@ PART = {"attempt": "a", "phase": "mean", "island": 1}
 
 
 @contextmanager
-def raw(patience: float = PATIENCE) -> Iterator[tuple[socket.socket, Link]]:
+def raw(patience: float = PATIENCE) -> Iterator[tuple[socket.socket, Connection]]:
     """A socket that says what it likes, and the link at its other end."""
     with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
-        link = Link.to(address(server), patience_seconds=patience, connect_seconds=PATIENCE)
+        link = Connection.to(address(server), patience_seconds=patience, connect_seconds=PATIENCE)
         stack.callback(link.close)
         other, _ = server.accept()
         other.settimeout(PATIENCE)
@@ -48,8 +57,8 @@ def address(server: socket.socket) -> str:
     return f"{host}:{port}"
 
 
-def connected(listener: Listener) -> Link:
-    return Link.to(f"127.0.0.1:{listener.port}", patience_seconds=PATIENCE, connect_seconds=PATIENCE)
+def connected(listener: Listener) -> Connection:
+    return Connection.to(f"127.0.0.1:{listener.port}", patience_seconds=PATIENCE, connect_seconds=PATIENCE)
 
 
 def frame(header: bytes, payload: bytes = b"", *, mark: bytes = b"dsx1", **sizes: int) -> bytes:
@@ -61,7 +70,7 @@ def frame(header: bytes, payload: bytes = b"", *, mark: bytes = b"dsx1", **sizes
 def test_messages_come_whole_and_in_order_and_their_bytes_are_counted() -> None:
     payloads = [b"", b"x", bytes(range(256)) * 20_000]  # the last one is more than a socket's buffers hold
     with raw() as (other, link):
-        receiver, sent, told, counts = Link(other, PATIENCE), list[int](), list[int](), list[int]()
+        receiver, sent, told, counts = Connection(other, PATIENCE), list[int](), list[int](), list[int]()
 
         def send() -> None:
             for number, payload in enumerate(payloads):
@@ -81,7 +90,7 @@ def test_messages_come_whole_and_in_order_and_their_bytes_are_counted() -> None:
 
 def test_what_two_threads_send_at_once_does_not_mix() -> None:
     with raw() as (other, link):
-        receiver = Link(other, PATIENCE)
+        receiver = Connection(other, PATIENCE)
         senders = [
             threading.Thread(
                 target=lambda who=who: [link.send({"who": who}, bytes([who]) * 300_000) for _ in range(10)]
@@ -161,9 +170,9 @@ def test_a_connection_that_is_refused_is_an_error() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # nobody else gets the port, and nobody listens
         with pytest.raises(LinkError, match="cannot be connected"):
-            Link.to(address(bound), patience_seconds=PATIENCE, connect_seconds=PATIENCE)
+            Connection.to(address(bound), patience_seconds=PATIENCE, connect_seconds=PATIENCE)
     with pytest.raises(LinkError, match="cannot be connected"):
-        Link.to("no port", patience_seconds=PATIENCE, connect_seconds=PATIENCE)
+        Connection.to("no port", patience_seconds=PATIENCE, connect_seconds=PATIENCE)
 
 
 def test_a_listener_hands_each_message_to_its_handler_and_tells_of_the_end() -> None:
@@ -218,7 +227,7 @@ def test_a_port_that_another_program_has_is_one_clear_error() -> None:
 
 
 def test_an_inbox_gives_a_part_once_it_has_come() -> None:
-    inbox = Inbox()
+    inbox = Arrivals()
     came: list[Header] = []
 
     def comes() -> None:
@@ -232,7 +241,7 @@ def test_an_inbox_gives_a_part_once_it_has_come() -> None:
 def test_an_inbox_waits_for_an_island_as_long_as_something_moves_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    inbox, now, looks = Inbox(), [100.0], list[int]()
+    inbox, now, looks = Arrivals(), [100.0], list[int]()
     monkeypatch.setattr("dsx.islands.links.time.monotonic", lambda: now[0])
 
     def look() -> None:
@@ -247,7 +256,7 @@ def test_an_inbox_waits_for_an_island_as_long_as_something_moves_there(
 
 
 def test_an_inbox_drops_what_is_of_other_attempts() -> None:
-    inbox = Inbox()
+    inbox = Arrivals()
     for attempt in ("a", "b"):
         inbox.put(None, {**PART, "attempt": attempt}, bytearray(attempt, "ascii"))  # type: ignore[arg-type]
     inbox.begin("b")

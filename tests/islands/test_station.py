@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dsx.islands.links import Header, Link
+from dsx.islands.links import Connection, Header
 from dsx.islands.station import Chair
 from dsx.parallel.islands import Islands
 from islands.test_council import hello, ready
@@ -22,15 +22,15 @@ def chair() -> Iterator[Chair]:
     seat.close()
 
 
-def ends() -> tuple[Link, Link]:
+def ends() -> tuple[Connection, Connection]:
     """A connection as the council's side has it, and as the island's has it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
-    return Link(far, PATIENCE), Link(near, PATIENCE)
+    return Connection(far, PATIENCE), Connection(near, PATIENCE)
 
 
-def next_word(link: Link) -> Header:
+def next_word(link: Connection) -> Header:
     """What the council says next, that it is alive aside."""
     header, _ = link.receive(within_seconds=PATIENCE / 2)
     while header["kind"] == "alive":

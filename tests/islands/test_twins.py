@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dsx.islands.links import Header, Link, LinkError
+from dsx.islands.links import Connection, Header, LinkError
 from dsx.islands.station import Delegate, RefusedError, Station
 from dsx.parallel.islands import Islands
 from islands.archipelago import reserved_port
@@ -71,7 +71,7 @@ def test_one_that_has_gone_may_be_started_elsewhere(meet: list[str]) -> None:
 
 def test_a_stranger_that_says_no_address_loses_its_connection(meet: list[str]) -> None:
     with launched(0, meet[:2]) as (leader, its):
-        link = Link.to(meet[0], patience_seconds=8.0, connect_seconds=8.0)
+        link = Connection.to(meet[0], patience_seconds=8.0, connect_seconds=8.0)
         link.send({**its, "kind": "hello", "island": 1, "addresses": []})
         with pytest.raises(LinkError, match="closed"):
             link.receive(within_seconds=8.0)
