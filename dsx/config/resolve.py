@@ -527,7 +527,7 @@ def resolve(
         raise_all(name, [*outer_problems(deepspeed, dsx)])
         islands = which_island(dsx.outer, world_size, rank)
         run = _resolve(name, deepspeed, dsx, islands.ranks)
-        return replace(run, islands=islands, notes=(*run.notes, *_outer_notes(dsx)))
+        return replace(run, islands=islands, notes=(*run.notes, *_outer_notes(run)))
     if dsx.elastic is None:
         return _resolve(name, deepspeed, dsx, world_size)
     judge = None
@@ -566,14 +566,19 @@ def which_island(outer: OuterConfig, world_size: int, rank: int) -> Islands:
     )
 
 
-def _outer_notes(dsx: DsxConfig) -> tuple[str, ...]:
+def _outer_notes(run: RunConfig) -> Iterator[str]:
     """What islands may not have been meant to do."""
-    assert dsx.outer is not None, "asked about islands"
-    steps, first = dsx.train.steps, -(-dsx.outer.every // dsx.outer.shares)
-    if first < steps:
-        return ()
-    key = at("dsx.outer.every", dsx.outer.every)
-    return (f"{key}: with dsx.train.steps = {steps} islands average after the last step alone",)
+    outer, train = run.dsx.outer, run.dsx.train
+    assert outer is not None, "asked about islands"
+    if -(-outer.every // outer.shares) >= train.steps:
+        key = at("dsx.outer.every", outer.every)
+        yield f"{key}: with dsx.train.steps = {train.steps} islands average after the last step alone"
+    momentum = outer.optimizer.momentum
+    if momentum and run.weights is None and train.resume in ("auto", "never"):
+        yield (
+            f"{at('dsx.outer.optimizer.momentum', momentum)} carries the first movements of fresh weights "
+            "too far: go on from one job's checkpoint (dsx.train.resume), or begin with lr 1 and momentum 0"
+        )
 
 
 def outer_problems(deepspeed: Mapping[str, Any], dsx: DsxConfig) -> Iterator[ConfigError]:

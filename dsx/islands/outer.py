@@ -138,7 +138,7 @@ class Outer:
                 self._follow(self.standing.facts)
                 mine = self.standing.seen.get(str(self._station.islands.index), 0)
                 self._engine.global_samples = max(int(self._engine.global_samples), mine)
-                rounds = f"after {self.standing.version} rounds"
+                rounds = f"of round {self.standing.version}"
                 self.news.append(f"this island took the weights of island {newest['island']}, {rounds}")
                 return
 
@@ -373,7 +373,7 @@ class Outer:
         for island in sorted(set(outcome.members) - set(before) - {me}):
             self.news.append(f"island {island} is here")
         if outcome.taken is not None:
-            self.news.append(f"this island took the others' weights, after {self.standing.version} rounds")
+            self.news.append(f"this island took the others' weights, of round {self.standing.version}")
 
     def _give_state(self, link: Connection, _header: Header, _payload: bytearray) -> None:
         """Answer an island that comes, or comes back, with this rank's part of weights and momentum."""

@@ -93,7 +93,7 @@ def test_a_run_without_a_round_before_its_end_says_so():
         every: [
             note
             for note in resolve(changed({"dsx.outer": {"islands": 2, "every": every}}), world_size=2).notes
-            if "dsx.outer" in note
+            if "dsx.outer.every" in note
         ]
         for every in (1, 10_000)
     }
@@ -101,3 +101,20 @@ def test_a_run_without_a_round_before_its_end_says_so():
     (said,) = notes[10_000]
     assert said.startswith("dsx.outer.every = 10000: with dsx.train.steps = ")
     assert said.endswith(" islands average after the last step alone")
+
+
+@pytest.mark.parametrize(
+    ("edits", "says"),
+    [
+        ({}, True),
+        ({"dsx.outer.optimizer": {"lr": 1.0, "momentum": 0.0}}, False),
+        ({"dsx.train.resume": "one-job"}, False),
+    ],
+)
+def test_momentum_on_fresh_weights_is_noted(edits, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one-job").mkdir()
+    notes = resolve(changed({**ISLANDS, **edits}), world_size=2).notes
+    assert (
+        any("momentum = 0.9 carries the first movements of fresh weights" in note for note in notes) == says
+    )
