@@ -13,6 +13,7 @@ import dsx
 import ranks
 from dsx.errors import RunError
 from dsx.parallel.islands import Rounds, cut
+from often import often
 
 VOCABULARY, LENGTH, ROWS, STEPS = 64, 16, 4, 6
 
@@ -26,7 +27,7 @@ LAYOUTS = {
 }
 
 # With a small eps, rounding of a gradient that is all but zero becomes a part of a step.
-ADAMW = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3}
+ADAMW = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3, "torch_adam": True}
 
 HF = {
     "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32,
@@ -115,7 +116,7 @@ def close(a, b, tolerance):
         torch.testing.assert_close(a[key], b[key], rtol=tolerance, atol=tolerance, msg=f"{key}: {{}}".format)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", often(LAYOUTS, 2))
 def test_every_step_with_sgd_is_data_parallelism(layout):
     """Outer rate 1 without momentum after each step of plain SGD: the mean of the gradients."""
     parallel, stage, world = LAYOUTS[layout]
@@ -247,7 +248,7 @@ def check_beside_copies(layout, tmp_path, *, islands=2, tied=True, steps=STEPS, 
     return results
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", often(reversed(LAYOUTS), 2))
 def test_adamw_is_a_loop_over_copies(layout, tmp_path):
     results = check_beside_copies(layout, tmp_path, every=3)
     for _, _, reports in results:
@@ -255,7 +256,7 @@ def test_adamw_is_a_loop_over_copies(layout, tmp_path):
         assert [r.hidden for r in reports] == [0.0, 0.0]  # no step goes on meanwhile
 
 
-@pytest.mark.parametrize(("shares", "delay"), [(2, 0), (1, 1), (2, 1), (3, 0)])
+@pytest.mark.parametrize(("shares", "delay"), often([(2, 1), (2, 0), (1, 1), (3, 0)], 4))
 def test_shares_and_delay_are_a_loop_over_copies(shares, delay, tmp_path):
     check_beside_copies("one rank", tmp_path, every=4, shares=shares, delay=delay, steps=9, tied=False)
 
@@ -288,6 +289,6 @@ def train_or_say(rank, world_size, content):
 
 
 def test_islands_whose_frozen_weights_differ_are_not_averaged():
-    outer = {"islands": 2, "every": 3, "patience_seconds": 1.0}
+    outer = {"islands": 2, "every": 3, "patience_seconds": 8.0}
     content = config_of(*LAYOUTS["one rank"][:2], outer=outer, freeze=["embed_tokens"])
-    assert "frozen weights" in ranks.run(train_or_say, 2, content)[1]
+    assert any("frozen weights" in said for said in ranks.run(train_or_say, 2, content))

@@ -269,9 +269,10 @@ def held_out_loss(model: Any, output: Path) -> float:
 def free_port() -> int:
     """A port that nothing listens on, outside the range of which the kernel gives ports to connections.
 
-    From there another program's connection could take it before the ranks are up.
+    From there another program's connection could take it before the ranks are up. Workers of one test run,
+    whose process ids are neighbours, look in places that are not.
     """
-    for port in range(20000 + os.getpid() % 10000, 32000):
+    for port in range(20000 + 97 * os.getpid() % 10000, 32000):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
