@@ -27,7 +27,7 @@ LAYOUTS = {
 }
 
 # With a small eps, rounding of a gradient that is all but zero becomes a part of a step.
-ADAMW = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3, "torch_adam": True}
+ADAMW = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3}
 
 HF = {
     "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32,
@@ -55,7 +55,7 @@ def config_of(parallel, stage, *, outer=None, batch=ROWS, optimizer=None, **trai
     return {
         "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": 1,
-        "optimizer": optimizer or {"type": "AdamW", "params": ADAMW},
+        "optimizer": optimizer or {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage},
